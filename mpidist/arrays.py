@@ -1,0 +1,212 @@
+"""Arrays of NumPy, CuPy and others: recognise them, and give back what came in.
+
+Communication and arithmetic are done on NumPy arrays (CuPy arrays on a GPU replica).
+`to_array` makes one of whatever a user hands over, without a copy where the layout
+allows it; `like` turns a result back into the kind that came in.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+import numpy as np
+
+from mpidist.errors import ArgumentTypeError, DTypeError, LaunchError
+from mpidist.values import ArrayView, DistributedValues, local_component
+
+__all__ = [
+    "accumulator_dtype",
+    "gpu_count",
+    "is_float16",
+    "is_floating",
+    "like",
+    "mean_dtype",
+    "namespace",
+    "to_array",
+    "to_device",
+    "to_device_like",
+    "to_host",
+    "use_gpu",
+]
+
+_PYTHON_NUMBERS = (bool, int, float, complex)
+_NUMERIC_KINDS = "iufc"
+
+
+def to_array(value: Any, name: str = "value") -> Any:
+    """Return `value` as a NumPy or CuPy array in native byte order.
+
+    Takes arrays, array scalars, Python numbers, variables, mirrored values, and any
+    object with `__array_interface__`, `__dlpack__` or a buffer. `name` is how messages
+    call it.
+
+    Raises:
+      ArgumentTypeError: it is none of these.
+    """
+    if type(value) is np.ndarray:
+        array = value
+    elif isinstance(value, ArrayView | DistributedValues):
+        array = local_component(value)
+        array = array._array() if isinstance(array, ArrayView) else array
+        array = to_array(array, name)
+    elif isinstance(value, (np.ndarray, np.generic, *_PYTHON_NUMBERS)):
+        array = np.asarray(value)
+    elif is_device_array(value):
+        return value
+    elif hasattr(value, "__dlpack__"):
+        array = _from_dlpack(value, name)
+    elif hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
+        array = np.asarray(value)
+    elif isinstance(value, bytearray | memoryview) or _has_buffer(value):
+        array = np.asarray(memoryview(value))
+    else:
+        raise ArgumentTypeError(
+            f"{name} must be an array or a number, not {value!r} "
+            f"({type(value).__module__}.{type(value).__qualname__})"
+        )
+    if array.dtype.kind == "O":
+        raise DTypeError(f"{name} has dtype object; an array of numbers is needed")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return array
+
+
+def like(result: Any, original: Any) -> Any:
+    """Return the array `result` as the kind of thing that `original` was.
+
+    Python numbers give Python numbers, array scalars array scalars, arrays of another
+    library that library's arrays; everything else an array of our own.
+    """
+    if type(original) is np.ndarray:
+        return result
+    if isinstance(original, _PYTHON_NUMBERS):
+        return result.item() if result.ndim == 0 else result
+    if isinstance(original, np.generic):
+        return result[()]
+    library = type(original).__module__.partition(".")[0]
+    if (
+        hasattr(original, "__dlpack__")
+        and not isinstance(original, np.ndarray | ArrayView)
+        and not is_device_array(original)
+        and hasattr(sys.modules.get(library), "from_dlpack")
+    ):
+        return (
+            sys.modules[library]
+            .from_dlpack(np.atleast_1d(result))
+            .reshape(result.shape)
+        )
+    return result
+
+
+def namespace(array: Any) -> Any:
+    """Return the module, numpy or cupy, whose functions work on `array`."""
+    return sys.modules["cupy"] if is_device_array(array) else np
+
+
+def is_device_array(value: Any) -> bool:
+    """Return whether `value` is a CuPy array."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(value, cupy.ndarray)
+
+
+def is_float16(dtype: np.dtype[Any]) -> bool:
+    """Return whether `dtype` is float16 or bfloat16."""
+    return dtype.name in ("float16", "bfloat16")
+
+
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """Return whether `dtype` is floating or complex, bfloat16 included."""
+    return dtype.kind in "fc" or is_float16(dtype)
+
+
+def accumulator_dtype(dtype: np.dtype[Any], name: str = "value") -> np.dtype[Any]:
+    """Return the dtype in which values of `dtype` are added up.
+
+    Raises:
+      DTypeError: values of `dtype` cannot be added.
+    """
+    if is_float16(dtype):
+        return np.dtype(np.float32)
+    if dtype.kind not in _NUMERIC_KINDS:
+        raise DTypeError(
+            f"{name} has dtype {dtype.name}, which cannot be summed or averaged; "
+            "cast it to an integer or a floating dtype first"
+        )
+    return dtype
+
+
+def mean_dtype(dtype: np.dtype[Any], name: str = "value") -> np.dtype[Any]:
+    """Return the dtype of a mean of values of `dtype`: float64 for integers."""
+    accumulator_dtype(dtype, name)
+    return dtype if is_floating(dtype) else np.dtype(np.float64)
+
+
+def _from_dlpack(value: Any, name: str) -> Any:
+    try:
+        return np.from_dlpack(value)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise ArgumentTypeError(
+            f"{name}, a {type(value).__module__}.{type(value).__qualname__}, cannot be "
+            f"taken without a copy: {error}"
+        ) from error
+
+
+def _has_buffer(value: Any) -> bool:
+    if isinstance(value, bytes | str):
+        return False
+    try:
+        memoryview(value).release()
+    except TypeError:
+        return False
+    return True
+
+
+def gpu_count() -> int:
+    """Return how many GPUs CuPy can use in this process; 0 without CuPy or a driver."""
+    if importlib.util.find_spec("cupy") is None:
+        return 0
+    import cupy
+
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0
+
+
+def use_gpu(index: int) -> None:
+    """Make GPU `index` the current device of this thread.
+
+    Raises:
+      LaunchError: CuPy is not installed, or there is no such GPU.
+    """
+    count = gpu_count()
+    if index >= count:
+        raise LaunchError(
+            f"GPU:{index} cannot be used: CuPy sees {count} GPUs here. Install "
+            "mpidist[cuda12] or [cuda13] on a machine with a GPU, or pass "
+            "devices=['CPU:0']"
+        )
+    import cupy
+
+    cupy.cuda.Device(index).use()
+
+
+def to_host(array: Any) -> Any:
+    """Return `array` as a NumPy array; copies only from a GPU, after its stream."""
+    return array.get() if is_device_array(array) else array
+
+
+def to_device(array: Any, device: str) -> Any:
+    """Return the NumPy `array` where a replica on `device` computes."""
+    if device.startswith("CPU") or array.dtype.kind not in _NUMERIC_KINDS + "b":
+        return array
+    import cupy
+
+    return cupy.asarray(array)
+
+
+def to_device_like(array: Any, original: Any) -> Any:
+    """Return the NumPy `array` where `original` lies: on its GPU, or unchanged."""
+    return namespace(original).asarray(array) if is_device_array(original) else array

@@ -1,0 +1,328 @@
+"""Collectives on nests of arrays: check, convert, pack, move, unpack, give back.
+
+Each method is collective over the strategy's ranks. The leaves of one dtype travel
+together, so a nest costs one MPI call per dtype (and per `bytes_per_pack`).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidist import arrays, nest, packing
+from mpidist.agree import Agreement, Call
+from mpidist.errors import ArgumentError, ArgumentTypeError
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.packing import Axis
+from mpidist.transports import Transport
+from mpidist.values import DistributedValues, local_component
+
+__all__ = ["Collectives"]
+
+_DEFAULT = CommunicationOptions()
+
+
+class Collectives:
+    """The collectives of one strategy, on one transport."""
+
+    def __init__(self, agreement: Agreement, transport: Transport):
+        self.agreement = agreement
+        self.transport = transport
+        self._size = agreement.size
+
+    def all_reduce(
+        self,
+        operation: str,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Return the elementwise sum or mean of `value` over all ranks, on every rank.
+
+        Args:
+          operation: the public call that this is, for messages.
+          reduce_op: the operation, or its name.
+          value: a nest of arrays or numbers, of equal structure, shapes and dtypes.
+          options: see `CommunicationOptions`.
+
+        Raises, on all ranks: see `Agreement.require_same` and `arrays.to_array`.
+        """
+        options = options or _DEFAULT
+
+        def prepare() -> tuple[ReduceOp, list[Any], nest.Spec, list[Any]]:
+            op = ReduceOp.parse(reduce_op)
+            leaves, spec, given = _to_arrays(value)
+            to_dtype = arrays.mean_dtype if op is ReduceOp.MEAN else _same_dtype
+            for array, name in _named(given, spec):
+                to_dtype(array.dtype, name)
+                arrays.accumulator_dtype(array.dtype, name)
+            return op, leaves, spec, given
+
+        op, leaves, spec, given = self.agreement.prepare(operation, prepare)
+        described = tuple((a.dtype.name, a.shape) for a in given)
+        call = Call(operation, (("reduce_op", op.name),), spec, described)
+        self.agreement.require_same(call, timeout=options.timeout_seconds)
+
+        is_mean = op is ReduceOp.MEAN
+        out = [arrays.mean_dtype(a.dtype) if is_mean else a.dtype for a in given]
+        partial = [
+            _contiguous(a, arrays.accumulator_dtype(dtype))
+            for a, dtype in zip(given, out, strict=True)
+        ]
+        results = []
+        for total, dtype, leaf in zip(self._sum(partial, options), out, leaves):
+            if is_mean:
+                total /= self._size
+            results.append(arrays.like(total.astype(dtype, copy=False), leaf))
+        return nest.unflatten(spec, results)
+
+    def reduce_over_axis(
+        self,
+        operation: str,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: Axis,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Return the sum or mean over `axis` and over all ranks, on every rank.
+
+        Lengths along `axis` may differ between ranks and may be zero; the other
+        dimensions must agree. A mean is the sum of all elements over the sum of all
+        lengths, and nan where that is zero. Floating values are added up in double
+        precision, integers in 64 bits; the result has the dtype of `value` (a mean of
+        integers is float64).
+
+        Raises, on all ranks: see `all_reduce`; also ArgumentError for an axis out of
+        range or a sum of integers that does not fit their dtype, and
+        ArgumentTypeError for an axis that is no integer.
+        """
+        options = options or _DEFAULT
+
+        def prepare() -> tuple[ReduceOp, nest.Spec, list[Any], list[tuple[int, ...]]]:
+            op = ReduceOp.parse(reduce_op)
+            _, spec, given = _to_arrays(value)
+            axes = []
+            for array, name in _named(given, spec):
+                arrays.accumulator_dtype(array.dtype, name)
+                axes.append(packing.normalize_axes(axis, array.ndim, name))
+            return op, spec, given, axes
+
+        op, spec, given, axes = self.agreement.prepare(operation, prepare)
+        rest = [packing.without(a.shape, drop) for a, drop in zip(given, axes)]
+        described = tuple((a.dtype.name, s) for a, s in zip(given, rest))
+        arguments = (("reduce_op", op.name), ("axis", str(axis)))
+        call = Call(operation, arguments, spec, described)
+        self.agreement.require_same(call, timeout=options.timeout_seconds)
+
+        partial = [
+            arrays.namespace(a).asarray(a.sum(axis=drop, dtype=_wide(a.dtype)))
+            for a, drop in zip(given, axes)
+        ]
+        # Sums and lengths travel together
+        lengths = [math.prod(a.shape[i] for i in drop) for a, drop in zip(given, axes)]
+        *totals, total_lengths = self._sum([*partial, np.array(lengths)], options)
+        is_mean = op is ReduceOp.MEAN
+        results = [
+            _mean(total, length, a.dtype) if is_mean else _narrow(total, a.dtype)
+            for total, length, a in zip(totals, total_lengths.tolist(), given)
+        ]
+        return nest.unflatten(spec, [r[()] for r in results])
+
+    def all_gather(
+        self,
+        operation: str,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Return the ranks' values one behind the other along `axis`, on every rank.
+
+        Lengths along `axis` may differ between ranks and may be zero; the dtype and the
+        other dimensions must agree.
+
+        Raises, on all ranks: see `all_reduce`; ArgumentError also for values without
+        dimensions and an axis out of range.
+        """
+        options = options or _DEFAULT
+        deadline = _deadline(options)
+
+        def prepare() -> tuple[list[Any], nest.Spec, list[Any], list[int]]:
+            leaves, spec, given = _to_arrays(value)
+            axes = []
+            for array, name in _named(given, spec):
+                if array.ndim == 0:
+                    raise ArgumentError(
+                        f"{name} is a scalar, which has no axis to gather along; make "
+                        "it an array of shape (1,) first"
+                    )
+                axes.append(
+                    packing.normalize_axes(operator.index(axis), array.ndim, name)[0]
+                )
+            return leaves, spec, given, axes
+
+        leaves, spec, given, axes = self.agreement.prepare(operation, prepare)
+        rest = [(*a.shape[:i], "any", *a.shape[i + 1 :]) for a, i in zip(given, axes)]
+        described = tuple((str(a.dtype), s) for a, s in zip(given, rest))
+        call = Call(operation, (("axis", str(axis)),), spec, described)
+        self.agreement.require_same(call, timeout=options.timeout_seconds)
+
+        lengths = np.array([a.shape[i] for a, i in zip(given, axes)], np.int64)
+        everyone = np.empty((self._size, len(given)), np.int64)
+        self._gather_host(lengths, everyone, deadline)
+        results: list[Any] = [None] * len(given)
+        for members in packing.groups(given, options.bytes_per_pack):
+            gathered = self._gather_group(
+                [given[j] for j in members],
+                [axes[j] for j in members],
+                everyone[:, members],
+                deadline,
+            )
+            for j, result in zip(members, gathered, strict=True):
+                results[j] = arrays.like(result, leaves[j])
+        return nest.unflatten(spec, results)
+
+    def broadcast(self, operation: str, value: Any, root: int = 0) -> Any:
+        """Return, on every rank, the nest of arrays that rank `root` passed.
+
+        Every rank passes a value of the same structure, shapes and dtypes.
+        """
+        leaves, spec, given = self.agreement.prepare(
+            operation, lambda: _to_arrays(value)
+        )
+        described = tuple((str(a.dtype), a.shape) for a in given)
+        self.agreement.require_same(Call(operation, (), spec, described))
+        results = []
+        for array, leaf in zip(given, leaves, strict=True):
+            result = array.copy(order="C")
+            if self._size > 1:
+                self.transport.broadcast(result, root, None)
+            results.append(arrays.like(result, leaf))
+        return nest.unflatten(spec, results)
+
+    def _sum(self, values: Sequence[Any], options: CommunicationOptions) -> list[Any]:
+        """Return the sums over all ranks of contiguous arrays, as arrays of our own."""
+        if self._size == 1:
+            return [value.copy() for value in values]
+        deadline = _deadline(options)
+        totals: list[Any] = [None] * len(values)
+        for members in packing.groups(values, options.bytes_per_pack):
+            pack = packing.pack([values[j] for j in members])
+            total = arrays.namespace(pack).empty_like(pack)
+            self.transport.allreduce_sum(pack, total, deadline)
+            shapes = [values[j].shape for j in members]
+            for j, part in zip(members, packing.unpack(total, shapes), strict=True):
+                totals[j] = part
+        return totals
+
+    def _gather_host(self, send: Any, receive: Any, deadline: float | None) -> None:
+        """Gather equal lengths of host data from every rank."""
+        if self._size == 1:
+            receive[...] = send
+            return
+        self.transport.allgatherv(send, receive, [send.size] * self._size, deadline)
+
+    def _gather_group(
+        self,
+        values: Sequence[Any],
+        axes: Sequence[int],
+        lengths: Any,
+        deadline: float | None,
+    ) -> Iterator[Any]:
+        """Yield the gathered arrays of a pack of one dtype.
+
+        `lengths[r, j]` is the length of rank r's array j along `axes[j]`.
+        """
+        xp = arrays.namespace(values[0])
+        widths = [
+            math.prod(packing.without(v.shape, (i,))) for v, i in zip(values, axes)
+        ]
+        counts = (lengths * widths).sum(axis=1).tolist()
+        pack = packing.pack([_contiguous(v, v.dtype) for v in values])
+        received = xp.empty(sum(counts), pack.dtype)
+        if self._size == 1:
+            received[...] = pack.reshape(-1)
+        else:
+            self.transport.allgatherv(pack, received, counts, deadline)
+        if len(values) == 1 and math.prod(values[0].shape[: axes[0]]) == 1:
+            # Already in the order of the result
+            shape = packing.with_length(
+                values[0].shape, axes[0], int(lengths[:, 0].sum())
+            )
+            yield received.reshape(shape)
+            return
+        starts = np.cumsum([0, *counts[:-1]])
+        offsets = starts[:, None] + np.cumsum(lengths * widths, axis=1)
+        offsets = offsets - lengths * widths
+        for j, (value, axis, width) in enumerate(zip(values, axes, widths)):
+            parts = [
+                received[start : start + length * width].reshape(
+                    packing.with_length(value.shape, axis, length)
+                )
+                for start, length in zip(offsets[:, j].tolist(), lengths[:, j].tolist())
+            ]
+            yield xp.concatenate(parts, axis=axis)
+
+
+def _to_arrays(value: Any) -> tuple[list[Any], nest.Spec, list[Any]]:
+    """Return the leaves of `value` (this rank's components), its structure, arrays."""
+    leaves, spec = nest.flatten(value)
+    if any(isinstance(leaf, DistributedValues) for leaf in leaves):
+        # A component may be a nest itself
+        local = nest.unflatten(spec, map(local_component, leaves))
+        leaves, spec = nest.flatten(local)
+    try:
+        return leaves, spec, [arrays.to_array(leaf) for leaf in leaves]
+    except ArgumentTypeError:
+        # Once more, to name the leaf
+        for leaf, name in zip(leaves, nest.leaf_names(spec, "value"), strict=True):
+            arrays.to_array(leaf, name)
+        raise
+
+
+def _named(values: Sequence[Any], spec: nest.Spec) -> Iterator[tuple[Any, str]]:
+    names = ["value"] if len(values) == 1 else nest.leaf_names(spec, "value")
+    return zip(values, names, strict=True)
+
+
+def _same_dtype(dtype: np.dtype[Any], name: str) -> np.dtype[Any]:
+    return dtype
+
+
+def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which sums over an axis are formed."""
+    if dtype.kind in "iu":
+        return np.dtype(f"{dtype.kind}8")
+    return np.result_type(arrays.accumulator_dtype(dtype), np.float64)
+
+
+def _mean(total: Any, length: int, dtype: np.dtype[Any]) -> Any:
+    with np.errstate(invalid="ignore"):
+        mean = total / np.float64(length)
+    return mean.astype(arrays.mean_dtype(dtype), copy=False)
+
+
+def _narrow(total: Any, dtype: np.dtype[Any]) -> Any:
+    """Return `total` in the dtype of what was summed; integers must fit."""
+    if dtype.kind in "iu" and total.size:
+        limits = np.iinfo(dtype)
+        if total.min() < limits.min or total.max() > limits.max:
+            raise ArgumentError(
+                f"a sum of {dtype.name} values is {total.min()}..{total.max()}, which "
+                f"does not fit {dtype.name}; cast value to int64 first"
+            )
+    return total.astype(dtype, copy=False)
+
+
+def _contiguous(array: Any, dtype: np.dtype[Any]) -> Any:
+    """Return `array` in C order and in `dtype`; copies only if it must."""
+    return array.astype(dtype, order="C", copy=False)
+
+
+def _deadline(options: CommunicationOptions) -> float | None:
+    seconds = options.timeout_seconds
+    return None if seconds is None else time.monotonic() + seconds

@@ -1,0 +1,323 @@
+"""Replica and cross-replica contexts: which strategy and which replica is current.
+
+Each thread has its own stack of contexts. Exactly one of the two kinds holds at any
+time; below everything lies the replica context of the default strategy, with one
+replica.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mpidist import nest
+from mpidist.errors import ContextError
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.values import DistributedValues, PerReplica, local_component
+
+if TYPE_CHECKING:
+    from mpidist.strategy import Strategy
+
+__all__ = [
+    "ReplicaContext",
+    "Scope",
+    "enter",
+    "experimental_set_strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "in_update",
+    "regroup",
+    "require_cross_replica",
+    "select_replica",
+    "set_default_strategy",
+]
+
+
+class _Frame(NamedTuple):
+    """One entry of the stack; without a replica context it is cross-replica."""
+
+    strategy: Strategy
+    replica: ReplicaContext | None
+    updating: bool = False
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+        self.base: _Frame | None = None
+
+    @property
+    def top(self) -> _Frame:
+        if self.frames:
+            return self.frames[-1]
+        if self.base is not None:
+            return self.base
+        return _Frame(_default[0], _default_replica[0])
+
+
+_stack = _Stack()
+_default: list[Strategy] = []
+_default_replica: list[ReplicaContext] = []
+
+
+def set_default_strategy(strategy: Strategy) -> None:
+    """Make `strategy` the one that holds outside all scopes."""
+    _default[:] = [strategy]
+    _default_replica[:] = [ReplicaContext(strategy, 0)]
+
+
+def get_strategy() -> Strategy:
+    """Return the current strategy: the default one (one replica) outside all scopes."""
+    return _stack.top.strategy
+
+
+def has_strategy() -> bool:
+    """Return whether a strategy other than the default one is current."""
+    return get_strategy() is not _default[0]
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Make `strategy` current in this thread, as if everything were in its scope.
+
+    None makes the default strategy current again.
+
+    Raises:
+      ContextError: called inside a scope or a replica function.
+    """
+    if _stack.frames:
+        raise ContextError(
+            "experimental_set_strategy was called inside a strategy's scope; call it "
+            "at the top level of the program"
+        )
+    is_default = strategy is None or strategy is _default[0]
+    _stack.base = None if strategy is None or is_default else _Frame(strategy, None)
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Return the current replica's context, None in cross-replica context.
+
+    Outside all scopes it is that of the default strategy: replica 0 of 1.
+    """
+    return _stack.top.replica
+
+
+def in_cross_replica_context() -> bool:
+    """Return whether the current context is cross-replica.
+
+    It is in `Strategy.scope`, in a function passed to `merge_call`, and in one passed
+    to `StrategyExtended.update`.
+    """
+    return _stack.top.replica is None
+
+
+def in_update() -> bool:
+    """Return whether a function passed to `StrategyExtended.update` is running."""
+    return _stack.top.updating
+
+
+@contextmanager
+def enter(
+    strategy: Strategy, replica: ReplicaContext | None = None, updating: bool = False
+) -> Iterator[None]:
+    """Put a context on this thread's stack for the length of a block."""
+    frame = _Frame(strategy, replica, updating)
+    _stack.frames.append(frame)
+    try:
+        yield
+    finally:
+        if not _stack.frames or _stack.frames[-1] is not frame:
+            raise ContextError("scope nesting error: a scope was left inside out")
+        _stack.frames.pop()
+
+
+def require_cross_replica(strategy: Strategy, call: str) -> None:
+    """Raise unless `call` may be made here: own cross-replica or default context.
+
+    Raises:
+      ContextError: another strategy is current, or a replica function is running.
+    """
+    top = _stack.top
+    if top.strategy is strategy:
+        if top.replica is not None:
+            raise ContextError(
+                f"{call} was called in replica context, inside a function that "
+                "strategy.run runs; it needs cross-replica context: call it outside, "
+                "or from a function passed to get_replica_context().merge_call"
+            )
+    elif top.strategy is not _default[0]:
+        raise ContextError(
+            f"Mixing different tf.distribute.Strategy objects: {call} of {strategy!r} "
+            f"was called under {top.strategy!r}"
+        )
+
+
+class Scope:
+    """What `Strategy.scope` returns; may be entered again, nested, and kept."""
+
+    def __init__(self, strategy: Strategy):
+        self._strategy = strategy
+        self._entered: list[_Frame] = []
+
+    def __enter__(self) -> Strategy:
+        require_cross_replica(self._strategy, "scope")
+        frame = _Frame(self._strategy, None)
+        _stack.frames.append(frame)
+        self._entered.append(frame)
+        return self._strategy
+
+    def __exit__(self, *_: object) -> None:
+        frame = self._entered.pop()
+        is_innermost = bool(_stack.frames) and _stack.frames[-1] is frame
+        _stack.frames[:] = [f for f in _stack.frames if f is not frame]
+        if not is_innermost:
+            raise ContextError(
+                f"scope nesting error: the scope of {self._strategy!r} is not the one "
+                "entered last; leave scopes in the reverse order"
+            )
+
+
+class ReplicaContext:
+    """What code inside `Strategy.run` knows about its replica, and its collectives.
+
+    Obtained by `get_replica_context()`, never made by users.
+    """
+
+    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int):
+        self._strategy = strategy
+        self._replica_id = replica_id_in_sync_group
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that runs this replica."""
+        return self._strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The number of this replica, which is its MPI rank in the strategy."""
+        return self._replica_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of this replica, as a one-tuple (deprecated in TensorFlow)."""
+        return (self._strategy.extended.device,)
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Return the elementwise sum or mean of `value` over all replicas.
+
+        Collective: every replica calls it with the same structure, shapes and dtypes.
+
+        Args:
+          reduce_op: SUM or MEAN; MEAN of integers is float64.
+          value: an array or number, or a nest of them.
+          options: see `CommunicationOptions`; changes the speed, not the result.
+
+        Returns:
+          What was passed, with its arrays replaced by new ones, equal on all replicas.
+
+        Raises, on all replicas:
+          MismatchError: structures, shapes, dtypes or `reduce_op` differ.
+          DTypeError: a dtype, such as bool, that cannot be added up.
+          ArgumentError, ArgumentTypeError: an unknown `reduce_op`; no array or number.
+          DivergenceError: a replica called something else.
+        """
+        self._require_current("all_reduce")
+        return self._strategy.extended.all_reduce(reduce_op, value, options)
+
+    def all_gather(
+        self, value: Any, axis: int, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Return the replicas' values one behind the other along `axis`.
+
+        Collective. The lengths along `axis` may differ, and may be zero.
+
+        Args:
+          value: an array with ndim >= 1, or a nest of them.
+          axis: the dimension to concatenate along, -ndim <= axis < ndim.
+          options: see `CommunicationOptions`.
+
+        Returns:
+          What was passed, with its arrays replaced by new ones, equal on all replicas.
+
+        Raises, on all replicas:
+          MismatchError: dtypes, numbers of dimensions, or other dimensions differ.
+          ArgumentError: a value without dimensions; an axis out of range.
+        """
+        self._require_current("all_gather")
+        return self._strategy.extended.all_gather(value, axis, options)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Return `merge_fn(strategy, *args, **kwargs)`, run in cross-replica context.
+
+        Collective: the calls of all replicas pair by position. The function runs in
+        every process, with this replica's arguments as `PerReplica` values (mirrored
+        values and variables as they are); what it returns is taken apart again.
+
+        Raises, on all replicas:
+          DivergenceError: a replica makes another collective, or has left `run`.
+          What `merge_fn` raises on any of them.
+        """
+        self._require_current("merge_call")
+        return self._strategy.extended.merge_call(self, merge_fn, args, kwargs)
+
+    def _require_current(self, call: str) -> None:
+        if get_replica_context() is not self:
+            raise ContextError(
+                f"{call} was called on a replica context that is not the current one; "
+                "it belongs inside the function that strategy.run runs"
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} of replica {self._replica_id} of "
+            f"{self.num_replicas_in_sync}>"
+        )
+
+
+def regroup(value: Any, replica_id: int, num_replicas: int) -> Any:
+    """Return a nest of one replica's values as values of all replicas.
+
+    With several replicas each leaf becomes a `PerReplica`, except None, variables and
+    values that are distributed already; with one replica leaves stay as they are.
+    """
+    if num_replicas == 1:
+        return value
+    return nest.map_leaves(lambda leaf: _wrap(leaf, replica_id), value)
+
+
+def _wrap(leaf: Any, replica_id: int) -> Any:
+    if leaf is None or isinstance(leaf, DistributedValues):
+        return leaf
+    return PerReplica((leaf,), (replica_id,))
+
+
+def select_replica(value: Any) -> Any:
+    """Return a nest with this process's component in place of each distributed value.
+
+    Variables are distributed values that pass whole.
+    """
+    return nest.map_leaves(_select, value)
+
+
+def _select(leaf: Any) -> Any:
+    if isinstance(leaf, DistributedValues) and not getattr(leaf, "is_variable", False):
+        return local_component(leaf)
+    return leaf

@@ -1,0 +1,1 @@
+"""Input: lazy datasets, the HDF5 reader, and their division over replicas."""

@@ -1,0 +1,77 @@
+"""Ending the whole job when one rank fails, with one readable traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+import traceback
+from types import TracebackType
+
+from mpi4py import MPI
+
+__all__ = ["abort_on_exception"]
+
+# How long a rank whose failure others report leaves them to do it
+_GRACE_SECONDS = 1.0
+_previous_hook = sys.excepthook
+
+
+def abort_on_exception() -> None:
+    """Make an uncaught exception end all ranks of the job. `import mpidist` calls it.
+
+    The traceback is printed once per node, by the rank that failed first, and headed
+    by the rank. Nothing changes for a job of one rank, in an interactive session, or
+    where something else has replaced sys.excepthook, as debuggers do. Test runners
+    catch exceptions themselves, so theirs never get here.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _report_and_abort
+
+
+def _report_and_abort(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if not _in_job() or hasattr(sys, "ps1") or sys.flags.interactive:
+        _previous_hook(kind, error, trace)
+        return
+    claim = None
+    if not getattr(error, "raised_elsewhere", False):
+        claim = _claim_report()
+    if claim is None:
+        time.sleep(_GRACE_SECONDS)
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    lines = traceback.format_exception(kind, error, trace)
+    head = f"mpidist: rank {rank} of {size} failed; the job ends\n"
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        # In one piece, so that no other rank's output comes between
+        sys.stderr.write(head + "".join(lines))
+        sys.stderr.flush()
+    MPI.COMM_WORLD.Abort(1)
+
+
+def _in_job() -> bool:
+    return (
+        MPI.Is_initialized()
+        and not MPI.Is_finalized()
+        and MPI.COMM_WORLD.Get_size() > 1
+    )
+
+
+def _claim_report() -> socket.socket | None:
+    """Return a claim to report for this node; None if another rank has it.
+
+    The claim is an abstract socket address (Linux), which vanishes with the process.
+    Ranks of one job on one node have the same parent: the launcher's daemon.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0mpidist-failure-{os.getuid()}-{os.getppid()}")
+    except OSError:
+        claim.close()
+        return None
+    return claim

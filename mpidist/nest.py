@@ -1,0 +1,89 @@
+"""Nested structures by tf.nest's rules, on top of optree.
+
+Lists, tuples, namedtuples and mappings (subclasses too) are structure, with the keys of
+a mapping in sorted order; anything else, None included, is a leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import optree
+
+from mpidist.errors import ArgumentError
+
+__all__ = ["Spec", "flatten", "leaf_names", "map_leaves", "unflatten"]
+
+Spec = optree.PyTreeSpec
+_NAMESPACE = "mpidist"
+
+
+def flatten(nest: Any) -> tuple[list[Any], Spec]:
+    """Return the leaves of `nest` and the structure that `unflatten` needs.
+
+    Specs compare and hash as values within a process; `str(spec)` is the same text in
+    every process.
+    """
+    leaves, spec = optree.tree_flatten(nest, none_is_leaf=True, namespace=_NAMESPACE)
+    # optree sees subclasses of dict, list and tuple as leaves until they are registered
+    strangers = {type(x) for x in leaves if isinstance(x, Mapping | list | tuple)}
+    if not strangers:
+        return leaves, spec
+    for cls in strangers:
+        _register(cls)
+    return flatten(nest)
+
+
+def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
+    """Return the structure `spec` with `leaves` in place of the leaves."""
+    return optree.tree_unflatten(spec, leaves)
+
+
+def map_leaves(fn: Callable[..., Any], nest: Any, *others: Any) -> Any:
+    """Return `nest` with `fn(leaf, *leaves of others)` in place of every leaf.
+
+    Raises:
+      ArgumentError: one of `others` has another structure than `nest`.
+    """
+    leaves, spec = flatten(nest)
+    columns = [leaves]
+    for other in others:
+        other_leaves, other_spec = flatten(other)
+        if other_spec != spec:
+            raise ArgumentError(f"structures differ: {spec} and {other_spec}")
+        columns.append(other_leaves)
+    return unflatten(spec, [fn(*row) for row in zip(*columns, strict=True)])
+
+
+def leaf_names(spec: Spec, root: str) -> list[str]:
+    """Return how each leaf would be written in Python: `root['a'][0]`."""
+    return [accessor.codify(root) for accessor in spec.accessors()]
+
+
+def _register(cls: type[Any]) -> None:
+    """Make optree flatten instances of `cls`, a subclass of mapping, list or tuple."""
+    if issubclass(cls, Mapping):
+        optree.register_pytree_node(
+            cls,
+            _flatten_mapping,
+            lambda keys, children: cls(dict(zip(keys, children, strict=True))),
+            namespace=_NAMESPACE,
+        )
+    else:
+        optree.register_pytree_node(
+            cls,
+            lambda sequence: (tuple(sequence), None),
+            lambda _, children: cls(children),
+            namespace=_NAMESPACE,
+        )
+
+
+def _flatten_mapping(
+    mapping: Mapping[Any, Any],
+) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    try:
+        keys = tuple(sorted(mapping))
+    except TypeError:  # keys of unlike types: their own order
+        keys = tuple(mapping)
+    return tuple(mapping[key] for key in keys), keys, keys

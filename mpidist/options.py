@@ -1,0 +1,185 @@
+"""Enumerations and frozen option objects, with tf.distribute's names and defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from mpidist.errors import ArgumentError, ArgumentTypeError
+
+__all__ = [
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "InputOptions",
+    "InputReplicationMode",
+    "ReduceOp",
+    "RunOptions",
+    "VariableAggregation",
+    "VariableSynchronization",
+]
+
+
+class ReduceOp(enum.Enum):
+    """How the values of all replicas are combined: added up, or averaged.
+
+    Wherever an operation is taken, its name in any case is taken too: `"sum"`.
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @classmethod
+    def parse(cls, op: ReduceOp | str) -> ReduceOp:
+        """Return the operation that `op` is or names.
+
+        Raises:
+          ArgumentError: a string that names no operation.
+          ArgumentTypeError: neither a ReduceOp nor a string.
+        """
+        if isinstance(op, cls):
+            return op
+        if not isinstance(op, str):
+            raise ArgumentTypeError(
+                f"reduce_op must be a ReduceOp or its name, not {op!r} "
+                f"({type(op).__name__})"
+            )
+        try:
+            return cls[op.upper()]
+        except KeyError:
+            raise ArgumentError(
+                f"reduce_op must be 'SUM' or 'MEAN', not {op!r}"
+            ) from None
+
+    @staticmethod
+    def from_variable_aggregation(aggregation: VariableAggregation) -> ReduceOp:
+        """Return the operation that combines updates of a variable so aggregated."""
+        if aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
+            return ReduceOp[aggregation.name]
+        raise ArgumentError(
+            f"{aggregation} has no ReduceOp; only SUM and MEAN have one"
+        )
+
+
+class VariableSynchronization(enum.Enum):
+    """When the copies of a variable are brought together; AUTO means ON_WRITE."""
+
+    AUTO = 0
+    NONE = 1
+    ON_WRITE = 2
+    ON_READ = 3
+
+
+class VariableAggregation(enum.Enum):
+    """How values that replicas assign to one variable are combined."""
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    ONLY_FIRST_REPLICA = 3
+
+
+class CommunicationImplementation(enum.Enum):
+    """By which means data move between replicas.
+
+    AUTO lets mpidist choose; MPI asks for direct MPI calls on the arrays. (TensorFlow's
+    RING is an algorithm that an MPI library picks for itself, so it is not a choice
+    here; NCCL needs GPUs.)
+    """
+
+    AUTO = "AUTO"
+    MPI = "MPI"
+
+    @classmethod
+    def parse(
+        cls, implementation: CommunicationImplementation | str
+    ) -> CommunicationImplementation:
+        """Return the member that `implementation` is or names (in any case)."""
+        if isinstance(implementation, cls):
+            return implementation
+        name = implementation.upper() if isinstance(implementation, str) else None
+        if name not in cls.__members__:
+            known = ", ".join(cls.__members__)
+            raise ArgumentError(
+                f"implementation must be one of {known}, not {implementation!r}"
+            )
+        return cls[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationOptions:
+    """Options of one collective.
+
+    Args:
+      bytes_per_pack: arrays of one dtype are sent together in packs of up to this many
+        bytes; 0 sends them in one pack. Never changes a result.
+      timeout_seconds: how long to wait for the other replicas, None for ever. A missed
+        deadline is a `DeadlineError` on every replica that waits, and the strategy
+        cannot communicate any more.
+      implementation: a `CommunicationImplementation` or its name.
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_pack < 0:
+            raise ArgumentError(
+                f"bytes_per_pack must be >= 0, not {self.bytes_per_pack}"
+            )
+        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
+            raise ArgumentError(
+                f"timeout_seconds must be > 0 or None, not {self.timeout_seconds}"
+            )
+        implementation = CommunicationImplementation.parse(self.implementation)
+        object.__setattr__(self, "implementation", implementation)
+
+
+class InputReplicationMode(enum.Enum):
+    """How an input function is replicated: one input pipeline per worker."""
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@dataclasses.dataclass(frozen=True)
+class InputOptions:
+    """Options of a distributed dataset.
+
+    Args:
+      experimental_fetch_to_device: copy batches to the replica's device.
+      experimental_replication_mode: only PER_WORKER has a meaning here, where every
+        worker is one replica.
+      experimental_place_dataset_on_device: run the pipeline on the device; only False.
+      experimental_per_replica_buffer_size: how many batches are read ahead, in a
+        thread; 0 reads each batch when it is asked for.
+    """
+
+    experimental_fetch_to_device: bool = True
+    experimental_replication_mode: InputReplicationMode = (
+        InputReplicationMode.PER_WORKER
+    )
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.experimental_per_replica_buffer_size < 0:
+            raise ArgumentError(
+                "experimental_per_replica_buffer_size must be >= 0, not "
+                f"{self.experimental_per_replica_buffer_size}"
+            )
+        if self.experimental_place_dataset_on_device:
+            raise ArgumentError(
+                "experimental_place_dataset_on_device=True is not possible: HDF5 is "
+                "read on the host; leave it False"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """Options of `Strategy.run`. TensorFlow's concern compilation, which is not done
+    here: both are accepted and change nothing.
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False

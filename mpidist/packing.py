@@ -1,0 +1,94 @@
+"""Shapes and packs: several arrays as one, axes, and shapes with an axis changed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mpidist import arrays
+from mpidist.errors import ArgumentError, ArgumentTypeError
+
+__all__ = [
+    "Axis",
+    "groups",
+    "normalize_axes",
+    "pack",
+    "unpack",
+    "with_length",
+    "without",
+]
+
+Axis = int | Sequence[int]
+
+
+def normalize_axes(axis: Axis, ndim: int, name: str = "value") -> tuple[int, ...]:
+    """Return `axis`, an integer or several, as distinct numbers in 0..ndim-1.
+
+    Raises:
+      ArgumentError: out of range, named twice, or none at all.
+      ArgumentTypeError: neither an integer nor a list or tuple of integers.
+    """
+    several = axis if isinstance(axis, list | tuple) else [axis]
+    try:
+        numbers = [operator.index(i) for i in several]
+    except TypeError:
+        raise ArgumentTypeError(
+            f"axis must be an integer or a tuple of integers, not {axis!r}"
+        ) from None
+    for i in numbers:
+        if not -ndim <= i < ndim:
+            raise ArgumentError(
+                f"axis {i} is out of range for {name}, which has {ndim} dimensions"
+            )
+    normal = tuple(i % ndim for i in numbers)
+    if not normal or len(set(normal)) < len(normal):
+        raise ArgumentError(f"axis must name each dimension once, not {axis!r}")
+    return normal
+
+
+def without(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n for i, n in enumerate(shape) if i not in axes)
+
+
+def with_length(shape: tuple[int, ...], axis: int, length: int) -> tuple[int, ...]:
+    return (*shape[:axis], length, *shape[axis + 1 :])
+
+
+def groups(values: Sequence[Any], bytes_per_pack: int) -> Iterator[list[int]]:
+    """Yield the numbers of the arrays that travel together: one dtype, up to a size."""
+    numbers = sorted(range(len(values)), key=lambda j: _pack_key(values[j]))
+    for _, same in itertools.groupby(numbers, key=lambda j: _pack_key(values[j])):
+        members: list[int] = []
+        size = 0
+        for j in same:
+            if members and bytes_per_pack and size + values[j].nbytes > bytes_per_pack:
+                yield members
+                members, size = [], 0
+            members.append(j)
+            size += values[j].nbytes
+        yield members
+
+
+def _pack_key(array: Any) -> tuple[str, bool]:
+    return str(array.dtype), arrays.is_device_array(array)
+
+
+def pack(values: Sequence[Any]) -> Any:
+    """Return one array with the elements of all; a single array as it is."""
+    if len(values) == 1:
+        return values[0]
+    xp = arrays.namespace(values[0])
+    return xp.concatenate([value.reshape(-1) for value in values])
+
+
+def unpack(pack: Any, shapes: Sequence[tuple[int, ...]]) -> Iterator[Any]:
+    """Yield views of `pack` with the given shapes."""
+    start = 0
+    flat = pack.reshape(-1)
+    for shape in shapes:
+        stop = start + math.prod(shape)
+        yield flat[start:stop].reshape(shape)
+        start = stop

@@ -1,0 +1,103 @@
+"""Which rows, in which order, at which step: integers only, no communication.
+
+This is the one place where rows are given to replicas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpidist.errors import ArgumentError
+
+__all__ = ["Permutation", "batch_count", "replica_slice"]
+
+Indices = npt.NDArray[np.int64]
+
+
+def replica_slice(rows: int, replicas: int, replica: int) -> slice:
+    """Return which of `rows` consecutive rows one replica gets: ceil(rows / replicas).
+
+    The slices of all replicas are disjoint, in order, and cover all rows; the last
+    replicas get fewer rows, or none. (TensorFlow's rule for a global batch.)
+    """
+    share = -(-rows // replicas)
+    return slice(min(replica * share, rows), min((replica + 1) * share, rows))
+
+
+def batch_count(rows: int, batch_size: int, drop_remainder: bool) -> int:
+    """Return how many batches `rows` rows make."""
+    return rows // batch_size if drop_remainder else -(-rows // batch_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Permutation:
+    """A pseudo-random permutation of `range(length)` that needs no table.
+
+    An alternating Feistel network on Z_a x Z_b with a * b >= length, walked along its
+    cycle until it lands inside the range (Black and Rogaway, "Ciphers with arbitrary
+    finite domains", CT-RSA 2002, method 3). The round function is the finaliser of
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). Any position is computed in O(1)
+    time and memory, so a run can start anywhere in an epoch.
+
+    Args:
+      length: how many integers are permuted.
+      seed: which permutation, any integer.
+      epoch: which of the permutations of that seed, any integer >= 0.
+    """
+
+    length: int
+    seed: int
+    epoch: int = 0
+
+    _ROUNDS = 8
+
+    def __call__(self, positions: npt.ArrayLike) -> Indices:
+        """Return the row at each of `positions` (any shape, 0 <= position < length)."""
+        positions = np.asarray(positions, dtype=np.int64)
+        if positions.size == 0:
+            return positions
+        if positions.min() < 0 or positions.max() >= self.length:
+            raise ArgumentError(
+                f"positions must be in 0..{self.length - 1}, not "
+                f"{positions.min()}..{positions.max()}"
+            )
+        rows = self._encrypt(positions.astype(np.uint64))
+        # Walk on from the few that landed in a * b - length
+        while (outside := rows >= np.uint64(self.length)).any():
+            rows[outside] = self._encrypt(rows[outside])
+        return rows.astype(np.int64)
+
+    def _encrypt(self, x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        a = math.isqrt(self.length - 1) + 1
+        b = -(-self.length // a)
+        left, right = x // np.uint64(b), x % np.uint64(b)
+        keys = self._round_keys()
+        for i in range(0, self._ROUNDS, 2):
+            left = (left + _mix(right + keys[i]) % np.uint64(a)) % np.uint64(a)
+            right = (right + _mix(left + keys[i + 1]) % np.uint64(b)) % np.uint64(b)
+        return left * np.uint64(b) + right
+
+    def _round_keys(self) -> npt.NDArray[np.uint64]:
+        mask = 2**64 - 1
+        words = np.array([self.seed & mask, self.epoch & mask], np.uint64)
+        start = _mix(_mix(words[:1]) + words[1:])
+        return _mix(start + np.arange(1, self._ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_SHIFTS = np.array([30, 27, 31], np.uint64)
+_FACTOR_1 = np.uint64(0xBF58476D1CE4E5B9)
+_FACTOR_2 = np.uint64(0x94D049BB133111EB)
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return SplitMix64's output for the states `x`."""
+    z: Any = x + _GOLDEN
+    z = (z ^ (z >> _SHIFTS[0])) * _FACTOR_1
+    z = (z ^ (z >> _SHIFTS[1])) * _FACTOR_2
+    return z ^ (z >> _SHIFTS[2])  # type: ignore[no-any-return]

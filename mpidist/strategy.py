@@ -1,0 +1,314 @@
+"""Strategy and MirroredStrategy: the public face of everything below."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from mpidist import nest
+from mpidist.agree import Agreement
+from mpidist.collectives import Collectives
+from mpidist.context import (
+    Scope,
+    get_replica_context,
+    require_cross_replica,
+    select_replica,
+    set_default_strategy,
+)
+from mpidist.data.dataset import Dataset
+from mpidist.data.distributed import DistributedDataset, InputContext
+from mpidist.errors import ArgumentError, ContextError
+from mpidist.extended import StrategyExtended
+from mpidist.options import InputOptions, ReduceOp, RunOptions
+from mpidist.packing import Axis
+from mpidist.topology import Topology
+from mpidist.transports import choose
+from mpidist.values import PerReplica
+from mpidist.variables import Variable
+
+__all__ = ["MirroredStrategy", "Strategy", "ValueContext"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueContext:
+    """What a function of `experimental_distribute_values_from_function` is told."""
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+
+class Strategy:
+    """How a computation is spread over replicas; here, over the ranks of an MPI job.
+
+    Make a `MirroredStrategy`. All methods but `scope` and `experimental_local_results`
+    are collective: every rank calls them, in the same order.
+    """
+
+    def __init__(self, extended: Callable[[Strategy], StrategyExtended]):
+        self._extended = extended(self)
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """The working parts, for libraries built on a strategy."""
+        return self._extended
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas, which is the number of ranks."""
+        return self._extended.num_replicas
+
+    @property
+    def cluster_resolver(self) -> None:
+        """None: MPI's launcher knows the cluster."""
+        return None
+
+    def scope(self) -> Scope:
+        """Return a context manager in which this strategy is current.
+
+        In it, variables are created under this strategy, and the context is
+        cross-replica. It may be entered again and nested.
+
+        Raises (on entering):
+          ContextError: another strategy is current, or a replica function is running.
+        """
+        return Scope(self)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Run `fn(*args, **kwargs)` on every replica, in replica context. Collective.
+
+        Args:
+          fn: may use `get_replica_context()` and its collectives.
+          args: a tuple or list. Distributed values anywhere in it become this replica's
+            component; variables pass whole.
+          kwargs: likewise.
+          options: accepted for TensorFlow's sake.
+
+        Returns:
+          What `fn` returned, with each leaf as a `PerReplica` (None and variables stay
+          as they are); the bare result with one replica.
+
+        Raises, on all replicas:
+          ArgumentError: args is neither a tuple nor a list.
+          ContextError: called from replica context or under another strategy.
+          What `fn` raises on any replica, of the same type.
+        """
+        require_cross_replica(self, "run")
+        if not isinstance(args, tuple | list):
+            raise ArgumentError(f"args must be a tuple or a list, not {args!r}")
+        return self._extended.call_for_each_replica(fn, args, kwargs)
+
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: Axis | None = None
+    ) -> Any:
+        """Return the sum or mean of `value` over all replicas, on every rank.
+
+        Collective, from cross-replica (or default) context.
+
+        Args:
+          reduce_op: SUM or MEAN, or its name in any case.
+          value: a `PerReplica`, or a plain value as this rank's contribution, or a nest
+            of them.
+          axis: None combines elementwise: equal shapes, MEAN divides by the number of
+            replicas. An integer, or several, is summed over within each replica first;
+            lengths along it may differ and may be zero, and MEAN divides by the number
+            of elements over all replicas.
+
+        Returns:
+          Bare arrays. SUM has the dtype of `value`; MEAN of integers is float64; MEAN
+          over an axis that is empty on every replica is nan.
+
+        Raises, on all replicas:
+          ArgumentError: an unknown operation; an axis out of range.
+          ArgumentTypeError: reduce_op or axis of another type; no array or number.
+          DTypeError: a dtype that cannot be added up, such as bool.
+          MismatchError: structures, dtypes or shapes differ.
+          ContextError: called in replica context or under another strategy.
+        """
+        require_cross_replica(self, "reduce")
+        if axis is None:
+            return self._extended.reduce("reduce", reduce_op, value)
+        return self._extended.reduce_over_axis("reduce", reduce_op, value, axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Return the replicas' values one behind the other along `axis`, on every rank.
+
+        Collective, from cross-replica (or default) context; `ReplicaContext.all_gather`
+        is its sister for replica context.
+
+        Args:
+          value: a `PerReplica`, or a plain array as this rank's contribution, with
+            ndim >= 1, or a nest of them. Lengths along `axis` may differ.
+          axis: -ndim <= axis < ndim.
+
+        Raises, on all replicas:
+          ArgumentError: a value without dimensions; an axis out of range.
+          MismatchError: dtypes, numbers of dimensions, or other dimensions differ.
+          ContextError: called in replica context or under another strategy.
+        """
+        replica = get_replica_context()
+        if replica is not None and replica.strategy is self:
+            raise ContextError(
+                "gather was called in replica context; there, use "
+                "get_replica_context().all_gather"
+            )
+        require_cross_replica(self, "gather")
+        return self._extended.gather("gather", value, axis)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return a tuple of the values of this process's replicas: one. Not collective.
+
+        A nest of distributed values gives a one-tuple of that nest with this replica's
+        components; a plain value gives `(value,)`.
+        """
+        return (nest.map_leaves(_local_result, value),)
+
+    unwrap = experimental_local_results
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """Return `value_fn(ValueContext)` of every replica as a `PerReplica`.
+
+        Collective: what the function raises on one replica is raised on all.
+        """
+        require_cross_replica(self, "experimental_distribute_values_from_function")
+        extended = self._extended
+        where = ValueContext(extended.replica_id, extended.num_replicas)
+        value = extended.together("distribute_values", lambda: value_fn(where))
+        return nest.map_leaves(
+            lambda leaf: PerReplica((leaf,), (extended.replica_id,)), value
+        )
+
+    def experimental_distribute_dataset(
+        self, dataset: Dataset, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Return `dataset` with every global batch divided over the replicas.
+
+        Collective, and so is each step of iterating over the result.
+
+        Args:
+          dataset: batched by the GLOBAL batch size. A batch of n rows is cut into
+            slices of ceil(n / replicas) rows; late replicas may get fewer, or none.
+          options: see `InputOptions`.
+
+        Raises, on all replicas:
+          ArgumentError: the dataset is not batched.
+          DataError: its files cannot be read, or differ between replicas.
+        """
+        require_cross_replica(self, "experimental_distribute_dataset")
+        return DistributedDataset.of_global_batches(self._extended, dataset, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Dataset],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Return the datasets that `dataset_fn(InputContext)` makes on each replica.
+
+        Collective, and so is each step of iterating over the result.
+
+        Args:
+          dataset_fn: returns a dataset batched PER REPLICA, which is taken as it is:
+            shard it by the context's `num_input_pipelines` and `input_pipeline_id`.
+            Replicas that run out get batches of zero rows until all have run out.
+          options: see `InputOptions`.
+
+        Raises, on all replicas: what `dataset_fn` raises on any.
+        """
+        require_cross_replica(self, "distribute_datasets_from_function")
+        return DistributedDataset.from_function(self._extended, dataset_fn, options)
+
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def experimental_finalize(self) -> list[Any]:
+        """Free the communicators and buffers. Collective.
+
+        Any later use of the strategy is a ContextError. Returns [].
+        """
+        require_cross_replica(self, "experimental_finalize")
+        self._extended.topology.close()
+        return []
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__}: replica {self._extended.replica_id} of "
+            f"{self.num_replicas_in_sync} on {self._extended.device}>"
+        )
+
+
+class MirroredStrategy(Strategy):
+    """Synchronous data parallelism: one replica per rank, variables equal on all.
+
+    Collective over the communicator.
+
+    Args:
+      devices: None takes this rank's GPU, else the CPU. A list of strings like "GPU:0"
+        and "CPU:0" is indexed by the rank on its node; a list of one holds for all.
+      communicator: the ranks that take part, COMM_WORLD by default. It is duplicated,
+        so that nothing else can meet the strategy's messages.
+
+    Raises, on all replicas:
+      ArgumentError: no devices, or malformed ones.
+      LaunchError: the launcher started several processes but MPI sees one; a GPU that
+        cannot be used.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        *,
+        communicator: MPI.Intracomm | None = None,
+    ):
+        topology = Topology.create(communicator)
+        agreement = Agreement(topology.comm)
+        call = "MirroredStrategy"
+        device = agreement.prepare(call, lambda: topology.bind_device(devices))
+        agreement.raise_together(call, None)
+        collectives = Collectives(agreement, choose(agreement, device))
+        super().__init__(
+            lambda strategy: StrategyExtended(
+                strategy, topology, agreement, collectives, device
+            )
+        )
+
+
+class _DefaultStrategy(Strategy):
+    """What holds outside all scopes: one replica, this process, no communication."""
+
+    def __init__(self) -> None:
+        self_only = MPI.COMM_SELF
+        topology = Topology(self_only, self_only, rank=0, size=1, local_rank=0)
+        agreement = Agreement(self_only)
+        collectives = Collectives(agreement, choose(agreement, "CPU:0"))
+        super().__init__(
+            lambda strategy: StrategyExtended(
+                strategy, topology, agreement, collectives, "CPU:0"
+            )
+        )
+
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: Axis | None = None
+    ) -> Any:
+        return value
+
+    def gather(self, value: Any, axis: int) -> Any:
+        return value
+
+    def experimental_finalize(self) -> list[Any]:
+        return []
+
+
+def _local_result(leaf: Any) -> Any:
+    return leaf.value() if isinstance(leaf, Variable) else select_replica(leaf)
+
+
+set_default_strategy(_DefaultStrategy())

@@ -1,0 +1,193 @@
+"""Who takes part: duplicated communicators, ranks on a node, and this rank's device."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mpi4py import MPI
+
+from mpidist import arrays
+from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, LaunchError
+
+__all__ = ["Topology", "check_launch", "parse_devices"]
+
+# Variables that say how many processes a launcher started for this job step. Under
+# srun SLURM_STEP_NUM_TASKS counts the step's tasks; SLURM_NTASKS would also be set in
+# a batch script, where one process is right.
+_LAUNCHER_SIZES = {
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
+    "PMI_SIZE": "an MPICH-like mpirun",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
+_OVERRIDE = "MPIDIST_ALLOW_SINGLETON"
+_DEVICE = re.compile(r"(?:/.*/)?(?:device:|/)?(?P<kind>CPU|GPU):(?P<index>\d+)", re.I)
+
+
+def check_launch(environ: Mapping[str, str], world_size: int, library: str) -> None:
+    """Raise if the launcher started several processes that MPI does not see.
+
+    That happens when the launcher and the MPI library do not speak the same protocol:
+    every process is then a world of its own, and each would do the whole job.
+
+    Args:
+      environ: the environment variables of this process.
+      world_size: the size of MPI.COMM_WORLD.
+      library: `MPI.Get_library_version()`.
+
+    Raises:
+      LaunchError: names the command that works. Not raised when the variable
+        MPIDIST_ALLOW_SINGLETON is 1 (for one process on purpose, inside a job).
+    """
+    if world_size > 1 or environ.get(_OVERRIDE) == "1":
+        return
+    for variable, launcher in _LAUNCHER_SIZES.items():
+        started = environ.get(variable, "")
+        if started.isdecimal() and int(started) > 1 and not _in_batch_script(environ):
+            raise LaunchError(
+                f"{launcher} started {started} processes ({variable}={started}), but "
+                f"MPI sees one: each would do the whole job. mpi4py uses "
+                f"{_library_name(library)}; start the job with "
+                f"{_right_command(variable, library, started)}. For one process on "
+                f"purpose set {_OVERRIDE}=1."
+            )
+
+
+def _in_batch_script(environ: Mapping[str, str]) -> bool:
+    """Return whether this is Slurm's batch or interactive step, not one of srun's."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) >= 0xFFFFFFF0
+
+
+def _library_name(library: str) -> str:
+    return library.partition("\n")[0].partition(",")[0].strip("\0 \t")
+
+
+def _right_command(variable: str, library: str, size: str) -> str:
+    is_open_mpi = "Open MPI" in library
+    script = Path(sys.argv[0]).name or "script.py"
+    if variable.startswith("SLURM"):
+        return f"'srun --mpi={'pmix' if is_open_mpi else 'pmi2'} python {script}'"
+    beside = Path(sys.prefix, "bin", "mpirun")
+    mpirun = str(beside) if beside.exists() else "the mpirun of that library"
+    return f"'{mpirun} -n {size} python {script}'"
+
+
+def parse_devices(devices: Sequence[str]) -> list[tuple[str, int]]:
+    """Return the kind, CPU or GPU, and the index that each device string names.
+
+    Raises:
+      ArgumentError: no devices, or a string that is not like "GPU:0".
+      ArgumentTypeError: not a sequence of strings.
+    """
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise ArgumentTypeError(
+            f"devices must be a list of strings like 'GPU:0', not {devices!r}"
+        )
+    if not devices:
+        raise ArgumentError(
+            "devices must name at least one device, not []; leave it out to use this "
+            "rank's GPU, or the CPU"
+        )
+    parsed = []
+    for device in devices:
+        match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
+        if match is None:
+            raise ArgumentError(
+                f"devices must hold strings like 'GPU:0' or 'CPU:0', not {device!r}"
+            )
+        parsed.append((match["kind"].upper(), int(match["index"])))
+    if len(parsed) > 1 and len(set(parsed)) < len(parsed):
+        raise ArgumentError(f"devices must not name a device twice: {list(devices)}")
+    return parsed
+
+
+@dataclasses.dataclass
+class Topology:
+    """The communicators of one strategy, all owned by it. Freed by `close`."""
+
+    comm: MPI.Intracomm
+    node: MPI.Intracomm
+    rank: int
+    size: int
+    local_rank: int
+    closed: bool = False
+
+    @classmethod
+    def create(cls, communicator: MPI.Intracomm | None = None) -> Topology:
+        """Duplicate `communicator` (COMM_WORLD by default). Collective over it.
+
+        Raises:
+          LaunchError: MPI sees one process where the launcher started several.
+        """
+        if communicator is None:
+            communicator = MPI.COMM_WORLD
+            library = MPI.Get_library_version()
+            check_launch(os.environ, communicator.Get_size(), library)
+        comm = communicator.Dup()
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        return cls(
+            comm=comm,
+            node=node,
+            rank=comm.Get_rank(),
+            size=comm.Get_size(),
+            local_rank=node.Get_rank(),
+        )
+
+    def require_open(self) -> None:
+        """Raise a ContextError if `close` was called."""
+        if self.closed:
+            raise ContextError("the strategy was finalized and cannot be used any more")
+
+    def close(self) -> None:
+        """Free the communicators; a second call does nothing. Collective."""
+        if not self.closed:
+            self.closed = True
+            self.node.Free()
+            self.comm.Free()
+
+    def bind_device(self, devices: Sequence[str] | None) -> str:
+        """Choose this rank's device, make it current if it is a GPU, return its name.
+
+        Args:
+          devices: None takes the GPU numbered by the local rank, or the CPU where no
+            GPU can be used. A list of one device holds for every rank, a longer list is
+            indexed by the local rank.
+
+        Raises:
+          ArgumentError: a malformed device, or fewer devices than local ranks.
+          LaunchError: a GPU that this rank cannot use.
+        """
+        if devices is None:
+            kind, index = self._default_device()
+        else:
+            parsed = parse_devices(devices)
+            if len(parsed) > 1 and self.local_rank >= len(parsed):
+                raise ArgumentError(
+                    f"devices names {len(parsed)} devices, too few for local rank "
+                    f"{self.local_rank}: name one per rank on the node, or one for all"
+                )
+            kind, index = parsed[min(self.local_rank, len(parsed) - 1)]
+        if kind == "GPU":
+            arrays.use_gpu(index)
+        return f"{kind}:{index}"
+
+    def _default_device(self) -> tuple[str, int]:
+        visible = arrays.gpu_count()
+        if visible == 0:
+            return "CPU", 0
+        # A launcher that binds GPUs shows each rank only its own
+        index = 0 if visible == 1 else self.local_rank
+        if index >= visible or (visible == 1 and self.node.Get_size() > 1):
+            shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+            if index >= visible or shown is None:
+                raise LaunchError(
+                    f"local rank {self.local_rank} has no GPU of its own: "
+                    f"{self.node.Get_size()} ranks on this node see {visible}; start "
+                    "one rank per GPU, or pass devices=['CPU:0']"
+                )
+        return "GPU", index

@@ -1,0 +1,212 @@
+"""Values that live on every replica: one component per replica, no communication.
+
+A process owns one replica, so `values` holds one component; which replica it belongs
+to is in `replica_ids`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from mpidist.errors import ArgumentError, ArgumentTypeError
+
+__all__ = [
+    "ArrayView",
+    "DistributedValues",
+    "Mirrored",
+    "PerReplica",
+    "local_component",
+]
+
+
+class DistributedValues:
+    """Base of values that have one component per replica; make its subclasses.
+
+    `PerReplica` components differ from replica to replica, `Mirrored` ones are equal.
+    """
+
+    def __init__(self, values: Sequence[Any], replica_ids: Sequence[int] | None = None):
+        if type(self) is DistributedValues:
+            raise ArgumentTypeError(
+                "DistributedValues is a base class; make a PerReplica or a Mirrored"
+            )
+        self._values = tuple(values)
+        if not self._values:
+            raise ArgumentError("values must hold at least one component, not ()")
+        ids = range(len(self._values)) if replica_ids is None else replica_ids
+        self._replica_ids = tuple(ids)
+        if len(self._replica_ids) != len(self._values):
+            raise ArgumentError(
+                f"{len(self._values)} values came with {len(self._replica_ids)} "
+                "replica ids"
+            )
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components of this process's replicas: a one-tuple."""
+        return self._values
+
+    @property
+    def replica_ids(self) -> tuple[int, ...]:
+        """The `replica_id_in_sync_group` of each component in `values`."""
+        return self._replica_ids
+
+    def __repr__(self) -> str:
+        pairs = zip(self._replica_ids, self._values, strict=True)
+        lines = ",\n".join(f"  {replica}: {value!r}" for replica, value in pairs)
+        return f"{type(self).__name__}:{{\n{lines}\n}}"
+
+
+class PerReplica(DistributedValues):
+    """A value that differs from replica to replica.
+
+    Iterating a distributed dataset and `Strategy.run` make them. They are taken apart
+    by `Strategy.reduce`, `Strategy.gather`, `Strategy.experimental_local_results` and,
+    as arguments, by `Strategy.run`. Any other use as an array is a ValueError, since
+    each process would compute with another number.
+    """
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise ArgumentError(
+            "a PerReplica value is not one array: its components differ from replica "
+            f"to replica ({self!r} here). Use strategy.reduce or strategy.gather to "
+            "combine them, or strategy.experimental_local_results to look at this "
+            "process's own"
+        )
+
+    __array__ = __array_ufunc__ = __array_function__ = _refuse
+    __len__ = __getitem__ = __iter__ = __float__ = __int__ = __complex__ = _refuse
+    __index__ = __bool__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
+    __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __pos__ = __abs__ = _refuse
+
+
+class ArrayView(NDArrayOperatorsMixin):
+    """Reads and operators of an object that stands for one array.
+
+    NumPy's own mixin supplies the operators: each is one ufunc, so that NumPy's and
+    CuPy's promotion rules hold. A subclass defines `_array()`.
+    """
+
+    def _array(self) -> Any:
+        """Return the array that reads are answered from."""
+        raise NotImplementedError(type(self).__name__)  # pragma: no cover
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the array."""
+        return self._array().dtype  # type: ignore[no-any-return]  # cupy is untyped
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return tuple(self._array().shape)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return int(self._array().size)
+
+    @property
+    def T(self) -> Any:  # noqa: N802 (NumPy's name)
+        """The transposed array."""
+        return self._array().T
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Return the value as a NumPy array, read-only unless it had to be copied."""
+        array = self._array()
+        if not isinstance(array, np.ndarray | np.generic):
+            array = array.get()
+        view = np.asarray(array)
+        if copy or (dtype is not None and np.dtype(dtype) != view.dtype):
+            if copy is False:
+                raise ArgumentError(f"a cast from {view.dtype} to {dtype} needs a copy")
+            return np.array(view, dtype=dtype)
+        view = view.view()
+        view.flags.writeable = False
+        return view
+
+    def __array_ufunc__(
+        self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
+    ) -> Any:
+        if "out" in kwargs and any(isinstance(o, ArrayView) for o in kwargs["out"]):
+            self._refuse_in_place(ufunc.__name__)
+        plain = [x._array() if isinstance(x, ArrayView) else x for x in inputs]
+        return getattr(ufunc, method)(*plain, **kwargs)
+
+    def _refuse_in_place(self, operation: str) -> NoReturn:
+        raise ArgumentTypeError(
+            f"{operation} in place on a {type(self).__name__} is refused: replicas "
+            "could drift apart"
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        part = self._array()[key]
+        if isinstance(part, np.ndarray) and np.may_share_memory(part, self._array()):
+            part.flags.writeable = False
+        return part
+
+    def __len__(self) -> int:
+        return len(self._array())
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def __bool__(self) -> bool:
+        return bool(self._array())
+
+    def __int__(self) -> int:
+        return int(self._array())
+
+    def __float__(self) -> float:
+        return float(self._array())
+
+    def __complex__(self) -> complex:
+        return complex(self._array())
+
+    def __index__(self) -> int:
+        return self._array().__index__()  # type: ignore[no-any-return]
+
+    def __format__(self, spec: str) -> str:
+        return format(self._array(), spec)
+
+
+class Mirrored(ArrayView, DistributedValues):
+    """A value that is equal on every replica; reads use this process's component."""
+
+    __hash__ = object.__hash__
+
+    def _array(self) -> Any:
+        return self._values[0]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._values[0], name)
+
+    def __copy__(self) -> Mirrored:
+        return Mirrored(self._values, self._replica_ids)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mirrored:
+        return Mirrored(copy.deepcopy(self._values, memo), self._replica_ids)
+
+    def __repr__(self) -> str:
+        return DistributedValues.__repr__(self)
+
+
+def local_component(value: Any) -> Any:
+    """Return this process's component of a distributed value, or a plain value."""
+    return value.values[0] if isinstance(value, DistributedValues) else value

@@ -1,0 +1,67 @@
+"""Running one pytest per rank: private communicators, and an end to every hang."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+from mpi4py import MPI
+
+import mpidist
+
+WORLD = MPI.COMM_WORLD.Dup()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    # Every rank runs the same tests: one report is enough
+    if WORLD.rank > 0:
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115
+
+
+def pytest_report_header() -> str:
+    vendor = " ".join(map(str, MPI.get_vendor()))
+    return f"mpi: {WORLD.size} ranks, {vendor}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Iterator[None]:
+    """End the job when a test fails on some rank: the others may be waiting for it."""
+    report = yield
+    if report.failed and WORLD.size > 1:
+        manager = item.config.pluginmanager.get_plugin("capturemanager")
+        manager.suspend_global_capture()
+        print(
+            f"\nrank {WORLD.rank} of {WORLD.size}: {item.nodeid} failed in "
+            f"{report.when}\n{report.longreprtext}\n{report.capstdout}"
+            f"{report.capstderr}",
+            file=sys.stderr,
+            flush=True,
+        )
+        WORLD.Abort(1)
+    return report
+
+
+@pytest.fixture
+def comm(request: pytest.FixtureRequest) -> Iterator[MPI.Intracomm]:
+    """A communicator of all ranks for one test, which all ranks must be in."""
+    comm = WORLD.Dup()
+    tests = comm.allgather(request.node.nodeid)
+    assert len(set(tests)) == 1, f"the ranks are in different tests: {tests}"
+    yield comm
+    comm.Barrier()
+    comm.Free()
+
+
+@pytest.fixture
+def strategy(comm: MPI.Intracomm) -> Iterator[mpidist.MirroredStrategy]:
+    """A strategy over all ranks for one test."""
+    strategy = mpidist.MirroredStrategy(communicator=comm)
+    yield strategy
+    strategy.experimental_finalize()

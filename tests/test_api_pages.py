@@ -1,0 +1,126 @@
+"""The examples of the three TensorFlow pages that this library follows.
+
+With two replicas the numbers are the pages'; with others, those that follow.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist.sharding import replica_slice
+
+
+def replica_id():
+    return mpidist.get_replica_context().replica_id_in_sync_group
+
+
+def first_batch(strategy):
+    dataset = mpidist.Dataset.from_tensor_slices([5.0, 6.0, 7.0, 8.0]).batch(2)
+    return next(iter(strategy.experimental_distribute_dataset(dataset)))
+
+
+def local(strategy, value):
+    (component,) = strategy.experimental_local_results(value)
+    return component
+
+
+def mine(strategy, rows):
+    """What this replica gets of a batch, written down apart from the library."""
+    n = strategy.num_replicas_in_sync
+    share = -(-len(rows) // n)
+    rank = strategy.extended.replica_id
+    return rows[rank * share : (rank + 1) * share]
+
+
+def test_iterating_a_distributed_dataset(strategy):
+    dataset = mpidist.Dataset.from_tensor_slices([5.0, 6.0, 7.0, 8.0]).batch(2)
+    batches = list(strategy.experimental_distribute_dataset(dataset))
+    assert len(batches) == 2
+    for batch, rows in zip(batches, [[5.0, 6.0], [7.0, 8.0]], strict=True):
+        np.testing.assert_array_equal(local(strategy, batch), mine(strategy, rows))
+    if strategy.num_replicas_in_sync > 1:
+        assert isinstance(batches[0], mpidist.PerReplica)
+        rank = strategy.extended.replica_id
+        assert repr(batches[0]).startswith(f"PerReplica:{{\n  {rank}: array([")
+
+
+def test_run_returns_replica_ids(strategy):
+    ids = strategy.run(replica_id)
+    assert local(strategy, ids) == strategy.extended.replica_id
+    everyone = strategy.gather(strategy.run(lambda: np.array([replica_id()])), axis=0)
+    assert everyone.tolist() == list(range(strategy.num_replicas_in_sync))
+
+
+def test_run_on_a_per_replica_input(strategy):
+    updated = strategy.run(lambda x: x + 1.0, args=(first_batch(strategy),))
+    expected = np.array(mine(strategy, [6.0, 7.0]))
+    np.testing.assert_array_equal(local(strategy, updated), expected)
+
+
+def test_reduce_sum_over_the_batch_axis_is_11(strategy):
+    total = strategy.reduce(mpidist.ReduceOp.SUM, first_batch(strategy), axis=0)
+    assert total == 11.0
+    assert np.shape(total) == ()
+
+
+def test_local_results_of_a_batch(strategy):
+    results = strategy.experimental_local_results(first_batch(strategy))
+    assert type(results) is tuple
+    assert len(results) == 1
+    np.testing.assert_array_equal(results[0], mine(strategy, [5.0, 6.0]))
+
+
+def test_all_gather_of_one_array(strategy):
+    def gather_value():
+        ctx = mpidist.get_replica_context()
+        return ctx.all_gather(np.array([1, 2, 3], np.int32), axis=0)
+
+    result = local(strategy, strategy.run(gather_value))
+    assert result.tolist() == [1, 2, 3] * strategy.num_replicas_in_sync
+    assert result.dtype == np.int32
+
+
+def test_all_gather_of_a_nest(strategy):
+    def gather_nest():
+        ctx = mpidist.get_replica_context()
+        value_1 = np.array([1, 2, 3], np.int32)
+        value_2 = np.array([[1, 2], [3, 4]], np.int32)
+        return ctx.all_gather([value_1, value_2], axis=0)
+
+    result = strategy.run(gather_nest)
+    assert isinstance(result, list)
+    first, second = local(strategy, result)
+    n = strategy.num_replicas_in_sync
+    assert first.tolist() == [1, 2, 3] * n
+    assert second.tolist() == [[1, 2], [3, 4]] * n
+
+
+def test_the_pages_device_lists(comm):
+    devices = [f"CPU:{i}" for i in range(comm.size)]
+    strategy = mpidist.MirroredStrategy(devices)
+    assert strategy.num_replicas_in_sync == comm.size
+    assert strategy.extended.device == devices[strategy.extended.topology.local_rank]
+    strategy.experimental_finalize()
+
+
+def test_gpus_that_are_not_there_are_an_error_by_name(comm):
+    from mpidist import arrays
+
+    if arrays.gpu_count():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(mpidist.LaunchError, match="GPU:0 cannot be used"):
+        mpidist.MirroredStrategy(["GPU:0"], communicator=comm)
+
+
+def test_the_slices_are_those_of_the_specification():
+    for rows, replicas, sizes in [
+        (6, 2, [3, 3]),
+        (7, 4, [2, 2, 2, 1]),
+        (5, 4, [2, 2, 1, 0]),
+        (9, 4, [3, 3, 3, 0]),
+        (1, 4, [1, 0, 0, 0]),
+    ]:
+        slices = [replica_slice(rows, replicas, r) for r in range(replicas)]
+        assert [s.stop - s.start for s in slices] == sizes
