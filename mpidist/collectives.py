@@ -7,7 +7,6 @@ together, so a nest costs one MPI call per dtype (and per `bytes_per_pack`).
 from __future__ import annotations
 
 import math
-import operator
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -160,9 +159,7 @@ class Collectives:
                         f"{name} is a scalar, which has no axis to gather along; make "
                         "it an array of shape (1,) first"
                     )
-                axes.append(
-                    packing.normalize_axes(operator.index(axis), array.ndim, name)[0]
-                )
+                axes.append(packing.normalize_axis(axis, array.ndim, name))
             return leaves, spec, given, axes
 
         leaves, spec, given, axes = self.agreement.prepare(operation, prepare)
@@ -250,10 +247,8 @@ class Collectives:
             self.transport.allgatherv(pack, received, counts, deadline)
         if len(values) == 1 and math.prod(values[0].shape[: axes[0]]) == 1:
             # Already in the order of the result
-            shape = packing.with_length(
-                values[0].shape, axes[0], int(lengths[:, 0].sum())
-            )
-            yield received.reshape(shape)
+            total = int(lengths[:, 0].sum())
+            yield received.reshape(packing.with_length(values[0].shape, axes[0], total))
             return
         starts = np.cumsum([0, *counts[:-1]])
         offsets = starts[:, None] + np.cumsum(lengths * widths, axis=1)

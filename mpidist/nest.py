@@ -61,22 +61,23 @@ def leaf_names(spec: Spec, root: str) -> list[str]:
     return [accessor.codify(root) for accessor in spec.accessors()]
 
 
-def _register(cls: type[Any]) -> None:
+def _register(cls: Any) -> None:
     """Make optree flatten instances of `cls`, a subclass of mapping, list or tuple."""
-    if issubclass(cls, Mapping):
-        optree.register_pytree_node(
-            cls,
-            _flatten_mapping,
-            lambda keys, children: cls(dict(zip(keys, children, strict=True))),
-            namespace=_NAMESPACE,
-        )
-    else:
-        optree.register_pytree_node(
-            cls,
-            lambda sequence: (tuple(sequence), None),
-            lambda _, children: cls(children),
-            namespace=_NAMESPACE,
-        )
+
+    def make_mapping(keys: Any, children: Iterable[Any]) -> Any:
+        return cls(dict(zip(keys, children, strict=True)))
+
+    def make_sequence(_: Any, children: Iterable[Any]) -> Any:
+        return cls(children)
+
+    is_mapping = issubclass(cls, Mapping)
+    flatten_one: Any = _flatten_mapping if is_mapping else _flatten_sequence
+    make = make_mapping if is_mapping else make_sequence
+    optree.register_pytree_node(cls, flatten_one, make, namespace=_NAMESPACE)
+
+
+def _flatten_sequence(sequence: Iterable[Any]) -> tuple[tuple[Any, ...], None]:
+    return tuple(sequence), None
 
 
 def _flatten_mapping(

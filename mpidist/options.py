@@ -96,7 +96,7 @@ class CommunicationImplementation(enum.Enum):
         """Return the member that `implementation` is or names (in any case)."""
         if isinstance(implementation, cls):
             return implementation
-        name = implementation.upper() if isinstance(implementation, str) else None
+        name = implementation.upper() if isinstance(implementation, str) else ""
         if name not in cls.__members__:
             known = ", ".join(cls.__members__)
             raise ArgumentError(

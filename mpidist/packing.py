@@ -15,6 +15,7 @@ __all__ = [
     "Axis",
     "groups",
     "normalize_axes",
+    "normalize_axis",
     "pack",
     "unpack",
     "with_length",
@@ -31,29 +32,36 @@ def normalize_axes(axis: Axis, ndim: int, name: str = "value") -> tuple[int, ...
       ArgumentError: out of range, named twice, or none at all.
       ArgumentTypeError: neither an integer nor a list or tuple of integers.
     """
-    several = axis if isinstance(axis, list | tuple) else [axis]
-    try:
-        numbers = [operator.index(i) for i in several]
-    except TypeError:
-        raise ArgumentTypeError(
-            f"axis must be an integer or a tuple of integers, not {axis!r}"
-        ) from None
-    for i in numbers:
-        if not -ndim <= i < ndim:
-            raise ArgumentError(
-                f"axis {i} is out of range for {name}, which has {ndim} dimensions"
-            )
-    normal = tuple(i % ndim for i in numbers)
+    several: Sequence[Any] = axis if isinstance(axis, list | tuple) else [axis]
+    normal = tuple(normalize_axis(i, ndim, name) for i in several)
     if not normal or len(set(normal)) < len(normal):
         raise ArgumentError(f"axis must name each dimension once, not {axis!r}")
     return normal
 
 
+def normalize_axis(axis: int, ndim: int, name: str = "value") -> int:
+    """Return `axis` as a number in 0..ndim-1.
+
+    Raises:
+      ArgumentError: out of range.
+      ArgumentTypeError: not an integer.
+    """
+    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+        raise ArgumentTypeError(f"axis must be an integer, not {axis!r}")
+    if not -ndim <= axis < ndim:
+        raise ArgumentError(
+            f"axis {axis} is out of range for {name}, which has {ndim} dimensions"
+        )
+    return operator.index(axis) % ndim
+
+
 def without(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return `shape` without the dimensions `axes`."""
     return tuple(n for i, n in enumerate(shape) if i not in axes)
 
 
 def with_length(shape: tuple[int, ...], axis: int, length: int) -> tuple[int, ...]:
+    """Return `shape` with `length` in place of its length along `axis`."""
     return (*shape[:axis], length, *shape[axis + 1 :])
 
 

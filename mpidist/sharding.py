@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -97,7 +96,7 @@ _FACTOR_2 = np.uint64(0x94D049BB133111EB)
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return SplitMix64's output for the states `x`."""
-    z: Any = x + _GOLDEN
+    z = x + _GOLDEN
     z = (z ^ (z >> _SHIFTS[0])) * _FACTOR_1
     z = (z ^ (z >> _SHIFTS[1])) * _FACTOR_2
-    return z ^ (z >> _SHIFTS[2])  # type: ignore[no-any-return]
+    return z ^ (z >> _SHIFTS[2])

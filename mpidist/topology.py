@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from mpi4py import MPI
 
@@ -129,7 +130,7 @@ class Topology:
             library = MPI.Get_library_version()
             check_launch(os.environ, communicator.Get_size(), library)
         comm = communicator.Dup()
-        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        node = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
         return cls(
             comm=comm,
             node=node,

@@ -234,8 +234,8 @@ class Variable(ArrayView, DistributedValues):
         if aggregation is VariableAggregation.NONE:
             raise ArgumentError(
                 f"{self._name} cannot be changed by {operation} in replica context: "
-                "its aggregation is NONE, so the copies would drift apart; create it with "
-                "an aggregation, or change it through merge_call and extended.update"
+                "its aggregation is NONE, so the copies would drift apart; create it "
+                "with an aggregation, or change it by merge_call and extended.update"
             )
         call = f"{operation} of {self._name}"
         extended = self._strategy.extended

@@ -159,9 +159,8 @@ class DistributedDataset:
             return dataset, dataset.cardinality()
 
         dataset, cardinality = extended.together(call, make)
-        everyone = extended.agreement.gather(
-            call, (cardinality, dataset.pipeline.batch_size)
-        )
+        batch_size = dataset.pipeline.batch_size
+        everyone = extended.agreement.gather(call, (cardinality, batch_size))
         lengths = [length for length, _ in everyone]
         if len(set(lengths)) > 1 and any(size is None for _, size in everyone):
             raise ArgumentError(

@@ -1,4 +1,4 @@
-"""The steps of a dataset: each answers "element i of epoch e" without counting up to it.
+"""The steps of a dataset: each answers "element i of epoch e" without counting.
 
 So any replica can read just its rows of any batch. Steps are immutable, nothing here
 communicates, and row numbers are turned round by `sharding.Permutation`, without a
@@ -159,6 +159,8 @@ class Step(Pipeline):
 
 
 class Shuffle(Step):
+    """All elements in the order of a permutation."""
+
     def __init__(self, parent: Pipeline, seed: int | None, reshuffle: bool):
         super().__init__(parent)
         self._seed = seed
@@ -204,6 +206,8 @@ class Window(Step):
 
 
 class Shard(Step):
+    """Every n-th element."""
+
     def __init__(self, parent: Pipeline, num_shards: int, index: int):
         super().__init__(parent)
         self._num_shards = num_shards
@@ -224,6 +228,8 @@ class Shard(Step):
 
 
 class Repeat(Step):
+    """The elements several times, or without end; each lap is an epoch of its own."""
+
     # Epochs of passes over an endless repetition are kept this far apart
     _ENDLESS = 1 << 40
 
@@ -268,6 +274,8 @@ class Repeat(Step):
 
 
 class Map(Step):
+    """A function of each element."""
+
     def __init__(self, parent: Pipeline, fn: Callable[..., Any]):
         super().__init__(parent)
         if not callable(fn):
@@ -311,6 +319,8 @@ class Map(Step):
 
 
 class Batch(Step):
+    """Runs of elements, stacked."""
+
     def __init__(self, parent: Pipeline, batch_size: int, drop_remainder: bool):
         super().__init__(parent)
         self._batch_size = batch_size

@@ -48,9 +48,11 @@ class ArrayRows:
         return self._length
 
     def read(self, rows: Positions) -> Any:
+        """See `RowSource.read`."""
         return nest.map_leaves(lambda a: a[rows], self._arrays)
 
     def describe(self) -> str:
+        """See `RowSource.describe`."""
         leaves, spec = nest.flatten(self._arrays)
         return (
             f"from_tensor_slices({spec}, {[(a.dtype.name, a.shape) for a in leaves]})"
