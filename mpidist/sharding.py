@@ -79,7 +79,8 @@ class Permutation:
         for i in range(0, self._ROUNDS, 2):
             left = (left + _mix(right + keys[i]) % np.uint64(a)) % np.uint64(a)
             right = (right + _mix(left + keys[i + 1]) % np.uint64(b)) % np.uint64(b)
-        return left * np.uint64(b) + right
+        joined: npt.NDArray[np.uint64] = left * np.uint64(b) + right
+        return joined
 
     def _round_keys(self) -> npt.NDArray[np.uint64]:
         mask = 2**64 - 1
@@ -96,7 +97,7 @@ _FACTOR_2 = np.uint64(0x94D049BB133111EB)
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return SplitMix64's output for the states `x`."""
-    z = x + _GOLDEN
+    z: npt.NDArray[np.uint64] = x + _GOLDEN
     z = (z ^ (z >> _SHIFTS[0])) * _FACTOR_1
     z = (z ^ (z >> _SHIFTS[1])) * _FACTOR_2
     return z ^ (z >> _SHIFTS[2])

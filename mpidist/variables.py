@@ -98,6 +98,7 @@ class Variable(ArrayView, DistributedValues):
         extended = self._strategy.extended
         call = f"Variable {self._name}"
         first = extended.agreement.prepare(call, lambda: _first(initial_value, dtype))
+        first = arrays.to_device(first, extended.device)
         local = extended.broadcast_from_first(call, first)
         super().__init__((local,), (extended.replica_id,))
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from mpi4py import MPI
 
 import mpidist
+
+sys.path.insert(0, str(Path(__file__).parent))
+import launching
 
 WORLD = MPI.COMM_WORLD.Dup()
 
@@ -65,3 +71,30 @@ def strategy(comm: MPI.Intracomm) -> Iterator[mpidist.MirroredStrategy]:
     strategy = mpidist.MirroredStrategy(communicator=comm)
     yield strategy
     strategy.experimental_finalize()
+
+
+@pytest.fixture
+def mpirun(comm: MPI.Intracomm) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """A function that runs a Python script under mpirun, once for all ranks of a test.
+
+    `mpirun(ranks, "script.py", "argument", VARIABLE="value")`; a script is a path, or
+    the text of one if it holds a newline.
+    """
+
+    def start(
+        ranks: int, script: str, *arguments: str, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        result: Any = None
+        if comm.rank == 0:
+            code = ["-c", script] if "\n" in script else [script]
+            command = [*launching.mpirun_command(ranks), sys.executable, *code]
+            try:
+                result = launching.run([*command, *arguments], **environment)
+            except AssertionError as error:
+                result = error
+        result = comm.bcast(result)
+        if isinstance(result, AssertionError):
+            raise result
+        return result
+
+    return start

@@ -10,17 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mpidist.data.hdf5 import Hdf5Rows, list_files
-from mpidist.data.pipeline import (
-    Batch,
-    Map,
-    Pass,
-    Pipeline,
-    Repeat,
-    Rows,
-    Shard,
-    Shuffle,
-    Window,
-)
+from mpidist.data.ordering import Repeat, Shard, Shuffle, Window
+from mpidist.data.pipeline import Batch, Map, Pass, Pipeline, Rows
 from mpidist.data.sources import ArrayRows, from_lists
 from mpidist.errors import ArgumentError
 

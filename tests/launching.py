@@ -1,0 +1,68 @@
+"""Starting MPI jobs from tests, from within an MPI job or without."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpi4py import MPI
+
+# What launchers leave in the environment, and what would confuse an inner one
+_LAUNCHER_PREFIXES = (
+    "PMI",
+    "OMPI_",
+    "PMIX_",
+    "PRTE_",
+    "HYDRA",
+    "MPI_",
+    "MPIR_",
+    "SLURM_",
+)
+_KEPT_PREFIXES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PRTE_MCA_rmaps")
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this process's environment without what its launcher added."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_LAUNCHER_PREFIXES) or name.startswith(_KEPT_PREFIXES)
+    } | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def mpirun_command(ranks: int) -> list[str]:
+    """Return the beginning of a command line that starts `ranks` ranks."""
+    beside = Path(sys.prefix, "bin", "mpirun")
+    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    assert mpirun is not None, "there is no mpirun"
+    is_open_mpi = "Open MPI" in MPI.Get_library_version()
+    return [mpirun, *(["--oversubscribe"] if is_open_mpi else []), "-n", str(ranks)]
+
+
+def run(
+    command: Sequence[str], seconds: float = 60, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command; end its whole process group if it lasts longer."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment() | environment,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(
+            f"{command} still ran after {seconds} s:\n{out}\n{err}"
+        ) from None
+    return subprocess.CompletedProcess(command, process.returncode, out, err)

@@ -1,0 +1,193 @@
+"""How jobs start and end: launch checks, uncaught exceptions, what import costs."""
+
+from __future__ import annotations
+
+import sys
+
+import launching
+import pytest
+
+import mpidist
+from mpidist.topology import check_launch, parse_devices
+
+FAILING = """
+import numpy as np
+import mpidist
+
+strategy = mpidist.MirroredStrategy()
+rank = strategy.extended.replica_id
+print("ready", flush=True)
+if rank == 1:
+    raise KeyError("the reason")
+strategy.reduce("SUM", np.ones(3))
+"""
+
+FAILING_IN_RUN = """
+import mpidist
+
+strategy = mpidist.MirroredStrategy()
+
+def step():
+    context = mpidist.get_replica_context()
+    if context.replica_id_in_sync_group == 1:
+        raise KeyError("the reason")
+    context.all_reduce("SUM", 1.0)
+
+strategy.run(step)
+"""
+
+FAILING_EVERYWHERE = """
+import mpidist
+
+strategy = mpidist.MirroredStrategy()
+raise KeyError("the reason")
+"""
+
+FAILING_BEFORE = """
+import sys
+from mpi4py import MPI
+import mpidist
+
+if MPI.COMM_WORLD.rank == 1:
+    raise KeyError("the reason")
+if MPI.COMM_WORLD.rank == 0:
+    mpidist.MirroredStrategy()
+while True:  # computing, not in MPI
+    sys.getrecursionlimit()
+"""
+
+
+@pytest.mark.parametrize("script", [FAILING, FAILING_IN_RUN, FAILING_BEFORE])
+def test_an_uncaught_exception_ends_the_job_with_one_traceback(mpirun, script):
+    ended = mpirun(3, script)
+    assert ended.returncode != 0
+    assert ended.stderr.count("Traceback (most recent call last)") == 1, ended.stderr
+    assert "mpidist: rank 1 of 3 failed" in ended.stderr
+    assert "KeyError: 'the reason'" in ended.stderr
+
+
+def test_ranks_that_fail_alike_print_one_traceback(mpirun):
+    ended = mpirun(3, FAILING_EVERYWHERE)
+    assert ended.returncode != 0
+    assert ended.stderr.count("KeyError: 'the reason'") == 1, ended.stderr
+
+
+def test_an_exception_of_one_process_alone_is_as_without_mpidist(comm):
+    code = "import mpidist; mpidist.MirroredStrategy(); raise KeyError('the reason')"
+    ended = launching.run([sys.executable, "-c", code])
+    assert ended.returncode == 1
+    assert "mpidist: rank" not in ended.stderr
+    assert ended.stderr.endswith("KeyError: 'the reason'\n")
+
+
+def test_a_replaced_excepthook_is_left_alone(comm):
+    code = "import sys; sys.excepthook = print; import mpidist; print(sys.excepthook)"
+    assert (
+        "built-in function print" in launching.run([sys.executable, "-c", code]).stdout
+    )
+
+
+def test_pytest_reports_a_failure_itself(tmp_path):
+    test = tmp_path / "test_it.py"
+    test.write_text("import mpidist\ndef test():\n    raise KeyError('the reason')\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(test)]
+    ended = launching.run([*command, "--rootdir", str(tmp_path)])
+    assert ended.returncode == 1
+    assert "1 failed" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("environ", "library", "command"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "Open MPI v5.0.11, package", "srun --mpi=pmix"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "MPICH Version: 5.0", "srun --mpi=pmi2"),
+        ({"PMI_SIZE": "2"}, "Open MPI v5.0.11, package", "mpirun"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "MPICH Version: 5.0", "mpirun"),
+    ],
+)
+def test_singletons_are_an_error_that_names_the_command(environ, library, command):
+    with pytest.raises(mpidist.LaunchError, match=command) as caught:
+        check_launch(environ, 1, library)
+    assert str(*environ.values()) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "size"),
+    [
+        ({}, 1),
+        ({"PMI_SIZE": "1"}, 1),
+        ({"PMI_SIZE": "2"}, 2),
+        ({"SLURM_NTASKS": "4"}, 1),  # one process in a batch script
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "4294967290"}, 1),
+        ({"SLURM_STEP_NUM_TASKS": "4", "MPIDIST_ALLOW_SINGLETON": "1"}, 1),
+        ({"PMI_SIZE": "many"}, 1),
+    ],
+)
+def test_good_launches_pass(environ, size):
+    check_launch(environ, size, "MPICH Version: 5.0")
+
+
+def test_a_singleton_job_fails_before_it_computes(comm):
+    code = "import mpidist; mpidist.MirroredStrategy(); print('computing')"
+    # As if the launcher of the other library had started it
+    ended = launching.run([sys.executable, "-c", code], SLURM_STEP_NUM_TASKS="2")
+    assert ended.returncode != 0
+    assert "computing" not in ended.stdout
+    assert "mpidist.errors.LaunchError: srun started 2 processes" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("GPU:1", ("GPU", 1)),
+        ("cpu:0", ("CPU", 0)),
+        ("/gpu:3", ("GPU", 3)),
+        ("/job:worker/replica:0/task:2/device:GPU:1", ("GPU", 1)),
+    ],
+)
+def test_device_strings(text, expected):
+    assert parse_devices([text]) == [expected]
+
+
+@pytest.mark.parametrize(
+    "devices", [[], ["GPU"], ["GPU:x"], ["TPU:0"], [0], ["CPU:0", "CPU:0"]]
+)
+def test_malformed_devices_are_refused_on_all_ranks(comm, devices):
+    with pytest.raises(ValueError, match="devices"):
+        mpidist.MirroredStrategy(devices, communicator=comm)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_fewer_devices_than_local_ranks_are_refused_on_all_ranks(comm):
+    with pytest.raises(ValueError, match="too few"):
+        mpidist.MirroredStrategy(["CPU:0", "CPU:1"], communicator=comm)
+
+
+def test_a_string_instead_of_devices_is_refused(comm):
+    with pytest.raises(TypeError, match="list of strings"):
+        mpidist.MirroredStrategy("CPU:0", communicator=comm)
+
+
+def test_import_loads_no_heavy_library(comm):
+    code = "import sys, mpidist; print(*sys.modules)"
+    modules = launching.run([sys.executable, "-c", code]).stdout.split()
+    loaded = {name.partition(".")[0] for name in modules}
+    assert {"numpy", "h5py", "mpi4py"} <= loaded
+    assert not loaded & {"cupy", "torch", "sklearn", "matplotlib", "scipy", "pandas"}
+
+
+def test_a_finalized_strategy_says_so(comm):
+    strategy = mpidist.MirroredStrategy(communicator=comm)
+    assert strategy.experimental_finalize() == []
+    assert strategy.experimental_finalize() == []
+    with pytest.raises(RuntimeError, match="finalized"):
+        strategy.reduce("SUM", 1.0)
+    with pytest.raises(RuntimeError, match="finalized"):
+        strategy.run(lambda: None)
+
+
+def test_the_fixture_reports_a_job_that_hangs(comm):
+    with pytest.raises(AssertionError, match="still ran after"):
+        launching.run(
+            [sys.executable, "-c", "import time; time.sleep(60)"], seconds=0.5
+        )

@@ -1,0 +1,127 @@
+"""The structure: who imports whom, what is public, how long things are."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpidist
+
+ROOT = Path(mpidist.__file__).parent
+
+# Each module imports only from layers above its own line
+LAYERS = [
+    ["_version", "errors"],
+    ["options", "values", "nest", "sharding"],
+    ["arrays"],
+    ["packing", "topology"],
+    ["agree"],
+    ["transports.base", "transports.mpi", "transports.staging"],
+    ["transports"],
+    ["collectives", "data.sources", "data.hdf5"],
+    ["data.pipeline"],
+    ["data.ordering"],
+    ["data.dataset", "context"],
+    ["variables", "data.distributed"],
+    ["extended"],
+    ["strategy"],
+    ["launch"],
+    ["__init__"],
+]
+# Within a line, and against the order, only these
+ALLOWED = {
+    ("transports.staging", "transports.base"),
+}
+OUTSIDE = {
+    "mpi4py": {"topology", "agree", "transports.mpi", "launch", "strategy"},
+    "cupy": {"arrays"},
+    "h5py": {"data.hdf5"},
+    "optree": {"nest"},
+}
+
+
+def modules():
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[-1] == "__init__" and len(parts) > 1:
+            parts = parts[:-1]
+        yield ".".join(parts), ast.parse(path.read_text())
+
+
+MODULES = dict(modules())
+
+
+def imports(tree):
+    """Yield the modules imported at run time, `mpidist.` left out for our own."""
+    typing_only = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if node in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            if node.module in ("mpidist", "mpidist.data"):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+def own(name):
+    short = name.removeprefix("mpidist.")
+    return short if name.startswith("mpidist.") and short in MODULES else None
+
+
+def test_every_module_has_a_layer():
+    placed = [name for layer in LAYERS for name in layer]
+    assert sorted(placed) == sorted(name for name in MODULES if name != "data")
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if n != "data"])
+def test_imports_go_up_only(name):
+    level = {n: i for i, layer in enumerate(LAYERS) for n in layer}
+    for imported in filter(None, map(own, imports(MODULES[name]))):
+        is_allowed = (name, imported) in ALLOWED
+        assert level[imported] < level[name] or is_allowed, f"{name} -> {imported}"
+
+
+@pytest.mark.parametrize("library", OUTSIDE)
+def test_only_some_modules_import(library):
+    users = {
+        name
+        for name, tree in MODULES.items()
+        if any(i.partition(".")[0] == library for i in imports(tree))
+    }
+    assert users <= OUTSIDE[library]
+
+
+def test_the_public_names_are_the_namespace():
+    public = {
+        name
+        for name, value in vars(mpidist).items()
+        if not name.startswith("_") and not isinstance(value, type(sys))
+    } - {"annotations"}
+    assert public | {"__version__"} == set(mpidist.__all__)
+    assert len(mpidist.__all__) == len(set(mpidist.__all__))
+
+
+def test_public_names_have_docstrings():
+    for name in mpidist.__all__:
+        assert name == "__version__" or getattr(mpidist, name).__doc__, name
+
+
+def test_modules_and_functions_are_short():
+    for name, tree in MODULES.items():
+        lines = tree.body[-1].end_lineno
+        assert lines <= 360, f"{name}: {lines} lines"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                length = node.end_lineno - node.body[0].lineno
+                assert length <= 60, f"{name}.{node.name}: {length} lines"
