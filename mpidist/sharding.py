@@ -100,4 +100,5 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     z: npt.NDArray[np.uint64] = x + _GOLDEN
     z = (z ^ (z >> _SHIFTS[0])) * _FACTOR_1
     z = (z ^ (z >> _SHIFTS[1])) * _FACTOR_2
-    return z ^ (z >> _SHIFTS[2])
+    mixed: npt.NDArray[np.uint64] = z ^ (z >> _SHIFTS[2])
+    return mixed
