@@ -9,21 +9,26 @@ raise. In the good case this costs the latency of a 24-byte Allreduce.
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
-import os
 import pickle
-import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
-from mpidist import nest
+from mpidist.calls import (
+    Call,
+    Record,
+    call_site,
+    differences,
+    digest,
+    dump_error,
+    group_by_rank,
+    load_error,
+    name_ranks,
+    report_error,
+)
 from mpidist.errors import (
     CollectiveError,
     DeadlineError,
@@ -32,58 +37,10 @@ from mpidist.errors import (
     RemoteError,
 )
 
-__all__ = ["Agreement", "Call"]
+__all__ = ["Agreement"]
 
 T = TypeVar("T")
-_PACKAGE = str(Path(__file__).parent) + os.sep
 _HERE_TAG = 1
-
-
-class Call(NamedTuple):
-    """What a rank is about to do, equal on all ranks: hashable, and cheap to compare.
-
-    Args:
-      operation: the collective, as the user called it.
-      options: pairs of an argument's name and its value.
-      spec: the structure of the value, or None.
-      leaves: what must agree of each leaf, usually its dtype and shape.
-    """
-
-    operation: str
-    options: tuple[tuple[str, Any], ...] = ()
-    spec: nest.Spec | None = None
-    leaves: tuple[Any, ...] = ()
-
-    def describe(self) -> dict[str, str]:
-        """Return each thing that must agree by its name."""
-        lines = {name: str(value) for name, value in self.options}
-        if self.spec is not None:
-            lines["the structure of value"] = str(self.spec)
-            names = nest.leaf_names(self.spec, "value")
-            lines.update(zip(names, map(_text, self.leaves), strict=True))
-        return lines
-
-
-def _text(leaf: Any) -> str:
-    return " ".join(map(str, leaf)) if isinstance(leaf, tuple) else str(leaf)
-
-
-@functools.lru_cache(maxsize=4096)
-def _digest(call: Call) -> int:
-    """Return 62 bits that are the same in every process for the same call."""
-    text = repr((call.operation, call.options, str(call.spec), call.leaves))
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2
-
-
-class _Record(NamedTuple):
-    """What one rank tells the others once something is wrong."""
-
-    operation: str
-    lines: dict[str, str]
-    site: str
-    error: bytes | None
-    report: str
 
 
 class Agreement:
@@ -98,6 +55,9 @@ class Agreement:
         self._mine = np.zeros(3, np.int64)
         self._highest = np.zeros(3, np.int64)
         self._abandoned: list[Any] = []
+        self._depth = 0
+        # The depth of the blocks that other ranks left by an error, and the error
+        self._unwinding: tuple[int, Exception] | None = None
 
     def require_same(
         self, call: Call, error: Exception | None = None, timeout: float | None = None
@@ -116,15 +76,20 @@ class Agreement:
           MismatchError: the operations agree, but not the rest of the call.
           DeadlineError: on the ranks that waited for more than `timeout`.
         """
+        if self._unwinding is not None:
+            raise self._unwinding[1]
         if self.size == 1:
             if error is not None:
                 raise error
             return
-        self._require_usable()
+        if self.broken is not None:
+            raise error or CollectiveError(
+                f"this strategy cannot communicate any more: {self.broken}"
+            )
         self.calls += 1
         mine, highest = self._mine, self._highest
-        digest = _digest(call)
-        mine[0], mine[1], mine[2] = digest, -digest, error is not None
+        number = digest(call)
+        mine[0], mine[1], mine[2] = number, -number, error is not None
         if timeout is None:
             self.comm.Allreduce(mine, highest, MPI.MAX)
         else:
@@ -137,6 +102,29 @@ class Agreement:
     def raise_together(self, operation: str, error: Exception | None) -> None:
         """Raise on all ranks if any rank has an error. Collective."""
         self.require_same(Call(operation), error)
+
+    def block(self, operation: str, fn: Callable[[], T]) -> T:
+        """Return `fn()`, which all ranks run, and may communicate. Collective.
+
+        All ranks leave it together: an error that `fn` raises on one rank is raised on
+        all, also on those that wait in a collective inside it.
+        """
+        self._depth += 1
+        error = None
+        try:
+            result = fn()
+        except Exception as caught:
+            error = caught
+        finally:
+            self._depth -= 1
+        if self._unwinding is not None:
+            # The others left it when this rank was inside
+            depth, reason = self._unwinding
+            if depth == self._depth:
+                self._unwinding = None
+            raise error or reason
+        self.raise_together(operation, error)
+        return result
 
     def prepare(self, operation: str, fn: Callable[[], T]) -> T:
         """Return `fn()`, which must not communicate; its error is raised on all ranks.
@@ -217,103 +205,60 @@ class Agreement:
         self, operation: str, seconds: float, arrived: set[int]
     ) -> NoReturn:
         missing = [r for r in range(self.size) if r not in arrived]
-        late = f"{_ranks(missing)} did not arrive" if missing else "it did not finish"
+        late = (
+            f"{name_ranks(missing)} did not arrive" if missing else "it did not finish"
+        )
         self.broken = (
             f"rank {self.rank} waited {seconds:g} s in {operation} (called at "
-            f"{_call_site()}), but {late}"
+            f"{call_site()}), but {late}"
         )
         raise DeadlineError(self.broken)
 
-    def _require_usable(self) -> None:
-        if self.broken is not None:
-            raise CollectiveError(
-                f"this strategy cannot communicate any more: {self.broken}"
-            )
-
     def _raise_difference(self, call: Call, error: Exception | None) -> NoReturn:
-        record = _Record(
-            call.operation, call.describe(), _call_site(), _dump(error), _report(error)
+        record = Record(
+            call.operation,
+            call.describe(),
+            call_site(),
+            dump_error(error),
+            report_error(error),
+            getattr(error, "origin_rank", self.rank),
+            self._depth,
         )
         records = self.comm.allgather(record)
-        failed = [rank for rank, r in enumerate(records) if r.error is not None]
-        if failed:
-            self._raise_error(records, failed, error)
+        try:
+            self._raise_by(records, error)
+        except Exception as raised:
+            # Some ranks have left blocks in which others are: those must follow
+            outermost = min(r.depth for r in records)
+            if outermost < self._depth:
+                self._unwinding = (outermost, raised)
+            raise
+
+    def _raise_by(self, records: Sequence[Record], error: Exception | None) -> NoReturn:
+        if any(r.error is not None for r in records):
+            self._raise_error(records, error)
         if len({r.operation for r in records}) > 1:
+            calls = group_by_rank([f"{r.operation} at {r.site}" for r in records])
             raise DivergenceError(
                 f"the replicas called different collectives (call {self.calls} of this "
-                f"strategy): {_group([f'{r.operation} at {r.site}' for r in records])}."
-                " Every replica must make the same calls in the same order"
+                f"strategy): {calls}. Every replica must make the same calls in the "
+                "same order"
             )
         raise MismatchError(
-            f"{call.operation}: the replicas' arguments differ: {_differences(records)}"
+            f"{records[0].operation}: the replicas' arguments differ: "
+            f"{differences(records)}"
         )
 
     def _raise_error(
-        self, records: Sequence[_Record], failed: list[int], error: Exception | None
+        self, records: Sequence[Record], error: Exception | None
     ) -> NoReturn:
-        origin = failed[0]
+        """Raise this rank's own error, or else a copy of the first failed rank's."""
+        first = next(r for r in records if r.error is not None)
         if error is None:
-            record = records[origin]
-            assert record.error is not None
-            error = _load(record.error, origin)
-            error.__cause__ = RemoteError(f"on rank {origin}:\n{record.report}")
-        with contextlib.suppress(AttributeError):
-            error.origin_rank = origin  # type: ignore[attr-defined]
-            error.raised_elsewhere = origin != self.rank  # type: ignore[attr-defined]
+            assert first.error is not None
+            error = load_error(first.error, first.origin)
+            error.__cause__ = RemoteError(f"on rank {first.origin}:\n{first.report}")
+        if not hasattr(error, "origin_rank"):
+            with contextlib.suppress(AttributeError):
+                error.origin_rank = first.origin  # type: ignore[attr-defined]
         raise error
-
-
-def _dump(error: Exception | None) -> bytes | None:
-    """Return `error` pickled, or a RemoteError with its text where that fails."""
-    if error is None:
-        return None
-    try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
-    except Exception:  # an exception class may fail in any way here
-        return pickle.dumps(RemoteError(f"{type(error).__qualname__}: {error}"))
-    return data
-
-
-def _load(data: bytes, origin: int) -> Exception:
-    try:
-        error = pickle.loads(data)
-    except Exception as caught:  # a class that exists only on the other rank
-        error = RemoteError(f"rank {origin} failed; its error cannot be read: {caught}")
-    return error if isinstance(error, Exception) else RemoteError(repr(error))
-
-
-def _report(error: Exception | None) -> str:
-    return "" if error is None else "".join(traceback.format_exception(error))
-
-
-def _call_site() -> str:
-    """Return file and line of the innermost frame outside this package."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _differences(records: Sequence[_Record]) -> str:
-    """Name the first thing that differs, and what each rank has there."""
-    names = {name: None for record in records for name in record.lines}
-    for name in names:
-        texts = [record.lines.get(name, "nothing") for record in records]
-        if len(set(texts)) > 1:
-            return f"{name} is {_group(texts)}"
-    sites = _group([record.site for record in records])
-    raise CollectiveError(f"calls differ that look the same: {sites}")
-
-
-def _group(texts: Sequence[str]) -> str:
-    """Write each text once, with the ranks that have it."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks.setdefault(text, []).append(rank)
-    return "; ".join(f"{text} on {_ranks(found)}" for text, found in ranks.items())
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

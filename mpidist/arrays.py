@@ -204,7 +204,9 @@ def to_device(array: Any, device: str) -> Any:
         return array
     import cupy
 
-    return cupy.asarray(array)
+    # The current device is a thread's own, and this may be the thread that reads ahead
+    with cupy.cuda.Device(int(device.partition(":")[2])):
+        return cupy.asarray(array)
 
 
 def to_device_like(array: Any, original: Any) -> Any:

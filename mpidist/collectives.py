@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from mpidist import arrays, nest, packing
-from mpidist.agree import Agreement, Call
+from mpidist.agree import Agreement
+from mpidist.calls import Call
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.packing import Axis

@@ -141,6 +141,8 @@ def require_cross_replica(strategy: Strategy, call: str) -> None:
       ContextError: another strategy is current, or a replica function is running.
     """
     top = _stack.top
+    if top.strategy is _default[0]:
+        return
     if top.strategy is strategy:
         if top.replica is not None:
             raise ContextError(
@@ -148,7 +150,7 @@ def require_cross_replica(strategy: Strategy, call: str) -> None:
                 "strategy.run runs; it needs cross-replica context: call it outside, "
                 "or from a function passed to get_replica_context().merge_call"
             )
-    elif top.strategy is not _default[0]:
+    else:
         raise ContextError(
             f"Mixing different tf.distribute.Strategy objects: {call} of {strategy!r} "
             f"was called under {top.strategy!r}"

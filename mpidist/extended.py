@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from mpidist import nest
-from mpidist.agree import Agreement, Call
+from mpidist.agree import Agreement
+from mpidist.calls import Call
 from mpidist.collectives import Collectives
 from mpidist.context import (
     ReplicaContext,
@@ -90,15 +91,9 @@ class StrategyExtended:
         """
         self.topology.require_open()
         require_cross_replica(self.strategy, "call_for_each_replica")
-        result, error = None, None
-        try:
-            result = self._call_replica(fn, args, kwargs)
-        except Exception as caught:
-            error = caught
-        self._leave_together("run", error)
-        return result
+        return self.agreement.block("run", lambda: self._replica(fn, args, kwargs))
 
-    def _call_replica(
+    def _replica(
         self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None
     ) -> Any:
         args, kwargs = select_replica((tuple(args), dict(kwargs or {})))
@@ -116,17 +111,15 @@ class StrategyExtended:
         """Run `merge_fn` in cross-replica context; `ReplicaContext.merge_call`."""
         self.topology.require_open()
         self.agreement.require_same(Call("merge_call"))
-        result, error = None, None
-        try:
-            args, kwargs = regroup(
+
+        def merge() -> Any:
+            merged_args, merged_kwargs = regroup(
                 (tuple(args), dict(kwargs or {})), self.replica_id, self.num_replicas
             )
             with enter(self.strategy):
-                result = select_replica(merge_fn(self.strategy, *args, **kwargs))
-        except Exception as caught:
-            error = caught
-        self._leave_together("the end of merge_call", error)
-        return result
+                return merge_fn(self.strategy, *merged_args, **merged_kwargs)
+
+        return select_replica(self.agreement.block("the end of merge_call", merge))
 
     def update(
         self,
@@ -229,11 +222,6 @@ class StrategyExtended:
         leaves, spec = nest.flatten(value)
         described = tuple((a.dtype.name, a.shape, f"crc {_sample(a)}") for a in leaves)
         self.agreement.require_same(Call(operation, (), spec, described))
-
-    def _leave_together(self, operation: str, error: Exception | None) -> None:
-        if error is not None and self.agreement.broken:
-            raise error
-        self.agreement.raise_together(operation, error)
 
 
 def _sample(array: Any) -> str:

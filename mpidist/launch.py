@@ -12,10 +12,14 @@ from types import TracebackType
 
 from mpi4py import MPI
 
+from mpidist.errors import RemoteError
+
 __all__ = ["abort_on_exception"]
 
-# How long a rank whose failure others report leaves them to do it
+# How long a rank whose failure others report leaves them to do it, and how long the one
+# that reports waits for others that fail in the same way, so that they stay silent
 _GRACE_SECONDS = 1.0
+_REPORT_SECONDS = 0.3
 _previous_hook = sys.excepthook
 
 
@@ -37,12 +41,12 @@ def _report_and_abort(
     if not _in_job() or hasattr(sys, "ps1") or sys.flags.interactive:
         _previous_hook(kind, error, trace)
         return
-    claim = None
-    if not getattr(error, "raised_elsewhere", False):
-        claim = _claim_report()
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    # An error raised on all ranks is reported by the one where it came up
+    is_copy = isinstance(error.__cause__, RemoteError)
+    claim = None if is_copy else _claim_report()
     if claim is None:
         time.sleep(_GRACE_SECONDS)
-    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
     lines = traceback.format_exception(kind, error, trace)
     head = f"mpidist: rank {rank} of {size} failed; the job ends\n"
     with contextlib.suppress(OSError, ValueError):
@@ -51,6 +55,7 @@ def _report_and_abort(
         # In one piece, so that no other rank's output comes between
         sys.stderr.write(head + "".join(lines))
         sys.stderr.flush()
+    time.sleep(_REPORT_SECONDS)
     MPI.COMM_WORLD.Abort(1)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +23,19 @@ import launching
 WORLD = MPI.COMM_WORLD.Dup()
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    # Ranks that share one would remove each other's old folders at the same time
+    if config.option.basetemp is None:
+        config.option.basetemp = tempfile.mkdtemp(prefix=f"mpidist-{WORLD.rank}-")
+        config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
     # Every rank runs the same tests: one report is enough
     if WORLD.rank > 0:
-        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115
 
@@ -92,6 +103,10 @@ def mpirun(comm: MPI.Intracomm) -> Callable[..., subprocess.CompletedProcess[str
                 result = launching.run([*command, *arguments], **environment)
             except AssertionError as error:
                 result = error
+        # Wait without taking the job's processor time
+        done = comm.Ibarrier()
+        while not done.Test():
+            time.sleep(0.01)
         result = comm.bcast(result)
         if isinstance(result, AssertionError):
             raise result

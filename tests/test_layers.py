@@ -17,7 +17,7 @@ LAYERS = [
     ["_version", "errors"],
     ["options", "values", "nest", "sharding"],
     ["arrays"],
-    ["packing", "topology"],
+    ["packing", "topology", "calls"],
     ["agree"],
     ["transports.base", "transports.mpi", "transports.staging"],
     ["transports"],

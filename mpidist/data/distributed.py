@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from mpidist import arrays, context, nest
-from mpidist.agree import Call
+from mpidist.calls import Call
 from mpidist.data.dataset import INFINITE_CARDINALITY, Dataset
 from mpidist.data.pipeline import Pass, Pipeline
 from mpidist.errors import ArgumentError, ArgumentTypeError

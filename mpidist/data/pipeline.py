@@ -42,6 +42,8 @@ class Pass:
 class Pipeline:
     """One step and all before it. Elements are nests of arrays."""
 
+    _empty: Any = None
+
     @property
     def length(self) -> int | None:
         """The number of elements, None for no end."""
@@ -78,8 +80,11 @@ class Pipeline:
         raise NotImplementedError  # pragma: no cover
 
     def empty_part(self, order: Pass) -> Any:
-        """Return a batch of no rows."""
-        return nest.map_leaves(lambda a: np.asarray(a)[:0], self.example(order))
+        """Return a batch of no rows; reads a row when it is first called."""
+        if self._empty is None:
+            example = self.example(order)
+            self._empty = nest.map_leaves(lambda a: np.asarray(a)[:0], example)
+        return self._empty
 
 
 class Rows(Pipeline):
@@ -162,6 +167,7 @@ class Map(Step):
         if not callable(fn):
             raise ArgumentTypeError(f"map_func must be callable, not {fn!r}")
         self._fn = fn
+        self._none: Any = None
 
     def describe(self) -> str:
         return f"{self._parent.describe()}.map"
@@ -175,7 +181,10 @@ class Map(Step):
 
     def elements(self, order: Pass, positions: Positions) -> Any:
         if positions.size == 0:
-            return nest.map_leaves(lambda a: np.stack([a])[:0], self.example(order))
+            if self._none is None:
+                example = self.example(order)
+                self._none = nest.map_leaves(lambda a: np.stack([a])[:0], example)
+            return self._none
         inputs, spec = nest.flatten(self._parent.elements(order, positions))
         rows = zip(*inputs, strict=True)
         return _stack([self._call(nest.unflatten(spec, row)) for row in rows])

@@ -1,0 +1,90 @@
+"""The main job, and the README's script."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAST_LINE = re.compile(
+    r"loss=\d\.\d{6} accuracy=(\d\.\d{4}) samples_per_s=\d+ ranks=(\d+)"
+)
+
+
+@pytest.fixture(scope="module")
+def job():
+    path = ROOT / "jobs" / "train_digits.py"
+    spec = importlib.util.spec_from_file_location("train_digits", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_job_learns_the_digits(job, comm, mpi_tmp_path, capsys):
+    data, picture = mpi_tmp_path / "deep" / "data", mpi_tmp_path / "curves.png"
+    job.main([f"--data-dir={data}", f"--plot={picture}", "--epochs=25"])
+    out = capsys.readouterr().out
+    if comm.rank == 0:
+        match = LAST_LINE.fullmatch(out.splitlines()[-1])
+        assert float(match[1]) >= 0.97
+        assert int(match[2]) == comm.size
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        files = sorted(path.name for path in data.iterdir())
+        assert files == [
+            "digits-test.h5",
+            *(f"digits-train-{i}-of-4.h5" for i in range(4)),
+        ]
+    else:
+        assert out == ""
+
+
+def test_the_files_hold_every_image_once(job, comm, strategy, mpi_tmp_path):
+    from sklearn.datasets import load_digits
+
+    train, test = job.prepare_data(strategy, mpi_tmp_path)
+    rows = []
+    for path in (*train, *test):
+        with h5py.File(path, "r", locking=False) as file:
+            rows += [(*x, y) for x, y in zip(file["x"][:], file["y"][:], strict=True)]
+    images, labels = load_digits(return_X_y=True)
+    expected = np.column_stack([images, labels]).astype(np.uint8)
+    assert sorted(map(tuple, expected.tolist())) == sorted(
+        map(tuple, np.array(rows).tolist())
+    )
+    sizes = [p.stat().st_size for p in train]
+    assert len(set(sizes)) > 1 or len(images) % len(train) == 0
+
+
+def test_files_that_exist_are_not_written_again(job, comm, strategy, mpi_tmp_path):
+    job.prepare_data(strategy, mpi_tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in mpi_tmp_path.iterdir()}
+    comm.Barrier()
+    job.prepare_data(strategy, mpi_tmp_path)
+    assert before == {path: path.stat().st_mtime_ns for path in mpi_tmp_path.iterdir()}
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(
+    job, comm, strategy, mpi_tmp_path
+):
+    if comm.rank == 0:
+        (mpi_tmp_path / "file").touch()
+    comm.Barrier()
+    with pytest.raises(OSError, match="file"):
+        job.prepare_data(strategy, mpi_tmp_path / "file" / "data")
+    assert [path.name for path in mpi_tmp_path.iterdir()] == ["file"]
+
+
+def test_the_readmes_script_runs(comm, capsys):
+    text = (ROOT / "README.md").read_text()
+    (script,) = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    exec(compile(script, "README.md", "exec"), {})
+    out = capsys.readouterr().out
+    if comm.rank == 0:
+        assert re.fullmatch(r"loss=\d\.\d{6}\n", out)
+        # The last batch has 2 rows, whose squared errors end well below the first ones
+        assert float(out.split("=")[1]) < 1.0

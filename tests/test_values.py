@@ -1,0 +1,112 @@
+"""PerReplica and Mirrored values."""
+
+from __future__ import annotations
+
+import copy
+import operator
+
+import numpy as np
+import pytest
+
+import mpidist
+
+
+def test_the_base_class_cannot_be_made():
+    with pytest.raises(TypeError, match="base class"):
+        mpidist.DistributedValues((1,))
+
+
+def test_per_replica_shows_its_component_and_replica():
+    value = mpidist.PerReplica((np.array([5.0]),), (3,))
+    assert value.values == (np.array([5.0]),)
+    assert value.replica_ids == (3,)
+    assert repr(value) == "PerReplica:{\n  3: array([5.])\n}"
+
+
+def test_as_many_components_as_replica_ids():
+    with pytest.raises(ValueError, match="1 values came with 2"):
+        mpidist.PerReplica((1,), (0, 1))
+    with pytest.raises(ValueError, match="at least one"):
+        mpidist.PerReplica(())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        np.asarray,
+        np.sum,
+        np.exp,
+        float,
+        int,
+        bool,
+        len,
+        list,
+        operator.neg,
+        lambda v: v + 1,
+        lambda v: 1 + v,
+        lambda v: np.ones(2) * v,
+        lambda v: v @ np.ones(2),
+        lambda v: v[0],
+        lambda v: v > 0,
+        lambda v: np.concatenate([v, v]),
+    ],
+)
+def test_a_per_replica_value_is_not_an_array(use):
+    value = mpidist.PerReplica((np.ones(2),), (0,))
+    with pytest.raises(ValueError, match=r"reduce.*gather.*local_results"):
+        use(value)
+
+
+def test_per_replica_values_compare_and_hash_by_identity():
+    one, two = mpidist.PerReplica((1,)), mpidist.PerReplica((1,))
+    assert one == one
+    assert one != two
+    assert len({one, two}) == 2
+
+
+def test_mirrored_works_as_its_component():
+    array = np.arange(6.0).reshape(2, 3)
+    value = mpidist.Mirrored((array,), (1,))
+    np.testing.assert_array_equal(value + 1, array + 1)
+    np.testing.assert_array_equal(1 - value, 1 - array)
+    np.testing.assert_array_equal(np.ones(2) @ value, array.sum(axis=0))
+    np.testing.assert_array_equal(np.exp(value), np.exp(array))
+    np.testing.assert_array_equal(value[1], array[1])
+    np.testing.assert_array_equal(value.T, array.T)
+    assert (value.shape, value.dtype, value.ndim, value.size) == ((2, 3), "f8", 2, 6)
+    assert value.sum() == 15
+    assert len(value) == 2
+    assert [row.sum() for row in value] == [3, 12]
+    assert repr(value).startswith("Mirrored:{\n  1: array([[")
+
+
+def test_mirrored_numbers_convert():
+    value = mpidist.Mirrored((np.float64(2.5),))
+    assert (float(value), int(value), bool(value), complex(value)) == (
+        2.5,
+        2,
+        True,
+        2.5,
+    )
+    assert f"{value:.2f}" == "2.50"
+    assert operator.index(mpidist.Mirrored((np.int64(3),))) == 3
+
+
+def test_mirrored_arrays_are_read_only_views():
+    value = mpidist.Mirrored((np.zeros(3),))
+    with pytest.raises(ValueError, match="read-only"):
+        np.asarray(value)[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        value[1:][0] = 1
+    with pytest.raises(TypeError, match="in place"):
+        value += 1
+    assert np.array(value, dtype="f4").dtype == np.float32
+
+
+def test_copies_of_mirrored_values():
+    value = mpidist.Mirrored((np.zeros(3),), (2,))
+    shallow, deep = copy.copy(value), copy.deepcopy(value)
+    assert shallow.values[0] is value.values[0]
+    assert deep.values[0] is not value.values[0]
+    assert deep.replica_ids == (2,)
+    np.testing.assert_array_equal(deep, value)
