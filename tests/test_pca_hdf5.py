@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
 import h5py
+import launching
 import numpy as np
 import pytest
 
 import mpidist
 
 EPSILON = np.finfo(np.float64).eps
-JOB = Path(__file__).parent.parent / "jobs" / "pca_hdf5.py"
 
 
 @pytest.fixture(scope="module")
 def job():
-    spec = importlib.util.spec_from_file_location("pca_hdf5", JOB)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return launching.load_job("pca_hdf5")
 
 
 @pytest.fixture

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
 import h5py
+import launching
 import numpy as np
 import pytest
 
@@ -18,11 +18,7 @@ LAST_LINE = re.compile(
 
 @pytest.fixture(scope="module")
 def job():
-    path = ROOT / "jobs" / "train_digits.py"
-    spec = importlib.util.spec_from_file_location("train_digits", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return launching.load_job("train_digits")
 
 
 def test_the_job_learns_the_digits(job, comm, mpi_tmp_path, capsys):
