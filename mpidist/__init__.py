@@ -93,3 +93,4 @@ __all__ = [
 ]
 
 launch.abort_on_exception()
+launch.leave_together()

@@ -12,7 +12,7 @@ import contextlib
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -46,6 +46,9 @@ _HERE_TAG = 1
 class Agreement:
     """The agreement of all ranks of one communicator, which must be private to it."""
 
+    # Those of this process in the order of their making, which is that of all ranks
+    in_use: ClassVar[list[Agreement]] = []
+
     def __init__(self, comm: MPI.Intracomm):
         self.comm = comm
         self.rank = comm.Get_rank()
@@ -58,6 +61,13 @@ class Agreement:
         self._depth = 0
         # The depth of the blocks that other ranks left by an error, and the error
         self._unwinding: tuple[int, Exception] | None = None
+        if self.size > 1:
+            Agreement.in_use.append(self)
+
+    def close(self) -> None:
+        """Forget it, before its communicator is freed."""
+        if self in Agreement.in_use:
+            Agreement.in_use.remove(self)
 
     def require_same(
         self, call: Call, error: Exception | None = None, timeout: float | None = None

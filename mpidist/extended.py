@@ -186,11 +186,11 @@ class StrategyExtended:
         self.topology.require_open()
         return self.collectives.all_gather(operation, value, axis, options)
 
-    def together(self, operation: str, fn: Callable[[], T]) -> T:
+    def together(self, call: Call, fn: Callable[[], T]) -> T:
         """Return `fn()`; what it raises on one replica is raised on all. Collective."""
         self.topology.require_open()
-        result = self.agreement.prepare(operation, fn)
-        self.agreement.raise_together(operation, None)
+        result = self.agreement.prepare(call.operation, fn)
+        self.agreement.require_same(call)
         return result
 
     def all_reduce(

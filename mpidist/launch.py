@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
@@ -12,9 +13,11 @@ from types import TracebackType
 
 from mpi4py import MPI
 
-from mpidist.errors import RemoteError
+from mpidist.agree import Agreement
+from mpidist.calls import Call
+from mpidist.errors import MpidistError, RemoteError
 
-__all__ = ["abort_on_exception"]
+__all__ = ["abort_on_exception", "leave_together"]
 
 # How long a rank whose failure others report leaves them to do it, and how long the one
 # that reports waits for others that fail in the same way, so that they stay silent
@@ -35,28 +38,55 @@ def abort_on_exception() -> None:
         sys.excepthook = _report_and_abort
 
 
+def leave_together() -> None:
+    """Make the end of the program a collective, as MPI_Finalize is.
+
+    A rank that ends while others wait for it in a collective would leave them waiting
+    for ever; so they raise, and say so. `import mpidist` calls it.
+    """
+    atexit.register(_leave, os.getpid())
+
+
+def _leave(pid: int) -> None:
+    if os.getpid() != pid or not _in_job():  # a forked child is no rank
+        return
+    try:
+        for agreement in list(Agreement.in_use):
+            agreement.require_same(Call("the end of the program"))
+    except MpidistError as error:
+        time.sleep(_GRACE_SECONDS)  # the others report
+        _write(f"{_head()}{type(error).__name__}: {error}\n")
+        MPI.COMM_WORLD.Abort(1)
+
+
 def _report_and_abort(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     if not _in_job() or hasattr(sys, "ps1") or sys.flags.interactive:
         _previous_hook(kind, error, trace)
         return
-    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
     # An error raised on all ranks is reported by the one where it came up
     is_copy = isinstance(error.__cause__, RemoteError)
     claim = None if is_copy else _claim_report()
     if claim is None:
         time.sleep(_GRACE_SECONDS)
-    lines = traceback.format_exception(kind, error, trace)
-    head = f"mpidist: rank {rank} of {size} failed; the job ends\n"
+    _write(_head() + "".join(traceback.format_exception(kind, error, trace)))
+    time.sleep(_REPORT_SECONDS)
+    MPI.COMM_WORLD.Abort(1)
+
+
+def _head() -> str:
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    return f"mpidist: rank {rank} of {size} failed; the job ends\n"
+
+
+def _write(text: str) -> None:
+    """Write to stderr in one piece, so that no other rank's output comes between."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):
-        # In one piece, so that no other rank's output comes between
-        sys.stderr.write(head + "".join(lines))
+        sys.stderr.write(text)
         sys.stderr.flush()
-    time.sleep(_REPORT_SECONDS)
-    MPI.COMM_WORLD.Abort(1)
 
 
 def _in_job() -> bool:

@@ -6,7 +6,9 @@ This is the one place where rows are given to replicas.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 
 import numpy as np
 import numpy.typing as npt
@@ -37,11 +39,14 @@ def batch_count(rows: int, batch_size: int, drop_remainder: bool) -> int:
 class Permutation:
     """A pseudo-random permutation of `range(length)` that needs no table.
 
-    An alternating Feistel network on Z_a x Z_b with a * b >= length, walked along its
-    cycle until it lands inside the range (Black and Rogaway, "Ciphers with arbitrary
-    finite domains", CT-RSA 2002, method 3). The round function is the finaliser of
-    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). Any position is computed in O(1)
-    time and memory, so a run can start anywhere in an epoch.
+    (Up to 65,536 rows it has one, in the order of a hash of each row: a network of few
+    rounds is not random enough on very short ranges, and the table is fast.)
+
+    Beyond that, an alternating Feistel network on Z_a x Z_b with a * b >= length,
+    walked along its cycle until it lands inside the range (Black and Rogaway, "Ciphers
+    with arbitrary finite domains", CT-RSA 2002, method 3). The round function is the
+    finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). Any position is
+    computed in O(1) time and memory, so a run can start anywhere in an epoch.
 
     Args:
       length: how many integers are permuted.
@@ -58,6 +63,9 @@ class Permutation:
     def __call__(self, positions: npt.ArrayLike) -> Indices:
         """Return the row at each of `positions` (any shape, 0 <= position < length)."""
         positions = np.asarray(positions, dtype=np.int64)
+        return self._rows(positions.reshape(-1)).reshape(positions.shape)
+
+    def _rows(self, positions: Indices) -> Indices:
         if positions.size == 0:
             return positions
         if positions.min() < 0 or positions.max() >= self.length:
@@ -65,6 +73,8 @@ class Permutation:
                 f"positions must be in 0..{self.length - 1}, not "
                 f"{positions.min()}..{positions.max()}"
             )
+        if self.length <= _TABLE_ROWS:
+            return _table(self.length, self.seed, self.epoch)[positions]
         rows = self._encrypt(positions.astype(np.uint64))
         # Walk on from the few that landed in a * b - length
         while (outside := rows >= np.uint64(self.length)).any():
@@ -75,24 +85,35 @@ class Permutation:
         a = math.isqrt(self.length - 1) + 1
         b = -(-self.length // a)
         left, right = x // np.uint64(b), x % np.uint64(b)
-        keys = self._round_keys()
+        keys = _keys(self.seed, self.epoch, self._ROUNDS)
         for i in range(0, self._ROUNDS, 2):
             left = (left + _mix(right + keys[i]) % np.uint64(a)) % np.uint64(a)
             right = (right + _mix(left + keys[i + 1]) % np.uint64(b)) % np.uint64(b)
         joined: npt.NDArray[np.uint64] = left * np.uint64(b) + right
         return joined
 
-    def _round_keys(self) -> npt.NDArray[np.uint64]:
-        mask = 2**64 - 1
-        words = np.array([self.seed & mask, self.epoch & mask], np.uint64)
-        start = _mix(_mix(words[:1]) + words[1:])
-        return _mix(start + np.arange(1, self._ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
 
-
+_TABLE_ROWS = 1 << 16
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SHIFTS = np.array([30, 27, 31], np.uint64)
 _FACTOR_1 = np.uint64(0xBF58476D1CE4E5B9)
 _FACTOR_2 = np.uint64(0x94D049BB133111EB)
+
+
+@functools.lru_cache(maxsize=8)
+def _table(length: int, seed: int, epoch: int) -> Indices:
+    table = np.argsort(_keys(seed, epoch, length), kind="stable")
+    table.flags.writeable = False
+    return table
+
+
+def _keys(seed: int, epoch: int, count: int) -> npt.NDArray[np.uint64]:
+    """Return `count` pseudo-random words: SplitMix64 from a hash of seed and epoch."""
+    mask = 2**64 - 1
+    start_words = [operator.index(seed) & mask, operator.index(epoch) & mask]
+    words = np.array(start_words, np.uint64)
+    start = _mix(_mix(words[:1]) + words[1:])
+    return _mix(start + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from mpidist import nest
 from mpidist.agree import Agreement
+from mpidist.calls import Call
 from mpidist.collectives import Collectives
 from mpidist.context import (
     Scope,
@@ -183,7 +184,8 @@ class Strategy:
         require_cross_replica(self, "experimental_distribute_values_from_function")
         extended = self._extended
         where = ValueContext(extended.replica_id, extended.num_replicas)
-        value = extended.together("distribute_values", lambda: value_fn(where))
+        call = Call("experimental_distribute_values_from_function")
+        value = extended.together(call, lambda: value_fn(where))
         return nest.map_leaves(
             lambda leaf: PerReplica((leaf,), (extended.replica_id,)), value
         )
@@ -235,6 +237,7 @@ class Strategy:
         Any later use of the strategy is a ContextError. Returns [].
         """
         require_cross_replica(self, "experimental_finalize")
+        self._extended.agreement.close()
         self._extended.topology.close()
         return []
 

@@ -57,6 +57,44 @@ while True:  # computing, not in MPI
 """
 
 
+LEAVING = """
+import sys
+import mpidist
+
+strategy = mpidist.MirroredStrategy()
+if strategy.extended.replica_id == 1:
+    sys.exit(0)
+strategy.reduce("SUM", 1.0)
+"""
+
+LATE = """
+import time
+import mpidist
+
+strategy = mpidist.MirroredStrategy()
+try:
+    strategy.extended.collectives.all_reduce(
+        "reduce", "SUM", 1.0, mpidist.CommunicationOptions(timeout_seconds=0.2)
+    ) if strategy.extended.replica_id == 0 else time.sleep(1000)
+except mpidist.DeadlineError as error:
+    print(error)
+"""
+
+
+def test_a_rank_that_exits_while_others_wait_ends_the_job(mpirun):
+    ended = mpirun(3, LEAVING)
+    assert ended.returncode != 0
+    assert "reduce at <string>:8 on ranks 0, 2; the end of the program" in ended.stderr
+    assert ended.stderr.count("Traceback (most recent call last)") == 1, ended.stderr
+
+
+def test_a_job_that_missed_a_deadline_ends(mpirun):
+    ended = mpirun(2, LATE)
+    assert ended.returncode != 0
+    assert "rank 1 did not arrive" in ended.stdout
+    assert "cannot communicate any more" in ended.stderr
+
+
 @pytest.mark.parametrize("script", [FAILING, FAILING_IN_RUN, FAILING_BEFORE])
 def test_an_uncaught_exception_ends_the_job_with_one_traceback(mpirun, script):
     ended = mpirun(3, script)

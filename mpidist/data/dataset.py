@@ -13,7 +13,7 @@ from mpidist.data.hdf5 import Hdf5Rows, list_files
 from mpidist.data.ordering import Repeat, Shard, Shuffle, Window
 from mpidist.data.pipeline import Batch, Map, Pass, Pipeline, Rows
 from mpidist.data.sources import ArrayRows, from_lists
-from mpidist.errors import ArgumentError
+from mpidist.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["INFINITE_CARDINALITY", "Dataset"]
 
@@ -32,6 +32,8 @@ class Dataset:
 
     def __init__(self, pipeline: Pipeline):
         self._pipeline = pipeline
+        self._passes = itertools.count()
+        self._entropy = secrets.randbits(62)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -72,6 +74,7 @@ class Dataset:
         names = dict(datasets) if isinstance(datasets, Mapping) else datasets
         if isinstance(names, Sequence) and not isinstance(names, str):
             names = tuple(names)
+        _require_names(names)
         return Dataset(Rows(Hdf5Rows(list_files(files), names)))
 
     def map(self, map_func: Callable[..., Any]) -> Dataset:
@@ -100,6 +103,7 @@ class Dataset:
           seed: any integer. None draws one, which all replicas share.
           reshuffle_each_iteration: whether each epoch has another order.
         """
+        seed = None if seed is None else operator.index(seed)
         if buffer_size is not None and buffer_size < 1:
             raise ArgumentError(f"buffer_size must be >= 1 or None, not {buffer_size}")
         return Dataset(Shuffle(self._pipeline, seed, reshuffle_each_iteration))
@@ -156,7 +160,17 @@ class Dataset:
         return length
 
     def __iter__(self) -> Iterator[Any]:
-        order = Pass(entropy=secrets.randbits(62))
+        order = Pass(next(self._passes), self._entropy)
         length = self._pipeline.length
         numbers = itertools.count() if length is None else range(length)
         return (self._pipeline.element(order, i) for i in numbers)
+
+
+def _require_names(names: Any) -> None:
+    several = names.values() if isinstance(names, dict) else names
+    several = [names] if isinstance(names, str) else list(several)
+    if not several:
+        raise ArgumentError("datasets must name at least one HDF5 dataset")
+    for name in several:
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"datasets must hold names, not {name!r}")

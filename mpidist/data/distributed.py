@@ -69,28 +69,31 @@ class _Plan:
 
     Args:
       pipeline: of batches.
-      parts: into how many slices each batch is cut, of which this replica takes its
-        own; 1 to take batches whole.
+      is_global: whether batches are global ones, of which this replica takes a slice.
       steps: how many steps all replicas take, None for no end.
+      entropy: the seed of shuffles that were given none.
+      options: see `InputOptions`.
+      serial: which dataset of the strategy this is.
     """
 
     extended: StrategyExtended
     pipeline: Pipeline
-    parts: int
+    is_global: bool
     steps: int | None
     entropy: int
     options: InputOptions
+    serial: int
 
     def load(self, order: Pass, step: int) -> Any:
         """Return this replica's batch of one step; not collective, in any thread."""
         length = self.pipeline.length
         if length is not None and step >= length:
             batch = self.pipeline.empty_part(order)
-        elif self.parts == 1:
-            batch = self.pipeline.element(order, step)
+        elif self.is_global:
+            replicas, replica = self.extended.num_replicas, self.extended.replica_id
+            batch = self.pipeline.part(order, step, replicas, replica)
         else:
-            replica = self.extended.replica_id
-            batch = self.pipeline.part(order, step, self.parts, replica)
+            batch = self.pipeline.element(order, step)
         if self.options.experimental_fetch_to_device:
             device = self.extended.device
             batch = nest.map_leaves(lambda a: arrays.to_device(a, device), batch)
@@ -133,10 +136,11 @@ class DistributedDataset:
             _Plan(
                 extended,
                 dataset.pipeline,
-                parts=extended.num_replicas,
+                is_global=True,
                 steps=steps,
                 entropy=entropy,
                 options=options or InputOptions(),
+                serial=extended.agreement.calls,
             )
         )
 
@@ -153,16 +157,18 @@ class DistributedDataset:
             extended.num_replicas, extended.replica_id, extended.num_replicas
         )
 
-        def make() -> tuple[Dataset, int]:
+        def make() -> tuple[Dataset, int, bool]:
             dataset = dataset_fn(where)
             _require_dataset(dataset, call)
-            return dataset, dataset.cardinality()
+            is_batched = dataset.pipeline.batch_size is not None
+            return dataset, dataset.cardinality(), is_batched
 
-        dataset, cardinality = extended.together(call, make)
-        batch_size = dataset.pipeline.batch_size
-        everyone = extended.agreement.gather(call, (cardinality, batch_size))
+        dataset, cardinality, is_batched = extended.together(Call(call), make)
+        everyone = extended.agreement.gather(call, (cardinality, is_batched))
         lengths = [length for length, _ in everyone]
-        if len(set(lengths)) > 1 and any(size is None for _, size in everyone):
+        if all(batched for _, batched in everyone):
+            _require_like_elements(extended, call, dataset)
+        elif len(set(lengths)) > 1:
             raise ArgumentError(
                 f"{call}: the replicas' datasets have {lengths} elements and are not "
                 "batched, so a replica that runs out has nothing to give; call batch()"
@@ -172,10 +178,11 @@ class DistributedDataset:
             _Plan(
                 extended,
                 dataset.pipeline,
-                parts=1,
+                is_global=False,
                 steps=steps,
                 entropy=_draw(extended, needed=True),
                 options=options or InputOptions(),
+                serial=extended.agreement.calls,
             )
         )
 
@@ -210,6 +217,7 @@ class DistributedIterator:
         self._ahead: collections.deque[Future[Any]] = collections.deque()
         depth = plan.options.experimental_per_replica_buffer_size
         self._depth = depth
+        self._is_closed = False
         self._reader = ThreadPoolExecutor(1, "mpidist-input") if depth else None
 
     def __iter__(self) -> DistributedIterator:
@@ -231,23 +239,34 @@ class DistributedIterator:
                 "next was called on a distributed iterator inside a replica function; "
                 "call it outside, and pass the batch in the args of strategy.run"
             )
-        extended = self._plan.extended
+        plan, extended = self._plan, self._plan.extended
         extended.topology.require_open()
-        if self._plan.steps is not None and self._step >= self._plan.steps:
+        if self._is_closed or (plan.steps is not None and self._step >= plan.steps):
             self.close()
             raise StopIteration
-        batch = extended.together("next of a distributed dataset", self._load)
+        where = ("dataset", plan.serial), ("epoch", self._order.epoch)
+        call = Call("next of a distributed dataset", (*where, ("step", self._step)))
+        try:
+            batch = extended.together(call, self._load)
+        except Exception:
+            self._drop_ahead()  # another call tries this step again
+            raise
         self._step += 1
         return context.regroup(batch, extended.replica_id, extended.num_replicas)
 
     get_next = __next__
 
     def close(self) -> None:
-        """Stop reading ahead. Not collective."""
+        """End the iteration and the thread that reads ahead. Not collective."""
+        self._is_closed = True
+        self._drop_ahead()
         if self._reader is not None:
-            self._reader.shutdown(wait=True, cancel_futures=True)
+            self._reader.shutdown(wait=True)
             self._reader = None
-        self._ahead.clear()
+
+    def _drop_ahead(self) -> None:
+        while self._ahead:
+            self._ahead.popleft().cancel()
 
     def __del__(self) -> None:
         reader = getattr(self, "_reader", None)
@@ -277,6 +296,19 @@ def _load(plan: _Plan, order: Pass, step: int) -> Any:
 def _require_dataset(dataset: Any, call: str) -> None:
     if not isinstance(dataset, Dataset):
         raise ArgumentTypeError(f"{call} needs a mpidist.Dataset, not {dataset!r}")
+
+
+def _require_like_elements(
+    extended: StrategyExtended, call: str, dataset: Dataset
+) -> None:
+    """Raise if the replicas' batches differ in structure, dtypes or dimensions."""
+
+    def describe() -> Call:
+        leaves, spec = nest.flatten(dataset.pipeline.empty_part(Pass()))
+        kinds = tuple((a.dtype.name, f"{a.ndim} dimensions") for a in leaves)
+        return Call(call, (), spec, kinds)
+
+    extended.agreement.require_same(extended.agreement.prepare(call, describe))
 
 
 def _draw(extended: StrategyExtended, needed: bool) -> int:

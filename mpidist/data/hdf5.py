@@ -92,10 +92,11 @@ class Hdf5Rows:
         self, number: int, rows: npt.NDArray[np.int64], parts: Sequence[Any]
     ) -> None:
         """Fill each of `parts` with the given increasing rows of one file."""
-        for name, part in zip(self._names, parts, strict=True):
+        for field, part in enumerate(parts):
+            name = self._names[field]
             try:
                 dataset = self._open(number)[name]
-                self._require_length(number, name, dataset)
+                self._require_unchanged(number, field, dataset)
                 _read_rows(dataset, rows, part)
             except (OSError, KeyError, RuntimeError, ValueError) as error:
                 raise DataError(
@@ -103,13 +104,17 @@ class Hdf5Rows:
                     f"{name!r} cannot be read: {error}"
                 ) from error
 
-    def _require_length(self, number: int, name: str, dataset: h5py.Dataset) -> None:
-        starts = self._inspect().starts
-        expected = starts[number + 1] - starts[number]
-        if dataset.shape[0] != expected:
+    def _require_unchanged(self, number: int, field: int, dataset: Any) -> None:
+        layout = self._inspect()
+        rows = layout.starts[number + 1] - layout.starts[number]
+        expected = (rows, *layout.row_shapes[field]), layout.dtypes[field]
+        found = None
+        if isinstance(dataset, h5py.Dataset):
+            found = dataset.shape, _native(dataset.dtype)
+        if found != expected:
             raise DataError(
-                f"{self._paths[number]}: dataset {name!r} had {expected} rows and now "
-                f"has {dataset.shape[0]}; a file must not change while it is read"
+                f"{self._paths[number]}: dataset {self._names[field]!r} was {expected} "
+                f"and is now {found}; a file must not change while it is read"
             )
 
     def _open(self, number: int) -> h5py.File:
@@ -118,7 +123,7 @@ class Hdf5Rows:
         if number not in self._files:
             path = self._paths[number]
             try:
-                self._files[number] = h5py.File(path, "r", locking=False)
+                self._files[number] = _open_read_only(path)
             except OSError as error:
                 raise DataError(f"{path}: cannot be opened as HDF5: {error}") from error
         return self._files[number]
@@ -144,7 +149,8 @@ class Hdf5Rows:
             if not isinstance(dataset, h5py.Dataset):
                 raise DataError(
                     f"{path}: there is no dataset {name!r}; there are: "
-                    f"{', '.join(sorted(file)) or 'none'}"
+                    f"{', '.join(sorted(file)) or 'none'} (a group or a broken link "
+                    "is no dataset)"
                 )
             if dataset.ndim == 0:
                 raise DataError(f"{path}: dataset {name!r} is a scalar, without rows")
@@ -182,8 +188,20 @@ def _read_rows(dataset: h5py.Dataset, rows: npt.NDArray[np.int64], out: Any) -> 
         out[first:last] = block[rows[first:last] - start]
 
 
+def _open_read_only(path: Path) -> h5py.File:
+    """Open a file without locking it, as locks fail on many network file systems."""
+    try:
+        return h5py.File(path, "r", locking=False)
+    except OSError as error:
+        # This process has it open already, with locks
+        if "locking flag" not in str(error):
+            raise
+        return h5py.File(path, "r")
+
+
 def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return dtype if dtype.isnative else dtype.newbyteorder("=")
+    native: np.dtype[Any] = dtype.newbyteorder("=")
+    return native
 
 
 def list_files(

@@ -174,7 +174,23 @@ class Map(Step):
 
     def _call(self, element: Any) -> Any:
         arguments = element if type(element) is tuple else (element,)
-        return from_lists(self._fn(*arguments))
+        try:
+            return from_lists(self._fn(*arguments))
+        except StopIteration as error:  # it would end an iteration, silently
+            raise RuntimeError("a mapped function raised StopIteration") from error
+
+    def _call_by_row(self, batch: Any) -> Any:
+        """Return the function of some rows, which must give as many rows."""
+        rows = len(nest.flatten(batch)[0][0])
+        result = self._call(batch)
+        for leaf in nest.flatten(result)[0]:
+            if np.shape(leaf)[:1] != (rows,):
+                raise ArgumentError(
+                    f"a function mapped over batches got {rows} rows and returned an "
+                    f"array of shape {np.shape(leaf)}; in a distributed dataset "
+                    "it must return one row per row"
+                )
+        return result
 
     def element(self, order: Pass, i: int) -> Any:
         return self._call(self._parent.element(order, i))
@@ -191,18 +207,16 @@ class Map(Step):
 
     def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
         given = self._parent.part(order, i, replicas, replica)
-        rows = len(nest.flatten(given)[0][0])
-        if rows == 0:
+        if len(nest.flatten(given)[0][0]) == 0:
             return self.empty_part(order)
-        result = self._call(given)
-        for leaf in nest.flatten(result)[0]:
-            if np.shape(leaf)[:1] != (rows,):
-                raise ArgumentError(
-                    f"a function mapped over batches got {rows} rows and returned an "
-                    f"array of shape {np.shape(leaf)}; in a distributed dataset "
-                    "it must return one row per row"
-                )
-        return result
+        return self._call_by_row(given)
+
+    def empty_part(self, order: Pass) -> Any:
+        # The function may not know what to do with no rows, so it gets some
+        if self._empty is None:
+            result = self._call_by_row(self._parent.example(order))
+            self._empty = nest.map_leaves(lambda a: np.asarray(a)[:0], result)
+        return self._empty
 
     def example(self, order: Pass) -> Any:
         return self._call(self._parent.example(order))
@@ -235,6 +249,9 @@ class Batch(Step):
         return self.part(order, i, 1, 0)
 
     def elements(self, order: Pass, positions: Positions) -> Any:
+        if positions.size == 0:
+            example = self.example(order)
+            return nest.map_leaves(lambda a: a[None][:0], example)
         return _stack([self.element(order, int(i)) for i in positions])
 
     def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
@@ -246,7 +263,8 @@ class Batch(Step):
         return self._parent.elements(order, positions)
 
     def example(self, order: Pass) -> Any:
-        return nest.map_leaves(lambda a: np.stack([a]), self._parent.example(order))
+        row = self._parent.example(order)
+        return nest.map_leaves(lambda a: np.stack([a] * self._batch_size), row)
 
 
 def _stack(elements: Sequence[Any]) -> Any:

@@ -1,0 +1,293 @@
+"""Datasets in one process, against plain lists."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mpidist
+from mpidist import Dataset
+from mpidist.data.pipeline import Pass
+from mpidist.sharding import Permutation
+
+
+class Pair(NamedTuple):
+    x: np.ndarray
+    y: np.ndarray
+
+
+def numbers(n, dtype=np.int64):
+    return Dataset.from_tensor_slices(np.arange(n, dtype=dtype))
+
+
+def lists(elements):
+    """The elements of a dataset of plain arrays as numbers or lists."""
+    return [np.asarray(element).tolist() for element in elements]
+
+
+def batches(rows, size, drop_remainder=False):
+    cut = [rows[i : i + size] for i in range(0, len(rows), size)]
+    return [b for b in cut if len(b) == size or not drop_remainder]
+
+
+def shuffled(n, seed, epoch=0):
+    return Permutation(n, seed, epoch)(np.arange(n)).tolist()
+
+
+def test_rows_of_an_array_have_its_dtype_and_shape():
+    array = np.arange(12, dtype=">f4").reshape(3, 2, 2)
+    rows = list(Dataset.from_tensor_slices(array))
+    assert [row.dtype for row in rows] == [array.dtype] * 3
+    np.testing.assert_array_equal(np.stack(rows), array)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda x, y: (x, y), lambda x, y: {"b": x, "a": (y,)}, Pair]
+)
+def test_tuples_and_mappings_are_structure(build):
+    x, y = np.arange(5), np.ones((5, 2), np.float16)
+    for i, batch in enumerate(Dataset.from_tensor_slices(build(x, y)).batch(2)):
+        rows = slice(2 * i, 2 * i + 2)
+        np.testing.assert_equal(batch, build(x[rows], y[rows]))
+        assert type(batch) is type(build(x, y))
+
+
+def test_lists_are_arrays():
+    assert lists(Dataset.from_tensor_slices([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    "tensors", [3.0, (np.zeros(3), np.zeros(4)), {"a": np.zeros(3), "b": 1}, {}, ()]
+)
+def test_arrays_without_common_rows_are_refused(tensors):
+    with pytest.raises(ValueError, match="from_tensor_slices"):
+        Dataset.from_tensor_slices(tensors)
+
+
+@pytest.mark.parametrize("drop_remainder", [False, True])
+@pytest.mark.parametrize(("n", "size"), [(0, 3), (1, 3), (6, 3), (7, 3), (2, 1)])
+def test_batch(n, size, drop_remainder):
+    dataset = numbers(n).batch(size, drop_remainder)
+    expected = batches(list(range(n)), size, drop_remainder)
+    assert lists(dataset) == expected
+    assert len(dataset) == dataset.cardinality() == len(expected)
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 9])
+def test_take_and_skip(count):
+    assert lists(numbers(5).take(count)) == list(range(5))[:count]
+    assert lists(numbers(5).skip(count)) == list(range(5))[count:]
+    assert lists(numbers(5).take(-1)) == list(range(5))
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 8])
+def test_shards_are_every_kth_element(n):
+    for index in range(4):
+        assert lists(numbers(n).shard(4, index)) == list(range(n))[index::4]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_repeat(count):
+    assert lists(numbers(3).repeat(count)) == list(range(3)) * count
+
+
+@pytest.mark.parametrize("forever", [None, -1])
+def test_endless_repeat(forever):
+    dataset = numbers(3).repeat(forever)
+    assert lists(itertools.islice(dataset, 8)) == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert lists(itertools.islice(dataset.batch(4), 2)) == [[0, 1, 2, 0], [1, 2, 0, 1]]
+    assert lists(dataset.skip(2).take(3)) == [2, 0, 1]
+    assert lists(dataset.shard(2, 1).take(3)) == [1, 0, 2]
+    assert dataset.cardinality() == -1
+    with pytest.raises(TypeError, match="no length"):
+        len(dataset)
+
+
+def test_endless_repeat_of_nothing_is_nothing():
+    assert lists(numbers(0).repeat().batch(2)) == []
+
+
+@pytest.mark.parametrize("buffer_size", [None, 1, 1000])
+def test_shuffle_is_the_permutation_of_its_seed(buffer_size):
+    assert lists(numbers(20).shuffle(buffer_size, seed=3)) == shuffled(20, 3)
+
+
+def test_shuffle_without_a_seed_is_another_order_each_time():
+    dataset = numbers(50).shuffle()
+    orders = [lists(dataset) for _ in range(5)]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len(set(map(tuple, orders))) == 5
+
+
+def test_epochs_of_a_shuffle_straddle_batches():
+    dataset = numbers(7).shuffle(seed=1).repeat(3).batch(4)
+    order = [row for epoch in range(3) for row in shuffled(7, 1, epoch)]
+    assert lists(dataset) == batches(order, 4)
+
+
+def test_batches_before_the_repeat_do_not_straddle_epochs():
+    dataset = numbers(7).shuffle(seed=1).batch(4).repeat(2)
+    expected = [batches(shuffled(7, 1, epoch), 4) for epoch in range(2)]
+    assert lists(dataset) == expected[0] + expected[1]
+
+
+def test_shuffle_may_keep_its_order_over_repeats():
+    dataset = numbers(7).shuffle(seed=1, reshuffle_each_iteration=False).repeat(2)
+    assert lists(dataset) == shuffled(7, 1) * 2
+
+
+def test_iterating_again_gives_the_next_epoch():
+    dataset = numbers(30).shuffle(seed=1)
+    assert lists(dataset) == shuffled(30, 1, 0)
+    assert lists(dataset) == shuffled(30, 1, 1)
+
+
+def test_shuffle_without_a_seed_may_keep_its_order():
+    dataset = numbers(30).shuffle(reshuffle_each_iteration=False)
+    assert lists(dataset) == lists(dataset)
+
+
+def test_seed_may_be_a_numpy_integer():
+    assert lists(numbers(9).shuffle(seed=np.int64(3))) == shuffled(9, 3)
+
+
+def test_shuffle_after_batch_moves_whole_batches():
+    expected = [batches(list(range(7)), 2)[i] for i in shuffled(4, 5)]
+    assert lists(numbers(7).batch(2).shuffle(seed=5)) == expected
+
+
+def test_batches_of_batches():
+    dataset = numbers(12).batch(2).batch(2)
+    assert lists(dataset) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
+    assert next(iter(dataset)).shape == (2, 2)
+
+
+def test_batches_of_unequal_batches_are_an_error():
+    with pytest.raises(mpidist.DataError, match="elements that differ"):
+        list(numbers(3).batch(2).batch(2))
+
+
+def test_no_rows_of_a_batch_of_batches_keep_the_trailing_shape():
+    pipeline = numbers(8, np.float32).batch(2).batch(4).pipeline
+    part = pipeline.part(Pass(), 0, replicas=8, replica=7)
+    assert part.shape == (0, 2)
+    assert part.dtype == np.float32
+
+
+def test_a_map_that_loses_rows_is_refused_also_where_there_are_none():
+    pipeline = numbers(2).batch(2).map(np.sum).pipeline
+    for replica in range(4):
+        with pytest.raises(ValueError, match="one row per row"):
+            pipeline.part(Pass(), 0, 4, replica)
+
+
+def test_map_sees_rows_before_batch_and_batches_after_it():
+    seen = []
+
+    def twice(x):
+        seen.append(np.shape(x))
+        return x * 2
+
+    expected = [[0, 2, 4], [6, 8]]
+    assert lists(numbers(5).map(twice).batch(3)) == expected
+    assert lists(numbers(5).batch(3).map(twice)) == expected
+    assert seen == [()] * 5 + [(3,), (2,)]
+
+
+def test_map_takes_tuples_as_arguments_and_may_change_the_structure():
+    x, y = np.arange(4), np.arange(4) * 10
+    dataset = Dataset.from_tensor_slices((x, y)).map(lambda x, y: {"sum": x + y})
+    assert [d["sum"] for d in dataset] == [0, 11, 22, 33]
+    again = dataset.map(lambda d: (d["sum"], [1.0, 2.0])).batch(4)
+    (sums, pairs), *_ = again
+    assert sums.tolist() == [0, 11, 22, 33]
+    np.testing.assert_array_equal(pairs, [[1.0, 2.0]] * 4)
+
+
+def test_map_result_of_unequal_shapes_cannot_be_batched():
+    with pytest.raises(mpidist.DataError, match="elements that differ"):
+        list(numbers(3).map(lambda i: np.zeros(i)).batch(3))
+
+
+def test_what_a_mapped_function_raises_propagates():
+    with pytest.raises(ZeroDivisionError):
+        list(numbers(3).map(lambda i: 1 // int(i)))
+
+
+def test_a_dataset_is_left_as_it_was_by_its_methods():
+    dataset = numbers(4)
+    dataset.batch(2), dataset.repeat(), dataset.map(str), dataset.shuffle()
+    assert lists(dataset) == [0, 1, 2, 3]
+
+
+def test_elements_do_not_share_memory_with_the_source():
+    array = np.zeros((3, 2))
+    for element in Dataset.from_tensor_slices(array).batch(2):
+        element += 1
+    assert not array.any()
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "error"),
+    [
+        ("batch", (0,), ValueError),
+        ("batch", (2.5,), TypeError),
+        ("shuffle", (0,), ValueError),
+        ("repeat", (-2,), ValueError),
+        ("take", (-2,), ValueError),
+        ("skip", (-1,), ValueError),
+        ("shard", (2, 2), ValueError),
+        ("shard", (0, 0), ValueError),
+        ("map", (3,), TypeError),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(method, arguments, error):
+    with pytest.raises(error):
+        getattr(numbers(4), method)(*arguments)
+
+
+def test_an_endless_dataset_cannot_be_shuffled():
+    with pytest.raises(ValueError, match="shuffle first"):
+        next(iter(numbers(4).repeat().shuffle()))
+
+
+# Each step as (method, argument), with what it does to the list of an epoch
+MODELS = {
+    "take": lambda rows, k: lambda epoch: rows(epoch)[:k],
+    "skip": lambda rows, k: lambda epoch: rows(epoch)[k:],
+    "shard": lambda rows, k: lambda epoch: rows(epoch)[k::4],
+    "repeat": lambda rows, k: (
+        lambda epoch: [x for lap in range(k) for x in rows(epoch * k + lap)]
+    ),
+    "shuffle": lambda rows, k: (
+        lambda epoch: [rows(epoch)[i] for i in shuffled(len(rows(epoch)), k, epoch)]
+    ),
+    "map": lambda rows, k: lambda epoch: [3 * x + k for x in rows(epoch)],
+}
+STEPS = st.tuples(st.sampled_from(sorted(MODELS)), st.integers(0, 3))
+
+
+def apply(dataset, name, k):
+    if name == "shuffle":
+        return dataset.shuffle(seed=k)
+    if name == "shard":
+        return dataset.shard(4, k)
+    if name == "map":
+        return dataset.map(lambda x: 3 * x + k)
+    return getattr(dataset, name)(k)
+
+
+@settings(derandomize=True, database=None, deadline=None)
+@given(st.integers(0, 9), st.lists(STEPS, max_size=5), st.integers(1, 5))
+def test_any_chain_of_steps_does_what_it_does_to_lists(n, steps, batch_size):
+    dataset, rows = numbers(n), lambda epoch: list(range(n))
+    for name, k in steps:
+        dataset, rows = apply(dataset, name, k), MODELS[name](rows, k)
+    assert lists(dataset) == rows(0)
+    assert len(dataset) == len(rows(0))
+    assert lists(dataset.batch(batch_size)) == batches(rows(0), batch_size)

@@ -1,0 +1,293 @@
+"""Datasets divided over replicas: every row once, in one order, for any number."""
+
+from __future__ import annotations
+
+import itertools
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpidist import Dataset, InputContext
+from mpidist.data.pipeline import Pass, Rows
+from mpidist.sharding import Permutation
+
+
+def numbers(n, dtype=np.int64):
+    return Dataset.from_tensor_slices(np.arange(n, dtype=dtype))
+
+
+def rows_of(n, dtype=np.float32):
+    """Rows of two dimensions, of which the first number is the row's."""
+    return np.arange(n, dtype=dtype)[:, None] + np.zeros((1, 3), dtype)
+
+
+def local(strategy, value):
+    (component,) = strategy.experimental_local_results(value)
+    return component
+
+
+def on_all_ranks(strategy, comm, batches):
+    """The batches of every step: a list of the components of all ranks."""
+    mine = [local(strategy, batch) for batch in batches]
+    everyone = comm.allgather(mine)
+    assert len({len(batches) for batches in everyone}) == 1
+    return list(map(list, zip(*everyone)))
+
+
+def in_order(steps):
+    return [row for parts in steps for part in parts for row in part.tolist()]
+
+
+def shuffled(n, seed, epoch=0):
+    return Permutation(n, seed, epoch)(np.arange(n)).tolist()
+
+
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_14_rows_in_batches_of_8(strategy, comm, drop_remainder):
+    sizes = {
+        1: [[8], [6]],
+        2: [[4, 4], [3, 3]],
+        3: [[3, 3, 2], [2, 2, 2]],
+        4: [[2, 2, 2, 2], [2, 2, 2, 0]],
+    }[comm.size]
+    dataset = numbers(14).batch(8, drop_remainder)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    steps = on_all_ranks(strategy, comm, divided)
+    assert [list(map(len, parts)) for parts in steps] == sizes[: len(divided)]
+    assert in_order(steps) == list(range(8 if drop_remainder else 14))
+    assert len(divided) == divided.cardinality == (1 if drop_remainder else 2)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 7, 100])
+@pytest.mark.parametrize("n", [0, 1, 13, 28])
+def test_epochs_have_every_row_once_in_the_order_of_the_permutation(
+    strategy, comm, n, batch_size
+):
+    dataset = numbers(n).shuffle(seed=5).batch(batch_size)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    for epoch in range(3):
+        steps = on_all_ranks(strategy, comm, divided)
+        assert in_order(steps) == shuffled(n, 5, epoch)
+        assert len(steps) == -(-n // batch_size)
+
+
+def test_without_a_seed_replicas_share_one_and_epochs_differ(strategy, comm):
+    dataset = numbers(40).shuffle().batch(7)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    epochs = [in_order(on_all_ranks(strategy, comm, divided)) for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(40))
+    assert epochs[0] != epochs[1]
+
+
+def test_the_order_is_that_of_a_local_iteration(strategy, comm):
+    dataset = numbers(23).map(lambda x: x * 3).shuffle(seed=1).repeat(2).skip(4)
+    dataset = dataset.batch(6).map(lambda x: x + 1).shuffle(seed=2)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    expected = [batch.tolist() for batch in dataset]
+    steps = on_all_ranks(strategy, comm, divided)
+    assert [in_order([parts]) for parts in steps] == expected
+
+
+def test_endless_datasets_straddle_epochs(strategy, comm):
+    dataset = numbers(5).shuffle(seed=3).repeat().batch(4)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    steps = on_all_ranks(strategy, comm, itertools.islice(divided, 4))
+    expected = [row for epoch in range(4) for row in shuffled(5, 3, epoch)]
+    assert in_order(steps) == expected[:16]
+    assert divided.cardinality == -1
+
+
+@pytest.mark.parametrize("dtype", ["f4", "u1", "?", "S5"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda rows: rows.batch(3),
+        lambda rows: rows.map(lambda x: x[:2]).batch(3),
+        lambda rows: rows.batch(3).map(lambda x: x[:, :2]),
+        lambda rows: rows.map(lambda x: x[:2]).shuffle(seed=0).repeat(2).batch(3),
+        lambda rows: rows.batch(2).repeat().shard(2, 1).take(2),
+    ],
+)
+def test_batches_without_rows_keep_dtype_and_shape(strategy, comm, build, dtype):
+    dataset = build(Dataset.from_tensor_slices(rows_of(4).astype(dtype)))
+    whole = next(iter(dataset))
+    steps = on_all_ranks(
+        strategy, comm, strategy.experimental_distribute_dataset(dataset)
+    )
+    for parts in steps:
+        assert {part.dtype for part in parts} == {whole.dtype}
+        assert {part.shape[1:] for part in parts} == {whole.shape[1:]}
+    assert len(steps[-1][-1]) == 0 or comm.size < 3
+
+
+def test_structures_pass_through_run_and_reduce(strategy):
+    x, y = np.random.default_rng(0).normal(size=(14, 3)), np.arange(14)
+    dataset = Dataset.from_tensor_slices({"x": x, "y": (y,)}).batch(8)
+    batches = list(strategy.experimental_distribute_dataset(dataset))
+    for rows, batch in zip([slice(8), slice(8, 14)], batches, strict=True):
+        half = strategy.run(lambda b: {"half": b["x"] / 2}, (batch,))
+        mean = strategy.reduce("MEAN", half, axis=0)["half"]
+        np.testing.assert_allclose(mean, x[rows].mean(axis=0) / 2)
+        assert strategy.reduce("SUM", batch["y"], axis=0) == (y[rows].sum(),)
+
+
+def test_two_iterators_of_one_dataset_do_not_disturb_each_other(strategy, comm):
+    divided = strategy.experimental_distribute_dataset(
+        numbers(12).shuffle(seed=1).batch(4)
+    )
+    both = list(zip(divided, divided))
+    for epoch in range(2):
+        steps = on_all_ranks(strategy, comm, [pair[epoch] for pair in both])
+        assert in_order(steps) == shuffled(12, 1, epoch)
+
+
+def test_files_are_divided_by_rows(strategy, comm, mpi_tmp_path):
+    rows, names = rows_of(19), ["a.h5", "b.h5", "c.h5"]
+    if comm.rank == 0:
+        for name, part in zip(names, np.split(rows, [4, 4])):
+            with h5py.File(mpi_tmp_path / name, "w") as file:
+                file["x"], file["group/y"] = part, part[:, 0].astype("i2")
+    comm.Barrier()
+    dataset = Dataset.from_hdf5(str(mpi_tmp_path / "*.h5"), ["x", "group/y"])
+    divided = strategy.experimental_distribute_dataset(dataset.shuffle(seed=2).batch(7))
+    for epoch in range(2):
+        x, y = zip(*(local(strategy, batch) for batch in divided))
+        order = shuffled(19, 2, epoch)
+        assert in_order(on_all_ranks(strategy, comm, y)) == order
+        found = in_order(on_all_ranks(strategy, comm, x))
+        np.testing.assert_array_equal(found, rows[order])
+
+
+class Recorder:
+    """Rows in memory that remember which of them were read."""
+
+    def __init__(self, n):
+        self.n, self.rows = n, []
+
+    def __len__(self):
+        return self.n
+
+    def read(self, rows):
+        self.rows.extend(rows.tolist())
+        return rows
+
+    def describe(self):
+        return "recorder"
+
+
+def test_a_replica_reads_its_own_rows_and_no_others(strategy, comm):
+    source = Recorder(30)
+    dataset = Dataset(Rows(source)).shuffle(seed=4).batch(8)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    given = [row for b in divided for row in local(strategy, b).tolist()]
+    assert source.rows == given
+
+
+@pytest.mark.parametrize("old_name", [False, True])
+def test_datasets_from_a_function_are_taken_as_they_are(strategy, comm, old_name):
+    def make(ctx):
+        rows = numbers(22).shard(ctx.num_input_pipelines, ctx.input_pipeline_id)
+        return rows.shuffle(seed=1).batch(ctx.get_per_replica_batch_size(12))
+
+    name = "distribute_datasets_from_function"
+    divided = getattr(strategy, f"experimental_{name}" if old_name else name)(make)
+    n, size = comm.size, 12 // comm.size
+    for epoch in range(2):
+        steps = on_all_ranks(strategy, comm, divided)
+        for rank in range(n):
+            rows = list(range(22))[rank::n]
+            mine = in_order([[parts[rank]] for parts in steps])
+            assert mine == [rows[i] for i in shuffled(len(rows), 1, epoch)]
+            assert all(len(parts[rank]) <= size for parts in steps)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_replicas_that_run_out_get_batches_without_rows(strategy, comm, after):
+    def make(ctx):
+        rows = Dataset.from_tensor_slices(rows_of(2 * ctx.input_pipeline_id + 1))
+        batches = rows.batch(2)
+        return batches.map(lambda x: (x > 0)[:, :2]) if after else batches
+
+    divided = strategy.distribute_datasets_from_function(make)
+    steps = on_all_ranks(strategy, comm, divided)
+    assert len(steps) == len(divided) == comm.size
+    for i, parts in enumerate(steps):
+        left = [max(0, min(2, 2 * rank + 1 - 2 * i)) for rank in range(comm.size)]
+        assert [len(part) for part in parts] == left
+        for part in parts:
+            assert part.dtype == (bool if after else np.float32)
+            assert part.shape[1:] == ((2,) if after else (3,))
+
+
+def test_a_replica_without_any_rows_follows_the_others(strategy, comm):
+    def make(ctx):
+        rows = Dataset.from_tensor_slices(rows_of(5))
+        return rows.take(5 if ctx.input_pipeline_id == 0 else 0).batch(2)
+
+    divided = strategy.distribute_datasets_from_function(make)
+    steps = on_all_ranks(strategy, comm, divided)
+    assert [len(parts[0]) for parts in steps] == [2, 2, 1]
+    assert all(part.shape == (0, 3) for parts in steps for part in parts[1:])
+
+
+def test_unbatched_datasets_of_equal_length_give_their_elements(strategy, comm):
+    divided = strategy.distribute_datasets_from_function(
+        lambda ctx: numbers(3).map(lambda x: x + 10 * ctx.input_pipeline_id)
+    )
+    steps = on_all_ranks(strategy, comm, divided)
+    expected = [[10 * rank + i for rank in range(comm.size)] for i in range(3)]
+    assert [list(map(int, parts)) for parts in steps] == expected
+
+
+def test_input_context():
+    assert InputContext() == InputContext(1, 0, 1)
+    ctx = InputContext(4, 2, num_replicas_in_sync=4)
+    assert str(ctx) == "mpidist.InputContext(input pipeline id 2, total: 4)"
+    assert ctx.get_per_replica_batch_size(12) == 3
+    for size, advice in [(30, "use 28 or 32"), (3, "use 4")]:
+        with pytest.raises(ValueError, match=f"{size} does not divide.*{advice}"):
+            ctx.get_per_replica_batch_size(size)
+
+
+def test_functions_are_told_their_replica(strategy, comm):
+    told = []
+    strategy.distribute_datasets_from_function(
+        lambda ctx: told.append(ctx) or numbers(2).batch(1)
+    )
+    assert told == [InputContext(comm.size, comm.rank, comm.size)]
+
+
+@settings(derandomize=True, database=None, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    batch_size=st.integers(1, 12),
+    replicas=st.integers(1, 9),
+    drop_remainder=st.booleans(),
+    shuffle=st.booleans(),
+    mapped=st.booleans(),
+)
+def test_parts_of_all_replicas_cover_the_files(
+    tmp_path_factory, counts, batch_size, replicas, drop_remainder, shuffle, mapped
+):
+    folder, n = tmp_path_factory.mktemp("files"), sum(counts)
+    parts = np.split(np.arange(n), np.cumsum(counts)[:-1])
+    for i, part in enumerate(parts):
+        with h5py.File(folder / f"{i}.h5", "w") as file:
+            file["x"] = part
+    dataset = Dataset.from_hdf5(str(folder / "*.h5"), "x")
+    dataset = dataset.map(lambda x: x * 1) if mapped else dataset
+    dataset = dataset.shuffle(seed=n) if shuffle else dataset
+    pipeline = dataset.batch(batch_size, drop_remainder).pipeline
+    for epoch in range(2):
+        order = shuffled(n, n, epoch) if shuffle else list(range(n))
+        kept = n // batch_size * batch_size if drop_remainder else n
+        steps = [
+            [pipeline.part(Pass(epoch), i, replicas, r) for r in range(replicas)]
+            for i in range(pipeline.length)
+        ]
+        assert in_order(steps) == order[:kept]
+        share = -(-batch_size // replicas)
+        assert all(len(part) <= share for parts in steps for part in parts)

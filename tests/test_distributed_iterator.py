@@ -1,0 +1,322 @@
+"""Iterating over divided datasets: threads that end, failures alike on all ranks."""
+
+from __future__ import annotations
+
+import threading
+
+import h5py
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import Dataset, InputOptions
+from mpidist.sharding import Permutation
+
+MESSAGE = "damaged on purpose"
+
+
+def numbers(n, dtype=np.int64):
+    return Dataset.from_tensor_slices(np.arange(n, dtype=dtype))
+
+
+def in_order(strategy, comm, batches):
+    """The rows of all ranks, in their order."""
+    mine = [strategy.experimental_local_results(batch)[0] for batch in batches]
+    return [int(x) for parts in zip(*comm.allgather(mine)) for p in parts for x in p]
+
+
+def require_usable(strategy):
+    n = strategy.num_replicas_in_sync
+    total = strategy.reduce("SUM", strategy.extended.replica_id + 1)
+    assert total == n * (n + 1) // 2
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_reading_ahead_changes_nothing(strategy, comm, prefetch):
+    options = InputOptions(experimental_per_replica_buffer_size=prefetch)
+    dataset = numbers(30).shuffle(seed=1).batch(4)
+    divided = strategy.experimental_distribute_dataset(dataset, options)
+    order = Permutation(30, seed=1)(np.arange(30)).tolist()
+    iterator = iter(divided)
+    assert in_order(strategy, comm, iterator) == order
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            iterator.get_next()
+
+
+def readers(before):
+    return set(threading.enumerate()) - before
+
+
+def test_an_iterator_that_is_closed_or_at_its_end_has_no_thread(strategy):
+    before = set(threading.enumerate())
+    divided = strategy.experimental_distribute_dataset(numbers(40).batch(4))
+    iterator = iter(divided)
+    next(iterator)
+    assert readers(before)
+    iterator.close()
+    assert not readers(before)
+    at_its_end = iter(divided)
+    list(at_its_end)
+    assert not readers(before)
+
+
+def test_a_loop_that_is_broken_off_leaves_no_thread(strategy):
+    before = set(threading.enumerate())
+    for _ in strategy.experimental_distribute_dataset(numbers(40).batch(4)):
+        left = readers(before)
+        break
+    assert left
+    for reader in left:
+        reader.join(60)
+    assert not readers(before)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["rows", "batches"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_what_a_map_raises_on_one_rank_is_raised_on_all(strategy, after, prefetch):
+    def fail(x):
+        if (np.asarray(x) == 11).any():
+            raise KeyError(MESSAGE)
+        return x
+
+    rows = numbers(16)
+    dataset = rows.batch(8).map(fail) if after else rows.map(fail).batch(8)
+    options = InputOptions(experimental_per_replica_buffer_size=prefetch)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset, options))
+    next(iterator)
+    with pytest.raises(KeyError, match=MESSAGE):
+        next(iterator)
+    require_usable(strategy)
+
+
+@pytest.mark.parametrize(
+    "prefetch",
+    [0, 1, 3],
+)
+def test_after_an_error_no_row_comes_twice(strategy, comm, prefetch):
+    failed = []
+
+    def fail_once(x):
+        if x == 4 and not failed:
+            failed.append(x)
+            raise OSError(MESSAGE)
+        return x
+
+    options = InputOptions(experimental_per_replica_buffer_size=prefetch)
+    dataset = numbers(16).map(fail_once).batch(4)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset, options))
+    batches = [next(iterator)]
+    with pytest.raises(OSError, match=MESSAGE):
+        next(iterator)
+    batches += list(iterator)
+    rows = in_order(strategy, comm, batches)
+    assert len(set(rows)) == len(rows)
+    assert set(rows) >= {0, 1, 2, 3, *range(8, 16)}
+
+
+def test_a_stop_iteration_of_a_map_does_not_end_the_epoch(strategy):
+    dataset = numbers(4).map(lambda x: next(iter(()))).batch(2)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    with pytest.raises(RuntimeError):
+        list(divided)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_map_over_batches_must_keep_their_rows(strategy):
+    dataset = numbers(16).batch(8).map(lambda x: x[:1])
+    with pytest.raises(ValueError, match="one row per row"):
+        next(iter(strategy.experimental_distribute_dataset(dataset)))
+    require_usable(strategy)
+
+
+def cut_off(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def damage_last_chunk(path):
+    with h5py.File(path, "r") as file:
+        chunk = file["x"].id.get_chunk_info(file["x"].id.get_num_chunks() - 1)
+    with open(path, "r+b") as file:
+        file.seek(chunk.byte_offset)
+        file.write(b"\xff" * chunk.size)
+
+
+@pytest.mark.parametrize("damage", [cut_off, damage_last_chunk])
+def test_a_file_damaged_on_one_rank_is_an_error_on_all(
+    strategy, comm, tmp_path, damage
+):
+    path = tmp_path / "own.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset(
+            "x", data=np.ones((16, 3)), chunks=(1, 3), compression="gzip"
+        )
+    if comm.rank == comm.size - 1:
+        damage(path)
+    dataset = Dataset.from_hdf5(path, "x").batch(8)
+    with pytest.raises(mpidist.DataError, match=r"own\.h5"):
+        list(strategy.experimental_distribute_dataset(dataset))
+    require_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda odd: numbers(16 + odd).batch(4),
+        lambda odd: numbers(17 + odd).batch(4),
+        lambda odd: numbers(16, np.int32 if odd else np.int64).batch(4),
+        lambda odd: numbers(16).batch(4 + odd),
+        lambda odd: numbers(16).batch(4, drop_remainder=odd),
+        lambda odd: numbers(16).shuffle(seed=int(odd)).batch(4),
+        lambda odd: (
+            numbers(16).shuffle(seed=0).batch(4) if odd else numbers(16).batch(4)
+        ),
+        lambda odd: numbers(16).repeat(None if odd else 2).batch(4),
+    ],
+)
+def test_unlike_datasets_are_refused_on_all_ranks(strategy, comm, build):
+    dataset = build(comm.rank == comm.size - 1)
+    with pytest.raises(mpidist.MismatchError, match="dataset"):
+        strategy.experimental_distribute_dataset(dataset)
+    require_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_replicas_in_different_epochs_are_refused(strategy, comm):
+    divided = strategy.experimental_distribute_dataset(
+        numbers(16).shuffle(seed=0).batch(4)
+    )
+    if comm.rank == 0:
+        iter(divided).close()
+    with pytest.raises(mpidist.MpidistError):
+        next(iter(divided))
+
+
+def test_a_dataset_without_batches_is_refused(strategy):
+    with pytest.raises(ValueError, match=r"call batch\("):
+        strategy.experimental_distribute_dataset(numbers(8))
+    with pytest.raises(TypeError, match="Dataset"):
+        strategy.experimental_distribute_dataset(np.arange(8))
+    require_usable(strategy)
+
+
+def test_next_inside_a_replica_function_is_refused(strategy):
+    iterator = iter(strategy.experimental_distribute_dataset(numbers(8).batch(4)))
+    with pytest.raises(ValueError, match="inside a replica function"):
+        strategy.run(lambda: next(iterator))
+    with strategy.scope():
+        assert strategy.reduce("SUM", next(iterator), axis=0) == 6
+    require_usable(strategy)
+
+
+def test_what_an_input_function_raises_on_one_rank_is_raised_on_all(strategy, comm):
+    def make(ctx):
+        if ctx.input_pipeline_id == ctx.num_input_pipelines - 1:
+            raise KeyError(MESSAGE)
+        return numbers(4).batch(2)
+
+    with pytest.raises(KeyError, match=MESSAGE):
+        strategy.distribute_datasets_from_function(make)
+    require_usable(strategy)
+
+
+def test_an_input_function_must_return_a_dataset_on_every_rank(strategy, comm):
+    last = comm.size - 1
+    with pytest.raises(TypeError, match=r"needs a mpidist\.Dataset"):
+        strategy.distribute_datasets_from_function(
+            lambda ctx: None if ctx.input_pipeline_id == last else numbers(4).batch(2)
+        )
+    require_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_unbatched_datasets_of_unequal_length_are_refused(strategy):
+    with pytest.raises(ValueError, match=r"call batch\("):
+        strategy.distribute_datasets_from_function(
+            lambda ctx: numbers(3 + ctx.input_pipeline_id)
+        )
+    require_usable(strategy)
+
+
+def test_next_after_the_strategy_is_finalized_is_refused(comm):
+    strategy = mpidist.MirroredStrategy(communicator=comm)
+    divided = strategy.experimental_distribute_dataset(numbers(40).batch(4))
+    iterator = iter(divided)
+    next(iterator)
+    strategy.experimental_finalize()
+    with pytest.raises(RuntimeError, match="final"):
+        next(iterator)
+    iterator.close()
+    with pytest.raises(RuntimeError, match="final"):
+        strategy.experimental_distribute_dataset(numbers(40).batch(4))
+
+
+def test_datasets_of_another_strategy_are_not_made_in_a_scope(comm, strategy):
+    other = mpidist.MirroredStrategy(communicator=comm)
+    with strategy.scope(), pytest.raises(RuntimeError, match="Mixing"):
+        other.experimental_distribute_dataset(numbers(8).batch(4))
+    other.experimental_finalize()
+    require_usable(strategy)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"experimental_per_replica_buffer_size": -1},
+        {"experimental_place_dataset_on_device": True},
+    ],
+)
+def test_options_that_cannot_be_are_refused(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        InputOptions(**arguments)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_iterators_that_are_out_of_step_are_an_error_on_all_ranks(strategy):
+    batches = strategy.experimental_distribute_dataset(numbers(12).batch(4))
+    if strategy.extended.replica_id == 0:
+        iter(batches)  # one epoch further than the others
+    with pytest.raises(ValueError, match="epoch is"):
+        next(iter(batches))
+    one, two = (
+        strategy.experimental_distribute_dataset(numbers(12).batch(4)) for _ in range(2)
+    )
+    with pytest.raises(ValueError, match="dataset is"):
+        next(iter(one if strategy.extended.replica_id == 0 else two))
+    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
+
+
+@pytest.mark.mpi(min_size=2)
+def test_unlike_datasets_from_a_function_are_an_error_on_all_ranks(strategy):
+    def make(context):
+        dtype = np.float32 if context.input_pipeline_id == 0 else np.float64
+        return numbers(6, dtype).batch(2)
+
+    with pytest.raises(ValueError, match="float32 1 dimensions on rank 0"):
+        strategy.distribute_datasets_from_function(make)
+    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
+
+
+EXIT_IN_MAP = """
+import sys
+import numpy as np
+import mpidist
+
+strategy = mpidist.MirroredStrategy()
+
+def leave(x):
+    if x == 3:
+        sys.exit(1)
+    return x
+
+data = mpidist.Dataset.from_tensor_slices(np.arange(8)).map(leave).batch(2)
+for batch in strategy.experimental_distribute_dataset(data):
+    strategy.reduce("SUM", batch, axis=0)
+"""
+
+
+def test_an_exit_in_a_mapped_function_of_one_rank_ends_the_job(mpirun):
+    ended = mpirun(2, EXIT_IN_MAP)
+    assert ended.returncode != 0
+    assert "the end of the program" in ended.stderr

@@ -1,0 +1,159 @@
+"""Which rows go where: slices of batches, and permutations without a table."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpidist.sharding import Permutation, batch_count, replica_slice
+
+pure = settings(derandomize=True, database=None, deadline=None)
+
+
+def permuted(length, seed=0, epoch=0):
+    return Permutation(length, seed, epoch)(np.arange(length))
+
+
+@pure
+@given(rows=st.integers(0, 1000), replicas=st.integers(1, 70))
+def test_slices_are_disjoint_in_order_and_cover_all_rows(rows, replicas):
+    slices = [replica_slice(rows, replicas, r) for r in range(replicas)]
+    assert [i for s in slices for i in range(s.start, s.stop)] == list(range(rows))
+
+
+@pure
+@given(rows=st.integers(0, 10**15), replicas=st.integers(1, 70))
+def test_slices_are_full_shares_and_then_the_rest_and_then_none(rows, replicas):
+    slices = [replica_slice(rows, replicas, r) for r in range(replicas)]
+    sizes = [s.stop - s.start for s in slices]
+    share = (rows + replicas - 1) // replicas
+    full, rest = divmod(rows, share) if share else (0, 0)
+    assert sizes == ([share] * full + [rest] + [0] * replicas)[:replicas]
+    assert sum(sizes) == rows
+
+
+@pure
+@given(rows=st.integers(0, 1000), batch_size=st.integers(1, 300))
+def test_batches_are_counted_as_a_range_counts_them(rows, batch_size):
+    starts = range(0, rows, batch_size)
+    whole = [i for i in starts if i + batch_size <= rows]
+    assert batch_count(rows, batch_size, drop_remainder=False) == len(starts)
+    assert batch_count(rows, batch_size, drop_remainder=True) == len(whole)
+
+
+def test_every_permutation_up_to_length_300_is_a_bijection():
+    for length in range(1, 301):
+        for epoch in range(3):
+            order = np.sort(permuted(length, seed=length, epoch=epoch))
+            assert order.tolist() == list(range(length))
+
+
+@pytest.mark.parametrize("length", [1 << 16, (1 << 16) + 1, 99_991, 10**6])
+def test_long_permutations_are_bijections(length):
+    np.testing.assert_array_equal(np.sort(permuted(length)), np.arange(length))
+
+
+@pytest.mark.parametrize("length", [10**12, 2**53 + 1, 2**63 - 1])
+def test_rows_of_a_huge_length_are_distinct_and_in_range(length):
+    positions = np.random.default_rng(0).integers(0, length, 50_000)
+    positions = np.unique(np.append(positions, [0, 1, length - 2, length - 1]))
+    rows = Permutation(length, seed=3)(positions)
+    assert rows.dtype == np.int64
+    assert rows.min() >= 0
+    assert rows.max() < length
+    assert np.unique(rows).size == positions.size
+
+
+def test_a_position_has_the_same_row_however_it_is_asked_for():
+    order = permuted(100, seed=5)
+    permutation = Permutation(100, seed=5)
+    positions = np.array([[99, 0, 7], [7, 50, 1]])
+    np.testing.assert_array_equal(permutation(positions), order[positions])
+    assert [int(permutation([i])[0]) for i in range(100)] == order.tolist()
+    assert permutation(np.zeros((0, 3), int)).shape == (0, 3)
+
+
+def test_one_position_may_be_a_number():
+    assert int(Permutation(100, seed=5)(7)) == permuted(100, seed=5)[7]
+
+
+def test_seeds_and_epochs_have_orders_of_their_own():
+    seeds = [0, 1, 2, -1, 2**40, 2**63]
+    orders = [tuple(permuted(50, s, e)) for s in seeds for e in range(20)]
+    assert len(set(orders)) == len(orders)
+    assert tuple(permuted(50, 2, 7)) == tuple(permuted(50, 2, 7))
+
+
+@pytest.mark.parametrize(
+    "integer",
+    [
+        np.int64,
+        np.uint32,
+        np.uint64,
+    ],
+)
+def test_seed_and_epoch_may_be_numpy_integers(integer):
+    order = permuted(9, seed=integer(3), epoch=integer(2))
+    assert order.tolist() == permuted(9, seed=3, epoch=2).tolist()
+
+
+@pytest.mark.parametrize("positions", [[-1], [0, 10], [[3], [11]]])
+def test_positions_outside_the_length_are_refused(positions):
+    with pytest.raises(ValueError, match=r"must be in 0\.\.9"):
+        Permutation(10, seed=0)(positions)
+
+
+@pytest.mark.parametrize("vary", ["seed", "epoch"])
+def test_every_row_is_equally_likely_at_every_position(vary):
+    length, draws = 20, 4000
+    counts = np.zeros((length, length))
+    for i in range(draws):
+        counts[np.arange(length), permuted(length, **{vary: i})] += 1
+    expected = draws / length
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    freedom = (length - 1) ** 2
+    assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
+
+
+def test_orders_of_consecutive_epochs_are_unrelated():
+    orders = [permuted(100, seed=1, epoch=e) for e in range(1000)]
+    same = [(a == b).mean() * 100 for a, b in itertools.pairwise(orders)]
+    assert 0.85 < np.mean(same) < 1.15  # two random orders agree in one place
+
+
+def test_a_long_permutation_takes_no_memory_for_its_length():
+    permutation, positions = Permutation(10**12, seed=0), np.arange(1000)
+    permutation(positions)
+    tracemalloc.start()
+    permutation(positions)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 1 << 20
+
+
+@pytest.mark.parametrize("length", [2, 3, 5, 6])
+def test_every_order_of_a_few_rows_is_about_as_likely(length):
+    draws = 200 * math.factorial(length)
+    orders = collections.Counter(
+        tuple(permuted(length, seed=1, epoch=epoch).tolist()) for epoch in range(draws)
+    )
+    assert len(orders) == math.factorial(length)
+    chi_square = sum((n - 200) ** 2 / 200 for n in orders.values())
+    freedom = len(orders) - 1
+    # Five standard deviations of the statistic, with seeds that never change
+    assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_the_orders_stay_as_they_are_in_the_next_version():
+    """A checkpoint holds seed, epoch and position, and relies on this."""
+    assert permuted(8, seed=1, epoch=2).tolist() == [1, 7, 6, 2, 0, 4, 5, 3]
+    long = Permutation(10**12, seed=1, epoch=2)
+    expected = [997747574499, 553365205152, 441434735932, 763838716263]
+    assert long(np.arange(4)).tolist() == expected
