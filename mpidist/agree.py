@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -36,11 +37,21 @@ from mpidist.errors import (
     MismatchError,
     RemoteError,
 )
+from mpidist.turns import Turns
 
 __all__ = ["Agreement"]
 
 T = TypeVar("T")
 _HERE_TAG = 1
+
+
+class _ThreadState(threading.local):
+    """Where a thread is: in how many blocks, and which of them it must leave."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        # The depth of the blocks that other ranks left by an error, and the error
+        self.unwinding: tuple[int, Exception] | None = None
 
 
 class Agreement:
@@ -58,9 +69,8 @@ class Agreement:
         self._mine = np.zeros(3, np.int64)
         self._highest = np.zeros(3, np.int64)
         self._abandoned: list[Any] = []
-        self._depth = 0
-        # The depth of the blocks that other ranks left by an error, and the error
-        self._unwinding: tuple[int, Exception] | None = None
+        self.turns = Turns()
+        self._thread = _ThreadState()
         if self.size > 1:
             Agreement.in_use.append(self)
 
@@ -86,18 +96,32 @@ class Agreement:
           MismatchError: the operations agree, but not the rest of the call.
           DeadlineError: on the ranks that waited for more than `timeout`.
         """
-        if self._unwinding is not None:
-            raise self._unwinding[1]
+        if self._thread.unwinding is not None:
+            raise self._thread.unwinding[1]
         if self.size == 1:
             if error is not None:
                 raise error
             return
+        with self.turns:
+            thread = self.turns.thread()
+            while not self._is_agreed(call, thread, error, timeout):
+                first = self._resolve(call, thread, error)
+                if first != thread and not self.turns.yield_to(first):
+                    # Take the missing thread's place, to tell the others
+                    thread, error = first, _no_such_thread(call, self.rank, first)
+
+    def _is_agreed(
+        self, call: Call, thread: str, error: Exception | None, timeout: float | None
+    ) -> bool:
+        """Tell the other ranks, and return whether all said the same."""
         if self.broken is not None:
             raise error or CollectiveError(
                 f"this strategy cannot communicate any more: {self.broken}"
             )
         self.calls += 1
         mine, highest = self._mine, self._highest
+        if thread:
+            call = call._replace(options=(*call.options, ("thread", thread)))
         number = digest(call)
         mine[0], mine[1], mine[2] = number, -number, error is not None
         if timeout is None:
@@ -105,9 +129,7 @@ class Agreement:
         else:
             request = self.comm.Iallreduce(mine, highest, MPI.MAX)
             self.wait(request, time.monotonic() + timeout, call.operation)
-        if highest[2] == 0 and highest[0] == -highest[1]:
-            return
-        self._raise_difference(call, error)
+        return bool(highest[2] == 0 and highest[0] == -highest[1])
 
     def raise_together(self, operation: str, error: Exception | None) -> None:
         """Raise on all ranks if any rank has an error. Collective."""
@@ -119,19 +141,20 @@ class Agreement:
         All ranks leave it together: an error that `fn` raises on one rank is raised on
         all, also on those that wait in a collective inside it.
         """
-        self._depth += 1
+        state = self._thread
+        state.depth += 1
         error = None
         try:
             result = fn()
         except Exception as caught:
             error = caught
         finally:
-            self._depth -= 1
-        if self._unwinding is not None:
+            state.depth -= 1
+        if state.unwinding is not None:
             # The others left it when this rank was inside
-            depth, reason = self._unwinding
-            if depth == self._depth:
-                self._unwinding = None
+            depth, reason = state.unwinding
+            if depth == state.depth:
+                state.unwinding = None
             raise error or reason
         self.raise_together(operation, error)
         return result
@@ -159,9 +182,10 @@ class Agreement:
                 payload = pickle.dumps(fn())
             except Exception as caught:
                 error = caught
-        self.require_same(Call(operation), error)
-        if self.size > 1:
-            payload = self.comm.bcast(payload, root)
+        with self.turns:
+            self.require_same(Call(operation), error)
+            if self.size > 1:
+                payload = self.comm.bcast(payload, root)
         return pickle.loads(payload)  # type: ignore[no-any-return]
 
     def gather(self, operation: str, value: T) -> list[T]:
@@ -169,8 +193,9 @@ class Agreement:
 
         For small objects: they are pickled.
         """
-        self.require_same(Call(operation))
-        return [value] if self.size == 1 else self.comm.allgather(value)
+        with self.turns:
+            self.require_same(Call(operation))
+            return [value] if self.size == 1 else self.comm.allgather(value)
 
     def wait(self, request: MPI.Request, deadline: float, operation: str) -> None:
         """Wait for an MPI request until `deadline`, on time.monotonic's clock.
@@ -224,7 +249,8 @@ class Agreement:
         )
         raise DeadlineError(self.broken)
 
-    def _raise_difference(self, call: Call, error: Exception | None) -> NoReturn:
+    def _resolve(self, call: Call, thread: str, error: Exception | None) -> str:
+        """Return the thread whose turn it is, or raise what keeps the ranks apart."""
         record = Record(
             call.operation,
             call.describe(),
@@ -232,16 +258,19 @@ class Agreement:
             dump_error(error),
             report_error(error),
             getattr(error, "origin_rank", self.rank),
-            self._depth,
+            self._thread.depth,
+            thread,
         )
         records = self.comm.allgather(record)
+        if any(r.thread != records[0].thread for r in records):
+            return str(records[0].thread)
         try:
             self._raise_by(records, error)
         except Exception as raised:
             # Some ranks have left blocks in which others are: those must follow
             outermost = min(r.depth for r in records)
-            if outermost < self._depth:
-                self._unwinding = (outermost, raised)
+            if outermost < self._thread.depth:
+                self._thread.unwinding = (outermost, raised)
             raise
 
     def _raise_by(self, records: Sequence[Record], error: Exception | None) -> NoReturn:
@@ -272,3 +301,11 @@ class Agreement:
             with contextlib.suppress(AttributeError):
                 error.origin_rank = first.origin  # type: ignore[attr-defined]
         raise error
+
+
+def _no_such_thread(call: Call, rank: int, thread: str) -> DivergenceError:
+    name = f"thread {thread!r}" if thread else "the thread that made the strategy"
+    return DivergenceError(
+        f"rank {rank} is in {call.operation} at {call_site()}, and has no other thread "
+        f"that could join the call that other ranks make in {name}"
+    )

@@ -24,6 +24,7 @@ __all__ = [
     "like",
     "mean_dtype",
     "namespace",
+    "summable",
     "to_array",
     "to_device",
     "to_device_like",
@@ -135,6 +136,11 @@ def accumulator_dtype(dtype: np.dtype[Any], name: str = "value") -> np.dtype[Any
             "cast it to an integer or a floating dtype first"
         )
     return dtype
+
+
+def summable(dtype: np.dtype[Any], name: str = "value") -> None:
+    """Raise a DTypeError if values of `dtype` cannot be added."""
+    accumulator_dtype(dtype, name)
 
 
 def mean_dtype(dtype: np.dtype[Any], name: str = "value") -> np.dtype[Any]:

@@ -78,6 +78,7 @@ class Record(NamedTuple):
     report: str
     origin: int  # the rank on which the error came up first
     depth: int  # in how many blocks the rank still is
+    thread: str  # which of the rank's threads makes the call
 
 
 def dump_error(error: Exception | None) -> bytes | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,16 @@ import numpy as np
 from mpidist import arrays, nest, packing
 from mpidist.agree import Agreement
 from mpidist.calls import Call
-from mpidist.errors import ArgumentError, ArgumentTypeError
+from mpidist.errors import ArgumentError
+from mpidist.leaves import check_each, describe_but, gather_axis, to_arrays
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.packing import Axis
 from mpidist.transports import Transport
-from mpidist.values import DistributedValues, local_component
 
-__all__ = ["Collectives"]
+__all__ = ["Collectives", "Reduction", "Summation"]
 
+Summation = Callable[[Sequence[Any], CommunicationOptions], list[Any]]
+Reduction = Callable[[ReduceOp, Sequence[Any], CommunicationOptions], list[Any]]
 _DEFAULT = CommunicationOptions()
 
 
@@ -41,6 +43,7 @@ class Collectives:
         reduce_op: ReduceOp | str,
         value: Any,
         options: CommunicationOptions | None = None,
+        reduce_arrays: Reduction | None = None,
     ) -> Any:
         """Return the elementwise sum or mean of `value` over all ranks, on every rank.
 
@@ -49,6 +52,8 @@ class Collectives:
           reduce_op: the operation, or its name.
           value: a nest of arrays or numbers, of equal structure, shapes and dtypes.
           options: see `CommunicationOptions`.
+          reduce_arrays: what does the work, once all is checked: by default
+            `reduce_arrays`.
 
         Raises, on all ranks: see `Agreement.require_same` and `arrays.to_array`.
         """
@@ -56,30 +61,40 @@ class Collectives:
 
         def prepare() -> tuple[ReduceOp, list[Any], nest.Spec, list[Any]]:
             op = ReduceOp.parse(reduce_op)
-            leaves, spec, given = _to_arrays(value)
-            to_dtype = arrays.mean_dtype if op is ReduceOp.MEAN else _same_dtype
-            for array, name in _named(given, spec):
-                to_dtype(array.dtype, name)
-                arrays.accumulator_dtype(array.dtype, name)
+            leaves, spec, given = to_arrays(value)
+            check_each(given, spec, lambda a, name: arrays.summable(a.dtype, name))
             return op, leaves, spec, given
 
-        op, leaves, spec, given = self.agreement.prepare(operation, prepare)
-        described = tuple((a.dtype.name, a.shape) for a in given)
-        call = Call(operation, (("reduce_op", op.name),), spec, described)
-        self.agreement.require_same(call, timeout=options.timeout_seconds)
+        with self.agreement.turns:
+            op, leaves, spec, given = self.agreement.prepare(operation, prepare)
+            described = tuple((a.dtype.name, a.shape) for a in given)
+            call = Call(operation, (("reduce_op", op.name),), spec, described)
+            self.agreement.require_same(call, timeout=options.timeout_seconds)
+            results = (reduce_arrays or self.reduce_arrays)(op, given, options)
+        return nest.unflatten(spec, map(arrays.like, results, leaves))
 
+    def reduce_arrays(
+        self,
+        op: ReduceOp,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+        sum_arrays: Summation | None = None,
+    ) -> list[Any]:
+        """Return the reductions of arrays that were checked before.
+
+        float16 and bfloat16 are added up in float32, the mean of integers in float64.
+        """
         is_mean = op is ReduceOp.MEAN
-        out = [arrays.mean_dtype(a.dtype) if is_mean else a.dtype for a in given]
+        out = [arrays.mean_dtype(a.dtype) if is_mean else a.dtype for a in values]
         partial = [
             _contiguous(a, arrays.accumulator_dtype(dtype))
-            for a, dtype in zip(given, out, strict=True)
+            for a, dtype in zip(values, out)
         ]
-        results = []
-        for total, dtype, leaf in zip(self._sum(partial, options), out, leaves):
-            if is_mean:
+        totals = (sum_arrays or self.sum_arrays)(partial, options)
+        if is_mean:
+            for total in totals:
                 total /= self._size
-            results.append(arrays.like(total.astype(dtype, copy=False), leaf))
-        return nest.unflatten(spec, results)
+        return [t.astype(dtype, copy=False) for t, dtype in zip(totals, out)]
 
     def reduce_over_axis(
         self,
@@ -88,6 +103,7 @@ class Collectives:
         value: Any,
         axis: Axis,
         options: CommunicationOptions | None = None,
+        sum_arrays: Summation | None = None,
     ) -> Any:
         """Return the sum or mean over `axis` and over all ranks, on every rank.
 
@@ -105,11 +121,11 @@ class Collectives:
 
         def prepare() -> tuple[ReduceOp, nest.Spec, list[Any], list[tuple[int, ...]]]:
             op = ReduceOp.parse(reduce_op)
-            _, spec, given = _to_arrays(value)
-            axes = []
-            for array, name in _named(given, spec):
-                arrays.accumulator_dtype(array.dtype, name)
-                axes.append(packing.normalize_axes(axis, array.ndim, name))
+            _, spec, given = to_arrays(value)
+            check_each(given, spec, lambda a, name: arrays.summable(a.dtype, name))
+            axes = check_each(
+                given, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
+            )
             return op, spec, given, axes
 
         op, spec, given, axes = self.agreement.prepare(operation, prepare)
@@ -117,15 +133,17 @@ class Collectives:
         described = tuple((a.dtype.name, s) for a, s in zip(given, rest))
         arguments = (("reduce_op", op.name), ("axis", str(axis)))
         call = Call(operation, arguments, spec, described)
-        self.agreement.require_same(call, timeout=options.timeout_seconds)
-
         partial = [
             arrays.namespace(a).asarray(a.sum(axis=drop, dtype=_wide(a.dtype)))
             for a, drop in zip(given, axes)
         ]
         # Sums and lengths travel together
         lengths = [math.prod(a.shape[i] for i in drop) for a, drop in zip(given, axes)]
-        *totals, total_lengths = self._sum([*partial, np.array(lengths)], options)
+        partial.append(np.array(lengths))
+        with self.agreement.turns:
+            self.agreement.require_same(call, timeout=options.timeout_seconds)
+            totals = (sum_arrays or self.sum_arrays)(partial, options)
+        *totals, total_lengths = totals
         is_mean = op is ReduceOp.MEAN
         results = [
             _mean(total, length, a.dtype) if is_mean else _narrow(total, a.dtype)
@@ -149,26 +167,27 @@ class Collectives:
         dimensions and an axis out of range.
         """
         options = options or _DEFAULT
-        deadline = _deadline(options)
 
         def prepare() -> tuple[list[Any], nest.Spec, list[Any], list[int]]:
-            leaves, spec, given = _to_arrays(value)
-            axes = []
-            for array, name in _named(given, spec):
-                if array.ndim == 0:
-                    raise ArgumentError(
-                        f"{name} is a scalar, which has no axis to gather along; make "
-                        "it an array of shape (1,) first"
-                    )
-                axes.append(packing.normalize_axis(axis, array.ndim, name))
+            leaves, spec, given = to_arrays(value)
+            axes = check_each(
+                given, spec, lambda a, name: gather_axis(axis, a.ndim, name)
+            )
             return leaves, spec, given, axes
 
-        leaves, spec, given, axes = self.agreement.prepare(operation, prepare)
-        rest = [(*a.shape[:i], "any", *a.shape[i + 1 :]) for a, i in zip(given, axes)]
-        described = tuple((str(a.dtype), s) for a, s in zip(given, rest))
-        call = Call(operation, (("axis", str(axis)),), spec, described)
-        self.agreement.require_same(call, timeout=options.timeout_seconds)
+        with self.agreement.turns:
+            leaves, spec, given, axes = self.agreement.prepare(operation, prepare)
+            described = describe_but(given, axes)
+            call = Call(operation, (("axis", str(axis)),), spec, described)
+            self.agreement.require_same(call, timeout=options.timeout_seconds)
+            results = self._gather(given, axes, options)
+        return nest.unflatten(spec, map(arrays.like, results, leaves))
 
+    def _gather(
+        self, given: Sequence[Any], axes: Sequence[int], options: CommunicationOptions
+    ) -> list[Any]:
+        """Return the gathered arrays; the lengths of all travel first, together."""
+        deadline = _deadline(options)
         lengths = np.array([a.shape[i] for a, i in zip(given, axes)], np.int64)
         everyone = np.empty((self._size, len(given)), np.int64)
         self._gather_host(lengths, everyone, deadline)
@@ -181,28 +200,32 @@ class Collectives:
                 deadline,
             )
             for j, result in zip(members, gathered, strict=True):
-                results[j] = arrays.like(result, leaves[j])
-        return nest.unflatten(spec, results)
+                results[j] = result
+        return results
 
     def broadcast(self, operation: str, value: Any, root: int = 0) -> Any:
         """Return, on every rank, the nest of arrays that rank `root` passed.
 
         Every rank passes a value of the same structure, shapes and dtypes.
         """
-        leaves, spec, given = self.agreement.prepare(
-            operation, lambda: _to_arrays(value)
-        )
-        described = tuple((str(a.dtype), a.shape) for a in given)
-        self.agreement.require_same(Call(operation, (), spec, described))
-        results = []
-        for array, leaf in zip(given, leaves, strict=True):
-            result = array.copy(order="C")
-            if self._size > 1:
-                self.transport.broadcast(result, root, None)
-            results.append(arrays.like(result, leaf))
-        return nest.unflatten(spec, results)
+        with self.agreement.turns:
+            leaves, spec, given = self.agreement.prepare(
+                operation, lambda: to_arrays(value)
+            )
+            described = tuple((str(a.dtype), a.shape) for a in given)
+            self.agreement.require_same(Call(operation, (), spec, described))
+            results = [array.copy(order="C") for array in given]
+            for result in results:
+                if self._size > 1:
+                    self.transport.broadcast(result, root, None)
+        return nest.unflatten(spec, map(arrays.like, results, leaves))
 
-    def _sum(self, values: Sequence[Any], options: CommunicationOptions) -> list[Any]:
+    def sum_arrays(
+        self,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+        transport: Transport | None = None,
+    ) -> list[Any]:
         """Return the sums over all ranks of contiguous arrays, as arrays of our own."""
         if self._size == 1:
             return [value.copy() for value in values]
@@ -211,7 +234,7 @@ class Collectives:
         for members in packing.groups(values, options.bytes_per_pack):
             pack = packing.pack([values[j] for j in members])
             total = arrays.namespace(pack).empty_like(pack)
-            self.transport.allreduce_sum(pack, total, deadline)
+            (transport or self.transport).allreduce_sum(pack, total, deadline)
             shapes = [values[j].shape for j in members]
             for j, part in zip(members, packing.unpack(total, shapes), strict=True):
                 totals[j] = part
@@ -262,31 +285,6 @@ class Collectives:
                 for start, length in zip(offsets[:, j].tolist(), lengths[:, j].tolist())
             ]
             yield xp.concatenate(parts, axis=axis)
-
-
-def _to_arrays(value: Any) -> tuple[list[Any], nest.Spec, list[Any]]:
-    """Return the leaves of `value` (this rank's components), its structure, arrays."""
-    leaves, spec = nest.flatten(value)
-    if any(isinstance(leaf, DistributedValues) for leaf in leaves):
-        # A component may be a nest itself
-        local = nest.unflatten(spec, map(local_component, leaves))
-        leaves, spec = nest.flatten(local)
-    try:
-        return leaves, spec, [arrays.to_array(leaf) for leaf in leaves]
-    except ArgumentTypeError:
-        # Once more, to name the leaf
-        for leaf, name in zip(leaves, nest.leaf_names(spec, "value"), strict=True):
-            arrays.to_array(leaf, name)
-        raise
-
-
-def _named(values: Sequence[Any], spec: nest.Spec) -> Iterator[tuple[Any, str]]:
-    names = ["value"] if len(values) == 1 else nest.leaf_names(spec, "value")
-    return zip(values, names, strict=True)
-
-
-def _same_dtype(dtype: np.dtype[Any], name: str) -> np.dtype[Any]:
-    return dtype
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -1,0 +1,59 @@
+"""The leaves of a user's nest as arrays, checked, and named in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from mpidist import arrays, nest, packing
+from mpidist.errors import ArgumentError, ArgumentTypeError
+from mpidist.values import DistributedValues, local_component
+
+__all__ = ["check_each", "describe_but", "gather_axis", "to_arrays"]
+
+T = TypeVar("T")
+
+
+def to_arrays(value: Any) -> tuple[list[Any], nest.Spec, list[Any]]:
+    """Return the leaves of `value` (this rank's components), its structure, arrays."""
+    leaves, spec = nest.flatten(value)
+    if any(isinstance(leaf, DistributedValues) for leaf in leaves):
+        # A component may be a nest itself
+        local = nest.unflatten(spec, map(local_component, leaves))
+        leaves, spec = nest.flatten(local)
+    try:
+        return leaves, spec, [arrays.to_array(leaf) for leaf in leaves]
+    except ArgumentTypeError:
+        # Once more, to name the leaf
+        for leaf, name in zip(leaves, nest.leaf_names(spec, "value"), strict=True):
+            arrays.to_array(leaf, name)
+        raise
+
+
+def check_each(
+    values: Sequence[Any], spec: nest.Spec, check: Callable[[Any, str], T]
+) -> list[T]:
+    """Return `check(array, its name)` of each; names are made only for an error."""
+    try:
+        return [check(array, "value") for array in values]
+    except (ArgumentError, ArgumentTypeError):
+        names = nest.leaf_names(spec, "value")
+        return [check(a, name) for a, name in zip(values, names, strict=True)]
+
+
+def gather_axis(axis: int, ndim: int, name: str) -> int:
+    """Return `axis` as a number in 0..ndim-1; a scalar has none."""
+    if ndim == 0:
+        raise ArgumentError(
+            f"{name} is a scalar, which has no axis to gather along; make it an array "
+            "of shape (1,) first"
+        )
+    return packing.normalize_axis(axis, ndim, name)
+
+
+def describe_but(values: Sequence[Any], axes: Sequence[int]) -> tuple[Any, ...]:
+    """Return dtypes and shapes with the length along each axis left open."""
+    return tuple(
+        (str(a.dtype), (*a.shape[:i], "any", *a.shape[i + 1 :]))
+        for a, i in zip(values, axes)
+    )

@@ -1,0 +1,67 @@
+"""Threads of one process take turns in using one communicator.
+
+Collectives of two threads may be started in one order on one rank and in the other
+order on another. A communicator knows no threads, so they would meet the wrong
+partner. Here one thread at a time may communicate, and when ranks find that different
+threads were first, they let the same one go first. (MPI_THREAD_SERIALIZED is enough.)
+"""
+
+from __future__ import annotations
+
+import threading
+
+__all__ = ["Turns"]
+
+_LOOK_AGAIN_SECONDS = 0.05
+
+
+class Turns:
+    """A lock that knows which thread must be next; entered for each collective."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition(threading.RLock())
+        self._creator = threading.get_ident()
+        self._next: str | None = None
+        self._entered = 0
+
+    def thread(self) -> str:
+        """Return this thread's name, the same on all ranks; "" for the first thread."""
+        if threading.get_ident() == self._creator:
+            return ""
+        return threading.current_thread().name
+
+    def __enter__(self) -> None:
+        self._condition.acquire()
+        while not self._entered and self._next not in (None, self.thread()):
+            self._condition.wait()
+        self._entered += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._entered -= 1
+        if not self._entered and self._next is not None:
+            self._next = None
+            self._condition.notify_all()
+        self._condition.release()
+
+    def yield_to(self, thread: str) -> bool:
+        """Wait until `thread` has had a turn; return False if it has ended without.
+
+        Called inside a turn, which goes on afterwards.
+        """
+        entered, self._entered = self._entered, 0
+        self._next = thread
+        self._condition.notify_all()
+        try:
+            while self._next == thread:
+                if not self._is_alive(thread):
+                    self._next = None
+                    return False
+                self._condition.wait(_LOOK_AGAIN_SECONDS)
+        finally:
+            self._entered = entered
+        return True
+
+    def _is_alive(self, thread: str) -> bool:
+        if thread == "":
+            return any(t.ident == self._creator for t in threading.enumerate())
+        return any(t.name == thread for t in threading.enumerate())
