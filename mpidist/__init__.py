@@ -15,6 +15,13 @@ from mpidist.context import (
     has_strategy,
     in_cross_replica_context,
 )
+from mpidist.cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    MpiAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
 from mpidist.data.dataset import Dataset
 from mpidist.data.distributed import (
     DistributedDataset,
@@ -35,7 +42,8 @@ from mpidist.errors import (
     MpidistError,
     RemoteError,
 )
-from mpidist.extended import StrategyExtended
+from mpidist.extended import MultiStepContext, StrategyExtended
+from mpidist.mirrored_strategy import MirroredStrategy
 from mpidist.options import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -46,7 +54,8 @@ from mpidist.options import (
     VariableAggregation,
     VariableSynchronization,
 )
-from mpidist.strategy import MirroredStrategy, Strategy, ValueContext
+from mpidist.strategy import Strategy, ValueContext
+from mpidist.strategy_v1 import StrategyV1
 from mpidist.values import DistributedValues, Mirrored, PerReplica
 from mpidist.variables import Variable
 
@@ -57,6 +66,7 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "ContextError",
+    "CrossDeviceOps",
     "DTypeError",
     "DataError",
     "Dataset",
@@ -65,6 +75,7 @@ __all__ = [
     "DistributedIterator",
     "DistributedValues",
     "DivergenceError",
+    "HierarchicalCopyAllReduce",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
@@ -72,14 +83,19 @@ __all__ = [
     "Mirrored",
     "MirroredStrategy",
     "MismatchError",
+    "MpiAllReduce",
+    "MultiStepContext",
     "MpidistError",
+    "NcclAllReduce",
     "PerReplica",
     "ReduceOp",
+    "ReductionToOneDevice",
     "RemoteError",
     "ReplicaContext",
     "RunOptions",
     "Strategy",
     "StrategyExtended",
+    "StrategyV1",
     "ValueContext",
     "Variable",
     "VariableAggregation",

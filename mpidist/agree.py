@@ -106,7 +106,7 @@ class Agreement:
             thread = self.turns.thread()
             while not self._is_agreed(call, thread, error, timeout):
                 first = self._resolve(call, thread, error)
-                if first != thread and not self.turns.yield_to(first):
+                if first != thread and not self.turns.yield_to(first, timeout):
                     # Take the missing thread's place, to tell the others
                     thread, error = first, _no_such_thread(call, self.rank, first)
 
@@ -124,11 +124,12 @@ class Agreement:
             call = call._replace(options=(*call.options, ("thread", thread)))
         number = digest(call)
         mine[0], mine[1], mine[2] = number, -number, error is not None
+        # Never a blocking call: it would not match one of a rank with a deadline
+        request = self.comm.Iallreduce(mine, highest, MPI.MAX)
         if timeout is None:
-            self.comm.Allreduce(mine, highest, MPI.MAX)
+            request.Wait()
         else:
-            request = self.comm.Iallreduce(mine, highest, MPI.MAX)
-            self.wait(request, time.monotonic() + timeout, call.operation)
+            self.wait(request, time.monotonic() + timeout, call.operation, timeout)
         return bool(highest[2] == 0 and highest[0] == -highest[1])
 
     def raise_together(self, operation: str, error: Exception | None) -> None:
@@ -183,7 +184,7 @@ class Agreement:
             except Exception as caught:
                 error = caught
         with self.turns:
-            self.require_same(Call(operation), error)
+            self.require_same(Call(operation, (("root", root),)), error)
             if self.size > 1:
                 payload = self.comm.bcast(payload, root)
         return pickle.loads(payload)  # type: ignore[no-any-return]
@@ -193,11 +194,20 @@ class Agreement:
 
         For small objects: they are pickled.
         """
+        payload = self.prepare(operation, lambda: pickle.dumps(value))
         with self.turns:
             self.require_same(Call(operation))
-            return [value] if self.size == 1 else self.comm.allgather(value)
+            if self.size == 1:
+                return [value]
+            return [pickle.loads(data) for data in self.comm.allgather(payload)]
 
-    def wait(self, request: MPI.Request, deadline: float, operation: str) -> None:
+    def wait(
+        self,
+        request: MPI.Request,
+        deadline: float,
+        operation: str,
+        timeout: float | None = None,
+    ) -> None:
         """Wait for an MPI request until `deadline`, on time.monotonic's clock.
 
         Raises:
@@ -206,27 +216,28 @@ class Agreement:
         """
         start = time.monotonic()
         announce = start + (deadline - start) / 2
-        arrived: set[int] | None = None
+        arrived = {self.rank}
+        announced = False
         pause = 0.0
         while not request.Test():
             now = time.monotonic()
-            if now > announce and arrived is None:
-                arrived = self._announce()
-            if arrived is not None:
+            if pause:
                 self._collect(arrived)
+            if not announced and (now > announce or len(arrived) > 1):
+                self._announce()
+                announced = True
             if now > deadline:
                 self._abandoned.append(request)
-                self._miss_deadline(operation, deadline - start, arrived or set())
+                self._miss_deadline(operation, timeout or deadline - start, arrived)
             time.sleep(pause)
             pause = min(pause + 1e-6, 1e-3)
 
-    def _announce(self) -> set[int]:
+    def _announce(self) -> None:
         """Tell all other ranks that this one waits in its current call."""
         here = np.array([self.calls])
         others = [r for r in range(self.size) if r != self.rank]
         requests = [self.comm.Isend(here, r, _HERE_TAG) for r in others]
         self._abandoned.append((here, requests))
-        return {self.rank}
 
     def _collect(self, arrived: set[int]) -> None:
         """Add the ranks that announced the current call."""
@@ -293,13 +304,15 @@ class Agreement:
     ) -> NoReturn:
         """Raise this rank's own error, or else a copy of the first failed rank's."""
         first = next(r for r in records if r.error is not None)
+        is_copy = error is None
         if error is None:
             assert first.error is not None
             error = load_error(first.error, first.origin)
             error.__cause__ = RemoteError(f"on rank {first.origin}:\n{first.report}")
         if not hasattr(error, "origin_rank"):
             with contextlib.suppress(AttributeError):
-                error.origin_rank = first.origin  # type: ignore[attr-defined]
+                origin = first.origin if is_copy else self.rank
+                error.origin_rank = origin  # type: ignore[attr-defined]
         raise error
 
 

@@ -48,6 +48,10 @@ def to_array(value: Any, name: str = "value") -> Any:
     """
     if type(value) is np.ndarray:
         array = value
+    elif isinstance(value, np.ma.MaskedArray):
+        raise ArgumentTypeError(
+            f"{name} is a masked array, whose mask would be lost; fill it first"
+        )
     elif isinstance(value, ArrayView | DistributedValues):
         array = local_component(value)
         array = array._array() if isinstance(array, ArrayView) else array
@@ -67,8 +71,11 @@ def to_array(value: Any, name: str = "value") -> Any:
             f"{name} must be an array or a number, not {value!r} "
             f"({type(value).__module__}.{type(value).__qualname__})"
         )
-    if array.dtype.kind == "O":
-        raise DTypeError(f"{name} has dtype object; an array of numbers is needed")
+    if array.dtype.hasobject:
+        raise DTypeError(
+            f"{name} has dtype {array.dtype}, with Python objects; an array of numbers "
+            "is needed"
+        )
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     return array
@@ -82,10 +89,10 @@ def like(result: Any, original: Any) -> Any:
     """
     if type(original) is np.ndarray:
         return result
-    if isinstance(original, _PYTHON_NUMBERS):
-        return result.item() if result.ndim == 0 else result
     if isinstance(original, np.generic):
         return result[()]
+    if isinstance(original, _PYTHON_NUMBERS):
+        return result.item() if result.ndim == 0 else result
     library = type(original).__module__.partition(".")[0]
     if (
         hasattr(original, "__dlpack__")

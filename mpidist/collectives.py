@@ -35,7 +35,7 @@ class Collectives:
     def __init__(self, agreement: Agreement, transport: Transport):
         self.agreement = agreement
         self.transport = transport
-        self._size = agreement.size
+        self.size = agreement.size
 
     def all_reduce(
         self,
@@ -68,7 +68,8 @@ class Collectives:
         with self.agreement.turns:
             op, leaves, spec, given = self.agreement.prepare(operation, prepare)
             described = tuple((a.dtype.name, a.shape) for a in given)
-            call = Call(operation, (("reduce_op", op.name),), spec, described)
+            agreed = (("reduce_op", op.name), *_agreed(options))
+            call = Call(operation, agreed, spec, described)
             self.agreement.require_same(call, timeout=options.timeout_seconds)
             results = (reduce_arrays or self.reduce_arrays)(op, given, options)
         return nest.unflatten(spec, map(arrays.like, results, leaves))
@@ -93,7 +94,7 @@ class Collectives:
         totals = (sum_arrays or self.sum_arrays)(partial, options)
         if is_mean:
             for total in totals:
-                total /= self._size
+                total /= self.size
         return [t.astype(dtype, copy=False) for t, dtype in zip(totals, out)]
 
     def reduce_over_axis(
@@ -129,12 +130,17 @@ class Collectives:
             return op, spec, given, axes
 
         op, spec, given, axes = self.agreement.prepare(operation, prepare)
-        rest = [packing.without(a.shape, drop) for a, drop in zip(given, axes)]
-        described = tuple((a.dtype.name, s) for a, s in zip(given, rest))
-        arguments = (("reduce_op", op.name), ("axis", str(axis)))
-        call = Call(operation, arguments, spec, described)
+        described = tuple(
+            (a.dtype.name, packing.without(a.shape, drop))
+            for a, drop in zip(given, axes)
+        )
+        agreed = (("reduce_op", op.name), _axes(axes), *_agreed(options))
+        call = Call(operation, agreed, spec, described)
         partial = [
-            arrays.namespace(a).asarray(a.sum(axis=drop, dtype=_wide(a.dtype)))
+            _contiguous(
+                arrays.namespace(a).asarray(a.sum(axis=drop, dtype=_wide(a.dtype))),
+                _wide(a.dtype),
+            )
             for a, drop in zip(given, axes)
         ]
         # Sums and lengths travel together
@@ -144,11 +150,14 @@ class Collectives:
             self.agreement.require_same(call, timeout=options.timeout_seconds)
             totals = (sum_arrays or self.sum_arrays)(partial, options)
         *totals, total_lengths = totals
-        is_mean = op is ReduceOp.MEAN
-        results = [
-            _mean(total, length, a.dtype) if is_mean else _narrow(total, a.dtype)
-            for total, length, a in zip(totals, total_lengths.tolist(), given)
-        ]
+        if op is ReduceOp.MEAN:
+            results = [
+                _mean(total, length, a.dtype)
+                for total, length, a in zip(totals, total_lengths.tolist(), given)
+            ]
+        else:
+            pairs = [(total, a.dtype) for total, a in zip(totals, given)]
+            results = check_each(pairs, spec, _narrow)
         return nest.unflatten(spec, [r[()] for r in results])
 
     def all_gather(
@@ -178,7 +187,8 @@ class Collectives:
         with self.agreement.turns:
             leaves, spec, given, axes = self.agreement.prepare(operation, prepare)
             described = describe_but(given, axes)
-            call = Call(operation, (("axis", str(axis)),), spec, described)
+            agreed = (_axes(axes), *_agreed(options))
+            call = Call(operation, agreed, spec, described)
             self.agreement.require_same(call, timeout=options.timeout_seconds)
             results = self._gather(given, axes, options)
         return nest.unflatten(spec, map(arrays.like, results, leaves))
@@ -189,10 +199,16 @@ class Collectives:
         """Return the gathered arrays; the lengths of all travel first, together."""
         deadline = _deadline(options)
         lengths = np.array([a.shape[i] for a, i in zip(given, axes)], np.int64)
-        everyone = np.empty((self._size, len(given)), np.int64)
+        everyone = np.empty((self.size, len(given)), np.int64)
         self._gather_host(lengths, everyone, deadline)
         results: list[Any] = [None] * len(given)
-        for members in packing.groups(given, options.bytes_per_pack):
+        # Packs must be the same on all ranks, so sizes are those of the results
+        widths = [
+            math.prod(packing.without(a.shape, (i,))) * a.dtype.itemsize
+            for a, i in zip(given, axes)
+        ]
+        sizes = (everyone.sum(axis=0) * widths).tolist()
+        for members in packing.groups(given, sizes, options.bytes_per_pack):
             gathered = self._gather_group(
                 [given[j] for j in members],
                 [axes[j] for j in members],
@@ -216,7 +232,7 @@ class Collectives:
             self.agreement.require_same(Call(operation, (), spec, described))
             results = [array.copy(order="C") for array in given]
             for result in results:
-                if self._size > 1:
+                if self.size > 1:
                     self.transport.broadcast(result, root, None)
         return nest.unflatten(spec, map(arrays.like, results, leaves))
 
@@ -227,11 +243,12 @@ class Collectives:
         transport: Transport | None = None,
     ) -> list[Any]:
         """Return the sums over all ranks of contiguous arrays, as arrays of our own."""
-        if self._size == 1:
+        if self.size == 1:
             return [value.copy() for value in values]
         deadline = _deadline(options)
         totals: list[Any] = [None] * len(values)
-        for members in packing.groups(values, options.bytes_per_pack):
+        sizes = [value.nbytes for value in values]
+        for members in packing.groups(values, sizes, options.bytes_per_pack):
             pack = packing.pack([values[j] for j in members])
             total = arrays.namespace(pack).empty_like(pack)
             (transport or self.transport).allreduce_sum(pack, total, deadline)
@@ -242,10 +259,10 @@ class Collectives:
 
     def _gather_host(self, send: Any, receive: Any, deadline: float | None) -> None:
         """Gather equal lengths of host data from every rank."""
-        if self._size == 1:
+        if self.size == 1:
             receive[...] = send
             return
-        self.transport.allgatherv(send, receive, [send.size] * self._size, deadline)
+        self.transport.allgatherv(send, receive, [send.size] * self.size, deadline)
 
     def _gather_group(
         self,
@@ -265,7 +282,7 @@ class Collectives:
         counts = (lengths * widths).sum(axis=1).tolist()
         pack = packing.pack([_contiguous(v, v.dtype) for v in values])
         received = xp.empty(sum(counts), pack.dtype)
-        if self._size == 1:
+        if self.size == 1:
             received[...] = pack.reshape(-1)
         else:
             self.transport.allgatherv(pack, received, counts, deadline)
@@ -300,14 +317,15 @@ def _mean(total: Any, length: int, dtype: np.dtype[Any]) -> Any:
     return mean.astype(arrays.mean_dtype(dtype), copy=False)
 
 
-def _narrow(total: Any, dtype: np.dtype[Any]) -> Any:
-    """Return `total` in the dtype of what was summed; integers must fit."""
+def _narrow(pair: tuple[Any, np.dtype[Any]], name: str) -> Any:
+    """Return a total in the dtype of what was summed; integers must fit."""
+    total, dtype = pair
     if dtype.kind in "iu" and total.size:
         limits = np.iinfo(dtype)
         if total.min() < limits.min or total.max() > limits.max:
             raise ArgumentError(
-                f"a sum of {dtype.name} values is {total.min()}..{total.max()}, which "
-                f"does not fit {dtype.name}; cast value to int64 first"
+                f"the sum of {name} is {total.min()}..{total.max()}, which does not "
+                f"fit {dtype.name}; cast it to int64 first"
             )
     return total.astype(dtype, copy=False)
 
@@ -315,6 +333,16 @@ def _narrow(total: Any, dtype: np.dtype[Any]) -> Any:
 def _contiguous(array: Any, dtype: np.dtype[Any]) -> Any:
     """Return `array` in C order and in `dtype`; copies only if it must."""
     return array.astype(dtype, order="C", copy=False)
+
+
+def _axes(axes: Sequence[Any]) -> tuple[str, Any]:
+    """Return the axes as part of a call: one if all leaves have the same."""
+    return "axis", axes[0] if len(set(axes)) == 1 else tuple(axes)
+
+
+def _agreed(options: CommunicationOptions) -> tuple[tuple[str, Any], ...]:
+    """Return the options, all of which the ranks must have in common."""
+    return tuple((f"options.{name}", value) for name, value in vars(options).items())
 
 
 def _deadline(options: CommunicationOptions) -> float | None:

@@ -278,7 +278,7 @@ class ReplicaContext:
           What `merge_fn` raises on any of them.
         """
         self._require_current("merge_call")
-        return self._strategy.extended.merge_call(self, merge_fn, args, kwargs)
+        return self._strategy.extended.merge_call(merge_fn, args, kwargs)
 
     def _require_current(self, call: str) -> None:
         if get_replica_context() is not self:

@@ -2,57 +2,53 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from mpi4py import MPI
 
-from mpidist import nest
-from mpidist.agree import Agreement
 from mpidist.calls import Call
-from mpidist.collectives import Collectives
 from mpidist.context import (
     ReplicaContext,
     enter,
+    get_strategy,
     regroup,
     require_cross_replica,
     select_replica,
 )
-from mpidist.errors import ContextError
+from mpidist.cross_device_ops import CrossDeviceOps
+from mpidist.errors import ArgumentError, ContextError
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.packing import Axis
-from mpidist.topology import Topology
+from mpidist.replica_group import ReplicaGroup
+from mpidist.values import Mirrored, local_component
 from mpidist.variables import Variable
 
 if TYPE_CHECKING:
     from mpidist.strategy import Strategy
 
-__all__ = ["StrategyExtended"]
+__all__ = ["MultiStepContext", "StrategyExtended"]
 
-T = TypeVar("T")
-_SAMPLED_BYTES = 1 << 16
+Arguments = tuple[Any, ...] | list[Any]
 
 
-class StrategyExtended:
-    """The working parts of one strategy. `strategy.extended` gives it."""
+class StrategyExtended(ReplicaGroup):
+    """The working parts of one strategy. `strategy.extended` gives it.
+
+    Its methods are collective, unless they say otherwise, and need cross-replica (or
+    default) context.
+    """
 
     def __init__(
         self,
         strategy: Strategy,
-        topology: Topology,
-        agreement: Agreement,
-        collectives: Collectives,
-        device: str,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        communicator: MPI.Intracomm | None = None,
     ):
+        super().__init__(devices, cross_device_ops, communicator)
         self.strategy = strategy
-        self.topology = topology
-        self.agreement = agreement
-        self.collectives = collectives
-        self.device = device
-        self.replica_id = topology.rank
-        self.num_replicas = topology.size
-        self._replica_context = ReplicaContext(strategy, topology.rank)
+        self._replica_context = ReplicaContext(strategy, self.replica_id)
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -82,20 +78,22 @@ class StrategyExtended:
     def call_for_each_replica(
         self,
         fn: Callable[..., Any],
-        args: tuple[Any, ...] | list[Any] = (),
+        args: Arguments = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run `fn` in replica context on every replica; `Strategy.run` says the rest.
 
-        Collective: returns, or raises, on all replicas.
+        Returns, or raises, on all replicas together.
         """
         self.topology.require_open()
         require_cross_replica(self.strategy, "call_for_each_replica")
         return self.agreement.block("run", lambda: self._replica(fn, args, kwargs))
 
     def _replica(
-        self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None
+        self, fn: Callable[..., Any], args: Arguments, kwargs: dict[str, Any] | None
     ) -> Any:
+        if not isinstance(args, tuple | list):
+            raise ArgumentError(f"args must be a tuple or a list, not {args!r}")
         args, kwargs = select_replica((tuple(args), dict(kwargs or {})))
         with enter(self.strategy, self._replica_context):
             result = fn(*args, **kwargs)
@@ -103,12 +101,11 @@ class StrategyExtended:
 
     def merge_call(
         self,
-        context: ReplicaContext,
         merge_fn: Callable[..., Any],
-        args: tuple[Any, ...] | list[Any] = (),
+        args: Arguments = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run `merge_fn` in cross-replica context; `ReplicaContext.merge_call`."""
+        """Run `merge_fn` in cross-replica context; see `ReplicaContext.merge_call`."""
         self.topology.require_open()
         self.agreement.require_same(Call("merge_call"))
 
@@ -123,20 +120,20 @@ class StrategyExtended:
 
     def update(
         self,
-        var: Variable,
+        var: Any,
         fn: Callable[..., Any],
-        args: tuple[Any, ...] | list[Any] = (),
+        args: Arguments = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
         """Run `fn(var, *args, **kwargs)` on every replica's own copy of `var`.
 
-        In `fn` assignments change this replica's copy without communication, so what it
-        computes must be the same on every replica: pass reduced values. Distributed
-        values in `args` become this replica's component.
+        Not collective. In `fn` assignments change this replica's copy without
+        communication, so what it computes must be the same on every replica: pass
+        reduced values. Distributed values in `args` become this replica's component.
 
         Args:
-          var: a variable of this strategy.
+          var: a variable of this strategy, or a mirrored value.
           fn: called as `fn(var, *args, **kwargs)` in cross-replica context.
           args: a tuple or list, nested.
           kwargs: likewise.
@@ -147,51 +144,148 @@ class StrategyExtended:
             another strategy.
         """
         require_cross_replica(self.strategy, "update")
-        if (
-            not isinstance(var, Variable)
-            or var.distribute_strategy is not self.strategy
-        ):
+        if isinstance(var, Variable) and var.distribute_strategy is self.strategy:
+            target = var
+        elif isinstance(var, Mirrored):
+            target = var.values[0]
+        else:
             raise ContextError(f"update: {var!r} is not a variable of this strategy")
         args, kwargs = select_replica((tuple(args), dict(kwargs or {})))
         with enter(self.strategy, updating=True):
-            result = fn(var, *args, **kwargs)
+            result = fn(target, *args, **kwargs)
         return None if group else result
 
-    def reduce(
+    def reduce_to(
         self,
-        operation: str,
         reduce_op: ReduceOp | str,
         value: Any,
+        destinations: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Return the elementwise reduction of `value`, for any public call."""
-        self.topology.require_open()
-        return self.collectives.all_reduce(operation, reduce_op, value, options)
+        """Return the reduction of `value` over all replicas, `Mirrored`.
 
-    def reduce_over_axis(
-        self, operation: str, reduce_op: ReduceOp | str, value: Any, axis: Axis
-    ) -> Any:
-        """Return the reduction of `value` over an axis and all replicas."""
-        self.topology.require_open()
-        return self.collectives.reduce_over_axis(operation, reduce_op, value, axis)
+        Args:
+          reduce_op: SUM or MEAN.
+          value: a `PerReplica`, or an array as this rank's contribution.
+          destinations: a device string, several, or a distributed value. The result
+            lies on every replica.
+          options: see `CommunicationOptions`.
 
-    def gather(
+        Raises, on all replicas: see `CrossDeviceOps.reduce`.
+        """
+        self.topology.require_open()
+        require_cross_replica(self.strategy, "reduce_to")
+        ops = self.cross_device_ops
+        return self._bare_if_alone(ops.reduce(reduce_op, value, destinations, options))
+
+    def batch_reduce_to(
         self,
-        operation: str,
-        value: Any,
-        axis: int,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
-    ) -> Any:
-        """Return the concatenation of `value` over all replicas, for a public call."""
-        self.topology.require_open()
-        return self.collectives.all_gather(operation, value, axis, options)
+    ) -> list[Any]:
+        """Return the reductions of several values, which travel packed together.
 
-    def together(self, call: Call, fn: Callable[[], T]) -> T:
-        """Return `fn()`; what it raises on one replica is raised on all. Collective."""
+        Like `reduce_to` for each `(value, destinations)` of a list.
+        """
         self.topology.require_open()
-        result = self.agreement.prepare(call.operation, fn)
-        self.agreement.require_same(call)
-        return result
+        require_cross_replica(self.strategy, "batch_reduce_to")
+        ops = self.cross_device_ops
+        results = ops.batch_reduce(reduce_op, value_destination_pairs, options)
+        return [self._bare_if_alone(result) for result in results]
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Return replica 0's `tensor` on every replica, `Mirrored`."""
+        self.topology.require_open()
+        require_cross_replica(self.strategy, "broadcast_to")
+        return self._bare_if_alone(
+            self.cross_device_ops.broadcast(tensor, destinations)
+        )
+
+    def _bare_if_alone(self, value: Any) -> Any:
+        return value if self.num_replicas > 1 else local_component(value)
+
+    def read_var(self, v: Any) -> Any:
+        """Return the value of a variable, as a read in the current context gives it."""
+        return v.value() if isinstance(v, Variable) else local_component(v)
+
+    def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:
+        """Return the devices for state that belongs to no one variable."""
+        return self.parameter_devices
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Arguments = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Run `fn(*args, **kwargs)` once per replica, as `update` does; not collective.
+
+        Args:
+          colocate_with: what `non_slot_devices` returned.
+          fn: what to run; `args` and `kwargs` are passed as in `update`.
+          args: a tuple or list, nested.
+          kwargs: likewise.
+          group: True returns None, False what `fn` returned.
+        """
+        require_cross_replica(self.strategy, "update_non_slot")
+        args, kwargs = select_replica((tuple(args), dict(kwargs or {})))
+        with enter(self.strategy, updating=True):
+            result = fn(*args, **kwargs)
+        return None if group else result
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Return whether `v` is a variable of this strategy. Not collective."""
+        return isinstance(v, Variable) and v.distribute_strategy is self.strategy
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
+        """Return a context manager for making variables beside another one.
+
+        Every replica has its own device, on which all its variables lie, so it changes
+        nothing but to check the variable. Not collective.
+
+        Raises:
+          ArgumentError: it is no variable of this strategy.
+        """
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise ArgumentError(
+                "colocate_vars_with needs a variable that was created under this "
+                f"strategy, not {colocate_with_variable!r}"
+            )
+        manager: AbstractContextManager[None] = nullcontext()
+        return manager
+
+    def value_container(self, value: Any) -> Any:
+        """Return the distributed value that `value` is part of, which is itself."""
+        return value
+
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[..., Any],
+        iterator: Any,
+        iterations: int = 1,
+        initial_loop_values: Any = None,
+    ) -> Any:
+        """Call `fn(context, inputs)` in this context for several batches.
+
+        Args:
+          fn: takes a `MultiStepContext` and the next value of `iterator`.
+          iterator: has `get_next()`, such as an iterator of a distributed dataset.
+          iterations: how many steps; 0 takes none.
+          initial_loop_values: accepted for TensorFlow's sake: there is no loop to carry
+            them.
+
+        Returns:
+          The `MultiStepContext`, with what `fn` set as outputs last.
+        """
+        require_cross_replica(self.strategy, "experimental_run_steps_on_iterator")
+        context = MultiStepContext(initial_loop_values)
+        with self.strategy.scope():
+            for _ in range(iterations):
+                fn(context, iterator.get_next())
+        return context
 
     def all_reduce(
         self,
@@ -208,24 +302,27 @@ class StrategyExtended:
         """See `ReplicaContext.all_gather`."""
         return self.gather("all_gather", value, axis, options)
 
-    def broadcast_from_first(self, operation: str, value: Any) -> Any:
-        """Return replica 0's nest of arrays on every replica. Collective."""
-        self.topology.require_open()
-        return self.collectives.broadcast(operation, value, root=0)
 
-    def require_equal(self, operation: str, value: Any) -> None:
-        """Raise if the arrays of `value` are not equal on all replicas. Collective.
+class MultiStepContext:
+    """What the steps of `experimental_run_steps_on_iterator` leave behind.
 
-        Of large arrays a sample is compared.
-        """
-        self.topology.require_open()
-        leaves, spec = nest.flatten(value)
-        described = tuple((a.dtype.name, a.shape, f"crc {_sample(a)}") for a in leaves)
-        self.agreement.require_same(Call(operation, (), spec, described))
+    Attributes:
+      last_step_outputs: by name, what `set_last_step_output` was given last.
+      non_tensor_outputs: by name, what `set_non_tensor_output` was given last.
+    """
 
+    def __init__(self, initial_loop_values: Any = None):
+        self.last_step_outputs: dict[str, Any] = dict(initial_loop_values or {})
+        self.non_tensor_outputs: dict[str, Any] = {}
 
-def _sample(array: Any) -> str:
-    """Return a checksum of an array, or of evenly spaced elements of a large one."""
-    flat = np.asarray(array).reshape(-1)
-    step = max(1, flat.nbytes // _SAMPLED_BYTES)
-    return f"{zlib.crc32(np.ascontiguousarray(flat[::step]).tobytes()):08x}"
+    def set_last_step_output(
+        self, name: str, output: Any, reduce_op: ReduceOp | str | None = None
+    ) -> None:
+        """Keep `output`, reduced over all replicas if an operation is given."""
+        if reduce_op is not None:
+            output = get_strategy().reduce(reduce_op, output)
+        self.last_step_outputs[name] = output
+
+    def set_non_tensor_output(self, name: str, output: Any) -> None:
+        """Keep `output` as it is."""
+        self.non_tensor_outputs[name] = output

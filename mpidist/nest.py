@@ -1,11 +1,13 @@
 """Nested structures by tf.nest's rules, on top of optree.
 
-Lists, tuples, namedtuples and mappings (subclasses too) are structure, with the keys of
-a mapping in sorted order; anything else, None included, is a leaf.
+Lists, tuples, namedtuples, deques and mappings (subclasses too) are structure, with the
+keys of a mapping in sorted order (an OrderedDict keeps its own); anything else, None
+included, is a leaf.
 """
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -61,11 +63,36 @@ def leaf_names(spec: Spec, root: str) -> list[str]:
     return [accessor.codify(root) for accessor in spec.accessors()]
 
 
+class _Keys:
+    """The keys of a mapping, sorted; equal for any order of insertion, but keeps it."""
+
+    def __init__(self, mapping: Mapping[Any, Any]):
+        self.order = tuple(mapping)
+        try:
+            self.sorted = tuple(sorted(self.order))
+        except TypeError:  # keys of unlike types: their own order
+            self.sorted = self.order
+        self.factory = getattr(mapping, "default_factory", None)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Keys) and self.sorted == other.sorted
+
+    def __hash__(self) -> int:
+        return hash(self.sorted)
+
+    def __repr__(self) -> str:
+        return repr(self.sorted)
+
+
 def _register(cls: Any) -> None:
     """Make optree flatten instances of `cls`, a subclass of mapping, list or tuple."""
 
     def make_mapping(keys: Any, children: Iterable[Any]) -> Any:
-        return cls(dict(zip(keys, children, strict=True)))
+        items = dict(zip(keys.sorted, children, strict=True))
+        ordered = {key: items[key] for key in keys.order}
+        if issubclass(cls, collections.defaultdict):
+            return cls(keys.factory, ordered)
+        return cls(ordered)
 
     def make_sequence(_: Any, children: Iterable[Any]) -> Any:
         return cls(children)
@@ -82,9 +109,6 @@ def _flatten_sequence(sequence: Iterable[Any]) -> tuple[tuple[Any, ...], None]:
 
 def _flatten_mapping(
     mapping: Mapping[Any, Any],
-) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-    try:
-        keys = tuple(sorted(mapping))
-    except TypeError:  # keys of unlike types: their own order
-        keys = tuple(mapping)
-    return tuple(mapping[key] for key in keys), keys, keys
+) -> tuple[tuple[Any, ...], _Keys, tuple[Any, ...]]:
+    keys = _Keys(mapping)
+    return tuple(mapping[key] for key in keys.sorted), keys, keys.sorted

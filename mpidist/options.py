@@ -123,6 +123,17 @@ class CommunicationOptions:
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
+        if isinstance(self.bytes_per_pack, bool) or not isinstance(
+            self.bytes_per_pack, int
+        ):
+            raise ArgumentTypeError(
+                f"bytes_per_pack must be an integer, not {self.bytes_per_pack!r}"
+            )
+        seconds = self.timeout_seconds
+        if seconds is not None and not isinstance(seconds, int | float):
+            raise ArgumentTypeError(
+                f"timeout_seconds must be a number, not {seconds!r}"
+            )
         if self.bytes_per_pack < 0:
             raise ArgumentError(
                 f"bytes_per_pack must be >= 0, not {self.bytes_per_pack}"

@@ -46,13 +46,17 @@ def normalize_axis(axis: int, ndim: int, name: str = "value") -> int:
       ArgumentError: out of range.
       ArgumentTypeError: not an integer.
     """
-    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+    try:
+        number = operator.index(axis)
+    except TypeError:
+        number = None
+    if number is None or isinstance(axis, bool):
         raise ArgumentTypeError(f"axis must be an integer, not {axis!r}")
-    if not -ndim <= axis < ndim:
+    if not -ndim <= number < ndim:
         raise ArgumentError(
             f"axis {axis} is out of range for {name}, which has {ndim} dimensions"
         )
-    return operator.index(axis) % ndim
+    return number % ndim
 
 
 def without(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -65,18 +69,23 @@ def with_length(shape: tuple[int, ...], axis: int, length: int) -> tuple[int, ..
     return (*shape[:axis], length, *shape[axis + 1 :])
 
 
-def groups(values: Sequence[Any], bytes_per_pack: int) -> Iterator[list[int]]:
-    """Yield the numbers of the arrays that travel together: one dtype, up to a size."""
+def groups(
+    values: Sequence[Any], sizes: Sequence[int], bytes_per_pack: int
+) -> Iterator[list[int]]:
+    """Yield the numbers of the arrays that travel together: one dtype, up to a size.
+
+    `sizes` are in bytes, and equal on all ranks.
+    """
     numbers = sorted(range(len(values)), key=lambda j: _pack_key(values[j]))
     for _, same in itertools.groupby(numbers, key=lambda j: _pack_key(values[j])):
         members: list[int] = []
         size = 0
         for j in same:
-            if members and bytes_per_pack and size + values[j].nbytes > bytes_per_pack:
+            if members and bytes_per_pack and size + sizes[j] > bytes_per_pack:
                 yield members
                 members, size = [], 0
             members.append(j)
-            size += values[j].nbytes
+            size += sizes[j]
         yield members
 
 

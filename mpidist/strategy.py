@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from mpi4py import MPI
-
 from mpidist import nest
-from mpidist.agree import Agreement
 from mpidist.calls import Call
-from mpidist.collectives import Collectives
 from mpidist.context import (
     Scope,
     get_replica_context,
     require_cross_replica,
     select_replica,
-    set_default_strategy,
 )
 from mpidist.data.dataset import Dataset
 from mpidist.data.distributed import DistributedDataset, InputContext
-from mpidist.errors import ArgumentError, ContextError
+from mpidist.errors import ContextError
 from mpidist.extended import StrategyExtended
 from mpidist.options import InputOptions, ReduceOp, RunOptions
 from mpidist.packing import Axis
-from mpidist.topology import Topology
-from mpidist.transports import choose
 from mpidist.values import PerReplica
 from mpidist.variables import Variable
 
-__all__ = ["MirroredStrategy", "Strategy", "ValueContext"]
+__all__ = ["Strategy", "ValueContext"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +41,8 @@ class Strategy:
     are collective: every rank calls them, in the same order.
     """
 
-    def __init__(self, extended: Callable[[Strategy], StrategyExtended]):
-        self._extended = extended(self)
+    def __init__(self, make_extended: Callable[[Strategy], StrategyExtended]):
+        self._extended = make_extended(self)
 
     @property
     def extended(self) -> StrategyExtended:
@@ -103,8 +96,6 @@ class Strategy:
           What `fn` raises on any replica, of the same type.
         """
         require_cross_replica(self, "run")
-        if not isinstance(args, tuple | list):
-            raise ArgumentError(f"args must be a tuple or a list, not {args!r}")
         return self._extended.call_for_each_replica(fn, args, kwargs)
 
     def reduce(
@@ -237,8 +228,7 @@ class Strategy:
         Any later use of the strategy is a ContextError. Returns [].
         """
         require_cross_replica(self, "experimental_finalize")
-        self._extended.agreement.close()
-        self._extended.topology.close()
+        self._extended.close()
         return []
 
     def __repr__(self) -> str:
@@ -248,70 +238,5 @@ class Strategy:
         )
 
 
-class MirroredStrategy(Strategy):
-    """Synchronous data parallelism: one replica per rank, variables equal on all.
-
-    Collective over the communicator.
-
-    Args:
-      devices: None takes this rank's GPU, else the CPU. A list of strings like "GPU:0"
-        and "CPU:0" is indexed by the rank on its node; a list of one holds for all.
-      communicator: the ranks that take part, COMM_WORLD by default. It is duplicated,
-        so that nothing else can meet the strategy's messages.
-
-    Raises, on all replicas:
-      ArgumentError: no devices, or malformed ones.
-      LaunchError: the launcher started several processes but MPI sees one; a GPU that
-        cannot be used.
-    """
-
-    def __init__(
-        self,
-        devices: Sequence[str] | None = None,
-        *,
-        communicator: MPI.Intracomm | None = None,
-    ):
-        topology = Topology.create(communicator)
-        agreement = Agreement(topology.comm)
-        call = "MirroredStrategy"
-        device = agreement.prepare(call, lambda: topology.bind_device(devices))
-        agreement.raise_together(call, None)
-        collectives = Collectives(agreement, choose(agreement, device))
-        super().__init__(
-            lambda strategy: StrategyExtended(
-                strategy, topology, agreement, collectives, device
-            )
-        )
-
-
-class _DefaultStrategy(Strategy):
-    """What holds outside all scopes: one replica, this process, no communication."""
-
-    def __init__(self) -> None:
-        self_only = MPI.COMM_SELF
-        topology = Topology(self_only, self_only, rank=0, size=1, local_rank=0)
-        agreement = Agreement(self_only)
-        collectives = Collectives(agreement, choose(agreement, "CPU:0"))
-        super().__init__(
-            lambda strategy: StrategyExtended(
-                strategy, topology, agreement, collectives, "CPU:0"
-            )
-        )
-
-    def reduce(
-        self, reduce_op: ReduceOp | str, value: Any, axis: Axis | None = None
-    ) -> Any:
-        return value
-
-    def gather(self, value: Any, axis: int) -> Any:
-        return value
-
-    def experimental_finalize(self) -> list[Any]:
-        return []
-
-
 def _local_result(leaf: Any) -> Any:
     return leaf.value() if isinstance(leaf, Variable) else select_replica(leaf)
-
-
-set_default_strategy(_DefaultStrategy())

@@ -117,6 +117,7 @@ class Topology:
     size: int
     local_rank: int
     closed: bool = False
+    devices: tuple[str, ...] = ()  # of all ranks
 
     @classmethod
     def create(cls, communicator: MPI.Intracomm | None = None) -> Topology:

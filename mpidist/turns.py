@@ -8,7 +8,9 @@ threads were first, they let the same one go first. (MPI_THREAD_SERIALIZED is en
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 
 __all__ = ["Turns"]
 
@@ -43,17 +45,19 @@ class Turns:
             self._condition.notify_all()
         self._condition.release()
 
-    def yield_to(self, thread: str) -> bool:
-        """Wait until `thread` has had a turn; return False if it has ended without.
+    def yield_to(self, thread: str, timeout: float | None = None) -> bool:
+        """Wait until `thread` has had a turn; return False if it cannot come any more.
 
-        Called inside a turn, which goes on afterwards.
+        That is so if there is no such thread and none that could start it, or if
+        `timeout` seconds have passed. Called inside a turn, which goes on afterwards.
         """
+        end = math.inf if timeout is None else time.monotonic() + timeout
         entered, self._entered = self._entered, 0
         self._next = thread
         self._condition.notify_all()
         try:
             while self._next == thread:
-                if not self._is_alive(thread):
+                if not self._can_come(thread) or time.monotonic() > end:
                     self._next = None
                     return False
                 self._condition.wait(_LOOK_AGAIN_SECONDS)
@@ -61,7 +65,14 @@ class Turns:
             self._entered = entered
         return True
 
-    def _is_alive(self, thread: str) -> bool:
+    def _can_come(self, thread: str) -> bool:
+        others = [
+            t for t in threading.enumerate() if t is not threading.current_thread()
+        ]
         if thread == "":
-            return any(t.ident == self._creator for t in threading.enumerate())
-        return any(t.name == thread for t in threading.enumerate())
+            return any(t.ident == self._creator for t in others)
+        # Daemons, and our own readers, start no threads that communicate
+        return any(
+            t.name == thread or not (t.daemon or t.name.startswith("mpidist-"))
+            for t in others
+        )

@@ -1,0 +1,96 @@
+"""MirroredStrategy, and the strategy that holds by default."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from mpidist.context import set_default_strategy
+from mpidist.cross_device_ops import CrossDeviceOps
+from mpidist.errors import ArgumentTypeError
+from mpidist.extended import StrategyExtended
+from mpidist.options import ReduceOp
+from mpidist.packing import Axis
+from mpidist.strategy_v1 import StrategyV1
+
+__all__ = ["MirroredStrategy"]
+
+
+class MirroredStrategy(StrategyV1):
+    """Synchronous data parallelism: one replica per rank, variables equal on all.
+
+    Collective over the communicator.
+
+    Args:
+      devices: None takes this rank's GPU, else the CPU. A list of strings like "GPU:0"
+        and "CPU:0" is indexed by the rank on its node; a list of one holds for all.
+      cross_device_ops: how values are reduced, see `CrossDeviceOps`; None lets MPI
+        reduce arrays where they lie.
+      communicator: the ranks that take part, COMM_WORLD by default. It is duplicated,
+        so that nothing else can meet the strategy's messages.
+
+    Raises, on all replicas:
+      ArgumentError: no devices, or malformed ones.
+      LaunchError: the launcher started several processes but MPI sees one; a GPU that
+        cannot be used; a `cross_device_ops` without its hardware.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        communicator: MPI.Intracomm | None = None,
+    ):
+        if not isinstance(cross_device_ops, CrossDeviceOps | None):
+            raise ArgumentTypeError(
+                f"cross_device_ops must be a CrossDeviceOps, not {cross_device_ops!r}"
+            )
+        self._devices = None if devices is None else copy.copy(devices)
+        super().__init__(
+            lambda strategy: StrategyExtended(
+                strategy, devices, cross_device_ops, communicator
+            )
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MirroredStrategy:
+        """Return a strategy of the same ranks and devices that shares nothing else.
+
+        Collective. Its `cross_device_ops` is a copy as it was before its use.
+        """
+        self.extended.topology.require_open()
+        twin = type(self)(
+            self._devices,
+            self.extended.cross_device_ops.unbound(),
+            communicator=self.extended.topology.comm,
+        )
+        memo[id(self)] = twin
+        return twin
+
+
+class _DefaultStrategy(StrategyV1):
+    """What holds outside all scopes: one replica, this process, no communication."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            lambda strategy: StrategyExtended(
+                strategy, ["CPU:0"], communicator=MPI.COMM_SELF
+            )
+        )
+
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: Axis | None = None
+    ) -> Any:
+        return value
+
+    def gather(self, value: Any, axis: int) -> Any:
+        return value
+
+    def experimental_finalize(self) -> list[Any]:
+        return []
+
+
+set_default_strategy(_DefaultStrategy())

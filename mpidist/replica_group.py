@@ -1,0 +1,137 @@
+"""The replicas of one strategy, and what they do together."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from mpidist import arrays, nest
+from mpidist.agree import Agreement
+from mpidist.calls import Call
+from mpidist.collectives import Collectives
+from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.packing import Axis
+from mpidist.topology import Topology
+from mpidist.transports import choose
+
+__all__ = ["ReplicaGroup"]
+
+T = TypeVar("T")
+_SAMPLED_BYTES = 1 << 16
+
+
+class ReplicaGroup:
+    """Communicators, device and collectives of a strategy. Collective to make.
+
+    Args:
+      devices: see `MirroredStrategy`.
+      cross_device_ops: what reduces; None for direct MPI.
+      communicator: the ranks; None for COMM_WORLD.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        communicator: MPI.Intracomm | None = None,
+    ):
+        self.topology = Topology.create(communicator)
+        self.agreement = Agreement(self.topology.comm)
+        call = "MirroredStrategy"
+        self.device = self.agreement.prepare(
+            call, lambda: self.topology.bind_device(devices)
+        )
+        self.cross_device_ops = cross_device_ops or MpiAllReduce()
+        kinds = (
+            ("cross_device_ops", type(self.cross_device_ops).__qualname__),
+            ("the kind of device", self.device.partition(":")[0]),
+        )
+        self.agreement.require_same(Call(call, kinds))
+        self.topology.devices = tuple(self.agreement.gather(call, self.device))
+        self.collectives = Collectives(
+            self.agreement, choose(self.agreement, self.device)
+        )
+        self.agreement.prepare(
+            call, lambda: self.cross_device_ops.bind(self.collectives, self.topology)
+        )
+        self.agreement.raise_together(call, None)
+        self.replica_id = self.topology.rank
+        self.num_replicas = self.topology.size
+
+    def close(self) -> None:
+        """Free the communicators; a second call does nothing. Collective."""
+        if not self.topology.closed:
+            self.agreement.close()
+            self.cross_device_ops.close()
+            self.topology.close()
+
+    def reduce(
+        self,
+        operation: str,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Return the elementwise reduction of `value`, for any public call."""
+        self.topology.require_open()
+        return self.collectives.all_reduce(
+            operation, reduce_op, value, options, self.cross_device_ops.reduce_checked
+        )
+
+    def reduce_over_axis(
+        self, operation: str, reduce_op: ReduceOp | str, value: Any, axis: Axis
+    ) -> Any:
+        """Return the reduction of `value` over an axis and all replicas."""
+        self.topology.require_open()
+        return self.collectives.reduce_over_axis(
+            operation, reduce_op, value, axis, sum_arrays=self._sum
+        )
+
+    def gather(
+        self,
+        operation: str,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Return the concatenation of `value` over all replicas, for a public call."""
+        self.topology.require_open()
+        return self.collectives.all_gather(operation, value, axis, options)
+
+    def broadcast_from_first(self, operation: str, value: Any) -> Any:
+        """Return replica 0's nest of arrays on every replica. Collective."""
+        self.topology.require_open()
+        return self.collectives.broadcast(operation, value, root=0)
+
+    def together(self, call: Call, fn: Callable[[], T]) -> T:
+        """Return `fn()`; what it raises on one replica is raised on all. Collective."""
+        self.topology.require_open()
+        result = self.agreement.prepare(call.operation, fn)
+        self.agreement.require_same(call)
+        return result
+
+    def require_equal(self, operation: str, value: Any) -> None:
+        """Raise if the arrays of `value` are not equal on all replicas. Collective.
+
+        Of large arrays a sample is compared.
+        """
+        self.topology.require_open()
+        leaves, spec = nest.flatten(value)
+        described = tuple((a.dtype.name, a.shape, f"crc {_sample(a)}") for a in leaves)
+        self.agreement.require_same(Call(operation, (), spec, described))
+
+    def _sum(self, values: Sequence[Any], options: CommunicationOptions) -> list[Any]:
+        return self.cross_device_ops.reduce_checked(ReduceOp.SUM, values, options)
+
+
+def _sample(array: Any) -> str:
+    """Return a checksum of an array, or of evenly spaced elements of a large one."""
+    flat = array.reshape(-1)
+    step = max(1, flat.nbytes // _SAMPLED_BYTES)
+    data = np.ascontiguousarray(arrays.to_host(flat[::step])).tobytes()
+    return f"{zlib.crc32(data):08x}"

@@ -1,0 +1,288 @@
+"""All ranks fail together: Agreement, and the collectives that are built on it."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import nest
+from mpidist.agree import Agreement
+from mpidist.calls import Call
+
+
+@pytest.fixture
+def agreement(comm):
+    agreement = Agreement(comm.Dup())
+    yield agreement
+    agreement.close()
+    agreement.comm.Free()
+
+
+@pytest.fixture
+def several(comm):
+    """The number of the last of several ranks."""
+    if comm.size == 1:
+        pytest.skip("ranks can differ only where there are several")
+    return comm.size - 1
+
+
+def all_but_last(comm):
+    """Return how messages name the other ranks."""
+    return ["", "", "rank 0", "ranks 0, 1", "ranks 0, 1, 2"][comm.size]
+
+
+def call(strategy, name, *args):
+    """Call a collective of cross-replica or, with "all_", of replica context."""
+    if not name.startswith("all_"):
+        return getattr(strategy, name)(*args)
+    return strategy.run(lambda: getattr(mpidist.get_replica_context(), name)(*args))
+
+
+def check_works(strategy):
+    n, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
+    assert strategy.reduce("SUM", rank + 1) == n * (n + 1) // 2
+
+
+def test_equal_calls_pass(agreement):
+    for timeout in (None, 60):
+        agreement.require_same(step({"a": [1, 2]}, op="SUM"), timeout=timeout)
+    assert agreement.gather("ranks", agreement.rank) == list(range(agreement.size))
+
+
+@pytest.mark.parametrize("culprit", [0, -1])
+def test_one_ranks_error_is_raised_on_all(comm, agreement, culprit):
+    culprit %= comm.size
+    error = KeyError("lost") if comm.rank == culprit else None
+    with pytest.raises(KeyError, match="lost") as info:
+        agreement.require_same(Call("step"), error)
+    if comm.size > 1:
+        assert info.value.origin_rank == culprit
+    if error is None:
+        assert type(info.value.__cause__) is mpidist.RemoteError
+        assert f"on rank {culprit}:\nKeyError: 'lost'" in str(info.value.__cause__)
+    assert agreement.gather("next", 1) == [1] * comm.size
+
+
+def test_each_failed_rank_raises_its_own_error(comm, agreement):
+    errors = [ValueError("zero"), KeyError("one"), None, OSError("three")]
+    mine = errors[comm.rank]
+    with pytest.raises((ValueError, KeyError, OSError)) as info:
+        agreement.require_same(Call("step"), mine)
+    assert info.value is mine or (mine, str(info.value)) == (None, "zero")
+
+
+def test_an_error_that_cannot_be_sent_is_quoted_to_the_others(comm, agreement):
+    class LocalError(Exception):
+        pass
+
+    error = LocalError("no room") if comm.rank == 0 else None
+    with pytest.raises(LocalError if error else mpidist.RemoteError) as info:
+        agreement.require_same(Call("step"), error)
+    assert error or str(info.value).endswith("LocalError: no room")
+
+
+def test_an_error_goes_before_a_difference(comm, agreement):
+    error = OSError("disk") if comm.rank == 0 else None
+    with pytest.raises(OSError, match="disk"):
+        agreement.require_same(Call(f"step {comm.rank}"), error)
+
+
+def test_prepare_fails_where_the_others_meet_the_collective(comm, agreement):
+    with pytest.raises(ValueError, match="rank 0 cannot"):
+        agreement.prepare("step", lambda: int("1" if comm.rank else "rank 0 cannot"))
+        agreement.require_same(Call("step"))
+    assert agreement.prepare("step", lambda: 1) == 1
+
+
+def test_other_operations_are_a_divergence_that_names_both(comm, agreement, several):
+    operation = "save" if comm.rank == several else "load"
+    with pytest.raises(mpidist.DivergenceError) as info:
+        agreement.require_same(Call(operation))
+    assert re.search(
+        r"different collectives \(call 1 of this strategy\): "
+        rf"load at .*test_agree.py:\d+ on {all_but_last(comm)}; "
+        rf"save at .*test_agree.py:\d+ on rank {several}\.",
+        str(info.value),
+    )
+    agreement.require_same(Call("step"))
+
+
+def step(value, leaf=("f8", (2,)), **options):
+    leaves, spec = nest.flatten(value)
+    return Call("step", tuple(options.items()), spec, (leaf,) * len(leaves))
+
+
+STRUCTURE = "the structure of value"
+DIFFERENCES = [
+    (step(1, op="SUM"), step(1, op="MEAN"), "op", "SUM", "MEAN"),
+    (step(1), step(1, ("f4", (2,))), "value", r"f8 \(2,\)", r"f4 \(2,\)"),
+    (step([1]), step([1], ("f8", ())), r"value\[0\]", r"f8 \(2,\)", r"f8 \(\)"),
+    (step([1]), step((1,)), STRUCTURE, r".*\[\*\].*", r".*\(\*,\).*"),
+    (step({"a": 1}), step({"b": 1}), STRUCTURE, ".*'a'.*", ".*'b'.*"),
+    (step(1), Call("step"), STRUCTURE, r".*\*.*", "nothing"),
+]
+
+
+@pytest.mark.parametrize(("usual", "other", "name", "one", "two"), DIFFERENCES)
+def test_other_arguments(comm, agreement, several, usual, other, name, one, two):
+    with pytest.raises(mpidist.MismatchError) as info:
+        agreement.require_same(other if comm.rank == several else usual)
+    assert re.fullmatch(
+        f"step: the replicas' arguments differ: {name} is {one} on "
+        f"{all_but_last(comm)}; {two} on rank {several}",
+        str(info.value),
+    )
+    agreement.require_same(usual)
+
+
+@pytest.mark.parametrize("root", [0, -1])
+def test_root_only_runs_on_the_root_alone(comm, agreement, root):
+    root, calls = root % comm.size, []
+    result = agreement.root_only("ask", lambda: calls.append(1) or comm.rank, root)
+    assert result == root
+    assert len(calls) == (comm.rank == root)
+
+
+@pytest.mark.parametrize("root", [0, -1])
+def test_what_root_only_raises_is_raised_on_all(comm, agreement, root):
+    with pytest.raises(FileNotFoundError) as info:
+        agreement.root_only("open", lambda: os.stat("/not/there"), root % comm.size)
+    assert info.value.filename == "/not/there"
+    with pytest.raises((AttributeError, TypeError), match="pickle"):
+        agreement.root_only("open", lambda: lambda: 1, root % comm.size)
+    assert agreement.root_only("open", lambda: "ok") == "ok"
+
+
+def test_values_that_cannot_be_gathered_are_an_error_on_all(comm, agreement, several):
+    value = (lambda: 1) if comm.rank == several else 1
+    with pytest.raises((AttributeError, TypeError), match="pickle"):
+        agreement.gather("step", value)
+    assert agreement.gather("step", 1) == [1] * comm.size
+
+
+@pytest.mark.parametrize("late", [[0], [-1], [1, 2, 3]])
+def test_ranks_that_miss_a_deadline_are_named(comm, several, late):
+    late = [rank % comm.size for rank in late if rank < comm.size]
+    agreement = Agreement(comm.Dup())  # not freed: that might wait for all ranks
+    comm.Barrier()
+    if comm.rank not in late:
+        with pytest.raises(mpidist.DeadlineError, match="in step ") as info:
+            agreement.require_same(Call("step"), timeout=1)
+        names = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+        assert str(info.value).endswith(f"), but {names} did not arrive")
+        assert re.match(rf"rank {comm.rank} waited .*_agree.py:\d+\),", str(info.value))
+    agreement.close()
+    comm.Barrier()
+
+
+def test_a_replica_that_misses_a_deadline_ends_the_strategy(comm, strategy, several):
+    abandoned = mpidist.MirroredStrategy(communicator=comm)
+    options = mpidist.CommunicationOptions(timeout_seconds=1)
+    if comm.rank != several:
+        late = f"rank {several} did not arrive"
+        with pytest.raises(TimeoutError, match=f"in all_reduce .* {late}") as info:
+            call(abandoned, "all_reduce", "SUM", 1, options)
+        assert type(info.value) is mpidist.DeadlineError
+        with pytest.raises(mpidist.CollectiveError, match=f"any more: .* {late}"):
+            abandoned.reduce("SUM", 1)
+    abandoned.extended.agreement.close()
+    check_works(strategy)
+
+
+ONE = np.ones((2, 3))
+GOOD = {"reduce": ("SUM", ONE), "gather": (ONE, 0)}
+GOOD |= {"all_reduce": ("SUM", ONE), "all_gather": (ONE, 0)}
+BAD = [
+    (("MAX", ONE), mpidist.ArgumentError, "'SUM' or 'MEAN', not 'MAX'"),
+    ((3, ONE), mpidist.ArgumentTypeError, r"reduce_op .* not 3 \(int\)"),
+    ((None, ONE), mpidist.ArgumentTypeError, "reduce_op .* not None"),
+    (("SUM", None), mpidist.ArgumentTypeError, "value must be .* not None"),
+    (("SUM", [1, {"a": "x"}]), mpidist.ArgumentTypeError, r"value\[1\]\['a'\] must"),
+    (("SUM", [1, ONE > 0]), mpidist.DTypeError, r"value\[1\] has dtype bool"),
+    (("MEAN", True), mpidist.DTypeError, "value has dtype bool"),
+    (("SUM", np.array([None])), mpidist.DTypeError, "value has dtype object"),
+    (("SUM", np.array([1], "m8[s]")), mpidist.DTypeError, "value has dtype timedelta"),
+    (("SUM", ONE, 2), mpidist.ArgumentError, "axis 2 .* value, which has 2 dim"),
+    (("SUM", [ONE, ONE[0]], -2), mpidist.ArgumentError, r"axis -2 .* value\[1\]"),
+    (("SUM", ONE, ()), mpidist.ArgumentError, r"axis .* not \(\)"),
+    (("SUM", ONE, (1, -1)), mpidist.ArgumentError, r"axis .* not \(1, -1\)"),
+    (("SUM", ONE, 0.5), mpidist.ArgumentTypeError, "axis .* not 0.5"),
+    (("SUM", ONE, [None]), mpidist.ArgumentTypeError, "axis .* not .*None"),
+]
+BAD = [("reduce", *row) for row in BAD]
+BAD += [("all_reduce", *row) for _, *row in BAD if len(row[0]) == 2]
+
+
+@pytest.mark.parametrize(("name", "args", "error", "match"), BAD)
+def test_one_bad_argument_is_an_error_on_all(comm, strategy, name, args, error, match):
+    last = comm.size - 1
+    with pytest.raises(error, match=match) as info:
+        call(strategy, name, *(args if comm.rank == last else GOOD[name]))
+    assert type(info.value) is error
+    assert comm.size == 1 or info.value.origin_rank == last
+    check_works(strategy)
+
+
+UNLIKE = [
+    (("MEAN", ONE), "reduce_op is SUM on {others}; MEAN on {last}"),
+    (("SUM", ONE[0]), r"value is float64 \(2, 3\) on {others}; .* \(3,\) on {last}"),
+    (("SUM", ONE.astype("i4")), "value is float64 .* {others}; int32 .* on {last}"),
+    (("SUM", {"a": ONE}), "the structure of value is .* on {others}; .* on {last}"),
+]
+
+
+@pytest.mark.parametrize(("args", "match"), UNLIKE)
+@pytest.mark.parametrize("name", ["reduce", "all_reduce"])
+def test_unlike_arguments(comm, strategy, several, name, args, match):
+    match = match.format(others=all_but_last(comm), last=f"rank {several}")
+    with pytest.raises(mpidist.MismatchError, match=f"{name}: .* differ: {match}$"):
+        call(strategy, name, *(args if comm.rank == several else GOOD[name]))
+    check_works(strategy)
+
+
+PAIRS = [("reduce", "gather"), ("all_reduce", "all_gather"), ("reduce", "all_reduce")]
+
+
+@pytest.mark.parametrize(("usual", "other"), PAIRS)
+def test_another_collective_on_one_replica(comm, strategy, several, usual, other):
+    name = other if comm.rank == several else usual
+    with pytest.raises(mpidist.DivergenceError) as info:
+        call(strategy, name, *GOOD[name])
+    assert re.search(f"{usual} at .* on {all_but_last(comm)}", str(info.value))
+    assert re.search(f"{other} at .* on rank {several}", str(info.value))
+    check_works(strategy)
+
+
+@pytest.mark.parametrize("method", ["all_reduce", "all_gather"])
+@pytest.mark.parametrize("timeout", [None, 60])
+def test_an_exception_in_one_replica_ends_run_on_all(comm, strategy, method, timeout):
+    def fn():
+        if comm.rank == comm.size - 1:
+            raise ZeroDivisionError("in replica")
+        options = mpidist.CommunicationOptions(timeout_seconds=timeout)
+        getattr(mpidist.get_replica_context(), method)(*GOOD[method], options)
+
+    with pytest.raises(ZeroDivisionError, match="in replica") as info:
+        strategy.run(fn)
+    assert comm.size == 1 or info.value.origin_rank == comm.size - 1
+    check_works(strategy)
+
+
+@pytest.mark.parametrize("field", ["bytes_per_pack", "timeout_seconds"])
+def test_options_that_differ(comm, strategy, several, field):
+    fields = {field: 60} if comm.rank == several else {}
+    options = mpidist.CommunicationOptions(**fields)
+    with pytest.raises(mpidist.MismatchError, match=field):
+        call(strategy, "all_reduce", "SUM", [1, 2], options)
+    check_works(strategy)
+
+
+@pytest.mark.parametrize("args", [{}, None, 1])
+def test_bad_args_of_run_on_one_replica_are_an_error_on_all(comm, strategy, args):
+    with pytest.raises(mpidist.ArgumentError, match=f"args .* not {args}"):
+        strategy.run(lambda *_: None, args if comm.rank == comm.size - 1 else ())
+    check_works(strategy)

@@ -1,0 +1,240 @@
+"""CrossDeviceOps and its subclasses; NumPy is the oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist.transports.hierarchical import HierarchicalTransport
+
+KINDS = {
+    "base": mpidist.CrossDeviceOps,
+    "mpi": mpidist.MpiAllReduce,
+    "hierarchical": mpidist.HierarchicalCopyAllReduce,
+    "hierarchical, 2 packs": lambda: mpidist.HierarchicalCopyAllReduce(num_packs=2),
+    "hierarchical, unpacked": lambda: mpidist.HierarchicalCopyAllReduce(num_packs=0),
+    "to one": mpidist.ReductionToOneDevice,
+    "to the last": None,
+    "own accumulation": lambda: mpidist.ReductionToOneDevice(accumulation_fn=sum),
+}
+
+
+@pytest.fixture(params=KINDS)
+def strategy(request, comm):
+    make = KINDS[request.param]
+    ops = make() if make else mpidist.ReductionToOneDevice(comm.size - 1)
+    strategy = mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)
+    yield strategy
+    strategy.experimental_finalize()
+
+
+def contributions(strategy, shape=(2, 3), dtype="f8"):
+    ranks = range(strategy.num_replicas_in_sync)
+    return [
+        np.random.default_rng(r).integers(0, 99, shape).astype(dtype) for r in ranks
+    ]
+
+
+def mine(strategy, values):
+    return values[strategy.extended.replica_id]
+
+
+def expected(op, values):
+    total = np.sum(values, axis=0)
+    return total / len(values) if op == "MEAN" else total
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("dtype", ["f4", "f8", "i4", "c16", "f2"])
+def test_reduce_is_numpys(strategy, op, dtype):
+    values = contributions(strategy, dtype=dtype)
+    got = strategy.reduce(op, mine(strategy, values))
+    want = expected(op, [v.astype("f8") if dtype == "f2" else v for v in values])
+    assert got.dtype == ("f8" if (op, dtype) == ("MEAN", "i4") else dtype)
+    np.testing.assert_array_equal(got, want.astype(got.dtype))
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_reduce_over_an_axis_with_uneven_lengths(strategy, op):
+    n = strategy.num_replicas_in_sync
+    rows = [np.arange(3.0 * r).reshape(r, 3) for r in range(n)]
+    got = strategy.reduce(op, mine(strategy, rows), axis=0)
+    all_rows = np.concatenate(rows)
+    if len(all_rows):
+        np.testing.assert_array_equal(got, getattr(np, op.lower())(all_rows, axis=0))
+
+
+def test_all_reduce_of_a_nest(strategy):
+    values = {s: contributions(strategy, s) for s in [(2,), (), (3, 4), (0,)]}
+
+    def step():
+        nest = {str(s): mine(strategy, v) for s, v in values.items()}
+        return mpidist.get_replica_context().all_reduce("SUM", nest)
+
+    (got,) = strategy.experimental_local_results(strategy.run(step))
+    for shape, value in values.items():
+        np.testing.assert_array_equal(got[str(shape)], np.sum(value, axis=0))
+
+
+def test_variables_use_it(strategy):
+    with strategy.scope():
+        w = mpidist.Variable(np.zeros(2), aggregation=mpidist.VariableAggregation.MEAN)
+    values = contributions(strategy, (2,))
+    strategy.run(lambda: w.assign_add(mine(strategy, values)))
+    np.testing.assert_allclose(w, np.mean(values, axis=0), rtol=1e-15)
+
+
+def test_public_reduce_and_batch_reduce_give_mirrored_values(strategy):
+    ops = strategy.extended.cross_device_ops
+    rank = strategy.extended.replica_id
+    values = contributions(strategy)
+    value = mpidist.PerReplica((mine(strategy, values),), (rank,))
+    one = ops.reduce("SUM", value, destinations="CPU:0")
+    two = ops.batch_reduce("MEAN", [(value, value), (values[0], ["CPU:0", "CPU:1"])])
+    assert all(isinstance(v, mpidist.Mirrored) for v in (one, *two))
+    np.testing.assert_array_equal(one, np.sum(values, axis=0))
+    np.testing.assert_allclose(two[0], np.mean(values, axis=0), rtol=1e-15)
+    np.testing.assert_allclose(two[1], values[0], rtol=1e-15)
+    assert ops.batch_reduce("SUM", []) == []
+
+
+def test_broadcast_gives_replica_0s_value(strategy):
+    values = contributions(strategy)
+    ops = strategy.extended.cross_device_ops
+    got = ops.broadcast(mine(strategy, values), "CPU:0")
+    np.testing.assert_array_equal(got, values[0])
+
+
+@pytest.mark.parametrize("destinations", [[], "", None, 7, [7], ["CPU:0", 7]])
+def test_bad_destinations_are_refused_on_all(strategy, destinations):
+    ops = strategy.extended.cross_device_ops
+    is_last = strategy.extended.replica_id == strategy.num_replicas_in_sync - 1
+    given = destinations if is_last else "CPU:0"
+    with pytest.raises(ValueError, match="destinations must be"):
+        ops.reduce("SUM", 1.0, given)
+    with pytest.raises(ValueError, match="destinations must be"):
+        ops.broadcast(1.0, given)
+    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
+
+
+@pytest.mark.parametrize("pairs", [[1.0], [(1.0,)], [[1.0, "CPU:0"]], 5, "ab"])
+def test_what_is_no_list_of_pairs_is_refused_on_all(strategy, pairs):
+    with pytest.raises(ValueError, match="value_destination_pairs"):
+        strategy.extended.cross_device_ops.batch_reduce("SUM", pairs)
+    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
+
+
+class Recording(mpidist.CrossDeviceOps):
+    """A user's own: adds up what it gathers, and writes down what it was asked."""
+
+    def __init__(self):
+        self.calls = []
+
+    def reduce_implementation(
+        self, reduce_op, per_replica_value, destinations, options
+    ):
+        self.calls.append((reduce_op, type(per_replica_value), len(destinations)))
+        (value,) = per_replica_value.values
+        total = np.sum(self.collectives.agreement.comm.allgather(value), axis=0)
+        is_mean = reduce_op is mpidist.ReduceOp.MEAN
+        return total / self.collectives.size if is_mean else total
+
+
+def test_a_users_own_subclass_is_used(comm):
+    ops = Recording()
+    strategy = mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)
+    n = strategy.num_replicas_in_sync
+    assert strategy.reduce("MEAN", strategy.extended.replica_id) == (n - 1) / 2
+    assert ops.calls == [(mpidist.ReduceOp.MEAN, mpidist.PerReplica, n)]
+    value = strategy.extended.batch_reduce_to("SUM", [(1.0, "CPU:0"), (2.0, "CPU:0")])
+    assert [float(v) for v in value] == [n, 2 * n]
+    assert len(ops.calls) == 3
+    assert strategy.reduce("SUM", np.ones(4), axis=0) == 4 * n
+    strategy.experimental_finalize()
+
+
+class Failing(mpidist.CrossDeviceOps):
+    def reduce_implementation(self, reduce_op, value, destinations, options):
+        if self.collectives.agreement.rank == 0:
+            raise KeyError("of the user's own")
+        return super().reduce_implementation(reduce_op, value, destinations, options)
+
+
+def test_an_error_in_a_users_own_on_one_rank_is_raised_on_all(comm):
+    strategy = mpidist.MirroredStrategy(cross_device_ops=Failing(), communicator=comm)
+    for axis in (None, 0):
+        with pytest.raises(KeyError, match="of the user's own"):
+            strategy.reduce("SUM", np.ones(2), axis=axis)
+    assert strategy.gather(np.ones(1), 0).sum() == strategy.num_replicas_in_sync
+    strategy.experimental_finalize()
+
+
+def test_an_accumulation_that_fails_is_raised_on_all(comm):
+    ops = mpidist.ReductionToOneDevice(accumulation_fn=lambda values: values[0][:1])
+    strategy = mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)
+    with pytest.raises(ValueError, match="accumulation_fn returned shape"):
+        strategy.reduce("SUM", np.ones(3))
+    assert strategy.reduce("SUM", np.ones(1)) == [1]  # the first replica's
+    strategy.experimental_finalize()
+
+
+@pytest.mark.parametrize(
+    "cls", [mpidist.HierarchicalCopyAllReduce, mpidist.NcclAllReduce]
+)
+def test_negative_packs_are_refused(cls):
+    with pytest.raises(ValueError, match="num_packs"):
+        cls(num_packs=-1)
+
+
+def test_nccl_without_gpus_is_an_error_by_name(comm):
+    with pytest.raises(mpidist.LaunchError, match="NcclAllReduce"):
+        mpidist.MirroredStrategy(
+            cross_device_ops=mpidist.NcclAllReduce(), communicator=comm
+        )
+
+
+@pytest.mark.parametrize("device", ["GPU:9", -1, 99])
+def test_a_device_that_no_replica_has_is_refused(comm, device):
+    with pytest.raises(ValueError, match="reduce_to_device"):
+        mpidist.MirroredStrategy(
+            cross_device_ops=mpidist.ReductionToOneDevice(device), communicator=comm
+        )
+
+
+def test_what_is_no_cross_device_ops_is_refused(comm):
+    with pytest.raises(TypeError, match="cross_device_ops"):
+        mpidist.MirroredStrategy(cross_device_ops="nccl", communicator=comm)
+
+
+def test_one_object_belongs_to_one_strategy(comm):
+    ops = mpidist.MpiAllReduce()
+    with pytest.raises(RuntimeError, match="give this MpiAllReduce to a strategy"):
+        ops.reduce("SUM", 1.0, "CPU:0")
+    strategy = mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)
+    with pytest.raises(RuntimeError, match="another strategy"):
+        mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)
+    strategy.experimental_finalize()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_unlike_cross_device_ops_are_refused_on_all(comm):
+    ops = mpidist.HierarchicalCopyAllReduce() if comm.rank else None
+    with pytest.raises(ValueError, match="cross_device_ops is"):
+        mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3])
+@pytest.mark.parametrize("seconds", [None, 60])
+def test_hierarchical_over_several_nodes(comm, strategy, ranks_per_node, seconds):
+    """Nodes are pretended: groups of consecutive ranks."""
+    extended = strategy.extended
+    node = comm.Split(comm.rank // ranks_per_node)
+    transport = HierarchicalTransport(extended.agreement, node)
+    values = contributions(strategy, (1000,))
+    options = mpidist.CommunicationOptions(timeout_seconds=seconds)
+    value = [mine(strategy, values)]
+    (total,) = extended.collectives.sum_arrays(value, options, transport)
+    np.testing.assert_array_equal(total, np.sum(values, axis=0))
+    transport.close()
+    node.Free()

@@ -1,0 +1,296 @@
+"""strategy.reduce and ReplicaContext.all_reduce, with NumPy as the oracle."""
+
+from __future__ import annotations
+
+import collections
+import functools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import CommunicationOptions, ReduceOp
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+INTEGERS = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]
+FLOATS = ["f2", BFLOAT16, "f4", "f8", "g", "c8", "c16"]
+# How long the first summed axis is on each replica: uneven, and empty on one
+LENGTHS = [2, 3, 0, 1]
+Pair = collections.namedtuple("Pair", "left right")
+Batch = type("Batch", (dict,), {})
+
+
+def part(rank, shape, dtype="f8", seed=0):
+    """What replica `rank` contributes: small whole numbers, so that sums are exact."""
+    numbers = np.random.default_rng([seed, rank]).integers(0, 5, shape)
+    unit = 1 + 2j if np.dtype(dtype).kind == "c" else 1
+    return np.asarray(numbers * unit).astype(dtype)
+
+
+def parts(strategy, shape, dtype="f8", seed=0):
+    n = strategy.num_replicas_in_sync
+    return [part(r, shape, dtype, seed) for r in range(n)]
+
+
+def uneven_parts(strategy, shape, axis, dtype="f8"):
+    """As `parts`, but along `axis` each replica has its own length."""
+    n, before, after = strategy.num_replicas_in_sync, shape[:axis], shape[axis:][1:]
+    return [part(r, (*before, LENGTHS[r], *after), dtype) for r in range(n)]
+
+
+def all_reduce(strategy, reduce_op, value, options=None):
+    def fn():
+        return mpidist.get_replica_context().all_reduce(reduce_op, value, options)
+
+    return strategy.experimental_local_results(strategy.run(fn))[0]
+
+
+@pytest.fixture(params=["reduce", "all_reduce"])
+def reduce(request, strategy):
+    """Each of the two calls that combine elementwise, as `reduce(op, value)`."""
+    if request.param == "reduce":
+        return strategy.reduce
+    return functools.partial(all_reduce, strategy)
+
+
+def check(result, expected):
+    assert (result.dtype, result.shape) == (expected.dtype, expected.shape)
+    assert result.dtype.isnative
+    assert np.array_equal(result, expected)
+
+
+def lay_out(array, layout):
+    """Return an equal array that lies otherwise in memory."""
+    if layout == "F":
+        return np.asfortranarray(array)
+    if layout == "big-endian":
+        return array.astype(array.dtype.newbyteorder(">"))
+    if layout == "strided":
+        return np.repeat(array, 2, axis=0)[::2]
+    if layout == "rotated":
+        return np.moveaxis(np.moveaxis(array, 0, -1).copy(), -1, 0)
+    if layout == "read-only":
+        array = array.copy()
+        array.flags.writeable = False
+    return array
+
+
+LAYOUTS = ["C", "F", "big-endian", "strided", "rotated", "read-only"]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS + FLOATS)
+def test_sum_keeps_the_dtype(reduce, strategy, dtype):
+    mine = parts(strategy, (3, 4), dtype)
+    result = reduce("SUM", mine[strategy.extended.replica_id])
+    check(result, functools.reduce(np.add, mine))
+
+
+@pytest.mark.parametrize("dtype", INTEGERS + FLOATS)
+def test_mean_keeps_floats_and_makes_integers_float64(reduce, strategy, dtype):
+    mine = parts(strategy, (3, 4), dtype)
+    total = functools.reduce(np.add, mine)
+    out = "f8" if dtype in INTEGERS else dtype
+    wide = "f4" if dtype in ("f2", BFLOAT16) else out
+    expected = total.astype(wide) / strategy.num_replicas_in_sync
+    check(reduce("MEAN", mine[strategy.extended.replica_id]), expected.astype(out))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (5,), (2, 3, 4)])
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_every_shape(reduce, strategy, op, shape):
+    mine = parts(strategy, shape)
+    expected = np.asarray(getattr(np, op.lower())(mine, axis=0))
+    check(reduce(op, mine[strategy.extended.replica_id]), expected)
+
+
+@pytest.mark.parametrize("shift", range(len(LAYOUTS)))
+def test_layouts_may_differ_between_replicas(reduce, strategy, shift):
+    mine = parts(strategy, (2, 3, 4))
+    rank = strategy.extended.replica_id
+    value = lay_out(mine[rank], LAYOUTS[(rank + shift) % len(LAYOUTS)])
+    check(reduce("SUM", value), np.sum(mine, axis=0))
+
+
+def test_arguments_are_neither_changed_nor_returned(reduce, strategy):
+    value = part(strategy.extended.replica_id, (4,))
+    for op in ReduceOp:
+        result = reduce(op, value)
+        assert not np.shares_memory(result, value)
+    check(value, part(strategy.extended.replica_id, (4,)))
+
+
+@pytest.mark.parametrize("op", ["sum", "Sum", "SUM", ReduceOp.SUM])
+def test_operations_by_name_in_any_case(reduce, strategy, op):
+    assert reduce(op, 1) == strategy.num_replicas_in_sync
+
+
+def test_float16_is_added_up_in_float32(reduce):
+    # A sum of two is already infinite in float16
+    check(reduce("MEAN", np.full(3, 6e4, "f2")), np.full(3, 6e4, "f2"))
+
+
+def test_bfloat16_is_added_up_in_float32(reduce, strategy):
+    n = strategy.num_replicas_in_sync
+    rngs = [np.random.default_rng(r) for r in range(n)]
+    mine = [rng.uniform(1, 2, 1000).astype(BFLOAT16) for rng in rngs]
+    # Float32 holds these sums exactly, so there is one rounding
+    expected = np.sum([x.astype("f8") for x in mine], axis=0).astype(BFLOAT16)
+    check(reduce("SUM", mine[strategy.extended.replica_id]), expected)
+
+
+NUMBERS = [3, 2.5, 1 + 2j, np.float32(3), np.int16(3)]
+NUMBERS += [np.float64(2.5), np.complex128(2j)]
+
+
+@pytest.mark.parametrize("value", NUMBERS)
+def test_numbers_give_numbers_of_their_type(reduce, strategy, value):
+    total = reduce("SUM", value)
+    assert type(total) is type(value)
+    assert total == value * strategy.num_replicas_in_sync
+
+
+def test_mean_of_python_integers_is_a_float(reduce, strategy):
+    mean = reduce("MEAN", strategy.extended.replica_id)
+    assert (type(mean), mean) == (float, (strategy.num_replicas_in_sync - 1) / 2)
+
+
+def nest_of(leaf):
+    return {
+        "list": [leaf(0, "f4"), leaf(1, "f8")],
+        "pair": Pair(leaf(2, "i4"), (leaf(3, "f2"),)),
+        "batch": Batch(b=leaf(4, "f8"), a=leaf(5, "i4")),
+        "empty": (),
+    }
+
+
+def check_nest(result, expected):
+    assert type(result) is type(expected)
+    if isinstance(expected, dict):
+        assert set(result) == set(expected)
+        result, expected = zip(*((result[key], expected[key]) for key in expected))
+    if isinstance(expected, list | tuple):
+        for one, other in zip(result, expected, strict=True):
+            check_nest(one, other)
+    else:
+        check(result, expected)
+
+
+@pytest.mark.parametrize("bytes_per_pack", [0, 1, 4, 20, 64, 10**9])
+@pytest.mark.parametrize("timeout", [None, 60])
+def test_nests_in_packs_of_any_size(strategy, bytes_per_pack, timeout):
+    rank = strategy.extended.replica_id
+    value = nest_of(lambda i, dtype: part(rank, (i, 3), dtype, seed=i))
+    expected = nest_of(
+        lambda i, dtype: functools.reduce(np.add, parts(strategy, (i, 3), dtype, i))
+    )
+    options = CommunicationOptions(bytes_per_pack, timeout_seconds=timeout)
+    check_nest(all_reduce(strategy, "SUM", value, options), expected)
+
+
+def test_reduce_takes_distributed_values(strategy):
+    value = strategy.experimental_distribute_values_from_function(
+        lambda context: {"id": np.full(2, context.replica_id_in_sync_group)}
+    )
+    value["one"] = strategy.run(lambda: [1, 1])
+    n = strategy.num_replicas_in_sync
+    result = strategy.reduce("SUM", value)
+    check(result["id"], np.full(2, n * (n - 1) // 2))
+    assert result["one"] == [n, n]
+    assert strategy.reduce("SUM", value["id"], axis=0) == n * (n - 1)
+
+
+AXES = [((4,), 0), ((4,), -1), ((2, 3), (0, 1)), ((2, 3, 4), [2, -3])]
+AXES += [((2, 3), axis) for axis in range(-2, 2)]
+AXES += [((2, 3, 4), axis) for axis in [0, 1, 2, -1, -2, -3, (0, 1), (-1, 0), [1, 2]]]
+
+
+@pytest.mark.parametrize(("shape", "axis"), AXES)
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("dtype", ["f8", "i4"])
+def test_every_axis_with_uneven_lengths(strategy, op, shape, axis, dtype):
+    first = axis if isinstance(axis, int) else axis[0]
+    mine = uneven_parts(strategy, shape, first, dtype)
+    axes = axis if isinstance(axis, int) else tuple(axis)
+    expected = getattr(np, op.lower())(np.concatenate(mine, first), axes)
+    result = strategy.reduce(op, mine[strategy.extended.replica_id], axis=axis)
+    check(result, expected.astype(dtype) if op == "SUM" else expected)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS + FLOATS)
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_every_dtype_over_an_axis(strategy, op, dtype):
+    mine = uneven_parts(strategy, (4, 3), 0, dtype)
+    rows = np.concatenate(mine)
+    wide = rows.astype({"g": "g", "c8": "c16", "c16": "c16"}.get(dtype, "f8"))
+    expected = wide.sum(axis=0) / (len(rows) if op == "MEAN" else 1)
+    out = "f8" if op == "MEAN" and dtype in INTEGERS else dtype
+    result = strategy.reduce(op, mine[strategy.extended.replica_id], axis=0)
+    check(result, expected.astype(out))
+
+
+@pytest.mark.parametrize("dtype", ["f2", BFLOAT16, "f4"])
+def test_sums_over_an_axis_are_formed_in_double_precision(strategy, dtype):
+    value = np.ones(3001, dtype)
+    value[0] = 2.0 ** (25 if dtype == "f4" else 9)
+    exact = value.astype("f8").sum() * strategy.num_replicas_in_sync
+    assert strategy.reduce("SUM", value, axis=0) == exact.astype(dtype)
+
+
+def test_mean_over_an_axis_is_no_mean_of_means(strategy):
+    n, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
+    expected = np.repeat(np.arange(n), np.arange(1, n + 1)).mean()
+    assert strategy.reduce("MEAN", np.full(rank + 1, rank), axis=0) == expected
+
+
+@pytest.mark.parametrize("dtype", ["f4", "i4", BFLOAT16])
+def test_an_axis_that_is_empty_on_every_replica(strategy, dtype):
+    value = np.empty((0, 2), dtype)
+    check(strategy.reduce("SUM", value, axis=0), np.zeros(2, dtype))
+    mean = strategy.reduce("MEAN", value, axis=0)
+    assert mean.dtype == ("f8" if dtype == "i4" else dtype)
+    assert np.isnan(mean.astype("f8")).tolist() == [True, True]
+
+
+def test_a_nest_over_an_axis(strategy):
+    rank = strategy.extended.replica_id
+    rows = {"a": uneven_parts(strategy, (4, 2), 0), "b": parts(strategy, (3,), "i8")}
+    value = {"a": rows["a"][rank], "b": [rows["b"][rank]]}
+    result = strategy.reduce("MEAN", value, axis=0)
+    check(result["a"], np.concatenate(rows["a"]).mean(axis=0))
+    check(result["b"][0], np.concatenate(rows["b"]).mean(axis=0))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_over_an_axis(strategy, layout, axis):
+    mine = parts(strategy, (3, 4))
+    value = lay_out(mine[strategy.extended.replica_id], layout)
+    expected = np.concatenate(mine, axis).sum(axis=axis)
+    check(strategy.reduce("SUM", value, axis=axis), expected)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_layouts_of_what_is_left_over_an_axis(strategy, mixed):
+    rank = strategy.extended.replica_id
+    mine = parts(strategy, (2, 3, 4, 5))
+    # All rotated, or Fortran order beside C order
+    value = np.moveaxis(mine[rank].transpose(2, 1, 3, 0).copy(), [0, 1, 2], [2, 1, 3])
+    if mixed:
+        mine = parts(strategy, (2, 3, 4))
+        value = mine[rank] if rank else np.asfortranarray(mine[rank])
+    check(strategy.reduce("SUM", value, axis=0), np.concatenate(mine).sum(axis=0))
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4"])
+def test_a_sum_over_an_axis_that_does_not_fit_is_an_error(strategy, dtype):
+    most, rank = np.iinfo(dtype).max, strategy.extended.replica_id
+    total = strategy.num_replicas_in_sync * 2 * most
+    value = np.array([most, most], dtype)
+    with pytest.raises(mpidist.ArgumentError) as info:
+        strategy.reduce("SUM", value, axis=0)
+    assert f"{total}, which does not fit {np.dtype(dtype).name}" in str(info.value)
+    # The limit itself fits, and means always do
+    assert strategy.reduce("SUM", value[: int(rank == 0)], axis=0) == most
+    assert strategy.reduce("MEAN", value, axis=0) == most
+    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync

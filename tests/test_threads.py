@@ -1,0 +1,92 @@
+"""Collectives from several threads of each rank."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import mpidist
+
+
+def run_all(jobs):
+    """Run functions in threads of the given names; return results or errors by name."""
+    results = {}
+
+    def work(name, job):
+        try:
+            results[name] = job()
+        except Exception as error:
+            results[name] = error
+
+    threads = [
+        threading.Thread(target=work, args=item, name=item[0]) for item in jobs.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_threads_in_any_order_get_their_own_results(strategy):
+    rank, n = strategy.extended.replica_id, strategy.num_replicas_in_sync
+
+    def job(factor):
+        def step():
+            context = mpidist.get_replica_context()
+            return context.all_reduce("SUM", np.full(3, float(factor)))
+
+        return lambda: [
+            strategy.experimental_local_results(strategy.run(step))[0].tolist()
+            for _ in range(20)
+        ]
+
+    names = ["one", "two", "three"]
+    # Each rank starts them in an order of its own
+    order = names[rank % 3 :] + names[: rank % 3]
+    results = run_all({name: job(names.index(name) + 1) for name in order})
+    for i, name in enumerate(names):
+        assert results[name] == [[n * (i + 1.0)] * 3] * 20
+
+
+def test_a_thread_and_the_main_thread(strategy):
+    n = strategy.num_replicas_in_sync
+    results = []
+    thread = threading.Thread(
+        target=lambda: results.extend(strategy.reduce("SUM", 2) for _ in range(50)),
+        name="other",
+    )
+    thread.start()
+    main = [strategy.reduce("SUM", 1.0) for _ in range(50)]
+    thread.join()
+    assert main == [n] * 50
+    assert results == [2 * n] * 50
+
+
+def test_an_error_in_one_thread_is_not_the_others(strategy):
+    n, last = strategy.num_replicas_in_sync, strategy.num_replicas_in_sync - 1
+
+    def fails():
+        def step():
+            if mpidist.get_replica_context().replica_id_in_sync_group == last:
+                raise KeyError("in a thread")
+            mpidist.get_replica_context().all_reduce("SUM", 1.0)
+
+        strategy.run(step)
+
+    results = run_all({"bad": fails, "good": lambda: strategy.reduce("SUM", 1)})
+    assert isinstance(results["bad"], KeyError)
+    assert results["good"] == n
+    assert strategy.reduce("SUM", 1) == n
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_thread_that_other_ranks_do_not_have_is_an_error_on_all(strategy):
+    if strategy.extended.replica_id == 0:
+        result = run_all({"lonely": lambda: strategy.reduce("SUM", 1)})["lonely"]
+        assert isinstance(result, mpidist.DivergenceError)
+    else:
+        with pytest.raises(mpidist.DivergenceError, match="no other thread"):
+            strategy.reduce("SUM", 1)
