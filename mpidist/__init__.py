@@ -41,6 +41,7 @@ from mpidist.errors import (
     MismatchError,
     MpidistError,
     RemoteError,
+    UnsupportedError,
 )
 from mpidist.extended import MultiStepContext, StrategyExtended
 from mpidist.mirrored_strategy import MirroredStrategy
@@ -56,7 +57,7 @@ from mpidist.options import (
 )
 from mpidist.strategy import Strategy, ValueContext
 from mpidist.strategy_v1 import StrategyV1
-from mpidist.values import DistributedValues, Mirrored, PerReplica
+from mpidist.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
 from mpidist.variables import Variable
 
 __all__ = [
@@ -76,6 +77,7 @@ __all__ = [
     "DistributedValues",
     "DivergenceError",
     "HierarchicalCopyAllReduce",
+    "IndexedSlices",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
@@ -96,6 +98,7 @@ __all__ = [
     "Strategy",
     "StrategyExtended",
     "StrategyV1",
+    "UnsupportedError",
     "ValueContext",
     "Variable",
     "VariableAggregation",

@@ -13,6 +13,7 @@
     │   ├── DivergenceError              replicas called different collectives
     │   ├── DeadlineError (TimeoutError) a replica did not arrive in time
     │   └── RemoteError                  another replica failed
+    ├── UnsupportedError (NotImplementedError)  tf.distribute has it no more than we do
     └── DataError                        input data are missing, unlike or damaged
 
 Errors in the arguments of a collective, and errors that happen inside
@@ -35,6 +36,7 @@ __all__ = [
     "MismatchError",
     "MpidistError",
     "RemoteError",
+    "UnsupportedError",
 ]
 
 
@@ -80,6 +82,10 @@ class DeadlineError(CollectiveError, TimeoutError):
 
 class RemoteError(CollectiveError):
     """Another replica failed, with the error that the message quotes."""
+
+
+class UnsupportedError(MpidistError, NotImplementedError):
+    """An operation that has no meaning for the object, as in tf.distribute."""
 
 
 class DataError(MpidistError):

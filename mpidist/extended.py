@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
+from mpidist import audit
 from mpidist.calls import Call
 from mpidist.context import (
     ReplicaContext,
@@ -235,6 +236,19 @@ class StrategyExtended(ReplicaGroup):
         with enter(self.strategy, updating=True):
             result = fn(*args, **kwargs)
         return None if group else result
+
+    def audit_variables(self) -> None:
+        """Raise if a mirrored variable is not equal on all replicas. Collective.
+
+        Compares checksums of all bytes of each ON_WRITE variable, and moves only those
+        unless there is a difference.
+
+        Raises, on all replicas:
+          MismatchError: names the first variable that differs, the replicas that differ
+            from replica 0, and the first element that does.
+        """
+        self.topology.require_open()
+        audit.audit_variables(self)
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Return whether `v` is a variable of this strategy. Not collective."""

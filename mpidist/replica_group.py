@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -60,8 +61,23 @@ class ReplicaGroup:
             call, lambda: self.cross_device_ops.bind(self.collectives, self.topology)
         )
         self.agreement.raise_together(call, None)
+        self._variables: list[weakref.ref[Any]] = []
         self.replica_id = self.topology.rank
         self.num_replicas = self.topology.size
+
+    def register(self, variable: Any) -> int:
+        """Take note of a variable; return how many there were before. Not collective.
+
+        Variables are made in the same order on all replicas, so the numbers agree.
+        """
+        self._variables.append(weakref.ref(variable))
+        return len(self._variables) - 1
+
+    @property
+    def variables(self) -> dict[int, Any]:
+        """The variables that still exist in this process, by their number."""
+        alive = ((i, reference()) for i, reference in enumerate(self._variables))
+        return {i: variable for i, variable in alive if variable is not None}
 
     def close(self) -> None:
         """Free the communicators; a second call does nothing. Collective."""

@@ -7,6 +7,7 @@ to is in `replica_ids`.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -205,6 +206,21 @@ class Mirrored(ArrayView, DistributedValues):
 
     def __repr__(self) -> str:
         return DistributedValues.__repr__(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexedSlices:
+    """Some rows of an array: what the `scatter_...` methods of a variable take.
+
+    Args:
+      values: the rows, `(n, *shape)`.
+      indices: their numbers in the first dimension, `(n,)`; may repeat.
+      dense_shape: the shape of the whole array; carried, not used.
+    """
+
+    values: Any
+    indices: Any
+    dense_shape: tuple[int, ...] | None = None
 
 
 def local_component(value: Any) -> Any:

@@ -16,30 +16,19 @@ was read stays as it was.
 
 from __future__ import annotations
 
-import itertools
-import numbers
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from mpidist import arrays, context
-from mpidist.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    ContextError,
-    DTypeError,
-)
+from mpidist import arrays, context, updates
+from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError
 from mpidist.options import ReduceOp, VariableAggregation, VariableSynchronization
-from mpidist.values import ArrayView, DistributedValues, Mirrored
+from mpidist.values import ArrayView, DistributedValues, IndexedSlices
 
 if TYPE_CHECKING:
     from mpidist.strategy import Strategy
 
 __all__ = ["Variable"]
-
-_Apply = Callable[[Any, Any], Any]
-_counter = itertools.count()
 
 
 class Variable(ArrayView, DistributedValues):
@@ -90,7 +79,8 @@ class Variable(ArrayView, DistributedValues):
         if synchronization is VariableSynchronization.AUTO:
             synchronization = VariableSynchronization.ON_WRITE
         self._strategy = context.get_strategy()
-        self._name = f"Variable_{next(_counter)}" if name is None else name
+        number = self._strategy.extended.register(self)
+        self._name = f"Variable_{number}" if name is None else name
         self._trainable = trainable
         self._synchronization = synchronization
         self._aggregation = aggregation
@@ -167,23 +157,63 @@ class Variable(ArrayView, DistributedValues):
           ContextError: under another strategy.
           MismatchError: in cross-replica context, values that differ, on all replicas.
         """
-        return self._update("assign", lambda old, new: new.copy(), value)
+        return updates.update(self, "assign", lambda old, new: new.copy(), value)
 
     def assign_add(self, delta: Any) -> Variable:
         """Add to the value; collective and raising like `assign`. Returns self."""
-        return self._update("assign_add", lambda old, new: old + new, delta)
+        return updates.update(self, "assign_add", lambda old, new: old + new, delta)
 
     def assign_sub(self, delta: Any) -> Variable:
         """Subtract from the value; like `assign_add`."""
-        return self._update("assign_sub", lambda old, new: old - new, delta)
+        return updates.update(self, "assign_sub", lambda old, new: old - new, delta)
+
+    def scatter_add(self, sparse_delta: IndexedSlices) -> Variable:
+        """Add rows to rows of the value; repeated indices add up. Returns self.
+
+        Collective like `assign`. In replica context the slices of all replicas, of
+        which there may be different numbers, are applied (SUM, or divided by the number
+        of replicas for MEAN), or replica 0's (ONLY_FIRST_REPLICA).
+
+        Raises: see `assign`; ArgumentError also for indices out of range;
+          UnsupportedError: an ON_READ variable.
+        """
+        return updates.scatter(self, "scatter_add", np.add, sparse_delta)
+
+    def scatter_sub(self, sparse_delta: IndexedSlices) -> Variable:
+        """Subtract rows from rows of the value; like `scatter_add`."""
+        return updates.scatter(self, "scatter_sub", np.subtract, sparse_delta)
+
+    def scatter_min(self, sparse_delta: IndexedSlices) -> Variable:
+        """Take the smaller of rows and rows of the value; like `scatter_add`.
+
+        Raises: UnsupportedError: aggregation SUM or MEAN, which make no sense for it.
+        """
+        return updates.scatter(self, "scatter_min", np.minimum, sparse_delta)
+
+    def scatter_max(self, sparse_delta: IndexedSlices) -> Variable:
+        """Take the larger of rows and rows of the value; like `scatter_min`."""
+        return updates.scatter(self, "scatter_max", np.maximum, sparse_delta)
+
+    def scatter_mul(self, sparse_delta: IndexedSlices) -> Variable:
+        """Multiply rows of the value by rows; like `scatter_min`."""
+        return updates.scatter(self, "scatter_mul", np.multiply, sparse_delta)
+
+    def scatter_div(self, sparse_delta: IndexedSlices) -> Variable:
+        """Divide rows of the value by rows; like `scatter_min`."""
+        return updates.scatter(self, "scatter_div", np.true_divide, sparse_delta)
+
+    def scatter_update(self, sparse_delta: IndexedSlices) -> Variable:
+        """Replace rows of the value; like `scatter_min`."""
+        return updates.scatter(self, "scatter_update", None, sparse_delta)
 
     @property
-    def _on_read(self) -> bool:
+    def on_read(self) -> bool:
+        """Whether it is synchronized ON_READ."""
         return self._synchronization is VariableSynchronization.ON_READ
 
     def _array(self) -> Any:
         """Return what a read in the current context gives."""
-        if not self._on_read or self._is_local():
+        if not self.on_read or updates.is_local(self):
             return self._values[0]
         if self._aggregation is VariableAggregation.NONE:
             raise ArgumentError(
@@ -199,113 +229,19 @@ class Variable(ArrayView, DistributedValues):
         op = ReduceOp.from_variable_aggregation(self._aggregation)
         return extended.reduce(f"read of {self._name}", op, self._values[0])
 
-    def _is_local(self) -> bool:
-        """Return whether the current context concerns this replica's copy alone."""
-        return context.in_update() or self._in_own_replica_context()
+    @property
+    def local(self) -> Any:
+        """The copy of this replica. Not collective."""
+        return self._values[0]
 
-    def _in_own_replica_context(self) -> bool:
-        replica = context.get_replica_context()
-        return replica is not None and replica.strategy is self._strategy
-
-    def _update(self, operation: str, apply: _Apply, value: Any) -> Variable:
-        current = context.get_strategy()
-        if context.has_strategy() and current is not self._strategy:
-            raise ContextError(
-                f"Mixing different tf.distribute.Strategy objects: {self._name} of "
-                f"{self._strategy!r} was changed under {current!r}"
-            )
-        if context.in_update():
-            self._apply(apply, value)
-        elif self._in_own_replica_context():
-            self._update_in_replica(operation, apply, value)
-        else:
-            self._update_across(operation, apply, value)
-        return self
-
-    def _update_in_replica(self, operation: str, apply: _Apply, value: Any) -> None:
-        if not self._on_read:
-            value = self._aggregate(operation, value)
-        self._apply(apply, value)
-
-    def _aggregate(self, operation: str, value: Any) -> Any:
-        """Return what the values of all replicas come to for an ON_WRITE variable."""
-        aggregation = self._aggregation
-        if not context.has_strategy():  # the default strategy: nothing to combine
-            return value
-        if aggregation is VariableAggregation.NONE:
+    def replace_local(self, array: Any) -> None:
+        """Put `array`, which is kept, in place of this replica's copy."""
+        array = arrays.namespace(self.local).asarray(array)
+        if array.shape != self.shape:
             raise ArgumentError(
-                f"{self._name} cannot be changed by {operation} in replica context: "
-                "its aggregation is NONE, so the copies would drift apart; create it "
-                "with an aggregation, or change it by merge_call and extended.update"
+                f"{self._name} has shape {self.shape}; {array.shape} does not fit it"
             )
-        call = f"{operation} of {self._name}"
-        extended = self._strategy.extended
-        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return extended.broadcast_from_first(call, self._converted(value))
-        is_number = isinstance(value, numbers.Number) and not hasattr(value, "dtype")
-        if aggregation is VariableAggregation.MEAN:
-            if not arrays.is_floating(self.dtype):
-                raise ArgumentError(
-                    f"{self._name} has dtype {self.dtype.name}, which a MEAN does not "
-                    "fit; use a floating dtype or another aggregation"
-                )
-            if is_number:
-                return value
-        elif is_number:
-            raise ArgumentError(
-                f"{operation} of the Python number {value!r} to {self._name}, whose "
-                "aggregation is SUM, is refused: it is unclear whether each replica "
-                "gives it or all together; pass an array"
-            )
-        op = ReduceOp.from_variable_aggregation(aggregation)
-        return extended.reduce(call, op, self._converted(value))
-
-    def _update_across(self, operation: str, apply: _Apply, value: Any) -> None:
-        if isinstance(value, DistributedValues) and not isinstance(value, ArrayView):
-            raise ArgumentError(
-                f"{operation} of a {type(value).__name__} to {self._name} in "
-                "cross-replica context is refused: all copies must get the same value; "
-                "reduce it first"
-            )
-        if isinstance(value, Mirrored):
-            value = value.values[0]
-        extended = self._strategy.extended
-        call = f"{operation} of {self._name}"
-        converted = extended.agreement.prepare(call, lambda: self._converted(value))
-        extended.require_equal(call, converted)
-        is_sum = self._on_read and self._aggregation is VariableAggregation.SUM
-        if is_sum and operation != "assign":
-            raise ArgumentError(
-                f"{operation} to {self._name} in cross-replica context is refused: it "
-                "is ON_READ with aggregation SUM; call assign, or do it in replica "
-                "context"
-            )
-        if is_sum:
-            converted = _share(converted, extended.num_replicas, extended.replica_id)
-        self._apply(apply, converted)
-
-    def _converted(self, value: Any) -> Any:
-        """Return `value` as an array of the variable's dtype that fits its shape."""
-        is_number = isinstance(value, int | float | complex)
-        array = arrays.to_array(value)
-        kind = "unsafe" if is_number and not _loses(value, self.dtype) else "same_kind"
-        if not np.can_cast(array.dtype, self.dtype, kind):  # type: ignore[arg-type]
-            raise DTypeError(
-                f"a value of dtype {array.dtype.name} cannot be put into {self._name}, "
-                f"which has dtype {self.dtype.name}; cast it first"
-            )
-        return array.astype(self.dtype, copy=False)
-
-    def _apply(self, apply: _Apply, value: Any) -> None:
-        """Put `apply(old, value)` in place of this replica's copy."""
-        old = self._values[0]
-        new = arrays.namespace(old).asarray(apply(old, self._converted(value)))
-        if new.shape != old.shape:
-            raise ArgumentError(self._misfit(new.shape))
-        self._values = (new.astype(self.dtype, copy=False),)
-
-    def _misfit(self, shape: tuple[int, ...]) -> str:
-        return f"{self._name} has shape {self.shape}; {shape} does not fit it"
+        self._values = (array.astype(self.dtype, copy=False),)
 
     def _refuse_in_place(self, operation: str) -> NoReturn:
         raise ArgumentTypeError(
@@ -322,6 +258,18 @@ class Variable(ArrayView, DistributedValues):
             "copy.deepcopy, or read its value"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        """Return a variable of the same strategy with a state of its own.
+
+        Not collective: every replica copies its own copy.
+        """
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(self.__dict__)
+        twin._values = (self.local.copy(),)
+        self._strategy.extended.register(twin)
+        return twin
+
     def __repr__(self) -> str:
         return (
             f"<mpidist.Variable {self._name!r} shape={self.shape} "
@@ -336,18 +284,3 @@ def _first(initial_value: Any, dtype: Any) -> Any:
         initial_value = initial_value()
     array = arrays.to_array(initial_value, "initial_value")
     return array.astype(array.dtype if dtype is None else dtype, copy=False)
-
-
-def _loses(value: complex, dtype: np.dtype[Any]) -> bool:
-    """Return whether a cast of a Python number to `dtype` could change its value."""
-    if dtype.kind not in "iub":
-        return isinstance(value, complex) and dtype.kind != "c"
-    return not isinstance(value, int)
-
-
-def _share(value: Any, replicas: int, replica: int) -> Any:
-    """Return this replica's share of a total; the shares of all add up to it."""
-    if value.dtype.kind in "iu":
-        quotient, rest = np.divmod(value, replicas)
-        return (quotient + (replica < rest)).astype(value.dtype)
-    return (value / replicas).astype(value.dtype)

@@ -1,0 +1,186 @@
+"""StrategyExtended, copies of strategies, and TensorFlow 1's small methods."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+import mpidist
+
+
+def per_replica(strategy, value):
+    return mpidist.PerReplica((value,), (strategy.extended.replica_id,))
+
+
+def total(strategy):
+    n = strategy.num_replicas_in_sync
+    return n * (n - 1) // 2
+
+
+def test_reduce_to_gives_a_mirrored_value(strategy):
+    extended, rank = strategy.extended, strategy.extended.replica_id
+    value = per_replica(strategy, np.array([rank, 1.0]))
+    with strategy.scope():
+        got = extended.reduce_to("SUM", value, destinations=value)
+    np.testing.assert_array_equal(got, [total(strategy), strategy.num_replicas_in_sync])
+    is_alone = strategy.num_replicas_in_sync == 1
+    assert isinstance(got, np.ndarray if is_alone else mpidist.Mirrored)
+
+
+def test_batch_reduce_to(strategy):
+    extended, rank = strategy.extended, strategy.extended.replica_id
+    pairs = [(per_replica(strategy, float(rank)), "CPU:0"), (np.ones(2), ["CPU:0"])]
+    first, second = extended.batch_reduce_to("MEAN", pairs)
+    assert float(first) == (strategy.num_replicas_in_sync - 1) / 2
+    np.testing.assert_array_equal(second, [1, 1])
+
+
+def test_broadcast_to_gives_replica_0s_value(strategy):
+    got = strategy.extended.broadcast_to(strategy.extended.replica_id + 5, "CPU:0")
+    assert int(got) == 5
+
+
+def test_read_var(strategy):
+    with strategy.scope():
+        w = mpidist.Variable(3.0)
+        assert strategy.extended.read_var(w) == 3.0
+    assert strategy.extended.read_var(mpidist.Mirrored((4,))) == 4
+
+
+def test_update_of_a_mirrored_value_and_results(strategy):
+    update = strategy.extended.update
+    value = mpidist.Mirrored((np.ones(2),))
+    got = update(
+        value, lambda v, d: v + d, args=(per_replica(strategy, 2.0),), group=False
+    )
+    np.testing.assert_array_equal(got, [3, 3])
+
+
+def test_update_non_slot(strategy):
+    extended = strategy.extended
+    devices = extended.non_slot_devices([])
+    assert devices == extended.parameter_devices == extended.worker_devices
+    seen = []
+
+    def fn(a, *, b):
+        assert mpidist.in_cross_replica_context()
+        seen.append(a + b)
+        return a
+
+    value = per_replica(strategy, 2)
+    assert extended.update_non_slot(devices, fn, (value,), {"b": 1}) is None
+    assert extended.update_non_slot(devices, fn, (value,), {"b": 1}, group=False) == 2
+    assert seen == [3, 3]
+
+
+def test_variables_and_where_they_lie(strategy, comm):
+    extended = strategy.extended
+    foreign = mpidist.Variable(1.0)
+    with strategy.scope():
+        w = mpidist.Variable(1.0)
+        with extended.colocate_vars_with(w):
+            v = mpidist.Variable(2.0)
+        with pytest.raises(ValueError, match="colocate_vars_with"):
+            extended.colocate_vars_with(foreign)
+    assert extended.variable_created_in_scope(v)
+    assert not extended.variable_created_in_scope(foreign)
+    assert extended.value_container(w) is w
+
+
+def test_who_writes(strategy):
+    is_first = strategy.extended.replica_id == 0
+    assert strategy.extended.should_checkpoint is is_first
+    assert strategy.extended.should_save_summary is is_first
+    assert strategy.extended.experimental_require_static_shapes is False
+    assert strategy.cluster_resolver is None
+
+
+def test_call_for_each_replica_is_run(strategy):
+    fn = strategy.extended.call_for_each_replica
+    value = per_replica(strategy, strategy.extended.replica_id)
+    got = fn(lambda x, y: x + y, args=(value,), kwargs={"y": 1})
+    (local,) = strategy.experimental_local_results(got)
+    assert local == strategy.extended.replica_id + 1
+
+
+def test_run_steps_on_iterator(strategy):
+    rows = mpidist.Dataset.from_tensor_slices(np.arange(12.0)).batch(4)
+    iterator = iter(strategy.experimental_distribute_dataset(rows))
+
+    def step(context, batch):
+        assert mpidist.in_cross_replica_context()
+        context.set_last_step_output("sum", strategy.reduce("SUM", batch, axis=0))
+        context.set_last_step_output("ones", strategy.run(lambda: 1), "SUM")
+        context.set_non_tensor_output("what", "text")
+
+    context = strategy.extended.experimental_run_steps_on_iterator(step, iterator, 2)
+    assert context.last_step_outputs["sum"] == 4 + 5 + 6 + 7
+    assert context.last_step_outputs["ones"] == strategy.num_replicas_in_sync
+    assert context.non_tensor_outputs == {"what": "text"}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda e: e.reduce_to("SUM", 1.0, "CPU:0"),
+        lambda e: e.batch_reduce_to("SUM", []),
+        lambda e: e.broadcast_to(1.0, "CPU:0"),
+        lambda e: e.update_non_slot((), lambda: None),
+        lambda e: e.experimental_run_steps_on_iterator(None, None),
+    ],
+)
+def test_cross_replica_calls_are_refused_in_replica_context(strategy, call):
+    with pytest.raises(RuntimeError, match="in replica context"):
+        strategy.run(lambda: call(strategy.extended))
+
+
+def test_a_deep_copy_shares_nothing_but_the_devices(comm):
+    devices = ["CPU:0"]
+    ops = mpidist.HierarchicalCopyAllReduce()
+    strategy = mpidist.MirroredStrategy(devices, ops, communicator=comm)
+    twin = copy.deepcopy(strategy)
+    assert type(twin) is mpidist.MirroredStrategy
+    assert twin.extended is not strategy.extended
+    assert twin.extended.strategy is twin
+    assert twin.extended.device == strategy.extended.device
+    assert type(twin.extended.cross_device_ops) is type(ops)
+    strategy.experimental_finalize()
+    assert twin.reduce("SUM", 1) == comm.size  # on a communicator of its own
+    twin.experimental_finalize()
+
+
+def test_a_shallow_copy_is_refused(strategy):
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.copy(strategy)
+
+
+def test_initialize_and_finalize_return_lists(comm):
+    strategy = mpidist.MirroredStrategy(communicator=comm)
+    assert strategy.experimental_initialize() == []
+    assert strategy.experimental_finalize() == []
+    with pytest.raises(RuntimeError, match="finalized"):
+        strategy.experimental_initialize()
+
+
+def test_update_config_proto_returns_a_deep_copy(strategy):
+    config = {"own": [1, 2]}
+    updated = strategy.update_config_proto(config)
+    updated["own"].append(3)
+    assert config == {"own": [1, 2]}
+    assert updated["num_replicas"] == strategy.num_replicas_in_sync
+    assert updated["replica_id"] == strategy.extended.replica_id
+    assert (updated["device"], updated["transport"]) == ("CPU:0", "mpi")
+    with pytest.raises(TypeError, match="mapping"):
+        strategy.update_config_proto([1])
+
+
+def test_numpy_dataset(strategy):
+    dataset = strategy.experimental_make_numpy_dataset((np.arange(4), np.ones(4)))
+    assert [(int(a), float(b)) for a, b in dataset] == [(i, 1.0) for i in range(4)]
+
+
+def test_experimental_run_without_an_iterator(strategy):
+    (local,) = strategy.experimental_local_results(strategy.experimental_run(lambda: 3))
+    assert local == 3

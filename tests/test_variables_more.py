@@ -1,0 +1,187 @@
+"""Scatters, copies and the audit of variables; NumPy is the oracle."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import IndexedSlices
+from mpidist import VariableAggregation as Aggregation
+from mpidist import VariableSynchronization as Synchronization
+
+NONE, SUM, MEAN, FIRST = (
+    Aggregation.NONE,
+    Aggregation.SUM,
+    Aggregation.MEAN,
+    Aggregation.ONLY_FIRST_REPLICA,
+)
+START = np.arange(12.0).reshape(4, 3)
+OTHERS = ["scatter_min", "scatter_max", "scatter_mul", "scatter_div", "scatter_update"]
+
+
+def make(strategy, aggregation=NONE, initial=START, **kwargs):
+    with strategy.scope():
+        return mpidist.Variable(initial, aggregation=aggregation, **kwargs)
+
+
+def slices(rank):
+    """Slices of one replica: rank + 1 of them, with repeated indices."""
+    rng = np.random.default_rng(rank)
+    rows = rng.integers(1, 9, (rank + 1, 3)).astype(float)
+    return IndexedSlices(rows, rng.integers(0, 4, rank + 1))
+
+
+def apply(ufunc, start, *deltas, divide_by=1):
+    new = start.copy()
+    for delta in deltas:
+        ufunc.at(new, delta.indices, delta.values / divide_by)
+    return new
+
+
+@pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST])
+@pytest.mark.parametrize("method", ["scatter_add", "scatter_sub"])
+def test_sparse_sums_in_replica_context(strategy, aggregation, method):
+    w = make(strategy, aggregation)
+    n, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
+    ufunc = np.add if method == "scatter_add" else np.subtract
+    everyone = [slices(r) for r in range(n)]
+    strategy.run(lambda: getattr(w, method)(everyone[rank]))
+    used = everyone[:1] if aggregation is FIRST else everyone
+    expected = apply(ufunc, START, *used, divide_by=n if aggregation is MEAN else 1)
+    np.testing.assert_allclose(w, expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_other_scatters_in_replica_context(strategy, method):
+    rank = strategy.extended.replica_id
+    for aggregation in (SUM, MEAN):
+        w = make(strategy, aggregation)
+        with pytest.raises(NotImplementedError, match=method):
+            strategy.run(lambda w=w: getattr(w, method)(slices(rank)))
+        with pytest.raises(NotImplementedError, match=method):
+            getattr(w, method)(slices(0))
+    w = make(strategy, FIRST)
+    strategy.run(lambda: getattr(w, method)(slices(rank)))
+    np.testing.assert_array_equal(w, one_scatter(method, START, slices(0)))
+
+
+def one_scatter(method, start, delta):
+    new = start.copy()
+    if method == "scatter_update":
+        new[delta.indices] = delta.values
+        return new
+    ufuncs = {"min": np.minimum, "max": np.maximum, "mul": np.multiply}
+    ufunc = ufuncs.get(method.removeprefix("scatter_"), np.true_divide)
+    return apply(ufunc, start, delta)
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_scatters_in_cross_replica_context(strategy, method):
+    w = make(strategy)
+    assert getattr(w, method)(slices(2)) is w
+    np.testing.assert_array_equal(w, one_scatter(method, START, slices(2)))
+
+
+def test_scatters_without_aggregation_are_refused_in_replica_context(strategy):
+    w = make(strategy)
+    with pytest.raises(ValueError, match="aggregation is NONE"):
+        strategy.run(lambda: w.scatter_add(slices(0)))
+    np.testing.assert_array_equal(w, START)
+
+
+@pytest.mark.parametrize("method", ["scatter_add", *OTHERS])
+def test_on_read_variables_have_no_scatters(strategy, method):
+    w = make(strategy, SUM, synchronization=Synchronization.ON_READ)
+    with pytest.raises(NotImplementedError, match="ON_READ"):
+        getattr(w, method)(slices(0))
+
+
+def test_scatters_in_update_change_each_copy(strategy):
+    w = make(strategy)
+    strategy.extended.update(w, lambda v: v.scatter_add(slices(1)))
+    np.testing.assert_array_equal(w, apply(np.add, START, slices(1)))
+
+
+@pytest.mark.parametrize(
+    ("delta", "message"),
+    [
+        (IndexedSlices(np.ones((1, 3)), [4]), "out of range"),
+        (IndexedSlices(np.ones((1, 3)), [-1]), "out of range"),
+        (IndexedSlices(np.ones((2, 3)), np.array([0])), "1 rows"),
+        (IndexedSlices(np.ones((1, 2)), np.array([0])), "shape"),
+        (np.ones(3), "IndexedSlices"),
+    ],
+)
+def test_bad_slices_on_one_rank_are_an_error_on_all(strategy, delta, message):
+    w = make(strategy)
+    is_last = strategy.extended.replica_id == strategy.num_replicas_in_sync - 1
+    if isinstance(delta, IndexedSlices):
+        delta = IndexedSlices(delta.values, np.asarray(delta.indices))
+    with pytest.raises(ValueError, match=message):
+        w.scatter_add(delta if is_last else IndexedSlices(START, np.arange(4)))
+    np.testing.assert_array_equal(w, START)
+    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
+
+
+@pytest.mark.mpi(min_size=2)
+def test_python_numbers_that_differ_are_an_error_on_all(strategy):
+    w = make(strategy, MEAN)
+    with pytest.raises(ValueError, match="differ"):
+        strategy.run(
+            lambda: w.assign_add(
+                float(mpidist.get_replica_context().replica_id_in_sync_group)
+            )
+        )
+    np.testing.assert_array_equal(w, START)
+
+
+def test_a_deep_copy_has_a_state_of_its_own(strategy):
+    w = make(strategy, MEAN, name="w")
+    twin = copy.deepcopy({"w": w})["w"]
+    w.assign_add(1.0)
+    np.testing.assert_array_equal(twin, START)
+    assert twin.distribute_strategy is strategy
+    assert (twin.name, twin.aggregation) == ("w", MEAN)
+    twin.assign(START * 2)
+    np.testing.assert_array_equal(w, START + 1)
+
+
+def test_equal_variables_pass_the_audit(strategy):
+    make(strategy, initial=np.array([0.0, np.nan]))
+    w = make(strategy)
+    on_read = make(strategy, SUM, synchronization=Synchronization.ON_READ)
+    rank = strategy.extended.replica_id
+    strategy.run(lambda: on_read.assign(START + rank))
+    strategy.extended.audit_variables()
+    w.assign_add(1.0)
+    strategy.extended.audit_variables()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_audit_names_the_first_variable_that_differs(strategy):
+    last = strategy.num_replicas_in_sync - 1
+    make(strategy, name="good")
+    bad, worse = make(strategy, name="bad"), make(strategy, name="worse")
+
+    def drift(v):
+        if strategy.extended.replica_id == last:
+            changed = START.copy()
+            changed[1, 2] = -7
+            v.assign(changed)
+
+    strategy.extended.update(worse, drift)
+    strategy.extended.update(bad, drift)
+    message = rf"bad differs .* on rank {last}, first in element \(1, 2\): .*5.0.*-7.0"
+    with pytest.raises(ValueError, match=message):
+        strategy.extended.audit_variables()
+    assert strategy.reduce("SUM", 1) == last + 1
+
+
+def test_variables_of_one_rank_alone_do_not_shift_names(strategy):
+    if strategy.extended.replica_id == 0:
+        mpidist.Variable(1.0)  # of the default strategy
+    w = make(strategy)
+    assert len(set(strategy.extended.agreement.gather("names", w.name))) == 1
