@@ -93,19 +93,25 @@ def like(result: Any, original: Any) -> Any:
         return result[()]
     if isinstance(original, _PYTHON_NUMBERS):
         return result.item() if result.ndim == 0 else result
-    library = type(original).__module__.partition(".")[0]
-    if (
-        hasattr(original, "__dlpack__")
-        and not isinstance(original, np.ndarray | ArrayView)
-        and not is_device_array(original)
-        and hasattr(sys.modules.get(library), "from_dlpack")
-    ):
-        return (
-            sys.modules[library]
-            .from_dlpack(np.atleast_1d(result))
-            .reshape(result.shape)
-        )
-    return result
+    is_foreign = hasattr(original, "__dlpack__") and not isinstance(
+        original, np.ndarray | ArrayView
+    )
+    if not is_foreign or is_device_array(original):
+        return result
+    library = sys.modules.get(type(original).__module__.partition(".")[0])
+    return _to_library(np.asarray(result), library)
+
+
+def _to_library(array: Any, library: Any) -> Any:
+    """Return `array` as an array of another library, if that speaks DLPack."""
+    if not hasattr(library, "from_dlpack"):
+        return array
+    flat = array.reshape(-1)
+    if array.dtype.name == "bfloat16":  # which DLPack has, but NumPy has not
+        foreign = library.from_dlpack(flat.view(np.int16)).view(library.bfloat16)
+    else:
+        foreign = library.from_dlpack(flat)
+    return foreign.reshape(array.shape)
 
 
 def namespace(array: Any) -> Any:
@@ -158,6 +164,11 @@ def mean_dtype(dtype: np.dtype[Any], name: str = "value") -> np.dtype[Any]:
 
 def _from_dlpack(value: Any, name: str) -> Any:
     try:
+        if str(getattr(value, "dtype", "")) == "torch.bfloat16":
+            import ml_dtypes
+
+            bits = value.view(sys.modules["torch"].int16)
+            return np.from_dlpack(bits).view(ml_dtypes.bfloat16)
         return np.from_dlpack(value)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise ArgumentTypeError(

@@ -120,16 +120,18 @@ class Collectives:
         """
         options = options or _DEFAULT
 
-        def prepare() -> tuple[ReduceOp, nest.Spec, list[Any], list[tuple[int, ...]]]:
+        def prepare() -> tuple[
+            ReduceOp, list[Any], nest.Spec, list[Any], list[tuple[int, ...]]
+        ]:
             op = ReduceOp.parse(reduce_op)
-            _, spec, given = to_arrays(value)
+            leaves, spec, given = to_arrays(value)
             check_each(given, spec, lambda a, name: arrays.summable(a.dtype, name))
             axes = check_each(
                 given, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
             )
-            return op, spec, given, axes
+            return op, leaves, spec, given, axes
 
-        op, spec, given, axes = self.agreement.prepare(operation, prepare)
+        op, leaves, spec, given, axes = self.agreement.prepare(operation, prepare)
         described = tuple(
             (a.dtype.name, packing.without(a.shape, drop))
             for a, drop in zip(given, axes)
@@ -158,7 +160,9 @@ class Collectives:
         else:
             pairs = [(total, a.dtype) for total, a in zip(totals, given)]
             results = check_each(pairs, spec, _narrow)
-        return nest.unflatten(spec, [r[()] for r in results])
+        # As NumPy's sum does, give an array scalar where no dimension is left
+        results = [arrays.like(r[()], leaf) for r, leaf in zip(results, leaves)]
+        return nest.unflatten(spec, results)
 
     def all_gather(
         self,
