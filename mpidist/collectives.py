@@ -67,7 +67,7 @@ class Collectives:
 
         with self.agreement.turns:
             op, leaves, spec, given = self.agreement.prepare(operation, prepare)
-            described = tuple((a.dtype.name, a.shape) for a in given)
+            described = tuple((a.dtype, a.shape) for a in given)
             agreed = (("reduce_op", op.name), *_agreed(options))
             call = Call(operation, agreed, spec, described)
             self.agreement.require_same(call, timeout=options.timeout_seconds)
@@ -133,8 +133,7 @@ class Collectives:
 
         op, leaves, spec, given, axes = self.agreement.prepare(operation, prepare)
         described = tuple(
-            (a.dtype.name, packing.without(a.shape, drop))
-            for a, drop in zip(given, axes)
+            (a.dtype, packing.without(a.shape, drop)) for a, drop in zip(given, axes)
         )
         agreed = (("reduce_op", op.name), _axes(axes), *_agreed(options))
         call = Call(operation, agreed, spec, described)
@@ -232,7 +231,7 @@ class Collectives:
             leaves, spec, given = self.agreement.prepare(
                 operation, lambda: to_arrays(value)
             )
-            described = tuple((str(a.dtype), a.shape) for a in given)
+            described = tuple((a.dtype, a.shape) for a in given)
             self.agreement.require_same(Call(operation, (), spec, described))
             results = [array.copy(order="C") for array in given]
             for result in results:

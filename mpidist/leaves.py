@@ -54,6 +54,6 @@ def gather_axis(axis: int, ndim: int, name: str) -> int:
 def describe_but(values: Sequence[Any], axes: Sequence[int]) -> tuple[Any, ...]:
     """Return dtypes and shapes with the length along each axis left open."""
     return tuple(
-        (str(a.dtype), (*a.shape[:i], "any", *a.shape[i + 1 :]))
+        (a.dtype, (*a.shape[:i], "any", *a.shape[i + 1 :]))
         for a, i in zip(values, axes)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -76,8 +75,10 @@ def groups(
 
     `sizes` are in bytes, and equal on all ranks.
     """
-    numbers = sorted(range(len(values)), key=lambda j: _pack_key(values[j]))
-    for _, same in itertools.groupby(numbers, key=lambda j: _pack_key(values[j])):
+    kinds: dict[Any, list[int]] = {}
+    for j, value in enumerate(values):
+        kinds.setdefault((value.dtype, type(value)), []).append(j)
+    for same in kinds.values():
         members: list[int] = []
         size = 0
         for j in same:
@@ -87,10 +88,6 @@ def groups(
             members.append(j)
             size += sizes[j]
         yield members
-
-
-def _pack_key(array: Any) -> tuple[str, bool]:
-    return str(array.dtype), arrays.is_device_array(array)
 
 
 def pack(values: Sequence[Any]) -> Any:
