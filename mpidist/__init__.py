@@ -17,10 +17,7 @@ from mpidist.context import (
 )
 from mpidist.cross_device_ops import (
     CrossDeviceOps,
-    HierarchicalCopyAllReduce,
     MpiAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
 )
 from mpidist.data.dataset import Dataset
 from mpidist.data.distributed import (
@@ -54,6 +51,11 @@ from mpidist.options import (
     RunOptions,
     VariableAggregation,
     VariableSynchronization,
+)
+from mpidist.reductions import (
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
 )
 from mpidist.strategy import Strategy, ValueContext
 from mpidist.strategy_v1 import StrategyV1

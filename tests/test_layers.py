@@ -25,7 +25,7 @@ LAYERS = [
     ["transports"],
     ["collectives", "data.sources", "data.hdf5"],
     ["cross_device_ops"],
-    ["replica_group"],
+    ["replica_group", "reductions"],
     ["data.pipeline"],
     ["data.ordering"],
     ["data.dataset", "context"],

@@ -1,0 +1,166 @@
+"""TensorFlow's kinds of CrossDeviceOps: by node, by NCCL, to one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidist.collectives import Collectives
+from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
+from mpidist.errors import ArgumentError, LaunchError
+from mpidist.options import CommunicationOptions
+from mpidist.topology import Topology
+from mpidist.transports.hierarchical import HierarchicalTransport
+
+__all__ = ["HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice"]
+
+
+class HierarchicalCopyAllReduce(MpiAllReduce):
+    """Reduce inside each node, all-reduce between nodes, broadcast inside each node.
+
+    Args:
+      num_packs: into how many packs arrays of one dtype are put; 0 sends each alone.
+
+    Raises:
+      ArgumentError: num_packs is negative.
+    """
+
+    def __init__(self, num_packs: int = 1):
+        self._num_packs = _checked_packs(num_packs)
+        self._transport: HierarchicalTransport | None = None
+
+    def bind(self, collectives: Collectives, topology: Topology) -> None:
+        """See `CrossDeviceOps.bind`."""
+        super().bind(collectives, topology)
+        _require_host(self, collectives)
+        self._transport = HierarchicalTransport(collectives.agreement, topology.node)
+
+    def close(self) -> None:
+        """See `CrossDeviceOps.close`."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def sum_arrays(
+        self, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """See `MpiAllReduce.sum_arrays`."""
+        options = _with_packs(options, self._num_packs, values)
+        return self.collectives.sum_arrays(values, options, self._transport)
+
+
+class NcclAllReduce(MpiAllReduce):
+    """NVIDIA's NCCL, which needs one GPU per replica.
+
+    Args:
+      num_packs: into how many packs arrays of one dtype are put; 0 sends each alone.
+
+    Raises:
+      ArgumentError: num_packs is negative.
+      LaunchError: when it is given to a strategy whose replicas cannot use NCCL.
+    """
+
+    def __init__(self, num_packs: int = 1):
+        self._num_packs = _checked_packs(num_packs)
+
+    def bind(self, collectives: Collectives, topology: Topology) -> None:
+        """See `CrossDeviceOps.bind`."""
+        raise LaunchError(
+            f"NcclAllReduce cannot be used: replicas are on {topology.devices}, and "
+            "this version has no NCCL transport; leave cross_device_ops out to use MPI"
+        )
+
+
+class ReductionToOneDevice(MpiAllReduce):
+    """Reduce to one replica, and broadcast from there.
+
+    Args:
+      reduce_to_device: the replica to reduce to, by its number, or by a device string,
+        which means the first replica on such a device; by default replica 0.
+      accumulation_fn: called there, as `accumulation_fn(arrays)` with the list of all
+        replicas' arrays in their order, instead of adding them up. MEAN divides what it
+        returns by the number of replicas.
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: int | str | None = None,
+        accumulation_fn: Callable[[list[Any]], Any] | None = None,
+    ):
+        self._device = reduce_to_device
+        self._accumulate = accumulation_fn
+        self._root = 0
+
+    def bind(self, collectives: Collectives, topology: Topology) -> None:
+        """See `CrossDeviceOps.bind`."""
+        super().bind(collectives, topology)
+        _require_host(self, collectives)
+        self._root = _replica_on(self._device, topology.devices)
+
+    def sum_arrays(
+        self, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """See `MpiAllReduce.sum_arrays`."""
+        return [self._sum(value) for value in values]
+
+    def _sum(self, value: Any) -> Any:
+        agreement = self.collectives.agreement
+        everyone = np.empty((agreement.size, *value.shape), value.dtype)
+        if agreement.size > 1:
+            agreement.comm.Gather(value, everyone, self._root)
+        else:
+            everyone[0] = value
+        total = agreement.root_only(
+            "ReductionToOneDevice", lambda: self._combine(list(everyone)), self._root
+        )
+        return np.asarray(total)
+
+    def _combine(self, values: list[Any]) -> Any:
+        if self._accumulate is None:
+            return np.sum(values, axis=0, dtype=values[0].dtype)
+        total = np.asarray(self._accumulate(values))
+        if total.shape != values[0].shape:
+            raise ArgumentError(
+                f"accumulation_fn returned shape {total.shape} for arrays of shape "
+                f"{values[0].shape}"
+            )
+        return total.astype(values[0].dtype, copy=False)
+
+
+def _checked_packs(num_packs: int) -> int:
+    if num_packs < 0:
+        raise ArgumentError(f"num_packs must be >= 0, not {num_packs}")
+    return num_packs
+
+
+def _with_packs(
+    options: CommunicationOptions, num_packs: int, values: Sequence[Any]
+) -> CommunicationOptions:
+    """Return options with the pack size that gives `num_packs` packs."""
+    if options.bytes_per_pack or num_packs == 1:
+        return options
+    total = sum(value.nbytes for value in values)
+    size = max(1, -(-total // num_packs)) if num_packs else 1
+    return CommunicationOptions(size, options.timeout_seconds, options.implementation)
+
+
+def _require_host(ops: CrossDeviceOps, collectives: Collectives) -> None:
+    if collectives.transport.device:
+        raise LaunchError(
+            f"{type(ops).__name__} reduces arrays on the host only; leave "
+            "cross_device_ops out for a strategy on GPUs"
+        )
+
+
+def _replica_on(device: int | str | None, devices: Sequence[str]) -> int:
+    """Return the number of the replica that `device` means."""
+    if device is None:
+        return 0
+    if isinstance(device, int) and 0 <= device < len(devices):
+        return device
+    if device in devices:
+        return list(devices).index(str(device))
+    raise ArgumentError(
+        f"reduce_to_device is {device!r}, but the replicas are on {list(devices)}"
+    )
