@@ -15,12 +15,15 @@ from mpidist.context import (
     has_strategy,
     in_cross_replica_context,
 )
-from mpidist.data.dataset import Dataset
-from mpidist.data.distributed import (
-    DistributedDataset,
-    DistributedIterator,
-    InputContext,
+from mpidist.data.dataset import (
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    Dataset,
 )
+from mpidist.data.distributed import DistributedDataset, InputContext
+from mpidist.data.iterator import DistributedIterator, Optional
+from mpidist.data.iterator_v1 import InputIterator
+from mpidist.data.spec import TensorSpec
 from mpidist.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -33,14 +36,17 @@ from mpidist.errors import (
     LaunchError,
     MismatchError,
     MpidistError,
+    OutOfRangeError,
     RemoteError,
 )
 from mpidist.extended import StrategyExtended
 from mpidist.options import (
+    AutoShardPolicy,
     CommunicationImplementation,
     CommunicationOptions,
     InputOptions,
     InputReplicationMode,
+    Options,
     ReduceOp,
     RunOptions,
     VariableAggregation,
@@ -53,6 +59,7 @@ from mpidist.variables import Variable
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "AutoShardPolicy",
     "CollectiveError",
     "CommunicationImplementation",
     "CommunicationOptions",
@@ -65,7 +72,9 @@ __all__ = [
     "DistributedIterator",
     "DistributedValues",
     "DivergenceError",
+    "INFINITE_CARDINALITY",
     "InputContext",
+    "InputIterator",
     "InputOptions",
     "InputReplicationMode",
     "LaunchError",
@@ -73,6 +82,9 @@ __all__ = [
     "MirroredStrategy",
     "MismatchError",
     "MpidistError",
+    "Optional",
+    "Options",
+    "OutOfRangeError",
     "PerReplica",
     "ReduceOp",
     "RemoteError",
@@ -80,6 +92,8 @@ __all__ = [
     "RunOptions",
     "Strategy",
     "StrategyExtended",
+    "TensorSpec",
+    "UNKNOWN_CARDINALITY",
     "ValueContext",
     "Variable",
     "VariableAggregation",

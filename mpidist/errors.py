@@ -13,7 +13,8 @@
     │   ├── DivergenceError              replicas called different collectives
     │   ├── DeadlineError (TimeoutError) a replica did not arrive in time
     │   └── RemoteError                  another replica failed
-    └── DataError                        input data are missing, unlike or damaged
+    ├── DataError                        input data are missing, unlike or damaged
+    └── OutOfRangeError (StopIteration)  an iterator was asked for more than there is
 
 Errors in the arguments of a collective, and errors that happen inside
 `Strategy.run`, are raised on every replica, before any data move. On a replica that
@@ -34,6 +35,7 @@ __all__ = [
     "LaunchError",
     "MismatchError",
     "MpidistError",
+    "OutOfRangeError",
     "RemoteError",
 ]
 
@@ -84,3 +86,7 @@ class RemoteError(CollectiveError):
 
 class DataError(MpidistError):
     """Input data are missing, unlike one another, damaged or changed while read."""
+
+
+class OutOfRangeError(MpidistError, StopIteration):
+    """An iterator was asked for a batch after its last one."""
