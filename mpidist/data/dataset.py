@@ -291,8 +291,9 @@ def as_dataset(value: Any, call: str) -> Dataset:
     """
     if isinstance(value, Dataset):
         return value
-    is_data = isinstance(value, str | bytes | Mapping) or hasattr(value, "shape")
-    if is_data or not (callable(value) or isinstance(value, Iterable)):
+    is_element = isinstance(value, str | bytes | tuple | Mapping)
+    is_element = is_element or hasattr(value, "shape")
+    if is_element or not (callable(value) or isinstance(value, Iterable)):
         raise ArgumentTypeError(
             f"{call} needs a mpidist.Dataset, an iterable of batches, or a function "
             f"that returns one, not {value!r}"

@@ -23,7 +23,7 @@ from mpidist.data.feed import Plan
 from mpidist.data.iterator import DistributedIterator
 from mpidist.data.pipeline import Pass, Pipeline
 from mpidist.data.stream import Stream
-from mpidist.errors import ArgumentError
+from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import AutoShardPolicy, InputOptions
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class DistributedDataset:
         extended.topology.require_open()
 
         def prepare() -> tuple[Pipeline | Stream, Call]:
-            whole = as_dataset(dataset, call)
+            whole = _as_dataset(dataset, call)
             _require_batches(whole, call)
             policy = whole.options().auto_shard_policy
             agreed = [("auto_shard_policy", policy.name)]
@@ -134,7 +134,7 @@ class DistributedDataset:
         )
 
         def make() -> tuple[Dataset, int]:
-            dataset = as_dataset(dataset_fn(where), call)
+            dataset = _as_dataset(dataset_fn(where), call)
             return dataset, dataset.cardinality()  # may read files
 
         dataset, _ = extended.together(Call(call), make)
@@ -199,6 +199,12 @@ class DistributedDataset:
         order = Pass(self._epoch, self._plan.entropy)
         self._epoch += 1
         return DistributedIterator(self._plan, order)
+
+
+def _as_dataset(value: Any, call: str) -> Dataset:
+    if isinstance(value, DistributedDataset | DistributedIterator):
+        raise ArgumentTypeError(f"{call}: {value!r} is distributed already")
+    return as_dataset(value, call)
 
 
 def _require_batches(dataset: Dataset, call: str) -> None:
