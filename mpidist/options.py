@@ -186,8 +186,14 @@ class InputOptions:
 class AutoShardPolicy(enum.IntEnum):
     """How `Strategy.experimental_distribute_dataset` divides a dataset over workers.
 
-    AUTO and DATA give each worker its slice of every global batch. FILE gives each
-    worker whole files. OFF gives every worker everything.
+    AUTO and DATA give each worker its slice of every global batch.
+
+    FILE gives worker w the files w, w + workers, w + 2 * workers, ... of the dataset,
+    so that it opens no other. Its rows come in the order of its files; every step
+    (shuffle, take, repeat, ...) is done on these rows alone, and a batch size of n
+    becomes ceil(n / workers). Workers whose rows run out get batches of zero rows.
+
+    OFF gives every worker all rows, in batches of ceil(n / workers) rows.
     """
 
     OFF = -1

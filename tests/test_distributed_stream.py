@@ -442,6 +442,45 @@ def test_a_loop_that_is_broken_off_leaves_no_thread_and_no_open_generator(
     assert closed == [True, True]
 
 
+@pytest.mark.parametrize("step", ["take", "shuffle", "repeat", "map"])
+def test_generators_behind_steps_are_closed_too(strategy, step):
+    closed = []
+
+    def generate():
+        try:
+            yield from range(100)
+        finally:
+            closed.append(True)
+
+    argument = (lambda x: x) if step == "map" else 50
+    dataset = getattr(Dataset.from_generator(generate), step)(argument).batch(4)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    next(iterator)
+    iterator.close()
+    assert closed == [True]
+
+
+@pytest.mark.parametrize("source", [numbers, Dataset.range])
+def test_a_step_is_one_agreement_whatever_the_lengths(strategy, comm, source):
+    agreement = strategy.extended.agreement
+    for divided in (
+        strategy.experimental_distribute_dataset(source(8).batch(2)),
+        strategy.distribute_datasets_from_function(
+            lambda ctx: source(8 - ctx.input_pipeline_id).batch(2)
+        ),
+    ):
+        iterator = iter(divided)
+        for _ in range(4):
+            calls = agreement.calls
+            next(iterator)
+            assert agreement.calls == calls + (comm.size > 1)
+        calls = agreement.calls
+        assert list(iterator) == []
+        is_known = source is Dataset.range
+        assert agreement.calls == calls + (comm.size > 1 and not is_known)
+        assert list(iterator) == []
+
+
 def test_a_strategy_of_one_replica_gives_bare_batches(comm):
     from mpi4py import MPI
 

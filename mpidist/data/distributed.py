@@ -133,11 +133,10 @@ class DistributedDataset:
             extended.num_replicas, extended.replica_id, extended.num_replicas
         )
 
-        def make() -> tuple[Dataset, int]:
-            dataset = _as_dataset(dataset_fn(where), call)
-            return dataset, dataset.cardinality()  # may read files
+        def make() -> Dataset:
+            return _as_dataset(dataset_fn(where), call)
 
-        dataset, _ = extended.together(Call(call), make)
+        dataset = extended.together(Call(call), make)
         return cls._of_own_batches(extended, dataset.pipeline, options, call)
 
     @classmethod
@@ -149,8 +148,11 @@ class DistributedDataset:
         call: str,
     ) -> DistributedDataset:
         """Return each replica's own pipeline, whose elements it gets whole."""
-        mine = pipeline.cardinality, pipeline.is_batched
-        everyone = extended.agreement.gather(call, mine)
+        agreement = extended.agreement
+        mine = agreement.prepare(  # it may look into files
+            call, lambda: (pipeline.cardinality, pipeline.is_batched)
+        )
+        everyone = agreement.gather(call, mine)
         lengths = [length for length, _ in everyone]
         is_batched = all(batched for _, batched in everyone)
         cardinality = _steps_of_all(lengths)
