@@ -375,6 +375,29 @@ def test_replicas_that_are_out_of_step_are_an_error_on_all(strategy, comm, kind)
     require_usable(strategy)
 
 
+@pytest.mark.parametrize("trial", range(12))
+def test_any_lengths_give_every_row_once(strategy, comm, trial):
+    random = np.random.default_rng(trial)
+    lengths = random.integers(0, 9, comm.size).tolist()
+    sizes = random.integers(1, 4, comm.size).tolist()
+    is_stream = random.integers(0, 2, comm.size).tolist()
+    prefetch = int(random.integers(0, 3))
+
+    def make(ctx):
+        rank = ctx.input_pipeline_id
+        source = numbers if is_stream[rank] else Dataset.range
+        rows = source(lengths[rank]).map(lambda x: x + 100 * rank)
+        return rows.batch(sizes[rank])
+
+    divided = strategy.distribute_datasets_from_function(make, options(prefetch))
+    for _ in range(2):
+        steps = on_all_ranks(strategy, comm, divided)
+        assert len(steps) == max(-(-n // k) for n, k in zip(lengths, sizes))
+        assert sorted(in_order(steps)) == [
+            100 * rank + i for rank, n in enumerate(lengths) for i in range(n)
+        ]
+
+
 # Failures and threads
 
 
