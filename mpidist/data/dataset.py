@@ -16,7 +16,7 @@ from mpidist import nest
 from mpidist.data.hdf5 import Hdf5Rows, check_names, list_files
 from mpidist.data.pipeline import INFINITE_CARDINALITY, Pass, Pipeline, Rows
 from mpidist.data.sources import ArrayRows, RangeRows, as_element, from_lists
-from mpidist.data.steps import Steps, concatenate, in_order, read_ahead, steps_of
+from mpidist.data.steps import concatenate, in_order, read_ahead, steps_of
 from mpidist.data.stream import UNKNOWN_CARDINALITY, Generated, Stream
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import Options
@@ -27,6 +27,7 @@ __all__ = [
     "Dataset",
     "DatasetLike",
     "as_dataset",
+    "require_length",
 ]
 
 
@@ -47,6 +48,7 @@ class Dataset:
         read_ahead: int = 0,
     ):
         self._pipeline = pipeline
+        self._steps = steps_of(pipeline)
         self._options = options or Options()
         self._read_ahead = read_ahead
         self._passes = itertools.count()
@@ -229,12 +231,8 @@ class Dataset:
     def prefetch(self, buffer_size: int) -> Dataset:
         """Return a dataset that reads `buffer_size` elements ahead, in a thread.
 
-        As the last step; other steps after it undo it. Distributed datasets read ahead
-        as their `InputOptions` say.
-
-        Args:
-          buffer_size: 0 reads each element when it is asked for; -1 (TensorFlow's
-            AUTOTUNE) chooses.
+        Steps after it undo it, and distributed datasets read ahead as their
+        `InputOptions` say. -1 (TensorFlow's AUTOTUNE) lets mpidist choose.
         """
         if operator.index(buffer_size) < -1:
             raise ArgumentError(f"buffer_size must be >= 0 or -1, not {buffer_size}")
@@ -259,21 +257,12 @@ class Dataset:
         return self._pipeline.cardinality
 
     def __len__(self) -> int:
-        cardinality = self.cardinality()
-        if cardinality == INFINITE_CARDINALITY:
-            raise TypeError("an infinite dataset has no length")
-        if cardinality == UNKNOWN_CARDINALITY:
-            raise TypeError("the length of a generator's dataset is not known")
-        return cardinality
+        return require_length(self.cardinality())
 
     def __iter__(self) -> Iterator[Any]:
         order = Pass(next(self._passes), self._entropy)
         elements = in_order(self._pipeline).iterate(order)
         return read_ahead(elements, self._read_ahead) if self._read_ahead else elements
-
-    @property
-    def _steps(self) -> Steps:
-        return steps_of(self._pipeline)
 
     def _then(self, step: Callable[..., Any], *arguments: Any) -> Dataset:
         return Dataset(step(self._pipeline, *arguments), self._options)
@@ -299,3 +288,12 @@ def as_dataset(value: Any, call: str) -> Dataset:
             f"that returns one, not {value!r}"
         )
     return Dataset(Generated(value, is_batched=True))
+
+
+def require_length(cardinality: int) -> int:
+    """Return `cardinality` if it is a number of elements, for `__len__`."""
+    if cardinality == INFINITE_CARDINALITY:
+        raise TypeError("an infinite dataset has no length")
+    if cardinality == UNKNOWN_CARDINALITY:
+        raise TypeError("the length of a generator's dataset is not known")
+    return cardinality

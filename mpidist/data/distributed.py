@@ -18,6 +18,7 @@ from mpidist.data.dataset import (
     Dataset,
     DatasetLike,
     as_dataset,
+    require_length,
 )
 from mpidist.data.feed import Plan
 from mpidist.data.iterator import DistributedIterator
@@ -90,31 +91,32 @@ class DistributedDataset:
         """See `Strategy.experimental_distribute_dataset`."""
         extended.topology.require_open()
 
-        def prepare() -> tuple[Pipeline | Stream, Call]:
+        def prepare() -> tuple[Pipeline | Stream, AutoShardPolicy, Call]:
             whole = _as_dataset(dataset, call)
             _require_batches(whole, call)
             policy = whole.options().auto_shard_policy
-            agreed = [("auto_shard_policy", policy.name)]
             pipeline = _share(whole.pipeline, policy, extended)
-            agreed.append(("dataset", pipeline.describe()))
-            if policy is not AutoShardPolicy.FILE:
-                agreed.append(("batches", str(pipeline.cardinality)))
-            return pipeline, Call(call, tuple(agreed))
+            is_alike = policy is not AutoShardPolicy.FILE
+            agreed = (
+                ("auto_shard_policy", policy.name),
+                ("dataset", pipeline.describe()),
+                ("batches", pipeline.cardinality if is_alike else "its own"),
+            )
+            return pipeline, policy, Call(call, agreed)
 
         # Replicas that read other data than the rest must not go unnoticed
-        pipeline, agreed = extended.agreement.prepare(call, prepare)
+        pipeline, policy, agreed = extended.agreement.prepare(call, prepare)
         extended.agreement.require_same(agreed)
-        if ("auto_shard_policy", "FILE") in agreed.options:
+        if policy is AutoShardPolicy.FILE:
             return cls._of_own_batches(extended, pipeline, options, call)
-        entropy = _draw(extended, pipeline.needs_entropy)
         return cls(
             Plan(
                 extended,
                 pipeline,
-                is_global=("auto_shard_policy", "OFF") not in agreed.options,
+                is_global=policy is not AutoShardPolicy.OFF,
                 is_batched=True,
                 cardinality=pipeline.cardinality,
-                entropy=entropy,
+                entropy=_draw(extended, pipeline.needs_entropy),
                 options=options or InputOptions(),
                 serial=extended.agreement.calls,
             )
@@ -191,11 +193,7 @@ class DistributedDataset:
         return self._plan.pipeline.element_spec()
 
     def __len__(self) -> int:
-        if self.cardinality == INFINITE_CARDINALITY:
-            raise TypeError("an infinite dataset has no length")
-        if self.cardinality == UNKNOWN_CARDINALITY:
-            raise TypeError("the length of a generator's dataset is not known")
-        return self.cardinality
+        return require_length(self.cardinality)
 
     def __iter__(self) -> DistributedIterator:
         order = Pass(self._epoch, self._plan.entropy)
