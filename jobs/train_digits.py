@@ -60,9 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seconds += time.perf_counter() - start
         rows += total.rows
         result = evaluate(strategy, model, test)
-        epochs.set_postfix(
-            loss=result.loss, accuracy=result.accuracy, refresh=False
-        )
+        epochs.set_postfix(loss=result.loss, accuracy=result.accuracy, refresh=False)
         history.append((total.loss, result.loss, result.accuracy))
 
     if options.plot is not None:

@@ -15,16 +15,16 @@ from mpidist.context import (
     has_strategy,
     in_cross_replica_context,
 )
-from mpidist.cross_device_ops import (
-    CrossDeviceOps,
-    MpiAllReduce,
+from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
+from mpidist.data.dataset import (
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    Dataset,
 )
-from mpidist.data.dataset import Dataset
-from mpidist.data.distributed import (
-    DistributedDataset,
-    DistributedIterator,
-    InputContext,
-)
+from mpidist.data.distributed import DistributedDataset, InputContext
+from mpidist.data.iterator import DistributedIterator, Optional
+from mpidist.data.iterator_v1 import InputIterator
+from mpidist.data.spec import TensorSpec
 from mpidist.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -37,16 +37,19 @@ from mpidist.errors import (
     LaunchError,
     MismatchError,
     MpidistError,
+    OutOfRangeError,
     RemoteError,
     UnsupportedError,
 )
 from mpidist.extended import MultiStepContext, StrategyExtended
 from mpidist.mirrored_strategy import MirroredStrategy
 from mpidist.options import (
+    AutoShardPolicy,
     CommunicationImplementation,
     CommunicationOptions,
     InputOptions,
     InputReplicationMode,
+    Options,
     ReduceOp,
     RunOptions,
     VariableAggregation,
@@ -65,6 +68,7 @@ from mpidist.variables import Variable
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "AutoShardPolicy",
     "CollectiveError",
     "CommunicationImplementation",
     "CommunicationOptions",
@@ -80,7 +84,9 @@ __all__ = [
     "DivergenceError",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",
+    "INFINITE_CARDINALITY",
     "InputContext",
+    "InputIterator",
     "InputOptions",
     "InputReplicationMode",
     "LaunchError",
@@ -91,6 +97,9 @@ __all__ = [
     "MultiStepContext",
     "MpidistError",
     "NcclAllReduce",
+    "Optional",
+    "Options",
+    "OutOfRangeError",
     "PerReplica",
     "ReduceOp",
     "ReductionToOneDevice",
@@ -101,6 +110,8 @@ __all__ = [
     "StrategyExtended",
     "StrategyV1",
     "UnsupportedError",
+    "TensorSpec",
+    "UNKNOWN_CARDINALITY",
     "ValueContext",
     "Variable",
     "VariableAggregation",

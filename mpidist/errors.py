@@ -14,7 +14,8 @@
     │   ├── DeadlineError (TimeoutError) a replica did not arrive in time
     │   └── RemoteError                  another replica failed
     ├── UnsupportedError (NotImplementedError)  tf.distribute has it no more than we do
-    └── DataError                        input data are missing, unlike or damaged
+    ├── DataError                        input data are missing, unlike or damaged
+    └── OutOfRangeError (StopIteration)  an iterator was asked for more than there is
 
 Errors in the arguments of a collective, and errors that happen inside
 `Strategy.run`, are raised on every replica, before any data move. On a replica that
@@ -35,6 +36,7 @@ __all__ = [
     "LaunchError",
     "MismatchError",
     "MpidistError",
+    "OutOfRangeError",
     "RemoteError",
     "UnsupportedError",
 ]
@@ -90,3 +92,7 @@ class UnsupportedError(MpidistError, NotImplementedError):
 
 class DataError(MpidistError):
     """Input data are missing, unlike one another, damaged or changed while read."""
+
+
+class OutOfRangeError(MpidistError, StopIteration):
+    """An iterator was asked for a batch after its last one."""

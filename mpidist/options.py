@@ -8,10 +8,12 @@ import enum
 from mpidist.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
+    "AutoShardPolicy",
     "CommunicationImplementation",
     "CommunicationOptions",
     "InputOptions",
     "InputReplicationMode",
+    "Options",
     "ReduceOp",
     "RunOptions",
     "VariableAggregation",
@@ -179,10 +181,53 @@ class InputOptions:
                 "experimental_per_replica_buffer_size must be >= 0, not "
                 f"{self.experimental_per_replica_buffer_size}"
             )
+        if self.experimental_replication_mode is not InputReplicationMode.PER_WORKER:
+            raise ArgumentError(
+                "experimental_replication_mode must be InputReplicationMode."
+                f"PER_WORKER, not {self.experimental_replication_mode}: every worker "
+                "is one replica"
+            )
         if self.experimental_place_dataset_on_device:
             raise ArgumentError(
                 "experimental_place_dataset_on_device=True is not possible: HDF5 is "
                 "read on the host; leave it False"
+            )
+
+
+class AutoShardPolicy(enum.IntEnum):
+    """How `Strategy.experimental_distribute_dataset` divides a dataset over workers.
+
+    AUTO and DATA give each worker its slice of every global batch.
+
+    FILE gives worker w the files w, w + workers, w + 2 * workers, ... of the dataset,
+    so that it opens no other. Its rows come in the order of its files; every step
+    (shuffle, take, repeat, ...) is done on these rows alone, and a batch size of n
+    becomes ceil(n / workers). Workers whose rows run out get batches of zero rows.
+
+    OFF gives every worker all rows, in batches of ceil(n / workers) rows.
+    """
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of a dataset, for `Dataset.with_options`.
+
+    Args:
+      auto_shard_policy: how the dataset is divided over the workers.
+    """
+
+    auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.auto_shard_policy, AutoShardPolicy):
+            raise ArgumentTypeError(
+                "auto_shard_policy must be an AutoShardPolicy, not "
+                f"{self.auto_shard_policy!r}"
             )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 from mpidist.context import require_cross_replica
 from mpidist.data.dataset import Dataset
 from mpidist.data.distributed import InputContext
+from mpidist.data.iterator_v1 import InputIterator, from_dataset, from_input_fn
 from mpidist.errors import ArgumentTypeError, ContextError
 from mpidist.options import InputReplicationMode
 from mpidist.strategy import Strategy
@@ -23,7 +24,7 @@ class StrategyV1(Strategy):
     of a configuration.
     """
 
-    def make_dataset_iterator(self, dataset: Dataset) -> Any:
+    def make_dataset_iterator(self, dataset: Dataset) -> InputIterator:
         """Return an iterator over `dataset`, each batch divided over the replicas.
 
         Args:
@@ -34,15 +35,13 @@ class StrategyV1(Strategy):
           ArgumentError: a batch cannot be divided evenly: use make_input_fn_iterator.
         """
         require_cross_replica(self, "make_dataset_iterator")
-        from mpidist.data.iterator_v1 import from_dataset
-
         return from_dataset(self.extended, dataset)
 
     def make_input_fn_iterator(
         self,
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
-    ) -> Any:
+    ) -> InputIterator:
         """Return an iterator over what `input_fn(InputContext)` makes on each replica.
 
         Args:
@@ -54,12 +53,10 @@ class StrategyV1(Strategy):
           ArgumentError: another mode; `input_fn` returned something else.
         """
         require_cross_replica(self, "make_input_fn_iterator")
-        from mpidist.data.iterator_v1 import from_input_fn
-
         return from_input_fn(self.extended, input_fn, replication_mode)
 
     def experimental_run(
-        self, fn: Callable[..., Any], input_iterator: Any = None
+        self, fn: Callable[..., Any], input_iterator: InputIterator | None = None
     ) -> Any:
         """Run `fn` on every replica, with the iterator's next value if there is one."""
         require_cross_replica(self, "experimental_run")

@@ -9,15 +9,26 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mpidist.data.hdf5 import Hdf5Rows, list_files
-from mpidist.data.ordering import Repeat, Shard, Shuffle, Window
-from mpidist.data.pipeline import Batch, Map, Pass, Pipeline, Rows
-from mpidist.data.sources import ArrayRows, from_lists
+import numpy as np
+import numpy.typing as npt
+
+from mpidist import nest
+from mpidist.data.hdf5 import Hdf5Rows, check_names, list_files
+from mpidist.data.pipeline import INFINITE_CARDINALITY, Pass, Pipeline, Rows
+from mpidist.data.sources import ArrayRows, RangeRows, as_element, from_lists
+from mpidist.data.steps import concatenate, in_order, read_ahead, steps_of
+from mpidist.data.stream import UNKNOWN_CARDINALITY, Generated, Stream
 from mpidist.errors import ArgumentError, ArgumentTypeError
+from mpidist.options import Options
 
-__all__ = ["INFINITE_CARDINALITY", "Dataset"]
-
-INFINITE_CARDINALITY = -1
+__all__ = [
+    "INFINITE_CARDINALITY",
+    "UNKNOWN_CARDINALITY",
+    "Dataset",
+    "DatasetLike",
+    "as_dataset",
+    "require_length",
+]
 
 
 class Dataset:
@@ -30,15 +41,70 @@ class Dataset:
     `Strategy.experimental_distribute_dataset` to divide them over the replicas.
     """
 
-    def __init__(self, pipeline: Pipeline):
+    def __init__(
+        self,
+        pipeline: Pipeline | Stream,
+        options: Options | None = None,
+        read_ahead: int = 0,
+    ):
         self._pipeline = pipeline
+        self._steps = steps_of(pipeline)
+        self._options = options or Options()
+        self._read_ahead = read_ahead
         self._passes = itertools.count()
         self._entropy = secrets.randbits(62)
+        self._spec: Any = None
 
     @property
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> Pipeline | Stream:
         """The steps of this dataset, for what is built on it."""
         return self._pipeline
+
+    @property
+    def element_spec(self) -> Any:
+        """A nest of `TensorSpec` like the elements; None is the number of rows.
+
+        Reads an element when it is first asked for; of a generator, the first.
+        """
+        if self._spec is None:
+            self._spec = self._pipeline.element_spec()
+        return self._spec
+
+    @staticmethod
+    def from_tensors(tensors: Any) -> Dataset:
+        """Return a dataset of one element: an array, or a tuple or dict of arrays."""
+        rows = nest.map_leaves(lambda a: a[None], as_element(tensors))
+        return Dataset(Rows(ArrayRows(rows, "from_tensors")))
+
+    @staticmethod
+    def range(*args: int, output_type: npt.DTypeLike = np.int64) -> Dataset:
+        """Return a dataset of the numbers of Python's `range(*args)`.
+
+        Args:
+          *args: `stop`; or `start, stop`; or `start, stop, step`.
+          output_type: the dtype of the numbers.
+        """
+        return Dataset(Rows(RangeRows(range(*args), output_type)))
+
+    @staticmethod
+    def from_generator(
+        generator: Callable[[], Iterable[Any]] | Iterable[Any],
+    ) -> Dataset:
+        """Return a dataset of what an iterable yields, of unknown length.
+
+        Args:
+          generator: a function that returns an iterable, called for each iteration; or
+            an iterable that starts again each time, such as a list. It yields nests of
+            arrays and numbers; tuples and dicts are structure, lists are arrays.
+
+        Divided over replicas, every replica goes through all of it, so it must yield
+        the same on each.
+
+        Raises:
+          ArgumentError: an iterator, which can be used only once.
+          ArgumentTypeError: nothing that can be iterated over.
+        """
+        return Dataset(Generated(generator, is_batched=False))
 
     @staticmethod
     def from_tensor_slices(tensors: Any) -> Dataset:
@@ -71,20 +137,19 @@ class Dataset:
           DataError: a file or a dataset is missing, cannot be read, or does not fit the
             others.
         """
-        names = dict(datasets) if isinstance(datasets, Mapping) else datasets
-        if isinstance(names, Sequence) and not isinstance(names, str):
-            names = tuple(names)
-        _require_names(names)
-        return Dataset(Rows(Hdf5Rows(list_files(files), names)))
+        return Dataset(Rows(Hdf5Rows(list_files(files), check_names(datasets))))
 
     def map(self, map_func: Callable[..., Any]) -> Dataset:
         """Return a dataset of `map_func(element)`; a tuple is passed as arguments.
 
         Before `batch` the function sees one row at a time. After `batch` it sees the
         rows of a batch; in a distributed dataset those are this replica's rows, so
-        there it must treat each row by itself and return as many rows as it got.
+        there it must treat each row by itself and return as many rows as it got. (Of
+        a generator's dataset it sees whole batches, on every replica.)
         """
-        return Dataset(Map(self._pipeline, map_func))
+        if not callable(map_func):
+            raise ArgumentTypeError(f"map_func must be callable, not {map_func!r}")
+        return self._then(self._steps.map, map_func)
 
     def shuffle(
         self,
@@ -96,17 +161,19 @@ class Dataset:
 
         The order is a permutation of all elements, whatever `buffer_size` says: rows
         need not pass through a buffer here. It is a function of the seed and the epoch
-        alone, the same for any number of replicas.
+        alone, the same for any number of replicas. (Only the elements of a generator
+        pass through a buffer of `buffer_size`, from which they are drawn.)
 
         Args:
-          buffer_size: accepted for TensorFlow's sake; None or >= 1.
+          buffer_size: None or >= 1; needed for a generator.
           seed: any integer. None draws one, which all replicas share.
           reshuffle_each_iteration: whether each epoch has another order.
         """
         seed = None if seed is None else operator.index(seed)
         if buffer_size is not None and buffer_size < 1:
             raise ArgumentError(f"buffer_size must be >= 1 or None, not {buffer_size}")
-        return Dataset(Shuffle(self._pipeline, seed, reshuffle_each_iteration))
+        step = self._steps.shuffle
+        return self._then(step, buffer_size, seed, reshuffle_each_iteration)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
         """Return a dataset of batches: arrays `(batch_size, *shape)`.
@@ -117,7 +184,7 @@ class Dataset:
         """
         if operator.index(batch_size) < 1:
             raise ArgumentError(f"batch_size must be >= 1, not {batch_size}")
-        return Dataset(Batch(self._pipeline, batch_size, drop_remainder))
+        return self._then(self._steps.batch, batch_size, drop_remainder)
 
     def repeat(self, count: int | None = None) -> Dataset:
         """Return a dataset that goes through this one `count` times, None for ever.
@@ -128,49 +195,105 @@ class Dataset:
             count = None
         if count is not None and count < 0:
             raise ArgumentError(f"count must be >= 0, or None, not {count}")
-        return Dataset(Repeat(self._pipeline, count))
+        return self._then(self._steps.repeat, count)
 
     def take(self, count: int) -> Dataset:
         """Return a dataset of the first `count` elements; -1 takes all."""
         if operator.index(count) < -1:
             raise ArgumentError(f"count must be >= 0, or -1 for all, not {count}")
-        return Dataset(Window(self._pipeline, 0, None if count == -1 else count))
+        return self._then(self._steps.window, 0, None if count == -1 else count)
 
     def skip(self, count: int) -> Dataset:
         """Return a dataset of all elements but the first `count`."""
         if operator.index(count) < 0:
             raise ArgumentError(f"count must be >= 0, not {count}")
-        return Dataset(Window(self._pipeline, count, None))
+        return self._then(self._steps.window, count, None)
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Return a dataset of every `num_shards`-th element, from `index` on."""
         if not 0 <= index < num_shards:
             raise ArgumentError(f"index must be in 0..{num_shards - 1}, not {index}")
-        return Dataset(Shard(self._pipeline, num_shards, index))
+        return self._then(self._steps.shard, num_shards, index)
+
+    def concatenate(self, dataset: Dataset) -> Dataset:
+        """Return a dataset of the elements of this one, then those of `dataset`.
+
+        Raises:
+          ArgumentError: one is batched and the other is not.
+        """
+        first, second = self._pipeline, as_dataset(dataset, "concatenate")._pipeline
+        if first.is_batched != second.is_batched:
+            raise ArgumentError(
+                "concatenate needs two datasets of batches, or two of single elements"
+            )
+        return Dataset(concatenate(first, second), self._options)
+
+    def prefetch(self, buffer_size: int) -> Dataset:
+        """Return a dataset that reads `buffer_size` elements ahead, in a thread.
+
+        Steps after it undo it, and distributed datasets read ahead as their
+        `InputOptions` say. -1 (TensorFlow's AUTOTUNE) lets mpidist choose.
+        """
+        if operator.index(buffer_size) < -1:
+            raise ArgumentError(f"buffer_size must be >= 0 or -1, not {buffer_size}")
+        ahead = 2 if buffer_size == -1 else buffer_size
+        return Dataset(self._pipeline, self._options, ahead)
+
+    def with_options(self, options: Options) -> Dataset:
+        """Return this dataset with `options`, which steps after it keep."""
+        if not isinstance(options, Options):
+            raise ArgumentTypeError(f"options must be mpidist.Options, not {options!r}")
+        return Dataset(self._pipeline, options, self._read_ahead)
+
+    def options(self) -> Options:
+        """Return the options of this dataset."""
+        return self._options
 
     def cardinality(self) -> int:
-        """Return the number of elements; INFINITE_CARDINALITY (-1) for no end."""
-        length = self._pipeline.length
-        return INFINITE_CARDINALITY if length is None else length
+        """Return the number of elements.
+
+        INFINITE_CARDINALITY (-1) for no end, UNKNOWN_CARDINALITY (-2) for a generator.
+        """
+        return self._pipeline.cardinality
 
     def __len__(self) -> int:
-        length = self._pipeline.length
-        if length is None:
-            raise TypeError("an infinite dataset has no length")
-        return length
+        return require_length(self.cardinality())
 
     def __iter__(self) -> Iterator[Any]:
         order = Pass(next(self._passes), self._entropy)
-        length = self._pipeline.length
-        numbers = itertools.count() if length is None else range(length)
-        return (self._pipeline.element(order, i) for i in numbers)
+        elements = in_order(self._pipeline).iterate(order)
+        return read_ahead(elements, self._read_ahead) if self._read_ahead else elements
+
+    def _then(self, step: Callable[..., Any], *arguments: Any) -> Dataset:
+        return Dataset(step(self._pipeline, *arguments), self._options)
 
 
-def _require_names(names: Any) -> None:
-    several = names.values() if isinstance(names, dict) else names
-    several = [names] if isinstance(names, str) else list(several)
-    if not several:
-        raise ArgumentError("datasets must name at least one HDF5 dataset")
-    for name in several:
-        if not isinstance(name, str):
-            raise ArgumentTypeError(f"datasets must hold names, not {name!r}")
+DatasetLike = Dataset | Iterable[Any] | Callable[[], Iterable[Any]]
+
+
+def as_dataset(value: Any, call: str) -> Dataset:
+    """Return `value`, a dataset, or an iterable of batches or a function of one.
+
+    Raises:
+      ArgumentTypeError: it is none of these.
+      ArgumentError: an iterator, which can be used only once.
+    """
+    if isinstance(value, Dataset):
+        return value
+    is_element = isinstance(value, str | bytes | tuple | Mapping)
+    is_element = is_element or hasattr(value, "shape")
+    if is_element or not (callable(value) or isinstance(value, Iterable)):
+        raise ArgumentTypeError(
+            f"{call} needs a mpidist.Dataset, an iterable of batches, or a function "
+            f"that returns one, not {value!r}"
+        )
+    return Dataset(Generated(value, is_batched=True))
+
+
+def require_length(cardinality: int) -> int:
+    """Return `cardinality` if it is a number of elements, for `__len__`."""
+    if cardinality == INFINITE_CARDINALITY:
+        raise TypeError("an infinite dataset has no length")
+    if cardinality == UNKNOWN_CARDINALITY:
+        raise TypeError("the length of a generator's dataset is not known")
+    return cardinality

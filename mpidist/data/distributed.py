@@ -1,29 +1,36 @@
-"""Datasets divided over replicas: the part of each batch that this replica reads.
+"""Datasets divided over replicas: which part of the data each replica reads.
 
-Every step of an iteration is collective: before a batch is handed out, all replicas
-have theirs, or all raise.
+Making one is collective: replicas whose datasets do not fit together all raise.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import secrets
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from mpidist import arrays, context, nest
+from mpidist import nest
 from mpidist.calls import Call
-from mpidist.data.dataset import INFINITE_CARDINALITY, Dataset
+from mpidist.data.dataset import (
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    Dataset,
+    DatasetLike,
+    as_dataset,
+    require_length,
+)
+from mpidist.data.feed import Plan
+from mpidist.data.iterator import DistributedIterator
 from mpidist.data.pipeline import Pass, Pipeline
+from mpidist.data.stream import Stream
 from mpidist.errors import ArgumentError, ArgumentTypeError
-from mpidist.options import InputOptions
+from mpidist.options import AutoShardPolicy, InputOptions
 
 if TYPE_CHECKING:
     from mpidist.extended import StrategyExtended
 
-__all__ = ["DistributedDataset", "DistributedIterator", "InputContext"]
+__all__ = ["DistributedDataset", "InputContext"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,82 +70,53 @@ class InputContext:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What this replica reads: equal on all replicas but for the pipeline.
-
-    Args:
-      pipeline: of batches.
-      is_global: whether batches are global ones, of which this replica takes a slice.
-      steps: how many steps all replicas take, None for no end.
-      entropy: the seed of shuffles that were given none.
-      options: see `InputOptions`.
-      serial: which dataset of the strategy this is.
-    """
-
-    extended: StrategyExtended
-    pipeline: Pipeline
-    is_global: bool
-    steps: int | None
-    entropy: int
-    options: InputOptions
-    serial: int
-
-    def load(self, order: Pass, step: int) -> Any:
-        """Return this replica's batch of one step; not collective, in any thread."""
-        length = self.pipeline.length
-        if length is not None and step >= length:
-            batch = self.pipeline.empty_part(order)
-        elif self.is_global:
-            replicas, replica = self.extended.num_replicas, self.extended.replica_id
-            batch = self.pipeline.part(order, step, replicas, replica)
-        else:
-            batch = self.pipeline.element(order, step)
-        if self.options.experimental_fetch_to_device:
-            device = self.extended.device
-            batch = nest.map_leaves(lambda a: arrays.to_device(a, device), batch)
-        return batch
-
-
 class DistributedDataset:
     """A dataset of which each replica gets its part; iterate over it with `for`.
 
     Made by the strategy. Each iteration starts again, with the next epoch's order.
     """
 
-    def __init__(self, plan: _Plan):
+    def __init__(self, plan: Plan):
         self._plan = plan
         self._epoch = 0
 
     @classmethod
     def of_global_batches(
-        cls, extended: StrategyExtended, dataset: Dataset, options: InputOptions | None
+        cls,
+        extended: StrategyExtended,
+        dataset: DatasetLike,
+        options: InputOptions | None,
+        call: str = "experimental_distribute_dataset",
     ) -> DistributedDataset:
         """See `Strategy.experimental_distribute_dataset`."""
-        call = "experimental_distribute_dataset"
         extended.topology.require_open()
 
-        def prepare() -> tuple[str, int | None]:
-            _require_dataset(dataset, call)
-            if dataset.pipeline.batch_size is None:
-                raise ArgumentError(
-                    f"{call} needs a dataset of batches; call batch(GLOBAL_BATCH_SIZE) "
-                    "on it first"
-                )
-            return dataset.pipeline.describe(), dataset.pipeline.length
+        def prepare() -> tuple[Pipeline | Stream, AutoShardPolicy, Call]:
+            whole = _as_dataset(dataset, call)
+            _require_batches(whole, call)
+            policy = whole.options().auto_shard_policy
+            pipeline = _share(whole.pipeline, policy, extended)
+            is_alike = policy is not AutoShardPolicy.FILE
+            agreed = (
+                ("auto_shard_policy", policy.name),
+                ("dataset", pipeline.describe()),
+                ("batches", pipeline.cardinality if is_alike else "its own"),
+            )
+            return pipeline, policy, Call(call, agreed)
 
         # Replicas that read other data than the rest must not go unnoticed
-        description, steps = extended.agreement.prepare(call, prepare)
-        agreed = (("dataset", description), ("batches", steps))
-        extended.agreement.require_same(Call(call, agreed))
-        entropy = _draw(extended, dataset.pipeline.needs_entropy)
+        pipeline, policy, agreed = extended.agreement.prepare(call, prepare)
+        extended.agreement.require_same(agreed)
+        if policy is AutoShardPolicy.FILE:
+            return cls._of_own_batches(extended, pipeline, options, call)
         return cls(
-            _Plan(
+            Plan(
                 extended,
-                dataset.pipeline,
-                is_global=True,
-                steps=steps,
-                entropy=entropy,
+                pipeline,
+                is_global=policy is not AutoShardPolicy.OFF,
+                is_batched=True,
+                cardinality=pipeline.cardinality,
+                entropy=_draw(extended, pipeline.needs_entropy),
                 options=options or InputOptions(),
                 serial=extended.agreement.calls,
             )
@@ -148,38 +126,53 @@ class DistributedDataset:
     def from_function(
         cls,
         extended: StrategyExtended,
-        dataset_fn: Callable[[InputContext], Dataset],
+        dataset_fn: Callable[[InputContext], DatasetLike],
         options: InputOptions | None,
+        call: str = "distribute_datasets_from_function",
     ) -> DistributedDataset:
         """See `Strategy.distribute_datasets_from_function`."""
-        call = "distribute_datasets_from_function"
         where = InputContext(
             extended.num_replicas, extended.replica_id, extended.num_replicas
         )
 
-        def make() -> tuple[Dataset, int, bool]:
-            dataset = dataset_fn(where)
-            _require_dataset(dataset, call)
-            is_batched = dataset.pipeline.batch_size is not None
-            return dataset, dataset.cardinality(), is_batched
+        def make() -> Dataset:
+            return _as_dataset(dataset_fn(where), call)
 
-        dataset, cardinality, is_batched = extended.together(Call(call), make)
-        everyone = extended.agreement.gather(call, (cardinality, is_batched))
+        dataset = extended.together(Call(call), make)
+        return cls._of_own_batches(extended, dataset.pipeline, options, call)
+
+    @classmethod
+    def _of_own_batches(
+        cls,
+        extended: StrategyExtended,
+        pipeline: Pipeline | Stream,
+        options: InputOptions | None,
+        call: str,
+    ) -> DistributedDataset:
+        """Return each replica's own pipeline, whose elements it gets whole."""
+        agreement = extended.agreement
+        mine = agreement.prepare(  # it may look into files
+            call, lambda: (pipeline.cardinality, pipeline.is_batched)
+        )
+        everyone = agreement.gather(call, mine)
         lengths = [length for length, _ in everyone]
-        if all(batched for _, batched in everyone):
-            _require_like_elements(extended, call, dataset)
-        elif len(set(lengths)) > 1:
+        is_batched = all(batched for _, batched in everyone)
+        cardinality = _steps_of_all(lengths)
+        if is_batched and cardinality != UNKNOWN_CARDINALITY:
+            assert isinstance(pipeline, Pipeline)
+            _require_like_elements(extended, call, pipeline)
+        elif cardinality != UNKNOWN_CARDINALITY and len(set(lengths)) > 1:
             raise ArgumentError(
                 f"{call}: the replicas' datasets have {lengths} elements and are not "
                 "batched, so a replica that runs out has nothing to give; call batch()"
             )
-        steps = None if INFINITE_CARDINALITY in lengths else max(lengths)
         return cls(
-            _Plan(
+            Plan(
                 extended,
-                dataset.pipeline,
+                pipeline,
                 is_global=False,
-                steps=steps,
+                is_batched=is_batched,
+                cardinality=cardinality,
                 entropy=_draw(extended, needed=True),
                 options=options or InputOptions(),
                 serial=extended.agreement.calls,
@@ -188,14 +181,19 @@ class DistributedDataset:
 
     @property
     def cardinality(self) -> int:
-        """The number of steps, the same on all replicas; -1 for no end."""
-        steps = self._plan.steps
-        return INFINITE_CARDINALITY if steps is None else steps
+        """The number of steps, the same on all replicas; -1 for no end, -2 unknown."""
+        return self._plan.cardinality
+
+    @property
+    def element_spec(self) -> Any:
+        """A nest of `TensorSpec` like this replica's batches; None is the rows.
+
+        Not collective: it may read an element of this replica.
+        """
+        return self._plan.pipeline.element_spec()
 
     def __len__(self) -> int:
-        if self._plan.steps is None:
-            raise TypeError("an infinite dataset has no length")
-        return self._plan.steps
+        return require_length(self.cardinality)
 
     def __iter__(self) -> DistributedIterator:
         order = Pass(self._epoch, self._plan.entropy)
@@ -203,108 +201,57 @@ class DistributedDataset:
         return DistributedIterator(self._plan, order)
 
 
-class DistributedIterator:
-    """One pass over a distributed dataset. `next` is collective.
-
-    Batches are read ahead in a thread, which ends with the iteration, or when the
-    iterator is closed or forgotten.
-    """
-
-    def __init__(self, plan: _Plan, order: Pass):
-        self._plan = plan
-        self._order = order
-        self._step = 0
-        self._ahead: collections.deque[Future[Any]] = collections.deque()
-        depth = plan.options.experimental_per_replica_buffer_size
-        self._depth = depth
-        self._is_closed = False
-        self._reader = ThreadPoolExecutor(1, "mpidist-input") if depth else None
-
-    def __iter__(self) -> DistributedIterator:
-        return self
-
-    def __next__(self) -> Any:
-        """Return this step's batch of all replicas, a nest of `PerReplica`. Collective.
-
-        With one replica, the bare batch.
-
-        Raises, on all replicas:
-          StopIteration: after the last step.
-          DataError: a replica's rows cannot be read.
-          ArgumentError: called inside a function that `Strategy.run` runs.
-          What a mapped function raises on any replica.
-        """
-        if not context.in_cross_replica_context() and context.has_strategy():
-            raise ArgumentError(
-                "next was called on a distributed iterator inside a replica function; "
-                "call it outside, and pass the batch in the args of strategy.run"
-            )
-        plan, extended = self._plan, self._plan.extended
-        extended.topology.require_open()
-        if self._is_closed or (plan.steps is not None and self._step >= plan.steps):
-            self.close()
-            raise StopIteration
-        where = ("dataset", plan.serial), ("epoch", self._order.epoch)
-        call = Call("next of a distributed dataset", (*where, ("step", self._step)))
-        try:
-            batch = extended.together(call, self._load)
-        except Exception:
-            self._drop_ahead()  # another call tries this step again
-            raise
-        self._step += 1
-        return context.regroup(batch, extended.replica_id, extended.num_replicas)
-
-    get_next = __next__
-
-    def close(self) -> None:
-        """End the iteration and the thread that reads ahead. Not collective."""
-        self._is_closed = True
-        self._drop_ahead()
-        if self._reader is not None:
-            self._reader.shutdown(wait=True)
-            self._reader = None
-
-    def _drop_ahead(self) -> None:
-        while self._ahead:
-            self._ahead.popleft().cancel()
-
-    def __del__(self) -> None:
-        reader = getattr(self, "_reader", None)
-        if reader is not None:
-            reader.shutdown(wait=False, cancel_futures=True)
-
-    def _load(self) -> Any:
-        if self._reader is None:
-            return self._plan.load(self._order, self._step)
-        # Keep `depth` batches in the making beyond the one that is handed out
-        last = self._step + 1 + self._depth
-        if self._plan.steps is not None:
-            last = min(last, self._plan.steps)
-        while self._step + len(self._ahead) < last:
-            step = self._step + len(self._ahead)
-            self._ahead.append(
-                self._reader.submit(_load, self._plan, self._order, step)
-            )
-        return self._ahead.popleft().result()
+def _as_dataset(value: Any, call: str) -> Dataset:
+    if isinstance(value, DistributedDataset | DistributedIterator):
+        raise ArgumentTypeError(f"{call}: {value!r} is distributed already")
+    return as_dataset(value, call)
 
 
-def _load(plan: _Plan, order: Pass, step: int) -> Any:
-    """Call `plan.load` in the reading thread, which must not know the iterator."""
-    return plan.load(order, step)
+def _require_batches(dataset: Dataset, call: str) -> None:
+    if not dataset.pipeline.is_batched:
+        raise ArgumentError(
+            f"{call} needs a dataset of batches; call batch(GLOBAL_BATCH_SIZE) on it "
+            "first (or pass the function itself if it yields whole batches)"
+        )
 
 
-def _require_dataset(dataset: Any, call: str) -> None:
-    if not isinstance(dataset, Dataset):
-        raise ArgumentTypeError(f"{call} needs a mpidist.Dataset, not {dataset!r}")
+def _share(
+    pipeline: Pipeline | Stream, policy: AutoShardPolicy, extended: StrategyExtended
+) -> Pipeline | Stream:
+    """Return what this replica reads by a policy."""
+    workers, worker = extended.num_replicas, extended.replica_id
+    if policy is AutoShardPolicy.OFF:
+        return pipeline.rebatch(workers)
+    if policy is not AutoShardPolicy.FILE:
+        return pipeline
+    files = pipeline.file_count
+    if files == 0 or isinstance(pipeline, Stream):
+        raise ArgumentError(
+            "auto_shard_policy FILE needs a dataset of files, from Dataset.from_hdf5; "
+            "use AutoShardPolicy.DATA"
+        )
+    if files < workers:
+        raise ArgumentError(
+            "auto_shard_policy FILE needs at least as many files as workers, not "
+            f"{files} files for {workers} workers; use AutoShardPolicy.DATA"
+        )
+    return pipeline.shard_files(workers, worker).rebatch(workers)
+
+
+def _steps_of_all(lengths: list[int]) -> int:
+    """Return how many steps all replicas take: until the longest dataset ends."""
+    if UNKNOWN_CARDINALITY in lengths:
+        return UNKNOWN_CARDINALITY
+    return INFINITE_CARDINALITY if INFINITE_CARDINALITY in lengths else max(lengths)
 
 
 def _require_like_elements(
-    extended: StrategyExtended, call: str, dataset: Dataset
+    extended: StrategyExtended, call: str, pipeline: Pipeline
 ) -> None:
     """Raise if the replicas' batches differ in structure, dtypes or dimensions."""
 
     def describe() -> Call:
-        leaves, spec = nest.flatten(dataset.pipeline.empty_part(Pass()))
+        leaves, spec = nest.flatten(pipeline.empty_part(Pass()))
         kinds = tuple((a.dtype.name, f"{a.ndim} dimensions") for a in leaves)
         return Call(call, (), spec, kinds)
 

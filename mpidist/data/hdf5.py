@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist import nest
-from mpidist.errors import ArgumentError, DataError
+from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 
-__all__ = ["Hdf5Rows", "list_files"]
+__all__ = ["Hdf5Rows", "check_names", "list_files"]
 
 # A gap between two wanted rows is read too if it is smaller: one call costs more
 _GAP_BYTES = 32 << 10
@@ -44,6 +44,7 @@ class Hdf5Rows:
     ):
         self._paths = list(paths)
         self._names, self._spec = nest.flatten(names)
+        self._all_paths = self._paths
         self._layout: _Layout | None = None
         self._files: dict[int, h5py.File] = {}
         self._owner = os.getpid()
@@ -51,8 +52,24 @@ class Hdf5Rows:
     def __len__(self) -> int:
         return self._inspect().starts[-1]
 
+    @property
+    def file_count(self) -> int:
+        """The number of files."""
+        return len(self._paths)
+
+    def shard_files(self, workers: int, worker: int) -> Hdf5Rows:
+        """See `FileSource.shard_files`."""
+        share = Hdf5Rows(
+            self._paths[worker::workers], nest.unflatten(self._spec, self._names)
+        )
+        share._all_paths = self._paths
+        return share
+
     def describe(self) -> str:
         """Return the rows of each file, and the names, dtypes and row shapes."""
+        if self._all_paths is not self._paths:  # other workers' files are not opened
+            files = [path.name for path in self._all_paths]
+            return f"from_hdf5({files}, {self._names}, by file)"
         layout = self._inspect()
         files = [path.name for path in self._paths]
         columns = zip(self._names, layout.dtypes, layout.row_shapes, strict=True)
@@ -220,3 +237,19 @@ def list_files(
     if not found:
         raise DataError(f"no file matches {pattern!r}")
     return [Path(file) for file in found]
+
+
+def check_names(
+    datasets: str | Sequence[str] | Mapping[str, str],
+) -> str | tuple[str, ...] | dict[str, str]:
+    """Return the names of HDF5 datasets in the structure of the elements."""
+    if isinstance(datasets, str):
+        return datasets
+    names = dict(datasets) if isinstance(datasets, Mapping) else tuple(datasets)
+    several = list(names.values()) if isinstance(names, dict) else names
+    if not several:
+        raise ArgumentError("datasets must name at least one HDF5 dataset")
+    for name in several:
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"datasets must hold names, not {name!r}")
+    return names

@@ -14,15 +14,24 @@ import numpy as np
 from mpidist import nest, sharding
 from mpidist.data.pipeline import Pass, Pipeline, Step
 from mpidist.data.sources import Positions
-from mpidist.errors import ArgumentError
+from mpidist.errors import ArgumentError, DataError
 
-__all__ = ["Repeat", "Shard", "Shuffle", "Window"]
+__all__ = ["Concatenate", "Repeat", "Shard", "Shuffle", "Window", "lap_pass"]
+
+# Epochs of passes over an endless repetition are kept this far apart
+_ENDLESS = 1 << 40
 
 
 class Shuffle(Step):
-    """All elements in the order of a permutation."""
+    """All elements in the order of a permutation, which needs no buffer."""
 
-    def __init__(self, parent: Pipeline, seed: int | None, reshuffle: bool):
+    def __init__(
+        self,
+        parent: Pipeline,
+        buffer_size: int | None,
+        seed: int | None,
+        reshuffle: bool,
+    ):
         super().__init__(parent)
         self._seed = seed
         self._reshuffle = reshuffle
@@ -91,9 +100,6 @@ class Shard(Step):
 class Repeat(Step):
     """The elements several times, or without end; each lap is an epoch of its own."""
 
-    # Epochs of passes over an endless repetition are kept this far apart
-    _ENDLESS = 1 << 40
-
     def __init__(self, parent: Pipeline, count: int | None):
         super().__init__(parent)
         self._count = count
@@ -108,27 +114,105 @@ class Repeat(Step):
     def describe(self) -> str:
         return f"{self._parent.describe()}.repeat({self._count})"
 
-    def _pass(self, order: Pass, lap: int) -> Pass:
-        laps = self._ENDLESS if self._count is None else self._count
-        return dataclasses.replace(order, epoch=order.epoch * laps + lap)
-
     def locate_one(self, order: Pass, i: int) -> tuple[Pass, int]:
         whole = self._parent.length
         lap, i = (0, i) if whole is None else divmod(i, whole)
-        return self._pass(order, lap), i
+        return lap_pass(order, self._count, lap), i
 
     def elements(self, order: Pass, positions: Positions) -> Any:
         whole = self._parent.length
         if whole is None or positions.size == 0:
-            return self._parent.elements(self._pass(order, 0), positions)
+            return self._parent.elements(lap_pass(order, self._count, 0), positions)
         laps, positions = np.divmod(positions, whole)
         distinct = np.unique(laps).tolist()
         # Read lap by lap, then put the rows back into the order asked for
         parts = [
-            self._parent.elements(self._pass(order, lap), positions[laps == lap])
+            self._parent.elements(
+                lap_pass(order, self._count, lap), positions[laps == lap]
+            )
             for lap in distinct
         ]
         if len(parts) == 1:
             return parts[0]
-        back = np.argsort(np.argsort(laps, kind="stable"))
+        return _interleave(parts, laps)
+
+
+class Concatenate(Pipeline):
+    """The elements of one pipeline, then those of another."""
+
+    def __init__(self, first: Pipeline, second: Pipeline):
+        self._first = first
+        self._second = second
+
+    @property
+    def length(self) -> int | None:
+        first, second = self._first.length, self._second.length
+        return None if first is None or second is None else first + second
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._first.batch_size
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self._first.needs_entropy or self._second.needs_entropy
+
+    @property
+    def file_count(self) -> int:
+        return min(self._first.file_count, self._second.file_count)
+
+    def describe(self) -> str:
+        return f"{self._first.describe()}.concatenate({self._second.describe()})"
+
+    def shard_files(self, workers: int, worker: int) -> Pipeline:
+        return Concatenate(
+            self._first.shard_files(workers, worker),
+            self._second.shard_files(workers, worker),
+        )
+
+    def rebatch(self, workers: int) -> Pipeline:
+        return Concatenate(self._first.rebatch(workers), self._second.rebatch(workers))
+
+    def _find(self, i: int) -> tuple[Pipeline, int]:
+        """Return the pipeline that has element `i`, and its number there."""
+        before = self._first.length
+        if before is None or i < before:
+            return self._first, i
+        return self._second, i - before
+
+    def element(self, order: Pass, i: int) -> Any:
+        pipeline, i = self._find(i)
+        return pipeline.element(order, i)
+
+    def elements(self, order: Pass, positions: Positions) -> Any:
+        before = self._first.length
+        if before is None or positions.size == 0 or positions.max() < before:
+            return self._first.elements(order, positions)
+        in_second = positions >= before
+        second = self._second.elements(order, positions[in_second] - before)
+        if in_second.all():
+            return second
+        first = self._first.elements(order, positions[~in_second])
+        return _interleave([first, second], in_second)
+
+    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
+        pipeline, i = self._find(i)
+        return pipeline.part(order, i, replicas, replica)
+
+    def example(self, order: Pass) -> Any:
+        return self._first.example(order)
+
+
+def lap_pass(order: Pass, count: int | None, lap: int) -> Pass:
+    """Return the pass of one lap of a repetition; `count` is None for no end."""
+    laps = _ENDLESS if count is None else count
+    return dataclasses.replace(order, epoch=order.epoch * laps + lap)
+
+
+def _interleave(parts: list[Any], origins: Any) -> Any:
+    """Put the rows of `parts` in the order in which `origins` names the parts."""
+    back = np.argsort(np.argsort(origins, kind="stable"))
+    try:
         return nest.map_leaves(lambda *xs: np.concatenate(xs)[back], *parts)
+    except ValueError as error:
+        raise DataError(f"elements that differ cannot make a batch: {error}") from error

@@ -6,24 +6,26 @@ here communicates. The steps that change the order are in `ordering`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpidist import nest, sharding
-from mpidist.data.sources import Positions, RowSource, from_lists
-from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
+from mpidist import nest
+from mpidist.data.sources import FileSource, Positions, RowSource
+from mpidist.data.spec import spec_of
+from mpidist.errors import ArgumentError
 
 __all__ = [
-    "Batch",
-    "Map",
+    "INFINITE_CARDINALITY",
     "Pass",
     "Pipeline",
     "Rows",
     "Step",
 ]
+
+INFINITE_CARDINALITY = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,21 @@ class Pipeline:
         raise NotImplementedError  # pragma: no cover
 
     @property
+    def cardinality(self) -> int:
+        """The number of elements, INFINITE_CARDINALITY (-1) for no end."""
+        return INFINITE_CARDINALITY if self.length is None else self.length
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether the elements are batches."""
+        return self.batch_size is not None
+
+    @property
+    def file_count(self) -> int:
+        """How many files the rows come from; 0 for rows that are not in files."""
+        raise NotImplementedError  # pragma: no cover
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether the order depends on `Pass.entropy`."""
         raise NotImplementedError  # pragma: no cover
@@ -62,6 +79,18 @@ class Pipeline:
     def describe(self) -> str:
         """Return what must be the same on every replica, as text."""
         raise NotImplementedError  # pragma: no cover
+
+    def shard_files(self, workers: int, worker: int) -> Pipeline:
+        """Return the same steps of the rows of one worker's files."""
+        raise NotImplementedError  # pragma: no cover
+
+    def rebatch(self, workers: int) -> Pipeline:
+        """Return the same steps with one worker's share of the batch size."""
+        raise NotImplementedError  # pragma: no cover
+
+    def element_spec(self) -> Any:
+        """Return the nest of TensorSpec of the elements; reads a row for it."""
+        return spec_of(self.example(Pass()), self.is_batched)
 
     def element(self, order: Pass, i: int) -> Any:
         """Return element `i`."""
@@ -105,8 +134,19 @@ class Rows(Pipeline):
     def needs_entropy(self) -> bool:
         return False
 
+    @property
+    def file_count(self) -> int:
+        return self._source.file_count if isinstance(self._source, FileSource) else 0
+
     def describe(self) -> str:
         return self._source.describe()
+
+    def shard_files(self, workers: int, worker: int) -> Pipeline:
+        assert isinstance(self._source, FileSource)
+        return Rows(self._source.shard_files(workers, worker))
+
+    def rebatch(self, workers: int) -> Pipeline:
+        return self
 
     def elements(self, order: Pass, positions: Positions) -> Any:
         return self._source.read(positions)
@@ -137,6 +177,22 @@ class Step(Pipeline):
     def needs_entropy(self) -> bool:
         return self._parent.needs_entropy
 
+    @property
+    def file_count(self) -> int:
+        return self._parent.file_count
+
+    def shard_files(self, workers: int, worker: int) -> Pipeline:
+        return self._after(self._parent.shard_files(workers, worker))
+
+    def rebatch(self, workers: int) -> Pipeline:
+        return self._after(self._parent.rebatch(workers))
+
+    def _after(self, parent: Pipeline) -> Pipeline:
+        """Return the same step after another parent."""
+        step = copy.copy(self)
+        step._parent = parent
+        return step
+
     def locate(self, order: Pass, positions: Positions) -> Positions:
         """Return the parent's numbers of the elements at `positions`."""
         raise NotImplementedError  # pragma: no cover
@@ -157,119 +213,3 @@ class Step(Pipeline):
 
     def example(self, order: Pass) -> Any:
         return self._parent.example(order)
-
-
-class Map(Step):
-    """A function of each element."""
-
-    def __init__(self, parent: Pipeline, fn: Callable[..., Any]):
-        super().__init__(parent)
-        if not callable(fn):
-            raise ArgumentTypeError(f"map_func must be callable, not {fn!r}")
-        self._fn = fn
-        self._none: Any = None
-
-    def describe(self) -> str:
-        return f"{self._parent.describe()}.map"
-
-    def _call(self, element: Any) -> Any:
-        arguments = element if type(element) is tuple else (element,)
-        try:
-            return from_lists(self._fn(*arguments))
-        except StopIteration as error:  # it would end an iteration, silently
-            raise RuntimeError("a mapped function raised StopIteration") from error
-
-    def _call_by_row(self, batch: Any) -> Any:
-        """Return the function of some rows, which must give as many rows."""
-        rows = len(nest.flatten(batch)[0][0])
-        result = self._call(batch)
-        for leaf in nest.flatten(result)[0]:
-            if np.shape(leaf)[:1] != (rows,):
-                raise ArgumentError(
-                    f"a function mapped over batches got {rows} rows and returned an "
-                    f"array of shape {np.shape(leaf)}; in a distributed dataset "
-                    "it must return one row per row"
-                )
-        return result
-
-    def element(self, order: Pass, i: int) -> Any:
-        return self._call(self._parent.element(order, i))
-
-    def elements(self, order: Pass, positions: Positions) -> Any:
-        if positions.size == 0:
-            if self._none is None:
-                example = self.example(order)
-                self._none = nest.map_leaves(lambda a: np.stack([a])[:0], example)
-            return self._none
-        inputs, spec = nest.flatten(self._parent.elements(order, positions))
-        rows = zip(*inputs, strict=True)
-        return _stack([self._call(nest.unflatten(spec, row)) for row in rows])
-
-    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
-        given = self._parent.part(order, i, replicas, replica)
-        if len(nest.flatten(given)[0][0]) == 0:
-            return self.empty_part(order)
-        return self._call_by_row(given)
-
-    def empty_part(self, order: Pass) -> Any:
-        # The function may not know what to do with no rows, so it gets some
-        if self._empty is None:
-            result = self._call_by_row(self._parent.example(order))
-            self._empty = nest.map_leaves(lambda a: np.asarray(a)[:0], result)
-        return self._empty
-
-    def example(self, order: Pass) -> Any:
-        return self._call(self._parent.example(order))
-
-
-class Batch(Step):
-    """Runs of elements, stacked."""
-
-    def __init__(self, parent: Pipeline, batch_size: int, drop_remainder: bool):
-        super().__init__(parent)
-        self._batch_size = batch_size
-        self._drop_remainder = drop_remainder
-
-    @property
-    def length(self) -> int | None:
-        rows = self._parent.length
-        if rows is None:
-            return None
-        return sharding.batch_count(rows, self._batch_size, self._drop_remainder)
-
-    @property
-    def batch_size(self) -> int:
-        return self._batch_size
-
-    def describe(self) -> str:
-        arguments = f"{self._batch_size}, drop_remainder={self._drop_remainder}"
-        return f"{self._parent.describe()}.batch({arguments})"
-
-    def element(self, order: Pass, i: int) -> Any:
-        return self.part(order, i, 1, 0)
-
-    def elements(self, order: Pass, positions: Positions) -> Any:
-        if positions.size == 0:
-            example = self.example(order)
-            return nest.map_leaves(lambda a: a[None][:0], example)
-        return _stack([self.element(order, int(i)) for i in positions])
-
-    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
-        start, stop = i * self._batch_size, (i + 1) * self._batch_size
-        if (rows := self._parent.length) is not None:
-            stop = min(stop, rows)
-        mine = sharding.replica_slice(stop - start, replicas, replica)
-        positions = np.arange(start + mine.start, start + mine.stop)
-        return self._parent.elements(order, positions)
-
-    def example(self, order: Pass) -> Any:
-        row = self._parent.example(order)
-        return nest.map_leaves(lambda a: np.stack([a] * self._batch_size), row)
-
-
-def _stack(elements: Sequence[Any]) -> Any:
-    """Return a nest of arrays that hold the elements along a new first dimension."""
-    try:
-        return nest.map_leaves(lambda *xs: np.stack(xs), *elements)
-    except ValueError as error:
-        raise DataError(f"elements that differ cannot make a batch: {error}") from error

@@ -1,16 +1,26 @@
-"""Where rows come from: the contract of a source, and arrays in memory as one."""
+"""Where rows come from: the contract of a source, and rows without a file."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from mpidist import nest
-from mpidist.errors import ArgumentError
+from mpidist.errors import ArgumentError, DataError
 
-__all__ = ["ArrayRows", "Positions", "RowSource", "from_lists"]
+__all__ = [
+    "ArrayRows",
+    "FileSource",
+    "Positions",
+    "RangeRows",
+    "RowSource",
+    "as_element",
+    "from_lists",
+    "stack",
+]
 
 Positions = npt.NDArray[np.int64]
 
@@ -28,20 +38,36 @@ class RowSource(Protocol):
         """Return what must be the same on every replica, as text."""
 
 
-class ArrayRows:
-    """Rows of arrays in memory."""
+@runtime_checkable
+class FileSource(RowSource, Protocol):
+    """Rows in several files, each of which can be read without the others."""
 
-    def __init__(self, arrays: Any):
+    @property
+    def file_count(self) -> int:
+        """The number of files."""
+
+    def shard_files(self, workers: int, worker: int) -> RowSource:
+        """Return the rows of every `workers`-th file, from file `worker` on.
+
+        It describes itself alike for every worker, and never opens other files.
+        """
+
+
+class ArrayRows:
+    """Rows of arrays in memory. `name` is the function that messages speak of."""
+
+    def __init__(self, arrays: Any, name: str = "from_tensor_slices"):
         leaves, _ = nest.flatten(arrays)
         if not leaves:
-            raise ArgumentError("from_tensor_slices needs at least one array")
+            raise ArgumentError(f"{name} needs at least one array")
         shapes = [np.shape(leaf) for leaf in leaves]
         if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
             raise ArgumentError(
-                "from_tensor_slices needs arrays of equal first dimension, not of "
+                f"{name} needs arrays of equal first dimension, not of "
                 f"shapes {', '.join(map(str, shapes))}"
             )
         self._arrays = nest.map_leaves(np.asarray, arrays)
+        self._name = name
         self._length = int(shapes[0][0])
 
     def __len__(self) -> int:
@@ -54,9 +80,27 @@ class ArrayRows:
     def describe(self) -> str:
         """See `RowSource.describe`."""
         leaves, spec = nest.flatten(self._arrays)
-        return (
-            f"from_tensor_slices({spec}, {[(a.dtype.name, a.shape) for a in leaves]})"
-        )
+        return f"{self._name}({spec}, {[(a.dtype.name, a.shape) for a in leaves]})"
+
+
+class RangeRows:
+    """The numbers of a range, which are computed when they are read."""
+
+    def __init__(self, numbers: range, dtype: npt.DTypeLike):
+        self._numbers = numbers
+        self._dtype = np.dtype(dtype)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def read(self, rows: Positions) -> Any:
+        """See `RowSource.read`."""
+        numbers = self._numbers.start + rows * self._numbers.step
+        return numbers.astype(self._dtype, copy=False)
+
+    def describe(self) -> str:
+        """See `RowSource.describe`."""
+        return f"{self._numbers} of {self._dtype.name}"
 
 
 def from_lists(value: Any) -> Any:
@@ -68,3 +112,27 @@ def from_lists(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: from_lists(item) for key, item in value.items()}
     return value
+
+
+def as_element(value: Any) -> Any:
+    """Return `value` as a nest of arrays; lists are arrays, not structure.
+
+    Raises:
+      DataError: a leaf is no array, number or text.
+    """
+    return nest.map_leaves(_as_array, from_lists(value))
+
+
+def _as_array(leaf: Any) -> Any:
+    array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    if array.dtype.kind == "O":
+        raise DataError(f"an element of a dataset must hold arrays, not {leaf!r}")
+    return array
+
+
+def stack(elements: Sequence[Any]) -> Any:
+    """Return a nest of arrays that hold the elements along a new first dimension."""
+    try:
+        return nest.map_leaves(lambda *xs: np.stack(xs), *elements)
+    except ValueError as error:
+        raise DataError(f"elements that differ cannot make a batch: {error}") from error

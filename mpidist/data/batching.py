@@ -1,0 +1,134 @@
+"""The steps that make other elements: functions of them, and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpidist import nest, sharding
+from mpidist.data.pipeline import Pass, Pipeline, Step
+from mpidist.data.sources import Positions, from_lists, stack
+from mpidist.data.spec import batch_of
+from mpidist.errors import ArgumentError
+
+__all__ = ["Batch", "Map", "call_mapped"]
+
+
+class Map(Step):
+    """A function of each element."""
+
+    def __init__(self, parent: Pipeline, fn: Callable[..., Any]):
+        super().__init__(parent)
+        self._fn = fn
+        self._none: Any = None
+
+    def describe(self) -> str:
+        return f"{self._parent.describe()}.map"
+
+    def _call(self, element: Any) -> Any:
+        return call_mapped(self._fn, element)
+
+    def _call_by_row(self, batch: Any) -> Any:
+        """Return the function of some rows, which must give as many rows."""
+        rows = len(nest.flatten(batch)[0][0])
+        result = self._call(batch)
+        for leaf in nest.flatten(result)[0]:
+            if np.shape(leaf)[:1] != (rows,):
+                raise ArgumentError(
+                    f"a function mapped over batches got {rows} rows and returned an "
+                    f"array of shape {np.shape(leaf)}; in a distributed dataset "
+                    "it must return one row per row"
+                )
+        return result
+
+    def element(self, order: Pass, i: int) -> Any:
+        return self._call(self._parent.element(order, i))
+
+    def elements(self, order: Pass, positions: Positions) -> Any:
+        if positions.size == 0:
+            if self._none is None:
+                example = self.example(order)
+                self._none = nest.map_leaves(lambda a: np.stack([a])[:0], example)
+            return self._none
+        inputs, spec = nest.flatten(self._parent.elements(order, positions))
+        rows = zip(*inputs, strict=True)
+        return stack([self._call(nest.unflatten(spec, row)) for row in rows])
+
+    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
+        given = self._parent.part(order, i, replicas, replica)
+        if len(nest.flatten(given)[0][0]) == 0:
+            return self.empty_part(order)
+        return self._call_by_row(given)
+
+    def empty_part(self, order: Pass) -> Any:
+        # The function may not know what to do with no rows, so it gets some
+        if self._empty is None:
+            result = self._call_by_row(self._parent.example(order))
+            self._empty = nest.map_leaves(lambda a: np.asarray(a)[:0], result)
+        return self._empty
+
+    def example(self, order: Pass) -> Any:
+        return self._call(self._parent.example(order))
+
+
+class Batch(Step):
+    """Runs of elements, stacked."""
+
+    def __init__(self, parent: Pipeline, batch_size: int, drop_remainder: bool):
+        super().__init__(parent)
+        self._batch_size = batch_size
+        self._drop_remainder = drop_remainder
+
+    @property
+    def length(self) -> int | None:
+        rows = self._parent.length
+        if rows is None:
+            return None
+        return sharding.batch_count(rows, self._batch_size, self._drop_remainder)
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch_size
+
+    def describe(self) -> str:
+        arguments = f"{self._batch_size}, drop_remainder={self._drop_remainder}"
+        return f"{self._parent.describe()}.batch({arguments})"
+
+    def rebatch(self, workers: int) -> Pipeline:
+        share = -(-self._batch_size // workers)
+        return Batch(self._parent, share, self._drop_remainder)
+
+    def element_spec(self) -> Any:
+        return batch_of(self._parent.element_spec())
+
+    def element(self, order: Pass, i: int) -> Any:
+        return self.part(order, i, 1, 0)
+
+    def elements(self, order: Pass, positions: Positions) -> Any:
+        if positions.size == 0:
+            example = self.example(order)
+            return nest.map_leaves(lambda a: a[None][:0], example)
+        return stack([self.element(order, int(i)) for i in positions])
+
+    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
+        start, stop = i * self._batch_size, (i + 1) * self._batch_size
+        if (rows := self._parent.length) is not None:
+            stop = min(stop, rows)
+        mine = sharding.replica_slice(stop - start, replicas, replica)
+        positions = np.arange(start + mine.start, start + mine.stop)
+        return self._parent.elements(order, positions)
+
+    def example(self, order: Pass) -> Any:
+        row = self._parent.example(order)
+        return nest.map_leaves(lambda a: np.stack([a] * self._batch_size), row)
+
+
+def call_mapped(fn: Callable[..., Any], element: Any) -> Any:
+    """Return `fn(element)`; a tuple is passed as arguments."""
+    arguments = element if type(element) is tuple else (element,)
+    try:
+        return from_lists(fn(*arguments))
+    except StopIteration as error:  # it would end an iteration, silently
+        raise RuntimeError("a mapped function raised StopIteration") from error

@@ -1,0 +1,199 @@
+"""What one replica reads of a distributed dataset, step after step.
+
+Nothing here communicates, so it may run in the thread that reads ahead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mpidist import arrays, nest, sharding
+from mpidist.data.dataset import UNKNOWN_CARDINALITY
+from mpidist.data.pipeline import Pass, Pipeline
+from mpidist.data.sources import as_element
+from mpidist.data.stream import Stream
+from mpidist.errors import DataError
+from mpidist.options import InputOptions
+
+if TYPE_CHECKING:
+    from mpidist.extended import StrategyExtended
+
+__all__ = ["Feed", "Plan", "Portion", "start"]
+
+_END = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What this replica reads: equal on all replicas but for the pipeline.
+
+    Args:
+      pipeline: of batches.
+      is_global: whether batches are global ones, of which this replica takes a slice.
+      is_batched: whether all replicas' elements are batches.
+      cardinality: how many steps all replicas take, or INFINITE_ or
+        UNKNOWN_CARDINALITY.
+      entropy: the seed of shuffles that were given none.
+      options: see `InputOptions`.
+      serial: which dataset of the strategy this is.
+    """
+
+    extended: StrategyExtended
+    pipeline: Pipeline | Stream
+    is_global: bool
+    is_batched: bool
+    cardinality: int
+    entropy: int
+    options: InputOptions
+    serial: int
+
+    @property
+    def is_open_ended(self) -> bool:
+        """Whether replicas must tell each other at each step if they have a batch."""
+        return self.cardinality == UNKNOWN_CARDINALITY
+
+    def place(self, batch: Any) -> Any:
+        """Return `batch` where this replica computes."""
+        if not self.options.experimental_fetch_to_device:
+            return batch
+        device = self.extended.device
+        return nest.map_leaves(lambda a: arrays.to_device(a, device), batch)
+
+
+class Portion(NamedTuple):
+    """What a replica gets at one step.
+
+    Args:
+      batch: its batch.
+      kind: arrays of no rows like those of the batch; None where nobody asks.
+      rows: how many rows the batch had before it was divided.
+    """
+
+    batch: Any
+    kind: Any = None
+    rows: int | None = None
+
+
+class Feed(Protocol):
+    """One replica's batches of one pass, asked for in order."""
+
+    def read(self, step: int) -> Portion | None:
+        """Return the batch of a step, None after the last one."""
+
+    def close(self) -> None:
+        """Let go of what is being read."""
+
+
+def start(plan: Plan, order: Pass) -> Feed:
+    """Return this replica's batches of one pass."""
+    if isinstance(plan.pipeline, Stream):
+        return _StreamFeed(plan, plan.pipeline, order)
+    return _RowsFeed(plan, plan.pipeline, order)
+
+
+class _RowsFeed:
+    """Batches that are read by their number; a step can be read again."""
+
+    def __init__(self, plan: Plan, pipeline: Pipeline, order: Pass):
+        self._plan = plan
+        self._pipeline = pipeline
+        self._order = order
+
+    def read(self, step: int) -> Portion | None:
+        """See `Feed.read`."""
+        plan = self._plan
+        length = self._pipeline.length
+        is_over = length is not None and step >= length
+        if not plan.is_open_ended:
+            batch = self._pipeline.empty_part(self._order) if is_over else None
+            return Portion(plan.place(batch if is_over else self._load(step)))
+        if is_over:
+            return None
+        batch = self._load(step)
+        return Portion(plan.place(batch), _kind(as_element(batch)))
+
+    def close(self) -> None:
+        """See `Feed.close`."""
+
+    def _load(self, step: int) -> Any:
+        if not self._plan.is_global:
+            return self._pipeline.element(self._order, step)
+        extended = self._plan.extended
+        return self._pipeline.part(
+            self._order, step, extended.num_replicas, extended.replica_id
+        )
+
+
+class _StreamFeed:
+    """Batches that come one after the other; after an error there are no more."""
+
+    def __init__(self, plan: Plan, stream: Stream, order: Pass):
+        self._plan = plan
+        self._elements = stream.iterate(order)
+        self._kind: Any = None
+
+    def read(self, step: int) -> Portion | None:
+        """See `Feed.read`."""
+        element = next(self._elements, _END)
+        if element is _END:
+            return None
+        element = as_element(element)
+        kind = _kind(element)
+        self._kind = kind if self._kind is None else _require_like(kind, self._kind)
+        rows = _count_rows(element) if self._plan.is_batched else None
+        if self._plan.is_global:
+            element = self._slice(element, rows or 0)
+        return Portion(self._plan.place(element), kind, rows)
+
+    def close(self) -> None:
+        """See `Feed.close`."""
+        self._elements = iter(())  # a generator that nobody holds is closed
+
+    def _slice(self, batch: Any, rows: int) -> Any:
+        extended = self._plan.extended
+        mine = sharding.replica_slice(rows, extended.num_replicas, extended.replica_id)
+        return nest.map_leaves(lambda a: a[mine], batch)
+
+
+def _kind(element: Any) -> Any:
+    """Return arrays without rows like those of `element` (scalars stay scalars)."""
+
+    def without_rows(a: Any) -> Any:
+        return np.zeros((0, *a.shape[1:]) if a.ndim else (), a.dtype)
+
+    return nest.map_leaves(without_rows, element)
+
+
+def _require_like(kind: Any, before: Any) -> Any:
+    """Return `kind`, or raise if structure, dtypes or dimensions have changed."""
+    leaves, spec = nest.flatten(kind)
+    leaves_before, spec_before = nest.flatten(before)
+    if spec != spec_before:
+        raise DataError(
+            f"the batches of a dataset must be alike, but the structure {spec} follows "
+            f"{spec_before}"
+        )
+    names = nest.leaf_names(spec, "batch")
+    for name, a, b in zip(names, leaves, leaves_before, strict=True):
+        if (a.dtype, a.ndim) != (b.dtype, b.ndim):
+            raise DataError(
+                "the batches of a dataset must be alike, but in one that follows the "
+                f"first {name} is {a.dtype.name} of {a.ndim} dimensions instead of "
+                f"{b.dtype.name} of {b.ndim}"
+            )
+    return kind
+
+
+def _count_rows(batch: Any) -> int:
+    """Return the first dimension of all arrays of a batch."""
+    shapes = [leaf.shape for leaf in nest.flatten(batch)[0]]
+    if not shapes or any(s[:1] != shapes[0][:1] or not s for s in shapes):
+        raise DataError(
+            "a batch needs arrays of equal first dimension, not of shapes "
+            f"{', '.join(map(str, shapes)) or 'none'}; does the generator yield single "
+            "elements? Then make Dataset.from_generator(...).batch(...) of it"
+        )
+    return int(shapes[0][0])

@@ -1,0 +1,166 @@
+"""TensorFlow 1's iterators: initialised by hand, replayed, asked with `get_next`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from mpidist.calls import Call
+from mpidist.data.dataset import Dataset, DatasetLike, as_dataset
+from mpidist.data.distributed import DistributedDataset, InputContext
+from mpidist.data.iterator import DistributedIterator
+from mpidist.data.stream import Generated
+from mpidist.errors import ArgumentError, ArgumentTypeError
+from mpidist.options import InputOptions, InputReplicationMode
+
+if TYPE_CHECKING:
+    from mpidist.extended import StrategyExtended
+
+__all__ = ["InputIterator", "from_dataset", "from_input_fn"]
+
+
+class InputIterator:
+    """An iterator over a distributed dataset that can start again.
+
+    Made by `Strategy.make_dataset_iterator` and `Strategy.make_input_fn_iterator`.
+    """
+
+    def __init__(self, dataset: DistributedDataset):
+        self._dataset = dataset
+        self._iterator: DistributedIterator | None = None
+
+    def initialize(self) -> list[Any]:
+        """Start from the first batch (again), in the next epoch's order. Returns [].
+
+        Every replica must call it; the next `get_next` finds out if one did not.
+        """
+        self.close()
+        self._iterator = iter(self._dataset)
+        return []
+
+    def get_next(self) -> Any:
+        """Return this step's batch of all replicas, a nest of `PerReplica`. Collective.
+
+        It initialises the iterator if nobody has.
+
+        Raises, on all replicas:
+          OutOfRangeError: after the last step.
+          What `DistributedIterator.get_next` raises.
+        """
+        if self._iterator is None:
+            self.initialize()
+        assert self._iterator is not None
+        return self._iterator.get_next()
+
+    def close(self) -> None:
+        """End the thread that reads ahead. Not collective."""
+        if self._iterator is not None:
+            self._iterator.close()
+
+
+def from_dataset(extended: StrategyExtended, dataset: DatasetLike) -> InputIterator:
+    """See `Strategy.make_dataset_iterator`. Collective.
+
+    Args:
+      extended: of the strategy.
+      dataset: batched by the GLOBAL batch size, which the number of replicas divides.
+
+    Raises, on all replicas:
+      ArgumentError: the batches cannot be divided into equal parts, or the dataset is
+        not batched.
+      What `Strategy.experimental_distribute_dataset` raises.
+    """
+    call, replicas = "make_dataset_iterator", extended.num_replicas
+
+    def check() -> None:
+        size = as_dataset(dataset, call).pipeline.batch_size
+        if size is not None and size % replicas:
+            raise ArgumentError(
+                f"{call}: batches of {size} rows cannot be divided into equal parts "
+                f"for {replicas} replicas; use another batch size, or "
+                "make_input_fn_iterator, which does not divide batches"
+            )
+
+    extended.together(Call(call), check)
+    return InputIterator(
+        DistributedDataset.of_global_batches(extended, dataset, None, call)
+    )
+
+
+def from_input_fn(
+    extended: StrategyExtended,
+    input_fn: Callable[[InputContext], Any],
+    replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+) -> InputIterator:
+    """See `Strategy.make_input_fn_iterator`. Collective.
+
+    Args:
+      extended: of the strategy.
+      input_fn: called with an `InputContext`. It returns this replica's dataset, or an
+        iterable of batches, or a function that returns the next batch each time it is
+        called, until it raises StopIteration (so may OutOfRangeError). Batches are not
+        divided. A replay calls it again where it returned a function.
+      replication_mode: PER_WORKER.
+
+    Raises, on all replicas:
+      ArgumentError: another mode, or `input_fn` returned something else.
+      What `input_fn` raises on any.
+    """
+    call, replicas = "make_input_fn_iterator", extended.num_replicas
+    where = InputContext(replicas, extended.replica_id, replicas)
+
+    def make() -> tuple[Dataset, InputOptions]:
+        if replication_mode is not InputReplicationMode.PER_WORKER:
+            raise ArgumentError(
+                f"replication_mode must be InputReplicationMode.PER_WORKER, not "
+                f"{replication_mode!r}"
+            )
+        return _make(input_fn, where, call)
+
+    dataset, options = extended.together(Call(call), make)
+    return InputIterator(
+        DistributedDataset.from_function(extended, lambda _: dataset, options, call)
+    )
+
+
+def _make(
+    input_fn: Callable[[InputContext], Any], where: InputContext, call: str
+) -> tuple[Dataset, InputOptions]:
+    """Return what `input_fn` made as a dataset, and how to read it."""
+    made = input_fn(where)
+    if callable(made) and not inspect.isgeneratorfunction(made):
+        batches = _Calls(input_fn, where, made)
+        # Called when a batch is asked for, and no sooner
+        options = InputOptions(experimental_per_replica_buffer_size=0)
+        return Dataset(Generated(batches, is_batched=True)), options
+    try:
+        return as_dataset(made, call), InputOptions()
+    except ArgumentTypeError as error:
+        raise ArgumentError(
+            f"{call}: input_fn must return a mpidist.Dataset or a function that "
+            f"returns the next batch, not {made!r}"
+        ) from error
+
+
+class _Calls:
+    """The batches that a function returns one by one; iterable again and again."""
+
+    def __init__(
+        self,
+        input_fn: Callable[[InputContext], Any],
+        where: InputContext,
+        first: Callable[[], Any],
+    ):
+        self._input_fn = input_fn
+        self._where = where
+        self._first: Callable[[], Any] | None = first
+
+    def __iter__(self) -> Iterator[Any]:
+        next_batch, self._first = self._first or self._input_fn(self._where), None
+        while True:
+            try:
+                batch = next_batch()
+            except StopIteration:
+                return
+            yield batch

@@ -1,0 +1,48 @@
+"""What elements of a dataset look like: structure, shapes and dtypes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from mpidist import nest
+
+__all__ = ["TensorSpec", "batch_of", "spec_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """The shape and dtype of an array in the elements of a dataset.
+
+    Args:
+      shape: with None for a length that may differ from element to element.
+      dtype: a NumPy dtype, or what makes one.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: np.dtype[Any]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+
+    def __repr__(self) -> str:
+        return f"TensorSpec(shape={self.shape}, dtype={self.dtype.name})"
+
+
+def spec_of(element: Any, is_batch: bool) -> Any:
+    """Return a nest of TensorSpec like `element`; a batch has any number of rows."""
+
+    def describe(leaf: Any) -> TensorSpec:
+        shape = tuple(np.shape(leaf))
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        return TensorSpec((None, *shape[1:]) if is_batch and shape else shape, dtype)
+
+    return nest.map_leaves(describe, element)
+
+
+def batch_of(spec: Any) -> Any:
+    """Return the nest of TensorSpec of batches of elements like `spec`."""
+    return nest.map_leaves(lambda s: TensorSpec((None, *s.shape), s.dtype), spec)

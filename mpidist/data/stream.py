@@ -1,0 +1,206 @@
+"""Datasets whose elements can only be had one after the other: what they start from.
+
+The steps are in `sequential`. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import types
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+from mpidist.data.pipeline import Pass, Pipeline
+from mpidist.data.sources import as_element
+from mpidist.data.spec import spec_of
+from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
+
+__all__ = ["UNKNOWN_CARDINALITY", "Generated", "InOrder", "Step", "Stream"]
+
+UNKNOWN_CARDINALITY = -2
+
+
+class Stream:
+    """One step and all before it. Elements are nests of arrays."""
+
+    cardinality = UNKNOWN_CARDINALITY
+    file_count = 0
+
+    @property
+    def batch_size(self) -> int | None:
+        """How many rows an element has; None if it is not a batch, or of any size."""
+        raise NotImplementedError  # pragma: no cover
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether the elements are batches."""
+        return self.batch_size is not None
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the order depends on `Pass.entropy`."""
+        raise NotImplementedError  # pragma: no cover
+
+    def describe(self) -> str:
+        """Return what must be the same on every replica, as text."""
+        raise NotImplementedError  # pragma: no cover
+
+    def rebatch(self, workers: int) -> Stream:
+        """Return the same steps with one worker's share of the batch size."""
+        raise NotImplementedError  # pragma: no cover
+
+    def iterate(self, order: Pass) -> Iterator[Any]:
+        """Yield all elements."""
+        raise NotImplementedError  # pragma: no cover
+
+    def example(self) -> Any:
+        """Return some element; starts the source once more, and stops it.
+
+        Raises:
+          DataError: there is no element.
+        """
+        raise NotImplementedError  # pragma: no cover
+
+    def element_spec(self) -> Any:
+        """Return the nest of TensorSpec of the elements."""
+        return spec_of(as_element(self.example()), self.is_batched)
+
+
+class Generated(Stream):
+    """What a function's iterable, or an iterable itself, yields.
+
+    Args:
+      generator: an iterable that starts again each time, or a function that returns
+        one.
+      is_batched: whether it yields batches.
+    """
+
+    def __init__(
+        self, generator: Callable[[], Iterable[Any]] | Iterable[Any], is_batched: bool
+    ):
+        _require_source(generator)
+        self._generator = generator
+        self._is_batched = is_batched
+        self._last: Iterator[Any] | None = None
+
+    @property
+    def batch_size(self) -> None:
+        return None
+
+    @property
+    def is_batched(self) -> bool:
+        return self._is_batched
+
+    @property
+    def needs_entropy(self) -> bool:
+        return False
+
+    def describe(self) -> str:
+        return "from_generator"
+
+    def rebatch(self, workers: int) -> Stream:
+        return self
+
+    def iterate(self, order: Pass) -> Generator[Any, None, None]:
+        elements = self._start()
+        try:
+            yield from map(as_element, elements)
+        finally:
+            if isinstance(elements, types.GeneratorType):
+                elements.close()
+
+    def example(self) -> Any:
+        with contextlib.closing(self.iterate(Pass())) as elements:
+            for element in elements:
+                return element
+        raise DataError("the generator yields no element, so its elements are unknown")
+
+    def _start(self) -> Iterator[Any]:
+        """Return a new iterator."""
+        source = self._generator
+        elements = iter(source() if callable(source) else source)
+        if elements is self._last:
+            raise ArgumentError(
+                f"the function {source!r} returned the same iterator as before, so "
+                "elements would be lost; return a new one each time"
+            )
+        self._last = elements
+        return elements
+
+
+class InOrder(Stream):
+    """The elements of a pipeline, one after the other."""
+
+    def __init__(self, pipeline: Pipeline):
+        self._pipeline = pipeline
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._pipeline.batch_size
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self._pipeline.needs_entropy
+
+    def describe(self) -> str:
+        return self._pipeline.describe()
+
+    def rebatch(self, workers: int) -> Stream:
+        return InOrder(self._pipeline.rebatch(workers))
+
+    def iterate(self, order: Pass) -> Iterator[Any]:
+        length = self._pipeline.length
+        numbers = itertools.count() if length is None else range(length)
+        return (self._pipeline.element(order, i) for i in numbers)
+
+    def example(self) -> Any:
+        return self._pipeline.example(Pass())
+
+
+class Step(Stream):
+    """A step after one parent."""
+
+    def __init__(self, parent: Stream):
+        self._parent = parent
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._parent.batch_size
+
+    @property
+    def is_batched(self) -> bool:
+        return self._parent.is_batched
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self._parent.needs_entropy
+
+    def describe(self) -> str:
+        arguments = [v for k, v in vars(self).items() if k != "_parent"]
+        name = type(self).__name__.lower()
+        return f"{self._parent.describe()}.{name}({', '.join(map(str, arguments))})"
+
+    def rebatch(self, workers: int) -> Stream:
+        step = copy.copy(self)
+        step._parent = self._parent.rebatch(workers)
+        return step
+
+    def example(self) -> Any:
+        return self._parent.example()
+
+
+def _require_source(generator: Any) -> None:
+    """Raise if `generator` cannot be iterated over again and again."""
+    if callable(generator):
+        return
+    if not isinstance(generator, Iterable) or isinstance(generator, str | bytes):
+        raise ArgumentTypeError(
+            f"generator must be a function that returns an iterable, not {generator!r}"
+        )
+    if isinstance(generator, Iterator):
+        raise ArgumentError(
+            f"{generator!r} can be iterated over only once; pass the function that "
+            "makes it, so that every epoch starts again"
+        )

@@ -1,0 +1,523 @@
+"""Generators divided over replicas: nobody waits for one that ended, no row is lost."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import Dataset, InputOptions
+
+MESSAGE = "damaged on purpose"
+PREFETCH = pytest.mark.parametrize("prefetch", [0, 1, 3])
+
+
+class Pair(NamedTuple):
+    x: np.ndarray
+    y: np.ndarray
+
+
+def options(prefetch):
+    return InputOptions(experimental_per_replica_buffer_size=prefetch)
+
+
+def numbers(n):
+    return Dataset.from_generator(lambda: iter(range(n)))
+
+
+def local(strategy, value):
+    (component,) = strategy.experimental_local_results(value)
+    return component
+
+
+def on_all_ranks(strategy, comm, batches):
+    """The batches of every step: a list of the components of all ranks."""
+    mine = [local(strategy, batch) for batch in batches]
+    everyone = comm.allgather(mine)
+    assert len({len(batches) for batches in everyone}) == 1
+    return list(map(list, zip(*everyone)))
+
+
+def in_order(steps):
+    return [row for parts in steps for part in parts for row in part.tolist()]
+
+
+def require_usable(strategy):
+    n = strategy.num_replicas_in_sync
+    assert strategy.reduce("SUM", strategy.extended.replica_id + 1) == n * (n + 1) // 2
+
+
+# Global batches
+
+
+@PREFETCH
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_14_elements_in_batches_of_8(strategy, comm, drop_remainder, prefetch):
+    sizes = {
+        1: [[8], [6]],
+        2: [[4, 4], [3, 3]],
+        3: [[3, 3, 2], [2, 2, 2]],
+        4: [[2, 2, 2, 2], [2, 2, 2, 0]],
+    }[comm.size]
+    dataset = numbers(14).batch(8, drop_remainder)
+    divided = strategy.experimental_distribute_dataset(dataset, options(prefetch))
+    for _ in range(2):
+        steps = on_all_ranks(strategy, comm, divided)
+        count = 1 if drop_remainder else 2
+        assert [list(map(len, parts)) for parts in steps] == sizes[:count]
+        assert in_order(steps) == list(range(8 if drop_remainder else 14))
+    assert divided.cardinality == -2
+    with pytest.raises(TypeError, match="not known"):
+        len(divided)
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_plain_batches_are_divided(strategy, comm, as_function):
+    sizes = [5, 1, 7, 4]
+    ends = np.cumsum(sizes)
+    rows = np.arange(17, dtype=np.int32)
+    batches = [
+        {"x": rows[e - n : e], "y": rows[e - n : e, None]} for n, e in zip(sizes, ends)
+    ]
+    source = (lambda: iter(batches)) if as_function else batches
+    divided = strategy.experimental_distribute_dataset(source)
+    for _ in range(2):
+        found = list(divided)
+        x = on_all_ranks(strategy, comm, [batch["x"] for batch in found])
+        assert in_order(x) == rows.tolist()
+        for size, parts in zip(sizes, x):
+            share = -(-size // comm.size)
+            assert [len(p) for p in parts] == [
+                max(0, min(share, size - r * share)) for r in range(comm.size)
+            ]
+            assert {p.dtype for p in parts} == {np.dtype(np.int32)}
+        y = on_all_ranks(strategy, comm, [batch["y"] for batch in found])
+        assert {p.shape[1:] for parts in y for p in parts} == {(1,)}
+
+
+def test_shuffles_without_a_seed_are_the_same_on_all_replicas(strategy, comm):
+    dataset = numbers(40).shuffle(40).batch(7)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    epochs = [in_order(on_all_ranks(strategy, comm, divided)) for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(40))
+    assert epochs[0] != epochs[1]
+
+
+def test_the_order_is_that_of_a_local_iteration(strategy, comm):
+    dataset = numbers(23).map(lambda x: x * 3).shuffle(5, seed=1).repeat(2).skip(4)
+    dataset = dataset.batch(6).map(lambda x: x + 1).concatenate([np.arange(3)])
+    divided = strategy.experimental_distribute_dataset(dataset)
+    expected = [batch.tolist() for batch in dataset]
+    steps = on_all_ranks(strategy, comm, divided)
+    assert [in_order([parts]) for parts in steps] == expected
+
+
+def test_endless_generators_may_be_cut_off(strategy, comm):
+    dataset = Dataset.from_generator(itertools.count).batch(4)
+    taken = strategy.experimental_distribute_dataset(dataset.take(3))
+    assert in_order(on_all_ranks(strategy, comm, taken)) == list(range(12))
+    divided = strategy.experimental_distribute_dataset(dataset)
+    steps = on_all_ranks(strategy, comm, itertools.islice(divided, 3))
+    assert in_order(steps) == list(range(12))
+
+
+@pytest.mark.mpi(min_size=2)
+@PREFETCH
+def test_global_batches_that_end_on_one_replica_are_an_error_on_all(
+    strategy, comm, prefetch
+):
+    dataset = numbers(12 - 4 * (comm.rank == 1)).batch(4)
+    iterator = iter(
+        strategy.experimental_distribute_dataset(dataset, options(prefetch))
+    )
+    for _ in range(2):
+        next(iterator)
+    with pytest.raises(mpidist.MismatchError, match=r"missing, as.* ended on rank 1"):
+        next(iterator)
+    for _ in range(2):
+        with pytest.raises(mpidist.DataError, match="iterate over the dataset again"):
+            next(iterator)
+    require_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "batch",
+    [
+        lambda odd: np.zeros(4 + odd),
+        lambda odd: np.zeros(4, np.float32 if odd else np.float64),
+        lambda odd: np.zeros((4, 2 + odd)),
+        lambda odd: {"b" if odd else "a": np.zeros(4)},
+    ],
+)
+def test_unlike_global_batches_are_an_error_on_all(strategy, comm, batch):
+    divided = strategy.experimental_distribute_dataset([batch(comm.rank == 1)])
+    with pytest.raises(mpidist.MismatchError, match="on rank 1"):
+        next(iter(divided))
+    require_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_generator_and_files_do_not_go_together(strategy, comm):
+    dataset = numbers(4) if comm.rank == 1 else Dataset.range(4)
+    with pytest.raises(mpidist.MismatchError, match="dataset is"):
+        strategy.experimental_distribute_dataset(dataset.batch(2))
+    require_usable(strategy)
+
+
+@pytest.mark.parametrize(
+    "batch", [3.0, {}, (np.zeros(3), np.zeros(4)), (np.zeros(3), 1.0)]
+)
+def test_elements_without_common_rows_are_refused(strategy, batch):
+    divided = strategy.experimental_distribute_dataset([batch])
+    with pytest.raises(mpidist.DataError, match="equal first dimension"):
+        next(iter(divided))
+    require_usable(strategy)
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        np.zeros(4, np.float32),
+        np.zeros((4, 1)),
+        {"x": np.zeros(4)},
+    ],
+)
+def test_batches_that_change_are_refused(strategy, later):
+    divided = strategy.experimental_distribute_dataset([np.zeros(4), later])
+    with pytest.raises(mpidist.DataError, match="must be alike"):
+        list(divided)
+    require_usable(strategy)
+
+
+def test_single_elements_and_other_things_are_refused(strategy):
+    with pytest.raises(ValueError, match=r"call batch\("):
+        strategy.experimental_distribute_dataset(numbers(4))
+    batches = [np.arange(4)]
+    once, divided = iter(batches), strategy.experimental_distribute_dataset(batches)
+    with pytest.raises(ValueError, match="pass the function"):
+        strategy.experimental_distribute_dataset(once)
+    for value in ((np.arange(4),), {"x": np.arange(4)}, "abc", 3):
+        with pytest.raises(TypeError, match=r"mpidist\.Dataset"):
+            strategy.experimental_distribute_dataset(value)
+    for value in (divided, iter(divided)):
+        with pytest.raises(TypeError, match="distributed already"):
+            strategy.experimental_distribute_dataset(value)
+    require_usable(strategy)
+
+
+# Batches per replica
+
+
+@PREFETCH
+@pytest.mark.parametrize("trailing", [(), (3, 2)])
+def test_replicas_that_run_out_get_batches_without_rows(
+    strategy, comm, prefetch, trailing
+):
+    def make(ctx):
+        def generate():
+            for i in range(2 * ctx.input_pipeline_id):
+                yield {
+                    "x": np.full((2, *trailing), 10 * ctx.input_pipeline_id + i, "i2")
+                }
+
+        return generate
+
+    divided = strategy.distribute_datasets_from_function(make, options(prefetch))
+    for _ in range(2):
+        steps = on_all_ranks(strategy, comm, [batch["x"] for batch in divided])
+        assert len(steps) == 2 * (comm.size - 1)
+        for i, parts in enumerate(steps):
+            for rank, part in enumerate(parts):
+                assert part.dtype == np.int16
+                assert part.shape == (2 if i < 2 * rank else 0, *trailing)
+                assert (part == 10 * rank + i).all()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_only_one_replica_has_batches(strategy, comm):
+    def make(ctx):
+        batches = [Pair(np.ones((2, 3), "f4"), np.arange(2))] * 3
+        return batches if ctx.input_pipeline_id == 1 else []
+
+    steps = [
+        local(strategy, pair.x).shape + local(strategy, pair.y).shape
+        for pair in strategy.distribute_datasets_from_function(make)
+    ]
+    assert steps == [(2, 3, 2) if comm.rank == 1 else (0, 3, 0)] * 3
+
+
+def test_no_replica_has_batches(strategy):
+    divided = strategy.distribute_datasets_from_function(lambda ctx: [])
+    for _ in range(2):
+        assert list(divided) == []
+    with pytest.raises(mpidist.OutOfRangeError):
+        iter(divided).get_next()
+
+
+@PREFETCH
+def test_generators_and_datasets_of_known_length_mix(strategy, comm, prefetch):
+    def make(ctx):
+        rank = ctx.input_pipeline_id
+        source = Dataset.range if rank % 2 else numbers
+        return source(5 - rank).map(lambda x: x + 10 * rank).batch(2)
+
+    divided = strategy.distribute_datasets_from_function(make, options(prefetch))
+    for _ in range(2):
+        steps = on_all_ranks(strategy, comm, divided)
+        assert len(steps) == 3
+        for rank in range(comm.size):
+            mine = in_order([[parts[rank]] for parts in steps])
+            assert mine == [10 * rank + i for i in range(5 - rank)]
+
+
+def test_endless_generators_with_take(strategy, comm):
+    def make(ctx):
+        batches = Dataset.from_generator(itertools.count).batch(2)
+        return batches.take(ctx.input_pipeline_id + 1)
+
+    steps = on_all_ranks(
+        strategy, comm, strategy.distribute_datasets_from_function(make)
+    )
+    assert [list(map(len, parts)) for parts in steps] == [
+        [2 if i <= rank else 0 for rank in range(comm.size)] for i in range(comm.size)
+    ]
+
+
+def test_no_rows_take_the_shape_of_the_own_last_batch(strategy, comm):
+    def make(ctx):
+        if ctx.input_pipeline_id == 0:
+            return [np.zeros((1, 4)), np.zeros((1, 7))]
+        return [np.zeros((1, 2))] * 3
+
+    divided = strategy.distribute_datasets_from_function(make)
+    steps = [local(strategy, batch).shape for batch in divided]
+    if comm.rank == 0:
+        assert steps == [(1, 4), (1, 7), (0, 7)][: 2 if comm.size == 1 else 3]
+    else:
+        assert steps == [(1, 2)] * 3
+
+
+def test_single_elements_of_equal_number_are_given_as_they_are(strategy, comm):
+    divided = strategy.distribute_datasets_from_function(
+        lambda ctx: numbers(3).map(lambda x: x + 10 * ctx.input_pipeline_id)
+    )
+    steps = on_all_ranks(strategy, comm, divided)
+    expected = [[10 * rank + i for rank in range(comm.size)] for i in range(3)]
+    assert [list(map(int, parts)) for parts in steps] == expected
+
+
+@pytest.mark.mpi(min_size=2)
+def test_single_elements_of_unequal_number_are_an_error_on_all(strategy):
+    divided = strategy.distribute_datasets_from_function(
+        lambda ctx: numbers(3 - (ctx.input_pipeline_id == 1))
+    )
+    with pytest.raises(mpidist.MismatchError, match=r"rank 1 has ended.*call batch"):
+        list(divided)
+    require_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "batch",
+    [
+        lambda odd: np.zeros(4, np.float32 if odd else np.float64),
+        lambda odd: np.zeros((4, 2) if odd else 4),
+        lambda odd: {"b" if odd else "a": np.zeros(4)},
+    ],
+)
+def test_unlike_batches_are_an_error_on_all(strategy, batch):
+    divided = strategy.distribute_datasets_from_function(
+        lambda ctx: [batch(ctx.input_pipeline_id == 1)]
+    )
+    with pytest.raises(mpidist.MismatchError, match="on rank 1"):
+        next(iter(divided))
+    require_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_structure_that_cannot_be_sent_is_an_error_only_where_it_is_needed(
+    strategy, comm
+):
+    class Local(NamedTuple):
+        x: np.ndarray
+
+    def make(ctx, least):
+        return [Local(np.zeros(2))] * (least + ctx.input_pipeline_id)
+
+    divided = strategy.distribute_datasets_from_function(lambda ctx: make(ctx, 1))
+    assert len(list(divided)) == comm.size
+    divided = strategy.distribute_datasets_from_function(lambda ctx: make(ctx, 0))
+    with pytest.raises(mpidist.DataError, match=r"rank 0 is empty.*pickled"):
+        list(divided)
+    require_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["global", "own"])
+def test_replicas_that_are_out_of_step_are_an_error_on_all(strategy, comm, kind):
+    def divide():
+        if kind == "global":
+            return strategy.experimental_distribute_dataset([np.zeros(4)] * 3)
+        return strategy.distribute_datasets_from_function(lambda ctx: [np.zeros(4)] * 3)
+
+    one, two, three = divide(), divide(), divide()
+    with pytest.raises(mpidist.MismatchError, match="on rank"):
+        next(iter(one if comm.rank == 1 else two))
+    if comm.rank == 0:
+        iter(three).close()
+    with pytest.raises(mpidist.MismatchError, match="on rank"):
+        next(iter(three))
+    require_usable(strategy)
+
+
+@pytest.mark.parametrize("trial", range(12))
+def test_any_lengths_give_every_row_once(strategy, comm, trial):
+    random = np.random.default_rng(trial)
+    lengths = random.integers(0, 9, comm.size).tolist()
+    sizes = random.integers(1, 4, comm.size).tolist()
+    is_stream = random.integers(0, 2, comm.size).tolist()
+    prefetch = int(random.integers(0, 3))
+
+    def make(ctx):
+        rank = ctx.input_pipeline_id
+        source = numbers if is_stream[rank] else Dataset.range
+        rows = source(lengths[rank]).map(lambda x: x + 100 * rank)
+        return rows.batch(sizes[rank])
+
+    divided = strategy.distribute_datasets_from_function(make, options(prefetch))
+    for _ in range(2):
+        steps = on_all_ranks(strategy, comm, divided)
+        assert len(steps) == max(-(-n // k) for n, k in zip(lengths, sizes))
+        assert sorted(in_order(steps)) == [
+            100 * rank + i for rank, n in enumerate(lengths) for i in range(n)
+        ]
+
+
+# Failures and threads
+
+
+@PREFETCH
+@pytest.mark.parametrize("is_global", [True, False])
+def test_what_a_generator_raises_on_one_replica_is_raised_on_all(
+    strategy, comm, prefetch, is_global
+):
+    failing = comm.size - 1
+
+    def generate():
+        yield np.arange(4)
+        if comm.rank == failing:
+            raise KeyError(MESSAGE)
+        yield np.arange(4)
+
+    if is_global:
+        divided = strategy.experimental_distribute_dataset(generate, options(prefetch))
+    else:
+        divided = strategy.distribute_datasets_from_function(
+            lambda ctx: generate, options(prefetch)
+        )
+    before = threading.active_count()
+    iterator = iter(divided)
+    next(iterator)
+    with pytest.raises(KeyError, match=MESSAGE) as caught:
+        next(iterator)
+    assert comm.size == 1 or caught.value.origin_rank == failing
+    with pytest.raises(mpidist.DataError, match="iterate over the dataset again"):
+        next(iterator)
+    assert threading.active_count() <= before
+    require_usable(strategy)
+
+
+@pytest.mark.parametrize("is_global", [True, False])
+def test_a_loop_that_is_broken_off_leaves_no_thread_and_no_open_generator(
+    strategy, is_global
+):
+    closed = []
+
+    def generate():
+        try:
+            for _ in range(100):
+                yield np.arange(4)
+        finally:
+            closed.append(True)
+
+    if is_global:
+        divided = strategy.experimental_distribute_dataset(generate)
+    else:
+        divided = strategy.distribute_datasets_from_function(lambda ctx: generate)
+    before = set(threading.enumerate())
+    for _ in divided:
+        left = set(threading.enumerate()) - before
+        break
+    assert left
+    for reader in left:
+        reader.join(60)
+    assert not set(threading.enumerate()) - before
+    assert closed == [True]
+    iterator = iter(divided)
+    next(iterator)
+    iterator.close()
+    assert not set(threading.enumerate()) - before
+    assert closed == [True, True]
+
+
+@pytest.mark.parametrize("step", ["take", "shuffle", "repeat", "map"])
+def test_generators_behind_steps_are_closed_too(strategy, step):
+    closed = []
+
+    def generate():
+        try:
+            yield from range(100)
+        finally:
+            closed.append(True)
+
+    argument = (lambda x: x) if step == "map" else 50
+    dataset = getattr(Dataset.from_generator(generate), step)(argument).batch(4)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    next(iterator)
+    iterator.close()
+    assert closed == [True]
+
+
+@pytest.mark.parametrize("source", [numbers, Dataset.range])
+def test_a_step_is_one_agreement_whatever_the_lengths(strategy, comm, source):
+    agreement = strategy.extended.agreement
+    for divided in (
+        strategy.experimental_distribute_dataset(source(8).batch(2)),
+        strategy.distribute_datasets_from_function(
+            lambda ctx: source(8 - ctx.input_pipeline_id).batch(2)
+        ),
+    ):
+        iterator = iter(divided)
+        for _ in range(4):
+            calls = agreement.calls
+            next(iterator)
+            assert agreement.calls == calls + (comm.size > 1)
+        calls = agreement.calls
+        assert list(iterator) == []
+        is_known = source is Dataset.range
+        assert agreement.calls == calls + (comm.size > 1 and not is_known)
+        assert list(iterator) == []
+
+
+def test_a_strategy_of_one_replica_gives_bare_batches(comm):
+    from mpi4py import MPI
+
+    alone = mpidist.MirroredStrategy(communicator=MPI.COMM_SELF)
+    for divided in (
+        alone.experimental_distribute_dataset([np.arange(3)] * 2),
+        alone.distribute_datasets_from_function(lambda ctx: [np.arange(3)] * 2),
+    ):
+        assert [batch.tolist() for batch in divided] == [[0, 1, 2]] * 2
+    alone.experimental_finalize()
+
+
+def test_batches_of_generators_go_through_run_and_reduce(strategy):
+    rows = np.random.default_rng(0).normal(size=(14, 3))
+    divided = strategy.experimental_distribute_dataset([rows[:8], rows[8:9], rows[9:]])
+    total = sum(strategy.reduce("SUM", batch, axis=0) for batch in divided)
+    np.testing.assert_allclose(total, rows.sum(axis=0))

@@ -1,0 +1,271 @@
+"""Who reads what: slices of batches, whole files, or everything."""
+
+from __future__ import annotations
+
+import itertools
+
+import h5py
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import AutoShardPolicy, Dataset, Options
+from mpidist.data.hdf5 import Hdf5Rows
+from mpidist.sharding import Permutation
+
+
+def numbers(n):
+    return Dataset.range(n)
+
+
+def generated(n):
+    return Dataset.from_generator(lambda: iter(range(n)))
+
+
+def with_policy(dataset, policy):
+    return dataset.with_options(Options(auto_shard_policy=AutoShardPolicy[policy]))
+
+
+def mine(strategy, divided):
+    """This replica's batches as lists of numbers."""
+    return [strategy.experimental_local_results(b)[0].tolist() for b in divided]
+
+
+def batches(rows, size):
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+def flat(lists):
+    return list(itertools.chain.from_iterable(lists))
+
+
+def require_usable(strategy):
+    n = strategy.num_replicas_in_sync
+    assert strategy.reduce("SUM", strategy.extended.replica_id + 1) == n * (n + 1) // 2
+
+
+@pytest.fixture
+def files(comm, mpi_tmp_path):
+    """A function that writes files of so many rows each; rows are numbered."""
+
+    def write(*counts):
+        if comm.rank == 0:
+            parts = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
+            for i, part in enumerate(parts):
+                with h5py.File(mpi_tmp_path / f"{i}.h5", "w") as file:
+                    file["x"] = part
+        comm.Barrier()
+        return [mpi_tmp_path / f"{i}.h5" for i in range(len(counts))]
+
+    return write
+
+
+def rows_of(counts, number):
+    start = sum(counts[:number])
+    return list(range(start, start + counts[number]))
+
+
+def test_the_policies_are_tensorflows():
+    assert [(p.name, p.value) for p in AutoShardPolicy] == [
+        ("OFF", -1),
+        ("AUTO", 0),
+        ("FILE", 1),
+        ("DATA", 2),
+    ]
+    assert Options().auto_shard_policy is AutoShardPolicy.AUTO
+    with pytest.raises(TypeError, match="auto_shard_policy"):
+        Options(auto_shard_policy="DATA")
+    with pytest.raises(TypeError, match="options"):
+        numbers(3).with_options(AutoShardPolicy.OFF)
+
+
+def test_steps_keep_the_options():
+    options = Options(auto_shard_policy=AutoShardPolicy.OFF)
+    dataset = numbers(8).with_options(options).map(abs).shuffle(8).repeat(2).shard(2, 0)
+    dataset = dataset.skip(1).take(4).batch(2).prefetch(1).concatenate([np.arange(3)])
+    assert dataset.options() == options
+    assert numbers(8).options() == Options()
+
+
+@pytest.mark.parametrize("policy", ["AUTO", "DATA"])
+@pytest.mark.parametrize("make", [numbers, generated])
+def test_auto_and_data_divide_batches(strategy, comm, make, policy):
+    dataset = with_policy(make(14).batch(8), policy)
+    found = mine(strategy, strategy.experimental_distribute_dataset(dataset))
+    plain = mine(strategy, strategy.experimental_distribute_dataset(make(14).batch(8)))
+    assert found == plain
+    everyone = comm.allgather(found)
+    assert [flat(parts) for parts in zip(*everyone)] == batches(list(range(14)), 8)
+
+
+@pytest.mark.parametrize("make", [numbers, generated])
+@pytest.mark.parametrize("batch_size", [1, 8, 9])
+def test_off_gives_every_replica_everything(strategy, comm, make, batch_size):
+    dataset = make(14).map(lambda x: x + 1).batch(batch_size).map(lambda x: x * 2)
+    divided = strategy.experimental_distribute_dataset(with_policy(dataset, "OFF"))
+    expected = batches([2 * i + 2 for i in range(14)], -(-batch_size // comm.size))
+    for _ in range(2):
+        assert mine(strategy, divided) == expected
+    assert divided.cardinality == (len(expected) if make is numbers else -2)
+
+
+def test_off_shuffles_alike_everywhere(strategy, comm):
+    dataset = with_policy(numbers(30).shuffle().batch(8), "OFF")
+    divided = strategy.experimental_distribute_dataset(dataset)
+    epochs = [mine(strategy, divided) for _ in range(2)]
+    assert comm.allgather(epochs) == [epochs] * comm.size
+    assert sorted(flat(epochs[0])) == sorted(flat(epochs[1])) == list(range(30))
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("counts", [(5, 3, 4, 2, 7), (6, 0, 1, 0), (2, 9, 0, 0, 3, 1)])
+@pytest.mark.parametrize("batch_size", [1, 7, 8])
+def test_file_gives_every_replica_its_own_files(
+    strategy, comm, files, counts, batch_size
+):
+    dataset = Dataset.from_hdf5(files(*counts), "x").map(lambda x: x * 1)
+    dataset = with_policy(dataset.batch(batch_size).map(lambda x: x + 0), "FILE")
+    divided = strategy.experimental_distribute_dataset(dataset)
+    share = -(-batch_size // comm.size)
+    own = [
+        flat(rows_of(counts, i) for i in range(rank, len(counts), comm.size))
+        for rank in range(comm.size)
+    ]
+    steps = max(-(-len(rows) // share) for rows in own)
+    expected = batches(own[comm.rank], share)
+    expected += [[]] * (steps - len(expected))
+    for _ in range(2):
+        found = mine(strategy, divided)
+        assert found == expected
+        every = flat(row for batch in comm.allgather(found) for row in batch)
+        assert sorted(every) == list(range(sum(counts)))
+    assert len(divided) == steps
+    for batch in divided:
+        assert strategy.experimental_local_results(batch)[0].dtype == np.int64
+
+
+def test_file_shuffles_repeats_and_drops_within_the_own_files(strategy, comm, files):
+    counts = (5, 3, 4, 2, 7, 6)
+    dataset = Dataset.from_hdf5(files(*counts), "x").shuffle(seed=4).repeat(2)
+    dataset = with_policy(dataset.batch(4 * comm.size, drop_remainder=True), "FILE")
+    divided = strategy.experimental_distribute_dataset(dataset)
+    rows = flat(rows_of(counts, i) for i in range(comm.rank, 6, comm.size))
+    order = [
+        rows[i]
+        for epoch in range(2)
+        for i in Permutation(len(rows), 4, epoch)(np.arange(len(rows)))
+    ]
+    kept = batches(order, 4)[: len(order) // 4]
+    found = mine(strategy, divided)
+    assert [batch for batch in found if batch] == kept
+    assert len({len(f) for f in comm.allgather(found)}) == 1
+
+
+def test_file_may_be_endless(strategy, comm, files):
+    dataset = Dataset.from_hdf5(files(3, 3, 3, 3), "x").repeat().batch(2 * comm.size)
+    divided = strategy.experimental_distribute_dataset(with_policy(dataset, "FILE"))
+    assert divided.cardinality == -1
+    iterator = iter(divided)
+    rows = flat(rows_of((3, 3, 3, 3), i) for i in range(comm.rank, 4, comm.size))
+    assert mine(strategy, [next(iterator)]) == [rows[:2]]
+    iterator.close()
+
+
+def test_file_opens_no_file_of_another_replica(strategy, comm, files, monkeypatch):
+    opened = set()
+    open_one = Hdf5Rows._open
+
+    def record(self, number):
+        opened.add(self._paths[number].name)
+        return open_one(self, number)
+
+    monkeypatch.setattr(Hdf5Rows, "_open", record)
+    dataset = Dataset.from_hdf5(files(2, 2, 2, 2, 2), "x").batch(4)
+    divided = strategy.experimental_distribute_dataset(with_policy(dataset, "FILE"))
+    mine(strategy, divided)
+    assert opened == {f"{i}.h5" for i in range(comm.rank, 5, comm.size)}
+
+
+def test_file_takes_concatenated_files(strategy, comm, files):
+    paths = files(2, 2, 2, 2, 2, 2, 2, 2)
+    one, two = (Dataset.from_hdf5(half, "x") for half in (paths[:4], paths[4:]))
+    dataset = with_policy(one.concatenate(two).batch(comm.size), "FILE")
+    found = flat(mine(strategy, strategy.experimental_distribute_dataset(dataset)))
+    own = [i for half in (0, 4) for i in range(half + comm.rank, half + 4, comm.size)]
+    assert found == flat(rows_of((2,) * 8, i) for i in own)
+
+
+def test_file_needs_files(strategy):
+    for dataset in (numbers(8), generated(8), numbers(8).concatenate(numbers(2))):
+        with pytest.raises(ValueError, match=r"dataset of files.*DATA"):
+            strategy.experimental_distribute_dataset(
+                with_policy(dataset.batch(4), "FILE")
+            )
+    require_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_file_needs_as_many_files_as_workers(strategy, comm, files):
+    dataset = Dataset.from_hdf5(files(*[4] * (comm.size - 1)), "x").batch(4)
+    expected = rf"{comm.size - 1} files for {comm.size} workers; use.*DATA"
+    with pytest.raises(ValueError, match=expected):
+        strategy.experimental_distribute_dataset(with_policy(dataset, "FILE"))
+    require_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_missing_file_of_one_replica_is_an_error_on_all(strategy, comm, files):
+    paths = files(*[4] * comm.size)
+    if comm.rank == 0:
+        paths[1].unlink()
+    comm.Barrier()
+    dataset = with_policy(Dataset.from_hdf5(paths, "x").batch(4), "FILE")
+    with pytest.raises(mpidist.DataError, match=r"1\.h5"):
+        strategy.experimental_distribute_dataset(dataset)
+    require_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_files_of_unlike_rows_are_an_error_on_all(strategy, comm, files, mpi_tmp_path):
+    paths = files(*[4] * comm.size)
+    if comm.rank == 0:
+        with h5py.File(paths[1], "w") as file:
+            file["x"] = np.zeros((4, 2), "f4")
+    comm.Barrier()
+    dataset = with_policy(Dataset.from_hdf5(paths, "x").batch(4), "FILE")
+    with pytest.raises(mpidist.MismatchError, match="float32 2 dimensions on rank 1"):
+        strategy.experimental_distribute_dataset(dataset)
+    require_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda paths, odd: with_policy(paths.batch(4), "OFF" if odd else "AUTO"),
+        lambda paths, odd: with_policy(paths.batch(4), "FILE" if odd else "AUTO"),
+        lambda paths, odd: with_policy(paths.batch(4 + 4 * odd), "FILE"),
+        lambda paths, odd: with_policy(paths.shuffle(seed=int(odd)).batch(4), "FILE"),
+        lambda paths, odd: with_policy(paths.take(4 + odd).batch(4), "OFF"),
+    ],
+)
+def test_unlike_policies_and_datasets_are_refused_on_all(strategy, comm, files, build):
+    rows = Dataset.from_hdf5(files(*[4] * comm.size), "x")
+    with pytest.raises(mpidist.MismatchError):
+        strategy.experimental_distribute_dataset(build(rows, comm.rank == 1))
+    require_usable(strategy)
+
+
+def test_other_replication_modes_are_refused():
+    with pytest.raises(ValueError, match="experimental_replication_mode"):
+        mpidist.InputOptions(
+            experimental_replication_mode=mpidist.InputReplicationMode.PER_REPLICA
+        )
+
+
+def test_batches_may_stay_on_the_host(strategy):
+    options = mpidist.InputOptions(experimental_fetch_to_device=False)
+    for source in (numbers(8).batch(4), [np.arange(4)]):
+        for batch in strategy.experimental_distribute_dataset(source, options):
+            (part,) = strategy.experimental_local_results(batch)
+            assert type(part) is np.ndarray

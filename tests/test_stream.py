@@ -1,0 +1,280 @@
+"""Datasets that can only be read in order, in one process, against plain lists."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mpidist
+from mpidist import Dataset
+
+
+def numbers(n):
+    def generate():
+        yield from range(n)
+
+    return Dataset.from_generator(generate)
+
+
+def lists(elements):
+    return [np.asarray(element).tolist() for element in elements]
+
+
+def batches(rows, size, drop_remainder=False):
+    cut = [rows[i : i + size] for i in range(0, len(rows), size)]
+    return [b for b in cut if len(b) == size or not drop_remainder]
+
+
+@pytest.mark.parametrize("source", [[1, 2, 3], range(1, 4), lambda: iter([1, 2, 3])])
+def test_what_can_be_iterated_over_again_is_a_source(source):
+    dataset = Dataset.from_generator(source)
+    for _ in range(3):
+        assert lists(dataset) == [1, 2, 3]
+    assert dataset.cardinality() == mpidist.UNKNOWN_CARDINALITY == -2
+    with pytest.raises(TypeError, match="not known"):
+        len(dataset)
+
+
+@pytest.mark.parametrize("once", [(x for x in range(3)), iter([1]), map(abs, [1])])
+def test_what_can_be_iterated_over_once_is_refused(once):
+    with pytest.raises(ValueError, match="pass the function"):
+        Dataset.from_generator(once)
+
+
+def test_a_function_that_returns_the_same_iterator_again_is_refused():
+    once = iter([1, 2])
+    dataset = Dataset.from_generator(lambda: once)
+    assert lists(dataset) == [1, 2]
+    with pytest.raises(ValueError, match="same iterator"):
+        list(dataset)
+
+
+@pytest.mark.parametrize("source", [3, None, "abc", b"abc"])
+def test_no_source_is_refused(source):
+    with pytest.raises(TypeError, match="function that returns an iterable"):
+        Dataset.from_generator(source)
+
+
+def test_elements_are_arrays_in_the_structure_of_what_was_yielded():
+    dataset = Dataset.from_generator([{"x": [1, 2], "y": (3.0, True)}])
+    (element,) = dataset
+    np.testing.assert_equal(element, {"x": np.array([1, 2]), "y": (3.0, True)})
+    assert element["x"].shape == (2,)
+    assert element["y"][1].dtype == bool
+
+
+def test_elements_that_are_no_arrays_are_an_error():
+    with pytest.raises(mpidist.DataError, match="not None"):
+        list(Dataset.from_generator([None]))
+
+
+@pytest.mark.parametrize("drop_remainder", [False, True])
+@pytest.mark.parametrize(("n", "size"), [(0, 3), (1, 3), (6, 3), (7, 3), (2, 1)])
+def test_batch(n, size, drop_remainder):
+    dataset = numbers(n).batch(size, drop_remainder)
+    assert lists(dataset) == batches(list(range(n)), size, drop_remainder)
+
+
+def test_batches_of_unlike_elements_are_an_error():
+    with pytest.raises(mpidist.DataError, match="elements that differ"):
+        list(Dataset.from_generator([[1], [1, 2]]).batch(2))
+
+
+def test_take_reads_no_further():
+    seen = []
+
+    def generate():
+        for i in itertools.count():
+            seen.append(i)
+            yield i
+
+    dataset = Dataset.from_generator(generate)
+    assert lists(dataset.skip(1).take(2).repeat(2)) == [1, 2, 1, 2]
+    assert seen == [0, 1, 2] * 2
+
+
+def test_endless_repeats_of_nothing_end():
+    assert lists(numbers(0).repeat()) == []
+    assert lists(numbers(2).repeat().take(5)) == [0, 1, 0, 1, 0]
+    assert lists(numbers(2).repeat(-1).skip(1).take(2)) == [1, 0]
+
+
+def test_a_shuffle_is_the_same_for_one_seed_and_epoch():
+    one, two = (numbers(20).shuffle(4, seed=3) for _ in range(2))
+    epochs = [(lists(one), lists(two)) for _ in range(3)]
+    for order, again in epochs:
+        assert order == again
+        assert sorted(order) == list(range(20))
+        # An element leaves the buffer of four only after those before it came in
+        assert all(x < i + 4 for i, x in enumerate(order))
+    assert len({tuple(order) for order, _ in epochs}) == 3
+    assert lists(numbers(20).shuffle(4, seed=4)) != epochs[0][0]
+    assert lists(numbers(20).shuffle(1, seed=4)) == list(range(20))
+    assert sorted(lists(numbers(5).shuffle(100, seed=-1))) == list(range(5))
+
+
+def test_a_shuffle_may_keep_its_order_or_change_it_over_repeats():
+    kept = numbers(9).shuffle(9, seed=1, reshuffle_each_iteration=False)
+    assert lists(kept) == lists(kept)
+    assert lists(kept.repeat(2)) == lists(kept) * 2
+    laps = lists(numbers(9).shuffle(9, seed=1).repeat(2))
+    assert sorted(laps[:9]) == sorted(laps[9:])
+    assert laps[:9] != laps[9:]
+    assert lists(numbers(50).shuffle(50)) != lists(numbers(50).shuffle(50))
+
+
+def test_a_shuffle_needs_a_buffer_size():
+    with pytest.raises(ValueError, match="buffer_size"):
+        numbers(3).shuffle(seed=1)
+
+
+def test_map_takes_tuples_as_arguments():
+    dataset = Dataset.from_generator([(1, 2), (3, 4)]).map(lambda x, y: {"s": x + y})
+    assert [int(d["s"]) for d in dataset] == [3, 7]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_errors_of_generators_and_maps_propagate(ahead):
+    def generate():
+        yield 1
+        raise KeyError("on purpose")
+
+    elements = iter(Dataset.from_generator(generate).prefetch(ahead))
+    assert next(elements) == 1
+    with pytest.raises(KeyError, match="on purpose"):
+        next(elements)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(numbers(3).map(lambda x: next(iter(()))).prefetch(ahead))
+
+
+def test_a_generator_is_closed_when_a_loop_is_broken_off():
+    closed = []
+
+    def generate():
+        try:
+            yield from range(10)
+        finally:
+            closed.append(True)
+
+    for _ in Dataset.from_generator(generate).map(abs).repeat().batch(2).skip(1):
+        break
+    assert closed == [True]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, -1])
+@pytest.mark.parametrize("make", [numbers, Dataset.range])
+def test_prefetch_changes_nothing_and_leaves_no_thread(make, count):
+    before = threading.active_count()
+    dataset = make(10).batch(3).prefetch(count)
+    for _ in range(2):
+        assert lists(dataset) == batches(list(range(10)), 3)
+    for _ in dataset:
+        break
+    assert threading.active_count() == before
+    with pytest.raises(ValueError, match="buffer_size"):
+        dataset.prefetch(-2)
+
+
+def test_prefetch_reads_in_another_thread():
+    names = []
+    dataset = numbers(3).map(lambda x: names.append(threading.current_thread().name))
+    dataset = dataset.map(lambda x: 0)
+    list(dataset.prefetch(2))
+    assert {name.partition("_")[0] for name in names} == {"mpidist-prefetch"}
+
+
+@pytest.mark.parametrize("args", [(5,), (0,), (2, 9), (9, 2), (2, 9, 3), (9, 2, -2)])
+def test_range(args):
+    dataset = Dataset.range(*args)
+    assert lists(dataset) == list(range(*args))
+    assert len(dataset) == len(range(*args))
+    assert {x.dtype for x in dataset} <= {np.dtype(np.int64)}
+    floats = list(Dataset.range(*args, output_type=np.float32))
+    assert {x.dtype for x in floats} <= {np.dtype(np.float32)}
+
+
+def test_a_range_is_not_held_in_memory():
+    dataset = Dataset.range(1 << 60).shuffle(seed=1).batch(3)
+    assert next(iter(dataset)).shape == (3,)
+
+
+def test_from_tensors_is_one_element():
+    element = {"x": np.ones((2, 3)), "y": (7, [1, 2])}
+    dataset = Dataset.from_tensors(element)
+    assert len(dataset) == 1
+    np.testing.assert_equal(
+        list(dataset.repeat(2)),
+        [{"x": np.ones((2, 3)), "y": (7, np.array([1, 2]))}] * 2,
+    )
+    assert next(iter(dataset.repeat().batch(4)))["x"].shape == (4, 2, 3)
+    with pytest.raises(ValueError, match="from_tensors"):
+        Dataset.from_tensors(())
+
+
+MAKERS = [numbers, Dataset.range]
+
+
+@pytest.mark.parametrize("second", MAKERS)
+@pytest.mark.parametrize("first", MAKERS)
+def test_concatenate(first, second):
+    dataset = first(3).concatenate(second(5).skip(1))
+    expected = [0, 1, 2, 1, 2, 3, 4]
+    assert lists(dataset) == expected
+    assert lists(dataset.batch(2)) == batches(expected, 2)
+    assert lists(dataset.shard(2, 1)) == expected[1::2]
+    both = first(3).batch(2).concatenate(second(3).batch(2))
+    assert lists(both) == [[0, 1], [2], [0, 1], [2]]
+    assert lists(first(0).concatenate(second(2))) == [0, 1]
+    assert lists(first(2).repeat().concatenate(second(2)).take(5)) == [0, 1, 0, 1, 0]
+    is_known = first is second is Dataset.range
+    assert dataset.cardinality() == (7 if is_known else -2)
+    with pytest.raises(ValueError, match="two datasets of batches"):
+        first(3).concatenate(second(3).batch(2))
+
+
+def test_concatenated_datasets_can_be_read_anywhere():
+    dataset = Dataset.range(4).concatenate(Dataset.range(10, 14))
+    assert sorted(lists(dataset.shuffle(seed=1))) == [0, 1, 2, 3, 10, 11, 12, 13]
+    rows = [batch.tolist() for batch in dataset.shuffle(seed=1).batch(3)]
+    assert [x for batch in rows for x in batch] == lists(dataset.shuffle(seed=1))
+    endless = Dataset.range(2).concatenate(Dataset.range(5, 7).repeat())
+    assert endless.cardinality() == -1
+    assert lists(endless.take(5)) == [0, 1, 5, 6, 5]
+
+
+def test_concatenated_unlike_rows_cannot_be_batched():
+    dataset = Dataset.from_tensors([1, 2]).concatenate(Dataset.from_tensors([1, 2, 3]))
+    with pytest.raises(mpidist.DataError, match="elements that differ"):
+        list(dataset.batch(2))
+
+
+STEPS = st.tuples(
+    st.sampled_from(["take", "skip", "shard", "repeat", "map", "concatenate", "batch"]),
+    st.integers(0, 3),
+)
+
+
+def apply(dataset, name, k):
+    if name == "shard":
+        return dataset.shard(4, k)
+    if name == "map":
+        return dataset.map(lambda x: 3 * x + k)
+    if name == "concatenate":
+        return dataset.concatenate(dataset.take(k))
+    if name == "batch":
+        return dataset.batch(k + 1, drop_remainder=True)
+    return getattr(dataset, name)(k)
+
+
+@settings(derandomize=True, database=None, deadline=None)
+@given(st.integers(0, 9), st.lists(STEPS, max_size=5))
+def test_any_chain_of_steps_does_what_it_does_to_rows(n, steps):
+    stream, rows = numbers(n), Dataset.range(n)
+    for name, k in steps:
+        stream, rows = apply(stream, name, k), apply(rows, name, k)
+    assert lists(stream) == lists(rows)
