@@ -36,6 +36,13 @@ class MirroredStrategy(StrategyV1):
       ArgumentError: no devices, or malformed ones.
       LaunchError: the launcher started several processes but MPI sees one; a GPU that
         cannot be used; a `cross_device_ops` without its hardware.
+
+    Example:
+      >>> strategy = mpidist.MirroredStrategy(["CPU:0"])
+      >>> strategy  # on replica 0
+      <MirroredStrategy: replica 0 of 2 on CPU:0>
+      >>> strategy.reduce("MEAN", np.array([1.0, 3.0]))
+      array([1., 3.])
     """
 
     def __init__(

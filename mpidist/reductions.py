@@ -25,6 +25,12 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
 
     Raises:
       ArgumentError: num_packs is negative.
+
+    Example:
+      >>> ops = mpidist.HierarchicalCopyAllReduce()
+      >>> by_node = mpidist.MirroredStrategy(cross_device_ops=ops)
+      >>> by_node.reduce("SUM", np.ones(2))
+      array([2., 2.])
     """
 
     def __init__(self, num_packs: int = 1):
@@ -59,6 +65,12 @@ class NcclAllReduce(MpiAllReduce):
     Raises:
       ArgumentError: num_packs is negative.
       LaunchError: when it is given to a strategy whose replicas cannot use NCCL.
+
+    Example:
+      >>> ops = mpidist.NcclAllReduce(num_packs=2)
+      >>> mpidist.MirroredStrategy(["CPU:0"], cross_device_ops=ops)
+      Traceback (most recent call last):
+      mpidist.errors.LaunchError: NcclAllReduce cannot be used: ...
     """
 
     def __init__(self, num_packs: int = 1):
@@ -81,6 +93,14 @@ class ReductionToOneDevice(MpiAllReduce):
       accumulation_fn: called there, as `accumulation_fn(arrays)` with the list of all
         replicas' arrays in their order, instead of adding them up. MEAN divides what it
         returns by the number of replicas.
+
+    Example:
+      >>> largest = mpidist.ReductionToOneDevice(
+      ...     accumulation_fn=lambda arrays: np.max(arrays, axis=0)
+      ... )
+      >>> maximum = mpidist.MirroredStrategy(cross_device_ops=largest)
+      >>> maximum.reduce("SUM", np.array([maximum.extended.replica_id, 5]))
+      array([1, 5])
     """
 
     def __init__(

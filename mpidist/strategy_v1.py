@@ -21,6 +21,13 @@ M = TypeVar("M", bound=Mapping[str, Any])
 class StrategyV1(Strategy):
     """A strategy with TensorFlow 1's methods too. All are collective but for copies
     of a configuration.
+
+    Example:
+      >>> strategy.experimental_run(lambda: np.ones(2)).values
+      (array([1., 1.]),)
+      >>> config = strategy.update_config_proto({"job": "train"})
+      >>> config["job"], config["num_replicas"]
+      ('train', 2)
     """
 
     def make_dataset_iterator(self, dataset: Dataset) -> Any:

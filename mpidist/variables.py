@@ -53,6 +53,12 @@ class Variable(ArrayView, DistributedValues):
     Raises, on all replicas:
       ArgumentError: synchronization NONE.
       MismatchError: initial values of unlike shapes or dtypes.
+
+    Example:
+      >>> with strategy.scope():
+      ...     w = mpidist.Variable(np.ones(3), name="w")
+      >>> w * 2
+      array([2., 2., 2.])
     """
 
     is_variable = True
@@ -156,11 +162,29 @@ class Variable(ArrayView, DistributedValues):
           DTypeError: a value that cannot be cast to the variable's dtype safely.
           ContextError: under another strategy.
           MismatchError: in cross-replica context, values that differ, on all replicas.
+
+        Example:
+          >>> with strategy.scope():
+          ...     w = mpidist.Variable(
+          ...         np.zeros(2), aggregation=mpidist.VariableAggregation.MEAN
+          ...     )
+          >>> _ = strategy.run(lambda: w.assign(np.array([1.0, 3.0])))  # their mean
+          >>> w.numpy()
+          array([1., 3.])
+          >>> w.assign(np.array([5.0, 7.0])).numpy()  # the same value to all
+          array([5., 7.])
         """
         return updates.update(self, "assign", lambda old, new: new.copy(), value)
 
     def assign_add(self, delta: Any) -> Variable:
-        """Add to the value; collective and raising like `assign`. Returns self."""
+        """Add to the value; collective and raising like `assign`. Returns self.
+
+        Example:
+          >>> with strategy.scope():
+          ...     w = mpidist.Variable(np.ones(2))
+          >>> w.assign_add(np.array([1.0, 2.0])).numpy()
+          array([2., 3.])
+        """
         return updates.update(self, "assign_add", lambda old, new: old + new, delta)
 
     def assign_sub(self, delta: Any) -> Variable:
@@ -176,6 +200,16 @@ class Variable(ArrayView, DistributedValues):
 
         Raises: see `assign`; ArgumentError also for indices out of range;
           UnsupportedError: an ON_READ variable.
+
+        Example:
+          >>> with strategy.scope():
+          ...     w = mpidist.Variable(
+          ...         np.zeros(3), aggregation=mpidist.VariableAggregation.SUM
+          ...     )
+          >>> row = mpidist.IndexedSlices(np.array([1.0]), np.array([2]))
+          >>> _ = strategy.run(lambda: w.scatter_add(row))  # one row from each replica
+          >>> w.numpy()
+          array([0., 0., 2.])
         """
         return updates.scatter(self, "scatter_add", np.add, sparse_delta)
 
