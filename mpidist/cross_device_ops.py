@@ -38,7 +38,10 @@ class CrossDeviceOps:
     An implementation gets a `PerReplica` (or several) whose component is this replica's
     array, after structures, shapes and dtypes were found to agree, and returns the
     reduced array, or a `Mirrored` of it, on every replica. It may call `super()`'s: the
-    base class reduces by direct MPI.
+    base class reduces by direct MPI. What it raises on one replica is raised on all.
+
+    One object serves one strategy; before it is given to it, its methods raise
+    ContextError.
 
     Example:
       >>> class Clipped(mpidist.CrossDeviceOps):
@@ -140,6 +143,14 @@ class CrossDeviceOps:
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Return replica 0's value on every replica, as `Mirrored`. Collective.
+
+        Args:
+          tensor: an array; every replica passes one of the same shape and dtype.
+          destinations: see `reduce`.
+
+        Raises, on all replicas:
+          MismatchError: shapes or dtypes differ.
+          ArgumentError: bad or empty destinations.
 
         Example:
           >>> ops = strategy.extended.cross_device_ops

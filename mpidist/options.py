@@ -58,7 +58,11 @@ class ReduceOp(enum.Enum):
 
     @staticmethod
     def from_variable_aggregation(aggregation: VariableAggregation) -> ReduceOp:
-        """Return the operation that combines updates of a variable so aggregated."""
+        """Return the operation that combines updates of a variable so aggregated.
+
+        Raises:
+          ArgumentError: NONE and ONLY_FIRST_REPLICA have none.
+        """
         if aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
             return ReduceOp[aggregation.name]
         raise ArgumentError(
@@ -68,6 +72,10 @@ class ReduceOp(enum.Enum):
 
 class VariableSynchronization(enum.Enum):
     """When the copies of a variable are brought together; AUTO means ON_WRITE.
+
+    ON_WRITE keeps the copies equal at each assignment; ON_READ lets each replica change
+    its own, and reduces them where the variable is read in cross-replica context. NONE
+    is refused by `Variable`.
 
     Example:
       >>> with strategy.scope():
@@ -89,6 +97,9 @@ class VariableSynchronization(enum.Enum):
 
 class VariableAggregation(enum.Enum):
     """How values that replicas assign to one variable are combined.
+
+    Added up, averaged, or replica 0's alone. With NONE, assignments in replica context
+    are refused.
 
     Example:
       >>> with strategy.scope():
@@ -147,6 +158,12 @@ class CommunicationOptions:
         deadline is a `DeadlineError` on every replica that waits, and the strategy
         cannot communicate any more.
       implementation: a `CommunicationImplementation` or its name.
+
+    Replicas that pass unlike options to one call all raise MismatchError.
+
+    Raises:
+      ArgumentError: bytes_per_pack < 0, timeout_seconds <= 0, no such implementation.
+      ArgumentTypeError: bytes_per_pack is no integer, timeout_seconds no number.
 
     Example:
       >>> options = mpidist.CommunicationOptions(timeout_seconds=60.0)
@@ -207,6 +224,9 @@ class InputOptions:
       experimental_place_dataset_on_device: run the pipeline on the device; only False.
       experimental_per_replica_buffer_size: how many batches are read ahead, in a
         thread; 0 reads each batch when it is asked for.
+
+    Raises:
+      ArgumentError: a buffer size < 0; the dataset is to be placed on the device.
 
     Example:
       >>> data = mpidist.Dataset.from_tensor_slices(np.arange(4)).batch(4)

@@ -25,6 +25,7 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
 
     Raises:
       ArgumentError: num_packs is negative.
+      LaunchError, on all replicas: when it is given to a strategy on GPUs.
 
     Example:
       >>> ops = mpidist.HierarchicalCopyAllReduce()
@@ -64,7 +65,8 @@ class NcclAllReduce(MpiAllReduce):
 
     Raises:
       ArgumentError: num_packs is negative.
-      LaunchError: when it is given to a strategy whose replicas cannot use NCCL.
+      LaunchError, on all replicas: when it is given to a strategy, since this version
+        has no NCCL transport.
 
     Example:
       >>> ops = mpidist.NcclAllReduce(num_packs=2)
@@ -91,8 +93,15 @@ class ReductionToOneDevice(MpiAllReduce):
       reduce_to_device: the replica to reduce to, by its number, or by a device string,
         which means the first replica on such a device; by default replica 0.
       accumulation_fn: called there, as `accumulation_fn(arrays)` with the list of all
-        replicas' arrays in their order, instead of adding them up. MEAN divides what it
-        returns by the number of replicas.
+        replicas' arrays in their order, instead of adding them up. It returns an array
+        of their shape. MEAN divides that by the number of replicas.
+
+    Raises, on all replicas, when it is given to a strategy:
+      ArgumentError: no replica is on `reduce_to_device`.
+      LaunchError: the strategy is on GPUs.
+
+    Reductions raise, on all replicas, what `accumulation_fn` raises, and ArgumentError
+    for another shape.
 
     Example:
       >>> largest = mpidist.ReductionToOneDevice(

@@ -77,9 +77,10 @@ class Strategy:
         """Return a context manager in which this strategy is current.
 
         In it, variables are created under this strategy, and the context is
-        cross-replica. It may be entered again and nested.
+        cross-replica. It may be entered again and nested. Not collective, unlike the
+        making of variables in it.
 
-        Raises (on entering):
+        Raises, on entering, on the replicas where it is so:
           ContextError: another strategy is current, or a replica function is running.
 
         Example:
@@ -142,8 +143,9 @@ class Strategy:
             of elements over all replicas.
 
         Returns:
-          Bare arrays. SUM has the dtype of `value`; MEAN of integers is float64; MEAN
-          over an axis that is empty on every replica is nan.
+          Bare arrays of the shape of a replica's, without the axes. SUM has the dtype
+          of `value`; MEAN of integers is float64; MEAN over an axis that is empty on
+          every replica is nan.
 
         Raises, on all replicas:
           ArgumentError: an unknown operation; an axis out of range.
@@ -177,6 +179,9 @@ class Strategy:
             ndim >= 1, or a nest of them. Lengths along `axis` may differ.
           axis: -ndim <= axis < ndim.
 
+        Returns:
+          Bare arrays, whose length along `axis` is the sum of the replicas' lengths.
+
         Raises, on all replicas:
           ArgumentError: a value without dimensions; an axis out of range.
           MismatchError: dtypes, numbers of dimensions, or other dimensions differ.
@@ -203,7 +208,8 @@ class Strategy:
         """Return a tuple of the values of this process's replicas: one. Not collective.
 
         A nest of distributed values gives a one-tuple of that nest with this replica's
-        components; a plain value gives `(value,)`.
+        components; a plain value gives `(value,)`. (An ON_READ variable is read, which
+        is collective in cross-replica context.)
 
         Example:
           >>> strategy.experimental_local_results(strategy.run(lambda: {"x": 1}))
@@ -220,7 +226,10 @@ class Strategy:
     ) -> Any:
         """Return `value_fn(ValueContext)` of every replica as a `PerReplica`.
 
-        Collective: what the function raises on one replica is raised on all.
+        Collective. Shapes and dtypes may differ between replicas; a nest gives a nest
+        of `PerReplica`.
+
+        Raises, on all replicas: what `value_fn` raises on any.
 
         Example:
           >>> ids = strategy.experimental_distribute_values_from_function(
@@ -282,7 +291,8 @@ class Strategy:
     def experimental_finalize(self) -> list[Any]:
         """Free the communicators and buffers. Collective.
 
-        Any later use of the strategy is a ContextError. Returns [].
+        Any later use of the strategy is a ContextError. A second call does nothing.
+        Returns [].
         """
         require_cross_replica(self, "experimental_finalize")
         self._extended.close()

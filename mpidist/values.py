@@ -29,6 +29,15 @@ class DistributedValues:
     """Base of values that have one component per replica; make its subclasses.
 
     `PerReplica` components differ from replica to replica, `Mirrored` ones are equal.
+    Nothing here communicates.
+
+    Args:
+      values: the components of this process's replicas: one.
+      replica_ids: whose they are, by default 0, 1, ...
+
+    Raises:
+      ArgumentTypeError: for this class itself.
+      ArgumentError: no values, or another number of replica ids.
 
     Example:
       >>> value = strategy.run(lambda: np.ones(2))
@@ -204,6 +213,9 @@ class ArrayView(NDArrayOperatorsMixin):
 class Mirrored(ArrayView, DistributedValues):
     """A value that is equal on every replica; reads use this process's component.
 
+    It works as an array of the component's shape and dtype (`x * 2`, `np.exp(x)`,
+    `x[0]`), of which NumPy arrays made from it are read-only.
+
     Example:
       >>> total = strategy.extended.reduce_to("SUM", np.ones(3), "CPU:0")
       >>> isinstance(total, mpidist.Mirrored)
@@ -240,6 +252,8 @@ class IndexedSlices:
       values: the rows, `(n, *shape)`.
       indices: their numbers in the first dimension, `(n,)`; may repeat.
       dense_shape: the shape of the whole array; carried, not used.
+
+    Nothing is checked before they are used.
 
     Example:
       >>> table = mpidist.Variable(np.zeros((3, 2)))

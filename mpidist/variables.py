@@ -52,7 +52,9 @@ class Variable(ArrayView, DistributedValues):
 
     Raises, on all replicas:
       ArgumentError: synchronization NONE.
+      ArgumentTypeError: `initial_value` is no array or number (lists are neither).
       MismatchError: initial values of unlike shapes or dtypes.
+      What `initial_value` raises on any replica.
 
     Example:
       >>> with strategy.scope():
@@ -136,7 +138,8 @@ class Variable(ArrayView, DistributedValues):
     def value(self) -> Any:
         """Return the value as a read-only array.
 
-        Not collective, but for an ON_READ variable in cross-replica context.
+        Not collective, but for an ON_READ variable in cross-replica context; there,
+        ArgumentError on all replicas if its aggregation is NONE.
         """
         view = self._array().view()
         if isinstance(view, np.ndarray):
@@ -146,7 +149,7 @@ class Variable(ArrayView, DistributedValues):
     read_value = value
 
     def numpy(self) -> Any:
-        """Return the value as a NumPy array, a copy of its own."""
+        """Return the value as a NumPy array, a copy of its own; see `value`."""
         return np.array(arrays.to_host(self._array()))
 
     def assign(self, value: Any) -> Variable:
@@ -155,11 +158,15 @@ class Variable(ArrayView, DistributedValues):
         Collective, but for an ON_READ variable in replica context and inside
         `StrategyExtended.update`.
 
-        Raises:
+        Args:
+          value: an array or number of the variable's shape.
+
+        Raises, on all replicas where it is collective:
           ArgumentError: another shape; a `PerReplica` in cross-replica context; in
             replica context an aggregation that is NONE, SUM of a Python number, MEAN of
             an integer variable.
           DTypeError: a value that cannot be cast to the variable's dtype safely.
+          ArgumentTypeError: no array or number.
           ContextError: under another strategy.
           MismatchError: in cross-replica context, values that differ, on all replicas.
 
@@ -179,6 +186,8 @@ class Variable(ArrayView, DistributedValues):
     def assign_add(self, delta: Any) -> Variable:
         """Add to the value; collective and raising like `assign`. Returns self.
 
+        `delta` has a shape that broadcasts to the variable's.
+
         Example:
           >>> with strategy.scope():
           ...     w = mpidist.Variable(np.ones(2))
@@ -197,6 +206,9 @@ class Variable(ArrayView, DistributedValues):
         Collective like `assign`. In replica context the slices of all replicas, of
         which there may be different numbers, are applied (SUM, or divided by the number
         of replicas for MEAN), or replica 0's (ONLY_FIRST_REPLICA).
+
+        Args:
+          sparse_delta: rows `(n, *shape[1:])` and their indices `(n,)`, as arrays.
 
         Raises: see `assign`; ArgumentError also for indices out of range;
           UnsupportedError: an ON_READ variable.
