@@ -1,6 +1,147 @@
 """The tf.distribute programming model for MPI clusters, without TensorFlow.
 
-One MPI rank is one replica: one GPU (CuPy arrays) or one CPU share (NumPy arrays).
+For programs in NumPy or CuPy that `mpirun` or `srun` starts, and that should train or
+compute on many processors as on one: synchronous data parallelism that is exact, and
+that raises on every rank where it would otherwise hang.
+
+The model
+=========
+
+One MPI rank is one replica: one GPU (CuPy arrays) or one share of the CPU (NumPy
+arrays). Every rank runs the same script and makes one `MirroredStrategy`.
+
+In replica context, inside a function that `strategy.run` runs, you see this replica's
+arrays, and `get_replica_context()` has the collectives `all_reduce` and `all_gather`.
+In cross-replica context, in `strategy.scope()`, or outside of `run`, you see values of
+all replicas: `PerReplica` ones, which differ (`strategy.reduce` or `strategy.gather`
+them), and mirrored ones, such as variables, which are equal.
+
+A dataset is batched by the global batch size. A batch of n rows is cut into slices of
+ceil(n / replicas) rows; the last replicas may get fewer, or none. So take means with
+`strategy.reduce("MEAN", per_row_values, axis=0)`, which counts rows, not replicas.
+
+Calls that communicate are collective: every rank makes them, in the same order. Where
+some do not, or with unlike arguments, or where a replica's function raises, all ranks
+raise, and the message says which did what. `help(mpidist.errors)` lists the exceptions.
+
+A complete script, for `mpirun -n 4 python fit.py`, that prints the same on any number
+of ranks::
+
+    import numpy as np
+    import mpidist
+
+    strategy = mpidist.MirroredStrategy()
+    with strategy.scope():
+        w = mpidist.Variable(np.zeros(3), aggregation=mpidist.VariableAggregation.SUM)
+
+    x = np.random.default_rng(0).normal(size=(64, 3))
+    rows = mpidist.Dataset.from_tensor_slices((x, x @ [1.0, 2.0, 3.0]))
+    data = rows.shuffle(seed=0).batch(16).repeat(20)  # 16 is the global batch
+
+
+    def step(x, y):  # runs on every replica, with its rows of the batch
+        error = x @ w - y
+        w.assign_sub(0.1 / 16 * x.T @ error)  # summed over the replicas
+        return error**2
+
+
+    for batch in strategy.experimental_distribute_dataset(data):
+        loss = strategy.reduce("MEAN", strategy.run(step, args=batch), axis=0)
+    if strategy.extended.replica_id == 0:
+        print(f"w = {w.numpy().round(3)}, loss = {loss:.6f}")
+
+The examples in the docstrings, lines with `>>>`, are given the names `np` (numpy),
+`mpidist`, and `strategy = mpidist.MirroredStrategy()` of 2 replicas on CPUs. Outputs
+are those of replica 0; where they differ from replica to replica, it is said.
+
+Names
+=====
+
+Left is the name in TensorFlow, without `tf.distribute.` or
+`tf.distribute.experimental.`; right is what is different here. The name in `mpidist` is
+the same, unless another stands before a colon.
+
+Strategies and contexts
+
+    Strategy                    every rank calls its methods
+    MirroredStrategy            one replica per rank, on one node or many; `devices` is
+                                indexed by the rank on its node; `communicator` is new
+    tf.compat.v1's Strategy     StrategyV1, which MirroredStrategy is too: with
+                                make_dataset_iterator, make_input_fn_iterator,
+                                experimental_run, ...
+    StrategyExtended            with audit_variables beside TensorFlow's methods
+    ReplicaContext              same
+    get_strategy                same
+    has_strategy                same
+    experimental_set_strategy   for the thread that calls it
+    get_replica_context         same
+    in_cross_replica_context    same
+    ValueContext                same
+    RunOptions                  accepted, but nothing is compiled
+    MultiStepContext            in TensorFlow internal
+
+Values and variables
+
+    DistributedValues           `values` holds one component, of this process's replica
+    PerReplica                  use as one array is refused
+    Mirrored                    works as an array
+    tf.Variable                 Variable: no gradients; works as an array
+    tf.VariableAggregation      VariableAggregation
+    tf.VariableSynchronization  VariableSynchronization
+    tf.IndexedSlices            IndexedSlices: for the `scatter_...` methods
+
+Communication
+
+    ReduceOp                    or its name, `"sum"`, in any case
+    CrossDeviceOps              one object for each strategy
+    HierarchicalCopyAllReduce   inside nodes first; arrays in host memory only
+    ReductionToOneDevice        the device may be a replica's number
+    NcclAllReduce               refused: there is no NCCL transport in this version
+    MpiAllReduce                not in TensorFlow: the default, by MPI_Allreduce
+    CommunicationOptions        results do not depend on them
+    CommunicationImplementation AUTO and MPI; no RING, NCCL (also named
+                                CollectiveCommunication in TensorFlow)
+
+Input
+
+    tf.data.Dataset             Dataset: with from_hdf5; from_tensor_slices,
+                                from_tensors, from_generator, range; map, batch,
+                                shuffle (of all rows), repeat, take, skip, shard,
+                                concatenate, prefetch, with_options
+    tf.data.Options             Options: auto_shard_policy, and no others
+    tf.data.experimental.AutoShardPolicy
+                                AutoShardPolicy: OFF, AUTO, FILE, DATA; no HINT
+    tf.data.INFINITE_CARDINALITY, tf.data.UNKNOWN_CARDINALITY
+                                INFINITE_CARDINALITY, UNKNOWN_CARDINALITY: same numbers
+    DistributedDataset          iterating is collective
+    DistributedIterator         `next` is collective
+    InputIterator               what make_dataset_iterator and make_input_fn_iterator
+                                return; in TensorFlow internal
+    InputContext                one input pipeline per replica
+    InputOptions                batches are read ahead in a thread
+    InputReplicationMode        PER_WORKER, since every worker is one replica
+    tf.TensorSpec               TensorSpec: in `element_spec`, with None for the rows
+    tf.experimental.Optional    Optional: of get_next_as_optional
+    tf.errors.OutOfRangeError   OutOfRangeError: a StopIteration
+
+Absent
+
+    MultiWorkerMirroredStrategy MirroredStrategy is it: replicas are ranks, on any nodes
+    OneDeviceStrategy           MirroredStrategy on one rank
+    TPUStrategy                 there is no MPI on TPUs
+    ParameterServerStrategy, CentralStorageStrategy
+                                every replica has its own copy of each variable
+    coordinator.*, partitioners.*, rpc.*, Server
+                                ranks have no roles: all run the same script
+    cluster_resolver.*          a later version; MPI's launcher knows the cluster
+    PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
+                                a later version
+    tf.train.Checkpoint, tf.train.CheckpointManager
+                                a later version
+    CollectiveHints             use CommunicationOptions
+    tf.function, get_loss_reduction, DistributedVarOp (internal)
+                                there is no graph: functions run as they are
+    tf.GradientTape, tf.keras   bring your own gradients (by hand, JAX, PyTorch, ...)
 """
 
 from __future__ import annotations

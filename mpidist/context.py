@@ -1,8 +1,7 @@
 """Replica and cross-replica contexts: which strategy and which replica is current.
 
 Each thread has its own stack of contexts. Exactly one of the two kinds holds at any
-time; below everything lies the replica context of the default strategy, with one
-replica.
+time; below everything lies the replica context of the default strategy.
 """
 
 from __future__ import annotations
@@ -71,22 +70,34 @@ def set_default_strategy(strategy: Strategy) -> None:
 
 
 def get_strategy() -> Strategy:
-    """Return the current strategy: the default one (one replica) outside all scopes."""
+    """Return the current strategy: the default one (one replica) outside all scopes.
+
+    Example:
+      >>> strategy.run(lambda: mpidist.get_strategy() is strategy).values
+      (True,)
+    """
     return _stack.top.strategy
 
 
 def has_strategy() -> bool:
-    """Return whether a strategy other than the default one is current."""
+    """Return whether a strategy other than the default one is current.
+
+    Example:
+      >>> mpidist.has_strategy(), strategy.run(mpidist.has_strategy).values
+      (False, (True,))
+    """
     return get_strategy() is not _default[0]
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Make `strategy` current in this thread, as if everything were in its scope.
 
-    None makes the default strategy current again.
+    None makes the default strategy current again. Not collective. Raises ContextError
+    inside a scope or a replica function.
 
-    Raises:
-      ContextError: called inside a scope or a replica function.
+    Example:
+      >>> mpidist.experimental_set_strategy(strategy)
+      >>> mpidist.experimental_set_strategy(None)  # the default one again
     """
     if _stack.frames:
         raise ContextError(
@@ -101,6 +112,10 @@ def get_replica_context() -> ReplicaContext | None:
     """Return the current replica's context, None in cross-replica context.
 
     Outside all scopes it is that of the default strategy: replica 0 of 1.
+
+    Example:
+      >>> strategy.run(mpidist.get_replica_context).values  # on replica 0
+      (<ReplicaContext of replica 0 of 2>,)
     """
     return _stack.top.replica
 
@@ -108,8 +123,11 @@ def get_replica_context() -> ReplicaContext | None:
 def in_cross_replica_context() -> bool:
     """Return whether the current context is cross-replica.
 
-    It is in `Strategy.scope`, in a function passed to `merge_call`, and in one passed
-    to `StrategyExtended.update`.
+    It is in `Strategy.scope`, and in functions passed to `merge_call` and `update`.
+
+    Example:
+      >>> strategy.run(mpidist.in_cross_replica_context).values
+      (False,)
     """
     return _stack.top.replica is None
 
@@ -135,11 +153,7 @@ def enter(
 
 
 def require_cross_replica(strategy: Strategy, call: str) -> None:
-    """Raise unless `call` may be made here: own cross-replica or default context.
-
-    Raises:
-      ContextError: another strategy is current, or a replica function is running.
-    """
+    """Raise ContextError unless this is own cross-replica or default context."""
     top = _stack.top
     if top.strategy is _default[0]:
         return
@@ -185,7 +199,14 @@ class Scope:
 class ReplicaContext:
     """What code inside `Strategy.run` knows about its replica, and its collectives.
 
-    Obtained by `get_replica_context()`, never made by users.
+    Obtained by `get_replica_context()`, never made by users. Its collectives raise
+    ContextError where it is not the current one.
+
+    Example:
+      >>> def replica_id():
+      ...     return mpidist.get_replica_context().replica_id_in_sync_group
+      >>> strategy.experimental_local_results(strategy.run(replica_id))  # on replica 0
+      (0,)
     """
 
     def __init__(self, strategy: Strategy, replica_id_in_sync_group: int):
@@ -220,21 +241,25 @@ class ReplicaContext:
     ) -> Any:
         """Return the elementwise sum or mean of `value` over all replicas.
 
-        Collective: every replica calls it with the same structure, shapes and dtypes.
+        Collective: every replica calls it with the same structure, shapes and dtypes,
+        and gets that structure with new arrays of these shapes, equal on all replicas.
 
         Args:
           reduce_op: SUM or MEAN; MEAN of integers is float64.
           value: an array or number, or a nest of them.
           options: see `CommunicationOptions`; changes the speed, not the result.
 
-        Returns:
-          What was passed, with its arrays replaced by new ones, equal on all replicas.
-
         Raises, on all replicas:
           MismatchError: structures, shapes, dtypes or `reduce_op` differ.
           DTypeError: a dtype, such as bool, that cannot be added up.
           ArgumentError, ArgumentTypeError: an unknown `reduce_op`; no array or number.
           DivergenceError: a replica called something else.
+
+        Example:
+          >>> def total(x):
+          ...     return mpidist.get_replica_context().all_reduce("SUM", x)
+          >>> strategy.run(total, args=(np.ones(2),)).values
+          (array([2., 2.]),)
         """
         self._require_current("all_reduce")
         return self._strategy.extended.all_reduce(reduce_op, value, options)
@@ -244,19 +269,26 @@ class ReplicaContext:
     ) -> Any:
         """Return the replicas' values one behind the other along `axis`.
 
-        Collective. The lengths along `axis` may differ, and may be zero.
+        Collective. Lengths along `axis` may differ, and may be zero; that of the result
+        is their sum. The arrays returned are new ones, equal on all replicas.
 
         Args:
           value: an array with ndim >= 1, or a nest of them.
           axis: the dimension to concatenate along, -ndim <= axis < ndim.
           options: see `CommunicationOptions`.
 
-        Returns:
-          What was passed, with its arrays replaced by new ones, equal on all replicas.
-
         Raises, on all replicas:
           MismatchError: dtypes, numbers of dimensions, or other dimensions differ.
           ArgumentError: a value without dimensions; an axis out of range.
+          DivergenceError: a replica called something else.
+
+        Example:
+          >>> def gather():
+          ...     context = mpidist.get_replica_context()
+          ...     n = context.replica_id_in_sync_group + 1
+          ...     return context.all_gather(np.arange(n), axis=0)
+          >>> strategy.run(gather).values
+          (array([0, 0, 1]),)
         """
         self._require_current("all_gather")
         return self._strategy.extended.all_gather(value, axis, options)
@@ -276,6 +308,13 @@ class ReplicaContext:
         Raises, on all replicas:
           DivergenceError: a replica makes another collective, or has left `run`.
           What `merge_fn` raises on any of them.
+
+        Example:
+          >>> def step(x):
+          ...     context = mpidist.get_replica_context()
+          ...     return context.merge_call(lambda s, x: s.reduce("SUM", x), (x,))
+          >>> strategy.run(step, args=(np.ones(2),)).values
+          (array([2., 2.]),)
         """
         self._require_current("merge_call")
         return self._strategy.extended.merge_call(merge_fn, args, kwargs)
@@ -295,10 +334,9 @@ class ReplicaContext:
 
 
 def regroup(value: Any, replica_id: int, num_replicas: int) -> Any:
-    """Return a nest of one replica's values as values of all replicas.
+    """Return a nest of one replica's values as `PerReplica`; as it is if it is alone.
 
-    With several replicas each leaf becomes a `PerReplica`, except None, variables and
-    values that are distributed already; with one replica leaves stay as they are.
+    None, variables and values that are distributed already stay as they are.
     """
     if num_replicas == 1:
         return value
@@ -312,10 +350,7 @@ def _wrap(leaf: Any, replica_id: int) -> Any:
 
 
 def select_replica(value: Any) -> Any:
-    """Return a nest with this process's component in place of each distributed value.
-
-    Variables are distributed values that pass whole.
-    """
+    """Return a nest with this process's components; variables pass whole."""
     return nest.map_leaves(_select, value)
 
 

@@ -38,7 +38,18 @@ class CrossDeviceOps:
     An implementation gets a `PerReplica` (or several) whose component is this replica's
     array, after structures, shapes and dtypes were found to agree, and returns the
     reduced array, or a `Mirrored` of it, on every replica. It may call `super()`'s: the
-    base class reduces by direct MPI.
+    base class reduces by direct MPI. What it raises on one replica is raised on all.
+
+    One object serves one strategy; before it is given to it, its methods raise
+    ContextError.
+
+    Example:
+      >>> class Clipped(mpidist.CrossDeviceOps):
+      ...     def reduce_implementation(self, *args):
+      ...         return np.minimum(super().reduce_implementation(*args), 1.5)
+      >>> clipped = mpidist.MirroredStrategy(cross_device_ops=Clipped())
+      >>> clipped.reduce("SUM", np.array([0.5, 1.0]))
+      array([1. , 1.5])
     """
 
     _collectives: Collectives | None = None
@@ -99,6 +110,11 @@ class CrossDeviceOps:
 
         Raises, on all replicas: see `ReplicaContext.all_reduce`; ArgumentError also for
           bad or empty destinations.
+
+        Example:
+          >>> ops = strategy.extended.cross_device_ops
+          >>> ops.reduce("SUM", np.ones(2), destinations="CPU:0") / 2
+          array([1., 1.])
         """
         pairs = [(per_replica_value, destinations)]
         return self._reduce_pairs("reduce", reduce_op, pairs, options)[0]
@@ -115,12 +131,33 @@ class CrossDeviceOps:
 
         Raises, on all replicas: like `reduce`; ArgumentError also for what is not a
           list of pairs.
+
+        Example:
+          >>> ops = strategy.extended.cross_device_ops
+          >>> pairs = [(np.ones(2), "CPU:0"), (np.ones(1), "CPU:0")]
+          >>> [total / 2 for total in ops.batch_reduce("SUM", pairs)]
+          [array([1., 1.]), array([1.])]
         """
         pairs = value_destination_pairs
         return self._reduce_pairs("batch_reduce", reduce_op, pairs, options)
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """Return replica 0's value on every replica, as `Mirrored`. Collective."""
+        """Return replica 0's value on every replica, as `Mirrored`. Collective.
+
+        Args:
+          tensor: an array; every replica passes one of the same shape and dtype.
+          destinations: see `reduce`.
+
+        Raises, on all replicas:
+          MismatchError: shapes or dtypes differ.
+          ArgumentError: bad or empty destinations.
+
+        Example:
+          >>> ops = strategy.extended.cross_device_ops
+          >>> mine = np.array([strategy.extended.replica_id + 7])
+          >>> ops.broadcast(mine, destinations="CPU:0") + 0
+          array([7])
+        """
         check = functools.partial(_require_destinations, destinations)
         self.collectives.agreement.prepare("broadcast", check)
         return self._mirrored(self.broadcast_implementation(tensor, destinations))
@@ -208,7 +245,14 @@ class CrossDeviceOps:
 
 
 class MpiAllReduce(CrossDeviceOps):
-    """The default: MPI all-reduces packs of arrays where they lie."""
+    """The default: MPI all-reduces packs of arrays where they lie.
+
+    Example:
+      >>> ops = mpidist.MpiAllReduce()
+      >>> direct = mpidist.MirroredStrategy(cross_device_ops=ops)
+      >>> direct.reduce("MEAN", np.array([1.0, 3.0]))
+      array([1., 3.])
+    """
 
     def reduce_checked(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions

@@ -38,6 +38,10 @@ class StrategyExtended(ReplicaGroup):
 
     Its methods are collective, unless they say otherwise, and need cross-replica (or
     default) context.
+
+    Example:
+      >>> strategy.extended.worker_devices
+      ('CPU:0',)
     """
 
     def __init__(
@@ -82,10 +86,7 @@ class StrategyExtended(ReplicaGroup):
         args: Arguments = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run `fn` in replica context on every replica; `Strategy.run` says the rest.
-
-        Returns, or raises, on all replicas together.
-        """
+        """Run `fn` in replica context on every replica; see `Strategy.run`."""
         self.topology.require_open()
         require_cross_replica(self.strategy, "call_for_each_replica")
         return self.agreement.block("run", lambda: self._replica(fn, args, kwargs))
@@ -140,9 +141,15 @@ class StrategyExtended(ReplicaGroup):
           kwargs: likewise.
           group: True returns None (TensorFlow's grouped op), False what `fn` returned.
 
-        Raises:
-          ContextError: in replica context (there, use `merge_call`), or a variable of
-            another strategy.
+        Raises ContextError in replica context (there, use `merge_call`), and for a
+        variable of another strategy.
+
+        Example:
+          >>> with strategy.scope():
+          ...     w = mpidist.Variable(np.zeros(2))
+          >>> strategy.extended.update(w, lambda w, x: w.assign_add(x), args=(1.0,))
+          >>> w.numpy()
+          array([1., 1.])
         """
         require_cross_replica(self.strategy, "update")
         if isinstance(var, Variable) and var.distribute_strategy is self.strategy:
@@ -173,6 +180,10 @@ class StrategyExtended(ReplicaGroup):
           options: see `CommunicationOptions`.
 
         Raises, on all replicas: see `CrossDeviceOps.reduce`.
+
+        Example:
+          >>> strategy.extended.reduce_to("SUM", np.ones(2), "CPU:0") / 2
+          array([1., 1.])
         """
         self.topology.require_open()
         require_cross_replica(self.strategy, "reduce_to")
@@ -188,6 +199,11 @@ class StrategyExtended(ReplicaGroup):
         """Return the reductions of several values, which travel packed together.
 
         Like `reduce_to` for each `(value, destinations)` of a list.
+
+        Example:
+          >>> pairs = [(np.ones(2), "CPU:0"), (np.ones(1), "CPU:0")]
+          >>> [x / 2 for x in strategy.extended.batch_reduce_to("SUM", pairs)]
+          [array([1., 1.]), array([1.])]
         """
         self.topology.require_open()
         require_cross_replica(self.strategy, "batch_reduce_to")
@@ -196,7 +212,7 @@ class StrategyExtended(ReplicaGroup):
         return [self._bare_if_alone(result) for result in results]
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Return replica 0's `tensor` on every replica, `Mirrored`."""
+        """Return replica 0's `tensor`, `Mirrored`; see `CrossDeviceOps.broadcast`."""
         self.topology.require_open()
         require_cross_replica(self.strategy, "broadcast_to")
         return self._bare_if_alone(
@@ -207,11 +223,11 @@ class StrategyExtended(ReplicaGroup):
         return value if self.num_replicas > 1 else local_component(value)
 
     def read_var(self, v: Any) -> Any:
-        """Return the value of a variable, as a read in the current context gives it."""
+        """Return the value of a variable; collective where `Variable.value` is."""
         return v.value() if isinstance(v, Variable) else local_component(v)
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:
-        """Return the devices for state that belongs to no one variable."""
+        """Return the devices for state of no one variable. Not collective."""
         return self.parameter_devices
 
     def update_non_slot(
@@ -224,12 +240,7 @@ class StrategyExtended(ReplicaGroup):
     ) -> Any:
         """Run `fn(*args, **kwargs)` once per replica, as `update` does; not collective.
 
-        Args:
-          colocate_with: what `non_slot_devices` returned.
-          fn: what to run; `args` and `kwargs` are passed as in `update`.
-          args: a tuple or list, nested.
-          kwargs: likewise.
-          group: True returns None, False what `fn` returned.
+        `colocate_with` is what `non_slot_devices` returned; the rest is as in `update`.
         """
         require_cross_replica(self.strategy, "update_non_slot")
         args, kwargs = select_replica((tuple(args), dict(kwargs or {})))
@@ -243,9 +254,13 @@ class StrategyExtended(ReplicaGroup):
         Compares checksums of all bytes of each ON_WRITE variable, and moves only those
         unless there is a difference.
 
-        Raises, on all replicas:
-          MismatchError: names the first variable that differs, the replicas that differ
-            from replica 0, and the first element that does.
+        Raises MismatchError, on all replicas: it names the first variable that differs,
+        the replicas where it differs from replica 0's, and the first such element.
+
+        Example:
+          >>> with strategy.scope():
+          ...     w = mpidist.Variable(np.zeros(2))
+          >>> strategy.extended.audit_variables()
         """
         self.topology.require_open()
         audit.audit_variables(self)
@@ -257,11 +272,8 @@ class StrategyExtended(ReplicaGroup):
     def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
         """Return a context manager for making variables beside another one.
 
-        Every replica has its own device, on which all its variables lie, so it changes
-        nothing but to check the variable. Not collective.
-
-        Raises:
-          ArgumentError: it is no variable of this strategy.
+        It checks the variable, and no more: a replica has one device. Not collective.
+        Raises ArgumentError for what is no variable of this strategy.
         """
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ArgumentError(
@@ -272,7 +284,7 @@ class StrategyExtended(ReplicaGroup):
         return manager
 
     def value_container(self, value: Any) -> Any:
-        """Return the distributed value that `value` is part of, which is itself."""
+        """Return the container of `value`, which is itself. Not collective."""
         return value
 
     def experimental_run_steps_on_iterator(
@@ -282,17 +294,14 @@ class StrategyExtended(ReplicaGroup):
         iterations: int = 1,
         initial_loop_values: Any = None,
     ) -> Any:
-        """Call `fn(context, inputs)` in this context for several batches.
+        """Call `fn(context, inputs)` for several batches; return the context at last.
 
         Args:
-          fn: takes a `MultiStepContext` and the next value of `iterator`.
+          fn: takes a `MultiStepContext` and the next value of `iterator`; it is called
+            in cross-replica context.
           iterator: has `get_next()`, such as an iterator of a distributed dataset.
           iterations: how many steps; 0 takes none.
-          initial_loop_values: accepted for TensorFlow's sake: there is no loop to carry
-            them.
-
-        Returns:
-          The `MultiStepContext`, with what `fn` set as outputs last.
+          initial_loop_values: outputs by name that hold until a step sets them.
         """
         require_cross_replica(self.strategy, "experimental_run_steps_on_iterator")
         context = MultiStepContext(initial_loop_values)
@@ -323,6 +332,15 @@ class MultiStepContext:
     Attributes:
       last_step_outputs: by name, what `set_last_step_output` was given last.
       non_tensor_outputs: by name, what `set_non_tensor_output` was given last.
+
+    Example:
+      >>> data = mpidist.Dataset.from_tensor_slices(np.ones((4, 3))).batch(2)
+      >>> end = strategy.extended.experimental_run_steps_on_iterator(
+      ...     lambda context, x: context.set_last_step_output("sum", x, "SUM"),
+      ...     iter(strategy.experimental_distribute_dataset(data)),
+      ... )
+      >>> end.last_step_outputs["sum"]
+      array([[2., 2., 2.]])
     """
 
     def __init__(self, initial_loop_values: Any = None):
@@ -332,7 +350,7 @@ class MultiStepContext:
     def set_last_step_output(
         self, name: str, output: Any, reduce_op: ReduceOp | str | None = None
     ) -> None:
-        """Keep `output`, reduced over all replicas if an operation is given."""
+        """Keep `output`; with `reduce_op` reduced over all replicas (collective)."""
         if reduce_op is not None:
             output = get_strategy().reduce(reduce_op, output)
         self.last_step_outputs[name] = output

@@ -36,6 +36,17 @@ class MirroredStrategy(StrategyV1):
       ArgumentError: no devices, or malformed ones.
       LaunchError: the launcher started several processes but MPI sees one; a GPU that
         cannot be used; a `cross_device_ops` without its hardware.
+      MismatchError: kinds of `cross_device_ops` or of devices differ between ranks.
+      ContextError: `cross_device_ops` belongs to another strategy already.
+
+    Raises, where it is so: ArgumentTypeError, if `cross_device_ops` is none.
+
+    Example:
+      >>> strategy = mpidist.MirroredStrategy(["CPU:0"])
+      >>> strategy  # on replica 0
+      <MirroredStrategy: replica 0 of 2 on CPU:0>
+      >>> strategy.reduce("MEAN", np.array([1.0, 3.0]))
+      array([1., 3.])
     """
 
     def __init__(

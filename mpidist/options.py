@@ -25,6 +25,12 @@ class ReduceOp(enum.Enum):
     """How the values of all replicas are combined: added up, or averaged.
 
     Wherever an operation is taken, its name in any case is taken too: `"sum"`.
+
+    Example:
+      >>> strategy.reduce(mpidist.ReduceOp.SUM, np.array([1.0, 2.0]))
+      array([2., 4.])
+      >>> mpidist.ReduceOp.parse("mean")
+      <ReduceOp.MEAN: 'MEAN'>
     """
 
     SUM = "SUM"
@@ -54,7 +60,11 @@ class ReduceOp(enum.Enum):
 
     @staticmethod
     def from_variable_aggregation(aggregation: VariableAggregation) -> ReduceOp:
-        """Return the operation that combines updates of a variable so aggregated."""
+        """Return the operation that combines updates of a variable so aggregated.
+
+        Raises:
+          ArgumentError: NONE and ONLY_FIRST_REPLICA have none.
+        """
         if aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
             return ReduceOp[aggregation.name]
         raise ArgumentError(
@@ -63,7 +73,23 @@ class ReduceOp(enum.Enum):
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are brought together; AUTO means ON_WRITE."""
+    """When the copies of a variable are brought together; AUTO means ON_WRITE.
+
+    ON_WRITE keeps the copies equal at each assignment; ON_READ lets each replica change
+    its own, and reduces them where the variable is read in cross-replica context. NONE
+    is refused by `Variable`.
+
+    Example:
+      >>> with strategy.scope():
+      ...     seen = mpidist.Variable(
+      ...         0,
+      ...         synchronization=mpidist.VariableSynchronization.ON_READ,
+      ...         aggregation=mpidist.VariableAggregation.SUM,
+      ...     )
+      >>> _ = strategy.run(lambda: seen.assign_add(1))  # each replica its own copy
+      >>> print(seen.numpy())
+      2
+    """
 
     AUTO = 0
     NONE = 1
@@ -72,7 +98,18 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How values that replicas assign to one variable are combined."""
+    """How values that replicas assign to one variable are combined.
+
+    Added up, averaged, or replica 0's alone. With NONE, assignments in replica context
+    are refused.
+
+    Example:
+      >>> with strategy.scope():
+      ...     w = mpidist.Variable(0.0, aggregation=mpidist.VariableAggregation.SUM)
+      >>> _ = strategy.run(lambda: w.assign_add(np.array(0.5)))
+      >>> print(w.numpy())
+      1.0
+    """
 
     NONE = 0
     SUM = 1
@@ -86,6 +123,11 @@ class CommunicationImplementation(enum.Enum):
     AUTO lets mpidist choose; MPI asks for direct MPI calls on the arrays. (TensorFlow's
     RING is an algorithm that an MPI library picks for itself, so it is not a choice
     here; NCCL needs GPUs.)
+
+    Example:
+      >>> options = mpidist.CommunicationOptions(implementation="mpi")
+      >>> options.implementation is mpidist.CommunicationImplementation.MPI
+      True
     """
 
     AUTO = "AUTO"
@@ -118,6 +160,19 @@ class CommunicationOptions:
         deadline is a `DeadlineError` on every replica that waits, and the strategy
         cannot communicate any more.
       implementation: a `CommunicationImplementation` or its name.
+
+    Replicas that pass unlike options to one call all raise MismatchError.
+
+    Raises:
+      ArgumentError: bytes_per_pack < 0, timeout_seconds <= 0, no such implementation.
+      ArgumentTypeError: bytes_per_pack is no integer, timeout_seconds no number.
+
+    Example:
+      >>> options = mpidist.CommunicationOptions(timeout_seconds=60.0)
+      >>> def total(x):
+      ...     return mpidist.get_replica_context().all_reduce("SUM", x, options)
+      >>> strategy.run(total, args=(np.ones(2),)).values
+      (array([2., 2.]),)
     """
 
     bytes_per_pack: int = 0
@@ -149,7 +204,12 @@ class CommunicationOptions:
 
 
 class InputReplicationMode(enum.Enum):
-    """How an input function is replicated: one input pipeline per worker."""
+    """How an input function is replicated: one input pipeline per worker.
+
+    Example:
+      >>> mode = mpidist.InputReplicationMode.PER_WORKER
+      >>> options = mpidist.InputOptions(experimental_replication_mode=mode)
+    """
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"
@@ -166,6 +226,16 @@ class InputOptions:
       experimental_place_dataset_on_device: run the pipeline on the device; only False.
       experimental_per_replica_buffer_size: how many batches are read ahead, in a
         thread; 0 reads each batch when it is asked for.
+
+    Raises:
+      ArgumentError: a buffer size < 0; the dataset is to be placed on the device.
+
+    Example:
+      >>> data = mpidist.Dataset.from_tensor_slices(np.arange(4)).batch(4)
+      >>> options = mpidist.InputOptions(experimental_per_replica_buffer_size=0)
+      >>> for batch in strategy.experimental_distribute_dataset(data, options):
+      ...     print(strategy.reduce("SUM", batch, axis=0))
+      6
     """
 
     experimental_fetch_to_device: bool = True
@@ -235,6 +305,10 @@ class Options:
 class RunOptions:
     """Options of `Strategy.run`. TensorFlow's concern compilation, which is not done
     here: both are accepted and change nothing.
+
+    Example:
+      >>> strategy.run(np.ones, args=(2,), options=mpidist.RunOptions()).values
+      (array([1., 1.]),)
     """
 
     experimental_enable_dynamic_batch_size: bool = True

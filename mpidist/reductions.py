@@ -25,6 +25,13 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
 
     Raises:
       ArgumentError: num_packs is negative.
+      LaunchError, on all replicas: when it is given to a strategy on GPUs.
+
+    Example:
+      >>> ops = mpidist.HierarchicalCopyAllReduce()
+      >>> by_node = mpidist.MirroredStrategy(cross_device_ops=ops)
+      >>> by_node.reduce("SUM", np.ones(2))
+      array([2., 2.])
     """
 
     def __init__(self, num_packs: int = 1):
@@ -58,7 +65,14 @@ class NcclAllReduce(MpiAllReduce):
 
     Raises:
       ArgumentError: num_packs is negative.
-      LaunchError: when it is given to a strategy whose replicas cannot use NCCL.
+      LaunchError, on all replicas: when it is given to a strategy, since this version
+        has no NCCL transport.
+
+    Example:
+      >>> ops = mpidist.NcclAllReduce(num_packs=2)
+      >>> mpidist.MirroredStrategy(["CPU:0"], cross_device_ops=ops)
+      Traceback (most recent call last):
+      mpidist.errors.LaunchError: NcclAllReduce cannot be used: ...
     """
 
     def __init__(self, num_packs: int = 1):
@@ -79,8 +93,23 @@ class ReductionToOneDevice(MpiAllReduce):
       reduce_to_device: the replica to reduce to, by its number, or by a device string,
         which means the first replica on such a device; by default replica 0.
       accumulation_fn: called there, as `accumulation_fn(arrays)` with the list of all
-        replicas' arrays in their order, instead of adding them up. MEAN divides what it
-        returns by the number of replicas.
+        replicas' arrays in their order, instead of adding them up. It returns an array
+        of their shape. MEAN divides that by the number of replicas.
+
+    Raises, on all replicas, when it is given to a strategy:
+      ArgumentError: no replica is on `reduce_to_device`.
+      LaunchError: the strategy is on GPUs.
+
+    Reductions raise, on all replicas, what `accumulation_fn` raises, and ArgumentError
+    for another shape.
+
+    Example:
+      >>> largest = mpidist.ReductionToOneDevice(
+      ...     accumulation_fn=lambda arrays: np.max(arrays, axis=0)
+      ... )
+      >>> maximum = mpidist.MirroredStrategy(cross_device_ops=largest)
+      >>> maximum.reduce("SUM", np.array([maximum.extended.replica_id, 5]))
+      array([1, 5])
     """
 
     def __init__(

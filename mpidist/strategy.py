@@ -28,7 +28,15 @@ __all__ = ["Strategy", "ValueContext"]
 
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
-    """What a function of `experimental_distribute_values_from_function` is told."""
+    """What a function of `experimental_distribute_values_from_function` is told.
+
+    Example:
+      >>> def shape(context):
+      ...     return (context.replica_id_in_sync_group, context.num_replicas_in_sync)
+      >>> value = strategy.experimental_distribute_values_from_function(shape)
+      >>> strategy.experimental_local_results(value)  # on replica 0
+      ((0, 2),)
+    """
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
@@ -39,6 +47,12 @@ class Strategy:
 
     Make a `MirroredStrategy`. All methods but `scope` and `experimental_local_results`
     are collective: every rank calls them, in the same order.
+
+    Example:
+      >>> isinstance(strategy, mpidist.Strategy)
+      True
+      >>> strategy.num_replicas_in_sync
+      2
     """
 
     def __init__(self, make_extended: Callable[[Strategy], StrategyExtended]):
@@ -63,10 +77,17 @@ class Strategy:
         """Return a context manager in which this strategy is current.
 
         In it, variables are created under this strategy, and the context is
-        cross-replica. It may be entered again and nested.
+        cross-replica. It may be entered again and nested. Not collective, unlike the
+        making of variables in it.
 
-        Raises (on entering):
+        Raises, on entering, on the replicas where it is so:
           ContextError: another strategy is current, or a replica function is running.
+
+        Example:
+          >>> with strategy.scope():
+          ...     w = mpidist.Variable(np.zeros(3))
+          >>> w.distribute_strategy is strategy
+          True
         """
         return Scope(self)
 
@@ -94,6 +115,13 @@ class Strategy:
           ArgumentError: args is neither a tuple nor a list.
           ContextError: called from replica context or under another strategy.
           What `fn` raises on any replica, of the same type.
+
+        Example:
+          >>> def step(x, scale=1.0):
+          ...     return {"sum": np.sum(x) * scale}
+          >>> result = strategy.run(step, args=(np.ones(3),), kwargs={"scale": 2.0})
+          >>> print(strategy.reduce("SUM", result["sum"]))
+          12.0
         """
         require_cross_replica(self, "run")
         return self._extended.call_for_each_replica(fn, args, kwargs)
@@ -115,8 +143,9 @@ class Strategy:
             of elements over all replicas.
 
         Returns:
-          Bare arrays. SUM has the dtype of `value`; MEAN of integers is float64; MEAN
-          over an axis that is empty on every replica is nan.
+          Bare arrays of the shape of a replica's, without the axes. SUM has the dtype
+          of `value`; MEAN of integers is float64; MEAN over an axis that is empty on
+          every replica is nan.
 
         Raises, on all replicas:
           ArgumentError: an unknown operation; an axis out of range.
@@ -124,6 +153,15 @@ class Strategy:
           DTypeError: a dtype that cannot be added up, such as bool.
           MismatchError: structures, dtypes or shapes differ.
           ContextError: called in replica context or under another strategy.
+
+        Example:
+          >>> strategy.reduce("SUM", np.array([1.0, 2.0]))
+          array([2., 4.])
+          >>> rows = strategy.experimental_distribute_values_from_function(
+          ...     lambda context: np.ones(3 - context.replica_id_in_sync_group)
+          ... )
+          >>> print(strategy.reduce("SUM", rows, axis=0))  # 3 rows and 2 rows
+          5.0
         """
         require_cross_replica(self, "reduce")
         if axis is None:
@@ -141,10 +179,21 @@ class Strategy:
             ndim >= 1, or a nest of them. Lengths along `axis` may differ.
           axis: -ndim <= axis < ndim.
 
+        Returns:
+          Bare arrays, whose length along `axis` is the sum of the replicas' lengths.
+
         Raises, on all replicas:
           ArgumentError: a value without dimensions; an axis out of range.
           MismatchError: dtypes, numbers of dimensions, or other dimensions differ.
           ContextError: called in replica context or under another strategy.
+
+        Example:
+          >>> rows = strategy.experimental_distribute_values_from_function(
+          ...     lambda context: np.full((1, 2), context.replica_id_in_sync_group)
+          ... )
+          >>> strategy.gather(rows, axis=0)
+          array([[0, 0],
+                 [1, 1]])
         """
         replica = get_replica_context()
         if replica is not None and replica.strategy is self:
@@ -159,7 +208,14 @@ class Strategy:
         """Return a tuple of the values of this process's replicas: one. Not collective.
 
         A nest of distributed values gives a one-tuple of that nest with this replica's
-        components; a plain value gives `(value,)`.
+        components; a plain value gives `(value,)`. (An ON_READ variable is read, which
+        is collective in cross-replica context.)
+
+        Example:
+          >>> strategy.experimental_local_results(strategy.run(lambda: {"x": 1}))
+          ({'x': 1},)
+          >>> strategy.experimental_local_results("plain")
+          ('plain',)
         """
         return (nest.map_leaves(_local_result, value),)
 
@@ -170,7 +226,17 @@ class Strategy:
     ) -> Any:
         """Return `value_fn(ValueContext)` of every replica as a `PerReplica`.
 
-        Collective: what the function raises on one replica is raised on all.
+        Collective. Shapes and dtypes may differ between replicas; a nest gives a nest
+        of `PerReplica`.
+
+        Raises, on all replicas: what `value_fn` raises on any.
+
+        Example:
+          >>> ids = strategy.experimental_distribute_values_from_function(
+          ...     lambda context: context.replica_id_in_sync_group
+          ... )
+          >>> strategy.reduce("SUM", ids)
+          1
         """
         require_cross_replica(self, "experimental_distribute_values_from_function")
         extended = self._extended
@@ -225,7 +291,8 @@ class Strategy:
     def experimental_finalize(self) -> list[Any]:
         """Free the communicators and buffers. Collective.
 
-        Any later use of the strategy is a ContextError. Returns [].
+        Any later use of the strategy is a ContextError. A second call does nothing.
+        Returns [].
         """
         require_cross_replica(self, "experimental_finalize")
         self._extended.close()

@@ -20,12 +20,23 @@ M = TypeVar("M", bound=Mapping[str, Any])
 
 
 class StrategyV1(Strategy):
-    """A strategy with TensorFlow 1's methods too. All are collective but for copies
-    of a configuration.
+    """A strategy with TensorFlow 1's methods too.
+
+    They are collective, but for `experimental_make_numpy_dataset`,
+    `experimental_initialize` and `update_config_proto`.
+
+    Example:
+      >>> strategy.experimental_run(lambda: np.ones(2)).values
+      (array([1., 1.]),)
+      >>> config = strategy.update_config_proto({"job": "train"})
+      >>> config["job"], config["num_replicas"]
+      ('train', 2)
     """
 
     def make_dataset_iterator(self, dataset: Dataset) -> InputIterator:
         """Return an iterator over `dataset`, each batch divided over the replicas.
+
+        Collective, and so is each `get_next` of the result.
 
         Args:
           dataset: batched by the GLOBAL batch size, which the number of replicas
@@ -44,6 +55,8 @@ class StrategyV1(Strategy):
     ) -> InputIterator:
         """Return an iterator over what `input_fn(InputContext)` makes on each replica.
 
+        Collective, and so is each `get_next` of the result.
+
         Args:
           input_fn: returns a dataset, or a function without arguments that returns the
             next batch at each call. Batches are taken whole.
@@ -58,7 +71,11 @@ class StrategyV1(Strategy):
     def experimental_run(
         self, fn: Callable[..., Any], input_iterator: InputIterator | None = None
     ) -> Any:
-        """Run `fn` on every replica, with the iterator's next value if there is one."""
+        """Run `fn` on every replica, with the iterator's next value if there is one.
+
+        Collective. Returns and raises what `run` does, and raises what the iterator's
+        `get_next` does, on all replicas.
+        """
         require_cross_replica(self, "experimental_run")
         args = () if input_iterator is None else (input_iterator.get_next(),)
         return self.run(fn, args)
@@ -66,16 +83,21 @@ class StrategyV1(Strategy):
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: Any = None
     ) -> Dataset:
-        """Return a dataset of the rows of arrays: `Dataset.from_tensor_slices`."""
+        """Return a dataset of the rows of arrays: `Dataset.from_tensor_slices`.
+
+        Not collective. `numpy_input` is a nest of arrays `(rows, *shape)`.
+        """
         return Dataset.from_tensor_slices(numpy_input)
 
     def experimental_initialize(self) -> list[Any]:
-        """Return what was initialized, which is nothing: the constructor did it all."""
+        """Return what was initialized, which is []: the constructor did it all."""
         self.extended.topology.require_open()
         return []
 
     def update_config_proto(self, config_proto: M) -> M:
         """Return a copy of a configuration with what this strategy's launch needs.
+
+        Not collective.
 
         Args:
           config_proto: a mapping, which is not changed.
@@ -83,6 +105,9 @@ class StrategyV1(Strategy):
         Returns:
           A deep copy with the keys `num_replicas`, `replica_id`, `device` and
           `transport`.
+
+        Raises:
+          ArgumentTypeError: it is no mapping.
         """
         if not isinstance(config_proto, Mapping):
             raise ArgumentTypeError(f"config must be a mapping, not {config_proto!r}")

@@ -29,6 +29,22 @@ class DistributedValues:
     """Base of values that have one component per replica; make its subclasses.
 
     `PerReplica` components differ from replica to replica, `Mirrored` ones are equal.
+    Nothing here communicates.
+
+    Args:
+      values: the components of this process's replicas: one.
+      replica_ids: whose they are, by default 0, 1, ...
+
+    Raises:
+      ArgumentTypeError: for this class itself.
+      ArgumentError: no values, or another number of replica ids.
+
+    Example:
+      >>> value = strategy.run(lambda: np.ones(2))
+      >>> isinstance(value, mpidist.DistributedValues)
+      True
+      >>> value.values  # this process's component
+      (array([1., 1.]),)
     """
 
     def __init__(self, values: Sequence[Any], replica_ids: Sequence[int] | None = None):
@@ -70,6 +86,15 @@ class PerReplica(DistributedValues):
     by `Strategy.reduce`, `Strategy.gather`, `Strategy.experimental_local_results` and,
     as arguments, by `Strategy.run`. Any other use as an array is a ValueError, since
     each process would compute with another number.
+
+    Example:
+      >>> value = strategy.run(lambda: np.arange(3))
+      >>> value  # on replica 0
+      PerReplica:{
+        0: array([0, 1, 2])
+      }
+      >>> strategy.reduce("SUM", value)
+      array([0, 2, 4])
     """
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -186,7 +211,18 @@ class ArrayView(NDArrayOperatorsMixin):
 
 
 class Mirrored(ArrayView, DistributedValues):
-    """A value that is equal on every replica; reads use this process's component."""
+    """A value that is equal on every replica; reads use this process's component.
+
+    It works as an array of the component's shape and dtype (`x * 2`, `np.exp(x)`,
+    `x[0]`), of which NumPy arrays made from it are read-only.
+
+    Example:
+      >>> total = strategy.extended.reduce_to("SUM", np.ones(3), "CPU:0")
+      >>> isinstance(total, mpidist.Mirrored)
+      True
+      >>> total / 2
+      array([1., 1., 1.])
+    """
 
     __hash__ = object.__hash__
 
@@ -216,6 +252,16 @@ class IndexedSlices:
       values: the rows, `(n, *shape)`.
       indices: their numbers in the first dimension, `(n,)`; may repeat.
       dense_shape: the shape of the whole array; carried, not used.
+
+    Nothing is checked before they are used.
+
+    Example:
+      >>> table = mpidist.Variable(np.zeros((3, 2)))
+      >>> rows = mpidist.IndexedSlices(np.ones((2, 2)), np.array([0, 2]))
+      >>> table.scatter_add(rows).numpy()
+      array([[1., 1.],
+             [0., 0.],
+             [1., 1.]])
     """
 
     values: Any

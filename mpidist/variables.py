@@ -52,7 +52,15 @@ class Variable(ArrayView, DistributedValues):
 
     Raises, on all replicas:
       ArgumentError: synchronization NONE.
+      ArgumentTypeError: `initial_value` is no array or number (lists are neither).
       MismatchError: initial values of unlike shapes or dtypes.
+      What `initial_value` raises on any replica.
+
+    Example:
+      >>> with strategy.scope():
+      ...     w = mpidist.Variable(np.ones(3), name="w")
+      >>> w * 2
+      array([2., 2., 2.])
     """
 
     is_variable = True
@@ -130,7 +138,8 @@ class Variable(ArrayView, DistributedValues):
     def value(self) -> Any:
         """Return the value as a read-only array.
 
-        Not collective, but for an ON_READ variable in cross-replica context.
+        Not collective, but for an ON_READ variable in cross-replica context; there,
+        ArgumentError on all replicas if its aggregation is NONE.
         """
         view = self._array().view()
         if isinstance(view, np.ndarray):
@@ -140,7 +149,7 @@ class Variable(ArrayView, DistributedValues):
     read_value = value
 
     def numpy(self) -> Any:
-        """Return the value as a NumPy array, a copy of its own."""
+        """Return the value as a NumPy array, a copy of its own; see `value`."""
         return np.array(arrays.to_host(self._array()))
 
     def assign(self, value: Any) -> Variable:
@@ -149,18 +158,42 @@ class Variable(ArrayView, DistributedValues):
         Collective, but for an ON_READ variable in replica context and inside
         `StrategyExtended.update`.
 
-        Raises:
+        Args:
+          value: an array or number of the variable's shape.
+
+        Raises, on all replicas where it is collective:
           ArgumentError: another shape; a `PerReplica` in cross-replica context; in
             replica context an aggregation that is NONE, SUM of a Python number, MEAN of
             an integer variable.
           DTypeError: a value that cannot be cast to the variable's dtype safely.
+          ArgumentTypeError: no array or number.
           ContextError: under another strategy.
           MismatchError: in cross-replica context, values that differ, on all replicas.
+
+        Example:
+          >>> with strategy.scope():
+          ...     w = mpidist.Variable(
+          ...         np.zeros(2), aggregation=mpidist.VariableAggregation.MEAN
+          ...     )
+          >>> _ = strategy.run(lambda: w.assign(np.array([1.0, 3.0])))  # their mean
+          >>> w.numpy()
+          array([1., 3.])
+          >>> w.assign(np.array([5.0, 7.0])).numpy()  # the same value to all
+          array([5., 7.])
         """
         return updates.update(self, "assign", lambda old, new: new.copy(), value)
 
     def assign_add(self, delta: Any) -> Variable:
-        """Add to the value; collective and raising like `assign`. Returns self."""
+        """Add to the value; collective and raising like `assign`. Returns self.
+
+        `delta` has a shape that broadcasts to the variable's.
+
+        Example:
+          >>> with strategy.scope():
+          ...     w = mpidist.Variable(np.ones(2))
+          >>> w.assign_add(np.array([1.0, 2.0])).numpy()
+          array([2., 3.])
+        """
         return updates.update(self, "assign_add", lambda old, new: old + new, delta)
 
     def assign_sub(self, delta: Any) -> Variable:
@@ -174,8 +207,21 @@ class Variable(ArrayView, DistributedValues):
         which there may be different numbers, are applied (SUM, or divided by the number
         of replicas for MEAN), or replica 0's (ONLY_FIRST_REPLICA).
 
+        Args:
+          sparse_delta: rows `(n, *shape[1:])` and their indices `(n,)`, as arrays.
+
         Raises: see `assign`; ArgumentError also for indices out of range;
           UnsupportedError: an ON_READ variable.
+
+        Example:
+          >>> with strategy.scope():
+          ...     w = mpidist.Variable(
+          ...         np.zeros(3), aggregation=mpidist.VariableAggregation.SUM
+          ...     )
+          >>> row = mpidist.IndexedSlices(np.array([1.0]), np.array([2]))
+          >>> _ = strategy.run(lambda: w.scatter_add(row))  # one row from each replica
+          >>> w.numpy()
+          array([0., 0., 2.])
         """
         return updates.scatter(self, "scatter_add", np.add, sparse_delta)
 

@@ -1,0 +1,173 @@
+"""The manual: every public name has an example, and every example is true."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import inspect
+import re
+import textwrap
+
+import numpy as np
+import pytest
+
+import mpidist
+
+# Names of mpidist/data and its options, which have no examples yet
+ELSEWHERE = {
+    "AutoShardPolicy",
+    "Dataset",
+    "DistributedDataset",
+    "DistributedIterator",
+    "InputContext",
+    "InputIterator",
+    "Optional",
+    "Options",
+    "TensorSpec",
+}
+METHODS = {
+    "CrossDeviceOps.batch_reduce",
+    "CrossDeviceOps.broadcast",
+    "CrossDeviceOps.reduce",
+    "ReplicaContext.all_gather",
+    "ReplicaContext.all_reduce",
+    "ReplicaContext.merge_call",
+    "Strategy.experimental_distribute_values_from_function",
+    "Strategy.experimental_local_results",
+    "Strategy.gather",
+    "Strategy.reduce",
+    "Strategy.run",
+    "Strategy.scope",
+    "StrategyExtended.audit_variables",
+    "StrategyExtended.batch_reduce_to",
+    "StrategyExtended.reduce_to",
+    "StrategyExtended.update",
+    "Variable.assign",
+    "Variable.assign_add",
+    "Variable.scatter_add",
+}
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.FAIL_FAST
+
+
+def is_exception(value):
+    return inspect.isclass(value) and issubclass(value, BaseException)
+
+
+def is_documented(value):
+    return inspect.isclass(value) or inspect.isroutine(value)
+
+
+NAMES = [n for n in mpidist.__all__ if n != "__version__"]
+DOCUMENTED = [
+    name
+    for name in NAMES
+    if is_documented(getattr(mpidist, name))
+    and not is_exception(getattr(mpidist, name))
+]
+
+
+def examples():
+    """Return the doctests of the public names and their methods, by qualified name."""
+    found = {}
+    finder = doctest.DocTestFinder()
+    for name in DOCUMENTED:
+        for test in finder.find(getattr(mpidist, name), name, globs={}):
+            is_public = not any(p.startswith("_") for p in test.name.split("."))
+            if test.examples and is_public:
+                found[test.name] = test
+    return found
+
+
+EXAMPLES = examples()
+
+
+class OfFirstRank(doctest.OutputChecker):
+    """Compares what rank 0 prints. Elsewhere any output will do, but no exception."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def check_output(self, want, got, optionflags):
+        return self.rank > 0 or super().check_output(want, got, optionflags)
+
+
+def run(test, globs, rank):
+    """Return the report of what failed, empty if nothing did."""
+    report = []
+    test = doctest.DocTest(
+        test.examples, globs, test.name, test.filename, test.lineno, test.docstring
+    )
+    runner = doctest.DocTestRunner(OfFirstRank(rank), verbose=False, optionflags=FLAGS)
+    results = runner.run(test, out=report.append, clear_globs=False)
+    assert bool(results.failed) == bool(report)
+    return "".join(report)
+
+
+def script_of_the_front_page():
+    """Return the code block of the package's docstring."""
+    manual = inspect.getdoc(mpidist)
+    _, _, after = manual.partition("A complete script")
+    block = after.partition("::\n\n")[2]
+    lines = []
+    for line in block.splitlines():
+        if line and not line.startswith(" "):
+            break
+        lines.append(line)
+    return textwrap.dedent("\n".join(lines)).strip() + "\n"
+
+
+@pytest.mark.parametrize("name", sorted({*DOCUMENTED, *METHODS} - ELSEWHERE))
+def test_every_public_name_has_an_example(name):
+    assert name in EXAMPLES
+
+
+def test_the_names_without_examples_are_none_of_these():
+    assert not ELSEWHERE & EXAMPLES.keys(), "take them out of ELSEWHERE"
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_example(strategy, comm, name):
+    if comm.size > 2:
+        pytest.skip("the examples show what 2 replicas print")
+    globs = {"np": np, "mpidist": mpidist, "strategy": strategy}
+    report = run(EXAMPLES[name], globs, comm.rank)
+    assert not report, report
+    assert not mpidist.has_strategy()
+    for value in globs.values():
+        if isinstance(value, mpidist.Strategy) and value is not strategy:
+            value.experimental_finalize()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_wrong_output_fails_on_rank_0_and_exceptions_on_all(rank):
+    parser = doctest.DocTestParser()
+    wrong = parser.get_doctest(">>> 1\n2\n", {}, "wrong", None, 0)
+    assert bool(run(wrong, {}, rank)) == (rank == 0)
+    raising = parser.get_doctest(">>> 1 / 0\n2\n", {}, "raising", None, 0)
+    assert "ZeroDivisionError" in run(raising, {}, rank)
+
+
+def test_the_front_page_lists_every_name():
+    table = inspect.getdoc(mpidist).partition("\nNames\n=====\n")[2]
+    listed = set(re.findall(r"\w+", table))
+    assert [
+        name
+        for name in NAMES
+        if not is_exception(getattr(mpidist, name)) and name not in listed
+    ] == []
+
+
+def test_the_front_page_is_no_wider_than_a_terminal():
+    for line in inspect.getdoc(mpidist).splitlines():
+        assert len(line) <= 88, line
+
+
+def test_the_script_of_the_front_page_runs(mpirun):
+    script = script_of_the_front_page()
+    statements = [line for line in script.splitlines() if line.strip()]
+    assert len(statements) <= 20
+    assert ast.parse(script).body
+    outputs = {mpirun(ranks, script).stdout for ranks in (1, 2)}
+    assert len(outputs) == 1
+    assert outputs.pop().startswith("w = [")

@@ -1,0 +1,76 @@
+"""The types that users see."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+import launching
+import pytest
+
+import mpidist
+
+SCRIPT = Path(__file__).parent / "typing" / "user_script.py"
+LIBRARY = Path(mpidist.__file__).parents[1]
+
+
+def mypy(script: Path, cache: Path) -> tuple[int, str]:
+    """Return the exit status and output of mypy on a script, as a user would run it.
+
+    The library's own errors are not of interest here, nor is its configuration.
+    """
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent"]
+    command += ["--config-file=", "--cache-dir", str(cache)]
+    done = launching.run(
+        [*command, str(script)], seconds=110, MYPYPATH=str(LIBRARY), PYTHONPATH=""
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def on_first_rank(comm, function):
+    """Return on every rank what `function()` is on rank 0; do not spin meanwhile."""
+    result = function() if comm.rank == 0 else None
+    done = comm.Ibarrier()
+    while not done.Test():
+        time.sleep(0.01)
+    return comm.bcast(result)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("mypy")
+
+
+@pytest.fixture
+def check(comm, cache):
+    if importlib.util.find_spec("mypy") is None:
+        pytest.skip("mypy is not installed")
+    return lambda script: on_first_rank(comm, lambda: mypy(script, cache))
+
+
+def test_a_users_script_passes_mypy_strict(check):
+    status, output = check(SCRIPT)
+    assert status == 0, output
+
+
+def test_mypy_sees_the_librarys_types(check, tmp_path):
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(
+        "import mpidist\n"
+        "reveal_type(mpidist.MirroredStrategy().num_replicas_in_sync)\n"
+        "mpidist.Dataset.range_of_nothing()\n"
+        "mpidist.CommunicationOptions(bytes_per_pack='many')\n"
+    )
+    status, output = check(wrong)
+    assert status == 1, output
+    assert 'Revealed type is "int"' in output
+    assert "[attr-defined]" in output
+    assert "[arg-type]" in output
+
+
+def test_the_script_runs(mpirun):
+    done = mpirun(2, str(SCRIPT))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("replicas=2 last=0.000")
