@@ -29,6 +29,7 @@ __all__ = [
     "to_device",
     "to_device_like",
     "to_host",
+    "to_tensor",
     "use_gpu",
 ]
 
@@ -79,6 +80,11 @@ def to_array(value: Any, name: str = "value") -> Any:
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     return array
+
+
+def to_tensor(value: Any, name: str = "value") -> Any:
+    """Return `value` as `to_array` does, but take lists of numbers too."""
+    return to_array(np.asarray(value) if isinstance(value, list) else value, name)
 
 
 def like(result: Any, original: Any) -> Any:

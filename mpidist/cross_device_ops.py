@@ -55,17 +55,20 @@ class CrossDeviceOps:
     _collectives: Collectives | None = None
     _topology: Topology | None = None
 
-    def bind(self, collectives: Collectives, topology: Topology) -> None:
-        """Make this object a strategy's own. The strategy calls it. Collective.
-
-        Raises:
-          ContextError: it belongs to another strategy already.
-        """
+    def require_unbound(self) -> None:
+        """Raise a ContextError if this object belongs to a strategy already."""
         if self._collectives is not None:
             raise ContextError(
                 f"this {type(self).__name__} belongs to another strategy already; make "
                 "one for each"
             )
+
+    def describe(self) -> str:
+        """Return what must be the same on all ranks, as text."""
+        return type(self).__qualname__
+
+    def bind(self, collectives: Collectives, topology: Topology) -> None:
+        """Make this object a strategy's own. The strategy calls it. Collective."""
         self._collectives = collectives
         self._topology = topology
 

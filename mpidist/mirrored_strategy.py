@@ -10,7 +10,6 @@ from mpi4py import MPI
 
 from mpidist.context import set_default_strategy
 from mpidist.cross_device_ops import CrossDeviceOps
-from mpidist.errors import ArgumentTypeError
 from mpidist.extended import StrategyExtended
 from mpidist.options import ReduceOp
 from mpidist.packing import Axis
@@ -38,8 +37,7 @@ class MirroredStrategy(StrategyV1):
         cannot be used; a `cross_device_ops` without its hardware.
       MismatchError: kinds of `cross_device_ops` or of devices differ between ranks.
       ContextError: `cross_device_ops` belongs to another strategy already.
-
-    Raises, where it is so: ArgumentTypeError, if `cross_device_ops` is none.
+      ArgumentTypeError: `cross_device_ops` is no CrossDeviceOps.
 
     Example:
       >>> strategy = mpidist.MirroredStrategy(["CPU:0"])
@@ -56,10 +54,6 @@ class MirroredStrategy(StrategyV1):
         *,
         communicator: MPI.Intracomm | None = None,
     ):
-        if not isinstance(cross_device_ops, CrossDeviceOps | None):
-            raise ArgumentTypeError(
-                f"cross_device_ops must be a CrossDeviceOps, not {cross_device_ops!r}"
-            )
         self._devices = None if devices is None else copy.copy(devices)
         super().__init__(
             lambda strategy: StrategyExtended(

@@ -275,6 +275,14 @@ class AutoShardPolicy(enum.IntEnum):
     becomes ceil(n / workers). Workers whose rows run out get batches of zero rows.
 
     OFF gives every worker all rows, in batches of ceil(n / workers) rows.
+
+    Example:
+      >>> options = mpidist.Options(mpidist.AutoShardPolicy.OFF)
+      >>> rows = mpidist.Dataset.range(4).batch(4).with_options(options)
+      >>> for batch in strategy.experimental_distribute_dataset(rows):
+      ...     print(strategy.gather(batch, axis=0))
+      [0 1 0 1]
+      [2 3 2 3]
     """
 
     OFF = -1
@@ -289,6 +297,11 @@ class Options:
 
     Args:
       auto_shard_policy: how the dataset is divided over the workers.
+
+    Example:
+      >>> options = mpidist.Options(mpidist.AutoShardPolicy.DATA)
+      >>> mpidist.Dataset.range(4).with_options(options).options().auto_shard_policy
+      <AutoShardPolicy.DATA: 2>
     """
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO

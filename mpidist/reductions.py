@@ -121,6 +121,10 @@ class ReductionToOneDevice(MpiAllReduce):
         self._accumulate = accumulation_fn
         self._root = 0
 
+    def describe(self) -> str:
+        """See `CrossDeviceOps.describe`."""
+        return f"{super().describe()}({self._device!r})"
+
     def bind(self, collectives: Collectives, topology: Topology) -> None:
         """See `CrossDeviceOps.bind`."""
         super().bind(collectives, topology)

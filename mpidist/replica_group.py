@@ -15,6 +15,7 @@ from mpidist.agree import Agreement
 from mpidist.calls import Call
 from mpidist.collectives import Collectives
 from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
+from mpidist.errors import ArgumentTypeError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.packing import Axis
 from mpidist.topology import Topology
@@ -43,27 +44,44 @@ class ReplicaGroup:
     ):
         self.topology = Topology.create(communicator)
         self.agreement = Agreement(self.topology.comm)
+        self.replica_id = self.topology.rank
+        self.num_replicas = self.topology.size
+        self._variables: list[weakref.ref[Any]] = []
+        try:
+            self._set_up(devices, cross_device_ops)
+        except Exception:  # it is raised on all ranks
+            self.agreement.close()
+            self.topology.close()
+            raise
+
+    def _set_up(
+        self, devices: Sequence[str] | None, cross_device_ops: CrossDeviceOps | None
+    ) -> None:
         call = "MirroredStrategy"
-        self.device = self.agreement.prepare(
-            call, lambda: self.topology.bind_device(devices)
-        )
-        self.cross_device_ops = cross_device_ops or MpiAllReduce()
+
+        def prepare() -> tuple[str, CrossDeviceOps]:
+            device = self.topology.bind_device(devices)
+            ops = MpiAllReduce() if cross_device_ops is None else cross_device_ops
+            if not isinstance(ops, CrossDeviceOps):
+                raise ArgumentTypeError(
+                    f"cross_device_ops must be a CrossDeviceOps, not {ops!r}"
+                )
+            ops.require_unbound()
+            return device, ops
+
+        self.device, self.cross_device_ops = self.agreement.prepare(call, prepare)
         kinds = (
-            ("cross_device_ops", type(self.cross_device_ops).__qualname__),
+            ("cross_device_ops", self.cross_device_ops.describe()),
             ("the kind of device", self.device.partition(":")[0]),
         )
         self.agreement.require_same(Call(call, kinds))
         self.topology.devices = tuple(self.agreement.gather(call, self.device))
-        self.collectives = Collectives(
-            self.agreement, choose(self.agreement, self.device)
-        )
-        self.agreement.prepare(
+        transport = choose(self.agreement, self.device)
+        self.collectives = Collectives(self.agreement, transport)
+        # What is bound is alike on all ranks, so all can, or none
+        self.agreement.block(
             call, lambda: self.cross_device_ops.bind(self.collectives, self.topology)
         )
-        self.agreement.raise_together(call, None)
-        self._variables: list[weakref.ref[Any]] = []
-        self.replica_id = self.topology.rank
-        self.num_replicas = self.topology.size
 
     def register(self, variable: Any) -> int:
         """Take note of a variable; return how many there were before. Not collective.

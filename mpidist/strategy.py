@@ -14,7 +14,7 @@ from mpidist.context import (
     require_cross_replica,
     select_replica,
 )
-from mpidist.data.dataset import Dataset
+from mpidist.data.dataset import DatasetLike
 from mpidist.data.distributed import DistributedDataset, InputContext
 from mpidist.errors import ContextError
 from mpidist.extended import StrategyExtended
@@ -248,7 +248,7 @@ class Strategy:
         )
 
     def experimental_distribute_dataset(
-        self, dataset: Dataset, options: InputOptions | None = None
+        self, dataset: DatasetLike, options: InputOptions | None = None
     ) -> DistributedDataset:
         """Return `dataset` with every global batch divided over the replicas.
 
@@ -268,7 +268,7 @@ class Strategy:
 
     def distribute_datasets_from_function(
         self,
-        dataset_fn: Callable[[InputContext], Dataset],
+        dataset_fn: Callable[[InputContext], DatasetLike],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
         """Return the datasets that `dataset_fn(InputContext)` makes on each replica.

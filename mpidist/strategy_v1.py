@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from mpidist.context import require_cross_replica
-from mpidist.data.dataset import Dataset
+from mpidist.data.dataset import Dataset, DatasetLike
 from mpidist.data.distributed import InputContext
 from mpidist.data.iterator_v1 import InputIterator, from_dataset, from_input_fn
 from mpidist.errors import ArgumentTypeError, ContextError
@@ -33,7 +33,7 @@ class StrategyV1(Strategy):
       ('train', 2)
     """
 
-    def make_dataset_iterator(self, dataset: Dataset) -> InputIterator:
+    def make_dataset_iterator(self, dataset: DatasetLike) -> InputIterator:
         """Return an iterator over `dataset`, each batch divided over the replicas.
 
         Collective, and so is each `get_next` of the result.

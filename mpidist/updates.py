@@ -165,7 +165,7 @@ def _share(value: Any, replicas: int, replica: int) -> Any:
 def _converted(variable: Variable, value: Any) -> Any:
     """Return `value` as an array of the variable's dtype, on its device."""
     is_number = isinstance(value, int | float | complex)
-    array = arrays.to_array(value)
+    array = arrays.to_tensor(value)
     keeps = is_number and not _loses(value, variable.dtype)
     casting: Any = "unsafe" if keeps else "same_kind"
     if not np.can_cast(array.dtype, variable.dtype, casting):
@@ -188,7 +188,7 @@ def _checked_slices(variable: Variable, delta: IndexedSlices) -> tuple[Any, Any]
     """Return indices `(n,)` and rows `(n, *shape)` that fit the variable."""
     if not isinstance(delta, IndexedSlices):
         raise ArgumentError(f"{variable.name}: IndexedSlices are needed, not {delta!r}")
-    indices = arrays.to_array(delta.indices, "indices").reshape(-1)
+    indices = arrays.to_tensor(delta.indices, "indices").reshape(-1)
     rows = _converted(variable, delta.values)
     if indices.dtype.kind not in "iu" and indices.size:
         raise DTypeError(f"indices must be integers, not {indices.dtype.name}")

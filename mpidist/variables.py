@@ -52,7 +52,7 @@ class Variable(ArrayView, DistributedValues):
 
     Raises, on all replicas:
       ArgumentError: synchronization NONE.
-      ArgumentTypeError: `initial_value` is no array or number (lists are neither).
+      ArgumentTypeError: `initial_value` is no array, number or list of numbers.
       MismatchError: initial values of unlike shapes or dtypes.
       What `initial_value` raises on any replica.
 
@@ -328,5 +328,5 @@ class Variable(ArrayView, DistributedValues):
 def _first(initial_value: Any, dtype: Any) -> Any:
     if callable(initial_value) and not hasattr(initial_value, "shape"):
         initial_value = initial_value()
-    array = arrays.to_array(initial_value, "initial_value")
+    array = arrays.to_tensor(initial_value, "initial_value")
     return array.astype(array.dtype if dtype is None else dtype, copy=False)

@@ -149,6 +149,13 @@ def test_a_deep_copy_has_a_state_of_its_own(strategy):
     np.testing.assert_array_equal(w, START + 1)
 
 
+def test_lists_of_numbers_are_taken(strategy):
+    w = make(strategy, initial=[1.0, 2.0])
+    w.assign([3.0, 4.0])
+    w.scatter_add(IndexedSlices([1.0], [1]))
+    np.testing.assert_array_equal(w, [3.0, 5.0])
+
+
 def test_equal_variables_pass_the_audit(strategy):
     make(strategy, initial=np.array([0.0, np.nan]))
     w = make(strategy)

@@ -39,6 +39,14 @@ class Dataset:
 
     Iterating over a dataset gives all its elements in this process; give it to
     `Strategy.experimental_distribute_dataset` to divide them over the replicas.
+
+    Example:
+      >>> rows = mpidist.Dataset.from_tensor_slices((np.arange(5), np.ones(5)))
+      >>> for x, y in rows.map(lambda x, y: (2 * x, y)).batch(2):
+      ...     print(x, y)
+      [0 2] [1. 1.]
+      [4 6] [1. 1.]
+      [8] [1.]
     """
 
     def __init__(

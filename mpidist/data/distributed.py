@@ -41,6 +41,13 @@ class InputContext:
       num_input_pipelines: how many there are, one per replica.
       input_pipeline_id: the number of this one.
       num_replicas_in_sync: the number of replicas.
+
+    Example:
+      >>> context = mpidist.InputContext(2, 1, 2)
+      >>> context.get_per_replica_batch_size(64)
+      32
+      >>> print(context)
+      mpidist.InputContext(input pipeline id 1, total: 2)
     """
 
     num_input_pipelines: int = 1
@@ -74,6 +81,12 @@ class DistributedDataset:
     """A dataset of which each replica gets its part; iterate over it with `for`.
 
     Made by the strategy. Each iteration starts again, with the next epoch's order.
+
+    Example:
+      >>> rows = mpidist.Dataset.range(5).batch(4)
+      >>> train = strategy.experimental_distribute_dataset(rows)
+      >>> [int(strategy.reduce("SUM", batch, axis=0)) for batch in train]
+      [6, 4]
     """
 
     def __init__(self, plan: Plan):

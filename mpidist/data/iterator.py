@@ -25,7 +25,17 @@ _NEXT = "next of a distributed dataset"
 
 
 class Optional:
-    """A batch, or none: what `DistributedIterator.get_next_as_optional` returns."""
+    """A batch, or none: what `DistributedIterator.get_next_as_optional` returns.
+
+    Example:
+      >>> rows = mpidist.Dataset.range(4).batch(4)
+      >>> iterator = iter(strategy.experimental_distribute_dataset(rows))
+      >>> batch = iterator.get_next_as_optional()
+      >>> while batch.has_value():
+      ...     print(strategy.gather(batch.get_value(), axis=0))
+      ...     batch = iterator.get_next_as_optional()
+      [0 1 2 3]
+    """
 
     def __init__(self, *values: Any):
         self._values = values
@@ -53,6 +63,14 @@ class DistributedIterator:
 
     Batches are read ahead in a thread, which ends with the iteration, or when the
     iterator is closed or forgotten.
+
+    Example:
+      >>> rows = mpidist.Dataset.range(4).batch(4)
+      >>> iterator = iter(strategy.experimental_distribute_dataset(rows))
+      >>> next(iterator)  # on replica 0
+      PerReplica:{
+        0: array([0, 1])
+      }
     """
 
     def __init__(self, plan: Plan, order: Pass):

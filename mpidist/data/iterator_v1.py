@@ -24,6 +24,15 @@ class InputIterator:
     """An iterator over a distributed dataset that can start again.
 
     Made by `Strategy.make_dataset_iterator` and `Strategy.make_input_fn_iterator`.
+
+    Example:
+      >>> rows = mpidist.Dataset.range(4).batch(4)
+      >>> iterator = strategy.make_dataset_iterator(rows)
+      >>> doubled = strategy.experimental_run(lambda x: 2 * x, iterator)
+      >>> strategy.gather(doubled, axis=0)
+      array([0, 2, 4, 6])
+      >>> iterator.initialize()  # from the start
+      []
     """
 
     def __init__(self, dataset: DistributedDataset):

@@ -19,6 +19,10 @@ class TensorSpec:
     Args:
       shape: with None for a length that may differ from element to element.
       dtype: a NumPy dtype, or what makes one.
+
+    Example:
+      >>> mpidist.Dataset.range(4).batch(2).element_spec
+      TensorSpec(shape=(None,), dtype=int64)
     """
 
     shape: tuple[int | None, ...]
