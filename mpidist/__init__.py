@@ -182,8 +182,9 @@ from mpidist.errors import (
     RemoteError,
     UnsupportedError,
 )
-from mpidist.extended import MultiStepContext, StrategyExtended
+from mpidist.extended import StrategyExtended
 from mpidist.mirrored_strategy import MirroredStrategy
+from mpidist.multi_step import MultiStepContext
 from mpidist.options import (
     AutoShardPolicy,
     CommunicationImplementation,

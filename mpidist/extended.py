@@ -13,13 +13,13 @@ from mpidist.calls import Call
 from mpidist.context import (
     ReplicaContext,
     enter,
-    get_strategy,
     regroup,
     require_cross_replica,
     select_replica,
 )
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.errors import ArgumentError, ContextError
+from mpidist.multi_step import MultiStepContext
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replica_group import ReplicaGroup
 from mpidist.values import Mirrored, local_component
@@ -28,7 +28,7 @@ from mpidist.variables import Variable
 if TYPE_CHECKING:
     from mpidist.strategy import Strategy
 
-__all__ = ["MultiStepContext", "StrategyExtended"]
+__all__ = ["StrategyExtended"]
 
 Arguments = tuple[Any, ...] | list[Any]
 
@@ -86,9 +86,24 @@ class StrategyExtended(ReplicaGroup):
         args: Arguments = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run `fn` in replica context on every replica; see `Strategy.run`."""
+        """Run `fn` in replica context on every replica; see `Strategy.run`.
+
+        `args` that are neither a tuple nor a list are the one argument, as in
+        `call_for_each_replica(fn, iterator.get_next())`.
+        """
+        if not isinstance(args, tuple | list):
+            args = (args,)
+        return self.run_replicas(fn, args, kwargs)
+
+    def run_replicas(
+        self,
+        fn: Callable[..., Any],
+        args: Arguments,
+        kwargs: dict[str, Any] | None,
+    ) -> Any:
+        """Do what `Strategy.run` does."""
         self.topology.require_open()
-        require_cross_replica(self.strategy, "call_for_each_replica")
+        require_cross_replica(self.strategy, "run")
         return self.agreement.block("run", lambda: self._replica(fn, args, kwargs))
 
     def _replica(
@@ -324,37 +339,3 @@ class StrategyExtended(ReplicaGroup):
     ) -> Any:
         """See `ReplicaContext.all_gather`."""
         return self.gather("all_gather", value, axis, options)
-
-
-class MultiStepContext:
-    """What the steps of `experimental_run_steps_on_iterator` leave behind.
-
-    Attributes:
-      last_step_outputs: by name, what `set_last_step_output` was given last.
-      non_tensor_outputs: by name, what `set_non_tensor_output` was given last.
-
-    Example:
-      >>> data = mpidist.Dataset.from_tensor_slices(np.ones((4, 3))).batch(2)
-      >>> end = strategy.extended.experimental_run_steps_on_iterator(
-      ...     lambda context, x: context.set_last_step_output("sum", x, "SUM"),
-      ...     iter(strategy.experimental_distribute_dataset(data)),
-      ... )
-      >>> end.last_step_outputs["sum"]
-      array([[2., 2., 2.]])
-    """
-
-    def __init__(self, initial_loop_values: Any = None):
-        self.last_step_outputs: dict[str, Any] = dict(initial_loop_values or {})
-        self.non_tensor_outputs: dict[str, Any] = {}
-
-    def set_last_step_output(
-        self, name: str, output: Any, reduce_op: ReduceOp | str | None = None
-    ) -> None:
-        """Keep `output`; with `reduce_op` reduced over all replicas (collective)."""
-        if reduce_op is not None:
-            output = get_strategy().reduce(reduce_op, output)
-        self.last_step_outputs[name] = output
-
-    def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Keep `output` as it is."""
-        self.non_tensor_outputs[name] = output

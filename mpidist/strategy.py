@@ -124,7 +124,7 @@ class Strategy:
           12.0
         """
         require_cross_replica(self, "run")
-        return self._extended.call_for_each_replica(fn, args, kwargs)
+        return self._extended.run_replicas(fn, args, kwargs)
 
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: Axis | None = None

@@ -13,7 +13,7 @@ import pytest
 
 import mpidist
 
-# Names of mpidist/data and its options, which have no examples yet
+# Methods that must have an example too
 METHODS = {
     "CrossDeviceOps.batch_reduce",
     "CrossDeviceOps.broadcast",

@@ -32,7 +32,7 @@ LAYERS = [
     ["data.steps"],
     ["data.dataset", "context"],
     ["updates", "data.feed", "audit"],
-    ["variables", "data.iterator"],
+    ["variables", "data.iterator", "multi_step"],
     ["data.distributed"],
     ["data.iterator_v1"],
     ["extended"],

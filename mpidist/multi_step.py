@@ -1,0 +1,44 @@
+"""What `StrategyExtended.experimental_run_steps_on_iterator` gives its function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpidist.context import get_strategy
+from mpidist.options import ReduceOp
+
+__all__ = ["MultiStepContext"]
+
+
+class MultiStepContext:
+    """What the steps of `experimental_run_steps_on_iterator` leave behind.
+
+    Attributes:
+      last_step_outputs: by name, what `set_last_step_output` was given last.
+      non_tensor_outputs: by name, what `set_non_tensor_output` was given last.
+
+    Example:
+      >>> data = mpidist.Dataset.from_tensor_slices(np.ones((4, 3))).batch(2)
+      >>> end = strategy.extended.experimental_run_steps_on_iterator(
+      ...     lambda context, x: context.set_last_step_output("sum", x, "SUM"),
+      ...     iter(strategy.experimental_distribute_dataset(data)),
+      ... )
+      >>> end.last_step_outputs["sum"]
+      array([[2., 2., 2.]])
+    """
+
+    def __init__(self, initial_loop_values: Any = None):
+        self.last_step_outputs: dict[str, Any] = dict(initial_loop_values or {})
+        self.non_tensor_outputs: dict[str, Any] = {}
+
+    def set_last_step_output(
+        self, name: str, output: Any, reduce_op: ReduceOp | str | None = None
+    ) -> None:
+        """Keep `output`; with `reduce_op` reduced over all replicas (collective)."""
+        if reduce_op is not None:
+            output = get_strategy().reduce(reduce_op, output)
+        self.last_step_outputs[name] = output
+
+    def set_non_tensor_output(self, name: str, output: Any) -> None:
+        """Keep `output` as it is."""
+        self.non_tensor_outputs[name] = output
