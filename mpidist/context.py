@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpidist import nest
 from mpidist.errors import ContextError
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.values import DistributedValues, PerReplica, local_component
 
 if TYPE_CHECKING:
     from mpidist.strategy import Strategy
@@ -29,9 +27,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "in_update",
-    "regroup",
     "require_cross_replica",
-    "select_replica",
     "set_default_strategy",
 ]
 
@@ -331,30 +327,3 @@ class ReplicaContext:
             f"<{type(self).__name__} of replica {self._replica_id} of "
             f"{self.num_replicas_in_sync}>"
         )
-
-
-def regroup(value: Any, replica_id: int, num_replicas: int) -> Any:
-    """Return a nest of one replica's values as `PerReplica`; as it is if it is alone.
-
-    None, variables and values that are distributed already stay as they are.
-    """
-    if num_replicas == 1:
-        return value
-    return nest.map_leaves(lambda leaf: _wrap(leaf, replica_id), value)
-
-
-def _wrap(leaf: Any, replica_id: int) -> Any:
-    if leaf is None or isinstance(leaf, DistributedValues):
-        return leaf
-    return PerReplica((leaf,), (replica_id,))
-
-
-def select_replica(value: Any) -> Any:
-    """Return a nest with this process's components; variables pass whole."""
-    return nest.map_leaves(_select, value)
-
-
-def _select(leaf: Any) -> Any:
-    if isinstance(leaf, DistributedValues) and not getattr(leaf, "is_variable", False):
-        return local_component(leaf)
-    return leaf

@@ -13,14 +13,13 @@ from mpidist.calls import Call
 from mpidist.context import (
     ReplicaContext,
     enter,
-    regroup,
     require_cross_replica,
-    select_replica,
 )
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.errors import ArgumentError, ContextError
 from mpidist.multi_step import MultiStepContext
 from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.regrouping import regroup, select_replica
 from mpidist.replica_group import ReplicaGroup
 from mpidist.values import Mirrored, local_component
 from mpidist.variables import Variable

@@ -12,7 +12,6 @@ from mpidist.context import (
     Scope,
     get_replica_context,
     require_cross_replica,
-    select_replica,
 )
 from mpidist.data.dataset import DatasetLike
 from mpidist.data.distributed import DistributedDataset, InputContext
@@ -20,6 +19,7 @@ from mpidist.errors import ContextError
 from mpidist.extended import StrategyExtended
 from mpidist.options import InputOptions, ReduceOp, RunOptions
 from mpidist.packing import Axis
+from mpidist.regrouping import select_replica
 from mpidist.values import PerReplica
 from mpidist.variables import Variable
 

@@ -16,7 +16,7 @@ ROOT = Path(mpidist.__file__).parent
 LAYERS = [
     ["_version", "errors"],
     ["options", "values", "nest", "sharding"],
-    ["arrays"],
+    ["arrays", "regrouping"],
     ["packing", "topology", "calls", "turns"],
     ["leaves"],
     ["agree"],

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from mpidist import context, nest
+from mpidist import context, nest, regrouping
 from mpidist.calls import Call, group_by_rank, name_ranks
 from mpidist.data import feed
 from mpidist.data.feed import Plan, Portion
@@ -145,7 +145,7 @@ class DistributedIterator:
         if portion is None:
             return Optional()
         replica, replicas = extended.replica_id, extended.num_replicas
-        return Optional(context.regroup(portion.batch, replica, replicas))
+        return Optional(regrouping.regroup(portion.batch, replica, replicas))
 
     def close(self) -> None:
         """End the iteration and the thread that reads ahead. Not collective."""
