@@ -120,30 +120,21 @@ class Collectives:
         """
         options = options or _DEFAULT
 
-        def prepare() -> tuple[
-            ReduceOp, list[Any], nest.Spec, list[Any], list[tuple[int, ...]]
-        ]:
+        def prepare() -> Any:
             op = ReduceOp.parse(reduce_op)
             leaves, spec, given = to_arrays(value)
             check_each(given, spec, lambda a, name: arrays.summable(a.dtype, name))
             axes = check_each(
                 given, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
             )
-            return op, leaves, spec, given, axes
+            partial = [_sum_over(a, drop) for a, drop in zip(given, axes)]
+            return op, leaves, spec, given, axes, partial
 
-        op, leaves, spec, given, axes = self.agreement.prepare(operation, prepare)
-        described = tuple(
-            (a.dtype, packing.without(a.shape, drop)) for a, drop in zip(given, axes)
-        )
+        prepared = self.agreement.prepare(operation, prepare)
+        op, leaves, spec, given, axes, partial = prepared
+        described = tuple((a.dtype, p.shape) for a, p in zip(given, partial))
         agreed = (("reduce_op", op.name), _axes(axes), *_agreed(options))
         call = Call(operation, agreed, spec, described)
-        partial = [
-            _contiguous(
-                arrays.namespace(a).asarray(a.sum(axis=drop, dtype=_wide(a.dtype))),
-                _wide(a.dtype),
-            )
-            for a, drop in zip(given, axes)
-        ]
         # Sums and lengths travel together
         lengths = [math.prod(a.shape[i] for i in drop) for a, drop in zip(given, axes)]
         partial.append(np.array(lengths))
@@ -305,6 +296,13 @@ class Collectives:
                 for start, length in zip(offsets[:, j].tolist(), lengths[:, j].tolist())
             ]
             yield xp.concatenate(parts, axis=axis)
+
+
+def _sum_over(array: Any, axes: tuple[int, ...]) -> Any:
+    """Return this rank's sum over `axes`, wide and in C order."""
+    wide = _wide(array.dtype)
+    total = arrays.namespace(array).asarray(array.sum(axis=axes, dtype=wide))
+    return _contiguous(total, wide)
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:

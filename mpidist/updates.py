@@ -133,21 +133,24 @@ def _require_aggregation(variable: Variable, call: str) -> None:
 def _same_everywhere(variable: Variable, operation: str, value: Any) -> Any:
     """Return this replica's part of a value that all replicas give alike."""
     call = f"{operation} of {variable.name}"
-    if isinstance(value, DistributedValues) and not isinstance(value, ArrayView):
-        raise ArgumentError(
-            f"{call}: a {type(value).__name__} is refused in cross-replica context, "
-            "where all copies must get the same value; reduce it first"
-        )
-    if isinstance(value, Mirrored):
-        value = value.values[0]
     extended = variable.distribute_strategy.extended
+
+    def convert() -> Any:
+        if isinstance(value, DistributedValues) and not isinstance(value, ArrayView):
+            raise ArgumentError(
+                f"{call}: a {type(value).__name__} is refused in cross-replica "
+                "context, where all copies must get the same value; reduce it first"
+            )
+        plain = value.values[0] if isinstance(value, Mirrored) else value
+        return _converted(variable, plain)
+
     is_sum = variable.on_read and variable.aggregation is VariableAggregation.SUM
     if is_sum and operation != "assign":
         raise ArgumentError(
             f"{call} in cross-replica context is refused: it is ON_READ with "
             "aggregation SUM; call assign, or do it in replica context"
         )
-    converted = extended.agreement.prepare(call, lambda: _converted(variable, value))
+    converted = extended.agreement.prepare(call, convert)
     extended.require_equal(call, converted)
     if not is_sum:
         return converted

@@ -76,14 +76,6 @@ class Variable(ArrayView, DistributedValues):
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ):
-        if synchronization is VariableSynchronization.NONE:
-            raise ArgumentError(
-                "synchronization NONE is not supported; use AUTO, ON_WRITE or ON_READ"
-            )
-        if not isinstance(synchronization, VariableSynchronization):
-            raise ArgumentTypeError(f"synchronization is {synchronization!r}")
-        if not isinstance(aggregation, VariableAggregation):
-            raise ArgumentTypeError(f"aggregation is {aggregation!r}")
         if synchronization is VariableSynchronization.AUTO:
             synchronization = VariableSynchronization.ON_WRITE
         self._strategy = context.get_strategy()
@@ -95,8 +87,12 @@ class Variable(ArrayView, DistributedValues):
 
         extended = self._strategy.extended
         call = f"Variable {self._name}"
-        first = extended.agreement.prepare(call, lambda: _first(initial_value, dtype))
-        first = arrays.to_device(first, extended.device)
+
+        def prepare() -> Any:
+            _require_kinds(synchronization, aggregation)
+            return arrays.to_device(_first(initial_value, dtype), extended.device)
+
+        first = extended.agreement.prepare(call, prepare)
         local = extended.broadcast_from_first(call, first)
         super().__init__((local,), (extended.replica_id,))
 
@@ -323,6 +319,17 @@ class Variable(ArrayView, DistributedValues):
             f"{self._aggregation.name}, replica {self._replica_ids[0]}: "
             f"{self._values[0]!r}>"
         )
+
+
+def _require_kinds(synchronization: Any, aggregation: Any) -> None:
+    if synchronization is VariableSynchronization.NONE:
+        raise ArgumentError(
+            "synchronization NONE is not supported; use AUTO, ON_WRITE or ON_READ"
+        )
+    if not isinstance(synchronization, VariableSynchronization):
+        raise ArgumentTypeError(f"synchronization is {synchronization!r}")
+    if not isinstance(aggregation, VariableAggregation):
+        raise ArgumentTypeError(f"aggregation is {aggregation!r}")
 
 
 def _first(initial_value: Any, dtype: Any) -> Any:

@@ -149,6 +149,32 @@ def test_a_deep_copy_has_a_state_of_its_own(strategy):
     np.testing.assert_array_equal(w, START + 1)
 
 
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"synchronization": Synchronization.NONE},
+        {"synchronization": "ON_READ"},
+        {"aggregation": "SUM"},
+    ],
+)
+def test_bad_kinds_on_one_rank_are_an_error_on_all(strategy, kinds):
+    is_last = strategy.extended.replica_id == strategy.num_replicas_in_sync - 1
+    (name,) = kinds
+    with strategy.scope(), pytest.raises((TypeError, ValueError), match=name):
+        mpidist.Variable(1.0, **(kinds if is_last else {}))
+    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
+
+
+def test_a_per_replica_value_on_one_rank_is_an_error_on_all(strategy):
+    w = make(strategy)
+    last = strategy.num_replicas_in_sync - 1
+    is_last = strategy.extended.replica_id == last
+    with pytest.raises(ValueError, match="reduce it first"):
+        w.assign(mpidist.PerReplica((START,), (last,)) if is_last else START + 1)
+    np.testing.assert_array_equal(w, START)
+    assert strategy.reduce("SUM", 1) == last + 1
+
+
 def test_lists_of_numbers_are_taken(strategy):
     w = make(strategy, initial=[1.0, 2.0])
     w.assign([3.0, 4.0])
