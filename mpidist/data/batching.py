@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpidist import nest, sharding
+from mpidist.block_order import Blocks
 from mpidist.data.pipeline import Pass, Pipeline, Step
 from mpidist.data.sources import Positions, from_lists, stack
 from mpidist.data.spec import batch_of
@@ -29,6 +30,9 @@ class Map(Step):
 
     def _call(self, element: Any) -> Any:
         return call_mapped(self._fn, element)
+
+    def blocks(self) -> Blocks | None:
+        return self._parent.blocks()
 
     def _call_by_row(self, batch: Any) -> Any:
         """Return the function of some rows, which must give as many rows."""
@@ -77,7 +81,7 @@ class Batch(Step):
     """Runs of elements, stacked."""
 
     def __init__(self, parent: Pipeline, batch_size: int, drop_remainder: bool):
-        super().__init__(parent)
+        super().__init__(parent.for_batches(batch_size))
         self._batch_size = batch_size
         self._drop_remainder = drop_remainder
 
@@ -91,6 +95,12 @@ class Batch(Step):
     @property
     def batch_size(self) -> int:
         return self._batch_size
+
+    def for_batches(self, batch_size: int) -> Pipeline:
+        return self  # batches of batches
+
+    def keep(self, elements: int) -> None:
+        self._parent.keep(elements * self._batch_size)
 
     def describe(self) -> str:
         arguments = f"{self._batch_size}, drop_remainder={self._drop_remainder}"

@@ -21,6 +21,7 @@ from mpidist.data.dataset import (
     require_length,
 )
 from mpidist.data.feed import Plan
+from mpidist.data.index_sharing import index_own_files, share_indexes
 from mpidist.data.iterator import DistributedIterator
 from mpidist.data.pipeline import Pass, Pipeline
 from mpidist.data.stream import Stream
@@ -104,21 +105,27 @@ class DistributedDataset:
         """See `Strategy.experimental_distribute_dataset`."""
         extended.topology.require_open()
 
-        def prepare() -> tuple[Pipeline | Stream, AutoShardPolicy, Call]:
+        def choose() -> tuple[Pipeline | Stream, AutoShardPolicy]:
             whole = _as_dataset(dataset, call)
             _require_batches(whole, call)
             policy = whole.options().auto_shard_policy
-            pipeline = _share(whole.pipeline, policy, extended)
+            return _share(whole.pipeline, policy, extended), policy
+
+        pipeline, policy = extended.agreement.prepare(call, choose)
+        if policy is not AutoShardPolicy.FILE:
+            share_indexes(extended, pipeline, call)
+
+        def describe() -> Call:
             is_alike = policy is not AutoShardPolicy.FILE
             agreed = (
                 ("auto_shard_policy", policy.name),
                 ("dataset", pipeline.describe()),
                 ("batches", pipeline.cardinality if is_alike else "its own"),
             )
-            return pipeline, policy, Call(call, agreed)
+            return Call(call, agreed)
 
         # Replicas that read other data than the rest must not go unnoticed
-        pipeline, policy, agreed = extended.agreement.prepare(call, prepare)
+        agreed = extended.agreement.prepare(call, describe)
         extended.agreement.require_same(agreed)
         if policy is AutoShardPolicy.FILE:
             return cls._of_own_batches(extended, pipeline, options, call)
@@ -164,6 +171,7 @@ class DistributedDataset:
     ) -> DistributedDataset:
         """Return each replica's own pipeline, whose elements it gets whole."""
         agreement = extended.agreement
+        index_own_files(extended, pipeline, call)
         mine = agreement.prepare(  # it may look into files
             call, lambda: (pipeline.cardinality, pipeline.is_batched)
         )

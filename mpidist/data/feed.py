@@ -13,6 +13,7 @@ import numpy as np
 from mpidist import arrays, nest, sharding
 from mpidist.data.dataset import UNKNOWN_CARDINALITY
 from mpidist.data.pipeline import Pass, Pipeline
+from mpidist.data.reading import Reading
 from mpidist.data.sources import as_element
 from mpidist.data.stream import Stream
 from mpidist.errors import DataError
@@ -83,6 +84,9 @@ class Feed(Protocol):
     def read(self, step: int) -> Portion | None:
         """Return the batch of a step, None after the last one."""
 
+    def end(self) -> None:
+        """Say that all was read, and perhaps will be again."""
+
     def close(self) -> None:
         """Let go of what is being read."""
 
@@ -101,9 +105,13 @@ class _RowsFeed:
         self._plan = plan
         self._pipeline = pipeline
         self._order = order
+        self._reading = Reading(pipeline)
 
     def read(self, step: int) -> Portion | None:
         """See `Feed.read`."""
+        return self._reading.do(lambda: self._read(step))
+
+    def _read(self, step: int) -> Portion | None:
         plan = self._plan
         length = self._pipeline.length
         is_over = length is not None and step >= length
@@ -115,8 +123,13 @@ class _RowsFeed:
         batch = self._load(step)
         return Portion(plan.place(batch), _kind(as_element(batch)))
 
+    def end(self) -> None:
+        """See `Feed.end`."""
+        self._reading.end()
+
     def close(self) -> None:
         """See `Feed.close`."""
+        self._reading.close()
 
     def _load(self, step: int) -> Any:
         if not self._plan.is_global:
@@ -147,6 +160,10 @@ class _StreamFeed:
         if self._plan.is_global:
             element = self._slice(element, rows or 0)
         return Portion(self._plan.place(element), kind, rows)
+
+    def end(self) -> None:
+        """See `Feed.end`."""
+        self.close()
 
     def close(self) -> None:
         """See `Feed.close`."""

@@ -148,20 +148,25 @@ class DistributedIterator:
         return Optional(regrouping.regroup(portion.batch, replica, replicas))
 
     def close(self) -> None:
-        """End the iteration and the thread that reads ahead. Not collective."""
+        """End the iteration: threads end, files are closed. Not collective."""
+        self._stop()
+        self._feed.close()
+
+    def _stop(self) -> None:
+        """End the thread that reads ahead."""
         self._is_closed = True
         self._drop_ahead()
         if self._reader is not None:
             self._reader.shutdown(wait=True)
             self._reader = None
-        self._feed.close()
 
     def _advance(self) -> Portion | None:
         """Return this step's portion, or None on all replicas at the end."""
         if self._failure is not None:
             raise DataError(self._failure)
         if self._is_closed or self._step == self._plan.cardinality:
-            self.close()
+            self._stop()
+            self._feed.end()
             return None
         try:
             portion = self._agree()
@@ -169,7 +174,8 @@ class DistributedIterator:
             self._fail(error)
             raise
         if portion is None:
-            self.close()
+            self._stop()
+            self._feed.end()
         else:
             self._step += 1
         return portion
@@ -242,6 +248,7 @@ class DistributedIterator:
         reader = getattr(self, "_reader", None)
         if reader is not None:
             reader.shutdown(wait=False, cancel_futures=True)
+            self._feed.close()
 
     def _read(self) -> Portion | None:
         if self._reader is None:

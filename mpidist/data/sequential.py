@@ -85,6 +85,7 @@ class Shuffle(Step):
         buffer_size: int | None,
         seed: int | None,
         reshuffle: bool,
+        window_chunks: int | None = None,
     ):
         super().__init__(parent)
         if buffer_size is None:

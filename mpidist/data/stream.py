@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 from mpidist.data.pipeline import Pass, Pipeline
+from mpidist.data.reading import Reading
 from mpidist.data.sources import as_element
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
@@ -153,7 +154,13 @@ class InOrder(Stream):
     def iterate(self, order: Pass) -> Iterator[Any]:
         length = self._pipeline.length
         numbers = itertools.count() if length is None else range(length)
-        return (self._pipeline.element(order, i) for i in numbers)
+        reading = Reading(self._pipeline)
+        try:
+            for i in numbers:
+                yield reading.do(lambda: self._pipeline.element(order, i))  # noqa: B023
+            reading.end()
+        finally:
+            reading.close()
 
     def example(self) -> Any:
         return self._pipeline.example(Pass())
