@@ -80,6 +80,10 @@ class Pipeline:
         """Return what must be the same on every replica, as text."""
         raise NotImplementedError  # pragma: no cover
 
+    def describe_source(self) -> str:
+        """Return the part of `describe` that says where the rows come from."""
+        raise NotImplementedError  # pragma: no cover
+
     def shard_files(self, workers: int, worker: int) -> Pipeline:
         """Return the same steps of the rows of one worker's files."""
         raise NotImplementedError  # pragma: no cover
@@ -141,6 +145,9 @@ class Rows(Pipeline):
     def describe(self) -> str:
         return self._source.describe()
 
+    def describe_source(self) -> str:
+        return f"{self.length} rows of {self._source.describe()}"
+
     def shard_files(self, workers: int, worker: int) -> Pipeline:
         assert isinstance(self._source, FileSource)
         return Rows(self._source.shard_files(workers, worker))
@@ -180,6 +187,9 @@ class Step(Pipeline):
     @property
     def file_count(self) -> int:
         return self._parent.file_count
+
+    def describe_source(self) -> str:
+        return self._parent.describe_source()
 
     def shard_files(self, workers: int, worker: int) -> Pipeline:
         return self._after(self._parent.shard_files(workers, worker))
