@@ -119,10 +119,9 @@ class DistributedIterator:
     def get_state(self) -> dict[str, int]:
         """Return where this iterator is: a few integers, each below 2**63.
 
-        Not collective, but equal on all replicas: the epoch, how many steps of it were
+        Not collective, but equal on all replicas: the epoch, how many of its steps were
         handed out, the seed of shuffles that were given none, and hashes by which
-        another dataset is told apart (see `mpidist.data.state`). Batches that were read
-        ahead do not count. Save it with the model, as JSON or by any other means.
+        other datasets are known. Batches that were read ahead do not count.
         """
         return make_state(self._plan.origin, self._order, self._step)
 
@@ -130,22 +129,21 @@ class DistributedIterator:
         """Go on where `get_state` of an iterator over an equal dataset was called.
 
         Collective. The rest of the epoch comes in the same global order, and the
-        dataset's next iteration is the epoch after it. A state of
-        `experimental_distribute_dataset` may come from any number of replicas, or from
-        the iterator of the dataset itself (but: with AutoShardPolicy.OFF from one whose
-        replicas had equal batches, with FILE from the same number of replicas, as with
-        `distribute_datasets_from_function`). It takes a moment wherever the state is;
-        only generators must yield what they had yielded again.
+        dataset's next iteration is the epoch after it. The state may be of another
+        number of replicas, or of `iter` of the dataset itself; but of as many replicas
+        where each has data of its own (AutoShardPolicy.FILE,
+        `distribute_datasets_from_function`), and of equal batches with OFF.
 
-        Equal are datasets of equal steps and numbers of rows, and of files of equal
-        names in any folder. Functions, and numbers in arrays, are not looked at.
+        Datasets are equal if their steps, numbers of rows and names of files are, in
+        any folder; functions and the numbers in arrays are not looked at. Seeking is
+        O(1); only generators must yield again what they had yielded.
 
         Raises, on all replicas, and changes nothing:
           ArgumentTypeError: `state` is no dict of integers.
-          ArgumentError: it is of another dataset, and the message says what differs; or
+          ArgumentError: it is of another dataset (the message says what differs), or
             this was called inside a function that `Strategy.run` runs.
           MismatchError: the replicas were given unlike states.
-        Raises, on all replicas, and needs another state:
+        Raises, on all replicas, and then needs another state:
           DataError: generators yield too few elements.
           What a mapped function or a generator raises on any replica.
         """
@@ -177,9 +175,8 @@ class DistributedIterator:
         """Raise where a collective method cannot be called."""
         if not context.in_cross_replica_context() and context.has_strategy():
             raise ArgumentError(
-                f"{name} was called on a distributed iterator inside a replica "
-                "function; call it outside, and pass the batch in the args of "
-                "strategy.run"
+                f"{name} was called on a distributed iterator inside a replica function"
+                "; call it outside, and pass batches in the args of strategy.run"
             )
         self._plan.extended.topology.require_open()
 

@@ -16,7 +16,7 @@ __all__ = ["DatasetIterator"]
 
 
 class DatasetIterator:
-    """One pass over a dataset in this process, which can be saved and gone on with.
+    """One pass over a dataset in this process, which can be saved and restored.
 
     After an error `next` tries the same element again, if that is possible.
 
@@ -67,23 +67,24 @@ class DatasetIterator:
     def get_state(self) -> dict[str, int]:
         """Return where this iterator is: a few integers, each below 2**63.
 
-        They are the epoch, how many elements of it `next` has returned, the seed of
-        shuffles that were given none, and hashes by which another dataset is told
-        apart. Elements that were read ahead do not count. Folders of files do not
-        matter, and functions are not looked at.
+        They are the epoch, how many of its elements `next` has returned, the seed of
+        shuffles that were given none, and hashes by which other datasets are known.
+        Elements that were read ahead do not count.
         """
         return make_state(self._require_origin(), self._order, self._step)
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Go on where `get_state` of an iterator over an equal dataset was called.
 
-        The dataset's next iteration is the epoch after the state's. This takes a moment
-        wherever the state is; only a generator must yield its elements again.
+        The dataset's next iteration is the epoch after the state's. Datasets are equal
+        if their steps, numbers of rows and names of files are, in any folder; functions
+        and the numbers in arrays are not looked at. Seeking is O(1); only a generator
+        must yield again what it had yielded.
 
         Raises, and changes nothing:
           ArgumentTypeError: `state` is no dict of integers.
           ArgumentError: it is of another dataset; the message says what differs.
-        Raises, and needs another state:
+        Raises, and then needs another state:
           DataError: a generator yields too few elements.
           What a mapped function or a generator raises.
         """
