@@ -18,13 +18,11 @@ class BlockCache:
     """Blocks by key, loaded in threads; those not used for the longest time go first.
 
     Args:
-      load: returns the array of a key; called in threads.
       threads: how many load at the same time; with one the caller's does.
       capacity_bytes: of the blocks that are kept beyond those just asked for.
     """
 
-    def __init__(self, load: Callable[[Key], Any], threads: int, capacity_bytes: int):
-        self._load = load
+    def __init__(self, threads: int, capacity_bytes: int):
         self.threads = threads
         self.capacity_bytes = capacity_bytes
         self._blocks: collections.OrderedDict[Key, Future[Any]] = (
@@ -34,8 +32,13 @@ class BlockCache:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
-    def get(self, keys: Sequence[Key]) -> dict[Key, Any]:
-        """Return the blocks of several keys, loading those that are missing."""
+    def get(self, keys: Sequence[Key], load: Callable[[Key], Any]) -> dict[Key, Any]:
+        """Return the blocks of several keys.
+
+        Args:
+          keys: in any order.
+          load: returns the block of a key that is missing; called in threads.
+        """
         missing: list[tuple[Key, Future[Any]]] = []
         with self._lock:
             found = {}
@@ -45,7 +48,7 @@ class BlockCache:
                     missing.append((key, self._blocks[key]))
                 self._blocks.move_to_end(key)
                 found[key] = self._blocks[key]
-        list(self.parallel(self._fulfil, missing))
+        list(self.parallel(lambda item: self._fulfil(item[0], item[1], load), missing))
         try:
             return {key: future.result() for key, future in found.items()}
         finally:
@@ -76,10 +79,11 @@ class BlockCache:
         if pool is not None:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _fulfil(self, missing: tuple[Key, Future[Any]]) -> None:
-        key, future = missing
+    def _fulfil(
+        self, key: Key, future: Future[Any], load: Callable[[Key], Any]
+    ) -> None:
         try:
-            block = self._load(key)
+            block = load(key)
         except BaseException as error:
             with self._lock:  # the next one who asks tries again
                 self._blocks.pop(key, None)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,11 @@ import numpy.typing as npt
 from mpidist import nest
 from mpidist.data.file_names import check_names, list_files
 from mpidist.data.hdf5 import Hdf5Rows
-from mpidist.data.pipeline import INFINITE_CARDINALITY, Pass, Pipeline, Rows
+from mpidist.data.local_iterator import DatasetIterator
+from mpidist.data.pipeline import INFINITE_CARDINALITY, Pipeline, Rows
 from mpidist.data.sources import ArrayRows, RangeRows, as_element, from_lists
-from mpidist.data.steps import concatenate, in_order, read_ahead, steps_of
+from mpidist.data.state import Passes
+from mpidist.data.steps import concatenate, steps_of
 from mpidist.data.stream import UNKNOWN_CARDINALITY, Generated, Stream
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import Options
@@ -60,8 +61,8 @@ class Dataset:
         self._steps = steps_of(pipeline)
         self._options = options or Options()
         self._read_ahead = read_ahead
-        self._passes = itertools.count()
-        self._entropy = secrets.randbits(62)
+        # Without a seed to be drawn, states are alike in every process
+        self._passes = Passes(secrets.randbits(62) if pipeline.needs_entropy else 0)
         self._spec: Any = None
 
     @property
@@ -283,10 +284,8 @@ class Dataset:
     def __len__(self) -> int:
         return require_length(self.cardinality())
 
-    def __iter__(self) -> Iterator[Any]:
-        order = Pass(next(self._passes), self._entropy)
-        elements = in_order(self._pipeline).iterate(order)
-        return read_ahead(elements, self._read_ahead) if self._read_ahead else elements
+    def __iter__(self) -> DatasetIterator:
+        return DatasetIterator(self._pipeline, self._passes, self._read_ahead)
 
     def _then(self, step: Callable[..., Any], *arguments: Any) -> Dataset:
         return Dataset(step(self._pipeline, *arguments), self._options)

@@ -24,6 +24,7 @@ from mpidist.data.feed import Plan
 from mpidist.data.index_sharing import index_own_files, share_indexes
 from mpidist.data.iterator import DistributedIterator
 from mpidist.data.pipeline import Pass, Pipeline
+from mpidist.data.state import Origin, Passes
 from mpidist.data.stream import Stream
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import AutoShardPolicy, InputOptions
@@ -90,9 +91,9 @@ class DistributedDataset:
       [6, 4]
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, entropy: int):
         self._plan = plan
-        self._epoch = 0
+        self._passes = Passes(entropy)
 
     @classmethod
     def of_global_batches(
@@ -129,18 +130,19 @@ class DistributedDataset:
         extended.agreement.require_same(agreed)
         if policy is AutoShardPolicy.FILE:
             return cls._of_own_batches(extended, pipeline, options, call)
-        return cls(
-            Plan(
-                extended,
-                pipeline,
-                is_global=policy is not AutoShardPolicy.OFF,
-                is_batched=True,
-                cardinality=pipeline.cardinality,
-                entropy=_draw(extended, pipeline.needs_entropy),
-                options=options or InputOptions(),
-                serial=extended.agreement.calls,
-            )
+        is_global = policy is not AutoShardPolicy.OFF
+        entropy = _draw(extended, pipeline.needs_entropy)
+        plan = Plan(
+            extended,
+            pipeline,
+            is_global=is_global,
+            is_batched=True,
+            cardinality=pipeline.cardinality,
+            origin=Origin.of(pipeline, each_reads_all=not is_global),
+            options=options or InputOptions(),
+            serial=extended.agreement.calls,
         )
+        return cls(plan, entropy)
 
     @classmethod
     def from_function(
@@ -173,10 +175,11 @@ class DistributedDataset:
         agreement = extended.agreement
         index_own_files(extended, pipeline, call)
         mine = agreement.prepare(  # it may look into files
-            call, lambda: (pipeline.cardinality, pipeline.is_batched)
+            call, lambda: (Origin.of(pipeline), pipeline.is_batched)
         )
         everyone = agreement.gather(call, mine)
-        lengths = [length for length, _ in everyone]
+        origins = [origin for origin, _ in everyone]
+        lengths = [origin.cardinality for origin in origins]
         is_batched = all(batched for _, batched in everyone)
         cardinality = _steps_of_all(lengths)
         if is_batched and cardinality != UNKNOWN_CARDINALITY:
@@ -187,18 +190,18 @@ class DistributedDataset:
                 f"{call}: the replicas' datasets have {lengths} elements and are not "
                 "batched, so a replica that runs out has nothing to give; call batch()"
             )
-        return cls(
-            Plan(
-                extended,
-                pipeline,
-                is_global=False,
-                is_batched=is_batched,
-                cardinality=cardinality,
-                entropy=_draw(extended, needed=True),
-                options=options or InputOptions(),
-                serial=extended.agreement.calls,
-            )
+        entropy = _draw(extended, needed=True)
+        plan = Plan(
+            extended,
+            pipeline,
+            is_global=False,
+            is_batched=is_batched,
+            cardinality=cardinality,
+            origin=Origin.of_own(origins, cardinality),
+            options=options or InputOptions(),
+            serial=extended.agreement.calls,
         )
+        return cls(plan, entropy)
 
     @property
     def cardinality(self) -> int:
@@ -217,9 +220,7 @@ class DistributedDataset:
         return require_length(self.cardinality)
 
     def __iter__(self) -> DistributedIterator:
-        order = Pass(self._epoch, self._plan.entropy)
-        self._epoch += 1
-        return DistributedIterator(self._plan, order)
+        return DistributedIterator(self._plan, self._passes)
 
 
 def _as_dataset(value: Any, call: str) -> Dataset:

@@ -6,6 +6,7 @@ Nothing here communicates, so it may run in the thread that reads ahead.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from mpidist.data.dataset import UNKNOWN_CARDINALITY
 from mpidist.data.pipeline import Pass, Pipeline
 from mpidist.data.reading import Reading
 from mpidist.data.sources import as_element
+from mpidist.data.state import Origin
 from mpidist.data.stream import Stream
 from mpidist.errors import DataError
 from mpidist.options import InputOptions
@@ -37,7 +39,7 @@ class Plan:
       is_batched: whether all replicas' elements are batches.
       cardinality: how many steps all replicas take, or INFINITE_ or
         UNKNOWN_CARDINALITY.
-      entropy: the seed of shuffles that were given none.
+      origin: by which states of this dataset are known.
       options: see `InputOptions`.
       serial: which dataset of the strategy this is.
     """
@@ -47,7 +49,7 @@ class Plan:
     is_global: bool
     is_batched: bool
     cardinality: int
-    entropy: int
+    origin: Origin
     options: InputOptions
     serial: int
 
@@ -86,6 +88,9 @@ class Feed(Protocol):
 
     def end(self) -> None:
         """Say that all was read, and perhaps will be again."""
+
+    def skip(self, steps: int) -> int:
+        """Pass over the first steps; return how many of them there are."""
 
     def close(self) -> None:
         """Let go of what is being read."""
@@ -127,6 +132,11 @@ class _RowsFeed:
         """See `Feed.end`."""
         self._reading.end()
 
+    def skip(self, steps: int) -> int:
+        """See `Feed.skip`."""
+        length = self._pipeline.length
+        return steps if length is None else min(steps, length)
+
     def close(self) -> None:
         """See `Feed.close`."""
         self._reading.close()
@@ -164,6 +174,10 @@ class _StreamFeed:
     def end(self) -> None:
         """See `Feed.end`."""
         self.close()
+
+    def skip(self, steps: int) -> int:
+        """See `Feed.skip`."""
+        return sum(1 for _ in itertools.islice(self._elements, steps))
 
     def close(self) -> None:
         """See `Feed.close`."""

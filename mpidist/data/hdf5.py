@@ -81,7 +81,7 @@ class Hdf5Rows:
         self._users = 0
         self._open_files = OpenFiles()
         threads = self._threads or len(os.sched_getaffinity(0))
-        self._blocks = BlockCache(self._load_block, threads, _KEPT_BYTES)
+        self._blocks = BlockCache(threads, _KEPT_BYTES)
 
     def __len__(self) -> int:
         return int(self._known().starts[-1])
@@ -107,7 +107,8 @@ class Hdf5Rows:
         layout = self._known()
         columns = zip(self._names, layout.files[0].columns, strict=True)
         fields = [f"{n}: {c.native} {c.row_shape}" for n, c in columns]
-        return f"from_hdf5({files}, {fields}, first rows {layout.starts.tolist()})"
+        starts, rows = layout.starts.tolist(), layout.blocks.rows
+        return f"from_hdf5({files}, {fields}, first rows {starts}, blocks of {rows})"
 
     def identify(self) -> str:
         """Return which files and datasets these are, without opening a file."""
@@ -168,7 +169,7 @@ class Hdf5Rows:
             self._start()
         parts = list(self._parts(rows))
         needed = list(self._blocks_of(parts))
-        blocks = self._blocks.get(needed) if needed else {}
+        blocks = self._blocks.get(needed, self._load_block) if needed else {}
         columns = layout.files[0].columns
         if len(parts) == 1:
             leaves = [self._read(parts[0], i, blocks) for i in range(len(columns))]

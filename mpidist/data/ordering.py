@@ -227,6 +227,9 @@ class Concatenate(Pipeline):
     def describe(self) -> str:
         return f"{self._first.describe()}.concatenate({self._second.describe()})"
 
+    def describe_source(self) -> str:
+        return f"{self._first.describe_source()}, {self._second.describe_source()}"
+
     def shard_files(self, workers: int, worker: int) -> Pipeline:
         return Concatenate(
             self._first.shard_files(workers, worker),

@@ -97,6 +97,10 @@ class Pipeline:
         """Return what must be the same on every replica, as text."""
         raise NotImplementedError  # pragma: no cover
 
+    def describe_source(self) -> str:
+        """Return the part of `describe` that says where the rows come from."""
+        raise NotImplementedError  # pragma: no cover
+
     def shard_files(self, workers: int, worker: int) -> Pipeline:
         """Return the same steps of the rows of one worker's files."""
         raise NotImplementedError  # pragma: no cover
@@ -171,6 +175,9 @@ class Rows(Pipeline):
     def describe(self) -> str:
         return self._source.describe()
 
+    def describe_source(self) -> str:
+        return f"{self.length} rows of {self._source.describe()}"
+
     def shard_files(self, workers: int, worker: int) -> Pipeline:
         assert isinstance(self._source, FileSource)
         return Rows(self._source.shard_files(workers, worker))
@@ -220,6 +227,9 @@ class Step(Pipeline):
 
     def for_batches(self, batch_size: int) -> Pipeline:
         return self._after(self._parent.for_batches(batch_size))
+
+    def describe_source(self) -> str:
+        return self._parent.describe_source()
 
     def shard_files(self, workers: int, worker: int) -> Pipeline:
         return self._after(self._parent.shard_files(workers, worker))

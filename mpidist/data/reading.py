@@ -26,6 +26,7 @@ class Reading:
         self._lock = threading.Lock()
         self._going_on = 0
         self._is_closed = False
+        self._left_open: list[BlockSource] = []
         for source in self._sources:
             source.retain()
 
@@ -41,7 +42,10 @@ class Reading:
             self._release(keep_files=False)
 
     def end(self) -> None:
-        """Say that all was read, and will probably be read again: files stay open."""
+        """Say that all was read, and will probably be read again: files stay open.
+
+        Unless `close` is called after it.
+        """
         self._is_closed = True
         self._release(keep_files=True)
 
@@ -49,11 +53,17 @@ class Reading:
         """Close the files, once no read is going on; a second call does nothing."""
         self._is_closed = True
         self._release(keep_files=False)
+        while self._left_open:
+            source = self._left_open.pop()
+            source.retain()
+            source.release()
 
     def _release(self, keep_files: bool) -> None:
         with self._lock:
             if not self._is_closed or self._going_on:
                 return
             sources, self._sources = self._sources, []
+            if keep_files:
+                self._left_open = list(sources)
         for source in sources:
             source.release(keep_files)

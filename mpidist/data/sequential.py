@@ -183,6 +183,9 @@ class Concatenate(Stream):
     def describe(self) -> str:
         return f"{self._first.describe()}.concatenate({self._second.describe()})"
 
+    def describe_source(self) -> str:
+        return f"{self._first.describe_source()}, {self._second.describe_source()}"
+
     def rebatch(self, workers: int) -> Stream:
         return Concatenate(self._first.rebatch(workers), self._second.rebatch(workers))
 

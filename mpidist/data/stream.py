@@ -48,6 +48,10 @@ class Stream:
         """Return what must be the same on every replica, as text."""
         raise NotImplementedError  # pragma: no cover
 
+    def describe_source(self) -> str:
+        """Return the part of `describe` that says where the rows come from."""
+        raise NotImplementedError  # pragma: no cover
+
     def rebatch(self, workers: int) -> Stream:
         """Return the same steps with one worker's share of the batch size."""
         raise NotImplementedError  # pragma: no cover
@@ -101,6 +105,9 @@ class Generated(Stream):
     def describe(self) -> str:
         return "from_generator"
 
+    def describe_source(self) -> str:
+        return self.describe()
+
     def rebatch(self, workers: int) -> Stream:
         return self
 
@@ -148,19 +155,24 @@ class InOrder(Stream):
     def describe(self) -> str:
         return self._pipeline.describe()
 
+    def describe_source(self) -> str:
+        return self._pipeline.describe_source()
+
     def rebatch(self, workers: int) -> Stream:
         return InOrder(self._pipeline.rebatch(workers))
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
+    def iterate(self, order: Pass, start: int = 0) -> Iterator[Any]:
+        """Yield all elements from number `start` on."""
         length = self._pipeline.length
-        numbers = itertools.count() if length is None else range(length)
+        numbers = itertools.count(start) if length is None else range(start, length)
         reading = Reading(self._pipeline)
         try:
             for i in numbers:
                 yield reading.do(lambda: self._pipeline.element(order, i))  # noqa: B023
-            reading.end()
-        finally:
+        except BaseException:  # also where a generator is closed early
             reading.close()
+            raise
+        reading.end()
 
     def example(self) -> Any:
         return self._pipeline.example(Pass())
@@ -188,6 +200,9 @@ class Step(Stream):
         arguments = [v for k, v in vars(self).items() if k != "_parent"]
         name = type(self).__name__.lower()
         return f"{self._parent.describe()}.{name}({', '.join(map(str, arguments))})"
+
+    def describe_source(self) -> str:
+        return self._parent.describe_source()
 
     def rebatch(self, workers: int) -> Stream:
         step = copy.copy(self)
