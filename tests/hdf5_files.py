@@ -40,7 +40,7 @@ class Recipe:
       layout: a shape of chunks, "contiguous" or "compact".
       filters: names of FILTERS, in the order in which a chunk passes through them.
       limits: the maxshape; None for the shape.
-      fill: the fill value; None for HDF5's own.
+      fill: the fill value; None for HDF5's own, ... for none.
       is_filled: whether new space is filled with it.
       allocate: when space is made: early, late, incremental, or None for HDF5's choice.
       written: the regions that are written; all others keep the fill value.
@@ -67,14 +67,18 @@ class Recipe:
             properties.set_chunk(self.layout)
         for name in self.filters:
             FILTERS[name](properties)
-        if self.fill is not None:
+        if self.fill is ...:
+            kind = ctypes.c_int64(h5t.STD_I32LE.id)
+            hdf5_library().H5Pset_fill_value(ctypes.c_int64(properties.id), kind, None)
+        elif self.fill is not None:
             properties.set_fill_value(np.array(self.fill, dtype))
         if not self.is_filled:
             properties.set_fill_time(h5d.FILL_TIME_NEVER)
         if self.allocate is not None:
             properties.set_alloc_time(_ALLOCATIONS[self.allocate])
         if self.edges_as_they_are:
-            set_chunk_options(properties, 2)  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
+            bit = ctypes.c_uint(2)  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
+            hdf5_library().H5Pset_chunk_opts(ctypes.c_int64(properties.id), bit)
         return properties
 
     def write(
@@ -103,11 +107,11 @@ class Recipe:
         return dataset
 
 
-def set_chunk_options(properties: h5p.PropDCID, options: int) -> None:
-    """Call H5Pset_chunk_opts, which h5py does not offer, in the library it uses.
+def hdf5_library() -> ctypes.CDLL:
+    """Return the library that h5py uses, for functions that h5py does not offer.
 
     Raises:
-      LookupError: that library is not a file of its own.
+      LookupError: it is not a file of its own.
     """
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
@@ -115,11 +119,7 @@ def set_chunk_options(properties: h5p.PropDCID, options: int) -> None:
     found = [p for p in paths if re.search(r"/libhdf5(_serial)?[-.][^/]*$", p)]
     if not found:
         raise LookupError("the HDF5 library was not found")
-    library = ctypes.CDLL(found[0])
-    status = library.H5Pset_chunk_opts(
-        ctypes.c_int64(properties.id), ctypes.c_uint(options)
-    )
-    assert status == 0
+    return ctypes.CDLL(found[0])
 
 
 def whole(path: Any, name: str = "x") -> Any:
