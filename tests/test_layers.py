@@ -25,6 +25,7 @@ LAYERS = [
     ["transports"],
     ["collectives", "data.sources", "data.spec", "data.file_names"],
     ["data.codec", "data.block_cache"],
+    ["data.hdf5_chunks"],
     ["data.hdf5_index"],
     ["data.raw_file"],
     ["data.hdf5_columns", "data.open_files"],
@@ -63,7 +64,13 @@ OUTSIDE = {
         "launch",
     },
     "cupy": {"arrays"},
-    "h5py": {"data.hdf5", "data.hdf5_columns", "data.hdf5_index", "data.open_files"},
+    "h5py": {
+        "data.hdf5",
+        "data.hdf5_chunks",
+        "data.hdf5_columns",
+        "data.hdf5_index",
+        "data.open_files",
+    },
     "deflate": {"data.codec"},
     "optree": {"nest"},
 }

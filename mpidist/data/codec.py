@@ -15,18 +15,25 @@ import deflate
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SUPPORTED", "Filter", "decode"]
+__all__ = ["Filter", "can_decode", "decode"]
 
 Bytes = npt.NDArray[np.uint8]
 Filter = tuple[int, tuple[int, ...]]  # HDF5's number of the filter, its parameters
 
 _DEFLATE, _SHUFFLE, _FLETCHER32 = 1, 2, 3
-SUPPORTED = frozenset([_DEFLATE, _SHUFFLE, _FLETCHER32])
+_KNOWN = {_DEFLATE, _SHUFFLE, _FLETCHER32}
 
 _CHECKSUM_BYTES = 4
 _MODULUS = 65535
 _SUM_WORDS = 256  # sums of so many weighted words are exact in float64
 _SUM_WEIGHTS = np.stack([np.ones(_SUM_WORDS), np.arange(_SUM_WORDS, 0.0, -1)], axis=1)
+
+
+def can_decode(filters: Sequence[Filter]) -> bool:
+    """Return whether `decode` undoes these filters."""
+    codes = [code for code, _ in filters]
+    # What was deflated twice was in between of a size that is not known
+    return _KNOWN.issuperset(codes) and codes.count(_DEFLATE) <= 1
 
 
 def decode(

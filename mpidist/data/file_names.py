@@ -17,17 +17,17 @@ def list_files(
 ) -> list[Path]:
     """Return the files that a path, a pattern or several paths name."""
     if not isinstance(files, str | os.PathLike):
-        paths = [Path(file) for file in files]
+        paths = [Path(file).absolute() for file in files]
         if not paths:
             raise ArgumentError("files must name at least one file, not []")
         return paths
     pattern = os.fspath(files)
     if not glob.has_magic(pattern) or os.path.exists(pattern):
-        return [Path(pattern)]
+        return [Path(pattern).absolute()]
     found = sorted(glob.glob(pattern))
     if not found:
         raise DataError(f"no file matches {pattern!r}")
-    return [Path(file) for file in found]
+    return [Path(file).absolute() for file in found]
 
 
 def check_names(

@@ -192,9 +192,9 @@ class Hdf5Rows:
             if self._users == 0:
                 self._blocks.end_threads()
                 if not keep_files:
-                    self._close()
+                    self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Close the files and end the threads; reading opens them again."""
         self._open_files.close()
         self._blocks.clear()
@@ -239,8 +239,11 @@ class Hdf5Rows:
                 file = self._raw_file(part.file)
                 parallel = self._blocks.parallel
                 return hdf5_columns.read_bytes(column, file, part.rows, parallel)
-            dataset = self._dataset(part.file, field)
-            return hdf5_columns.read_by_h5py(dataset, column, part.rows)
+            return self._by_h5py(
+                part.file,
+                field,
+                lambda dataset: hdf5_columns.read_by_h5py(dataset, column, part.rows),
+            )
 
         return self._explain(part.file, field, part.rows, read)
 
@@ -262,15 +265,14 @@ class Hdf5Rows:
         column = self._column(file, field)
         rows = hdf5_columns.block_rows(column, block)
 
+        def by_h5py(region: tuple[slice, ...]) -> Any:
+            return self._by_h5py(file, field, lambda dataset: dataset[region])
+
         def load() -> Any:
             if column.way is Way.H5PY_CHUNKS:
-                found = self._dataset(file, field)[rows.start : rows.stop]
-                return found.astype(column.native, copy=False)
+                return by_h5py((slice(rows.start, rows.stop),))
             return hdf5_columns.read_chunks(
-                column,
-                self._raw_file(file),
-                lambda: self._dataset(file, field),
-                block,
+                column, self._raw_file(file), by_h5py, block
             )
 
         return self._explain(file, field, rows, load)
@@ -291,9 +293,13 @@ class Hdf5Rows:
     def _raw_file(self, file: int) -> RawFile:
         return self._open_files.raw(self._paths[file], self._known().files[file])
 
-    def _dataset(self, file: int, field: int) -> h5py.Dataset:
-        column, name = self._column(file, field), self._names[field]
-        return self._open_files.dataset(self._paths[file], name, column)
+    def _by_h5py(
+        self, file: int, field: int, read: Callable[[h5py.Dataset], Any]
+    ) -> Any:
+        """Return what h5py reads, in native byte order."""
+        column = self._column(file, field)
+        found = self._open_files.by_h5py(self._paths[file], column, read)
+        return found.astype(column.native, copy=False)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_open_files", "_blocks", "_lock", "_owner", "_users"}

@@ -84,22 +84,27 @@ def _places(column: Column) -> list[tuple[Any, Any]]:
     ]
 
 
-def read_chunks(column: Column, file: RawFile, dataset: Any, block: int) -> Any:
+def read_chunks(
+    column: Column,
+    file: RawFile,
+    by_h5py: Callable[[tuple[slice, ...]], Any],
+    block: int,
+) -> Any:
     """Return all rows of a row of chunks, in native byte order.
 
     Args:
       column: filtered, or not.
       file: that it lies in.
-      dataset: a function that opens it with h5py, for chunks that are not understood.
+      by_h5py: reads a region of the dataset, for chunks that are not understood.
       block: the number of the row of chunks.
     """
     rows = block_rows(column, block)
     places = _places(column)
     numbers = range(block * len(places), (block + 1) * len(places))
-    if len(places) == 1 and column.offsets[numbers[0]] >= 0:
+    is_whole = column.chunk == (len(rows), *column.row_shape) and column.is_native
+    if is_whole and column.offsets[numbers[0]] >= 0:
         chunk = _chunk(column, file, numbers[0])
-        if chunk is not None:
-            return chunk[: len(rows)].astype(column.native, copy=False)
+        return by_h5py((slice(rows.start, rows.stop),)) if chunk is None else chunk
     found = np.empty((len(rows), *column.row_shape), column.native)
     for number, (place, inside) in zip(numbers, places, strict=True):
         if column.offsets[number] < 0:
@@ -107,16 +112,16 @@ def read_chunks(column: Column, file: RawFile, dataset: Any, block: int) -> Any:
         elif (chunk := _chunk(column, file, number)) is not None:
             found[place] = chunk[: len(rows)][inside]
         else:
-            here = (slice(rows.start, rows.stop), *place[1:])
-            found[place] = dataset()[here]
+            found[place] = by_h5py((slice(rows.start, rows.stop), *place[1:]))
     return found
 
 
 def _chunk(column: Column, file: RawFile, number: int) -> Any:
-    """Return a decoded chunk; None for one that may be stored without its filters.
+    """Return a decoded chunk; None for one that is not understood.
 
-    HDF5 can be told not to filter the chunks at the edge (H5Pset_chunk_opts), which
-    cannot be seen but by their size.
+    So are those at the edge that may be stored without their filters (as HDF5 can be
+    told by H5Pset_chunk_opts), which cannot be seen but by their size. It is up to
+    h5py to read other odd ones, or to say what is wrong with them.
     """
     size_bytes = column.dtype.itemsize * math.prod(column.chunk)
     stored = int(column.sizes[number])
@@ -131,7 +136,10 @@ def _chunk(column: Column, file: RawFile, number: int) -> Any:
         is_view = np.may_share_memory(decoded, np.frombuffer(data, np.uint8))
         return decoded.copy() if is_view else decoded
 
-    data = file.read(int(column.offsets[number]), stored, decode)
+    try:
+        data = file.read(int(column.offsets[number]), stored, decode)
+    except ValueError:
+        return None
     return data.view(column.dtype).reshape(column.chunk)
 
 

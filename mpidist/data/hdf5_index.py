@@ -7,6 +7,7 @@ filters) is left to h5py.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -22,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.block_order import Blocks
-from mpidist.data.codec import SUPPORTED, Filter
+from mpidist.data import hdf5_chunks
+from mpidist.data.codec import Filter
 from mpidist.errors import DataError
 
 __all__ = [
@@ -32,13 +34,13 @@ __all__ = [
     "blocks_of",
     "head_of",
     "index_file",
+    "kind_of",
     "open_hdf5",
 ]
 
 Offsets = npt.NDArray[np.int64]
 
 _HEAD_BYTES = 4096
-_NO_CHUNK = -1
 _BLOCK_BYTES = 1 << 20  # of rows that are not in chunks
 
 
@@ -191,14 +193,13 @@ def _column(path: Path, file: h5py.File, name: str) -> Column:
         raise DataError(f"{path}: dataset {name!r} is a scalar, without rows")
     by_h5py = Column(
         name,
-        dataset.shape,
-        dataset.dtype,
+        *kind_of(dataset),
         Way.H5PY if dataset.chunks is None else Way.H5PY_CHUNKS,
         dataset.chunks is not None,
         dataset.chunks or dataset.shape,
     )
     is_stored_here = dataset.file.filename == file.filename  # no external link
-    if not is_stored_here or not _is_plain(dataset):
+    if not is_stored_here or not _is_plain(dataset) or _is_being_written(path):
         return by_h5py
     column = (
         _contiguous(name, dataset)
@@ -207,13 +208,35 @@ def _column(path: Path, file: h5py.File, name: str) -> Column:
     )
     if column is None:
         return by_h5py
-    if (column.offsets == _NO_CHUNK).any():
+    if (column.offsets == hdf5_chunks.UNWRITTEN).any():
         properties = dataset.id.get_create_plist()
-        if properties.get_fill_time() == h5py.h5d.FILL_TIME_NEVER:
+        is_filled = properties.get_fill_time() != h5py.h5d.FILL_TIME_NEVER
+        is_defined = properties.fill_value_defined() != h5py.h5d.FILL_VALUE_UNDEFINED
+        if not is_filled or not is_defined:
             return by_h5py
         fill = np.array(dataset.fillvalue, dataset.dtype).tobytes()
         column = dataclasses.replace(column, fill=fill)
     return column
+
+
+def kind_of(dataset: h5py.Dataset) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the shape and the dtype of the array that h5py reads.
+
+    A dataset of HDF5's array type is read with more dimensions than it has.
+    """
+    base, more = dataset.dtype.subdtype or (dataset.dtype, ())
+    return (*dataset.shape, *more), base
+
+
+def _is_being_written(path: Path) -> bool:
+    """Return whether this process has it open to write, so that it lags behind."""
+    for file in h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE):
+        # Another thread may close it meanwhile
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            is_open_to_write = file.get_intent() != h5py.h5f.ACC_RDONLY
+            if is_open_to_write and os.path.samefile(file.name, path):
+                return True
+    return False
 
 
 def _is_plain(dataset: h5py.Dataset) -> bool:
@@ -230,57 +253,30 @@ def _contiguous(name: str, dataset: h5py.Dataset) -> Column | None:
     is_external = properties.get_external_count() > 0
     if properties.get_layout() != h5py.h5d.CONTIGUOUS or is_external:
         return None
-    offset = dataset.id.get_offset()
-    offsets = np.array([_NO_CHUNK if offset is None else offset], np.int64)
+    # After a user block there is an offset also of what was never stored
+    is_stored = dataset.id.get_storage_size() > 0
+    offset = dataset.id.get_offset() if is_stored else None
+    offsets = np.array([hdf5_chunks.UNWRITTEN if offset is None else offset], np.int64)
     shape = dataset.shape
     return Column(name, shape, dataset.dtype, Way.BYTES, False, shape, offsets)
 
 
 def _chunked(name: str, dataset: h5py.Dataset) -> Column | None:
-    filters = _filters(dataset)
-    if filters is None:
+    filters = hdf5_chunks.filters_of(dataset)
+    if filters is None or (table := hdf5_chunks.table_of(dataset)) is None:
         return None
-    empty = Column(
+    return Column(
         name,
         dataset.shape,
         dataset.dtype,
         Way.CHUNKS if filters else Way.BYTES,
         True,
         dataset.chunks,
-        filters=filters,
+        table.offsets,
+        table.sizes if filters else table.sizes[:0],
+        table.skipped if table.skipped.any() else table.skipped[:0],
+        filters,
     )
-    grid, chunk = empty.grid, empty.chunk
-    offsets = np.full(math.prod(grid), _NO_CHUNK)
-    sizes, skipped = np.zeros_like(offsets), np.zeros_like(offsets)
-
-    def add(stored: Any) -> None:
-        place = [o // c for o, c in zip(stored.chunk_offset, chunk, strict=True)]
-        number = 0
-        for p, count in zip(place, grid, strict=True):
-            number = number * count + p
-        offsets[number] = stored.byte_offset
-        sizes[number] = stored.size
-        skipped[number] = stored.filter_mask
-
-    if offsets.size:
-        dataset.id.chunk_iter(add)
-    if not filters:
-        return dataclasses.replace(empty, offsets=offsets)
-    if not skipped.any():
-        skipped = skipped[:0]
-    return dataclasses.replace(empty, offsets=offsets, sizes=sizes, skipped=skipped)
-
-
-def _filters(dataset: h5py.Dataset) -> tuple[Filter, ...] | None:
-    """Return the filters, None if one is not known here."""
-    properties = dataset.id.get_create_plist()
-    filters = []
-    for i in range(properties.get_nfilters()):
-        code, _, parameters, _ = properties.get_filter(i)
-        if code not in SUPPORTED:
-            return None
-        filters.append((code, tuple(parameters)))
-    return tuple(filters)
 
 
 def blocks_of(files: Sequence[FileIndex], kept_bytes: int) -> Blocks:

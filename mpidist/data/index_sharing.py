@@ -87,7 +87,9 @@ def _share(
 
 
 def _with_rank(error: DataError, rank: int) -> DataError:
-    return DataError(f"{error} (on rank {rank})")
+    named = DataError(f"{error} (on rank {rank})")
+    named.origin_rank = rank  # type: ignore[attr-defined]  # as agree.py has it
+    return named
 
 
 def _inspect_one(source: IndexedSource, file: int, rank: int) -> Any:

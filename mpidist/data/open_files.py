@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 
-from mpidist.data.hdf5_index import Column, FileIndex, open_hdf5
+from mpidist.data.hdf5_index import Column, FileIndex, kind_of, open_hdf5
 from mpidist.data.raw_file import RawFile
 from mpidist.errors import DataError
 
@@ -34,18 +35,26 @@ class OpenFiles:
         )
         return file
 
-    def dataset(self, path: Path, name: str, column: Column) -> h5py.Dataset:
-        """Return a dataset opened by h5py, which must be as it was."""
-        dataset = self._opened(self._hdf5, path, lambda: open_hdf5(path))[name]
-        found = None
-        if isinstance(dataset, h5py.Dataset):
-            found = dataset.shape, dataset.dtype
-        if found != (column.shape, column.dtype):
-            raise DataError(
-                f"it was {(column.shape, column.dtype)} and is now {found}; a file "
-                "must not change while it is read"
-            )
-        return dataset
+    def by_h5py(
+        self, path: Path, column: Column, read: Callable[[h5py.Dataset], Any]
+    ) -> Any:
+        """Return `read(dataset)`, of a dataset that must be as it was.
+
+        One thread at a time: h5py waits for itself anyway, and is not safe everywhere.
+        """
+        with self._lock:
+            file = self._opened(self._hdf5, path, lambda: open_hdf5(path))
+            dataset = file[column.name]
+            found = kind_of(dataset) if isinstance(dataset, h5py.Dataset) else None
+            if column.dtype.kind == "c" and found == (column.shape, _swapped(column)):
+                # HDF5 sorts the members of a type by offset when it is first converted
+                return read(dataset.astype(column.dtype))
+            if found != (column.shape, column.dtype):
+                raise DataError(
+                    f"it was {(column.shape, column.dtype)} and is now {found}; a file "
+                    "must not change while it is read"
+                )
+            return read(dataset)
 
     def close(self) -> None:
         """Close all files. Bytes of a file that is being read go on until the end."""
@@ -67,3 +76,9 @@ class OpenFiles:
             if len(files) > _OPEN_FILES:
                 files.popitem(last=False)
             return files[path]
+
+
+def _swapped(column: Column) -> np.dtype[Any]:
+    """Return the dtype of complex numbers with the imaginary part in front."""
+    part = f"{column.dtype.byteorder}f{column.dtype.itemsize // 2}"
+    return np.dtype([("i", part), ("r", part)])

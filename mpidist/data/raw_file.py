@@ -1,10 +1,11 @@
 """The bytes of a file that must not change while it is read.
 
-On a local file system rows are copied from a memory map. A file that is cut short under
-a map would kill the process by SIGBUS, so a map is used only under a read lease
-(fcntl(2), F_SETLEASE): as long as it is held nobody can open the file for writing or
-truncate it without the kernel waiting until this process has let go. Where a lease
-cannot be had (another's file, a network file system), `pread` is used.
+On a local file system rows are copied from a memory map. If a file were cut short in
+that moment the process would be killed by SIGBUS, so it takes a read lease for as long
+as it copies (fcntl(2), F_SETLEASE; 1 microsecond): the kernel lets nobody open the file
+for writing, or truncate it, before the lease is given back. Where a lease cannot be had
+(another user's file, one that is open for writing, a network file system), `pread` is
+used.
 """
 
 from __future__ import annotations
@@ -72,14 +73,8 @@ class RawFile:
         self._is_local = _file_system(status.st_dev) in _LOCAL_FILE_SYSTEMS
         self._checked = time.monotonic()
         self._lock = threading.Lock()
-        self._map = self._map_under_lease() if self._is_local else None
+        self._map = self._map_bytes() if self._is_local else None
         self._map_users = 0
-        self._has_to_let_go = False
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether rows are copied from a memory map."""
-        return self._map is not None
 
     def gather(
         self, offsets: Offsets, size_bytes: int, parallel: Map = map
@@ -91,8 +86,10 @@ class RawFile:
           size_bytes: of each.
           parallel: `map`, or what maps in threads.
         """
-        self._require_unchanged()
+        if offsets.size:
+            self._require_inside(int(offsets.max()), size_bytes)
         if (mapped := self._take_map()) is None:
+            self._require_unchanged()
             return self._gather_by_reads(offsets, size_bytes, parallel)
         try:
             found: npt.NDArray[np.void] = _items(mapped, size_bytes)[offsets]
@@ -102,13 +99,21 @@ class RawFile:
 
     def read(self, offset: int, size_bytes: int, use: Callable[[Any], T]) -> T:
         """Return `use(buffer)` of the bytes at `offset`; it must not keep them."""
-        self._require_unchanged()
+        self._require_inside(offset, size_bytes)
         if (mapped := self._take_map()) is None:
+            self._require_unchanged()
             return use(self._pread(offset, size_bytes))
         try:
             return use(mapped[offset : offset + size_bytes])
         finally:
             self._give_map_back()
+
+    def _require_inside(self, offset: int, size_bytes: int) -> None:
+        if offset + size_bytes > self._size_bytes:
+            raise DataError(
+                f"{self._path}: has {self._size_bytes} bytes, but data that should lie "
+                f"at {offset}..{offset + size_bytes - 1}"
+            )
 
     def _require_unchanged(self) -> None:
         """Raise a DataError if the file has changed since its index was read."""
@@ -121,32 +126,41 @@ class RawFile:
             raise DataError(f"{self._path}: {self._change(status)}")
 
     def _take_map(self) -> Bytes | None:
-        """Return the map, to be given back after use; None if it is not safe to use."""
+        """Return the map, to be given back after use; None where it is not safe."""
+        if self._map is None:
+            return None
         with self._lock:
-            if self._map is None:
+            if self._map_users == 0 and not self._lease(fcntl.F_RDLCK):
                 return None
-            if self._has_lease():
-                self._map_users += 1
-                return self._map
-            self._map, self._has_to_let_go = None, True
-        self._let_go()
-        return None
+            if fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
+                # Somebody waits to write, so nobody may start to read
+                if self._map_users == 0:
+                    self._lease(fcntl.F_UNLCK)
+                return None
+            self._map_users += 1
+        try:
+            self._require_unchanged()  # from here on it will not change
+        except DataError:
+            self._give_map_back()
+            raise
+        return self._map
 
     def _give_map_back(self) -> None:
         with self._lock:
             self._map_users -= 1
-        if self._has_to_let_go:
-            self._let_go()
+            if self._map_users == 0:
+                self._lease(fcntl.F_UNLCK)
 
-    def _let_go(self) -> None:
-        """Give the lease up when nobody uses the map: somebody waits to write.
-
-        What that does to the file will be noticed by its status.
-        """
-        with self._lock:
-            if self._has_to_let_go and self._map_users == 0:
-                self._has_to_let_go = False
-                fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    def _lease(self, kind: int) -> bool:
+        """Take or give back the lease; return False where that is not possible."""
+        try:
+            # The kernel's note that somebody waits must not end the process, as SIGIO
+            # would, to which giving back the lease resets it
+            fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, kind)
+        except OSError:
+            return False
+        return True
 
     def _change(self, status: os.stat_result) -> str:
         advice = "a file must not change while it is read"
@@ -157,22 +171,14 @@ class RawFile:
             f"and another modification time when it was opened; {advice}"
         )
 
-    def _map_under_lease(self) -> Bytes | None:
-        descriptor = self._descriptor
-        try:
-            # The kernel's note that somebody waits must not end the process
-            fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
-            fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-            if _identity(os.fstat(descriptor)) != self._identity:
-                return None
-            return np.frombuffer(
-                mmap.mmap(descriptor, self._size_bytes, prot=mmap.PROT_READ), np.uint8
-            )
-        except (OSError, ValueError):  # not ours, open for writing, or empty
+    def _map_bytes(self) -> Bytes | None:
+        """Return the bytes of the file as an array, None if it has none."""
+        if not self._size_bytes:
             return None
-
-    def _has_lease(self) -> bool:
-        return fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK
+        length = self._size_bytes
+        return np.frombuffer(
+            mmap.mmap(self._descriptor, length, prot=mmap.PROT_READ), np.uint8
+        )
 
     def _gather_by_reads(
         self, offsets: Offsets, size_bytes: int, parallel: Map
