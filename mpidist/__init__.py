@@ -125,6 +125,11 @@ Input
     tf.experimental.Optional    Optional: of get_next_as_optional
     tf.errors.OutOfRangeError   OutOfRangeError: a StopIteration
 
+Output
+
+    Hdf5Writer                  not in TensorFlow: each rank appends rows to a file of
+                                its own; an index makes them one HDF5 dataset
+
 Absent
 
     MultiWorkerMirroredStrategy MirroredStrategy is it: replicas are ranks, on any nodes
@@ -186,6 +191,7 @@ from mpidist.errors import (
     UnsupportedError,
 )
 from mpidist.extended import StrategyExtended
+from mpidist.hdf5_writer import Hdf5Writer
 from mpidist.mirrored_strategy import MirroredStrategy
 from mpidist.multi_step import MultiStepContext
 from mpidist.options import (
@@ -228,6 +234,7 @@ __all__ = [
     "DistributedIterator",
     "DistributedValues",
     "DivergenceError",
+    "Hdf5Writer",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",
     "INFINITE_CARDINALITY",

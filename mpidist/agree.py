@@ -142,15 +142,28 @@ class Agreement:
         All ranks leave it together: an error that `fn` raises on one rank is raised on
         all, also on those that wait in a collective inside it.
         """
-        state = self._thread
-        state.depth += 1
-        error = None
+        self.enter_block()
+        error: BaseException | None = None
         try:
             result = fn()
-        except Exception as caught:
+        except BaseException as caught:
             error = caught
-        finally:
-            state.depth -= 1
+        self.leave_block(operation, error)
+        return result
+
+    def enter_block(self) -> None:
+        """Begin what `leave_block` ends, where a function for `block` is unhandy."""
+        self._thread.depth += 1
+
+    def leave_block(self, operation: str, error: BaseException | None) -> None:
+        """Leave a block with this rank's error, if any, as `block` does. Collective.
+
+        What is no Exception, such as a KeyboardInterrupt, is raised here alone.
+        """
+        state = self._thread
+        state.depth -= 1
+        if error is not None and not isinstance(error, Exception):
+            raise error
         if state.unwinding is not None:
             # The others left it when this rank was inside
             depth, reason = state.unwinding
@@ -158,7 +171,6 @@ class Agreement:
                 state.unwinding = None
             raise error or reason
         self.raise_together(operation, error)
-        return result
 
     def prepare(self, operation: str, fn: Callable[[], T]) -> T:
         """Return `fn()`, which must not communicate; its error is raised on all ranks.

@@ -14,7 +14,7 @@
     │   ├── DeadlineError (TimeoutError) a replica did not arrive in time
     │   └── RemoteError                  another replica failed
     ├── UnsupportedError (NotImplementedError)  tf.distribute has it no more than we do
-    ├── DataError                        input data are missing, unlike or damaged
+    ├── DataError                        data are missing, unlike, damaged or unwritable
     └── OutOfRangeError (StopIteration)  an iterator was asked for more than there is
 
 Errors in the arguments of a collective, and errors that happen inside
@@ -91,7 +91,7 @@ class UnsupportedError(MpidistError, NotImplementedError):
 
 
 class DataError(MpidistError):
-    """Input data are missing, unlike one another, damaged or changed while read."""
+    """Data are missing, unlike, damaged or changed while read, or cannot be written."""
 
 
 class OutOfRangeError(MpidistError, StopIteration):

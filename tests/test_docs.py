@@ -112,9 +112,10 @@ def test_every_public_name_has_an_example(name):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_example(strategy, comm, name):
+def test_example(strategy, comm, name, mpi_tmp_path, monkeypatch):
     if comm.size > 2:
         pytest.skip("the examples show what 2 replicas print")
+    monkeypatch.chdir(mpi_tmp_path)  # for those that write files
     globs = {"np": np, "mpidist": mpidist, "strategy": strategy}
     report = run(EXAMPLES[name], globs, comm.rank)
     assert not report, report

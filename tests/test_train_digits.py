@@ -75,13 +75,18 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(
     assert [path.name for path in mpi_tmp_path.iterdir()] == ["file"]
 
 
-def test_the_readmes_scripts_run(comm, capsys):
+def test_the_readmes_scripts_run(comm, capsys, mpi_tmp_path, monkeypatch):
+    monkeypatch.chdir(mpi_tmp_path)
     text = (ROOT / "README.md").read_text()
     scripts = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
     names = {}
     for script in scripts:  # the later ones go on where the first ended
         exec(compile(script, "README.md", "exec"), names)
     assert len(names["rest"]) == 2  # of the three steps of an epoch
+    with h5py.File("errors.h5") as file:
+        written = sorted(map(tuple, file["x"][:]))
+        assert file["error"].shape == (10,)
+    assert written == sorted(map(tuple, names["x"]))
     out = capsys.readouterr().out
     if comm.rank == 0:
         assert re.fullmatch(r"loss=\d\.\d{6}\n", out)

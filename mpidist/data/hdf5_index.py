@@ -25,6 +25,7 @@ import numpy.typing as npt
 from mpidist.block_order import Blocks
 from mpidist.data import hdf5_chunks
 from mpidist.data.codec import Filter
+from mpidist.data.hdf5_virtual import missing_sources
 from mpidist.errors import DataError
 
 __all__ = [
@@ -156,8 +157,13 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
             size_bytes, head = os.fstat(raw.fileno()).st_size, head_of(raw.fileno())
         with open_hdf5(path) as file:
             columns = tuple(_column(path, file, name) for name in names)
+            missing = missing_sources([file[name] for name in names])
     except (OSError, RuntimeError) as error:
         raise DataError(f"{path}: cannot be opened as HDF5: {error}") from error
+    if missing:
+        raise DataError(
+            f"{path}: files that hold its rows are missing: {', '.join(missing)}"
+        )
     lengths = [column.shape[0] for column in columns]
     if len(set(lengths)) > 1:
         pairs = ", ".join(f"{c.name!r} has {c.shape[0]}" for c in columns)

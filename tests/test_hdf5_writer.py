@@ -1,0 +1,978 @@
+"""Rows that all ranks write, against NumPy and plain h5py."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+import sys
+
+import h5py
+import launching
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import Dataset, Hdf5Writer, arrays
+from mpidist.data.hdf5_layout import BLOCK_BYTES
+from mpidist.data.unfinished import Unfinished
+
+
+@pytest.fixture
+def path(mpi_tmp_path):
+    """The index file, in one empty folder for all ranks."""
+    return mpi_tmp_path / "features.h5"
+
+
+def rows_of(rank, count, shape=(3,), dtype="f8"):
+    """Return rows that tell from which rank they come, and which they are."""
+    numbers = 1000.0 * rank + np.arange(count)
+    return np.broadcast_to(
+        numbers.reshape(-1, *[1] * len(shape)), (count, *shape)
+    ).astype(dtype)
+
+
+def written_by_all(comm, make):
+    return np.concatenate([make(rank) for rank in range(comm.size)])
+
+
+def read(path, name="data"):
+    with h5py.File(path, "r") as file:
+        return file[name][...]
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def shard(rank, size):
+    return f"features-{rank:05}-of-{size:05}.h5"
+
+
+def uneven(rank):
+    return [5, 0, 13, 1][rank]
+
+
+def test_the_index_is_all_rows_by_rank(comm, strategy, path):
+    def rows(rank):
+        x = rows_of(rank, uneven(rank), (2, 3), "f4")
+        return {"x": x, "deep/in/label": x[:, 0, 0].astype("i8")}
+
+    mine = rows(comm.rank)
+    with Hdf5Writer(strategy, path, chunk_rows=4) as writer:
+        for first, last in itertools.pairwise([0, 0, 1, 3, 13]):
+            writer.append({name: a[first:last] for name, a in mine.items()})
+    for name in mine:
+        expected = written_by_all(comm, lambda rank, name=name: rows(rank)[name])
+        found = read(path, name)
+        np.testing.assert_array_equal(found, expected)
+        assert found.dtype == expected.dtype
+    # A rank without rows has no file
+    shards = [shard(r, comm.size) for r in range(comm.size) if uneven(r)]
+    assert names_in(path.parent) == sorted(["features.h5", *shards])
+    np.testing.assert_array_equal(
+        read(path.with_name(shard(0, comm.size)), "x"), rows(0)["x"]
+    )
+
+
+def test_datasets_read_the_index_and_the_shards(comm, strategy, path):
+    with Hdf5Writer(strategy, path) as writer:
+        x = rows_of(comm.rank, uneven(comm.rank))
+        writer.append({"x": x, "y": x[:, 0]})
+    expected = written_by_all(comm, lambda rank: rows_of(rank, uneven(rank)))
+    for files in [path, str(path.with_name("features-*-of-*.h5"))]:
+        (batch,) = Dataset.from_hdf5(files, ["x", "y"]).batch(100)
+        np.testing.assert_array_equal(batch[0], expected)
+        np.testing.assert_array_equal(batch[1], expected[:, 0])
+    data = Dataset.from_hdf5(path, "y").batch(100)
+    (batch,) = strategy.experimental_distribute_dataset(data)
+    total = strategy.reduce("SUM", batch, axis=0)
+    assert total == expected[:, 0].sum()
+
+
+CATS = h5py.enum_dtype({"CAT": 0, "DOG": 1}, basetype="i1")
+DOGS = h5py.enum_dtype({"DOG": 0, "CAT": 1}, basetype="i1")
+DTYPES = {
+    "float16": "f2",
+    "float32": "f4",
+    "long double": "g",
+    "complex64": "c8",
+    "complex128": "c16",
+    "bool": "?",
+    "int8": "i1",
+    "uint64": "u8",
+    "big-endian": ">f8",
+    "big-endian integers": ">i2",
+    "fixed strings": "S7",
+    "bytes": "V3",
+    "compound": [("a", ">i4"), ("b", "f4", (2,)), ("c", "S3")],
+    "padded": np.dtype([("a", "i1"), ("b", "f8")], align=True),
+    "enum": CATS,
+}
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_dtypes_are_kept(comm, strategy, path, kind):
+    dtype = np.dtype(DTYPES[kind])
+
+    def rows(rank):
+        # Any bytes that are values of the dtype
+        numbers = np.arange(1, 9).reshape(4, 2) * (rank + 1)
+        if dtype.kind == "V" and dtype.names is None:
+            return np.array([b"%3d" % i for i in numbers.flat], dtype).reshape(4, 2)
+        if dtype.names:
+            found = np.zeros((4, 2), dtype)
+            for name in dtype.names:
+                column = numbers if found[name].ndim == 2 else numbers[..., None]
+                found[name] = column
+            return found
+        return (numbers % 2 if kind == "enum" else numbers).astype(dtype)
+
+    for small, level in [(False, None), (True, None), (True, 1)]:
+        options = {"compression": "gzip", "compression_level": 1} if level else {}
+        options["chunk_rows"] = 100 if small else 1
+        with Hdf5Writer(strategy, path, overwrite=True, **options) as writer:
+            writer.append(rows(comm.rank))
+        found = read(path)
+        np.testing.assert_array_equal(found, written_by_all(comm, rows))
+        assert found.dtype == dtype.newbyteorder("=")
+        assert found.dtype.isnative
+        with h5py.File(path, "r") as file:
+            assert h5py.check_enum_dtype(file["data"].dtype) == (
+                h5py.check_enum_dtype(dtype)
+            )
+
+
+def bfloat16():
+    return np.ones(2, pytest.importorskip("ml_dtypes").bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (bfloat16, "no dtype bfloat16.*float32"),
+        (lambda: np.array(["a", "b"]), "no dtype <U1.*encode"),
+        (lambda: np.zeros(2, "M8[s]"), "no dtype datetime64.*view"),
+        (lambda: np.array([b"a", None]), "dtype object"),
+        (lambda: np.zeros(2, [("r", "f4"), ("i", "f4")]), "give back complex64"),
+        (lambda: [1, 2], "must be an array"),
+        (lambda: np.ma.masked_array([1, 2], [0, 1]), "masked"),
+        (lambda: {"x": np.ones(1)}, "must be an array"),
+    ],
+)
+def test_what_hdf5_cannot_hold_is_refused_by_name(strategy, path, make, message):
+    with Hdf5Writer(strategy, path) as writer:
+        for _ in range(2):
+            with pytest.raises(mpidist.ArgumentTypeError, match=f"'odd'.*{message}"):
+                writer.append({"odd": make(), "x": np.ones(2)})
+        # Nothing was taken
+        writer.append({"x": np.ones(1)})
+    assert read(path, "x").tolist() == [1] * strategy.num_replicas_in_sync
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (0,), (4, 1, 5)])
+@pytest.mark.parametrize("options", [{}, {"compression": "gzip", "shuffle": True}])
+def test_row_shapes(comm, strategy, path, shape, options):
+    def rows(rank):
+        return rows_of(rank, 3 + rank, shape, "i4")
+
+    with Hdf5Writer(strategy, path, chunk_rows=2, **options) as writer:
+        writer.append(rows(comm.rank))
+        writer.append(rows(comm.rank)[:0])
+    np.testing.assert_array_equal(read(path), written_by_all(comm, rows))
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 3, 64, None])
+def test_rows_come_in_any_portions(comm, strategy, path, chunk_rows, monkeypatch):
+    # Blocks of several chunks, of one, and of less
+    monkeypatch.setattr("mpidist.data.hdf5_shard.BLOCK_BYTES", 7 * 8)
+    monkeypatch.setattr("mpidist.data.hdf5_layout.BLOCK_BYTES", 7 * 8)
+
+    def rows(rank):
+        return rows_of(rank, 200 + rank, (), "f8")
+
+    cuts = np.random.default_rng(comm.rank).integers(0, 200, 30)
+    edges = [0, *range(10), *sorted(cuts), 200 + comm.rank]
+    edges.sort()
+    with Hdf5Writer(strategy, path, chunk_rows=chunk_rows) as writer:
+        for first, last in itertools.pairwise(edges):
+            writer.append(rows(comm.rank)[first:last])
+    np.testing.assert_array_equal(read(path), written_by_all(comm, rows))
+    with h5py.File(path.with_name(shard(0, comm.size)), "r") as file:
+        assert file["data"].chunks == (chunk_rows or 7,)
+
+
+def test_chunks_are_about_a_mebibyte_and_few_rows_take_no_whole_one(strategy, path):
+    wide = np.zeros((200, 100, 100), "f4")  # 8 MB
+    with Hdf5Writer(strategy, path) as writer:
+        writer.append({"wide": wide, "narrow": np.arange(200)})
+        rank = strategy.extended.replica_id
+        mine = path.with_name(shard(rank, strategy.num_replicas_in_sync))
+        (temporary,) = path.parent.glob(f"{mine.name}.*.tmp")
+        # No more than a chunk waits in memory
+        assert temporary.stat().st_size >= wide.nbytes - BLOCK_BYTES
+    with h5py.File(mine, "r") as file:
+        assert file["wide"].chunks == (26, 100, 100)
+        assert file["wide"].maxshape == (None, 100, 100)
+        assert file["narrow"].chunks is None
+    assert mine.stat().st_size < wide.nbytes + 2 * BLOCK_BYTES
+
+
+def test_a_row_that_is_too_large_for_a_chunk_is_cut(strategy, path, monkeypatch):
+    monkeypatch.setattr("mpidist.data.hdf5_shard.LARGEST_CHUNK_BYTES", 1 << 21)
+    row = np.random.default_rng(0).normal(size=(1, 400, 1000))
+    with Hdf5Writer(strategy, path) as writer:
+        writer.append(row)
+    found = read(path)
+    np.testing.assert_array_equal(found, np.repeat(row, len(found), axis=0))
+
+
+def test_chunks_that_hdf5_does_not_allow_are_refused(strategy, path):
+    with (
+        pytest.raises(ValueError, match=r"chunk_rows=10000000 .*'data'.*4294967295"),
+        Hdf5Writer(strategy, path, chunk_rows=10**7) as writer,
+    ):
+        writer.append(np.zeros((1, 1000)))
+
+
+def test_compression(comm, strategy, path):
+    rows = np.zeros((1000, 100))
+    options = {"compression": "gzip", "compression_level": 9, "shuffle": True}
+    with Hdf5Writer(strategy, path, **options) as writer:
+        writer.append(rows)
+    assert read(path).shape == (1000 * comm.size, 100)
+    mine = path.with_name(shard(comm.rank, comm.size))
+    assert mine.stat().st_size < rows.nbytes / 20
+    with h5py.File(mine, "r") as file:
+        stored = file["data"]
+        assert (stored.compression, stored.compression_opts) == ("gzip", 9)
+        assert stored.shuffle
+
+
+def test_arrays_of_any_layout_and_library(comm, strategy, path):
+    base = rows_of(comm.rank, 12, (4,), "i4")
+    frozen = base.copy()
+    frozen.flags.writeable = False
+    given = [
+        base,
+        np.asfortranarray(base),
+        np.repeat(base, 2, axis=0)[::2],
+        base[::-1][::-1],
+        frozen,
+        memoryview(base),
+        base.astype(">i4"),
+        mpidist.PerReplica((base,), (comm.rank,)),
+        mpidist.Mirrored((base,)),
+    ]
+    if "torch" in sys.modules:
+        given.append(sys.modules["torch"].from_numpy(base))
+    with Hdf5Writer(strategy, path, chunk_rows=7) as writer:
+        for array in given:
+            writer.append(array)
+    expected = written_by_all(
+        comm, lambda r: np.tile(rows_of(r, 12, (4,), "i4"), (len(given), 1))
+    )
+    np.testing.assert_array_equal(read(path), expected)
+
+
+@pytest.mark.gpu
+def test_arrays_on_a_gpu(comm, strategy, path):
+    cupy = pytest.importorskip("cupy")
+    if not arrays.gpu_count():
+        pytest.skip("there is no GPU")
+    with Hdf5Writer(strategy, path, chunk_rows=5) as writer:
+        writer.append(cupy.asarray(rows_of(comm.rank, 12)))
+        writer.append(rows_of(comm.rank, 2))
+    expected = written_by_all(
+        comm, lambda r: np.concatenate([rows_of(r, 12), rows_of(r, 2)])
+    )
+    np.testing.assert_array_equal(read(path), expected)
+
+
+def test_what_was_appended_may_be_changed_afterwards(strategy, path):
+    row = np.zeros((1, 2))
+    with Hdf5Writer(strategy, path) as writer:
+        for i in range(3):
+            row[:] = i
+            writer.append(row)
+    n = strategy.num_replicas_in_sync
+    assert read(path)[:, 0].tolist() == [0, 1, 2] * n
+
+
+def test_results_of_a_replica_function(comm, strategy, path):
+    with Hdf5Writer(strategy, path) as writer:
+        result = strategy.run(lambda: {"x": rows_of(comm.rank, 2)})
+        writer.append(result)
+        strategy.run(lambda: writer.append({"x": rows_of(comm.rank, 1)}))
+    expected = written_by_all(
+        comm, lambda r: np.concatenate([rows_of(r, 2), rows_of(r, 1)])
+    )
+    np.testing.assert_array_equal(read(path, "x"), expected)
+
+
+def test_a_writer_inside_a_replica_function(comm, strategy, path):
+    def step():
+        with Hdf5Writer(strategy, path) as writer:
+            writer.append(rows_of(comm.rank, 2))
+
+    strategy.run(step)
+    expected = written_by_all(comm, lambda rank: rows_of(rank, 2))
+    np.testing.assert_array_equal(read(path), expected)
+
+
+# Names
+
+
+def test_names_with_slashes_and_percent_signs(comm, strategy, path):
+    path = path.with_name("100%b 5%%.v1.h5")
+    names = ["/x", "a//b/", "a/c%b%%d", "ä ö/..."]
+    with Hdf5Writer(strategy, path) as writer:
+        rows = rows_of(comm.rank, 2)
+        writer.append(dict.fromkeys(names, rows))
+        writer.append(dict.fromkeys(["x", "a/b", *names[2:]], rows))
+    expected = written_by_all(comm, lambda r: np.tile(rows_of(r, 2), (2, 1)))
+    for name in names:
+        np.testing.assert_array_equal(read(path, name), expected)
+    assert list(Dataset.from_hdf5(path, names[2])) != []
+    assert path.with_name(f"100%b 5%%.v1-00000-of-{comm.size:05}.h5").exists()
+
+
+def test_a_bare_array_goes_to_the_dataset_that_was_named(strategy, path):
+    with Hdf5Writer(strategy, path, dataset="train/x") as writer:
+        writer.append(np.arange(2))
+        writer.append({"train/x": np.arange(1)})
+    n = strategy.num_replicas_in_sync
+    assert read(path, "train/x").tolist() == [0, 1, 0] * n
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        (["x", "/x"], ValueError, "none twice"),
+        ([], ValueError, "at least one"),
+        (["x", "x/y"], ValueError, "'x' cannot be a dataset and, in 'x/y', a group"),
+        (["a/b/c", "a"], ValueError, "'a' cannot be a dataset"),
+        ([""], ValueError, "'' cannot be the name"),
+        (["/"], ValueError, "'/' cannot be the name"),
+        (["a/./b"], ValueError, "cannot be the name"),
+        (["a\0b"], ValueError, "cannot be the name"),
+        ([3], TypeError, "must be a str, not 3"),
+    ],
+)
+def test_names_that_hdf5_cannot_have(strategy, path, names, error, message):
+    with Hdf5Writer(strategy, path) as writer:
+        with pytest.raises(error, match=message):
+            writer.append(dict.fromkeys(names, np.ones(1)))
+        writer.append({"a": np.ones(1)})
+
+
+# Rows that do not fit
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"x": np.ones((2, 3)), "y": np.ones(3)}, "unequal rows: 'x' has 2, 'y' has 3"),
+        ({"x": np.ones((2, 3))}, r"datasets were \['x', 'y'\], and are now \['x'\]"),
+        ({"x": np.ones((1, 4)), "y": np.ones(1)}, r"'x' were .* \(3,\), and are.*\(4"),
+        (
+            {"x": np.ones((1, 3), "f4"), "y": np.ones(1)},
+            r"'x' were float64 .*, and are now float32",
+        ),
+        ({"x": np.ones((1, 3)), "y": 1.0}, "'y'.* is a scalar"),
+    ],
+)
+def test_rows_unlike_those_before_raise_at_once_and_add_nothing(
+    strategy, path, rows, message
+):
+    fitting = {"x": np.zeros((1, 3)), "y": np.zeros(1)}
+    with Hdf5Writer(strategy, path) as writer:
+        writer.append(fitting)
+        with pytest.raises(mpidist.ArgumentError, match=message):
+            writer.append(rows)
+        writer.append(fitting)
+    assert read(path, "x").tolist() == [[0, 0, 0]] * 2 * strategy.num_replicas_in_sync
+
+
+@pytest.mark.parametrize(
+    ("usual", "other", "message"),
+    [
+        ({"x": np.ones(1)}, {"x": np.ones(1, "f4")}, "'x' are {}float64.*float32"),
+        ({"x": np.ones(1)}, {"x": np.ones((1, 2))}, r"'x' are {}.*\(\) on.*\(2,\)"),
+        ({"x": np.ones(1)}, {"y": np.ones(1)}, r"datasets are {}\['x'\].*\['y'\]"),
+        ({"x": np.ones(0)}, {"x": np.ones(0, "i4")}, "'x' are {}float64.*int32"),
+        (
+            {"x": np.ones(1, CATS)},
+            {"x": np.ones(1, DOGS)},
+            "{}int8.*'CAT': 0.*'DOG': 0",
+        ),
+    ],
+)
+def test_ranks_that_append_unlike_rows_all_raise(
+    comm, strategy, path, usual, other, message
+):
+    if comm.size == 1:
+        pytest.skip("ranks can differ only where there are several")
+    last = comm.size - 1
+    # With several others, the first has appended nothing
+    nothing = "nothing on rank 0; " if comm.size > 2 else ""
+    message = f"{message.format(nothing)}.* on rank {last}$"
+    with (
+        pytest.raises(mpidist.MismatchError, match=message),
+        Hdf5Writer(strategy, path) as writer,
+    ):
+        if comm.rank or not nothing:
+            writer.append(other if comm.rank == last else usual)
+    comm.Barrier()
+    assert names_in(path.parent) == []
+
+
+def test_no_rows_at_all(comm, strategy, path):
+    with (
+        pytest.raises(mpidist.DataError, match="no rank appended anything"),
+        Hdf5Writer(strategy, path),
+    ):
+        pass
+    comm.Barrier()
+    assert names_in(path.parent) == []
+
+
+def test_zero_rows_of_one_rank_make_datasets_without_rows(comm, strategy, path):
+    with Hdf5Writer(strategy, path) as writer:
+        if comm.rank == comm.size - 1:
+            writer.append({"x": np.ones((0, 3), "f4")})
+    assert names_in(path.parent) == ["features.h5"]
+    assert read(path, "x").shape == (0, 3)
+    assert read(path, "x").dtype == np.float32
+    assert len(Dataset.from_hdf5(path, "x")) == 0
+
+
+# Leaving the block
+
+
+@pytest.mark.parametrize("culprit", [0, -1])
+@pytest.mark.parametrize("where", ["block", "collective", "close"])
+def test_an_exception_on_one_rank_leaves_nothing(comm, strategy, path, culprit, where):
+    culprit %= comm.size
+    with (
+        pytest.raises(KeyError, match="lost") as info,
+        Hdf5Writer(strategy, path, chunk_rows=1) as writer,
+    ):
+        writer.append(rows_of(comm.rank, 9))
+        if comm.rank == culprit:
+            raise KeyError("lost")
+        # Where the others are meanwhile
+        if where == "collective":
+            strategy.reduce("SUM", 1.0)
+        elif where == "close":
+            writer.close()
+    if comm.size > 1:
+        assert info.value.origin_rank == culprit
+    if comm.rank != culprit:
+        assert type(info.value.__cause__) is mpidist.RemoteError
+    with pytest.raises(mpidist.ContextError, match="closed"):
+        writer.append(np.ones(1))
+    writer.close()
+    comm.Barrier()
+    assert names_in(path.parent) == []
+    # The ranks are together again
+    assert strategy.reduce("SUM", 1) == comm.size
+
+
+def test_an_exception_that_all_ranks_raise_stays_each_ranks_own(comm, strategy, path):
+    error = ValueError(f"rank {comm.rank}")
+    with pytest.raises(ValueError) as info, Hdf5Writer(strategy, path):
+        raise error
+    assert info.value is error
+    assert info.value.__context__ is None
+    comm.Barrier()
+    assert names_in(path.parent) == []
+
+
+def test_an_interrupt_is_raised_alone_and_removes_this_ranks_file(comm, strategy, path):
+    with pytest.raises(KeyboardInterrupt), Hdf5Writer(strategy, path) as writer:
+        writer.append(np.ones(3))
+        raise KeyboardInterrupt
+    comm.Barrier()
+    assert names_in(path.parent) == []
+    assert strategy.reduce("SUM", 1) == comm.size
+
+
+def test_close_without_a_block(comm, strategy, path):
+    writer = Hdf5Writer(strategy, str(path))
+    writer.append(np.arange(2))
+    assert not path.exists()
+    writer.close()
+    assert read(path).tolist() == [0, 1] * comm.size
+    writer.close()
+    with pytest.raises(mpidist.ContextError, match=r"features.h5: .*closed"):
+        writer.append(np.arange(2))
+    with pytest.raises(mpidist.ContextError, match="closed"), writer:
+        pass
+    assert read(path).tolist() == [0, 1] * comm.size
+
+
+def test_close_inside_the_block(comm, strategy, path):
+    with Hdf5Writer(strategy, path) as writer:
+        writer.append(np.arange(2))
+        writer.close()
+    assert read(path).tolist() == [0, 1] * comm.size
+
+
+def test_two_writers_at_once(comm, strategy, path):
+    other = path.with_name("other.h5")
+    with Hdf5Writer(strategy, path) as one, Hdf5Writer(strategy, other) as two:
+        for _ in range(2):
+            one.append(np.ones(1))
+            two.append(np.zeros(1, "i4"))
+    assert read(path).tolist() == [1] * 2 * comm.size
+    assert read(other).tolist() == [0] * 2 * comm.size
+
+
+def test_of_two_writers_of_one_path_the_second_is_refused(comm, strategy, path):
+    one, two = (Hdf5Writer(strategy, path) for _ in range(2))
+    for i, writer in enumerate([one, two]):
+        writer.append(np.full(2, i))
+    one.close()
+    with pytest.raises(mpidist.ArgumentError, match="files of this name already"):
+        two.close()
+    comm.Barrier()
+    assert read(path).tolist() == [0] * 2 * comm.size
+    assert len(names_in(path.parent)) == 1 + comm.size
+
+
+def test_a_finalized_strategy_cannot_write(comm, path):
+    strategy = mpidist.MirroredStrategy(communicator=comm)
+    writer = Hdf5Writer(strategy, path)
+    writer.append(np.ones(1))
+    strategy.experimental_finalize()
+    with pytest.raises(mpidist.ContextError, match="finalized"):
+        writer.close()
+    comm.Barrier()
+    assert names_in(path.parent) == []
+    with pytest.raises(mpidist.ContextError, match="finalized"):
+        Hdf5Writer(strategy, path)
+
+
+# Files that are there already
+
+
+def write(strategy, path, value, **options):
+    with Hdf5Writer(strategy, path, **options) as writer:
+        writer.append(np.full(2, value))
+
+
+@pytest.mark.parametrize("name", ["features.h5", "features-00007-of-00123.h5"])
+def test_files_that_exist_are_an_error(comm, strategy, path, name):
+    if comm.rank == 0:
+        path.with_name(name).write_text("precious")
+    comm.Barrier()
+    with pytest.raises(mpidist.ArgumentError, match=f"already: {name}; .*overwrite"):
+        Hdf5Writer(strategy, path)
+    comm.Barrier()
+    assert names_in(path.parent) == [name]
+    assert path.with_name(name).read_text() == "precious"
+
+
+def test_files_of_other_names_are_no_hindrance_and_are_left(comm, strategy, path):
+    others = ["features", "features-1-of-2.h5", "features-a.h5", "features.h5.bak"]
+    if comm.rank == 0:
+        for name in others:
+            path.with_name(name).write_text("other")
+    comm.Barrier()
+    for overwrite in [False, True]:
+        write(strategy, path, 1, overwrite=overwrite)
+    shards = [shard(r, comm.size) for r in range(comm.size)]
+    assert names_in(path.parent) == sorted(["features.h5", *others, *shards])
+
+
+def test_overwrite_replaces_the_files_of_any_number_of_ranks(comm, strategy, path):
+    write(strategy, path, 1)
+    old = path.with_name("features-00009-of-00010.h5")
+    if comm.rank == 0:
+        old.write_text("of another job")
+    comm.Barrier()
+    write(strategy, path, 2, overwrite=True)
+    assert read(path).tolist() == [2] * 2 * comm.size
+    assert len(names_in(path.parent)) == 1 + comm.size
+
+
+def test_overwrite_that_fails_keeps_the_old_files(comm, strategy, path):
+    write(strategy, path, 1)
+    before = names_in(path.parent)
+    with (
+        pytest.raises(KeyError),
+        Hdf5Writer(strategy, path, overwrite=True) as writer,
+    ):
+        writer.append(np.ones((3, 4)))
+        assert read(path).tolist() == [1] * 2 * comm.size
+        comm.Barrier()
+        if comm.rank == comm.size - 1:
+            raise KeyError("lost")
+    comm.Barrier()
+    assert names_in(path.parent) == before
+    assert read(path).tolist() == [1] * 2 * comm.size
+
+
+def test_rows_of_the_old_files_may_be_rewritten(comm, strategy, path):
+    write(strategy, path, 1)
+    with Hdf5Writer(strategy, path, overwrite=True) as writer:
+        for row in Dataset.from_hdf5(path, "data").batch(1):
+            writer.append(row + comm.rank)
+    expected = np.repeat(1 + np.arange(comm.size), 2 * comm.size)
+    np.testing.assert_array_equal(read(path), expected)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_rows": 0}, "chunk_rows must be >= 1, not 0"),
+        ({"compression": "lzma"}, "None or 'gzip', not 'lzma'"),
+        ({"compression": "gzip", "compression_level": 10}, r"0\.\.9.*not 10"),
+        ({"compression_level": 4}, "with compression=None"),
+        ({"dataset": "/"}, "'/' cannot be the name"),
+    ],
+)
+def test_options_that_cannot_be(comm, strategy, path, options, message):
+    with pytest.raises(mpidist.ArgumentError, match=message):
+        Hdf5Writer(strategy, path, **options)
+    assert names_in(path.parent) == []
+
+
+def test_paths_that_cannot_be(comm, strategy, path):
+    with pytest.raises(mpidist.ArgumentError, match="must name a file"):
+        Hdf5Writer(strategy, path.parent)
+    with pytest.raises(mpidist.ArgumentTypeError, match="must be a path, not 3"):
+        Hdf5Writer(strategy, 3)
+    with pytest.raises(mpidist.ArgumentTypeError, match="needs a strategy"):
+        Hdf5Writer(path, path)
+    for missing in [path.with_name("missing") / "a.h5", path / "a.h5"]:
+        with pytest.raises(mpidist.DataError, match=r"a\.h5: cannot be written: .*No"):
+            Hdf5Writer(strategy, missing)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "other.h5"}, "path is .*features.h5 on"),
+        ({"chunk_rows": 5}, "storage is .*chunk_rows=5"),
+        ({"overwrite": True}, "overwrite is False on"),
+        ({"dataset": "x"}, "dataset is data on .*; x on rank"),
+    ],
+)
+def test_arguments_that_differ_between_ranks(comm, strategy, path, options, message):
+    if comm.size == 1:
+        pytest.skip("ranks can differ only where there are several")
+    mine = {"path": path, **(options if comm.rank == comm.size - 1 else {})}
+    with pytest.raises(mpidist.MismatchError, match=message):
+        Hdf5Writer(strategy, mine.pop("path"), **mine)
+    comm.Barrier()
+    assert names_in(path.parent) == []
+
+
+# Disks
+
+
+@pytest.mark.parametrize("moment", ["append", "close"])
+def test_a_full_disk_is_an_error_on_all_ranks(comm, strategy, path, moment):
+    last = comm.size - 1
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    rows = 100 if moment == "append" else 3
+    with pytest.raises(mpidist.DataError) as info:  # noqa: SIM117
+        with Hdf5Writer(strategy, path) as writer:
+            if comm.rank == last:
+                # Writing beyond this fails as on a full disk
+                resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+            try:
+                for _ in range(rows):
+                    writer.append({"wide": np.ones((10, 1000))})
+                writer.close()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"{shard(last, comm.size)}: cannot be written" in str(info.value)
+    assert "'wide'" in str(info.value)
+    assert "File too large" in str(info.value)
+    with pytest.raises(mpidist.ContextError):
+        writer.append({"wide": np.ones((10, 1000))})
+    comm.Barrier()
+    assert names_in(path.parent) == []
+    # HDF5 has got over it
+    write(strategy, path, 1)
+    assert read(path).tolist() == [1] * 2 * comm.size
+
+
+def test_after_an_append_that_could_not_be_written_there_is_no_close(
+    comm, strategy, path
+):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer = Hdf5Writer(strategy, path, chunk_rows=1)
+    rows = {"x": np.ones((10, 1000)), "y": np.ones(10)}
+    writer.append(rows)
+    if comm.rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+        try:
+            with pytest.raises(mpidist.DataError, match=r"00000-of.*'x'.*too large"):
+                for _ in range(100):
+                    writer.append(rows)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with pytest.raises(mpidist.DataError, match="an append failed before"):
+            writer.append(rows)
+    with pytest.raises(mpidist.DataError, match=r"00000-of.*an append failed before"):
+        writer.close()
+    comm.Barrier()
+    assert names_in(path.parent) == []
+
+
+def test_a_file_that_one_rank_cannot_create_is_an_error_on_all(comm, strategy, path):
+    last = comm.size - 1
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    if comm.rank == last:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        with pytest.raises(mpidist.DataError, match="Too many open files") as info:
+            Hdf5Writer(strategy, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    if comm.size > 1:
+        assert f"{shard(last, comm.size)}: cannot be created" in str(info.value)
+    comm.Barrier()
+    assert names_in(path.parent) == []
+
+
+def test_a_shard_that_cannot_be_renamed_is_an_error_on_all_ranks(comm, strategy, path):
+    last = comm.size - 1
+    with pytest.raises(mpidist.DataError, match=f"{shard(last, comm.size)}: .*renamed"):  # noqa: SIM117
+        with Hdf5Writer(strategy, path) as writer:
+            writer.append(np.arange(3))
+            if comm.rank == last:
+                (temporary,) = path.parent.glob(f"{shard(last, comm.size)}.*")
+                temporary.unlink()
+    comm.Barrier()
+    assert names_in(path.parent) == []
+
+
+def test_an_index_that_cannot_be_renamed_leaves_complete_shards(
+    comm, strategy, path, monkeypatch
+):
+    real = Unfinished.publish
+
+    def publish(self):
+        if self.path == path:
+            self.temporary.unlink()
+        real(self)
+
+    monkeypatch.setattr(Unfinished, "publish", publish)
+    with pytest.raises(
+        mpidist.DataError, match=r"features\.h5: cannot be written: .*No"
+    ):
+        write(strategy, path, comm.rank)
+    comm.Barrier()
+    assert names_in(path.parent) == [shard(r, comm.size) for r in range(comm.size)]
+    assert read(path.with_name(shard(comm.rank, comm.size))).tolist() == [comm.rank] * 2
+
+
+def test_a_folder_that_the_ranks_do_not_share_is_an_error(
+    comm, strategy, tmp_path, monkeypatch
+):
+    if comm.size == 1:
+        pytest.skip("one rank shares its folder with itself")
+    monkeypatch.setattr("mpidist.hdf5_writer._VISIBLE_SECONDS", 0)
+    monkeypatch.chdir(tmp_path)  # another one on each rank
+    message = r"rank 0 does not see features-00001.*\.tmp, which rank 1 wrote"
+    with pytest.raises(mpidist.DataError, match=message):
+        Hdf5Writer(strategy, "features.h5")
+    assert names_in(tmp_path) == []
+
+
+def test_a_relative_path_is_of_the_folder_at_the_time(
+    comm, strategy, path, monkeypatch
+):
+    monkeypatch.chdir(path.parent)
+    with Hdf5Writer(strategy, "features.h5") as writer:
+        monkeypatch.chdir("/")
+        writer.append(np.arange(2))
+    assert read(path).tolist() == [0, 1] * comm.size
+
+
+def test_the_index_is_named_after_all_else_is_on_the_disk(
+    comm, strategy, path, monkeypatch
+):
+    done, names = [], {}
+    real_fsync, real_publish = os.fsync, Unfinished.publish
+
+    def fsync(descriptor):
+        target = os.readlink(f"/proc/self/fd/{descriptor}")
+        done.append(("sync", "folder" if target == str(path.parent) else target))
+        real_fsync(descriptor)
+
+    def publish(self):
+        names[str(self.temporary)] = self.path.name
+        assert not path.exists()
+        done.append(("name", self.path.name))
+        real_publish(self)
+
+    monkeypatch.setattr("os.fsync", fsync)
+    monkeypatch.setattr(Unfinished, "publish", publish)
+    write(strategy, path, 1)
+    mine = shard(comm.rank, comm.size)
+    expected = [("sync", mine), ("name", mine)]
+    if comm.rank == 0:
+        expected[1:1] = [("sync", "features.h5")]
+        expected += [("sync", "folder"), ("name", "features.h5"), ("sync", "folder")]
+    assert [(what, names.get(name, name)) for what, name in done] == expected
+
+
+# Afterwards
+
+
+def test_the_folder_may_be_moved(comm, strategy, mpi_tmp_path, monkeypatch):
+    (mpi_tmp_path / "decoy").mkdir(exist_ok=True)
+    (mpi_tmp_path / "made").mkdir(exist_ok=True)
+    comm.Barrier()
+    write(strategy, mpi_tmp_path / "decoy" / "features.h5", 7)
+    write(strategy, mpi_tmp_path / "made" / "features.h5", 1)
+    if comm.rank == 0:
+        (mpi_tmp_path / "made").rename(mpi_tmp_path / "moved")
+        (mpi_tmp_path / "link.h5").symlink_to("moved/features.h5")
+    comm.Barrier()
+    places = [("moved/features.h5", "decoy"), ("link.h5", ".")]
+    # All of h5py's first: it locks files, as datasets do not, and HDF5 wants one way
+    for reader in [read, lambda path: np.array(list(Dataset.from_hdf5(path, "data")))]:
+        for path, folder in places:
+            monkeypatch.chdir(mpi_tmp_path / folder)
+            assert reader(mpi_tmp_path / path).tolist() == [1] * 2 * comm.size
+
+
+def test_a_shard_that_is_gone_is_an_error_for_datasets(comm, strategy, path):
+    write(strategy, path, 1)
+    lost = path.with_name(shard(comm.size - 1, comm.size))
+    dataset = Dataset.from_hdf5(path, "data")
+    comm.Barrier()
+    if comm.rank == 0:
+        lost.unlink()
+    comm.Barrier()
+    with pytest.raises(mpidist.DataError, match=f"missing: {lost.name}"):
+        list(dataset)
+
+
+FORKING = """
+import os
+import sys
+import numpy as np
+import mpidist
+
+strategy = mpidist.MirroredStrategy()
+with mpidist.Hdf5Writer(strategy, sys.argv[1], chunk_rows=1) as writer:
+    writer.append(np.arange(3))
+    if os.fork() == 0:
+        writer.append(np.arange(1000))
+        writer._shard.discard()  # as the end of a process does
+        os._exit(0)  # without MPI's part of it
+    os.wait()
+    writer.append(np.arange(3))
+"""
+
+
+def test_a_forked_process_does_no_harm(comm, tmp_path):
+    path = tmp_path / "features.h5"
+    command = [sys.executable, "-W", "ignore", "-c", FORKING, str(path)]
+    done = launching.run(command)
+    assert done.returncode == 0, done.stderr
+    assert read(path).tolist() == [0, 1, 2, 0, 1, 2]
+    assert len(names_in(tmp_path)) == 2
+
+
+FORGOTTEN = """
+import sys
+import numpy as np
+import mpidist
+
+writer = mpidist.Hdf5Writer(mpidist.MirroredStrategy(), sys.argv[1], chunk_rows=1)
+writer.append(np.arange(3))
+"""
+
+
+def test_a_writer_that_is_never_closed_leaves_nothing(comm, tmp_path):
+    path = tmp_path / "features.h5"
+    done = launching.run([sys.executable, "-c", FORGOTTEN, str(path)])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert names_in(tmp_path) == []
+
+
+# Ranks that die
+
+DYING = """
+import os
+import signal
+import sys
+import numpy as np
+import mpidist
+from mpidist.data.unfinished import Unfinished
+
+path, moment, name = sys.argv[1:]
+
+
+def die_in(method):
+    real = getattr(Unfinished, method)
+
+    def dying(self):
+        if (moment, name) == (method, self.path.name):
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(self)
+
+    setattr(Unfinished, method, dying)
+
+
+die_in("complete")
+die_in("publish")
+strategy = mpidist.MirroredStrategy()
+rank = strategy.extended.replica_id
+with mpidist.Hdf5Writer(strategy, path, chunk_rows=2, overwrite=True) as writer:
+    writer.append(np.full(5, rank))
+    if (moment, name) == ("append", str(rank)):
+        os.kill(os.getpid(), signal.SIGKILL)
+    writer.append(np.full(5, rank))
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "name", "is_old_kept"),
+    [
+        ("append", "2", True),
+        ("complete", shard(1, 3), True),
+        ("complete", "features.h5", True),
+        ("publish", shard(0, 3), False),
+        ("publish", shard(2, 3), False),
+        ("publish", "features.h5", False),
+    ],
+)
+def test_a_rank_that_is_killed_leaves_nothing_half(
+    comm, strategy, path, mpirun, moment, name, is_old_kept
+):
+    write(strategy, path, 7)
+    before = {n: path.with_name(n).read_bytes() for n in names_in(path.parent)}
+    comm.Barrier()
+    ended = mpirun(3, DYING, str(path), moment, name)
+    assert ended.returncode != 0
+    left = {n for n in names_in(path.parent) if not n.endswith(".tmp")}
+    if is_old_kept:
+        assert {n: path.with_name(n).read_bytes() for n in left} == before
+    else:
+        # Some of the shards, all of them complete, and no index
+        assert left <= {shard(rank, 3) for rank in range(3)}
+        for rank in range(3):
+            if shard(rank, 3) in left:
+                found = read(path.with_name(shard(rank, 3)))
+                assert found.tolist() == [rank] * 10
+    comm.Barrier()
+    # The next job is not disturbed
+    write(strategy, path, 8, overwrite=True)
+    assert read(path).tolist() == [8] * 2 * comm.size
+    left = [n for n in names_in(path.parent) if not n.endswith(".tmp")]
+    assert len(left) == 1 + comm.size
