@@ -23,7 +23,7 @@ LAYERS = [
     ["transports.base", "transports.mpi"],
     ["transports.staging", "transports.hierarchical"],
     ["transports"],
-    ["collectives", "data.sources", "data.spec", "data.hdf5"],
+    ["collectives", "data.sources", "data.spec", "data.hdf5", "data.parallel"],
     ["cross_device_ops"],
     ["replica_group", "reductions"],
     ["data.pipeline"],

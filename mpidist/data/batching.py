@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpidist import nest, sharding
+from mpidist.data.parallel import call_all
 from mpidist.data.pipeline import Pass, Pipeline, Step
 from mpidist.data.sources import Positions, from_lists, stack
 from mpidist.data.spec import batch_of
@@ -17,12 +18,17 @@ __all__ = ["Batch", "Map", "call_mapped"]
 
 
 class Map(Step):
-    """A function of each element."""
+    """A function of each element, in some number of threads."""
 
-    def __init__(self, parent: Pipeline, fn: Callable[..., Any]):
+    def __init__(self, parent: Pipeline, fn: Callable[..., Any], threads: int = 1):
         super().__init__(parent)
         self._fn = fn
+        self._threads = threads
         self._none: Any = None
+
+    @property
+    def parallel_calls(self) -> int:
+        return max(self._parent.parallel_calls, self._threads)
 
     def describe(self) -> str:
         return f"{self._parent.describe()}.map"
@@ -53,8 +59,12 @@ class Map(Step):
                 self._none = nest.map_leaves(lambda a: np.stack([a])[:0], example)
             return self._none
         inputs, spec = nest.flatten(self._parent.elements(order, positions))
-        rows = zip(*inputs, strict=True)
-        return stack([self._call(nest.unflatten(spec, row)) for row in rows])
+        rows = list(zip(*inputs, strict=True))
+
+        def call(row: Any) -> Any:
+            return self._call(nest.unflatten(spec, row))
+
+        return stack(call_all(call, rows, self._threads))
 
     def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
         given = self._parent.part(order, i, replicas, replica)
@@ -91,6 +101,10 @@ class Batch(Step):
     @property
     def batch_size(self) -> int:
         return self._batch_size
+
+    @property
+    def parallel_calls(self) -> int:
+        return 1  # the rows of one batch are spread over threads
 
     def describe(self) -> str:
         arguments = f"{self._batch_size}, drop_remainder={self._drop_remainder}"

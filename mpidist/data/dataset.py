@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from mpidist import nest
 from mpidist.data.hdf5 import Hdf5Rows, check_names, list_files
+from mpidist.data.parallel import count_threads
 from mpidist.data.pipeline import INFINITE_CARDINALITY, Pass, Pipeline, Rows
 from mpidist.data.sources import ArrayRows, RangeRows, as_element, from_lists
 from mpidist.data.steps import concatenate, in_order, read_ahead, steps_of
@@ -147,17 +148,28 @@ class Dataset:
         """
         return Dataset(Rows(Hdf5Rows(list_files(files), check_names(datasets))))
 
-    def map(self, map_func: Callable[..., Any]) -> Dataset:
+    def map(
+        self, map_func: Callable[..., Any], num_parallel_calls: int | None = None
+    ) -> Dataset:
         """Return a dataset of `map_func(element)`; a tuple is passed as arguments.
 
         Before `batch` the function sees one row at a time. After `batch` it sees the
         rows of a batch; in a distributed dataset those are this replica's rows, so
         there it must treat each row by itself and return as many rows as it got. (Of
         a generator's dataset it sees whole batches, on every replica.)
+
+        Args:
+          map_func: of an element.
+          num_parallel_calls: in how many threads it is called at the same time, -1
+            (TensorFlow's AUTOTUNE) for one per core that this process may use; None
+            for one by one. The order stays. Of rows that are batched afterwards, those
+            of one batch are spread over the threads, which end with it; otherwise, as
+            many elements are computed ahead. Threads help where `map_func` waits, or
+            spends its time in functions that let others run, as NumPy's do.
         """
         if not callable(map_func):
             raise ArgumentTypeError(f"map_func must be callable, not {map_func!r}")
-        return self._then(self._steps.map, map_func)
+        return self._then(self._steps.map, map_func, count_threads(num_parallel_calls))
 
     def shuffle(
         self,

@@ -61,8 +61,8 @@ class Optional:
 class DistributedIterator:
     """One pass over a distributed dataset. `next` is collective.
 
-    Batches are read ahead in a thread, which ends with the iteration, or when the
-    iterator is closed or forgotten.
+    Batches are read ahead in a thread (or more: see `Dataset.map`), which ends with the
+    iteration, or when the iterator is closed or forgotten.
 
     Example:
       >>> rows = mpidist.Dataset.range(4).batch(4)
@@ -81,10 +81,12 @@ class DistributedIterator:
         self._kind: Any = None  # of no rows, once a batch was seen
         self._ahead: collections.deque[Future[Portion | None]] = collections.deque()
         depth = plan.options.experimental_per_replica_buffer_size
-        self._depth = depth
+        threads = feed.count_readers(plan)
+        # All threads have something to read while a batch is in use
+        self._depth = max(depth, threads) if depth and threads > 1 else depth
         self._is_closed = False
         self._failure: str | None = None
-        self._reader = ThreadPoolExecutor(1, "mpidist-input") if depth else None
+        self._reader = ThreadPoolExecutor(threads, "mpidist-input") if depth else None
 
     @property
     def element_spec(self) -> Any:
@@ -148,7 +150,7 @@ class DistributedIterator:
         return Optional(regrouping.regroup(portion.batch, replica, replicas))
 
     def close(self) -> None:
-        """End the iteration and the thread that reads ahead. Not collective."""
+        """End the iteration and the threads that read ahead. Not collective."""
         self._is_closed = True
         self._drop_ahead()
         if self._reader is not None:

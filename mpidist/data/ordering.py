@@ -158,6 +158,10 @@ class Concatenate(Pipeline):
         return self._first.needs_entropy or self._second.needs_entropy
 
     @property
+    def parallel_calls(self) -> int:
+        return max(self._first.parallel_calls, self._second.parallel_calls)
+
+    @property
     def file_count(self) -> int:
         return min(self._first.file_count, self._second.file_count)
 

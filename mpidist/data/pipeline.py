@@ -67,6 +67,11 @@ class Pipeline:
         return self.batch_size is not None
 
     @property
+    def parallel_calls(self) -> int:
+        """How many threads elements should be asked for in, at the same time."""
+        return 1
+
+    @property
     def file_count(self) -> int:
         """How many files the rows come from; 0 for rows that are not in files."""
         raise NotImplementedError  # pragma: no cover
@@ -176,6 +181,10 @@ class Step(Pipeline):
     @property
     def needs_entropy(self) -> bool:
         return self._parent.needs_entropy
+
+    @property
+    def parallel_calls(self) -> int:
+        return self._parent.parallel_calls
 
     @property
     def file_count(self) -> int:

@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
+from mpidist.data.parallel import call_ahead
 from mpidist.data.pipeline import Pass, Pipeline
 from mpidist.data.sources import as_element
 from mpidist.data.spec import spec_of
@@ -153,7 +154,10 @@ class InOrder(Stream):
     def iterate(self, order: Pass) -> Iterator[Any]:
         length = self._pipeline.length
         numbers = itertools.count() if length is None else range(length)
-        return (self._pipeline.element(order, i) for i in numbers)
+        read, threads = self._pipeline.element, self._pipeline.parallel_calls
+        if threads > 1:
+            return call_ahead(lambda i: read(order, i), numbers, threads)
+        return (read(order, i) for i in numbers)
 
     def example(self) -> Any:
         return self._pipeline.example(Pass())
