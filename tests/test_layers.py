@@ -14,12 +14,13 @@ ROOT = Path(mpidist.__file__).parent
 
 # Each module imports only from layers above its own line
 LAYERS = [
-    ["_version", "errors"],
-    ["options", "values", "nest", "sharding"],
+    ["_version", "errors", "free_memory"],
+    ["options", "values", "nest", "sharding", "storage"],
     ["arrays", "regrouping"],
     ["packing", "topology", "calls", "turns"],
     ["leaves"],
     ["agree"],
+    ["node_memory"],
     ["transports.base", "transports.mpi"],
     ["transports.staging", "transports.hierarchical"],
     ["transports"],
@@ -27,11 +28,11 @@ LAYERS = [
     ["cross_device_ops"],
     ["replica_group", "reductions"],
     ["data.pipeline"],
-    ["data.ordering", "data.batching", "data.stream"],
-    ["data.sequential"],
+    ["data.ordering", "data.batching", "data.stream", "data.tables"],
+    ["data.sequential", "data.caching"],
     ["data.steps"],
     ["data.dataset", "context"],
-    ["updates", "data.feed", "audit"],
+    ["updates", "data.feed", "data.shared_caches", "audit"],
     ["variables", "data.iterator", "multi_step"],
     ["data.distributed"],
     ["data.iterator_v1"],
@@ -46,6 +47,7 @@ OUTSIDE = {
     "mpi4py": {
         "topology",
         "agree",
+        "node_memory",
         "transports.mpi",
         "transports.hierarchical",
         "replica_group",

@@ -66,6 +66,9 @@ class Map(Step):
 
         return stack(call_all(call, rows, self._threads))
 
+    def rows_in(self, order: Pass, i: int) -> int:
+        return self._parent.rows_in(order, i)
+
     def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
         given = self._parent.part(order, i, replicas, replica)
         if len(nest.flatten(given)[0][0]) == 0:
@@ -126,11 +129,14 @@ class Batch(Step):
             return nest.map_leaves(lambda a: a[None][:0], example)
         return stack([self.element(order, int(i)) for i in positions])
 
+    def rows_in(self, order: Pass, i: int) -> int:
+        rows = self._parent.length
+        rest = self._batch_size if rows is None else rows - i * self._batch_size
+        return min(self._batch_size, rest)
+
     def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
-        start, stop = i * self._batch_size, (i + 1) * self._batch_size
-        if (rows := self._parent.length) is not None:
-            stop = min(stop, rows)
-        mine = sharding.replica_slice(stop - start, replicas, replica)
+        start = i * self._batch_size
+        mine = sharding.replica_slice(self.rows_in(order, i), replicas, replica)
         positions = np.arange(start + mine.start, start + mine.stop)
         return self._parent.elements(order, positions)
 

@@ -248,6 +248,27 @@ class Dataset:
             )
         return Dataset(concatenate(first, second), self._options)
 
+    def cache(self) -> Dataset:
+        """Return a dataset that keeps its elements in memory once they were read.
+
+        What comes before it is read and computed once, and stays in the order of the
+        first epoch: shuffle afterwards. Elements, or rows of batches, are read when
+        they are first asked for; of a generator only a complete pass is kept. They are
+        kept as long as this dataset, or one made of it, exists.
+
+        In a distributed dataset the ranks of a node share one copy, in an MPI window,
+        for which all rows must have one shape and dtype, of numbers, bools or strings
+        of fixed length. Iterating over the dataset in one process, the replicas' own
+        datasets of `distribute_datasets_from_function`, and AutoShardPolicy.FILE keep
+        theirs in the memory of each process.
+
+        Raises, when it is first used or distributed:
+          ArgumentError: a dataset without end (call `repeat` afterwards); and if it is
+            distributed, on all ranks: a generator's dataset, rows of other kinds, or a
+            node that does not have enough memory left for all rows.
+        """
+        return self._then(self._steps.cache)
+
     def prefetch(self, buffer_size: int) -> Dataset:
         """Return a dataset that reads `buffer_size` elements ahead, in a thread.
 

@@ -23,6 +23,7 @@ from mpidist.data.dataset import (
 from mpidist.data.feed import Plan
 from mpidist.data.iterator import DistributedIterator
 from mpidist.data.pipeline import Pass, Pipeline
+from mpidist.data.shared_caches import keep_apart, require_shareable, share
 from mpidist.data.stream import Stream
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import AutoShardPolicy, InputOptions
@@ -110,6 +111,8 @@ class DistributedDataset:
             policy = whole.options().auto_shard_policy
             pipeline = _share(whole.pipeline, policy, extended)
             is_alike = policy is not AutoShardPolicy.FILE
+            if is_alike:
+                require_shareable(pipeline)
             agreed = (
                 ("auto_shard_policy", policy.name),
                 ("dataset", pipeline.describe()),
@@ -122,14 +125,18 @@ class DistributedDataset:
         extended.agreement.require_same(agreed)
         if policy is AutoShardPolicy.FILE:
             return cls._of_own_batches(extended, pipeline, options, call)
+        entropy = _draw(extended, pipeline.needs_entropy)
+        is_global = policy is not AutoShardPolicy.OFF
+        is_sliced = is_global and isinstance(pipeline, Pipeline)
+        slices = extended.num_replicas if is_sliced else 1
         return cls(
             Plan(
                 extended,
-                pipeline,
-                is_global=policy is not AutoShardPolicy.OFF,
+                share(extended, pipeline, Pass(0, entropy), slices),
+                is_global=is_global,
                 is_batched=True,
                 cardinality=pipeline.cardinality,
-                entropy=_draw(extended, pipeline.needs_entropy),
+                entropy=entropy,
                 options=options or InputOptions(),
                 serial=extended.agreement.calls,
             )
@@ -164,6 +171,10 @@ class DistributedDataset:
     ) -> DistributedDataset:
         """Return each replica's own pipeline, whose elements it gets whole."""
         agreement = extended.agreement
+        entropy = _draw(extended, needed=True)
+        pipeline = agreement.prepare(
+            call, lambda: keep_apart(pipeline, Pass(0, entropy))
+        )
         mine = agreement.prepare(  # it may look into files
             call, lambda: (pipeline.cardinality, pipeline.is_batched)
         )
@@ -186,7 +197,7 @@ class DistributedDataset:
                 is_global=False,
                 is_batched=is_batched,
                 cardinality=cardinality,
-                entropy=_draw(extended, needed=True),
+                entropy=entropy,
                 options=options or InputOptions(),
                 serial=extended.agreement.calls,
             )

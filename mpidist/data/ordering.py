@@ -7,6 +7,7 @@ orders come from `sharding.Permutation`, without a table.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -151,7 +152,8 @@ class Concatenate(Pipeline):
 
     @property
     def batch_size(self) -> int | None:
-        return self._first.batch_size
+        first, second = self._first.batch_size, self._second.batch_size
+        return first if first is None or second is None else max(first, second)
 
     @property
     def needs_entropy(self) -> bool:
@@ -173,6 +175,9 @@ class Concatenate(Pipeline):
             self._first.shard_files(workers, worker),
             self._second.shard_files(workers, worker),
         )
+
+    def over(self, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+        return Concatenate(change(self._first), change(self._second))
 
     def rebatch(self, workers: int) -> Pipeline:
         return Concatenate(self._first.rebatch(workers), self._second.rebatch(workers))
@@ -198,6 +203,10 @@ class Concatenate(Pipeline):
             return second
         first = self._first.elements(order, positions[~in_second])
         return _interleave([first, second], in_second)
+
+    def rows_in(self, order: Pass, i: int) -> int:
+        pipeline, i = self._find(i)
+        return pipeline.rows_in(order, i)
 
     def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
         pipeline, i = self._find(i)

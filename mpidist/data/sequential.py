@@ -189,6 +189,9 @@ class Concatenate(Stream):
     def describe(self) -> str:
         return f"{self._first.describe()}.concatenate({self._second.describe()})"
 
+    def over(self, change: Callable[[Any], Any]) -> Stream:
+        return Concatenate(change(self._first), change(self._second))
+
     def rebatch(self, workers: int) -> Stream:
         return Concatenate(self._first.rebatch(workers), self._second.rebatch(workers))
 

@@ -48,6 +48,10 @@ class Stream:
         """Return what must be the same on every replica, as text."""
         raise NotImplementedError  # pragma: no cover
 
+    def over(self, change: Callable[[Any], Any]) -> Stream:
+        """Return the same step after `change(parent)` instead of its parent."""
+        raise NotImplementedError  # pragma: no cover
+
     def rebatch(self, workers: int) -> Stream:
         """Return the same steps with one worker's share of the batch size."""
         raise NotImplementedError  # pragma: no cover
@@ -101,6 +105,9 @@ class Generated(Stream):
     def describe(self) -> str:
         return "from_generator"
 
+    def over(self, change: Callable[[Any], Any]) -> Stream:
+        return self
+
     def rebatch(self, workers: int) -> Stream:
         return self
 
@@ -148,6 +155,9 @@ class InOrder(Stream):
     def describe(self) -> str:
         return self._pipeline.describe()
 
+    def over(self, change: Callable[[Any], Any]) -> Stream:
+        return InOrder(change(self._pipeline))
+
     def rebatch(self, workers: int) -> Stream:
         return InOrder(self._pipeline.rebatch(workers))
 
@@ -186,10 +196,13 @@ class Step(Stream):
         name = type(self).__name__.lower()
         return f"{self._parent.describe()}.{name}({', '.join(map(str, arguments))})"
 
-    def rebatch(self, workers: int) -> Stream:
+    def over(self, change: Callable[[Any], Any]) -> Stream:
         step = copy.copy(self)
-        step._parent = self._parent.rebatch(workers)
+        step._parent = change(self._parent)
         return step
+
+    def rebatch(self, workers: int) -> Stream:
+        return self.over(lambda parent: parent.rebatch(workers))
 
     def example(self) -> Any:
         return self._parent.example()
