@@ -114,7 +114,8 @@ Input
     tf.data.INFINITE_CARDINALITY, tf.data.UNKNOWN_CARDINALITY
                                 INFINITE_CARDINALITY, UNKNOWN_CARDINALITY: same numbers
     DistributedDataset          iterating is collective
-    DistributedIterator         `next` is collective
+    DistributedIterator         `next` is collective; get_state and set_state are new
+    tf.data.Iterator            DatasetIterator: with get_state and set_state
     InputIterator               what make_dataset_iterator and make_input_fn_iterator
                                 return; in TensorFlow internal
     InputContext                one input pipeline per replica
@@ -163,8 +164,10 @@ from mpidist.data.dataset import (
     Dataset,
 )
 from mpidist.data.distributed import DistributedDataset, InputContext
-from mpidist.data.iterator import DistributedIterator, Optional
+from mpidist.data.iterator import DistributedIterator
 from mpidist.data.iterator_v1 import InputIterator
+from mpidist.data.local_iterator import DatasetIterator
+from mpidist.data.optional import Optional
 from mpidist.data.spec import TensorSpec
 from mpidist.errors import (
     ArgumentError,
@@ -219,6 +222,7 @@ __all__ = [
     "DTypeError",
     "DataError",
     "Dataset",
+    "DatasetIterator",
     "DeadlineError",
     "DistributedDataset",
     "DistributedIterator",

@@ -62,11 +62,12 @@ class NodeMemory:
         return len(self._shares)
 
     def find(self, owner: object) -> Storage | None:
-        """Return the storage of `owner`, if all ranks have the same. Collective.
+        """Return the newest storage of `owner`, if all ranks have it. Collective.
 
         Frees those whose owners are gone on all ranks.
         """
-        mine = next((n for n, s in self._shares.items() if s.owner() is owner), None)
+        owned = [n for n, s in self._shares.items() if s.owner() is owner]
+        mine = max(owned, default=None)
         gone = {n for n, s in self._shares.items() if s.owner() is None}
         everyone = self._agreement.gather(_CALL, (mine, gone))
         for number in sorted(set.intersection(*(gone for _, gone in everyone))):
@@ -102,6 +103,23 @@ class NodeMemory:
 
         share = self._agreement.block(_CALL, make)
         self._shares[next(self._numbers)] = share
+        return share.storage
+
+    def empty(self, storage: Storage, note: Any) -> Storage:
+        """Return the storage without rows; who still has it as it was cannot use it.
+
+        Collective.
+        """
+        share = next(s for s in self._shares.values() if s.storage is storage)
+        window, node = share.window, self._topology.node
+
+        def make() -> Storage:
+            arrays = storage.close()
+            node.Barrier()
+            _clear(arrays[0], window, node)
+            return Storage(arrays, window.Sync if window else None, note)
+
+        share.storage = self._agreement.block(_CALL, make)
         return share.storage
 
     def close(self) -> None:
@@ -155,9 +173,17 @@ def _make_window(
     ]
     # Loads and stores are ordered by MPI_Win_sync, which needs an epoch
     window.Lock_all(MPI.MODE_NOCHECK)
-    if node.Get_rank() == 0:
-        arrays[0][...] = 0
-    window.Sync()
-    node.Barrier()
-    window.Sync()
+    _clear(arrays[0], window, node)
     return window, arrays
+
+
+def _clear(
+    flags: npt.NDArray[Any], window: MPI.Win | None, node: MPI.Intracomm
+) -> None:
+    """Fill an array of this node with zeros, for all its ranks, which all call this."""
+    if node.Get_rank() == 0:
+        flags[...] = 0
+    if window is not None:
+        window.Sync()
+        node.Barrier()
+        window.Sync()

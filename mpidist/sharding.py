@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mpidist.errors import ArgumentError
 
-__all__ = ["Permutation", "batch_count", "replica_slice"]
+__all__ = ["Indices", "Permutation", "batch_count", "mix_seed", "replica_slice"]
 
 Indices = npt.NDArray[np.int64]
 
@@ -81,15 +81,41 @@ class Permutation:
             rows[outside] = self._encrypt(rows[outside])
         return rows.astype(np.int64)
 
-    def _encrypt(self, x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    def inverse(self, rows: npt.ArrayLike) -> Indices:
+        """Return the position of each of `rows` (any shape, 0 <= row < length)."""
+        rows = np.asarray(rows, dtype=np.int64)
+        if self.length <= _TABLE_ROWS:
+            table = _table(self.length, self.seed, self.epoch)
+            places: Indices = np.argsort(table)[rows]
+            return places
+        positions = self._decrypt(rows.reshape(-1).astype(np.uint64))
+        while (outside := positions >= np.uint64(self.length)).any():
+            positions[outside] = self._decrypt(positions[outside])
+        return positions.astype(np.int64).reshape(rows.shape)
+
+    def _sides(self) -> tuple[np.uint64, np.uint64]:
+        """Return a and b."""
         a = math.isqrt(self.length - 1) + 1
-        b = -(-self.length // a)
-        left, right = x // np.uint64(b), x % np.uint64(b)
+        return np.uint64(a), np.uint64(-(-self.length // a))
+
+    def _encrypt(self, x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        a, b = self._sides()
+        left, right = x // b, x % b
         keys = _keys(self.seed, self.epoch, self._ROUNDS)
         for i in range(0, self._ROUNDS, 2):
-            left = (left + _mix(right + keys[i]) % np.uint64(a)) % np.uint64(a)
-            right = (right + _mix(left + keys[i + 1]) % np.uint64(b)) % np.uint64(b)
-        joined: npt.NDArray[np.uint64] = left * np.uint64(b) + right
+            left = (left + _mix(right + keys[i]) % a) % a
+            right = (right + _mix(left + keys[i + 1]) % b) % b
+        joined: npt.NDArray[np.uint64] = left * b + right
+        return joined
+
+    def _decrypt(self, x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        a, b = self._sides()
+        left, right = x // b, x % b
+        keys = _keys(self.seed, self.epoch, self._ROUNDS)
+        for i in reversed(range(0, self._ROUNDS, 2)):
+            right = (right + b - _mix(left + keys[i + 1]) % b) % b
+            left = (left + a - _mix(right + keys[i]) % a) % a
+        joined: npt.NDArray[np.uint64] = left * b + right
         return joined
 
 
@@ -105,6 +131,13 @@ def _table(length: int, seed: int, epoch: int) -> Indices:
     table = np.argsort(_keys(seed, epoch, length), kind="stable")
     table.flags.writeable = False
     return table
+
+
+def mix_seed(seed: int, *numbers: int) -> int:
+    """Return a seed that is another for other numbers."""
+    for number in numbers:
+        seed = int(_keys(seed, number, 1)[0])
+    return seed
 
 
 def _keys(seed: int, epoch: int, count: int) -> npt.NDArray[np.uint64]:

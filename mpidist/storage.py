@@ -55,7 +55,9 @@ class Storage:
         with self._state:
             if self._is_closed:
                 raise ContextError(
-                    "the strategy was finalized, and the cache of its dataset is gone"
+                    "the cache of a dataset is gone: its strategy was finalized, or "
+                    "another iterator's set_state changed the order of what comes "
+                    "before it"
                 )
             self._users += 1
         try:
@@ -84,12 +86,13 @@ class Storage:
             row_bytes = sum(column[:1].nbytes for column in columns)
             return int(flags.size - np.count_nonzero(flags)) * row_bytes
 
-    def close(self) -> None:
-        """Let go of the arrays, after those that use them have left."""
+    def close(self) -> Sequence[npt.NDArray[Any]]:
+        """Let go of the arrays, after those that use them have left; return them."""
         with self._state:
             self._is_closed = True
             self._state.wait_for(lambda: self._users == 0)
-        self._arrays = ()
+        arrays, self._arrays = self._arrays, ()
+        return arrays
 
 
 def make_arrays(fields: Sequence[Field]) -> list[npt.NDArray[Any]]:

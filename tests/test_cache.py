@@ -182,7 +182,7 @@ def test_a_generator_runs_until_a_pass_is_complete_and_not_again():
 
 
 def test_a_shuffle_before_is_frozen_and_one_after_is_not():
-    before = numbers(50).shuffle().cache()
+    before = numbers(50).shuffle(seed=6).cache()
     first = lists(before)
     assert sorted(first) == list(range(50)) != first
     assert lists(before) == first
@@ -193,15 +193,26 @@ def test_a_shuffle_before_is_frozen_and_one_after_is_not():
         assert lists(after) == order
 
 
-def test_datasets_of_one_cache_share_it_and_its_order():
+def test_datasets_of_one_cache_share_it():
     source, rows = counting(20)
-    cached = rows.shuffle().cache()
+    cached = rows.shuffle(seed=3).cache()
     halves = [lists(cached.shard(2, i)) for i in range(2)]
     assert sorted(joined(halves)) == list(range(20))
     whole = lists(cached)
     assert [whole[::2], whole[1::2]] == halves
     assert joined(lists(cached.batch(6))) == whole
     assert sorted(source.read_rows) == list(range(20))
+
+
+def test_datasets_whose_order_is_drawn_have_an_order_of_their_own():
+    cached = numbers(20).shuffle().cache()
+    ones, pairs = cached.batch(1), cached.batch(2)
+    first = lists(ones)
+    for _ in range(2):
+        found = joined(lists(pairs))
+        assert sorted(found) == list(range(20))
+        assert found != joined(first)
+        assert lists(ones) == first
 
 
 def test_asking_for_the_element_spec_does_not_choose_the_order():
@@ -311,21 +322,16 @@ def once_per_node(strategy, comm, source, rows):
     comm.Barrier()
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("name", BUILDS)
-def test_divided_batches_are_those_without_a_cache(
-    strategy, comm, monkeypatch, name, ahead
-):
+def test_divided_batches_are_those_without_a_cache(strategy, comm, monkeypatch, name):
     def make():
         build = BUILDS[name]
         dataset = build(numbers(17))
         return dataset if dataset.pipeline.is_batched else dataset.batch(5)
 
-    options = InputOptions(experimental_per_replica_buffer_size=ahead)
-    plain = strategy.experimental_distribute_dataset(
-        without_cache(monkeypatch, make), options
-    )
-    divided = strategy.experimental_distribute_dataset(make(), options)
+    plain = without_cache(monkeypatch, make)
+    plain = strategy.experimental_distribute_dataset(plain)
+    divided = strategy.experimental_distribute_dataset(make())
     assert len(divided) == len(plain)
     first = in_order(strategy, comm, divided)
     assert first == in_order(strategy, comm, plain)
@@ -381,7 +387,7 @@ def test_a_shuffle_before_is_frozen_on_all_replicas(strategy, comm):
 
 def test_a_cache_that_is_divided_again_has_its_rows(strategy, comm):
     source, rows = counting(24)
-    cached = rows.shuffle().cache()
+    cached = rows.shuffle(seed=5).cache()
     first = joined(
         in_order(
             strategy,
@@ -397,6 +403,18 @@ def test_a_cache_that_is_divided_again_has_its_rows(strategy, comm):
     assert sorted(joined(in_order(strategy, comm, shuffled))) == list(range(24))
     once_per_node(strategy, comm, source, [])
     assert len(strategy.extended.node_memory) == 1
+
+
+def test_a_drawn_order_is_drawn_again_when_it_is_divided_again(strategy, comm):
+    cached = numbers(24).shuffle().cache().batch(5)
+    found = []
+    for _ in range(3):
+        divided = strategy.experimental_distribute_dataset(cached)
+        found.append(joined(in_order(strategy, comm, divided)))
+        assert joined(in_order(strategy, comm, divided)) == found[-1]
+        assert sorted(found[-1]) == list(range(24))
+        assert len(strategy.extended.node_memory) <= 2
+    assert found[0] != found[1] != found[2]
 
 
 def test_ranks_that_divide_unlike_caches_get_a_new_one(strategy, comm):
@@ -555,6 +573,34 @@ def test_rows_of_files_are_read_once(strategy, comm, tmp_path):
     assert sorted(joined(first)) == sorted(joined(second)) == list(range(15))
 
 
+@pytest.mark.parametrize("is_before", [False, True])
+def test_compressed_chunks_are_shuffled_as_without_a_cache(
+    strategy, comm, tmp_path, monkeypatch, is_before
+):
+    path = tmp_path / "own.h5"
+    with h5py.File(path, "w") as file:
+        options = {"chunks": (7, 3), "compression": "gzip"}
+        file.create_dataset("x", data=np.arange(360).reshape(120, 3), **options)
+
+    def make():
+        rows = Dataset.from_hdf5(path, "x").shuffle(seed=1, window_chunks=3)
+        if is_before:
+            return rows.cache().batch(16)
+        rows = Dataset.from_hdf5(path, "x").cache()
+        return rows.shuffle(seed=1, window_chunks=3).batch(16)
+
+    plain = without_cache(monkeypatch, make)
+    plain = strategy.experimental_distribute_dataset(plain)
+    divided = strategy.experimental_distribute_dataset(make())
+    for _ in range(2):
+        found = in_order(strategy, comm, divided)
+        assert sorted(map(tuple, joined(found))) == [
+            (i, i + 1, i + 2) for i in range(0, 360, 3)
+        ]
+        if not is_before:  # what is kept cannot depend on the batch size
+            assert found == in_order(strategy, comm, plain)
+
+
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_datasets_of_a_function_are_kept_by_their_replica(strategy, comm, batch_first):
     source, rows = counting(20)
@@ -591,6 +637,112 @@ def test_generators_of_a_function_are_kept_by_their_replica(strategy, comm):
     seen = len(starts)
     assert in_order(strategy, comm, divided) == first
     assert len(starts) == seen
+
+
+# States
+
+
+def build_restored(name, source):
+    return {
+        "drawn": lambda d: d.shuffle(9).cache().batch(4),
+        "of batches": lambda d: d.shuffle(9).batch(4).cache(),
+        "shuffled again": lambda d: d.shuffle(9).cache().shuffle(9).batch(4),
+        "seeded": lambda d: d.shuffle(9, seed=1).cache().batch(4),
+        "twice": lambda d: d.shuffle(9).cache().batch(4).cache(),
+    }[name](source)
+
+
+@pytest.mark.parametrize(
+    "name", ["drawn", "of batches", "shuffled again", "seeded", "twice"]
+)
+@pytest.mark.parametrize("is_generated", [False, True])
+def test_a_restored_iterator_has_the_order_of_the_saved_one(name, is_generated):
+    def make():
+        if is_generated:
+            return build_restored(
+                name, Dataset.from_generator(lambda: map(np.int64, range(22)))
+            )
+        return build_restored(name, numbers(22))
+
+    dataset = make()
+    list(dataset)
+    iterator = iter(dataset)
+    head = lists(itertools.islice(iterator, 2))
+    state = iterator.get_state()
+    rest, later = lists(iterator), lists(dataset)
+    assert sorted(joined(head + rest)) == list(range(22))
+    other = make()
+    for start in (0, 3):  # nothing was read, or something in another order
+        iterator = iter(other)
+        list(itertools.islice(iterator, start))
+        iterator.set_state(state)
+        assert lists(iterator) == rest
+        assert lists(other) == later
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(
+    "name", ["drawn", "of batches", "shuffled again", "seeded", "twice"]
+)
+def test_a_restored_divided_iterator_has_the_order_of_the_saved_one(
+    strategy, comm, name, ahead
+):
+    options = InputOptions(experimental_per_replica_buffer_size=ahead)
+
+    def distribute():
+        return strategy.experimental_distribute_dataset(
+            build_restored(name, numbers(22)), options
+        )
+
+    divided = distribute()
+    list(divided)
+    iterator = iter(divided)
+    head = in_order(strategy, comm, itertools.islice(iterator, 2))
+    state = iterator.get_state()
+    rest = in_order(strategy, comm, iterator)
+    later = in_order(strategy, comm, divided)
+    assert sorted(joined(head + rest)) == list(range(22))
+    other = distribute()
+    for start in (0, 3):
+        iterator = iter(other)
+        list(itertools.islice(iterator, start))
+        iterator.set_state(state)
+        assert in_order(strategy, comm, iterator) == rest
+        assert in_order(strategy, comm, other) == later
+    size = 2 if name == "twice" else 1
+    assert len(strategy.extended.node_memory) <= 2 * size
+
+
+def test_an_iterator_from_before_a_set_state_keeps_its_order(strategy, comm):
+    divided, other = (
+        strategy.experimental_distribute_dataset(
+            numbers(40).shuffle().cache().batch(4),
+            InputOptions(experimental_per_replica_buffer_size=0),
+        )
+        for _ in range(2)
+    )
+    expected = joined(in_order(strategy, comm, divided))
+    restored = joined(in_order(strategy, comm, other))
+    before, after = iter(divided), iter(divided)
+    head = in_order(strategy, comm, itertools.islice(before, 3))
+    after.set_state(iter(other).get_state())
+    found = head + in_order(strategy, comm, before)
+    assert joined(found) == expected
+    assert joined(in_order(strategy, comm, after)) == restored
+
+
+def test_the_cached_rows_of_a_job_that_goes_on_with_its_order_stay(strategy, comm):
+    source, rows = counting(20)
+    cached = strategy.experimental_distribute_dataset(rows.shuffle().cache().batch(4))
+    list(cached)
+    iterator = iter(cached)
+    next(iterator)
+    iterator.set_state(iterator.get_state())
+    list(iterator)
+    once_per_node(strategy, comm, source, range(20))
+
+
+# What cannot be cached
 
 
 def vlen_strings(path):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpidist import nest, sharding
+from mpidist.block_order import Blocks
 from mpidist.data.parallel import call_all
 from mpidist.data.pipeline import Pass, Pipeline, Step
 from mpidist.data.sources import Positions, from_lists, stack
@@ -35,6 +36,9 @@ class Map(Step):
 
     def _call(self, element: Any) -> Any:
         return call_mapped(self._fn, element)
+
+    def blocks(self) -> Blocks | None:
+        return self._parent.blocks()
 
     def _call_by_row(self, batch: Any) -> Any:
         """Return the function of some rows, which must give as many rows."""
@@ -90,7 +94,7 @@ class Batch(Step):
     """Runs of elements, stacked."""
 
     def __init__(self, parent: Pipeline, batch_size: int, drop_remainder: bool):
-        super().__init__(parent)
+        super().__init__(parent.for_batches(batch_size))
         self._batch_size = batch_size
         self._drop_remainder = drop_remainder
 
@@ -108,6 +112,12 @@ class Batch(Step):
     @property
     def parallel_calls(self) -> int:
         return 1  # the rows of one batch are spread over threads
+
+    def for_batches(self, batch_size: int) -> Pipeline:
+        return self  # batches of batches
+
+    def keep(self, elements: int) -> None:
+        self._parent.keep(elements * self._batch_size)
 
     def describe(self) -> str:
         arguments = f"{self._batch_size}, drop_remainder={self._drop_remainder}"

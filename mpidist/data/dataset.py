@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpidist import nest
-from mpidist.data.hdf5 import Hdf5Rows, check_names, list_files
+from mpidist.data.file_names import check_names, list_files
+from mpidist.data.hdf5 import Hdf5Rows
+from mpidist.data.local_iterator import DatasetIterator
 from mpidist.data.parallel import count_threads
-from mpidist.data.pipeline import INFINITE_CARDINALITY, Pass, Pipeline, Rows
+from mpidist.data.pipeline import INFINITE_CARDINALITY, Pipeline, Rows
 from mpidist.data.sources import ArrayRows, RangeRows, as_element, from_lists
-from mpidist.data.steps import concatenate, in_order, read_ahead, steps_of
+from mpidist.data.state import Passes
+from mpidist.data.steps import concatenate, steps_of
 from mpidist.data.stream import UNKNOWN_CARDINALITY, Generated, Stream
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import Options
@@ -60,8 +62,8 @@ class Dataset:
         self._steps = steps_of(pipeline)
         self._options = options or Options()
         self._read_ahead = read_ahead
-        self._passes = itertools.count()
-        self._entropy = secrets.randbits(62)
+        # Without a seed to be drawn, states are alike in every process
+        self._passes = Passes(secrets.randbits(62) if pipeline.needs_entropy else 0)
         self._spec: Any = None
 
     @property
@@ -176,24 +178,39 @@ class Dataset:
         buffer_size: int | None = None,
         seed: int | None = None,
         reshuffle_each_iteration: bool = True,
+        *,
+        window_chunks: int | None = None,
     ) -> Dataset:
         """Return a dataset of the same elements in a random order.
 
         The order is a permutation of all elements, whatever `buffer_size` says: rows
-        need not pass through a buffer here. It is a function of the seed and the epoch
-        alone, the same for any number of replicas. (Only the elements of a generator
-        pass through a buffer of `buffer_size`, from which they are drawn.)
+        need not pass through a buffer here. It is a function of the seed and the epoch,
+        the same for any number of replicas. (Only the elements of a generator pass
+        through a buffer of `buffer_size`, from which they are drawn.)
+
+        All permutations are alike to come up but for rows of HDF5 files in compressed
+        chunks, where each row would cost the decoding of a chunk. There the chunks come
+        in a random order, and the rows of several are mixed, of `window_chunks`; which
+        rows meet in a batch then also depends on the batch size. (Compressed datasets
+        that have at most 64 MiB in all are kept decoded, and shuffled exactly.)
 
         Args:
           buffer_size: None or >= 1; needed for a generator.
           seed: any integer. None draws one, which all replicas share.
           reshuffle_each_iteration: whether each epoch has another order.
+          window_chunks: how many chunks are mixed at a time, over all replicas; at
+            least one for each 16 to 32 rows of a batch are. 0 always permutes exactly;
+            None mixes 64 chunks (fewer if these have more than 256 MiB) where chunks
+            are compressed, and else permutes exactly. A number mixes that many
+            everywhere; uncompressed rows count as chunks of 1 MiB if they have none.
         """
         seed = None if seed is None else operator.index(seed)
         if buffer_size is not None and buffer_size < 1:
             raise ArgumentError(f"buffer_size must be >= 1 or None, not {buffer_size}")
-        step = self._steps.shuffle
-        return self._then(step, buffer_size, seed, reshuffle_each_iteration)
+        if window_chunks is not None and operator.index(window_chunks) < 0:
+            raise ArgumentError(f"window_chunks must be >= 0, not {window_chunks}")
+        step, reshuffle = self._steps.shuffle, reshuffle_each_iteration
+        return self._then(step, buffer_size, seed, reshuffle, window_chunks)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
         """Return a dataset of batches: arrays `(batch_size, *shape)`.
@@ -300,10 +317,8 @@ class Dataset:
     def __len__(self) -> int:
         return require_length(self.cardinality())
 
-    def __iter__(self) -> Iterator[Any]:
-        order = Pass(next(self._passes), self._entropy)
-        elements = in_order(self._pipeline).iterate(order)
-        return read_ahead(elements, self._read_ahead) if self._read_ahead else elements
+    def __iter__(self) -> DatasetIterator:
+        return DatasetIterator(self._pipeline, self._passes, self._read_ahead)
 
     def _then(self, step: Callable[..., Any], *arguments: Any) -> Dataset:
         return Dataset(step(self._pipeline, *arguments), self._options)

@@ -21,9 +21,11 @@ from mpidist.data.dataset import (
     require_length,
 )
 from mpidist.data.feed import Plan
+from mpidist.data.index_sharing import index_own_files, share_indexes
 from mpidist.data.iterator import DistributedIterator
 from mpidist.data.pipeline import Pass, Pipeline
-from mpidist.data.shared_caches import keep_apart, require_shareable, share
+from mpidist.data.shared_caches import require_shareable, share
+from mpidist.data.state import Origin, Passes
 from mpidist.data.stream import Stream
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import AutoShardPolicy, InputOptions
@@ -90,9 +92,9 @@ class DistributedDataset:
       [6, 4]
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, entropy: int):
         self._plan = plan
-        self._epoch = 0
+        self._passes = Passes(entropy)
 
     @classmethod
     def of_global_batches(
@@ -105,11 +107,17 @@ class DistributedDataset:
         """See `Strategy.experimental_distribute_dataset`."""
         extended.topology.require_open()
 
-        def prepare() -> tuple[Pipeline | Stream, AutoShardPolicy, Call]:
+        def choose() -> tuple[Pipeline | Stream, AutoShardPolicy]:
             whole = _as_dataset(dataset, call)
             _require_batches(whole, call)
             policy = whole.options().auto_shard_policy
-            pipeline = _share(whole.pipeline, policy, extended)
+            return _share(whole.pipeline, policy, extended), policy
+
+        pipeline, policy = extended.agreement.prepare(call, choose)
+        if policy is not AutoShardPolicy.FILE:
+            share_indexes(extended, pipeline, call)
+
+        def describe() -> Call:
             is_alike = policy is not AutoShardPolicy.FILE
             if is_alike:
                 require_shareable(pipeline)
@@ -118,29 +126,28 @@ class DistributedDataset:
                 ("dataset", pipeline.describe()),
                 ("batches", pipeline.cardinality if is_alike else "its own"),
             )
-            return pipeline, policy, Call(call, agreed)
+            return Call(call, agreed)
 
         # Replicas that read other data than the rest must not go unnoticed
-        pipeline, policy, agreed = extended.agreement.prepare(call, prepare)
+        agreed = extended.agreement.prepare(call, describe)
         extended.agreement.require_same(agreed)
         if policy is AutoShardPolicy.FILE:
             return cls._of_own_batches(extended, pipeline, options, call)
-        entropy = _draw(extended, pipeline.needs_entropy)
         is_global = policy is not AutoShardPolicy.OFF
+        entropy = _draw(extended, pipeline.needs_entropy)
         is_sliced = is_global and isinstance(pipeline, Pipeline)
         slices = extended.num_replicas if is_sliced else 1
-        return cls(
-            Plan(
-                extended,
-                share(extended, pipeline, Pass(0, entropy), slices),
-                is_global=is_global,
-                is_batched=True,
-                cardinality=pipeline.cardinality,
-                entropy=entropy,
-                options=options or InputOptions(),
-                serial=extended.agreement.calls,
-            )
+        plan = Plan(
+            extended,
+            share(extended, pipeline, Pass(0, entropy), slices),
+            is_global=is_global,
+            is_batched=True,
+            cardinality=pipeline.cardinality,
+            origin=Origin.of(pipeline, each_reads_all=not is_global),
+            options=options or InputOptions(),
+            serial=extended.agreement.calls,
         )
+        return cls(plan, entropy)
 
     @classmethod
     def from_function(
@@ -171,15 +178,13 @@ class DistributedDataset:
     ) -> DistributedDataset:
         """Return each replica's own pipeline, whose elements it gets whole."""
         agreement = extended.agreement
-        entropy = _draw(extended, needed=True)
-        pipeline = agreement.prepare(
-            call, lambda: keep_apart(pipeline, Pass(0, entropy))
-        )
+        index_own_files(extended, pipeline, call)
         mine = agreement.prepare(  # it may look into files
-            call, lambda: (pipeline.cardinality, pipeline.is_batched)
+            call, lambda: (Origin.of(pipeline), pipeline.is_batched)
         )
         everyone = agreement.gather(call, mine)
-        lengths = [length for length, _ in everyone]
+        origins = [origin for origin, _ in everyone]
+        lengths = [origin.cardinality for origin in origins]
         is_batched = all(batched for _, batched in everyone)
         cardinality = _steps_of_all(lengths)
         if is_batched and cardinality != UNKNOWN_CARDINALITY:
@@ -190,18 +195,18 @@ class DistributedDataset:
                 f"{call}: the replicas' datasets have {lengths} elements and are not "
                 "batched, so a replica that runs out has nothing to give; call batch()"
             )
-        return cls(
-            Plan(
-                extended,
-                pipeline,
-                is_global=False,
-                is_batched=is_batched,
-                cardinality=cardinality,
-                entropy=entropy,
-                options=options or InputOptions(),
-                serial=extended.agreement.calls,
-            )
+        entropy = _draw(extended, needed=True)
+        plan = Plan(
+            extended,
+            pipeline,
+            is_global=False,
+            is_batched=is_batched,
+            cardinality=cardinality,
+            origin=Origin.of_own(origins, cardinality),
+            options=options or InputOptions(),
+            serial=extended.agreement.calls,
         )
+        return cls(plan, entropy)
 
     @property
     def cardinality(self) -> int:
@@ -220,9 +225,7 @@ class DistributedDataset:
         return require_length(self.cardinality)
 
     def __iter__(self) -> DistributedIterator:
-        order = Pass(self._epoch, self._plan.entropy)
-        self._epoch += 1
-        return DistributedIterator(self._plan, order)
+        return DistributedIterator(self._plan, self._passes)
 
 
 def _as_dataset(value: Any, call: str) -> Dataset:

@@ -6,6 +6,7 @@ Nothing here communicates, so it may run in the thread that reads ahead.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,7 +14,9 @@ import numpy as np
 from mpidist import arrays, nest, sharding
 from mpidist.data.dataset import UNKNOWN_CARDINALITY
 from mpidist.data.pipeline import Pass, Pipeline
+from mpidist.data.reading import Reading
 from mpidist.data.sources import as_element
+from mpidist.data.state import Origin
 from mpidist.data.stream import Stream
 from mpidist.errors import DataError
 from mpidist.options import InputOptions
@@ -36,7 +39,7 @@ class Plan:
       is_batched: whether all replicas' elements are batches.
       cardinality: how many steps all replicas take, or INFINITE_ or
         UNKNOWN_CARDINALITY.
-      entropy: the seed of shuffles that were given none.
+      origin: by which states of this dataset are known.
       options: see `InputOptions`.
       serial: which dataset of the strategy this is.
     """
@@ -46,7 +49,7 @@ class Plan:
     is_global: bool
     is_batched: bool
     cardinality: int
-    entropy: int
+    origin: Origin
     options: InputOptions
     serial: int
 
@@ -86,6 +89,12 @@ class Feed(Protocol):
     def read(self, step: int) -> Portion | None:
         """Return the batch of a step, None after the last one."""
 
+    def end(self) -> None:
+        """Say that all was read, and perhaps will be again."""
+
+    def skip(self, steps: int) -> int:
+        """Pass over the first steps; return how many of them there are."""
+
     def close(self) -> None:
         """Let go of what is being read."""
 
@@ -110,9 +119,13 @@ class _RowsFeed:
         self._plan = plan
         self._pipeline = pipeline
         self._order = order
+        self._reading = Reading(pipeline)
 
     def read(self, step: int) -> Portion | None:
         """See `Feed.read`."""
+        return self._reading.do(lambda: self._read(step))
+
+    def _read(self, step: int) -> Portion | None:
         plan = self._plan
         length = self._pipeline.length
         is_over = length is not None and step >= length
@@ -124,8 +137,18 @@ class _RowsFeed:
         batch = self._load(step)
         return Portion(plan.place(batch), _kind(as_element(batch)))
 
+    def end(self) -> None:
+        """See `Feed.end`."""
+        self._reading.end()
+
+    def skip(self, steps: int) -> int:
+        """See `Feed.skip`."""
+        length = self._pipeline.length
+        return steps if length is None else min(steps, length)
+
     def close(self) -> None:
         """See `Feed.close`."""
+        self._reading.close()
 
     def _load(self, step: int) -> Any:
         if not self._plan.is_global:
@@ -156,6 +179,14 @@ class _StreamFeed:
         if self._plan.is_global:
             element = self._slice(element, rows or 0)
         return Portion(self._plan.place(element), kind, rows)
+
+    def end(self) -> None:
+        """See `Feed.end`."""
+        self.close()
+
+    def skip(self, steps: int) -> int:
+        """See `Feed.skip`."""
+        return sum(1 for _ in itertools.islice(self._elements, steps))
 
     def close(self) -> None:
         """See `Feed.close`."""

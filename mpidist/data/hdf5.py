@@ -2,55 +2,89 @@
 
 from __future__ import annotations
 
-import dataclasses
-import glob
-import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 
 from mpidist import nest
-from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
+from mpidist.block_order import Blocks
+from mpidist.data import hdf5_columns
+from mpidist.data.block_cache import BlockCache
+from mpidist.data.hdf5_index import Column, FileIndex, Way, blocks_of, index_file
+from mpidist.data.open_files import OpenFiles
+from mpidist.data.raw_file import RawFile
+from mpidist.errors import DataError
 
-__all__ = ["Hdf5Rows", "check_names", "list_files"]
+__all__ = ["Hdf5Rows"]
 
-# A gap between two wanted rows is read too if it is smaller: one call costs more
-_GAP_BYTES = 32 << 10
+Rows = npt.NDArray[np.int64]
+
+# Decoded chunks are kept up to so many bytes, or as `keep` says
+_KEPT_BYTES = 64 << 20
+_READ_ERRORS = (OSError, KeyError, RuntimeError, ValueError)
 
 
-@dataclasses.dataclass
-class _Layout:
+class _Layout(NamedTuple):
     """What was found in the files, which must not change while they are read."""
 
-    starts: list[int]  # the number of each file's first row, and of all rows
-    dtypes: list[np.dtype[Any]]
-    row_shapes: list[tuple[int, ...]]
+    files: list[FileIndex]
+    starts: Rows  # the number of each file's first row, and of all rows
+    blocks: Blocks
+
+
+class _Part(NamedTuple):
+    """The wanted rows of one file, and their places among all that are wanted."""
+
+    file: int
+    rows: Rows
+    places: Any
 
 
 class Hdf5Rows:
     """The rows of HDF5 datasets, file after file; see `Dataset.from_hdf5`.
 
-    Files are opened read-only, without locks (which fail on many network file systems),
-    when they are first read, once in every process; a copy or a fork opens its own.
+    Where the rows lie is read from each file once, by this process or another one (see
+    `adopt`). Files are opened when they are first read, read-only and without locks,
+    once in every process; a copy or a fork opens its own. May be used in threads.
+
+    Args:
+      paths: of the files.
+      names: a name of an HDF5 dataset, or a tuple or dict of names.
+      threads: how many read and decode at the same time; None for one per core that
+        this process may use.
     """
 
     def __init__(
-        self, paths: Sequence[Path], names: str | tuple[str, ...] | Mapping[str, str]
+        self,
+        paths: Sequence[Path],
+        names: str | tuple[str, ...] | Mapping[str, str],
+        threads: int | None = None,
     ):
         self._paths = list(paths)
         self._names, self._spec = nest.flatten(names)
         self._all_paths = self._paths
+        self._threads = threads
         self._layout: _Layout | None = None
-        self._files: dict[int, h5py.File] = {}
+        self._on_rank = ""
+        self._start()
+
+    def _start(self) -> None:
+        """Begin without open files and threads."""
         self._owner = os.getpid()
+        self._lock = threading.RLock()
+        self._users = 0
+        self._open_files = OpenFiles()
+        threads = self._threads or len(os.sched_getaffinity(0))
+        self._blocks = BlockCache(threads, _KEPT_BYTES)
 
     def __len__(self) -> int:
-        return self._inspect().starts[-1]
+        return int(self._known().starts[-1])
 
     @property
     def file_count(self) -> int:
@@ -59,197 +93,223 @@ class Hdf5Rows:
 
     def shard_files(self, workers: int, worker: int) -> Hdf5Rows:
         """See `FileSource.shard_files`."""
-        share = Hdf5Rows(
-            self._paths[worker::workers], nest.unflatten(self._spec, self._names)
-        )
+        names = nest.unflatten(self._spec, self._names)
+        share = Hdf5Rows(self._paths[worker::workers], names, self._threads)
         share._all_paths = self._paths
         return share
 
     def describe(self) -> str:
         """Return the rows of each file, and the names, dtypes and row shapes."""
+        files = [path.name for path in self._paths]
         if self._all_paths is not self._paths:  # other workers' files are not opened
             files = [path.name for path in self._all_paths]
             return f"from_hdf5({files}, {self._names}, by file)"
-        layout = self._inspect()
-        files = [path.name for path in self._paths]
-        columns = zip(self._names, layout.dtypes, layout.row_shapes, strict=True)
-        fields = [f"{n}: {d} {s}" for n, d, s in columns]
-        return f"from_hdf5({files}, {fields}, first rows {layout.starts})"
+        layout = self._known()
+        columns = zip(self._names, layout.files[0].columns, strict=True)
+        fields = [f"{n}: {c.native} {c.row_shape}" for n, c in columns]
+        starts, rows = layout.starts.tolist(), layout.blocks.rows
+        return f"from_hdf5({files}, {fields}, first rows {starts}, blocks of {rows})"
 
-    def read(self, rows: npt.NDArray[np.int64]) -> Any:
+    def identify(self) -> str:
+        """Return which files and datasets these are, without opening a file."""
+        return f"from_hdf5({[path.name for path in self._paths]}, {self._names})"
+
+    def inspect(self, files: Iterable[int]) -> list[FileIndex]:
+        """Return where the rows of some files lie; reads it from them if need be.
+
+        Raises:
+          DataError: a file or a dataset is missing, or cannot be read.
+        """
+        if self._layout is not None:
+            return [self._layout.files[i] for i in files]
+        return [index_file(self._paths[i], self._names) for i in files]
+
+    def adopt(
+        self,
+        files: Sequence[FileIndex],
+        rank: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """See `IndexedSource.adopt`.
+
+        Raises:
+          DataError: the files do not fit together.
+        """
+        self._on_rank = "" if rank is None else f" on rank {rank}"
+        for file in files[1:]:
+            _require_like(file, files[0])
+        starts = np.cumsum([0, *(file.rows for file in files)])
+        self._layout = _Layout(list(files), starts, blocks_of(files, _KEPT_BYTES))
+        if threads is not None and self._threads is None:
+            self._threads = threads
+            self._blocks.end_threads()
+            self._blocks.threads = threads
+
+    def blocks(self) -> Blocks:
+        """Return how the rows lie in chunks."""
+        return self._known().blocks
+
+    def keep(self, rows: int) -> None:
+        """Make room for the chunks of so many rows that are read in random order."""
+        needed = sum(
+            (rows + 2 * column.chunk[0]) * column.row_bytes
+            for column in self._known().files[0].columns
+            if column.is_in_blocks
+        )
+        self._blocks.capacity_bytes = max(_KEPT_BYTES, needed)
+
+    def read(self, rows: Rows) -> Any:
         """Return the rows with the given numbers, in the given order.
-
-        Reads each file in the order of its rows, and each row once.
 
         Raises:
           DataError: names the file, the dataset and the rows that cannot be read.
         """
-        layout = self._inspect()
-        wanted, back = np.unique(rows, return_inverse=True)
-        columns = [
-            np.empty((wanted.size, *shape), dtype)
-            for shape, dtype in zip(layout.row_shapes, layout.dtypes, strict=True)
-        ]
-        cuts = np.searchsorted(wanted, layout.starts).tolist()
-        for number, (first, last) in enumerate(itertools.pairwise(cuts)):
-            if first < last:
-                local = wanted[first:last] - layout.starts[number]
-                parts = [column[first:last] for column in columns]
-                self._read_file(number, local, parts)
-        in_order = back.size == wanted.size and bool((np.diff(back) == 1).all())
-        leaves = columns if in_order else [column[back] for column in columns]
+        layout = self._known()
+        if self._owner != os.getpid():  # forked: handles must not be shared
+            self._start()
+        parts = list(self._parts(rows))
+        needed = list(self._blocks_of(parts))
+        blocks = self._blocks.get(needed, self._load_block) if needed else {}
+        columns = layout.files[0].columns
+        if len(parts) == 1:
+            leaves = [self._read(parts[0], i, blocks) for i in range(len(columns))]
+            return nest.unflatten(self._spec, leaves)
+        leaves = [np.empty((rows.size, *c.row_shape), c.native) for c in columns]
+        for part in parts:
+            for field, leaf in enumerate(leaves):
+                leaf[part.places] = self._read(part, field, blocks)
         return nest.unflatten(self._spec, leaves)
 
-    def close(self) -> None:
-        """Close the files; reading opens them again."""
-        while self._files:
-            self._files.popitem()[1].close()
+    def retain(self) -> None:
+        """See `BlockSource.retain`."""
+        with self._lock:
+            self._users += 1
 
-    def _read_file(
-        self, number: int, rows: npt.NDArray[np.int64], parts: Sequence[Any]
-    ) -> None:
-        """Fill each of `parts` with the given increasing rows of one file."""
-        for field, part in enumerate(parts):
-            name = self._names[field]
-            try:
-                dataset = self._open(number)[name]
-                self._require_unchanged(number, field, dataset)
-                _read_rows(dataset, rows, part)
-            except (OSError, KeyError, RuntimeError, ValueError) as error:
-                raise DataError(
-                    f"{self._paths[number]}: rows {rows[0]}..{rows[-1]} of dataset "
-                    f"{name!r} cannot be read: {error}"
-                ) from error
+    def release(self, keep_files: bool = False) -> None:
+        """See `BlockSource.release`."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._blocks.end_threads()
+                if not keep_files:
+                    self._close()
 
-    def _require_unchanged(self, number: int, field: int, dataset: Any) -> None:
-        layout = self._inspect()
-        rows = layout.starts[number + 1] - layout.starts[number]
-        expected = (rows, *layout.row_shapes[field]), layout.dtypes[field]
-        found = None
-        if isinstance(dataset, h5py.Dataset):
-            found = dataset.shape, _native(dataset.dtype)
-        if found != expected:
-            raise DataError(
-                f"{self._paths[number]}: dataset {self._names[field]!r} was {expected} "
-                f"and is now {found}; a file must not change while it is read"
-            )
+    def _close(self) -> None:
+        """Close the files and end the threads; reading opens them again."""
+        self._open_files.close()
+        self._blocks.clear()
 
-    def _open(self, number: int) -> h5py.File:
-        if self._owner != os.getpid():  # forked: HDF5 handles must not be shared
-            self._files, self._owner = {}, os.getpid()
-        if number not in self._files:
-            path = self._paths[number]
-            try:
-                self._files[number] = _open_read_only(path)
-            except OSError as error:
-                raise DataError(f"{path}: cannot be opened as HDF5: {error}") from error
-        return self._files[number]
-
-    def _inspect(self) -> _Layout:
+    def _known(self) -> _Layout:
         """Return the layout of all files, read when first needed."""
         if self._layout is None:
-            found = [self._inspect_file(i) for i in range(len(self._paths))]
-            first = found[0][1:]
-            for path, (_, *rest) in zip(self._paths, found, strict=True):
-                self._require_like(path, rest, first)
-            starts = [0, *itertools.accumulate(rows for rows, *_ in found)]
-            self._layout = _Layout(starts, *first)
+            self.adopt(self.inspect(range(len(self._paths))))
+        assert self._layout is not None
         return self._layout
 
-    def _inspect_file(
-        self, number: int
-    ) -> tuple[int, list[np.dtype[Any]], list[tuple[int, ...]]]:
-        path, file = self._paths[number], self._open(number)
-        found = []
-        for name in self._names:
-            dataset = file.get(name)
-            if not isinstance(dataset, h5py.Dataset):
-                raise DataError(
-                    f"{path}: there is no dataset {name!r}; there are: "
-                    f"{', '.join(sorted(file)) or 'none'} (a group or a broken link "
-                    "is no dataset)"
-                )
-            if dataset.ndim == 0:
-                raise DataError(f"{path}: dataset {name!r} is a scalar, without rows")
-            found.append(dataset)
-        lengths = [dataset.shape[0] for dataset in found]
-        if len(set(lengths)) > 1:
-            pairs = ", ".join(
-                f"{n!r} has {k}" for n, k in zip(self._names, lengths, strict=True)
-            )
-            raise DataError(f"{path}: the datasets have unequal rows: {pairs}")
-        dtypes = [_native(dataset.dtype) for dataset in found]
-        return lengths[0], dtypes, [dataset.shape[1:] for dataset in found]
+    def _column(self, file: int, field: int) -> Column:
+        return self._known().files[file].columns[field]
 
-    def _require_like(self, path: Path, found: Any, first: Any) -> None:
-        for name, *pair in zip(self._names, *found, *first, strict=True):
-            dtype, shape, first_dtype, first_shape = pair
-            if (dtype, shape) != (first_dtype, first_shape):
-                raise DataError(
-                    f"{path}: rows of dataset {name!r} are {dtype} {shape}, but "
-                    f"{first_dtype} {first_shape} in {self._paths[0]}"
-                )
+    def _parts(self, rows: Rows) -> Iterator[_Part]:
+        """Cut wanted rows by file; there is at least one part."""
+        starts = self._known().starts
+        if len(starts) == 2 or not rows.size:
+            yield _Part(0, rows, slice(None))
+            return
+        files = np.searchsorted(starts, rows, "right") - 1
+        for file in np.unique(files).tolist():
+            places = np.flatnonzero(files == file)
+            yield _Part(file, rows[places] - starts[file], places)
+
+    def _blocks_of(self, parts: Iterable[_Part]) -> Iterator[tuple[int, ...]]:
+        """Yield the chunks that must be decoded: file, field and number."""
+        for part in parts:
+            for field, column in enumerate(self._known().files[part.file].columns):
+                if column.is_in_blocks and part.rows.size:
+                    for block in np.unique(part.rows // column.chunk[0]).tolist():
+                        yield part.file, field, block
+
+    def _read(self, part: _Part, field: int, blocks: Mapping[Any, Any]) -> Any:
+        """Return the wanted rows of one dataset of one file."""
+        column = self._column(part.file, field)
+        if column.is_in_blocks:
+            return self._pick(part, field, blocks)
+
+        def read() -> Any:
+            if column.way is Way.BYTES:
+                file = self._raw_file(part.file)
+                parallel = self._blocks.parallel
+                return hdf5_columns.read_bytes(column, file, part.rows, parallel)
+            dataset = self._dataset(part.file, field)
+            return hdf5_columns.read_by_h5py(dataset, column, part.rows)
+
+        return self._explain(part.file, field, part.rows, read)
+
+    def _pick(self, part: _Part, field: int, blocks: Mapping[Any, Any]) -> Any:
+        """Return the wanted rows out of decoded chunks."""
+        column = self._column(part.file, field)
+        found = np.empty((part.rows.size, *column.row_shape), column.native)
+        numbers, inside = np.divmod(part.rows, max(1, column.chunk[0]))
+        by_block = np.argsort(numbers, kind="stable")
+        cuts = np.flatnonzero(np.diff(numbers[by_block])) + 1
+        for places in np.split(by_block, cuts) if part.rows.size else []:
+            block = blocks[part.file, field, int(numbers[places[0]])]
+            found[places] = block[inside[places]]
+        return found
+
+    def _load_block(self, key: tuple[int, ...]) -> Any:
+        """Return all rows of a row of chunks."""
+        file, field, block = key
+        column = self._column(file, field)
+        rows = hdf5_columns.block_rows(column, block)
+
+        def load() -> Any:
+            if column.way is Way.H5PY_CHUNKS:
+                found = self._dataset(file, field)[rows.start : rows.stop]
+                return found.astype(column.native, copy=False)
+            return hdf5_columns.read_chunks(
+                column,
+                self._raw_file(file),
+                lambda: self._dataset(file, field),
+                block,
+            )
+
+        return self._explain(file, field, rows, load)
+
+    def _explain(
+        self, file: int, field: int, rows: Any, read: Callable[[], Any]
+    ) -> Any:
+        """Return `read()`, or raise a DataError that says what could not be read."""
+        try:
+            return read()
+        except (*_READ_ERRORS, DataError) as error:
+            where = f"rows {min(rows)}..{max(rows)}" if len(rows) else "no rows"
+            raise DataError(
+                f"{self._paths[file]}: {where} of dataset {self._names[field]!r} "
+                f"cannot be read{self._on_rank}: {error}"
+            ) from error
+
+    def _raw_file(self, file: int) -> RawFile:
+        return self._open_files.raw(self._paths[file], self._known().files[file])
+
+    def _dataset(self, file: int, field: int) -> h5py.Dataset:
+        column, name = self._column(file, field), self._names[field]
+        return self._open_files.dataset(self._paths[file], name, column)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": {}}
+        own = {"_open_files", "_blocks", "_lock", "_owner", "_users"}
+        return {k: v for k, v in self.__dict__.items() if k not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
 
 
-def _read_rows(dataset: h5py.Dataset, rows: npt.NDArray[np.int64], out: Any) -> None:
-    """Read increasing rows into `out`, in as few calls as is sensible."""
-    row_bytes = max(1, dataset.dtype.itemsize * int(np.prod(dataset.shape[1:])))
-    gaps = np.flatnonzero((np.diff(rows) - 1) * row_bytes > _GAP_BYTES) + 1
-    edges = [0, *gaps.tolist(), rows.size]
-    for first, last in itertools.pairwise(edges):
-        start, stop = int(rows[first]), int(rows[last - 1]) + 1
-        block = dataset[start:stop]
-        out[first:last] = block[rows[first:last] - start]
-
-
-def _open_read_only(path: Path) -> h5py.File:
-    """Open a file without locking it, as locks fail on many network file systems."""
-    try:
-        return h5py.File(path, "r", locking=False)
-    except OSError as error:
-        # This process has it open already, with locks
-        if "locking flag" not in str(error):
-            raise
-        return h5py.File(path, "r")
-
-
-def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    native: np.dtype[Any] = dtype.newbyteorder("=")
-    return native
-
-
-def list_files(
-    files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
-) -> list[Path]:
-    """Return the files that a path, a pattern or several paths name."""
-    if not isinstance(files, str | os.PathLike):
-        paths = [Path(file) for file in files]
-        if not paths:
-            raise ArgumentError("files must name at least one file, not []")
-        return paths
-    pattern = os.fspath(files)
-    if not glob.has_magic(pattern) or os.path.exists(pattern):
-        return [Path(pattern)]
-    found = sorted(glob.glob(pattern))
-    if not found:
-        raise DataError(f"no file matches {pattern!r}")
-    return [Path(file) for file in found]
-
-
-def check_names(
-    datasets: str | Sequence[str] | Mapping[str, str],
-) -> str | tuple[str, ...] | dict[str, str]:
-    """Return the names of HDF5 datasets in the structure of the elements."""
-    if isinstance(datasets, str):
-        return datasets
-    names = dict(datasets) if isinstance(datasets, Mapping) else tuple(datasets)
-    several = list(names.values()) if isinstance(names, dict) else names
-    if not several:
-        raise ArgumentError("datasets must name at least one HDF5 dataset")
-    for name in several:
-        if not isinstance(name, str):
-            raise ArgumentTypeError(f"datasets must hold names, not {name!r}")
-    return names
+def _require_like(file: FileIndex, first: FileIndex) -> None:
+    """Raise a DataError if the rows of two files differ in dtype or shape."""
+    for column, other in zip(file.columns, first.columns, strict=True):
+        if (column.native, column.row_shape) != (other.native, other.row_shape):
+            raise DataError(
+                f"{file.path}: rows of dataset {column.name!r} are {column.native} "
+                f"{column.row_shape}, but {other.native} {other.row_shape} in "
+                f"{first.path}"
+            )

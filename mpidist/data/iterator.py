@@ -6,56 +6,26 @@ Before a batch is handed out, all replicas have theirs, or all raise.
 from __future__ import annotations
 
 import collections
-import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
-from mpidist import context, nest, regrouping
+from mpidist import context, regrouping
 from mpidist.calls import Call, group_by_rank, name_ranks
 from mpidist.data import feed
 from mpidist.data.feed import Plan, Portion
+from mpidist.data.kinds import global_call, require_equal, show
+from mpidist.data.optional import Optional
 from mpidist.data.pipeline import Pass
+from mpidist.data.shared_caches import reorder
 from mpidist.data.spec import spec_of
+from mpidist.data.state import Passes, make_state, read_state
 from mpidist.errors import ArgumentError, DataError, MismatchError, OutOfRangeError
 
-__all__ = ["DistributedIterator", "Optional"]
+__all__ = ["DistributedIterator"]
 
 _NEXT = "next of a distributed dataset"
-
-
-class Optional:
-    """A batch, or none: what `DistributedIterator.get_next_as_optional` returns.
-
-    Example:
-      >>> rows = mpidist.Dataset.range(4).batch(4)
-      >>> iterator = iter(strategy.experimental_distribute_dataset(rows))
-      >>> batch = iterator.get_next_as_optional()
-      >>> while batch.has_value():
-      ...     print(strategy.gather(batch.get_value(), axis=0))
-      ...     batch = iterator.get_next_as_optional()
-      [0 1 2 3]
-    """
-
-    def __init__(self, *values: Any):
-        self._values = values
-
-    def has_value(self) -> bool:
-        """Return whether there is a batch; the same on all replicas."""
-        return bool(self._values)
-
-    def get_value(self) -> Any:
-        """Return the batch.
-
-        Raises:
-          ArgumentError: there is none.
-        """
-        if not self._values:
-            raise ArgumentError("the Optional has no value; ask has_value() first")
-        return self._values[0]
-
-    def __repr__(self) -> str:
-        return f"Optional({', '.join(map(repr, self._values))})"
+_SET_STATE = "set_state of a distributed dataset"
 
 
 class DistributedIterator:
@@ -73,20 +43,27 @@ class DistributedIterator:
       }
     """
 
-    def __init__(self, plan: Plan, order: Pass):
+    def __init__(self, plan: Plan, passes: Passes):
         self._plan = plan
-        self._epoch = order.epoch
-        self._feed = feed.start(plan, order)
-        self._step = 0
-        self._kind: Any = None  # of no rows, once a batch was seen
+        self._passes = passes
         self._ahead: collections.deque[Future[Portion | None]] = collections.deque()
         depth = plan.options.experimental_per_replica_buffer_size
-        threads = feed.count_readers(plan)
+        self._threads = feed.count_readers(plan)
         # All threads have something to read while a batch is in use
-        self._depth = max(depth, threads) if depth and threads > 1 else depth
+        self._depth = max(depth, self._threads) if depth else 0
+        self._start(passes.begin())
+
+    def _start(self, order: Pass, step: int = 0) -> None:
+        """Be before a step, with nothing read ahead; before the first of a stream."""
+        self._order = order
+        self._step = step
+        self._feed = feed.start(self._plan, order)
+        self._kind: Any = None  # of no rows, once a batch was seen
         self._is_closed = False
         self._failure: str | None = None
-        self._reader = ThreadPoolExecutor(threads, "mpidist-input") if depth else None
+        self._reader: ThreadPoolExecutor | None = None
+        if self._depth:
+            self._reader = ThreadPoolExecutor(self._threads, "mpidist-input")
 
     @property
     def element_spec(self) -> Any:
@@ -136,34 +113,111 @@ class DistributedIterator:
 
         Raises, on all replicas: what `next` raises but for StopIteration.
         """
-        if not context.in_cross_replica_context() and context.has_strategy():
-            raise ArgumentError(
-                "next was called on a distributed iterator inside a replica function; "
-                "call it outside, and pass the batch in the args of strategy.run"
-            )
+        self._require_callable("next")
         extended = self._plan.extended
-        extended.topology.require_open()
         portion = self._advance()
         if portion is None:
             return Optional()
         replica, replicas = extended.replica_id, extended.num_replicas
         return Optional(regrouping.regroup(portion.batch, replica, replicas))
 
+    def get_state(self) -> dict[str, int]:
+        """Return where this iterator is: a few integers, each below 2**63.
+
+        Not collective, but equal on all replicas: the epoch, how many of its steps were
+        handed out, the seed of shuffles that were given none, and hashes by which
+        other datasets are known. Batches that were read ahead do not count.
+        """
+        return make_state(self._plan.origin, self._order, self._step)
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Go on where `get_state` of an iterator over an equal dataset was called.
+
+        Collective. The rest of the epoch comes in the same global order, and the
+        dataset's next iteration is the epoch after it. The state may be of another
+        number of replicas, or of `iter` of the dataset itself; but of as many replicas
+        where each has data of its own (AutoShardPolicy.FILE,
+        `distribute_datasets_from_function`), and of equal batches with OFF.
+
+        Datasets are equal if their steps, numbers of rows and names of files are, in
+        any folder; functions and the numbers in arrays are not looked at. Seeking is
+        O(1); only generators must yield again what they had yielded.
+
+        Raises, on all replicas, and changes nothing:
+          ArgumentTypeError: `state` is no dict of integers.
+          ArgumentError: it is of another dataset (the message says what differs), or
+            this was called inside a function that `Strategy.run` runs.
+          MismatchError: the replicas were given unlike states.
+        Raises, on all replicas, and then needs another state:
+          DataError: generators yield too few elements.
+          What a mapped function or a generator raises on any replica.
+        """
+        self._require_callable("set_state")
+        plan, agreement = self._plan, self._plan.extended.agreement
+        order, step = agreement.prepare(
+            _SET_STATE, lambda: read_state(state, plan.origin, plan.pipeline)
+        )
+        where = ("dataset", plan.serial), ("epoch", order.epoch), ("step", step)
+        agreement.require_same(
+            Call(_SET_STATE, (*where, ("the state's entropy", order.entropy)))
+        )
+        self.close()
+        reorder(plan.extended, plan.pipeline, order)
+        self._start(order, step)
+        if plan.is_open_ended:
+            self._pass_over(step)
+        self._passes.go_on_after(order)
+
     def close(self) -> None:
-        """End the iteration and the threads that read ahead. Not collective."""
+        """End the iteration: threads end, files are closed. Not collective."""
+        self._stop()
+        self._feed.close()
+
+    def _stop(self) -> None:
+        """End the threads that read ahead."""
         self._is_closed = True
         self._drop_ahead()
         if self._reader is not None:
             self._reader.shutdown(wait=True)
             self._reader = None
-        self._feed.close()
+
+    def _require_callable(self, name: str) -> None:
+        """Raise where a collective method cannot be called."""
+        if not context.in_cross_replica_context() and context.has_strategy():
+            raise ArgumentError(
+                f"{name} was called on a distributed iterator inside a replica function"
+                "; call it outside, and pass batches in the args of strategy.run"
+            )
+        self._plan.extended.topology.require_open()
+
+    def _pass_over(self, steps: int) -> None:
+        """Go on after the first steps of generators. Collective."""
+        plan, agreement = self._plan, self._plan.extended.agreement
+
+        def skip() -> int:
+            if self._reader is None:
+                return self._feed.skip(steps)
+            return self._reader.submit(self._feed.skip, steps).result()
+
+        try:
+            passed = agreement.gather(_SET_STATE, agreement.prepare(_SET_STATE, skip))
+            # Where each replica has data of its own, one must have reached the step
+            if (min(passed) if plan.is_global else max(passed)) < steps:
+                ends = group_by_rank([f"after {n} steps" for n in passed])
+                raise DataError(
+                    f"the state is after {steps} steps, but the datasets end {ends}"
+                )
+        except Exception as error:
+            self._fail(error)
+            raise
 
     def _advance(self) -> Portion | None:
         """Return this step's portion, or None on all replicas at the end."""
         if self._failure is not None:
             raise DataError(self._failure)
         if self._is_closed or self._step == self._plan.cardinality:
-            self.close()
+            self._stop()
+            self._feed.end()
             return None
         try:
             portion = self._agree()
@@ -171,50 +225,55 @@ class DistributedIterator:
             self._fail(error)
             raise
         if portion is None:
-            self.close()
+            self._stop()
+            self._feed.end()
         else:
             self._step += 1
         return portion
 
     def _fail(self, error: Exception) -> None:
-        """Prepare for another call: it tries the step again, if that is possible."""
-        self._drop_ahead()
-        if self._plan.is_open_ended:
-            self._failure = (
-                f"step {self._step} of a generator's dataset failed ({error!r}), and a "
-                "generator cannot go on after that; iterate over the dataset again"
-            )
-            self.close()
+        """Leave nothing open; another call tries the step again, if possible."""
+        self.close()
+        if not self._plan.is_open_ended:
+            self._start(self._order, self._step)
+            return
+        self._failure = (
+            f"step {self._step} of a generator's dataset failed ({error!r}), and a "
+            "generator cannot go on after that; iterate over the dataset again"
+        )
 
     def _agree(self) -> Portion | None:
         """Return this replica's portion once all replicas have theirs. Collective."""
         plan, step = self._plan, self._step
-        where = ("dataset", plan.serial), ("epoch", self._epoch), ("step", step)
+        where = ("dataset", plan.serial), ("epoch", self._order.epoch), ("step", step)
         if not plan.is_open_ended:
             return plan.extended.together(Call(_NEXT, where), self._read)
         agreement = plan.extended.agreement
         portion = agreement.prepare(_NEXT, self._read)
         if not plan.is_global:
             return self._fill_in(where, portion)
-        agreement.require_same(_global_call(where, portion))
+        agreement.require_same(global_call(_NEXT, where, portion))
         self._kind = portion.kind if portion else self._kind
         return portion
 
     def _fill_in(self, where: Any, portion: Portion | None) -> Portion | None:
         """Return `portion`, or one of no rows while others have rows. Collective.
 
-        At the first step replicas show each other what their batches look like.
+        At first replicas show each other what their batches look like.
         """
-        told: Any = portion is not None and (self._step > 0 or _show(portion.kind))
+        is_first = self._kind is None
+        told: Any = portion is not None and (not is_first or show(portion.kind))
         everyone = self._plan.extended.agreement.gather(_NEXT, (where, told))
-        _require_equal("the place", [place for place, _ in everyone])
+        require_equal(_NEXT, "the place", [place for place, _ in everyone])
         shown = [other for _, other in everyone]
         if not any(shown):
             return None
         if not all(shown):
             self._require_replaceable(shown)
-        if self._step == 0:
-            _require_equal("the batch", [k.text if k else "missing" for k in shown])
+        if is_first:
+            require_equal(
+                _NEXT, "the batch", [k.text if k else "missing" for k in shown]
+            )
             self._kind = next(k for k in shown if k).load()
         if portion is None:
             return Portion(self._plan.place(self._kind))
@@ -230,9 +289,9 @@ class DistributedIterator:
                 "others have not, and elements that are no batches cannot be replaced "
                 "by batches of no rows; call batch()"
             )
-        if self._step == 0 and not all(k.pickled for k in shown if k):
+        if self._kind is None and not all(k.pickled for k in shown if k):
             raise DataError(
-                f"{_NEXT}: the dataset of {ended} is empty, and the other replicas "
+                f"{_NEXT}: the dataset of {ended} is empty or over, and the others "
                 "cannot send it the structure of theirs, as it cannot be pickled"
             )
 
@@ -241,9 +300,11 @@ class DistributedIterator:
             self._ahead.popleft().cancel()
 
     def __del__(self) -> None:
-        reader = getattr(self, "_reader", None)
-        if reader is not None:
-            reader.shutdown(wait=False, cancel_futures=True)
+        if getattr(self, "_is_closed", True):
+            return
+        if self._reader is not None:
+            self._reader.shutdown(wait=False, cancel_futures=True)
+        self._feed.close()
 
     def _read(self) -> Portion | None:
         if self._reader is None:
@@ -257,42 +318,3 @@ class DistributedIterator:
             # The thread must not know the iterator, or that would never be forgotten
             self._ahead.append(self._reader.submit(self._feed.read, step))
         return self._ahead.popleft().result()
-
-
-def _global_call(where: Any, portion: Portion | None) -> Call:
-    """Return what must be the same of the replicas' copies of a global batch."""
-    if portion is None:
-        return Call(_NEXT, (*where, ("the batch", "missing, as the dataset has ended")))
-    leaves, spec = nest.flatten(portion.kind)
-    described = tuple((a.dtype.name, f"rows of shape {a.shape[1:]}") for a in leaves)
-    there = ("the batch", f"there, with {portion.rows} rows,")
-    return Call(_NEXT, (*where, there), spec, described)
-
-
-class _Kind(NamedTuple):
-    """What batches look like, to be sent to other replicas."""
-
-    text: str
-    pickled: bytes | None
-
-    def load(self) -> Any:
-        """Return arrays of no rows."""
-        return None if self.pickled is None else pickle.loads(self.pickled)
-
-
-def _show(kind: Any) -> _Kind:
-    leaves, spec = nest.flatten(kind)
-    text = f"{spec} of {[f'{a.dtype.name} {a.ndim} dimensions' for a in leaves]}"
-    try:
-        return _Kind(text, pickle.dumps(kind))
-    except (pickle.PicklingError, AttributeError, TypeError):  # say, a local class
-        return _Kind(text, None)
-
-
-def _require_equal(name: str, things: Sequence[Any]) -> None:
-    """Raise, on all ranks, if what the ranks told of themselves differs."""
-    if len(set(things) - {"missing"}) > 1:
-        raise MismatchError(
-            f"{_NEXT}: the replicas differ: {name} is "
-            f"{group_by_rank(list(map(str, things)))}"
-        )

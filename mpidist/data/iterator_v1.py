@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpidist.calls import Call
@@ -57,15 +57,32 @@ class InputIterator:
           OutOfRangeError: after the last step.
           What `DistributedIterator.get_next` raises.
         """
-        if self._iterator is None:
-            self.initialize()
-        assert self._iterator is not None
-        return self._iterator.get_next()
+        return self._require_iterator().get_next()
+
+    def get_state(self) -> dict[str, int]:
+        """Return where this iterator is; see `DistributedIterator.get_state`.
+
+        Not collective. It initialises the iterator if nobody has.
+        """
+        return self._require_iterator().get_state()
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Go on from a state; see `DistributedIterator.set_state`. Collective.
+
+        `initialize` then starts the epoch after the state's.
+        """
+        self._require_iterator().set_state(state)
 
     def close(self) -> None:
         """End the thread that reads ahead. Not collective."""
         if self._iterator is not None:
             self._iterator.close()
+
+    def _require_iterator(self) -> DistributedIterator:
+        if self._iterator is None:
+            self.initialize()
+        assert self._iterator is not None
+        return self._iterator
 
 
 def from_dataset(extended: StrategyExtended, dataset: DatasetLike) -> InputIterator:

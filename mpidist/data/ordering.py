@@ -7,14 +7,16 @@ orders come from `sharding.Permutation`, without a table.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from mpidist import nest, sharding
+from mpidist.block_order import BlockOrder, Blocks
 from mpidist.data.pipeline import Pass, Pipeline, Step
-from mpidist.data.sources import Positions
+from mpidist.data.sources import Positions, RowSource
 from mpidist.errors import ArgumentError, DataError
 
 __all__ = ["Concatenate", "Repeat", "Shard", "Shuffle", "Window", "lap_pass"]
@@ -24,7 +26,12 @@ _ENDLESS = 1 << 40
 
 
 class Shuffle(Step):
-    """All elements in the order of a permutation, which needs no buffer."""
+    """All elements in a random order that needs no buffer.
+
+    Elements that lie in chunks which are costly to read come in a `BlockOrder`.
+    """
+
+    _batch_size: int | None = None  # of the batches that follow
 
     def __init__(
         self,
@@ -32,17 +39,26 @@ class Shuffle(Step):
         buffer_size: int | None,
         seed: int | None,
         reshuffle: bool,
+        window_chunks: int | None = None,
     ):
         super().__init__(parent)
         self._seed = seed
         self._reshuffle = reshuffle
+        self._window_chunks = window_chunks
 
     @property
     def needs_entropy(self) -> bool:
         return self._seed is None or self._parent.needs_entropy
 
     def describe(self) -> str:
-        return f"{self._parent.describe()}.shuffle({self._seed}, {self._reshuffle})"
+        arguments = f"{self._seed}, {self._reshuffle}, {self._window_chunks}"
+        return f"{self._parent.describe()}.shuffle({arguments})"
+
+    def for_batches(self, batch_size: int) -> Pipeline:
+        shuffle = self._after(self._parent)
+        assert isinstance(shuffle, Shuffle)
+        shuffle._batch_size = batch_size
+        return shuffle
 
     def locate(self, order: Pass, positions: Positions) -> Positions:
         length = self.length
@@ -50,7 +66,23 @@ class Shuffle(Step):
             raise ArgumentError("an infinite dataset cannot be shuffled; shuffle first")
         seed = order.entropy if self._seed is None else self._seed
         epoch = order.epoch if self._reshuffle else 0
-        return sharding.Permutation(length, seed, epoch)(positions)
+        if (blocks := self._mixed_blocks()) is None:
+            return sharding.Permutation(length, seed, epoch)(positions)
+        window = self._window_chunks or blocks.default_window
+        mixed = _block_order(blocks, seed, epoch, window, self._batch_size)
+        self._parent.keep(mixed.rows_in_use(positions))
+        return mixed(positions)
+
+    def _mixed_blocks(self) -> Blocks | None:
+        """Return the chunks to be kept together, None for an exact permutation."""
+        if self._window_chunks == 0:
+            return None
+        blocks = self._parent.blocks()
+        is_wanted = self._window_chunks is not None
+        return blocks if blocks and (blocks.is_costly or is_wanted) else None
+
+
+_block_order = functools.lru_cache(maxsize=8)(BlockOrder)
 
 
 class Window(Step):
@@ -71,6 +103,14 @@ class Window(Step):
 
     def describe(self) -> str:
         return f"{self._parent.describe()}.window({self._start}, {self._count})"
+
+    def blocks(self) -> Blocks | None:
+        if (blocks := self._parent.blocks()) is None or self.length is None:
+            return None
+        edges = np.cumsum([0, *blocks.lengths]).clip(
+            self._start, self._start + self.length
+        )
+        return dataclasses.replace(blocks, lengths=tuple(np.diff(edges).tolist()))
 
     def locate(self, order: Pass, positions: Positions) -> Positions:
         return positions + self._start
@@ -167,8 +207,34 @@ class Concatenate(Pipeline):
     def file_count(self) -> int:
         return min(self._first.file_count, self._second.file_count)
 
+    @property
+    def sources(self) -> list[RowSource]:
+        return self._first.sources + self._second.sources
+
+    def blocks(self) -> Blocks | None:
+        first, second = self._first.blocks(), self._second.blocks()
+        if first is None or second is None:
+            return None
+        return dataclasses.replace(
+            max(first, second, key=lambda blocks: blocks.rows * blocks.row_bytes),
+            lengths=first.lengths + second.lengths,
+            is_costly=first.is_costly or second.is_costly,
+        )
+
+    def keep(self, elements: int) -> None:
+        self._first.keep(elements)
+        self._second.keep(elements)
+
+    def for_batches(self, batch_size: int) -> Pipeline:
+        return Concatenate(
+            self._first.for_batches(batch_size), self._second.for_batches(batch_size)
+        )
+
     def describe(self) -> str:
         return f"{self._first.describe()}.concatenate({self._second.describe()})"
+
+    def describe_source(self) -> str:
+        return f"{self._first.describe_source()}, {self._second.describe_source()}"
 
     def shard_files(self, workers: int, worker: int) -> Pipeline:
         return Concatenate(

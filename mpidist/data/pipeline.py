@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from mpidist import nest
-from mpidist.data.sources import FileSource, Positions, RowSource
+from mpidist.block_order import Blocks
+from mpidist.data.sources import BlockSource, FileSource, Positions, RowSource
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError
 
@@ -82,8 +83,28 @@ class Pipeline:
         """Whether the order depends on `Pass.entropy`."""
         raise NotImplementedError  # pragma: no cover
 
+    @property
+    def sources(self) -> list[RowSource]:
+        """Where the rows come from."""
+        raise NotImplementedError  # pragma: no cover
+
+    def blocks(self) -> Blocks | None:
+        """Return how the elements lie in chunks; None where that does not matter."""
+        return None
+
+    def keep(self, elements: int) -> None:
+        """Make room for the chunks of so many elements that are read in any order."""
+
+    def for_batches(self, batch_size: int) -> Pipeline:
+        """Return the same steps, to be followed by batches of so many elements."""
+        return self
+
     def describe(self) -> str:
         """Return what must be the same on every replica, as text."""
+        raise NotImplementedError  # pragma: no cover
+
+    def describe_source(self) -> str:
+        """Return the part of `describe` that says where the rows come from."""
         raise NotImplementedError  # pragma: no cover
 
     def shard_files(self, workers: int, worker: int) -> Pipeline:
@@ -135,6 +156,8 @@ class Rows(Pipeline):
 
     def __init__(self, source: RowSource):
         self._source = source
+        # Protocols are slow to compare with
+        self._in_blocks = source if isinstance(source, BlockSource) else None
 
     @property
     def length(self) -> int:
@@ -152,8 +175,22 @@ class Rows(Pipeline):
     def file_count(self) -> int:
         return self._source.file_count if isinstance(self._source, FileSource) else 0
 
+    @property
+    def sources(self) -> list[RowSource]:
+        return [self._source]
+
+    def blocks(self) -> Blocks | None:
+        return self._in_blocks.blocks() if self._in_blocks else None
+
+    def keep(self, elements: int) -> None:
+        if self._in_blocks:
+            self._in_blocks.keep(elements)
+
     def describe(self) -> str:
         return self._source.describe()
+
+    def describe_source(self) -> str:
+        return f"{self.length} rows of {self._source.describe()}"
 
     def shard_files(self, workers: int, worker: int) -> Pipeline:
         assert isinstance(self._source, FileSource)
@@ -201,6 +238,19 @@ class Step(Pipeline):
     @property
     def file_count(self) -> int:
         return self._parent.file_count
+
+    @property
+    def sources(self) -> list[RowSource]:
+        return self._parent.sources
+
+    def keep(self, elements: int) -> None:
+        self._parent.keep(elements)
+
+    def for_batches(self, batch_size: int) -> Pipeline:
+        return self._after(self._parent.for_batches(batch_size))
+
+    def describe_source(self) -> str:
+        return self._parent.describe_source()
 
     def shard_files(self, workers: int, worker: int) -> Pipeline:
         return self._after(self._parent.shard_files(workers, worker))

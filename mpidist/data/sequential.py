@@ -92,6 +92,7 @@ class Shuffle(Step):
         buffer_size: int | None,
         seed: int | None,
         reshuffle: bool,
+        window_chunks: int | None = None,
     ):
         super().__init__(parent)
         if buffer_size is None:
@@ -191,6 +192,9 @@ class Concatenate(Stream):
 
     def over(self, change: Callable[[Any], Any]) -> Stream:
         return Concatenate(change(self._first), change(self._second))
+
+    def describe_source(self) -> str:
+        return f"{self._first.describe_source()}, {self._second.describe_source()}"
 
     def rebatch(self, workers: int) -> Stream:
         return Concatenate(self._first.rebatch(workers), self._second.rebatch(workers))

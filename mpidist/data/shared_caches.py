@@ -7,10 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist import nest
 from mpidist.calls import Call
-from mpidist.data.caching import Cache, Memory, NodeCache, StreamCache, rebuild
+from mpidist.data.caching import (
+    Cache,
+    Memory,
+    StreamCache,
+    frozen,
+    rebuild,
+)
+from mpidist.data.node_cache import NodeCache
 from mpidist.data.pipeline import Pass, Pipeline
+from mpidist.data.reading import Reading
 from mpidist.data.stream import Stream
 from mpidist.data.tables import fields_of, row_spec, unkeepable
 from mpidist.errors import ArgumentError
@@ -18,7 +25,7 @@ from mpidist.errors import ArgumentError
 if TYPE_CHECKING:
     from mpidist.extended import StrategyExtended
 
-__all__ = ["keep_apart", "require_shareable", "share"]
+__all__ = ["reorder", "require_shareable", "share"]
 
 _CALL = "cache"
 
@@ -39,29 +46,13 @@ def require_shareable(steps: Pipeline | Stream) -> None:
     rebuild(steps, check)
 
 
-def keep_apart(steps: Pipeline | Stream, order: Pass) -> Pipeline | Stream:
-    """Return the steps with caches of their own, which start empty, in this process.
-
-    Datasets that were made of the same steps cannot change the order of these.
-    """
-    memories: dict[int, Memory] = {}
-
-    def change(cache: Cache | StreamCache, parent: Any) -> Any:
-        if isinstance(cache, StreamCache):
-            return StreamCache(parent)
-        cache.require_end()
-        return Cache(parent, memories.setdefault(id(cache.memory), Memory(order)))
-
-    changed: Pipeline | Stream = rebuild(steps, change)
-    return changed
-
-
 def share(
     extended: StrategyExtended, steps: Pipeline | Stream, order: Pass, slices: int
 ) -> Pipeline | Stream:
     """Return the steps with caches that the ranks of a node share. Collective.
 
-    The same cache, divided for the same strategy again, has the rows it had.
+    The same cache, divided for the same strategy again, has the rows it had, unless
+    they come in an order of a seed that is drawn for each distributed dataset.
 
     Args:
       extended: of the strategy.
@@ -75,25 +66,55 @@ def share(
     """
 
     def change(cache: Cache, parent: Pipeline) -> NodeCache:
-        storage = extended.node_memory.find(cache.memory)
+        # What is in another order in each dataset belongs to one of them
+        owner = Memory() if parent.needs_entropy else cache.memory
+        storage = extended.node_memory.find(owner)
         if storage is None:
-            return _make(extended, parent, order, cache.memory, slices)
-        spec, first_order = storage.note
-        return NodeCache(parent, storage, first_order, spec, cache.memory, slices)
+            return _make(extended, parent, order, owner, slices)
+        return NodeCache(parent, storage, owner, slices)
 
     shared: Pipeline | Stream = rebuild(steps, change)
     return shared
+
+
+def reorder(extended: StrategyExtended, steps: Pipeline | Stream, order: Pass) -> None:
+    """Empty the shared caches before which the order is another one now. Collective.
+
+    Args:
+      extended: of the strategy.
+      steps: that `share` has returned.
+      order: the pass of which iterators will go on.
+    """
+    if not steps.needs_entropy:
+        return
+    for cache in _shared_caches(steps):
+        changed = frozen(cache.parent, order)
+        before, spec = cache.storage.note
+        if before != changed:
+            cache.hold(extended.node_memory.empty(cache.storage, (changed, spec)))
+
+
+def _shared_caches(steps: Pipeline | Stream) -> list[NodeCache]:
+    found: list[NodeCache] = []
+
+    def look(parent: Any) -> Any:
+        if isinstance(parent, NodeCache):
+            found.append(parent)
+        return parent.over(look)
+
+    look(steps)
+    return found
 
 
 def _make(
     extended: StrategyExtended,
     parent: Pipeline,
     order: Pass,
-    memory: Memory,
+    owner: object,
     slices: int,
 ) -> NodeCache:
     """Return a cache that holds the first row, or a few. Collective."""
-    agreement = extended.agreement
+    agreement, order = extended.agreement, frozen(parent, order)
     found: list[Any] = []
 
     def look() -> Any:
@@ -105,12 +126,12 @@ def _make(
     spec = agreement.prepare(_CALL, lambda: pickle.loads(told) if told else look())
     assert parent.length is not None
     fields = fields_of(spec, parent.length * (parent.batch_size or 1))
-    storage = extended.node_memory.allocate(memory, fields, (spec, order))
-    cache = NodeCache(parent, storage, order, spec, memory, slices)
+    storage = extended.node_memory.allocate(owner, fields, (order, spec))
+    cache = NodeCache(parent, storage, owner, slices)
 
     def fill() -> None:
         for rows in found[:1]:
-            cache.keep(np.arange(len(nest.flatten(rows)[0][0])), rows)
+            cache.fill(rows)
 
     extended.together(Call(_CALL), fill)  # so that nobody reads them again
     return cache
@@ -118,13 +139,18 @@ def _make(
 
 def _first_rows(parent: Pipeline, order: Pass, slices: int) -> Any:
     """Return the rows that are read first, stacked; none if there are none."""
-    length = parent.length or 0
-    if not parent.is_batched:
-        rows = parent.elements(order, np.arange(min(1, length)))
-    elif length:
-        rows = parent.part(order, 0, slices, 0)
-    else:
-        rows = parent.empty_part(order)
+
+    def read() -> Any:
+        length = parent.length or 0
+        if not parent.is_batched:
+            return parent.elements(order, np.arange(min(1, length)))
+        return parent.part(order, 0, slices, 0) if length else parent.empty_part(order)
+
+    reading = Reading(parent)
+    try:
+        rows = reading.do(read)
+    finally:
+        reading.close()
     reason = unkeepable(rows)
     if reason is not None:
         raise ArgumentError(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from mpidist import nest
+from mpidist.block_order import Blocks
 from mpidist.errors import ArgumentError, DataError
 
 __all__ = [
     "ArrayRows",
+    "BlockSource",
     "FileSource",
+    "IndexedSource",
     "Positions",
     "RangeRows",
     "RowSource",
@@ -36,6 +39,52 @@ class RowSource(Protocol):
 
     def describe(self) -> str:
         """Return what must be the same on every replica, as text."""
+
+
+@runtime_checkable
+class BlockSource(RowSource, Protocol):
+    """Rows in chunks, which are read as a whole."""
+
+    def blocks(self) -> Blocks:
+        """Return how the rows lie in chunks."""
+
+    def keep(self, rows: int) -> None:
+        """Make room for the chunks of so many rows that are read in random order."""
+
+    def retain(self) -> None:
+        """Count one more use; the files stay open until all are released."""
+
+    def release(self, keep_files: bool = False) -> None:
+        """Count one use less; after the last one close the files, unless told not to.
+
+        The threads end anyway.
+        """
+
+
+@runtime_checkable
+class IndexedSource(RowSource, Protocol):
+    """Rows in files of which must be known where they lie."""
+
+    @property
+    def file_count(self) -> int:
+        """The number of files."""
+
+    def identify(self) -> str:
+        """Return which files and datasets these are, without opening a file."""
+
+    def inspect(self, files: Iterable[int]) -> list[Any]:
+        """Return where the rows of some files lie; it can be sent to other ranks."""
+
+    def adopt(
+        self, files: Sequence[Any], rank: int | None = None, threads: int | None = None
+    ) -> None:
+        """Take what `inspect` returned for all files, perhaps on other ranks.
+
+        Args:
+          files: of each file.
+          rank: of this process, which errors will name.
+          threads: how many may read at the same time.
+        """
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ from typing import Any
 
 from mpidist.data.parallel import call_ahead
 from mpidist.data.pipeline import Pass, Pipeline
+from mpidist.data.reading import Reading
 from mpidist.data.sources import as_element
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
@@ -46,6 +47,10 @@ class Stream:
 
     def describe(self) -> str:
         """Return what must be the same on every replica, as text."""
+        raise NotImplementedError  # pragma: no cover
+
+    def describe_source(self) -> str:
+        """Return the part of `describe` that says where the rows come from."""
         raise NotImplementedError  # pragma: no cover
 
     def over(self, change: Callable[[Any], Any]) -> Stream:
@@ -108,6 +113,9 @@ class Generated(Stream):
     def over(self, change: Callable[[Any], Any]) -> Stream:
         return self
 
+    def describe_source(self) -> str:
+        return self.describe()
+
     def rebatch(self, workers: int) -> Stream:
         return self
 
@@ -158,16 +166,30 @@ class InOrder(Stream):
     def over(self, change: Callable[[Any], Any]) -> Stream:
         return InOrder(change(self._pipeline))
 
+    def describe_source(self) -> str:
+        return self._pipeline.describe_source()
+
     def rebatch(self, workers: int) -> Stream:
         return InOrder(self._pipeline.rebatch(workers))
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
+    def iterate(self, order: Pass, start: int = 0) -> Iterator[Any]:
+        """Yield all elements from number `start` on."""
         length = self._pipeline.length
-        numbers = itertools.count() if length is None else range(length)
-        read, threads = self._pipeline.element, self._pipeline.parallel_calls
-        if threads > 1:
-            return call_ahead(lambda i: read(order, i), numbers, threads)
-        return (read(order, i) for i in numbers)
+        numbers = itertools.count(start) if length is None else range(start, length)
+        reading, threads = Reading(self._pipeline), self._pipeline.parallel_calls
+
+        def read(i: int) -> Any:
+            return reading.do(lambda: self._pipeline.element(order, i))
+
+        try:
+            if threads > 1:
+                yield from call_ahead(read, numbers, threads)
+            else:
+                yield from map(read, numbers)
+        except BaseException:  # also where a generator is closed early
+            reading.close()
+            raise
+        reading.end()
 
     def example(self) -> Any:
         return self._pipeline.example(Pass())
@@ -195,6 +217,9 @@ class Step(Stream):
         arguments = [v for k, v in vars(self).items() if k != "_parent"]
         name = type(self).__name__.lower()
         return f"{self._parent.describe()}.{name}({', '.join(map(str, arguments))})"
+
+    def describe_source(self) -> str:
+        return self._parent.describe_source()
 
     def over(self, change: Callable[[Any], Any]) -> Stream:
         step = copy.copy(self)

@@ -53,7 +53,10 @@ def train(
         return error**2
 
     losses: list[float] = []
-    for batch in distributed:
+    iterator: mpidist.DistributedIterator = iter(distributed)
+    state: dict[str, int] = iterator.get_state()
+    iterator.set_state(state)
+    for batch in iterator:
         errors = strategy.run(step, args=batch)
         losses.append(float(strategy.reduce("MEAN", errors, axis=0)))
     return losses

@@ -1,0 +1,131 @@
+"""Undoing HDF5's filters: deflate, shuffle and fletcher32.
+
+The formats are those of the HDF5 library's H5Zdeflate.c, H5Zshuffle.c and
+H5Zfletcher32.c. Inflating is libdeflate's (the package `deflate`), which was the
+fastest of those on PyPI for whole chunks; it releases the GIL, so threads do it side by
+side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import deflate
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["SUPPORTED", "Filter", "decode"]
+
+Bytes = npt.NDArray[np.uint8]
+Filter = tuple[int, tuple[int, ...]]  # HDF5's number of the filter, its parameters
+
+_DEFLATE, _SHUFFLE, _FLETCHER32 = 1, 2, 3
+SUPPORTED = frozenset([_DEFLATE, _SHUFFLE, _FLETCHER32])
+
+_CHECKSUM_BYTES = 4
+_MODULUS = 65535
+_SUM_WORDS = 256  # sums of so many weighted words are exact in float64
+_SUM_WEIGHTS = np.stack([np.ones(_SUM_WORDS), np.arange(_SUM_WORDS, 0.0, -1)], axis=1)
+
+
+def decode(
+    stored: Any, filters: Sequence[Filter], skipped: int, size_bytes: int
+) -> Bytes:
+    """Return the `size_bytes` bytes of a chunk.
+
+    Args:
+      stored: the chunk as it lies in the file, a buffer.
+      filters: those of the dataset, in the order in which they were applied.
+      skipped: a bit mask of the filters that were left out for this chunk.
+      size_bytes: the size of the chunk before filtering.
+
+    Raises:
+      ValueError: the bytes are no such chunk, or do not have their checksum.
+    """
+    applied = [f for i, f in enumerate(filters) if not skipped >> i & 1]
+    sizes = [size_bytes]  # before each filter
+    for code, _ in applied:
+        sizes.append(sizes[-1] + (_CHECKSUM_BYTES if code == _FLETCHER32 else 0))
+    data = np.frombuffer(stored, np.uint8)
+    for (code, parameters), size in zip(applied[::-1], sizes[-2::-1], strict=True):
+        if code == _DEFLATE:
+            data = _inflate(data, size)
+        elif code == _SHUFFLE:
+            data = _unshuffle(data, *parameters[:1])
+        else:
+            data = _without_checksum(data)
+    if data.size != size_bytes:
+        raise ValueError(f"a chunk has {data.size} bytes instead of {size_bytes}")
+    return data
+
+
+def _inflate(data: Bytes, size: int) -> Bytes:
+    try:
+        return np.frombuffer(deflate.zlib_decompress(data, size), np.uint8)
+    except deflate.DeflateError as error:
+        raise ValueError(
+            f"a chunk of {data.size} bytes cannot be inflated to {size}"
+        ) from error
+
+
+def _unshuffle(data: Bytes, item: int = 1) -> Bytes:
+    """Return values of `item` bytes from all their first bytes, all their second..."""
+    count = data.size // item
+    if item == 1 or count <= 1:
+        return data
+    planes = data[: count * item].reshape(item, count)
+    values = np.empty(data.size, np.uint8)
+    body = values[: count * item]
+    if item in (2, 4, 8):  # shifting whole words is faster than scattering bytes
+        _join(planes, body.view(f"<u{item}"))
+    else:
+        body.reshape(count, item)[:] = planes.T
+    values[count * item :] = data[count * item :]
+    return values
+
+
+def _join(planes: Bytes, words: Any) -> None:
+    """Make little-endian words of their bytes: planes[0] holds the lowest ones."""
+    words[:] = planes[-1]
+    for plane in planes[-2::-1]:
+        words <<= 8
+        words |= plane
+
+
+def _without_checksum(data: Bytes) -> Bytes:
+    """Return the data without the checksum after it, which must be theirs."""
+    body, tail = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+    if data.size < _CHECKSUM_BYTES:
+        raise ValueError(f"a chunk of {data.size} bytes is too short for a checksum")
+    stored, found = int(tail.view("<u4")[0]), _fletcher32(body)
+    # HDF5 before 1.6.3 swapped the bytes of both halves on some machines
+    swapped = (found & 0x00FF00FF) << 8 | (found & 0xFF00FF00) >> 8
+    if stored not in (found, swapped):
+        raise ValueError(f"a chunk has the checksum {found:#x} instead of {stored:#x}")
+    return body
+
+
+def _fletcher32(data: Bytes) -> int:
+    """Return the checksum of n 16-bit words w_i: the sums of w_i and of (n - i) w_i.
+
+    Both are modulo 65535, where a sum that is not zero is never reduced to zero.
+    """
+    if data.size % 2:
+        data = np.append(data, np.uint8(0))
+    words = data.view(">u2")
+    # Weights count from the end, so zeros in front change nothing
+    rows = -(-words.size // _SUM_WORDS)
+    padded = np.zeros(rows * _SUM_WORDS)
+    padded[padded.size - words.size :] = words
+    sums = (padded.reshape(rows, _SUM_WORDS) @ _SUM_WEIGHTS).astype(np.int64)
+    plain, weighted = sums[:, 0], sums[:, 1]
+    # All words of a row count once more for each word in the rows after it
+    words_after = np.arange(rows - 1, -1, -1) * _SUM_WORDS
+    first = int(plain.sum())
+    second = int((weighted + plain % _MODULUS * (words_after % _MODULUS)).sum())
+    return _reduce(second) << 16 | _reduce(first) if first else 0
+
+
+def _reduce(total: int) -> int:
+    return (total - 1) % _MODULUS + 1

@@ -1,0 +1,309 @@
+"""Where the rows of HDF5 datasets lie in their files: read once, then told to others.
+
+An index is plain data. With it rows can be read from the file's bytes, without HDF5;
+what it does not describe (virtual, external, compact or variable-length data, other
+filters) is left to h5py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import math
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from mpidist.block_order import Blocks
+from mpidist.data.codec import SUPPORTED, Filter
+from mpidist.errors import DataError
+
+__all__ = [
+    "Column",
+    "FileIndex",
+    "Way",
+    "blocks_of",
+    "head_of",
+    "index_file",
+    "open_hdf5",
+]
+
+Offsets = npt.NDArray[np.int64]
+
+_HEAD_BYTES = 4096
+_NO_CHUNK = -1
+_BLOCK_BYTES = 1 << 20  # of rows that are not in chunks
+
+
+class Way(enum.Enum):
+    """How the rows of a dataset are read."""
+
+    BYTES = "each row's bytes"
+    CHUNKS = "whole chunks, decoded here"
+    H5PY_CHUNKS = "whole chunks, by h5py"
+    H5PY = "by h5py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One dataset of one file.
+
+    Contiguous data are one chunk of all rows.
+
+    Args:
+      name: of the HDF5 dataset.
+      shape: `(rows, *row_shape)`.
+      dtype: as it is stored, with its byte order.
+      way: how to read it.
+      is_chunked: whether it has chunks; else all rows count as one.
+      chunk: the shape of a chunk.
+      offsets: where each chunk starts in the file, in C order of the chunks; -1 for one
+        that was never written. Empty where h5py reads.
+      sizes: the bytes of each chunk in the file; empty where they are not filtered.
+      skipped: for each chunk a bit mask of the filters that it was stored without;
+        empty where there are none.
+      filters: in the order in which they were applied.
+      fill: the bytes of a value that was never written.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    way: Way
+    is_chunked: bool
+    chunk: tuple[int, ...] = ()
+    offsets: Offsets = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    sizes: Offsets = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    skipped: Offsets = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    filters: tuple[Filter, ...] = ()
+    fill: bytes = b""
+
+    @functools.cached_property
+    def native(self) -> np.dtype[Any]:
+        """The dtype of the rows that are read: in this machine's byte order."""
+        native: np.dtype[Any] = self.dtype.newbyteorder("=")
+        return native
+
+    @functools.cached_property
+    def is_native(self) -> bool:
+        """Whether the rows are stored in this machine's byte order."""
+        return self.dtype == self.native
+
+    @functools.cached_property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of a row."""
+        return self.shape[1:]
+
+    @functools.cached_property
+    def row_bytes(self) -> int:
+        """The bytes of a row in memory."""
+        return self.dtype.itemsize * math.prod(self.shape[1:])
+
+    @functools.cached_property
+    def chunk_row_bytes(self) -> int:
+        """The bytes that one chunk has of a row."""
+        return self.dtype.itemsize * math.prod(self.chunk[1:])
+
+    @functools.cached_property
+    def grid(self) -> tuple[int, ...]:
+        """How many chunks there are along each dimension."""
+        pairs = zip(self.shape, self.chunk, strict=True)
+        return tuple(-(-n // max(1, c)) for n, c in pairs)
+
+    @property
+    def is_in_blocks(self) -> bool:
+        """Whether a row costs the reading of the whole chunks that it lies in."""
+        return self.way in (Way.CHUNKS, Way.H5PY_CHUNKS)
+
+
+@dataclasses.dataclass(frozen=True)
+class FileIndex:
+    """The datasets of one file, all with the same number of rows.
+
+    Args:
+      path: of the file, as the rank knows it that has read the index.
+      size_bytes: of the file.
+      head: a checksum of the file's first bytes, to know the same file again.
+      rows: of each dataset.
+      columns: one for each dataset that was asked for.
+    """
+
+    path: Path
+    size_bytes: int
+    head: int
+    rows: int
+    columns: tuple[Column, ...]
+
+
+def index_file(path: Path, names: Sequence[str]) -> FileIndex:
+    """Return where the named datasets of a file lie.
+
+    Raises:
+      DataError: the file or a dataset cannot be read, or the datasets have unequal
+        numbers of rows.
+    """
+    try:
+        with open(path, "rb", buffering=0) as raw:
+            size_bytes, head = os.fstat(raw.fileno()).st_size, head_of(raw.fileno())
+        with open_hdf5(path) as file:
+            columns = tuple(_column(path, file, name) for name in names)
+    except (OSError, RuntimeError) as error:
+        raise DataError(f"{path}: cannot be opened as HDF5: {error}") from error
+    lengths = [column.shape[0] for column in columns]
+    if len(set(lengths)) > 1:
+        pairs = ", ".join(f"{c.name!r} has {c.shape[0]}" for c in columns)
+        raise DataError(f"{path}: the datasets have unequal rows: {pairs}")
+    return FileIndex(path, size_bytes, head, lengths[0], columns)
+
+
+def head_of(descriptor: int) -> int:
+    """Return a checksum of a file's first bytes."""
+    return zlib.crc32(os.pread(descriptor, _HEAD_BYTES, 0))
+
+
+def open_hdf5(path: Path) -> h5py.File:
+    """Open a file to read, without locks, which fail on many network file systems."""
+    try:
+        return h5py.File(path, "r", locking=False)
+    except OSError as error:
+        # This process has it open already, with locks
+        if "locking flag" not in str(error):
+            raise
+        return h5py.File(path, "r")
+
+
+def _column(path: Path, file: h5py.File, name: str) -> Column:
+    dataset = file.get(name)
+    if not isinstance(dataset, h5py.Dataset):
+        raise DataError(
+            f"{path}: there is no dataset {name!r}; there are: "
+            f"{', '.join(sorted(file)) or 'none'} (a group or a broken link "
+            "is no dataset)"
+        )
+    if dataset.ndim == 0 or dataset.shape is None:
+        raise DataError(f"{path}: dataset {name!r} is a scalar, without rows")
+    by_h5py = Column(
+        name,
+        dataset.shape,
+        dataset.dtype,
+        Way.H5PY if dataset.chunks is None else Way.H5PY_CHUNKS,
+        dataset.chunks is not None,
+        dataset.chunks or dataset.shape,
+    )
+    is_stored_here = dataset.file.filename == file.filename  # no external link
+    if not is_stored_here or not _is_plain(dataset):
+        return by_h5py
+    column = (
+        _contiguous(name, dataset)
+        if dataset.chunks is None
+        else _chunked(name, dataset)
+    )
+    if column is None:
+        return by_h5py
+    if (column.offsets == _NO_CHUNK).any():
+        properties = dataset.id.get_create_plist()
+        if properties.get_fill_time() == h5py.h5d.FILL_TIME_NEVER:
+            return by_h5py
+        fill = np.array(dataset.fillvalue, dataset.dtype).tobytes()
+        column = dataclasses.replace(column, fill=fill)
+    return column
+
+
+def _is_plain(dataset: h5py.Dataset) -> bool:
+    """Return whether the stored bytes are those of NumPy's arrays of its dtype."""
+    dtype = dataset.dtype
+    if dtype.hasobject or dtype.subdtype is not None or dtype.itemsize == 0:
+        return False
+    same_type = h5py.h5t.py_create(dtype, logical=True)
+    return bool(same_type == dataset.id.get_type())
+
+
+def _contiguous(name: str, dataset: h5py.Dataset) -> Column | None:
+    properties = dataset.id.get_create_plist()
+    is_external = properties.get_external_count() > 0
+    if properties.get_layout() != h5py.h5d.CONTIGUOUS or is_external:
+        return None
+    offset = dataset.id.get_offset()
+    offsets = np.array([_NO_CHUNK if offset is None else offset], np.int64)
+    shape = dataset.shape
+    return Column(name, shape, dataset.dtype, Way.BYTES, False, shape, offsets)
+
+
+def _chunked(name: str, dataset: h5py.Dataset) -> Column | None:
+    filters = _filters(dataset)
+    if filters is None:
+        return None
+    empty = Column(
+        name,
+        dataset.shape,
+        dataset.dtype,
+        Way.CHUNKS if filters else Way.BYTES,
+        True,
+        dataset.chunks,
+        filters=filters,
+    )
+    grid, chunk = empty.grid, empty.chunk
+    offsets = np.full(math.prod(grid), _NO_CHUNK)
+    sizes, skipped = np.zeros_like(offsets), np.zeros_like(offsets)
+
+    def add(stored: Any) -> None:
+        place = [o // c for o, c in zip(stored.chunk_offset, chunk, strict=True)]
+        number = 0
+        for p, count in zip(place, grid, strict=True):
+            number = number * count + p
+        offsets[number] = stored.byte_offset
+        sizes[number] = stored.size
+        skipped[number] = stored.filter_mask
+
+    if offsets.size:
+        dataset.id.chunk_iter(add)
+    if not filters:
+        return dataclasses.replace(empty, offsets=offsets)
+    if not skipped.any():
+        skipped = skipped[:0]
+    return dataclasses.replace(empty, offsets=offsets, sizes=sizes, skipped=skipped)
+
+
+def _filters(dataset: h5py.Dataset) -> tuple[Filter, ...] | None:
+    """Return the filters, None if one is not known here."""
+    properties = dataset.id.get_create_plist()
+    filters = []
+    for i in range(properties.get_nfilters()):
+        code, _, parameters, _ = properties.get_filter(i)
+        if code not in SUPPORTED:
+            return None
+        filters.append((code, tuple(parameters)))
+    return tuple(filters)
+
+
+def blocks_of(files: Sequence[FileIndex], kept_bytes: int) -> Blocks:
+    """Return how the rows of all files lie in chunks: those of the largest.
+
+    Args:
+      files: of each file.
+      kept_bytes: how many bytes of chunks are kept anyway.
+    """
+    columns = [column for file in files for column in file.columns]
+    costly = [column for column in columns if column.is_in_blocks]
+    _, rows = max(map(_block_size, costly or columns))
+    return Blocks(
+        tuple(file.rows for file in files),
+        rows,
+        sum(column.row_bytes for column in files[0].columns),
+        is_costly=sum(c.row_bytes * c.shape[0] for c in costly) > kept_bytes,
+    )
+
+
+def _block_size(column: Column) -> tuple[int, int]:
+    """Return the bytes and the rows of a chunk, or of what counts as one."""
+    row_bytes = max(1, column.row_bytes)
+    if column.is_chunked:
+        return row_bytes * column.chunk[0], column.chunk[0]
+    return row_bytes, max(1, _BLOCK_BYTES // row_bytes)

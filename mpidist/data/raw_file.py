@@ -1,0 +1,258 @@
+"""The bytes of a file that must not change while it is read.
+
+On a local file system rows are copied from a memory map. A file that is cut short under
+a map would kill the process by SIGBUS, so a map is used only under a read lease
+(fcntl(2), F_SETLEASE): as long as it is held nobody can open the file for writing or
+truncate it without the kernel waiting until this process has let go. Where a lease
+cannot be had (another's file, a network file system), `pread` is used.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import mmap
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mpidist.data.hdf5_index import head_of
+from mpidist.errors import DataError
+
+__all__ = ["RawFile"]
+
+Bytes = npt.NDArray[np.uint8]
+Offsets = npt.NDArray[np.int64]
+T = TypeVar("T")
+
+# Where all who change a file do so through this kernel, so that leases hold
+_LOCAL_FILE_SYSTEMS = frozenset(
+    ["btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"]
+)
+# On a network file system asking for a file's size costs messages to its servers
+_CHECK_SECONDS = 60.0
+# Wanted bytes this near to each other are read in one call, up to this many
+_GAP_BYTES = 32 << 10
+_CALL_BYTES = 8 << 20
+
+Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+
+
+class RawFile:
+    """An open file. Dropping it closes it, once no read is going on.
+
+    Args:
+      path: of the file.
+      size_bytes: which the file must have.
+      head: which `head_of` must give.
+    """
+
+    def __init__(self, path: Path, size_bytes: int, head: int):
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._size_bytes = size_bytes
+        status = os.fstat(self._descriptor)
+        if status.st_size != size_bytes or head_of(self._descriptor) != head:
+            raise DataError(
+                f"{path}: is not the file whose index was read: it has "
+                f"{status.st_size} bytes instead of {size_bytes}, or another start; "
+                "a file must not change while it is read, and must be the same on all "
+                "nodes"
+            )
+        self._identity = _identity(status)
+        self._is_local = _file_system(status.st_dev) in _LOCAL_FILE_SYSTEMS
+        self._checked = time.monotonic()
+        self._lock = threading.Lock()
+        self._map = self._map_under_lease() if self._is_local else None
+        self._map_users = 0
+        self._has_to_let_go = False
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether rows are copied from a memory map."""
+        return self._map is not None
+
+    def gather(
+        self, offsets: Offsets, size_bytes: int, parallel: Map = map
+    ) -> npt.NDArray[np.void]:
+        """Return the `size_bytes` bytes at each offset, as an array `(offsets,)`.
+
+        Args:
+          offsets: in any order; all bytes must lie in the file.
+          size_bytes: of each.
+          parallel: `map`, or what maps in threads.
+        """
+        self._require_unchanged()
+        if (mapped := self._take_map()) is None:
+            return self._gather_by_reads(offsets, size_bytes, parallel)
+        try:
+            found: npt.NDArray[np.void] = _items(mapped, size_bytes)[offsets]
+            return found
+        finally:
+            self._give_map_back()
+
+    def read(self, offset: int, size_bytes: int, use: Callable[[Any], T]) -> T:
+        """Return `use(buffer)` of the bytes at `offset`; it must not keep them."""
+        self._require_unchanged()
+        if (mapped := self._take_map()) is None:
+            return use(self._pread(offset, size_bytes))
+        try:
+            return use(mapped[offset : offset + size_bytes])
+        finally:
+            self._give_map_back()
+
+    def _require_unchanged(self) -> None:
+        """Raise a DataError if the file has changed since its index was read."""
+        now = time.monotonic()
+        if not self._is_local and now < self._checked + _CHECK_SECONDS:
+            return
+        self._checked = now
+        status = os.fstat(self._descriptor)
+        if _identity(status) != self._identity:
+            raise DataError(f"{self._path}: {self._change(status)}")
+
+    def _take_map(self) -> Bytes | None:
+        """Return the map, to be given back after use; None if it is not safe to use."""
+        with self._lock:
+            if self._map is None:
+                return None
+            if self._has_lease():
+                self._map_users += 1
+                return self._map
+            self._map, self._has_to_let_go = None, True
+        self._let_go()
+        return None
+
+    def _give_map_back(self) -> None:
+        with self._lock:
+            self._map_users -= 1
+        if self._has_to_let_go:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Give the lease up when nobody uses the map: somebody waits to write.
+
+        What that does to the file will be noticed by its status.
+        """
+        with self._lock:
+            if self._has_to_let_go and self._map_users == 0:
+                self._has_to_let_go = False
+                fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+    def _change(self, status: os.stat_result) -> str:
+        advice = "a file must not change while it is read"
+        if status.st_nlink == 0:
+            return f"was removed or replaced; {advice}"
+        return (
+            f"was changed: it has {status.st_size} bytes, and had {self._size_bytes} "
+            f"and another modification time when it was opened; {advice}"
+        )
+
+    def _map_under_lease(self) -> Bytes | None:
+        descriptor = self._descriptor
+        try:
+            # The kernel's note that somebody waits must not end the process
+            fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            if _identity(os.fstat(descriptor)) != self._identity:
+                return None
+            return np.frombuffer(
+                mmap.mmap(descriptor, self._size_bytes, prot=mmap.PROT_READ), np.uint8
+            )
+        except (OSError, ValueError):  # not ours, open for writing, or empty
+            return None
+
+    def _has_lease(self) -> bool:
+        return fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK
+
+    def _gather_by_reads(
+        self, offsets: Offsets, size_bytes: int, parallel: Map
+    ) -> npt.NDArray[np.void]:
+        """Return what `gather` does, in few calls, in the order of the file."""
+        order = np.argsort(offsets, kind="stable")
+        ordered = offsets[order]
+        found = np.empty(offsets.size, _item_type(size_bytes))
+
+        def read(span: tuple[int, int]) -> None:
+            first, last = span
+            start = int(ordered[first])
+            data = self._pread(start, int(ordered[last - 1]) + size_bytes - start)
+            items = _items(np.frombuffer(data, np.uint8), size_bytes)
+            found[order[first:last]] = items[ordered[first:last] - start]
+
+        list(parallel(read, _spans(ordered, size_bytes)))
+        return found
+
+    def _pread(self, offset: int, size_bytes: int) -> bytes | bytearray:
+        data = os.pread(self._descriptor, size_bytes, offset)
+        if len(data) == size_bytes:
+            return data
+        parts = bytearray(data)  # a signal, or more than the kernel reads at once
+        while data and len(parts) < size_bytes:
+            missing = size_bytes - len(parts)
+            data = os.pread(self._descriptor, missing, offset + len(parts))
+            parts += data
+        if len(parts) < size_bytes:
+            raise DataError(
+                f"{self._path}: ends after {offset + len(parts)} bytes, and had "
+                f"{self._size_bytes} when its index was read: it was truncated"
+            )
+        return parts
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    # A file that is removed or replaced has no link any more
+    return status.st_size, status.st_mtime_ns, min(status.st_nlink, 1)
+
+
+def _item_type(size_bytes: int) -> np.dtype[np.void]:
+    return np.dtype((np.void, size_bytes))
+
+
+def _items(data: npt.NDArray[np.uint8], size_bytes: int) -> npt.NDArray[np.void]:
+    """Return what starts at each byte of `data`, an array that overlaps itself."""
+    count = max(0, data.size - size_bytes + 1)
+    items: npt.NDArray[np.void] = np.ndarray(
+        (count,), _item_type(size_bytes), data, strides=(1,)
+    )
+    return items
+
+
+def _spans(ordered: Offsets, size_bytes: int) -> list[tuple[int, int]]:
+    """Cut increasing offsets where two are far apart, or a call would be too long."""
+    if not ordered.size:
+        return []
+    is_far = np.diff(ordered) - size_bytes > _GAP_BYTES
+    cuts = [0, *(np.flatnonzero(is_far) + 1).tolist(), ordered.size]
+    spans = []
+    for first, last in itertools.pairwise(cuts):
+        while first < last:
+            reach = int(ordered[first]) + max(_CALL_BYTES, size_bytes) - size_bytes
+            stop = min(last, int(np.searchsorted(ordered, reach, "right")))
+            spans.append((first, stop))
+            first = stop
+    return spans
+
+
+def _file_system(device: int) -> str:
+    """Return the type of the file system with a device number, "" if it is unknown."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8") as mounts:
+            for line in mounts:
+                # ID, parent, device, root, mount point, options... - type, source
+                mount, _, kind = line.partition(" - ")
+                if mount.split()[2] == number:
+                    return kind.split()[0]
+    except OSError:
+        return ""
+    return ""
