@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import copy
 import itertools
+import pickle
 import threading
 from typing import NamedTuple
 
@@ -298,6 +300,32 @@ def test_a_failure_in_one_process_is_not_kept():
         ]
 
 
+def test_a_copy_of_a_dataset_starts_with_an_empty_cache():
+    source, rows = counting(6)
+    dataset = rows.cache().batch(4)
+    first = lists(dataset)
+    assert lists(copy.deepcopy(dataset)) == first
+    plain = numbers(6).cache().batch(4)
+    assert lists(pickle.loads(pickle.dumps(plain))) == first == lists(plain)
+    list(dataset)
+    assert sorted(source.read_rows) == list(range(6))
+
+
+def test_a_few_elements_of_very_many_can_be_kept():
+    dataset = Dataset.range(1 << 60).cache().take(3)
+    for _ in range(2):
+        assert lists(dataset) == [0, 1, 2]
+
+
+def test_rows_without_bytes_can_be_cached(strategy, comm):
+    rows = Dataset.from_tensor_slices(np.ones((5, 0, 3)))
+    divided = strategy.experimental_distribute_dataset(rows.cache().batch(4))
+    for _ in range(2):
+        parts = mine(strategy, divided)
+        assert comm.allreduce(sum(len(part) for part in parts)) == 5
+        assert all(part.shape[1:] == (0, 3) for part in parts)
+
+
 def test_an_endless_dataset_is_refused():
     with pytest.raises(ValueError, match="before repeat"):
         next(iter(numbers(3).repeat().cache()))
@@ -415,6 +443,28 @@ def test_a_drawn_order_is_drawn_again_when_it_is_divided_again(strategy, comm):
         assert sorted(found[-1]) == list(range(24))
         assert len(strategy.extended.node_memory) <= 2
     assert found[0] != found[1] != found[2]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_each_node_reads_what_its_ranks_need_once(comm, batch_first):
+    """Every second rank is on another node: that is how the strategy sees it."""
+    strategy = mpidist.MirroredStrategy(communicator=comm)
+    topology = strategy.extended.topology
+    topology.node.Free()
+    topology.node = topology.comm.Split(comm.rank % 2)
+    source, rows = counting(50)
+    dataset = rows.batch(8).cache() if batch_first else rows.cache().batch(8)
+    dataset = dataset.shuffle(seed=1)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    for _ in range(4):
+        found = joined(in_order(strategy, comm, divided))
+        assert sorted(found) == list(range(50))
+    read = joined(topology.node.allgather(source.read_rows))
+    assert len(set(read)) == len(read)
+    everything = joined(comm.allgather(source.read_rows))
+    assert set(everything) == set(range(50))
+    strategy.experimental_finalize()
 
 
 def test_ranks_that_divide_unlike_caches_get_a_new_one(strategy, comm):

@@ -71,6 +71,9 @@ class Memory:
         self.kept: Kept | None = None
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Memory, ()  # copies begin without elements
+
     def of(self, order: Pass) -> Kept:
         """Return what is kept of a pass, nothing at first."""
         with self._lock:
@@ -88,7 +91,11 @@ def _make_table(example: Any, rows: int | None) -> RowTable | Cells:
     if rows is None or unkeepable(example) is not None:
         return Cells()
     spec = row_spec(example)
-    return RowTable(Storage(make_arrays(fields_of(spec, rows))), spec)
+    try:
+        arrays = make_arrays(fields_of(spec, rows))
+    except MemoryError:  # perhaps few of them will be used
+        return Cells()
+    return RowTable(Storage(arrays), spec)
 
 
 def _as_cells(table: RowTable | Cells, rows: int) -> Cells:

@@ -162,12 +162,11 @@ class Dataset:
 
         Args:
           map_func: of an element.
-          num_parallel_calls: in how many threads it is called at the same time, -1
-            (TensorFlow's AUTOTUNE) for one per core that this process may use; None
-            for one by one. The order stays. Of rows that are batched afterwards, those
-            of one batch are spread over the threads, which end with it; otherwise, as
-            many elements are computed ahead. Threads help where `map_func` waits, or
-            spends its time in functions that let others run, as NumPy's do.
+          num_parallel_calls: in how many threads it is called at the same time; -1
+            (TensorFlow's AUTOTUNE) for one per core; None for one by one. The order
+            stays. The rows of a batch are spread over the threads; single elements,
+            and batches, are computed ahead. This helps where `map_func` waits, or is
+            in functions that let other threads run, as many of NumPy are.
         """
         if not callable(map_func):
             raise ArgumentTypeError(f"map_func must be callable, not {map_func!r}")
@@ -268,21 +267,20 @@ class Dataset:
     def cache(self) -> Dataset:
         """Return a dataset that keeps its elements in memory once they were read.
 
-        What comes before it is read and computed once, and stays in the order of the
-        first epoch: shuffle afterwards. Elements, or rows of batches, are read when
-        they are first asked for; of a generator only a complete pass is kept. They are
-        kept as long as this dataset, or one made of it, exists.
+        What comes before is done once, and stays in the order of the first epoch; so
+        shuffle afterwards. Of a generator only a complete pass is kept. Datasets made
+        of this one share what is kept, unless each draws an order of its own (by a
+        shuffle before, without a seed).
 
-        In a distributed dataset the ranks of a node share one copy, in an MPI window,
-        for which all rows must have one shape and dtype, of numbers, bools or strings
-        of fixed length. Iterating over the dataset in one process, the replicas' own
-        datasets of `distribute_datasets_from_function`, and AutoShardPolicy.FILE keep
-        theirs in the memory of each process.
+        In a distributed dataset the ranks of a node share one copy of the rows, in an
+        MPI window, which is freed when no rank has the dataset and the next is made, or
+        with the strategy. (Where each replica has data of its own, by
+        `distribute_datasets_from_function` or AutoShardPolicy.FILE, it keeps its own.)
 
-        Raises, when it is first used or distributed:
-          ArgumentError: a dataset without end (call `repeat` afterwards); and if it is
-            distributed, on all ranks: a generator's dataset, rows of other kinds, or a
-            node that does not have enough memory left for all rows.
+        Raises, when it is first used, or distributed, then on all ranks:
+          ArgumentError: it has no end (call `repeat` afterwards); or it is distributed,
+            and a generator's, or rows are no numbers, bools or strings of one fixed
+            size, or a node has too little memory left for all of them.
         """
         return self._then(self._steps.cache)
 

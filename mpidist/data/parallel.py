@@ -63,9 +63,14 @@ def call_all(fn: Callable[[Any], Any], items: Sequence[Any], threads: int) -> li
     with ThreadPoolExecutor(threads, _NAME) as pool:
         for _ in range(threads):
             pool.submit(work)
-    if failures:  # all items before the first of these were tried
-        raise failures[min(failures)]
-    return results
+    if not failures:
+        return results
+    error = failures[min(failures)]  # all items before it were tried
+    failures.clear()
+    try:
+        raise error
+    finally:
+        del error  # or it would hold, by its traceback, itself and what it was about
 
 
 def call_ahead(
