@@ -70,7 +70,7 @@ class RowTable:
         names = nest.leaf_names(structure, "element")
         for name, leaf, spec in zip(names, leaves, self._leaf_specs, strict=True):
             if not _is_numpy(leaf):
-                return f"{name} is no NumPy array but {type(leaf).__qualname__}"
+                return f"{name} is no NumPy array but {_type_name(leaf)}"
             if leaf.shape[:1] != (rows,):
                 return f"{name} has shape {leaf.shape} instead of {rows} rows"
             if (leaf.shape[1:], leaf.dtype) != (spec.shape, spec.dtype):
@@ -138,7 +138,7 @@ def unkeepable(rows: Any) -> str | None:
         return "there is no array in it"
     for name, leaf in zip(nest.leaf_names(structure, "element"), leaves, strict=True):
         if not _is_numpy(leaf):
-            return f"{name} is no NumPy array but {type(leaf).__qualname__}"
+            return f"{name} is no NumPy array but {_type_name(leaf)}"
         if leaf.dtype.kind not in _KINDS or leaf.dtype.hasobject:
             return f"{name} has dtype {leaf.dtype}, which has no fixed size"
     return None
@@ -146,3 +146,7 @@ def unkeepable(rows: Any) -> str | None:
 
 def _is_numpy(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | np.generic)
+
+
+def _type_name(leaf: Any) -> str:
+    return f"{type(leaf).__module__}.{type(leaf).__qualname__}"
