@@ -107,7 +107,8 @@ Input
     tf.data.Dataset             Dataset: with from_hdf5; from_tensor_slices,
                                 from_tensors, from_generator, range; map, batch,
                                 shuffle (of all rows), repeat, take, skip, shard,
-                                concatenate, prefetch, with_options
+                                concatenate, cache (in memory, once per node),
+                                prefetch, with_options
     tf.data.Options             Options: auto_shard_policy, and no others
     tf.data.experimental.AutoShardPolicy
                                 AutoShardPolicy: OFF, AUTO, FILE, DATA; no HINT

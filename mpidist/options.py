@@ -225,7 +225,8 @@ class InputOptions:
         worker is one replica.
       experimental_place_dataset_on_device: run the pipeline on the device; only False.
       experimental_per_replica_buffer_size: how many batches are read ahead, in a
-        thread; 0 reads each batch when it is asked for.
+        thread; 0 reads each batch when it is asked for. More than 0 are at least as
+        many as the `num_parallel_calls` of maps over batches, each read in a thread.
 
     Raises:
       ArgumentError: a buffer size < 0; the dataset is to be placed on the device.

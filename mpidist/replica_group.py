@@ -16,6 +16,7 @@ from mpidist.calls import Call
 from mpidist.collectives import Collectives
 from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpidist.errors import ArgumentTypeError
+from mpidist.node_memory import NodeMemory
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.packing import Axis
 from mpidist.topology import Topology
@@ -44,6 +45,7 @@ class ReplicaGroup:
     ):
         self.topology = Topology.create(communicator)
         self.agreement = Agreement(self.topology.comm)
+        self.node_memory = NodeMemory(self.topology, self.agreement)
         self.replica_id = self.topology.rank
         self.num_replicas = self.topology.size
         self._variables: list[weakref.ref[Any]] = []
@@ -98,8 +100,9 @@ class ReplicaGroup:
         return {i: variable for i, variable in alive if variable is not None}
 
     def close(self) -> None:
-        """Free the communicators; a second call does nothing. Collective."""
+        """Free communicators and caches; a second call does nothing. Collective."""
         if not self.topology.closed:
+            self.node_memory.close()
             self.agreement.close()
             self.cross_device_ops.close()
             self.topology.close()

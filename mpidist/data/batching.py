@@ -9,6 +9,7 @@ import numpy as np
 
 from mpidist import nest, sharding
 from mpidist.block_order import Blocks
+from mpidist.data.parallel import call_all
 from mpidist.data.pipeline import Pass, Pipeline, Step
 from mpidist.data.sources import Positions, from_lists, stack
 from mpidist.data.spec import batch_of
@@ -18,12 +19,17 @@ __all__ = ["Batch", "Map", "call_mapped"]
 
 
 class Map(Step):
-    """A function of each element."""
+    """A function of each element, in some number of threads."""
 
-    def __init__(self, parent: Pipeline, fn: Callable[..., Any]):
+    def __init__(self, parent: Pipeline, fn: Callable[..., Any], threads: int = 1):
         super().__init__(parent)
         self._fn = fn
+        self._threads = threads
         self._none: Any = None
+
+    @property
+    def parallel_calls(self) -> int:
+        return max(self._parent.parallel_calls, self._threads)
 
     def describe(self) -> str:
         return f"{self._parent.describe()}.map"
@@ -57,8 +63,15 @@ class Map(Step):
                 self._none = nest.map_leaves(lambda a: np.stack([a])[:0], example)
             return self._none
         inputs, spec = nest.flatten(self._parent.elements(order, positions))
-        rows = zip(*inputs, strict=True)
-        return stack([self._call(nest.unflatten(spec, row)) for row in rows])
+        rows = list(zip(*inputs, strict=True))
+
+        def call(row: Any) -> Any:
+            return self._call(nest.unflatten(spec, row))
+
+        return stack(call_all(call, rows, self._threads))
+
+    def rows_in(self, order: Pass, i: int) -> int:
+        return self._parent.rows_in(order, i)
 
     def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
         given = self._parent.part(order, i, replicas, replica)
@@ -96,6 +109,10 @@ class Batch(Step):
     def batch_size(self) -> int:
         return self._batch_size
 
+    @property
+    def parallel_calls(self) -> int:
+        return 1  # the rows of one batch are spread over threads
+
     def for_batches(self, batch_size: int) -> Pipeline:
         return self  # batches of batches
 
@@ -122,11 +139,14 @@ class Batch(Step):
             return nest.map_leaves(lambda a: a[None][:0], example)
         return stack([self.element(order, int(i)) for i in positions])
 
+    def rows_in(self, order: Pass, i: int) -> int:
+        rows = self._parent.length
+        rest = self._batch_size if rows is None else rows - i * self._batch_size
+        return min(self._batch_size, rest)
+
     def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
-        start, stop = i * self._batch_size, (i + 1) * self._batch_size
-        if (rows := self._parent.length) is not None:
-            stop = min(stop, rows)
-        mine = sharding.replica_slice(stop - start, replicas, replica)
+        start = i * self._batch_size
+        mine = sharding.replica_slice(self.rows_in(order, i), replicas, replica)
         positions = np.arange(start + mine.start, start + mine.stop)
         return self._parent.elements(order, positions)
 

@@ -15,6 +15,7 @@ from mpidist import nest
 from mpidist.data.file_names import check_names, list_files
 from mpidist.data.hdf5 import Hdf5Rows
 from mpidist.data.local_iterator import DatasetIterator
+from mpidist.data.parallel import count_threads
 from mpidist.data.pipeline import INFINITE_CARDINALITY, Pipeline, Rows
 from mpidist.data.sources import ArrayRows, RangeRows, as_element, from_lists
 from mpidist.data.state import Passes
@@ -149,17 +150,27 @@ class Dataset:
         """
         return Dataset(Rows(Hdf5Rows(list_files(files), check_names(datasets))))
 
-    def map(self, map_func: Callable[..., Any]) -> Dataset:
+    def map(
+        self, map_func: Callable[..., Any], num_parallel_calls: int | None = None
+    ) -> Dataset:
         """Return a dataset of `map_func(element)`; a tuple is passed as arguments.
 
         Before `batch` the function sees one row at a time. After `batch` it sees the
         rows of a batch; in a distributed dataset those are this replica's rows, so
         there it must treat each row by itself and return as many rows as it got. (Of
         a generator's dataset it sees whole batches, on every replica.)
+
+        Args:
+          map_func: of an element.
+          num_parallel_calls: in how many threads it is called at the same time; -1
+            (TensorFlow's AUTOTUNE) for one per core; None for one by one. The order
+            stays. The rows of a batch are spread over the threads; single elements,
+            and batches, are computed ahead. This helps where `map_func` waits, or is
+            in functions that let other threads run, as many of NumPy are.
         """
         if not callable(map_func):
             raise ArgumentTypeError(f"map_func must be callable, not {map_func!r}")
-        return self._then(self._steps.map, map_func)
+        return self._then(self._steps.map, map_func, count_threads(num_parallel_calls))
 
     def shuffle(
         self,
@@ -252,6 +263,26 @@ class Dataset:
                 "concatenate needs two datasets of batches, or two of single elements"
             )
         return Dataset(concatenate(first, second), self._options)
+
+    def cache(self) -> Dataset:
+        """Return a dataset that keeps its elements in memory once they were read.
+
+        What comes before is done once, and stays in the order of the first epoch; so
+        shuffle afterwards. Of a generator only a complete pass is kept. Datasets made
+        of this one share what is kept, unless each draws an order of its own (by a
+        shuffle before, without a seed).
+
+        In a distributed dataset the ranks of a node share one copy of the rows, in an
+        MPI window, which is freed when no rank has the dataset and the next is made, or
+        with the strategy. (Where each replica has data of its own, by
+        `distribute_datasets_from_function` or AutoShardPolicy.FILE, it keeps its own.)
+
+        Raises, when it is first used, or distributed, then on all ranks:
+          ArgumentError: it has no end (call `repeat` afterwards); or it is distributed,
+            and a generator's, or rows are no numbers, bools or strings of one fixed
+            size, or a node has too little memory left for all of them.
+        """
+        return self._then(self._steps.cache)
 
     def prefetch(self, buffer_size: int) -> Dataset:
         """Return a dataset that reads `buffer_size` elements ahead, in a thread.

@@ -24,6 +24,7 @@ from mpidist.data.feed import Plan
 from mpidist.data.index_sharing import index_own_files, share_indexes
 from mpidist.data.iterator import DistributedIterator
 from mpidist.data.pipeline import Pass, Pipeline
+from mpidist.data.shared_caches import require_shareable, share
 from mpidist.data.state import Origin, Passes
 from mpidist.data.stream import Stream
 from mpidist.errors import ArgumentError, ArgumentTypeError
@@ -118,6 +119,8 @@ class DistributedDataset:
 
         def describe() -> Call:
             is_alike = policy is not AutoShardPolicy.FILE
+            if is_alike:
+                require_shareable(pipeline)
             agreed = (
                 ("auto_shard_policy", policy.name),
                 ("dataset", pipeline.describe()),
@@ -132,9 +135,11 @@ class DistributedDataset:
             return cls._of_own_batches(extended, pipeline, options, call)
         is_global = policy is not AutoShardPolicy.OFF
         entropy = _draw(extended, pipeline.needs_entropy)
+        is_sliced = is_global and isinstance(pipeline, Pipeline)
+        slices = extended.num_replicas if is_sliced else 1
         plan = Plan(
             extended,
-            pipeline,
+            share(extended, pipeline, Pass(0, entropy), slices),
             is_global=is_global,
             is_batched=True,
             cardinality=pipeline.cardinality,

@@ -24,7 +24,7 @@ from mpidist.options import InputOptions
 if TYPE_CHECKING:
     from mpidist.extended import StrategyExtended
 
-__all__ = ["Feed", "Plan", "Portion", "start"]
+__all__ = ["Feed", "Plan", "Portion", "count_readers", "start"]
 
 _END = object()
 
@@ -81,7 +81,10 @@ class Portion(NamedTuple):
 
 
 class Feed(Protocol):
-    """One replica's batches of one pass, asked for in order."""
+    """One replica's batches of one pass, asked for in order.
+
+    By one thread at a time, unless `count_readers` says otherwise.
+    """
 
     def read(self, step: int) -> Portion | None:
         """Return the batch of a step, None after the last one."""
@@ -103,8 +106,14 @@ def start(plan: Plan, order: Pass) -> Feed:
     return _RowsFeed(plan, plan.pipeline, order)
 
 
+def count_readers(plan: Plan) -> int:
+    """Return in how many threads `Feed.read` may be called; a stream needs one."""
+    pipeline = plan.pipeline
+    return 1 if isinstance(pipeline, Stream) else pipeline.parallel_calls
+
+
 class _RowsFeed:
-    """Batches that are read by their number; a step can be read again."""
+    """Batches that are read by their number, in any thread; also again."""
 
     def __init__(self, plan: Plan, pipeline: Pipeline, order: Pass):
         self._plan = plan

@@ -17,6 +17,7 @@ from mpidist.data.feed import Plan, Portion
 from mpidist.data.kinds import global_call, require_equal, show
 from mpidist.data.optional import Optional
 from mpidist.data.pipeline import Pass
+from mpidist.data.shared_caches import reorder
 from mpidist.data.spec import spec_of
 from mpidist.data.state import Passes, make_state, read_state
 from mpidist.errors import ArgumentError, DataError, MismatchError, OutOfRangeError
@@ -30,8 +31,8 @@ _SET_STATE = "set_state of a distributed dataset"
 class DistributedIterator:
     """One pass over a distributed dataset. `next` is collective.
 
-    Batches are read ahead in a thread, which ends with the iteration, or when the
-    iterator is closed or forgotten.
+    Batches are read ahead in a thread (or more: see `Dataset.map`), which ends with the
+    iteration, or when the iterator is closed or forgotten.
 
     Example:
       >>> rows = mpidist.Dataset.range(4).batch(4)
@@ -46,7 +47,10 @@ class DistributedIterator:
         self._plan = plan
         self._passes = passes
         self._ahead: collections.deque[Future[Portion | None]] = collections.deque()
-        self._depth = plan.options.experimental_per_replica_buffer_size
+        depth = plan.options.experimental_per_replica_buffer_size
+        self._threads = feed.count_readers(plan)
+        # All threads have something to read while a batch is in use
+        self._depth = max(depth, self._threads) if depth else 0
         self._start(passes.begin())
 
     def _start(self, order: Pass, step: int = 0) -> None:
@@ -57,8 +61,9 @@ class DistributedIterator:
         self._kind: Any = None  # of no rows, once a batch was seen
         self._is_closed = False
         self._failure: str | None = None
-        depth = self._depth
-        self._reader = ThreadPoolExecutor(1, "mpidist-input") if depth else None
+        self._reader: ThreadPoolExecutor | None = None
+        if self._depth:
+            self._reader = ThreadPoolExecutor(self._threads, "mpidist-input")
 
     @property
     def element_spec(self) -> Any:
@@ -157,6 +162,7 @@ class DistributedIterator:
             Call(_SET_STATE, (*where, ("the state's entropy", order.entropy)))
         )
         self.close()
+        reorder(plan.extended, plan.pipeline, order)
         self._start(order, step)
         if plan.is_open_ended:
             self._pass_over(step)
@@ -168,7 +174,7 @@ class DistributedIterator:
         self._feed.close()
 
     def _stop(self) -> None:
-        """End the thread that reads ahead."""
+        """End the threads that read ahead."""
         self._is_closed = True
         self._drop_ahead()
         if self._reader is not None:

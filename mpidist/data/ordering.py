@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -191,11 +192,16 @@ class Concatenate(Pipeline):
 
     @property
     def batch_size(self) -> int | None:
-        return self._first.batch_size
+        first, second = self._first.batch_size, self._second.batch_size
+        return first if first is None or second is None else max(first, second)
 
     @property
     def needs_entropy(self) -> bool:
         return self._first.needs_entropy or self._second.needs_entropy
+
+    @property
+    def parallel_calls(self) -> int:
+        return max(self._first.parallel_calls, self._second.parallel_calls)
 
     @property
     def file_count(self) -> int:
@@ -236,6 +242,9 @@ class Concatenate(Pipeline):
             self._second.shard_files(workers, worker),
         )
 
+    def over(self, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+        return Concatenate(change(self._first), change(self._second))
+
     def rebatch(self, workers: int) -> Pipeline:
         return Concatenate(self._first.rebatch(workers), self._second.rebatch(workers))
 
@@ -260,6 +269,10 @@ class Concatenate(Pipeline):
             return second
         first = self._first.elements(order, positions[~in_second])
         return _interleave([first, second], in_second)
+
+    def rows_in(self, order: Pass, i: int) -> int:
+        pipeline, i = self._find(i)
+        return pipeline.rows_in(order, i)
 
     def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
         pipeline, i = self._find(i)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ class Pipeline:
 
     @property
     def batch_size(self) -> int | None:
-        """How many rows an element has; None if it is not a batch."""
+        """How many rows an element has, at most; None if it is not a batch."""
         raise NotImplementedError  # pragma: no cover
 
     @property
@@ -66,6 +67,11 @@ class Pipeline:
     def is_batched(self) -> bool:
         """Whether the elements are batches."""
         return self.batch_size is not None
+
+    @property
+    def parallel_calls(self) -> int:
+        """How many threads elements should be asked for in, at the same time."""
+        return 1
 
     @property
     def file_count(self) -> int:
@@ -105,6 +111,10 @@ class Pipeline:
         """Return the same steps of the rows of one worker's files."""
         raise NotImplementedError  # pragma: no cover
 
+    def over(self, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+        """Return the same step after `change(parent)` instead of its parent."""
+        raise NotImplementedError  # pragma: no cover
+
     def rebatch(self, workers: int) -> Pipeline:
         """Return the same steps with one worker's share of the batch size."""
         raise NotImplementedError  # pragma: no cover
@@ -120,6 +130,10 @@ class Pipeline:
     def elements(self, order: Pass, positions: Positions) -> Any:
         """Return several elements, stacked along a new first dimension."""
         raise NotImplementedError  # pragma: no cover
+
+    def rows_in(self, order: Pass, i: int) -> int:
+        """Return how many rows batch `i` has."""
+        raise ArgumentError("the dataset is not batched; call batch() on it first")
 
     def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
         """Return one replica's slice of batch `i`."""
@@ -182,6 +196,9 @@ class Rows(Pipeline):
         assert isinstance(self._source, FileSource)
         return Rows(self._source.shard_files(workers, worker))
 
+    def over(self, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+        return self
+
     def rebatch(self, workers: int) -> Pipeline:
         return self
 
@@ -215,6 +232,10 @@ class Step(Pipeline):
         return self._parent.needs_entropy
 
     @property
+    def parallel_calls(self) -> int:
+        return self._parent.parallel_calls
+
+    @property
     def file_count(self) -> int:
         return self._parent.file_count
 
@@ -233,6 +254,9 @@ class Step(Pipeline):
 
     def shard_files(self, workers: int, worker: int) -> Pipeline:
         return self._after(self._parent.shard_files(workers, worker))
+
+    def over(self, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+        return self._after(change(self._parent))
 
     def rebatch(self, workers: int) -> Pipeline:
         return self._after(self._parent.rebatch(workers))
@@ -256,6 +280,9 @@ class Step(Pipeline):
 
     def elements(self, order: Pass, positions: Positions) -> Any:
         return self._parent.elements(order, self.locate(order, positions))
+
+    def rows_in(self, order: Pass, i: int) -> int:
+        return self._parent.rows_in(*self.locate_one(order, i))
 
     def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
         order, i = self.locate_one(order, i)

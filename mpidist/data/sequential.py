@@ -6,6 +6,7 @@ any element at once.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from mpidist.data.batching import call_mapped
 from mpidist.data.ordering import lap_pass
+from mpidist.data.parallel import call_ahead
 from mpidist.data.pipeline import Pass
 from mpidist.data.sources import stack
 from mpidist.data.spec import batch_of
@@ -26,18 +28,23 @@ _WORD = 2**64 - 1
 
 
 class Map(Step):
-    """A function of each element."""
+    """A function of each element, in some number of threads."""
 
-    def __init__(self, parent: Stream, fn: Callable[..., Any]):
+    def __init__(self, parent: Stream, fn: Callable[..., Any], threads: int = 1):
         super().__init__(parent)
         self._fn = fn
+        self._threads = threads
 
     def describe(self) -> str:
         return f"{self._parent.describe()}.map"
 
     def iterate(self, order: Pass) -> Iterator[Any]:
-        for element in self._parent.iterate(order):
-            yield call_mapped(self._fn, element)
+        elements = self._parent.iterate(order)
+        call = functools.partial(call_mapped, self._fn)
+        if self._threads > 1:
+            yield from call_ahead(call, elements, self._threads)
+        else:
+            yield from map(call, elements)
 
     def example(self) -> Any:
         return call_mapped(self._fn, self._parent.example())
@@ -182,6 +189,9 @@ class Concatenate(Stream):
 
     def describe(self) -> str:
         return f"{self._first.describe()}.concatenate({self._second.describe()})"
+
+    def over(self, change: Callable[[Any], Any]) -> Stream:
+        return Concatenate(change(self._first), change(self._second))
 
     def describe_source(self) -> str:
         return f"{self._first.describe_source()}, {self._second.describe_source()}"

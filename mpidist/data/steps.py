@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from mpidist.data import batching, ordering, sequential
+from mpidist.data import batching, caching, ordering, sequential
 from mpidist.data.pipeline import Pipeline
 from mpidist.data.stream import InOrder, Stream
 
@@ -25,6 +25,7 @@ class Steps(NamedTuple):
     repeat: Callable[..., Any]
     window: Callable[..., Any]
     shard: Callable[..., Any]
+    cache: Callable[..., Any]
 
 
 _ANY_ELEMENT = Steps(
@@ -34,6 +35,7 @@ _ANY_ELEMENT = Steps(
     ordering.Repeat,
     ordering.Window,
     ordering.Shard,
+    caching.Cache,
 )
 _IN_ORDER = Steps(
     sequential.Map,
@@ -42,6 +44,7 @@ _IN_ORDER = Steps(
     sequential.Repeat,
     sequential.Window,
     sequential.Shard,
+    caching.StreamCache,
 )
 
 

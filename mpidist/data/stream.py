@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
+from mpidist.data.parallel import call_ahead
 from mpidist.data.pipeline import Pass, Pipeline
 from mpidist.data.reading import Reading
 from mpidist.data.sources import as_element
@@ -50,6 +51,10 @@ class Stream:
 
     def describe_source(self) -> str:
         """Return the part of `describe` that says where the rows come from."""
+        raise NotImplementedError  # pragma: no cover
+
+    def over(self, change: Callable[[Any], Any]) -> Stream:
+        """Return the same step after `change(parent)` instead of its parent."""
         raise NotImplementedError  # pragma: no cover
 
     def rebatch(self, workers: int) -> Stream:
@@ -105,6 +110,9 @@ class Generated(Stream):
     def describe(self) -> str:
         return "from_generator"
 
+    def over(self, change: Callable[[Any], Any]) -> Stream:
+        return self
+
     def describe_source(self) -> str:
         return self.describe()
 
@@ -155,6 +163,9 @@ class InOrder(Stream):
     def describe(self) -> str:
         return self._pipeline.describe()
 
+    def over(self, change: Callable[[Any], Any]) -> Stream:
+        return InOrder(change(self._pipeline))
+
     def describe_source(self) -> str:
         return self._pipeline.describe_source()
 
@@ -165,10 +176,16 @@ class InOrder(Stream):
         """Yield all elements from number `start` on."""
         length = self._pipeline.length
         numbers = itertools.count(start) if length is None else range(start, length)
-        reading = Reading(self._pipeline)
+        reading, threads = Reading(self._pipeline), self._pipeline.parallel_calls
+
+        def read(i: int) -> Any:
+            return reading.do(lambda: self._pipeline.element(order, i))
+
         try:
-            for i in numbers:
-                yield reading.do(lambda: self._pipeline.element(order, i))  # noqa: B023
+            if threads > 1:
+                yield from call_ahead(read, numbers, threads)
+            else:
+                yield from map(read, numbers)
         except BaseException:  # also where a generator is closed early
             reading.close()
             raise
@@ -204,10 +221,13 @@ class Step(Stream):
     def describe_source(self) -> str:
         return self._parent.describe_source()
 
-    def rebatch(self, workers: int) -> Stream:
+    def over(self, change: Callable[[Any], Any]) -> Stream:
         step = copy.copy(self)
-        step._parent = self._parent.rebatch(workers)
+        step._parent = change(self._parent)
         return step
+
+    def rebatch(self, workers: int) -> Stream:
+        return self.over(lambda parent: parent.rebatch(workers))
 
     def example(self) -> Any:
         return self._parent.example()

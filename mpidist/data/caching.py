@@ -1,0 +1,238 @@
+"""Caches: elements that stay in the memory of this process once they were read.
+
+What comes before a cache always runs in the order of the first epoch. Nothing here
+communicates.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from mpidist import nest, sharding
+from mpidist.block_order import Blocks
+from mpidist.data import stream
+from mpidist.data.pipeline import Pass, Pipeline, Step
+from mpidist.data.sources import Positions
+from mpidist.data.stream import Stream
+from mpidist.data.tables import (
+    Cells,
+    RowTable,
+    copied,
+    fields_of,
+    row_spec,
+    unkeepable,
+)
+from mpidist.errors import ArgumentError
+from mpidist.storage import Storage, make_arrays
+
+__all__ = ["AnyCache", "Cache", "Memory", "StreamCache", "frozen", "rebuild"]
+
+
+class Kept:
+    """What this process keeps of one pass over the elements before a cache."""
+
+    def __init__(self, order: Pass):
+        self.order = order
+        self.table: RowTable | Cells | None = None
+        self._lock = threading.Lock()
+
+    def have(self, numbers: Positions) -> Any:
+        """Return which elements are there."""
+        table = self.table
+        return np.zeros(numbers.size, bool) if table is None else table.have(numbers)
+
+    def keep(self, example: Any, rows: int | None, keep: Callable[[Any], Any]) -> None:
+        """Call `keep(table)`, with cells instead if it returns that rows do not fit.
+
+        Args:
+          example: stacked rows; a table for rows like these is made if there is none.
+          rows: how many there can be; None for elements that are no rows.
+          keep: keeps something in a table, and returns why it does not fit, if so.
+        """
+        with self._lock:
+            if self.table is None:
+                self.table = _make_table(example, rows)
+            if keep(self.table) is not None:
+                self.table = _as_cells(self.table, rows or 0)
+                keep(self.table)
+
+
+class Memory:
+    """What this process keeps for a cache; datasets made of the cache share it.
+
+    Only the last pass: another one, with another seed, starts again.
+    """
+
+    def __init__(self) -> None:
+        self.kept: Kept | None = None
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Memory, ()  # copies begin without elements
+
+    def of(self, order: Pass) -> Kept:
+        """Return what is kept of a pass, nothing at first."""
+        with self._lock:
+            if self.kept is None or self.kept.order != order:
+                self.kept = Kept(order)
+            return self.kept
+
+
+def frozen(parent: Pipeline | Stream, order: Pass) -> Pass:
+    """Return the pass over what comes before a cache: the first, of equal seeds."""
+    return Pass(0, order.entropy if parent.needs_entropy else 0)
+
+
+def _make_table(example: Any, rows: int | None) -> RowTable | Cells:
+    if rows is None or unkeepable(example) is not None:
+        return Cells()
+    spec = row_spec(example)
+    try:
+        arrays = make_arrays(fields_of(spec, rows))
+    except MemoryError:  # perhaps few of them will be used
+        return Cells()
+    return RowTable(Storage(arrays), spec)
+
+
+def _as_cells(table: RowTable | Cells, rows: int) -> Cells:
+    """Return the elements of a table as cells, which may differ in shape and dtype."""
+    cells, numbers = Cells(), np.arange(rows)
+    there = numbers[table.have(numbers)]
+    cells.keep_rows(there, table.rows(there))
+    return cells
+
+
+class AnyCache(Step):
+    """What caches have in common: they change no order."""
+
+    def describe(self) -> str:
+        return f"{self._parent.describe()}.cache"
+
+    def blocks(self) -> Blocks | None:
+        return self._parent.blocks()
+
+    def for_batches(self, batch_size: int) -> Pipeline:
+        return self  # what is kept does not depend on what follows
+
+    def rows_in(self, order: Pass, i: int) -> int:
+        return self._parent.rows_in(frozen(self._parent, order), i)
+
+    @property
+    def parent(self) -> Pipeline:
+        """What is kept."""
+        return self._parent
+
+
+class Cache(AnyCache):
+    """The elements, kept in the memory of this process."""
+
+    def __init__(self, parent: Pipeline):
+        super().__init__(parent)
+        self.memory = Memory()
+
+    def _after(self, parent: Pipeline) -> Pipeline:
+        return Cache(parent)  # it has other elements
+
+    def require_end(self) -> None:
+        """Raise if there is no end of the elements."""
+        if self._parent.length is None:
+            raise ArgumentError(
+                "an infinite dataset cannot be cached; call cache() before repeat()"
+            )
+
+    def element(self, order: Pass, i: int) -> Any:
+        kept, number = self._kept(order), np.array([i])
+        if kept.table is not None and kept.have(number)[0]:
+            return kept.table.element(i)
+        element = self._parent.element(kept.order, i)
+        example = nest.map_leaves(_one_row, element)
+        kept.keep(example, self._rows(), lambda table: table.keep_element(i, element))
+        return element
+
+    def elements(self, order: Pass, positions: Positions) -> Any:
+        kept = self._kept(order)
+        missing = positions[~kept.have(positions)]
+        if missing.size == 0 and positions.size:
+            assert kept.table is not None
+            return kept.table.rows(positions)
+        found = self._parent.elements(kept.order, missing)
+        if missing.size == 0:
+            return found
+        kept.keep(found, self._rows(), lambda table: table.keep_rows(missing, found))
+        if missing.size == positions.size:
+            return found
+        return kept.table.rows(positions) if kept.table else found
+
+    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
+        mine = sharding.replica_slice(self.rows_in(order, i), replicas, replica)
+        return nest.map_leaves(lambda a: a[mine], self.element(order, i))
+
+    def example(self, order: Pass) -> Any:
+        order, kept = frozen(self._parent, order), self.memory.kept
+        # Who asks for an example need not know the order
+        if kept is None or kept.order != order or not self.length:
+            return self._parent.example(order)
+        return self.element(order, 0)
+
+    def _kept(self, order: Pass) -> Kept:
+        self.require_end()
+        return self.memory.of(frozen(self._parent, order))
+
+    def _rows(self) -> int | None:
+        """Return how many rows a table needs; batches are kept as they are."""
+        return None if self.is_batched else self.length
+
+
+class StreamCache(stream.Step):
+    """The elements, kept in the memory of this process after a complete pass."""
+
+    def __init__(self, parent: Stream):
+        super().__init__(parent)
+        self._kept: tuple[Pass, list[Any]] | None = None
+
+    @property
+    def parent(self) -> Stream:
+        """What is kept."""
+        return self._parent
+
+    def describe(self) -> str:
+        return f"{self._parent.describe()}.cache"
+
+    def over(self, change: Callable[[Any], Any]) -> Stream:
+        return StreamCache(change(self._parent))
+
+    def iterate(self, order: Pass) -> Iterator[Any]:
+        kept, order = self._kept, frozen(self._parent, order)
+        if kept is not None and kept[0] == order:
+            yield from map(copied, kept[1])
+            return
+        elements = []
+        for element in self._parent.iterate(order):
+            elements.append(copied(element))
+            yield element
+        self._kept = order, elements
+
+
+def rebuild(steps: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """Return the steps of a dataset with other caches.
+
+    Args:
+      steps: a Pipeline or a Stream.
+      change: called with each Cache and StreamCache and what then comes before it,
+        those that come first being called first; returns what takes the cache's place.
+    """
+
+    def again(parent: Any) -> Any:
+        return rebuild(parent, change)
+
+    if isinstance(steps, Cache | StreamCache):
+        return change(steps, again(steps.parent))
+    return steps.over(again)
+
+
+def _one_row(leaf: Any) -> Any:
+    return np.asarray(leaf)[None] if isinstance(leaf, np.ndarray | np.generic) else leaf

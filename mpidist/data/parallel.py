@@ -1,0 +1,116 @@
+"""Calling a function in threads, with the results in the order of the arguments."""
+
+from __future__ import annotations
+
+import collections
+import operator
+import os
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from mpidist.errors import ArgumentError
+
+__all__ = ["call_ahead", "call_all", "count_threads"]
+
+_NAME = "mpidist-map"
+
+
+def count_threads(num_parallel_calls: int | None) -> int:
+    """Return how many threads the argument of `Dataset.map` asks for.
+
+    Raises:
+      ArgumentError: it is neither None, nor -1, nor positive.
+    """
+    if num_parallel_calls is None:
+        return 1
+    count = operator.index(num_parallel_calls)
+    if count == -1:
+        return len(os.sched_getaffinity(0))
+    if count < 1:
+        raise ArgumentError(
+            "num_parallel_calls must be >= 1, or -1 for one per core, or None, not "
+            f"{num_parallel_calls}"
+        )
+    return count
+
+
+def call_all(fn: Callable[[Any], Any], items: Sequence[Any], threads: int) -> list[Any]:
+    """Return `fn` of each item, computed by several threads, which end with the call.
+
+    Raises: what `fn` raises for the first item, in their order, for which it raises;
+      then some of the items behind that one have been tried too, and no others will be.
+    """
+    threads = min(threads, len(items))
+    if threads <= 1:
+        return [fn(item) for item in items]
+    results: list[Any] = [None] * len(items)
+    failures: dict[int, BaseException] = {}
+    numbers, turn = iter(range(len(items))), threading.Lock()
+
+    def take() -> int | None:
+        with turn:
+            return None if failures else next(numbers, None)
+
+    def work() -> None:
+        while (i := take()) is not None:
+            try:
+                results[i] = fn(items[i])
+            except BaseException as error:
+                failures[i] = error
+
+    with ThreadPoolExecutor(threads, _NAME) as pool:
+        for _ in range(threads):
+            pool.submit(work)
+    if not failures:
+        return results
+    error = failures[min(failures)]  # all items before it were tried
+    failures.clear()
+    try:
+        raise error
+    finally:
+        del error  # or it would hold, by its traceback, itself and what it was about
+
+
+def call_ahead(
+    fn: Callable[[Any], Any], items: Iterable[Any], threads: int
+) -> Generator[Any, None, None]:
+    """Yield `fn` of each item; `threads` more are computed, or wait, meanwhile.
+
+    The items are taken in the thread that asks for results. An error of theirs is
+    raised behind the results before it. The threads end with the iteration.
+    """
+    pool = ThreadPoolExecutor(threads, _NAME)
+    ahead: collections.deque[Future[Any]] = collections.deque()
+    source: Iterator[Any] | None = iter(items)
+    try:
+        while True:
+            while source is not None and len(ahead) <= threads:
+                if not _submit_next(pool, fn, source, ahead):
+                    source = None
+            if not ahead:
+                return
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _submit_next(
+    pool: ThreadPoolExecutor,
+    fn: Callable[[Any], Any],
+    source: Iterator[Any],
+    ahead: collections.deque[Future[Any]],
+) -> bool:
+    """Add the call for the next item; return whether there may be items after it."""
+    try:
+        item = next(source)
+    except StopIteration:
+        return False
+    except Exception as error:
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        ahead.append(failed)
+        return False
+    ahead.append(pool.submit(fn, item))
+    return True

@@ -1,0 +1,88 @@
+"""How much more memory this process can get on its node, and what limits it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["as_text", "free_bytes"]
+
+# Control groups of both versions: where they are, and their files for the limit, for
+# what is in use, and for how much of that are cached files, which can be dropped
+_GROUPS = (
+    ("", "sys/fs/cgroup", "memory.max", "memory.current", ""),
+    (
+        "memory",
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_",
+    ),
+)
+
+
+def free_bytes(is_shared: bool, root: Path = Path("/")) -> dict[str, int]:
+    """Return the free bytes of everything that limits memory, by its name.
+
+    Args:
+      is_shared: whether the memory is to be shared by processes.
+      root: where the system's files are.
+    """
+    free = {}
+    if is_shared:  # MPI libraries make files there
+        folder = root / "dev" / "shm"
+        folder = folder if folder.is_dir() else Path(tempfile.gettempdir())
+        status = os.statvfs(folder)
+        free[str(folder)] = status.f_bavail * status.f_frsize
+    with contextlib.suppress(OSError, KeyError):
+        free["the machine"] = _read_table(root / "proc/meminfo")["MemAvailable"] << 10
+    for folder, *names in _memory_groups(root):
+        with contextlib.suppress(OSError, KeyError, ValueError):  # "max" is no number
+            free["the job's control group"] = min(
+                free.get("the job's control group", 1 << 63), _free_in(folder, *names)
+            )
+    return free
+
+
+def as_text(count: float) -> str:
+    """Return a number of bytes in units that can be read."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Yield the control groups this process is in, and the names of their files."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        for kind, top, limit, used, prefix in _GROUPS:
+            if kind in controllers.split(","):
+                group = root / top / path.lstrip("/")
+                above = [p for p in group.parents if p.is_relative_to(root / top)]
+                for folder in [group, *above]:
+                    yield folder, limit, used, prefix
+
+
+def _free_in(folder: Path, limit: str, used: str, prefix: str) -> int:
+    """Return the free bytes of a control group that has a limit."""
+    limit_bytes = int((folder / limit).read_text())
+    used_bytes = int((folder / used).read_text())
+    cached = _read_table(folder / "memory.stat")
+    files = cached[f"{prefix}active_file"] + cached[f"{prefix}inactive_file"]
+    return max(0, limit_bytes - used_bytes + files)
+
+
+def _read_table(path: Path) -> dict[str, int]:
+    """Return the numbers of a file with lines like `name: 12 kB`, by name."""
+    rows = (line.split() for line in path.read_text().splitlines())
+    return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1}

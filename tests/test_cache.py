@@ -1,0 +1,1021 @@
+"""Caches in one process, and one per node for datasets divided over replicas."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import itertools
+import pickle
+import threading
+from typing import NamedTuple
+
+import h5py
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import AutoShardPolicy, Dataset, InputOptions, Options
+from mpidist.data.pipeline import Rows
+from mpidist.free_memory import free_bytes
+from mpidist.sharding import Permutation
+
+MESSAGE = "damaged on purpose"
+
+
+class Pair(NamedTuple):
+    x: np.ndarray
+    y: np.ndarray
+
+
+class Counting:
+    """Rows of arrays, which notes the numbers of those that are read."""
+
+    def __init__(self, arrays):
+        self._arrays = arrays
+        self.read_rows = []
+
+    def __len__(self):
+        return len(next(iter(self._arrays.values())))
+
+    def describe(self):
+        return f"counting {[(k, a.dtype, a.shape) for k, a in self._arrays.items()]}"
+
+    def read(self, rows):
+        self.read_rows.extend(rows.tolist())
+        return {name: array[rows] for name, array in self._arrays.items()}
+
+
+def counting(n):
+    """A source, and a dataset of the numbers 0..n-1."""
+    source = Counting({"x": np.arange(n)})
+    return source, Dataset(Rows(source)).map(lambda element: element["x"])
+
+
+def numbers(n, dtype=np.int64):
+    return Dataset.from_tensor_slices(np.arange(n, dtype=dtype))
+
+
+def lists(elements):
+    return [np.asarray(element).tolist() for element in elements]
+
+
+def mine(strategy, batches):
+    """This replica's part of all batches."""
+    return [strategy.experimental_local_results(batch)[0] for batch in batches]
+
+
+def in_order(strategy, comm, batches):
+    """The rows of all ranks, batch by batch."""
+    everyone = comm.allgather([part.tolist() for part in mine(strategy, batches)])
+    return [joined(parts) for parts in zip(*everyone)]
+
+
+def joined(parts):
+    return list(itertools.chain(*parts))
+
+
+def require_usable(strategy):
+    n = strategy.num_replicas_in_sync
+    total = strategy.reduce("SUM", strategy.extended.replica_id + 1)
+    assert total == n * (n + 1) // 2
+
+
+def require_no_new_threads(before):
+    for thread in [t for t in threading.enumerate() if t not in before]:
+        thread.join(60)
+    assert not [t for t in threading.enumerate() if t not in before]
+
+
+# One process
+
+BUILDS = {
+    "rows": lambda d: d.cache(),
+    "batch after": lambda d: d.cache().batch(4),
+    "batch before": lambda d: d.batch(4).cache(),
+    "shuffle after": lambda d: d.cache().shuffle(seed=1).batch(4),
+    "shuffle before": lambda d: d.shuffle(seed=1).cache().batch(4),
+    "shuffled batches": lambda d: d.batch(4).shuffle(seed=1).cache(),
+    "batches shuffled": lambda d: d.batch(4).cache().shuffle(seed=1),
+    "map before": lambda d: d.map(lambda x: x / 2).cache().batch(4),
+    "map after": lambda d: d.batch(4).cache().map(lambda x: x / 2),
+    "map of batches": lambda d: d.batch(4).map(lambda x: x / 2).cache(),
+    "threads": lambda d: d.batch(4).map(lambda x: x / 2, 3).cache(),
+    "window": lambda d: d.cache().skip(3).take(11).batch(4),
+    "two caches": lambda d: d.cache().map(lambda x: x + 1).batch(4).cache(),
+    "unlike batches": lambda d: d.batch(7).concatenate(d.batch(2)).cache(),
+    "twice": lambda d: d.cache().concatenate(d.cache()).batch(3),
+    "remainder": lambda d: d.batch(4, drop_remainder=True).cache(),
+}
+STREAM_BUILDS = [
+    lambda d: d.cache(),
+    lambda d: d.cache().batch(4),
+    lambda d: d.batch(4).cache(),
+    lambda d: d.shuffle(5, seed=1).cache().batch(3),
+    lambda d: d.map(lambda x: x / 2, 2).cache().map(lambda x: x + 1),
+    lambda d: d.cache().concatenate(d).batch(3),
+]
+
+
+def without_cache(monkeypatch, build):
+    """What `build` makes when `cache` is left out."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Dataset, "cache", lambda self: self)
+        return build()
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_cached_elements_are_those_without_a_cache(monkeypatch, name):
+    build = BUILDS[name]
+    expected = without_cache(monkeypatch, lambda: build(numbers(17)))
+    dataset = build(numbers(17))
+    first = lists(dataset)
+    assert first == lists(expected)
+    assert dataset.cardinality() == expected.cardinality()
+    assert dataset.element_spec == expected.element_spec
+    again = lists(dataset)
+    if name in ("shuffle after", "batches shuffled"):
+        assert again != first
+        assert sorted(joined(again)) == sorted(joined(first))
+    else:
+        assert again == first
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in BUILDS if n not in ("unlike batches", "twice")]
+)
+def test_elements_are_read_once(name):
+    source, rows = counting(17)
+    dataset = BUILDS[name](rows)
+    list(dataset)
+    assert set(collections.Counter(source.read_rows).values()) == {1}
+    seen = len(source.read_rows)
+    list(dataset)
+    list(dataset)
+    assert len(source.read_rows) == seen
+
+
+@pytest.mark.parametrize("build", STREAM_BUILDS)
+def test_cached_elements_of_a_generator_are_those_without_a_cache(monkeypatch, build):
+    def make():
+        return build(Dataset.from_generator(lambda: map(np.int64, range(10))))
+
+    expected = lists(without_cache(monkeypatch, make))
+    dataset = make()
+    for _ in range(3):
+        assert lists(dataset) == expected
+
+
+def test_a_generator_runs_until_a_pass_is_complete_and_not_again():
+    starts = []
+
+    def rows():
+        starts.append(1)
+        yield from map(np.int64, range(4))
+
+    dataset = Dataset.from_generator(rows).cache()
+    for x in dataset:
+        if x == 2:
+            break
+    for _ in range(3):
+        assert lists(dataset) == list(range(4))
+    assert len(starts) == 2
+    assert lists(dataset.repeat(2)) == 2 * list(range(4))
+    assert len(starts) == 2
+
+
+def test_a_shuffle_before_is_frozen_and_one_after_is_not():
+    before = numbers(50).shuffle(seed=6).cache()
+    first = lists(before)
+    assert sorted(first) == list(range(50)) != first
+    assert lists(before) == first
+    assert lists(before.repeat(2)) == first + first
+    after = numbers(50).cache().shuffle(seed=2)
+    for epoch in range(2):
+        order = Permutation(50, 2, epoch)(np.arange(50)).tolist()
+        assert lists(after) == order
+
+
+def test_datasets_of_one_cache_share_it():
+    source, rows = counting(20)
+    cached = rows.shuffle(seed=3).cache()
+    halves = [lists(cached.shard(2, i)) for i in range(2)]
+    assert sorted(joined(halves)) == list(range(20))
+    whole = lists(cached)
+    assert [whole[::2], whole[1::2]] == halves
+    assert joined(lists(cached.batch(6))) == whole
+    assert sorted(source.read_rows) == list(range(20))
+
+
+def test_datasets_whose_order_is_drawn_have_an_order_of_their_own():
+    cached = numbers(20).shuffle().cache()
+    ones, pairs = cached.batch(1), cached.batch(2)
+    first = lists(ones)
+    for _ in range(2):
+        found = joined(lists(pairs))
+        assert sorted(found) == list(range(20))
+        assert found != joined(first)
+        assert lists(ones) == first
+
+
+def test_asking_for_the_element_spec_does_not_choose_the_order():
+    dataset = numbers(50).shuffle().cache()
+    assert dataset.element_spec == mpidist.TensorSpec((), np.int64)
+    assert dataset.batch(3).element_spec == mpidist.TensorSpec((None,), np.int64)
+    other = numbers(50).shuffle().cache()
+    assert other.element_spec == dataset.element_spec
+    assert lists(dataset) != lists(other)
+
+
+def test_random_maps_are_computed_once():
+    random = np.random.default_rng()
+    dataset = numbers(9).map(lambda x: x + random.random()).cache()
+    first = lists(dataset)
+    assert lists(dataset) == first
+    assert lists(dataset.batch(4)) == [first[:4], first[4:8], first[8:]]
+
+
+def test_changing_what_was_handed_out_does_not_change_the_cache():
+    plain = Dataset.from_tensor_slices(np.zeros((4, 2)))
+    for dataset in (plain.cache(), plain.cache().batch(2), plain.batch(2).cache()):
+        for _ in range(3):
+            for batch in dataset:
+                assert not batch.any()
+                batch += 1
+    generated = Dataset.from_generator(lambda: iter(np.zeros((3, 2)))).cache()
+    for _ in range(3):
+        for row in generated:
+            assert not row.any()
+            row += 1
+
+
+RAGGED = [np.arange(2), np.arange(2), np.arange(3), np.array([0.5, 1]), np.arange(2)]
+
+
+def test_elements_of_any_kind_are_kept_in_one_process():
+    objects = ["a", None, {"x": 1}, (1, "b"), 2.5]
+    for elements in (objects, RAGGED, ["a", "bcd", "ef"], [1, 2.5, 1j]):
+        calls = []
+
+        def get(i, calls=calls, elements=elements):
+            calls.append(i)
+            return elements[i]
+
+        dataset = numbers(len(elements)).map(get).cache()
+        for _ in range(2):
+            found = list(dataset)
+            np.testing.assert_equal(found, elements)
+            types = [np.asarray(e).dtype for e in elements]
+            assert [np.asarray(e).dtype for e in found] == types
+        assert len(calls) == len(elements)
+
+
+def test_batches_of_rows_of_unlike_dtypes_are_kept_too(monkeypatch):
+    def build():
+        texts = numbers(12).map(lambda i: np.array("x" * (1 + int(i) % 5)))
+        return texts.cache().batch(3)
+
+    expected = list(without_cache(monkeypatch, build))
+    dataset = build()
+    for _ in range(2):
+        for a, b in zip(dataset, expected, strict=True):
+            assert a.tolist() == b.tolist()
+
+
+def test_a_failure_in_one_process_is_not_kept():
+    failed = []
+
+    def fail_once(x):
+        if x == 3 and not failed:
+            failed.append(x)
+            raise OSError(MESSAGE)
+        return x
+
+    for build in (lambda d: d.cache(), lambda d: d.cache().batch(4)):
+        failed.clear()
+        dataset = build(numbers(6).map(fail_once))
+        with pytest.raises(OSError, match=MESSAGE):
+            list(dataset)
+        assert np.concatenate([np.atleast_1d(x) for x in dataset]).tolist() == [
+            *range(6)
+        ]
+
+
+def test_a_copy_of_a_dataset_starts_with_an_empty_cache():
+    source, rows = counting(6)
+    dataset = rows.cache().batch(4)
+    first = lists(dataset)
+    assert lists(copy.deepcopy(dataset)) == first
+    plain = numbers(6).cache().batch(4)
+    assert lists(pickle.loads(pickle.dumps(plain))) == first == lists(plain)
+    list(dataset)
+    assert sorted(source.read_rows) == list(range(6))
+
+
+def test_a_few_elements_of_very_many_can_be_kept():
+    dataset = Dataset.range(1 << 60).cache().take(3)
+    for _ in range(2):
+        assert lists(dataset) == [0, 1, 2]
+
+
+def test_rows_without_bytes_can_be_cached(strategy, comm):
+    rows = Dataset.from_tensor_slices(np.ones((5, 0, 3)))
+    divided = strategy.experimental_distribute_dataset(rows.cache().batch(4))
+    for _ in range(2):
+        parts = mine(strategy, divided)
+        assert comm.allreduce(sum(len(part) for part in parts)) == 5
+        assert all(part.shape[1:] == (0, 3) for part in parts)
+
+
+def test_an_endless_dataset_is_refused():
+    with pytest.raises(ValueError, match="before repeat"):
+        next(iter(numbers(3).repeat().cache()))
+    assert lists(numbers(3).cache().repeat().take(7)) == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("build", [lambda d: d.cache(), lambda d: d.batch(2).cache()])
+def test_an_empty_dataset_can_be_cached(build):
+    for _ in range(2):
+        assert list(build(numbers(0))) == []
+
+
+# Divided over replicas
+
+
+def once_per_node(strategy, comm, source, rows):
+    """Require that each row was read on one rank of each node, and forget it."""
+    node = strategy.extended.topology.node
+    found = collections.Counter(itertools.chain(*node.allgather(source.read_rows)))
+    assert found == collections.Counter(rows)
+    source.read_rows.clear()
+    comm.Barrier()
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_divided_batches_are_those_without_a_cache(strategy, comm, monkeypatch, name):
+    def make():
+        build = BUILDS[name]
+        dataset = build(numbers(17))
+        return dataset if dataset.pipeline.is_batched else dataset.batch(5)
+
+    plain = without_cache(monkeypatch, make)
+    plain = strategy.experimental_distribute_dataset(plain)
+    divided = strategy.experimental_distribute_dataset(make())
+    assert len(divided) == len(plain)
+    first = in_order(strategy, comm, divided)
+    assert first == in_order(strategy, comm, plain)
+    second, third = (in_order(strategy, comm, divided) for _ in range(2))
+    if name in ("shuffle after", "batches shuffled"):
+        assert second == in_order(strategy, comm, plain)
+        assert third == in_order(strategy, comm, plain)
+    else:
+        assert first == second == third
+    assert divided.element_spec == plain.element_spec
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(
+    "name",
+    [n for n in BUILDS if n not in ("unlike batches", "twice", "window", "remainder")],
+)
+def test_each_row_is_read_once_on_a_node(strategy, comm, name, ahead):
+    source, rows = counting(17)
+    dataset = BUILDS[name](rows)
+    dataset = dataset if dataset.pipeline.is_batched else dataset.batch(5)
+    options = InputOptions(experimental_per_replica_buffer_size=ahead)
+    divided = strategy.experimental_distribute_dataset(dataset, options)
+    list(divided)
+    once_per_node(strategy, comm, source, range(17))
+    list(divided)
+    list(divided)
+    once_per_node(strategy, comm, source, [])
+
+
+def test_only_the_rows_that_are_asked_for_are_read(strategy, comm):
+    source, rows = counting(40)
+    dataset = rows.cache().skip(10).take(20).batch(4)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    for _ in range(2):
+        next(iterator)
+    comm.Barrier()
+    iterator.close()
+    comm.Barrier()
+    everyone = set(itertools.chain(*comm.allgather(source.read_rows)))
+    assert everyone >= {*range(10, 18)}
+    assert everyone <= {0, *range(10, 26)}  # 0 shows what rows look like
+
+
+def test_a_shuffle_before_is_frozen_on_all_replicas(strategy, comm):
+    source, rows = counting(30)
+    cached = strategy.experimental_distribute_dataset(rows.shuffle().cache().batch(7))
+    first = in_order(strategy, comm, cached)
+    assert sorted(joined(first)) == list(range(30))
+    assert in_order(strategy, comm, cached) == first
+    once_per_node(strategy, comm, source, range(30))
+
+
+def test_a_cache_that_is_divided_again_has_its_rows(strategy, comm):
+    source, rows = counting(24)
+    cached = rows.shuffle(seed=5).cache()
+    first = joined(
+        in_order(
+            strategy,
+            comm,
+            strategy.experimental_distribute_dataset(cached.batch(5)),
+        )
+    )
+    once_per_node(strategy, comm, source, range(24))
+    for size in (4, 7, 24):
+        divided = strategy.experimental_distribute_dataset(cached.batch(size))
+        assert joined(in_order(strategy, comm, divided)) == first
+    shuffled = strategy.experimental_distribute_dataset(cached.shuffle(seed=1).batch(5))
+    assert sorted(joined(in_order(strategy, comm, shuffled))) == list(range(24))
+    once_per_node(strategy, comm, source, [])
+    assert len(strategy.extended.node_memory) == 1
+
+
+def test_a_drawn_order_is_drawn_again_when_it_is_divided_again(strategy, comm):
+    cached = numbers(24).shuffle().cache().batch(5)
+    found = []
+    for _ in range(3):
+        divided = strategy.experimental_distribute_dataset(cached)
+        found.append(joined(in_order(strategy, comm, divided)))
+        assert joined(in_order(strategy, comm, divided)) == found[-1]
+        assert sorted(found[-1]) == list(range(24))
+        assert len(strategy.extended.node_memory) <= 2
+    assert found[0] != found[1] != found[2]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_each_node_reads_what_its_ranks_need_once(comm, batch_first):
+    """Every second rank is on another node: that is how the strategy sees it."""
+    strategy = mpidist.MirroredStrategy(communicator=comm)
+    topology = strategy.extended.topology
+    topology.node.Free()
+    topology.node = topology.comm.Split(comm.rank % 2)
+    source, rows = counting(50)
+    dataset = rows.batch(8).cache() if batch_first else rows.cache().batch(8)
+    dataset = dataset.shuffle(seed=1)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    for _ in range(4):
+        found = joined(in_order(strategy, comm, divided))
+        assert sorted(found) == list(range(50))
+    read = joined(topology.node.allgather(source.read_rows))
+    assert len(set(read)) == len(read)
+    everything = joined(comm.allgather(source.read_rows))
+    assert set(everything) == set(range(50))
+    strategy.experimental_finalize()
+
+
+def test_ranks_that_divide_unlike_caches_get_a_new_one(strategy, comm):
+    one, other = numbers(8).cache().batch(4), numbers(8).cache().batch(4)
+    for dataset in (one, other):
+        list(strategy.experimental_distribute_dataset(dataset))
+    mixed = one if comm.rank == 0 else other
+    divided = strategy.experimental_distribute_dataset(mixed)
+    assert in_order(strategy, comm, divided) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert len(strategy.extended.node_memory) == (2 if comm.size == 1 else 3)
+
+
+def test_one_process_and_all_replicas_have_caches_of_their_own(strategy, comm):
+    cached = numbers(20).shuffle().cache()
+    alone = lists(cached)
+    divided = strategy.experimental_distribute_dataset(cached.batch(6))
+    assert sorted(joined(in_order(strategy, comm, divided))) == list(range(20))
+    assert lists(cached) == alone
+
+
+def test_caches_that_nobody_has_any_more_are_freed_with_the_next(strategy, comm):
+    memory = strategy.extended.node_memory
+    for i in range(3):
+        divided = strategy.experimental_distribute_dataset(
+            numbers(12 + i).cache().batch(4)
+        )
+        assert joined(in_order(strategy, comm, divided)) == list(range(12 + i))
+        # The one before is held by `divided` until the new one is there
+        assert len(memory) == min(i, 1) + 1
+    kept = divided
+    strategy.experimental_distribute_dataset(numbers(5).cache().batch(4))
+    assert in_order(strategy, comm, kept)[0] == [0, 1, 2, 3]
+
+
+DTYPES = [
+    np.bool_,
+    np.int8,
+    np.uint16,
+    np.float16,
+    ">f4",
+    np.complex128,
+    "S5",
+    "U3",
+    "M8[s]",
+    [("a", np.int8), ("b", np.float64, (2,))],
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_rows_keep_their_dtype_and_bits(strategy, dtype, batch_first):
+    dtype = np.dtype(dtype)
+    random = np.random.default_rng(0)
+    data = random.integers(0, 2, (11, 3, dtype.itemsize), np.uint8)
+    if dtype.kind == "U":
+        array = np.array([["ab", "", "xyz"]] * 11, dtype)
+    else:
+        array = data.view(dtype).reshape(11, 3)
+    rows = Dataset.from_tensor_slices(array)
+    dataset = rows.batch(4).cache() if batch_first else rows.cache().batch(4)
+    options = InputOptions(experimental_fetch_to_device=False)
+    divided = strategy.experimental_distribute_dataset(dataset, options)
+    plain = strategy.experimental_distribute_dataset(rows.batch(4), options)
+    for _ in range(2):
+        for a, b in zip(mine(strategy, divided), mine(strategy, plain), strict=True):
+            assert a.dtype == b.dtype
+            assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda x, y: (x, y),
+        lambda x, y: {"b": x, "a": (y, {"c": x})},
+        Pair,
+        collections.namedtuple("Local", ["x", "y"]),  # which cannot be pickled
+    ],
+)
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_nests_keep_their_structure(strategy, build, batch_first):
+    x, y = np.arange(11), np.ones((11, 2), np.float16)
+    rows = Dataset.from_tensor_slices((x, y)).map(build)
+    dataset = rows.batch(4).cache() if batch_first else rows.cache().batch(4)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    plain = strategy.experimental_distribute_dataset(rows.batch(4))
+    for _ in range(2):
+        for found, expected in zip(divided, plain, strict=True):
+            np.testing.assert_equal(
+                strategy.experimental_local_results(found),
+                strategy.experimental_local_results(expected),
+            )
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_fewer_rows_than_replicas(strategy, comm, n, batch_first):
+    rows = Dataset.from_tensor_slices(np.ones((n, 2)))
+    dataset = rows.batch(8).cache() if batch_first else rows.cache().batch(8)
+    divided = strategy.experimental_distribute_dataset(dataset.map(lambda x: 2 * x))
+    for _ in range(2):
+        batches = mine(strategy, divided)
+        assert all(batch.shape[1:] == (2,) for batch in batches)
+        total = comm.allreduce(sum(batch.sum() for batch in batches))
+        assert total == 4 * n
+
+
+def test_without_sharding_each_replica_gets_all_rows(strategy, comm):
+    source, rows = counting(17)
+    off = Options(AutoShardPolicy.OFF)
+    n = comm.size
+    for dataset in (rows.cache().batch(4), rows.batch(4).cache()):
+        source.read_rows.clear()
+        divided = strategy.experimental_distribute_dataset(dataset.with_options(off))
+        for _ in range(2):
+            parts = [part.tolist() for part in mine(strategy, divided)]
+            assert joined(parts) == list(range(17))
+            assert len(parts[0]) == -(-4 // n)
+        comm.Barrier()
+        assert set(joined(comm.allgather(source.read_rows))) == set(range(17))
+        source.read_rows.clear()
+        list(divided)
+        assert not source.read_rows
+
+
+def write_files(folder, count):
+    paths = [folder / f"{i}.h5" for i in range(count)]
+    for i, path in enumerate(paths):
+        with h5py.File(path, "w") as file:
+            file["x"] = np.arange(5.0) + 5 * i
+    return paths
+
+
+def test_whole_files_are_kept_by_the_rank_that_reads_them(strategy, comm, tmp_path):
+    calls = []
+    paths = write_files(tmp_path, comm.size + 1)
+    rows = Dataset.from_hdf5(paths, "x").map(lambda x: calls.append(x) or x)
+    dataset = rows.cache().batch(4).with_options(Options(AutoShardPolicy.FILE))
+    divided = strategy.experimental_distribute_dataset(dataset)
+    whole = list(range(5 * len(paths)))
+    first = in_order(strategy, comm, divided)
+    assert sorted(joined(first)) == whole
+    seen = len(calls)
+    assert in_order(strategy, comm, divided) == first
+    assert len(calls) == seen
+
+
+def test_rows_of_files_are_read_once(strategy, comm, tmp_path):
+    paths = write_files(tmp_path, 3)
+    dataset = Dataset.from_hdf5(paths, "x").cache().shuffle(seed=1).batch(4)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    first = in_order(strategy, comm, divided)
+    for path in paths:  # they are never opened again
+        path.unlink()
+    second = in_order(strategy, comm, divided)
+    assert first != second
+    assert sorted(joined(first)) == sorted(joined(second)) == list(range(15))
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+def test_compressed_chunks_are_shuffled_as_without_a_cache(
+    strategy, comm, tmp_path, monkeypatch, is_before
+):
+    path = tmp_path / "own.h5"
+    with h5py.File(path, "w") as file:
+        options = {"chunks": (7, 3), "compression": "gzip"}
+        file.create_dataset("x", data=np.arange(360).reshape(120, 3), **options)
+
+    def make():
+        rows = Dataset.from_hdf5(path, "x").shuffle(seed=1, window_chunks=3)
+        if is_before:
+            return rows.cache().batch(16)
+        rows = Dataset.from_hdf5(path, "x").cache()
+        return rows.shuffle(seed=1, window_chunks=3).batch(16)
+
+    plain = without_cache(monkeypatch, make)
+    plain = strategy.experimental_distribute_dataset(plain)
+    divided = strategy.experimental_distribute_dataset(make())
+    for _ in range(2):
+        found = in_order(strategy, comm, divided)
+        assert sorted(map(tuple, joined(found))) == [
+            (i, i + 1, i + 2) for i in range(0, 360, 3)
+        ]
+        if not is_before:  # what is kept cannot depend on the batch size
+            assert found == in_order(strategy, comm, plain)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_datasets_of_a_function_are_kept_by_their_replica(strategy, comm, batch_first):
+    source, rows = counting(20)
+    cached = rows.shuffle().cache()
+    if comm.rank == 0:
+        list(cached.take(7))  # its order is not that of the other replicas
+        source.read_rows.clear()
+
+    def make(context):
+        where = context.num_input_pipelines, context.input_pipeline_id
+        if batch_first:
+            return rows.shard(*where).batch(3).cache()
+        return cached.shard(*where).batch(3)
+
+    divided = strategy.distribute_datasets_from_function(make)
+    first = in_order(strategy, comm, divided)
+    assert sorted(joined(first)) == list(range(20))
+    read = len(source.read_rows)
+    assert in_order(strategy, comm, divided) == first
+    assert len(source.read_rows) == read
+
+
+def test_generators_of_a_function_are_kept_by_their_replica(strategy, comm):
+    starts = []
+
+    def rows():
+        starts.append(1)
+        yield from (np.arange(i + 1) for i in range(3 + comm.rank))
+
+    divided = strategy.distribute_datasets_from_function(
+        lambda _: Dataset.from_generator(rows).map(len).cache().batch(2)
+    )
+    first = in_order(strategy, comm, divided)
+    seen = len(starts)
+    assert in_order(strategy, comm, divided) == first
+    assert len(starts) == seen
+
+
+# States
+
+
+def build_restored(name, source):
+    return {
+        "drawn": lambda d: d.shuffle(9).cache().batch(4),
+        "of batches": lambda d: d.shuffle(9).batch(4).cache(),
+        "shuffled again": lambda d: d.shuffle(9).cache().shuffle(9).batch(4),
+        "seeded": lambda d: d.shuffle(9, seed=1).cache().batch(4),
+        "twice": lambda d: d.shuffle(9).cache().batch(4).cache(),
+    }[name](source)
+
+
+@pytest.mark.parametrize(
+    "name", ["drawn", "of batches", "shuffled again", "seeded", "twice"]
+)
+@pytest.mark.parametrize("is_generated", [False, True])
+def test_a_restored_iterator_has_the_order_of_the_saved_one(name, is_generated):
+    def make():
+        if is_generated:
+            return build_restored(
+                name, Dataset.from_generator(lambda: map(np.int64, range(22)))
+            )
+        return build_restored(name, numbers(22))
+
+    dataset = make()
+    list(dataset)
+    iterator = iter(dataset)
+    head = lists(itertools.islice(iterator, 2))
+    state = iterator.get_state()
+    rest, later = lists(iterator), lists(dataset)
+    assert sorted(joined(head + rest)) == list(range(22))
+    other = make()
+    for start in (0, 3):  # nothing was read, or something in another order
+        iterator = iter(other)
+        list(itertools.islice(iterator, start))
+        iterator.set_state(state)
+        assert lists(iterator) == rest
+        assert lists(other) == later
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(
+    "name", ["drawn", "of batches", "shuffled again", "seeded", "twice"]
+)
+def test_a_restored_divided_iterator_has_the_order_of_the_saved_one(
+    strategy, comm, name, ahead
+):
+    options = InputOptions(experimental_per_replica_buffer_size=ahead)
+
+    def distribute():
+        return strategy.experimental_distribute_dataset(
+            build_restored(name, numbers(22)), options
+        )
+
+    divided = distribute()
+    list(divided)
+    iterator = iter(divided)
+    head = in_order(strategy, comm, itertools.islice(iterator, 2))
+    state = iterator.get_state()
+    rest = in_order(strategy, comm, iterator)
+    later = in_order(strategy, comm, divided)
+    assert sorted(joined(head + rest)) == list(range(22))
+    other = distribute()
+    for start in (0, 3):
+        iterator = iter(other)
+        list(itertools.islice(iterator, start))
+        iterator.set_state(state)
+        assert in_order(strategy, comm, iterator) == rest
+        assert in_order(strategy, comm, other) == later
+    size = 2 if name == "twice" else 1
+    assert len(strategy.extended.node_memory) <= 2 * size
+
+
+def test_an_iterator_from_before_a_set_state_keeps_its_order(strategy, comm):
+    divided, other = (
+        strategy.experimental_distribute_dataset(
+            numbers(40).shuffle().cache().batch(4),
+            InputOptions(experimental_per_replica_buffer_size=0),
+        )
+        for _ in range(2)
+    )
+    expected = joined(in_order(strategy, comm, divided))
+    restored = joined(in_order(strategy, comm, other))
+    before, after = iter(divided), iter(divided)
+    head = in_order(strategy, comm, itertools.islice(before, 3))
+    after.set_state(iter(other).get_state())
+    found = head + in_order(strategy, comm, before)
+    assert joined(found) == expected
+    assert joined(in_order(strategy, comm, after)) == restored
+
+
+def test_the_cached_rows_of_a_job_that_goes_on_with_its_order_stay(strategy, comm):
+    source, rows = counting(20)
+    cached = strategy.experimental_distribute_dataset(rows.shuffle().cache().batch(4))
+    list(cached)
+    iterator = iter(cached)
+    next(iterator)
+    iterator.set_state(iterator.get_state())
+    list(iterator)
+    once_per_node(strategy, comm, source, range(20))
+
+
+# What cannot be cached
+
+
+def vlen_strings(path):
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=["a", "bc", "def"], dtype=h5py.string_dtype())
+    return Dataset.from_hdf5(path, "x")
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda _: numbers(9).repeat().cache().batch(3), "infinite"),
+        (lambda _: numbers(9).repeat().batch(3).cache(), "infinite"),
+        (
+            lambda _: Dataset.from_generator(lambda: range(4)).cache().batch(2),
+            "generator",
+        ),
+        (lambda _: Dataset.from_generator(range(4)).batch(2).cache(), "generator"),
+        (lambda path: vlen_strings(path).cache().batch(2), "object"),
+        (lambda path: vlen_strings(path).batch(2).cache(), "object"),
+        (lambda _: numbers(9).map(lambda x: None).cache().batch(3), "object"),
+        (lambda _: numbers(9).map(lambda x: ()).cache().batch(3), "no array"),
+    ],
+)
+def test_what_has_no_fixed_size_is_refused(strategy, tmp_path, build, reason):
+    with pytest.raises(mpidist.ArgumentError, match=reason):
+        strategy.experimental_distribute_dataset(build(tmp_path / "own.h5"))
+    require_usable(strategy)
+
+
+@pytest.mark.parametrize("late", [np.ones(3), np.ones(2, np.float32), np.ones((1, 2))])
+def test_rows_that_differ_are_refused_on_all_ranks(strategy, late):
+    """The odd one is in the last row of a batch, so the last replica finds it."""
+    n = 4 * strategy.num_replicas_in_sync
+    dataset = numbers(3 * n).map(lambda x: late if x >= 2 * n - 4 else np.ones(2))
+    iterator = iter(strategy.experimental_distribute_dataset(dataset.cache().batch(n)))
+    next(iterator)
+    with pytest.raises((mpidist.ArgumentError, mpidist.DataError)):
+        next(iterator)
+        next(iterator)
+    require_usable(strategy)
+
+
+def test_a_map_of_batches_before_it_must_keep_their_rows(strategy):
+    dataset = numbers(36).batch(18).map(lambda x: x[:1]).cache()
+    for options in (Options(), Options(AutoShardPolicy.OFF)):
+        with pytest.raises(mpidist.ArgumentError, match="one row per row"):
+            list(
+                strategy.experimental_distribute_dataset(dataset.with_options(options))
+            )
+    require_usable(strategy)
+
+
+def test_more_rows_than_the_node_has_memory_for_are_refused(strategy):
+    dataset = Dataset.range(1 << 45).cache().batch(8)
+    with pytest.raises(mpidist.ArgumentError, match=r"294,912.0 GiB.* has .* left"):
+        strategy.experimental_distribute_dataset(dataset)
+    require_usable(strategy)
+
+
+def test_rows_that_other_caches_will_take_are_not_given_away(strategy, comm):
+    is_shared = strategy.extended.topology.node.Get_size() > 1
+    half = comm.bcast(int(0.6 * min(free_bytes(is_shared).values())))
+    datasets = [Dataset.range(half // 9).cache().batch(8) for _ in range(2)]
+    one = strategy.experimental_distribute_dataset(datasets[0])
+    assert in_order(strategy, comm, itertools.islice(one, 1)) == [[*range(8)]]
+    with pytest.raises(mpidist.ArgumentError, match="other caches"):
+        strategy.experimental_distribute_dataset(datasets[1])
+    require_usable(strategy)
+
+
+def test_more_than_2_gib_are_addressed(strategy, comm):
+    row = 1 << 20
+    count = 2200
+    is_shared = strategy.extended.topology.node.Get_size() > 1
+    if comm.allreduce(min(free_bytes(is_shared).values()) < 3 << 30):
+        pytest.skip("this node has less than 3 GiB left")
+    made = Dataset.range(count).map(lambda i: np.full(row, i % 251, np.uint8))
+    cached = made.cache()
+    divided = strategy.experimental_distribute_dataset(cached.skip(count - 9).batch(4))
+    for _ in range(2):
+        for step, part in enumerate(mine(strategy, divided)):
+            rest = min(4, 9 - 4 * step)
+            first = count - 9 + 4 * step
+            expected = np.arange(first, first + rest) % 251
+            share = -(-rest // comm.size)
+            expected = expected[comm.rank * share : (comm.rank + 1) * share]
+            assert part.min(axis=1, initial=255).tolist() == expected.tolist()
+            assert part.max(axis=1, initial=0).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_after_a_failure_on_one_rank_no_row_is_lost(strategy, comm, batch_first):
+    failed = []
+
+    def fail_once(x):
+        if (np.asarray(x) == 11).any() and not failed:
+            failed.append(x)
+            raise KeyError(MESSAGE)
+        return x
+
+    rows = numbers(32)
+    if batch_first:
+        dataset = rows.batch(8).map(fail_once, 2).cache()
+    else:
+        dataset = rows.map(fail_once, 2).cache().batch(8)
+    before = threading.enumerate()
+    divided = strategy.experimental_distribute_dataset(dataset)
+    iterator = iter(divided)
+    batches = [next(iterator)]
+    with pytest.raises(KeyError, match=MESSAGE):
+        next(iterator)
+    require_usable(strategy)
+    batches += iterator
+    for found in (batches, divided):
+        assert joined(in_order(strategy, comm, found)) == list(range(32))
+    require_no_new_threads(before)
+
+
+def test_a_strategy_that_ends_while_its_cache_is_read(comm):
+    strategy = mpidist.MirroredStrategy(communicator=comm)
+    go_on, reading = threading.Event(), threading.Event()
+
+    def wait(x):
+        if x >= 8:
+            reading.set()
+            assert go_on.wait(60)
+        return x
+
+    dataset = numbers(16).map(wait).cache().batch(8)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    next(iterator)
+    assert reading.wait(60)
+    strategy.experimental_finalize()
+    go_on.set()
+    with pytest.raises(mpidist.ContextError, match="final"):
+        next(iterator)
+    iterator.close()
+
+
+def test_threads_may_fill_and_read_one_cache(strategy, comm):
+    source, rows = counting(60)
+    dataset = rows.batch(3).map(lambda x: x + 1, num_parallel_calls=4).cache()
+    dataset = dataset.map(lambda x: -x, num_parallel_calls=4)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    for _ in range(5):
+        found = joined(in_order(strategy, comm, divided))
+        assert found == [-x for x in range(1, 61)]
+    once_per_node(strategy, comm, source, range(60))
+
+
+def test_replicas_that_read_each_others_rows_at_once_see_whole_rows(strategy, comm):
+    """Every rank reads all rows, while others write them."""
+    rows = numbers(64).map(lambda x: np.full(1 << 12, x))
+    off = Options(AutoShardPolicy.OFF)
+    dataset = rows.cache().shuffle(seed=comm.size).batch(4).with_options(off)
+    for part in mine(strategy, strategy.experimental_distribute_dataset(dataset)):
+        assert (part == part[:, :1]).all()
+
+
+SCRIPT = """
+import sys
+import mpi4py
+mpi4py.rc.thread_level = sys.argv[1]
+import mpidist
+
+strategy = mpidist.MirroredStrategy()
+dataset = mpidist.Dataset.range(10).cache().batch(4)
+divided = strategy.experimental_distribute_dataset(dataset)
+totals = [int(strategy.reduce("SUM", batch, axis=0)) for batch in divided]
+if strategy.extended.replica_id == 0:
+    print(totals)
+"""
+
+
+def test_a_job_may_end_without_finalizing_the_strategy(mpirun):
+    ended = mpirun(2, SCRIPT, "multiple")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["[6,", "22,", "17]"]
+
+
+def test_mpi_without_threads_is_refused(mpirun):
+    ended = mpirun(2, SCRIPT, "serialized")
+    assert ended.returncode != 0
+    assert "MPI_THREAD_MULTIPLE" in ended.stderr
+
+
+# What limits memory
+
+
+def test_this_machine_has_some_memory_left():
+    for is_shared in (False, True):
+        free = free_bytes(is_shared)
+        assert free
+        assert all(count > 0 for count in free.values())
+
+
+def fill(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{text}\n")
+
+
+def test_the_limits_of_control_groups_are_read(tmp_path):
+    fill(tmp_path / "dev/shm")
+    fill(tmp_path / "proc", meminfo="MemTotal: 9 kB\nMemAvailable:   7 kB\nDirty: 0")
+    assert free_bytes(False, tmp_path) == {"the machine": 7 << 10}
+    # The second version: the job has a limit, its step has none
+    groups = tmp_path / "sys/fs/cgroup"
+    stat = "anon 1\nactive_file 30\ninactive_file 4"
+    fill(tmp_path / "proc/self", cgroup="0::/job/step")
+    fill(groups / "job/step", memory__max="max", memory__current=5, memory__stat=stat)
+    fill(groups / "job", memory__max=1000, memory__current=600, memory__stat=stat)
+    assert free_bytes(False, tmp_path)["the job's control group"] == 434
+    # The first version
+    stat = "total_active_file 3\ntotal_inactive_file 2\nactive_file 9"
+    fill(tmp_path / "proc/self", cgroup="5:cpu:/x\n4:memory:/job")
+    fill(
+        groups / "memory/job",
+        memory__limit_in_bytes=100,
+        memory__usage_in_bytes=80,
+        memory__stat=stat,
+    )
+    free = free_bytes(True, tmp_path)
+    assert free["the job's control group"] == 25
+    assert free[str(tmp_path / "dev/shm")] > 0

@@ -1,0 +1,385 @@
+"""Maps in several threads: the same elements in the same order, and no thread left."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import h5py
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import Dataset, InputOptions
+
+MESSAGE = "damaged on purpose"
+
+
+class Meeting:
+    """A function that returns only when two threads are in it at the same time."""
+
+    def __init__(self):
+        self._barrier = threading.Barrier(2)
+        self.threads = set()
+
+    def __call__(self, x):
+        self._barrier.wait(60)
+        self.threads.add(threading.current_thread().name)
+        return x + 1
+
+
+def numbers(n, dtype=np.int64):
+    return Dataset.from_tensor_slices(np.arange(n, dtype=dtype))
+
+
+def generated(n):
+    return Dataset.from_generator(lambda: map(np.int64, range(n)))
+
+
+def lists(elements):
+    return [np.asarray(element).tolist() for element in elements]
+
+
+def new_threads(before):
+    return [t for t in threading.enumerate() if t not in before]
+
+
+def require_no_new_threads(before):
+    for thread in new_threads(before):
+        thread.join(60)
+    assert not new_threads(before)
+
+
+def mine(strategy, batches):
+    """This replica's rows of all batches."""
+    parts = [strategy.experimental_local_results(batch)[0] for batch in batches]
+    return [part.tolist() for part in parts]
+
+
+def in_order(strategy, comm, batches):
+    """The rows of all ranks, in their order."""
+    parts = zip(*comm.allgather(mine(strategy, batches)))
+    return [x for ranks in parts for part in ranks for x in part]
+
+
+def require_usable(strategy):
+    n = strategy.num_replicas_in_sync
+    total = strategy.reduce("SUM", strategy.extended.replica_id + 1)
+    assert total == n * (n + 1) // 2
+
+
+# One process
+
+
+@pytest.mark.parametrize("count", [None, 1, 2, 5, 40, -1])
+@pytest.mark.parametrize("source", [numbers, generated])
+def test_any_number_of_threads_gives_the_same_elements_in_order(source, count):
+    def double(x):
+        return 2 * x
+
+    for build in (
+        lambda d, *n: d.map(double, *n),
+        lambda d, *n: d.map(double, *n).batch(4),
+        lambda d, *n: d.batch(4).map(double, *n),
+        lambda d, *n: d.shuffle(17, seed=1).map(double, *n).batch(5).repeat(2),
+        lambda d, *n: d.map(double, *n).concatenate(d).take(20),
+        lambda d, *n: d.map(double, *n).concatenate(generated(3)),
+        lambda d, *n: d.batch(3).map(double, *n).prefetch(2),
+        lambda d, *n: d.take(0).map(double, *n).batch(3),
+    ):
+        before = threading.enumerate()
+        expected = lists(build(source(17)))
+        assert lists(build(source(17), count)) == expected
+        require_no_new_threads(before)
+
+
+def test_nests_are_mapped_as_without_threads():
+    rows = {"x": np.arange(10.0).reshape(5, 2), "y": (np.arange(5),)}
+    dataset = Dataset.from_tensor_slices(rows)
+
+    def swap(element):
+        return element["y"][0], {"sum": element["x"].sum()}
+
+    expected, found = dataset.map(swap).batch(2), dataset.map(swap, 3).batch(2)
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda meet: numbers(8).map(meet, num_parallel_calls=2),
+        lambda meet: generated(8).map(meet, num_parallel_calls=2),
+        lambda meet: numbers(8).map(meet, num_parallel_calls=2).batch(4),
+        lambda meet: numbers(8).batch(2).map(meet, num_parallel_calls=2),
+        lambda meet: numbers(8).batch(2).map(meet, 2).prefetch(1),
+    ],
+)
+def test_two_calls_run_at_the_same_time(build):
+    meet = Meeting()
+    rows = np.concatenate([np.atleast_1d(x) for x in build(meet)])
+    assert rows.tolist() == list(range(1, 9))
+    assert len(meet.threads) > 1
+    assert all(name.startswith("mpidist-") for name in meet.threads)
+
+
+def test_no_more_threads_than_asked_for_call_the_function():
+    inside, most = [], []
+
+    def count(x):
+        inside.append(x)
+        most.append(len(inside))
+        inside.remove(x)
+        return x
+
+    assert len(list(numbers(200).map(count, 3).batch(50))) == 4
+    assert max(most) <= 3
+
+
+def test_one_thread_per_core_that_may_be_used():
+    threads = set()
+
+    def note(x):
+        threads.add(threading.current_thread().name)
+        return x
+
+    list(numbers(50).map(note, num_parallel_calls=-1).batch(50))
+    assert 1 <= len(threads) <= len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("count", [0, -2])
+def test_numbers_of_calls_that_cannot_be_are_refused(count):
+    with pytest.raises(ValueError, match=f"num_parallel_calls must be.* not {count}"):
+        numbers(3).map(abs, num_parallel_calls=count)
+    with pytest.raises(TypeError):
+        numbers(3).map(abs, num_parallel_calls=1.5)
+
+
+@pytest.mark.parametrize("source", [numbers, generated])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_the_first_failure_in_order_is_raised(source, batch_first):
+    def fail(x):
+        if np.max(x) >= 5:
+            raise KeyError(int(np.min(x)))
+        return x
+
+    before = threading.enumerate()
+    serial, parallel = [], []
+    for seen, count in ((serial, None), (parallel, 3)):
+        dataset = source(12)
+        if batch_first:
+            dataset = dataset.batch(2).map(fail, count)
+        else:
+            dataset = dataset.map(fail, count)
+        with pytest.raises(KeyError) as caught:
+            seen.extend(dataset)
+        seen.append(caught.value.args)
+    assert lists(serial) == lists(parallel)
+    assert serial[-1] == parallel[-1]
+    require_no_new_threads(before)
+
+
+def test_the_first_failure_in_a_batch_is_raised():
+    def fail(x):
+        if x % 4 == 3:
+            raise KeyError(int(x))
+        return x
+
+    for _ in range(20):
+        with pytest.raises(KeyError, match="3"):
+            list(numbers(64).map(fail, 4).batch(64))
+
+
+def test_what_a_generator_raises_comes_after_the_elements_before_it():
+    def broken():
+        yield from map(np.int64, range(5))
+        raise OSError(MESSAGE)
+
+    before, seen = threading.enumerate(), []
+    with pytest.raises(OSError, match=MESSAGE):
+        for x in Dataset.from_generator(broken).map(lambda x: x, 3):
+            seen.append(int(x))
+    assert seen == list(range(5))
+    require_no_new_threads(before)
+
+
+@pytest.mark.parametrize("source", [numbers, generated])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_loop_that_is_broken_off_leaves_no_thread_behind(source, prefetch):
+    before = threading.enumerate()
+    for x in source(50).map(lambda x: x, 3).prefetch(prefetch):
+        if x == 4:
+            break
+    require_no_new_threads(before)
+
+
+def test_a_stop_iteration_does_not_end_the_elements():
+    def stop(x):
+        return next(iter(())) if x == 2 else x
+
+    for dataset in (numbers(5).map(stop, 2), generated(5).map(stop, 2)):
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            list(dataset)
+
+
+def test_an_endless_dataset_is_read_a_few_elements_ahead_only():
+    calls = []
+    endless = numbers(3).repeat().map(lambda x: calls.append(x) or x, 2)
+    iterator = iter(endless)
+    assert [int(next(iterator)) for _ in range(5)] == [0, 1, 2, 0, 1]
+    iterator.close()
+    assert len(calls) <= 5 + 2
+
+
+# Divided over replicas
+
+
+@pytest.mark.parametrize("batch_first", [False, True], ids=["rows", "batches"])
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+@pytest.mark.parametrize("count", [2, 3, -1])
+def test_divided_datasets_are_the_same_with_threads(
+    strategy, comm, batch_first, ahead, count
+):
+    def double(x):
+        return 2 * x
+
+    options = InputOptions(experimental_per_replica_buffer_size=ahead)
+    rows, found = numbers(30).shuffle(seed=3), []
+    for n in (None, count):
+        if batch_first:
+            dataset = rows.batch(4).map(double, n)
+        else:
+            dataset = rows.map(double, n).batch(4)
+        before = threading.enumerate()
+        divided = strategy.experimental_distribute_dataset(dataset, options)
+        found.append([in_order(strategy, comm, divided) for _ in range(2)])
+        require_no_new_threads(before)
+    assert found[0] == found[1]
+    assert sorted(found[0][0]) == list(range(0, 60, 2))
+
+
+def test_rows_of_files_are_the_same_with_threads(strategy, comm, tmp_path):
+    paths = [tmp_path / f"{i}.h5" for i in range(3)]
+    for i, path in enumerate(paths):
+        with h5py.File(path, "w") as file:
+            file["x"] = np.arange(20.0) + 20 * i
+    dataset = Dataset.from_hdf5(paths, "x").shuffle(seed=1).batch(5)
+    dataset = dataset.map(lambda x: x + 1, num_parallel_calls=4)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    assert sorted(in_order(strategy, comm, divided)) == list(range(1, 61))
+
+
+def test_steps_are_mapped_at_the_same_time(strategy, comm):
+    meet = Meeting()
+    n = comm.size
+    dataset = numbers(8 * n).batch(2 * n).map(meet, num_parallel_calls=2)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    assert in_order(strategy, comm, divided) == list(range(1, 8 * n + 1))
+    assert len(meet.threads) == 2
+
+
+def test_rows_of_a_batch_are_mapped_at_the_same_time(strategy, comm):
+    meet = Meeting()
+    n = comm.size
+    dataset = numbers(8 * n).map(meet, num_parallel_calls=2).batch(4 * n)
+    options = InputOptions(experimental_per_replica_buffer_size=0)
+    divided = strategy.experimental_distribute_dataset(dataset, options)
+    assert in_order(strategy, comm, divided) == list(range(1, 8 * n + 1))
+    assert all(name.startswith("mpidist-map") for name in meet.threads)
+
+
+def test_a_generator_is_read_in_one_thread(strategy, comm):
+    readers = set()
+
+    def rows():
+        for i in range(12):
+            readers.add(threading.current_thread())
+            yield np.int64(i)
+
+    meet = Meeting()
+    dataset = Dataset.from_generator(rows).map(meet, num_parallel_calls=2).batch(3)
+    before = threading.enumerate()
+    divided = strategy.experimental_distribute_dataset(dataset)
+    assert in_order(strategy, comm, divided) == list(range(1, 13))
+    assert len(readers) == 1
+    require_no_new_threads(before)
+
+
+def test_reading_ahead_is_bounded(strategy, comm):
+    steps = []
+    n = comm.size
+
+    def note(x):
+        steps.append(int(x[0]) // n)
+        return x
+
+    dataset = numbers(40 * n).batch(n).map(note, num_parallel_calls=3)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    for step in range(10):
+        next(iterator)
+        assert max(steps) <= step + 3
+    iterator.close()
+    assert max(steps) <= 9 + 3
+
+
+@pytest.mark.parametrize("batch_first", [False, True], ids=["rows", "batches"])
+@pytest.mark.parametrize("source", [numbers, generated])
+def test_a_failure_on_one_rank_is_raised_on_all(strategy, batch_first, source):
+    def fail(x):
+        if (np.asarray(x) == 19).any():
+            raise KeyError(MESSAGE)
+        return x
+
+    def build(n):
+        rows = source(32)
+        return rows.batch(8).map(fail, n) if batch_first else rows.map(fail, n).batch(8)
+
+    before = threading.enumerate()
+    iterator = iter(strategy.experimental_distribute_dataset(build(3)))
+    next(iterator)
+    next(iterator)
+    for _ in range(2):  # a step can be tried again, a generator cannot
+        with pytest.raises((KeyError, mpidist.DataError), match=MESSAGE):
+            next(iterator)
+    require_usable(strategy)
+    iterator.close()
+    require_no_new_threads(before)
+
+
+def test_after_a_failure_the_step_can_be_read_again(strategy, comm):
+    failed = []
+
+    def fail_once(x):
+        if (x == 9).any() and not failed:
+            failed.append(x)
+            raise OSError(MESSAGE)
+        return x
+
+    dataset = numbers(32).batch(4).map(fail_once, num_parallel_calls=2)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    batches = [next(iterator), next(iterator)]
+    with pytest.raises(OSError, match=MESSAGE):
+        next(iterator)
+    batches += list(iterator)
+    assert in_order(strategy, comm, batches) == list(range(32))
+
+
+def test_a_divided_loop_that_is_broken_off_leaves_no_thread(strategy):
+    before = threading.enumerate()
+    dataset = numbers(400).batch(4).map(lambda x: x, num_parallel_calls=3)
+    for _ in strategy.experimental_distribute_dataset(dataset):
+        assert new_threads(before)
+        break
+    require_no_new_threads(before)
+
+
+def test_own_batches_of_each_replica_are_mapped_in_threads(strategy, comm):
+    def make(context):
+        rows = numbers(24).shard(context.num_input_pipelines, context.input_pipeline_id)
+        return rows.batch(2).map(lambda x: -x, num_parallel_calls=3)
+
+    divided = strategy.distribute_datasets_from_function(make)
+    assert mine(strategy, divided) == [
+        (-np.arange(24)[comm.rank :: comm.size])[i : i + 2].tolist()
+        for i in range(0, 2 * len(divided), 2)
+    ]
