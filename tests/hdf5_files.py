@@ -171,7 +171,9 @@ def require_same(found: Any, expected: Any) -> None:
     elif dtype.char in "gG":
         np.testing.assert_array_equal(found, expected)
     else:
-        assert found.tobytes() == expected.astype(dtype).tobytes(), (found, expected)
+        one, other = (x.astype(dtype).tobytes() for x in (found, expected))
+        is_same = one == other  # not in the assertion, which would print them
+        assert is_same, f"bytes of {found!r} and {expected!r} differ"
 
 
 def _require_same_object(found: Any, expected: Any) -> None:

@@ -1,0 +1,175 @@
+"""HDF5 files that change while they are read: right rows, or an error on all ranks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import sys
+
+import launching
+import numpy as np
+import pytest
+from hdf5_damage import (
+    CHUNK_ROWS,
+    RECIPES,
+    divide,
+    lost_rows,
+    mine,
+    on_root,
+    place_of_row,
+    require_names,
+    require_origin,
+    require_usable,
+    slice_of,
+    steps_until_error,
+    wide,
+    write_wide,
+)
+from hdf5_files import Recipe, require_same
+
+from mpidist import DataError, Dataset
+from mpidist.data.hdf5 import Hdf5Rows
+
+CUTS = {"everything": 0, "half a row": 9001, "a few pages": 3 * 4096, "one byte": 1}
+
+
+def require_met(strategy, comm, path, recipe, keep, depth, before):
+    """Cut a file that is being read, after `before` steps; all ranks must notice.
+
+    `keep` is how many bytes behind the beginning of row 40 of 96 stay, or 0 for none.
+    """
+    data, batch_size = wide(96), 8
+    on_root(comm, write_wide, path, recipe, data)
+    cut = place_of_row(path, 40) + keep if keep else 0
+    lost = lost_rows(path, cut, len(data))
+    iterator = iter(divide(strategy, Dataset.from_hdf5(path, "x"), batch_size, depth))
+    for step in range(before):
+        found = mine(strategy, next(iterator))
+        require_same(found, slice_of(data, strategy, step, batch_size))
+    on_root(comm, os.truncate, path, cut)
+    step, error = steps_until_error(
+        strategy, comm, iterator, data, batch_size, first=before
+    )
+    assert step is not None, "rows that are gone were given as if they were there"
+    require_names(error, path, "x")
+    assert step <= lost[-1] // batch_size
+    with pytest.raises(DataError):  # and again, rather than a hang or other rows
+        next(iterator)
+    iterator.close()
+    require_usable(strategy)
+
+
+@pytest.mark.parametrize("keep", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_compressed_file_that_is_cut_while_it_is_read(
+    strategy, comm, mpi_tmp_path, keep, depth
+):
+    for before in [0, 1, 3]:
+        path = mpi_tmp_path / f"{before}.h5"
+        require_met(strategy, comm, path, RECIPES["gzip"], keep, depth, before)
+
+
+@pytest.mark.parametrize("layout", RECIPES)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_file_that_is_replaced_or_removed_while_it_is_read(
+    strategy, comm, mpi_tmp_path, layout, depth
+):
+    """The old rows, which the open file still has, or an error; never the new ones."""
+    data, path = wide(64), mpi_tmp_path / "a.h5"
+    for change in ["replaced alike", "replaced otherwise", "removed"]:
+        on_root(comm, write_wide, path, RECIPES[layout], data)
+        dataset = Dataset.from_hdf5(path, "x")
+        iterator = iter(divide(strategy, dataset, 8, depth))
+        require_same(mine(strategy, next(iterator)), slice_of(data, strategy, 0, 8))
+        if change == "removed":
+            on_root(comm, path.unlink)
+        else:
+            other = (
+                Recipe((3, 100)) if change.endswith("otherwise") else RECIPES[layout]
+            )
+            on_root(comm, write_wide, mpi_tmp_path / "new.h5", other, -data)
+            on_root(comm, os.replace, mpi_tmp_path / "new.h5", path)
+        step, error = steps_until_error(strategy, comm, iterator, data, 8, first=1)
+        if step is not None:
+            require_names(error, path)
+        iterator.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_file_that_is_gone_for_one_rank_only(strategy, comm, tmp_path):
+    data, path = wide(32), tmp_path / "a.h5"
+    write_wide(path, RECIPES["gzip"], data)
+    iterator = iter(divide(strategy, Dataset.from_hdf5(path, "x"), 8))
+    next(iterator)
+    if comm.rank == 1:
+        os.truncate(path, 3000)
+    _, error = steps_until_error(strategy, comm, iterator, data, 8, first=1)
+    assert error is not None
+    require_origin(error, comm, 1)
+    assert (str(path) in str(error)) == (comm.rank == 1)
+    iterator.close()
+
+
+@pytest.mark.parametrize("layout", RECIPES)
+def test_a_file_that_changed_before_it_is_opened_again(tmp_path, layout):
+    """Rows of now, or an error; never bytes that lie where rows were before."""
+    data, path = wide(32), tmp_path / "a.h5"
+    backwards = tuple(np.s_[i : i + CHUNK_ROWS] for i in (24, 16, 8, 0))
+    others = [*RECIPES.values(), Recipe((CHUNK_ROWS, 4096), written=backwards)]
+    for other in others:
+        write_wide(path, RECIPES[layout], data)
+        source = Hdf5Rows([path], "x")
+        require_same(source.read(np.arange(5)), data[:5])
+        copy = pickle.loads(pickle.dumps(source))
+        source.close()
+        path.unlink()
+        write_wide(path, other, -data)
+        for one in [source, copy]:
+            try:
+                found = one.read(np.arange(32))
+            except DataError as error:
+                require_names(error, path, "x")
+            else:
+                require_same(found, -data)
+            one.close()
+
+
+def resize_elsewhere(path, rows):
+    """Change the number of rows in another process, which fills the new ones."""
+    script = (
+        "import sys, h5py\n"
+        "with h5py.File(sys.argv[1], 'r+', locking=False, libver='latest') as file:\n"
+        "    old, new = len(file['x']), int(sys.argv[2])\n"
+        "    file['x'].resize(new, axis=0)\n"
+        "    file['x'][old:] = -1\n"
+        "    file.flush()\n"
+        "    file['more'] = range(1000)\n"
+    )
+    result = launching.run([sys.executable, "-c", script, str(path), str(rows)])
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("layout", ["chunks", "gzip", "fletcher32"])
+@pytest.mark.parametrize("rows", [200, 64 + 1])
+def test_a_file_that_grows_while_it_is_read(strategy, comm, mpi_tmp_path, layout, rows):
+    """All ranks get the rows that were there, or an error."""
+    data, path = wide(64), mpi_tmp_path / "a.h5"
+    recipe = RECIPES[layout]
+    grows = Recipe(recipe.layout, recipe.filters, (None, None))
+    on_root(comm, write_wide, path, grows, data)
+    divided = divide(strategy, Dataset.from_hdf5(path, "x"), 8)
+    iterator = iter(divided)
+    require_same(mine(strategy, next(iterator)), slice_of(data, strategy, 0, 8))
+    on_root(comm, resize_elsewhere, path, rows)
+    step, error = steps_until_error(strategy, comm, iterator, data, 8, first=1)
+    if step is not None:
+        require_names(error, path, "x")
+    iterator.close()
+    # Once nobody holds the old state a new dataset has all rows
+    del divided, iterator, error
+    gc.collect()
+    everything = np.concatenate([data, np.full((rows - 64, 4096), -1, "i4")])
+    iterator = iter(divide(strategy, Dataset.from_hdf5(path, "x"), 50))
+    _, error = steps_until_error(strategy, comm, iterator, everything, 50)
+    assert error is None, error
