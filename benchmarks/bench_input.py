@@ -15,11 +15,12 @@ Ours and the others are timed in turn, whole epochs; ratios are medians of pairs
 several ranks the others run on all ranks at the same time too, each on its share of the
 rows and of the global batch, and without any communication: so a ratio always is all
 rows by the time of the slowest rank, for both. A rank waiting for the others spins, in
-MPI, and that counts as CPU time of ours.
+MPI, and that counts as CPU time of ours. The machine should do nothing else.
 
 Cases (see --cases), and what the ratio of ours has to be:
 
-    contiguous  torch DataLoader over h5py (best of 0, 2, 4 workers)     >= 20
+    contiguous  torch DataLoader over h5py (best of 0, 2, 4 workers),
+                one row per call, and a sorted batch per call            >= 20
                 np.take from a memory map into a buffer                  >= 0.7
     chunked     h5py, sorted fancy indexing                              >= 50
     gzip        h5py, whole batches in order, rows per CPU second        >= 1.4
@@ -117,7 +118,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "overlap": input_overlap.compare_overlap,
         "memory": input_memory.compare_memory,
     }
-    results = []
+    machine, results = measuring.describe_machine(folder), []
     say(comm, measuring.TABLE_HEAD)
     for name in options.cases:
         for comparison in cases[name](setting):
@@ -126,7 +127,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for reason in setting.skipped:
         say(comm, f"skipped: {reason}")
     return {
-        "machine": measuring.describe_machine(folder),
+        "machine": machine,
         "ranks": comm.size,
         "batch": options.batch,
         "repetitions": options.repetitions,

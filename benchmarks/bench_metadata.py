@@ -130,6 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"extrapolated: {LARGE} on {CLUSTERS} ranks")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
+        machine = measuring.describe_machine(folder)
         write_files(folder, jobs)
         for reader in READERS:
             for layout in LAYOUTS:
@@ -138,7 +139,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 lines = metadata_model.lines(summaries[-1])
                 print("\n".join(lines), flush=True)
                 runs += [run.as_dict() for run in found]
-        machine = measuring.describe_machine(folder)
     if options.output is not None:
         result = {
             "machine": machine,

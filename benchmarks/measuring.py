@@ -166,6 +166,7 @@ def describe_machine(folder: Path) -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "cores_of_this_process": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg()[0],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "file_system": file_system_of(folder),
         "kernel": f"{platform.system()} {platform.release()}",
