@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import math
+import os
 import sys
 from pathlib import Path
 
 import launching
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import system_calls
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def has(module):
+    return importlib.util.find_spec(module) is not None
 
 
 @pytest.mark.parametrize(
@@ -22,3 +33,99 @@ def test_benchmarks_run(comm, command):
         ended = launching.run([sys.executable, str(BENCHMARKS / script), *arguments])
         assert ended.returncode == 0, ended.stderr
         assert ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("cases", "comparisons"),
+    [
+        (["contiguous", "chunked", "gzip"], 6 + 2 * has("torch")),
+        (["overlap", "memory"], 2 + 1),
+    ],
+    ids=["reading", "overlap and memory"],
+)
+def test_the_input_benchmark_compares_all_cases(
+    comm, mpirun, tmp_path, cases, comparisons
+):
+    output = tmp_path / "input.json"
+    script = str(BENCHMARKS / "bench_input.py")
+    ranks = min(2, comm.size)
+    ended = mpirun(ranks, script, "--tiny", f"--output={output}", "--cases", *cases)
+    assert ended.returncode == 0, ended.stderr
+    if comm.rank == 0:
+        result = json.loads(output.read_text())
+        found = result["comparisons"]
+        assert len(found) + len(skipped_overlap(result)) == comparisons
+        assert all(math.isfinite(c["ratio"]) and c["ratio"] > 0 for c in found)
+        assert result["ranks"] == ranks
+        assert output.with_suffix(".png").exists() == has("matplotlib")
+
+
+def skipped_overlap(result):
+    return [reason for reason in result["skipped"] if reason.startswith("overlap")]
+
+
+def skip_without_strace(comm):
+    reason = comm.bcast(system_calls.why_not() if comm.rank == 0 else None)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def test_the_metadata_benchmark_counts_calls_of_both_readers(comm, mpirun, tmp_path):
+    skip_without_strace(comm)
+    output = tmp_path / "metadata.json"
+    script = str(BENCHMARKS / "bench_metadata.py")
+    ended = mpirun(1, script, "--tiny", f"--output={output}")
+    assert ended.returncode == 0, ended.stderr
+    if comm.rank == 0:
+        runs = json.loads(output.read_text())["runs"]
+        assert {run["reader"] for run in runs} == {"mpidist", "h5py"}
+        for run in runs:
+            for rank in run["each_rank"]:
+                assert rank["metadata"] > 0
+                assert rank["rows"] > 0
+                assert rank["read_bytes"] + rank["resident_bytes"] > 0
+        assert output.with_suffix(".png").exists() == has("matplotlib")
+
+
+def test_the_metadata_benchmark_says_that_strace_is_missing(comm):
+    script = str(BENCHMARKS / "bench_metadata.py")
+    if comm.rank == 0:
+        ended = launching.run([sys.executable, script, "--tiny"], PATH="/nowhere")
+        assert ended.returncode == 1, ended
+        assert "strace is not installed" in ended.stderr
+
+
+SOME_CALLS = """
+import fcntl, mmap, os, sys
+folder = sys.argv[1]
+path = os.path.join(folder, "data")
+file = os.open(path, os.O_RDONLY)
+assert len(os.pread(file, 100, 0)) == 100
+assert len(os.pread(file, 100, 950)) == 50
+os.fstat(file)
+os.stat(path)
+os.lseek(file, 10, os.SEEK_SET)
+os.lseek(file, 0, os.SEEK_END)
+fcntl.flock(file, fcntl.LOCK_SH)
+mmap.mmap(file, 1000, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE).close()
+os.close(file)
+os.stat(folder + "-other")
+"""
+
+
+def test_system_calls_on_a_folder_are_counted_by_kind(comm, tmp_path):
+    skip_without_strace(comm)
+    folder, logs = tmp_path / "files", tmp_path / "logs"
+    for path in (folder, logs, tmp_path / "files-other"):
+        path.mkdir()
+    (folder / "data").write_bytes(os.urandom(1000))
+    command = [sys.executable, "-c", SOME_CALLS, str(folder)]
+    ended = launching.run(system_calls.trace_command(logs / "calls", command))
+    assert ended.returncode == 0, ended.stderr
+    counts = system_calls.count(logs.iterdir(), folder)
+    found = {kind: counts.calls[kind] for kind in ("open", "close", "lock", "read")}
+    assert found == {"open": 1, "close": 1 + 1, "lock": 1, "read": 2}
+    assert (counts.read_bytes, counts.mapped_bytes) == (150, 1000)
+    # mmap looks at the size, too, and works with a copy of the descriptor
+    assert counts.calls["stat"] == 1 + 1 + 1 + 1
+    assert counts.calls["map"] == 1

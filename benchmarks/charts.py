@@ -1,0 +1,145 @@
+"""Charts of results, where matplotlib is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+OURS, THEIRS, MISSED = "#1f6f8b", "#b4bbc2", "#c8553d"
+
+
+def draw(chart: Callable[[Any], Any], result: Mapping[str, Any], path: Path) -> None:
+    """Write a chart as PNG; say so if that cannot be."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"matplotlib is not installed: {path.name} was not drawn")
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    figure = chart(result)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def draw_input(result: Mapping[str, Any]) -> Any:
+    """Return the figure of `bench_input.py`: rates, and ratios by their targets."""
+    from matplotlib import pyplot
+
+    rated = [c for c in result["comparisons"] if c["unit"] == "rows/s"]
+    judged = [c for c in result["comparisons"] if c["target"] is not None]
+    parts = [(f, x) for f, x in ((_draw_rates, rated), (_draw_targets, judged)) if x]
+    height = 1.4 + 0.34 * max(len(rated) + 4, len(judged))
+    figure, axes = pyplot.subplots(
+        1, len(parts), figsize=(7.5 * len(parts), height), squeeze=False
+    )
+    for axis, (part, comparisons) in zip(axes[0], parts, strict=True):
+        part(axis, comparisons)
+    machine, ranks = result["machine"], result["ranks"]
+    figure.suptitle(
+        f"Reading HDF5, {ranks} rank{'s' if ranks > 1 else ''}: {machine['cpu']}, "
+        f"{machine['cores']} cores, {machine['file_system']}, HDF5 {machine['hdf5']}",
+        fontsize=10,
+    )
+    figure.tight_layout()
+    return figure
+
+
+def _draw_rates(axis: Any, comparisons: list[dict[str, Any]]) -> None:
+    """Draw ours and the others, case by case."""
+    bars: list[tuple[str, float, str]] = []
+    cases = itertools.groupby(comparisons, key=lambda c: c["case"])
+    for case, group in cases:
+        others = list(group)
+        bars.append((f"$\\bf{{mpidist}}$: {case}", others[0]["ours_median"], OURS))
+        bars += [(c["against"], c["theirs_median"], THEIRS) for c in others]
+    names, rates, colors = zip(*bars, strict=True)
+    places = range(len(bars))
+    axis.barh(places, rates, color=colors, height=0.72)
+    for place, rate in zip(places, rates, strict=True):
+        axis.annotate(
+            f"{rate:,.0f}", (rate, place), (3, 0), textcoords="offset points",
+            va="center", fontsize=8,
+        )  # fmt: skip
+    axis.set_yticks(places, names, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xscale("log")
+    axis.set_xlim(min(rates) / 4, max(rates) * 6)
+    _clean(axis, "rows per second, all ranks")
+
+
+def _draw_targets(axis: Any, comparisons: list[dict[str, Any]]) -> None:
+    """Draw how far each ratio is from its target; further right is better."""
+    for place, c in enumerate(comparisons):
+        better = c["ratio"] / c["target"]
+        better = better if c["is_at_least"] else 1 / better
+        color = OURS if c["is_reached"] else MISSED
+        axis.plot([1, better], [place, place], color=color, linewidth=2)
+        axis.plot(better, place, "o", color=color)
+        sign = "≥" if c["is_at_least"] else "≤"
+        axis.annotate(
+            f"{c['ratio']:.3g} ({sign} {c['target']:g})", (better, place), (0, 6),
+            textcoords="offset points", ha="center", fontsize=8,
+            bbox={"color": "white", "pad": 1},
+        )  # fmt: skip
+    names = [f"{c['case']}\n{c['against']}" for c in comparisons]
+    axis.axvline(1, color="0.3", linewidth=1)
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.set_ylim(len(names) - 0.4, -0.8)
+    axis.set_xscale("log")
+    axis.margins(x=0.2)
+    _clean(axis, "how many times better than the target (1: reached)")
+
+
+def draw_metadata(result: Mapping[str, Any]) -> Any:
+    """Return the figure of `bench_metadata.py`: operations by what varies."""
+    from matplotlib import pyplot, ticker
+
+    summaries = result["summaries"]
+    names = list(summaries[0]["metadata_by"])
+    has_clusters = "clusters" in summaries[0]
+    count = len(names) + has_clusters
+    figure, axes = pyplot.subplots(1, count, figsize=(3.1 * count, 3.6))
+    for summary in summaries:
+        is_ours = summary["reader"] == "mpidist"
+        is_compressed = summary["layout"] == "gzip"
+        style = {
+            "label": f"{summary['reader']}, {summary['layout']}",
+            "color": OURS if is_ours else "0.55",
+            "marker": "o" if is_compressed else "s",
+            "linestyle": ":" if is_compressed else "-",
+            "markersize": 4 if is_compressed else 8,
+            "markerfacecolor": "white" if not is_compressed else None,
+        }
+        for axis, name in zip(axes, names, strict=False):
+            seen = summary["metadata_by"][name]
+            axis.plot([int(n) for n in seen], list(seen.values()), **style)
+        if has_clusters:
+            ranks, requests = zip(
+                *((c["ranks"], c["mds_requests"]) for c in summary["clusters"]),
+                strict=True,
+            )
+            axes[-1].loglog(ranks, requests, **style)
+    highest = max(max(s["metadata_by"][n].values()) for s in summaries for n in names)
+    for axis, name in zip(axes, names, strict=False):
+        axis.set_ylim(0, 1.1 * highest)
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+        _clean(axis, f"{name} per epoch" if name == "steps" else name, "both")
+    axes[0].set_ylabel("metadata operations of a rank", fontsize=9)
+    if has_clusters:
+        axes[-1].set_ylabel("MDS requests of the large job", fontsize=9)
+        _clean(axes[-1], "ranks (extrapolated)", "both")
+    axes[0].legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    return figure
+
+
+def _clean(axis: Any, label: str, grid: str = "x") -> None:
+    axis.set_xlabel(label, fontsize=9)
+    axis.grid(axis=grid, color="0.9")
+    axis.set_axisbelow(True)
+    axis.tick_params(axis="both", length=0, labelsize=8)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)

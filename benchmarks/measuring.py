@@ -1,0 +1,212 @@
+"""What benchmarks share: timing all ranks, comparing, telling the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from mpi4py import MPI
+
+# A function that starts one pass over this rank's batches
+Epochs = Callable[[], Iterable[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Epoch:
+    """One pass over the data by all ranks.
+
+    Args:
+      rows: of all ranks.
+      seconds: of the slowest rank.
+      cpu_seconds: of all threads of all ranks, but not of their child processes.
+    """
+
+    rows: int
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def rows_per_second(self) -> float:
+        """How many rows all ranks together got per second."""
+        return self.rows / self.seconds
+
+    @property
+    def rows_per_cpu_second(self) -> float:
+        """How many rows were got per second of one core."""
+        return self.rows / self.cpu_seconds
+
+
+def time_epoch(comm: MPI.Intracomm, start_epoch: Epochs) -> Epoch:
+    """Go through one epoch on all ranks at the same time. Collective."""
+    comm.Barrier()
+    cpu, start, rows = time.process_time(), time.perf_counter(), 0
+    for batch in start_epoch():
+        rows += len(batch)
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    return Epoch(
+        comm.allreduce(rows), comm.allreduce(seconds, MPI.MAX), comm.allreduce(cpu)
+    )
+
+
+def check_epoch(
+    comm: MPI.Intracomm, start_epoch: Epochs, rows: int, total: int
+) -> None:
+    """Go through one epoch, to warm up, and look at every byte of it. Collective.
+
+    All ranks together must get so many `rows`, whose bytes have the sum `total`.
+    """
+    found = np.zeros(2, np.int64)
+    for batch in start_epoch():
+        found += len(batch), int(np.asarray(batch).sum(dtype=np.int64))
+    found = comm.allreduce(found)
+    assert found.tolist() == [rows, total], (found, rows, total)
+
+
+def alternate(
+    comm: MPI.Intracomm, contestants: Mapping[str, Epochs], repetitions: int
+) -> dict[str, list[Epoch]]:
+    """Time all contestants in turn, several times. Collective."""
+    epochs: dict[str, list[Epoch]] = {name: [] for name in contestants}
+    for _ in range(repetitions):
+        for name, start_epoch in contestants.items():
+            epochs[name].append(time_epoch(comm, start_epoch))
+    return epochs
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What we need, or give, beside what another way needs, or gives.
+
+    Args:
+      case: what is done.
+      against: what ours is divided by.
+      unit: of `ours` and `theirs`, one number per repetition.
+      target: what the ratio has to reach; None where it is only told.
+      is_at_least: whether the ratio has to be at least the target, or at most.
+      note: what else there is to say.
+    """
+
+    case: str
+    against: str
+    unit: str
+    ours: list[float]
+    theirs: list[float]
+    target: float | None = None
+    is_at_least: bool = True
+    note: str = ""
+
+    @property
+    def ratios(self) -> list[float]:
+        """Ours by theirs in each repetition."""
+        return [a / b for a, b in zip(self.ours, self.theirs, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        """The median of all repetitions."""
+        return statistics.median(self.ratios)
+
+    @property
+    def is_reached(self) -> bool | None:
+        """Whether the ratio is what it has to be."""
+        if self.target is None:
+            return None
+        if self.is_at_least:
+            return self.ratio >= self.target
+        return self.ratio <= self.target
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it for a JSON file."""
+        return dataclasses.asdict(self) | {
+            "ours_median": statistics.median(self.ours),
+            "theirs_median": statistics.median(self.theirs),
+            "ratio": self.ratio,
+            "ratio_lowest": min(self.ratios),
+            "ratio_highest": max(self.ratios),
+            "is_reached": self.is_reached,
+        }
+
+    def line(self) -> str:
+        """Return a line of the table."""
+        sign = ">=" if self.is_at_least else "<="
+        target = "" if self.target is None else f"{sign} {self.target:g}"
+        words = {True: "reached", False: "missed", None: ""}
+        ours, theirs = map(statistics.median, (self.ours, self.theirs))
+        return (
+            f"{self.case:32} {self.against:44} {_short(ours):>8} {_short(theirs):>8} "
+            f"{self.unit:10} {self.ratio:8.3g} {target:>7} {words[self.is_reached]}"
+        )
+
+
+TABLE_HEAD = (
+    f"{'case':32} {'against':44} {'ours':>8} {'theirs':>8} {'':10} "
+    f"{'ratio':>8} {'target':>7}"
+)
+
+
+def _short(number: float) -> str:
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def describe_machine(folder: Path) -> dict[str, Any]:
+    """Return what the numbers depend on: hardware, versions, file system."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "cores_of_this_process": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg()[0],
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "file_system": file_system_of(folder),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "hdf5": h5py.version.hdf5_version,
+        "mpi": MPI.Get_library_version().splitlines()[0].strip("\0 "),
+        **dict(_versions(["mpidist", "numpy", "h5py", "mpi4py", "torch"])),
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def file_system_of(folder: Path) -> str:
+    """Return the type of the file system that holds a folder, such as ext4."""
+    where, kind = "", "unknown"
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, mount, found, *_ = line.split()
+        is_inside = folder.resolve().is_relative_to(mount)
+        if is_inside and len(mount) >= len(where):
+            where, kind = mount, found
+    return kind
+
+
+def _versions(names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for name in names:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name == "mpidist":  # it runs in a clone, uninstalled
+                import mpidist
+
+                yield name, mpidist.__version__
+
+
+def save(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
