@@ -20,7 +20,7 @@ import mpidist
 sys.path.insert(0, str(Path(__file__).parent))
 # Their assertions say what differs, as those of tests do
 pytest.register_assert_rewrite("hdf5_files", "hdf5_kinds", "hdf5_damage")
-import launching
+import launching  # noqa: E402
 
 WORLD = MPI.COMM_WORLD.Dup()
 

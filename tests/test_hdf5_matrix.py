@@ -32,7 +32,7 @@ from hdf5_kinds import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidist import Dataset
+from mpidist import DataError, Dataset
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, *ODD])
@@ -231,8 +231,19 @@ def test_virtual_datasets(tmp_path):
     names = ["files", "columns"]
     names += [f"{name} without fill value" for name in names]
     path = write_virtual(tmp_path)
-    assert (whole(path, "files")[18:] == -5).all()  # h5py does find them missing
+    assert (whole(path, "files")[18:] == -5).all()
     require_all(path, names)
+
+
+def test_a_virtual_dataset_of_a_file_that_is_gone(tmp_path):
+    """HDF5 would give fill values in place of its rows."""
+    path = write_virtual(tmp_path)
+    (tmp_path / "source1.h5").unlink()
+    assert (whole(path, "files")[6:12] == -5).all()
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"virtual\.h5: .*missing: source1\.h5"):
+            len(Dataset.from_hdf5(path, "files"))
+    require_all(path, ["columns"])
 
 
 def test_a_virtual_dataset_of_sources_that_grow(tmp_path):

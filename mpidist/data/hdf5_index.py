@@ -204,8 +204,10 @@ def _column(path: Path, file: h5py.File, name: str) -> Column:
         dataset.chunks is not None,
         dataset.chunks or dataset.shape,
     )
+    if _is_being_written(path):
+        return dataclasses.replace(by_h5py, way=Way.H5PY)  # chunks are not kept
     is_stored_here = dataset.file.filename == file.filename  # no external link
-    if not is_stored_here or not _is_plain(dataset) or _is_being_written(path):
+    if not is_stored_here or not _is_plain(dataset):
         return by_h5py
     column = (
         _contiguous(name, dataset)
