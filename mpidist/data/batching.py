@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,10 @@ class Map(Step):
 
     def _call(self, element: Any) -> Any:
         return call_mapped(self._fn, element)
+
+    @property
+    def row_bytes(self) -> None:
+        return None
 
     def blocks(self) -> Blocks | None:
         return self._parent.blocks()
@@ -145,10 +150,25 @@ class Batch(Step):
         return min(self._batch_size, rest)
 
     def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
+        positions = self._positions(order, i, replicas, replica)
+        return self._parent.elements(order, positions)
+
+    def parts(self, order: Pass, steps: range, replicas: int, replica: int) -> Any:
+        positions = [self._positions(order, i, replicas, replica) for i in steps]
+        leaves, spec = nest.flatten(
+            self._parent.elements(order, np.concatenate(positions))
+        )
+        edges = np.cumsum([0, *(p.size for p in positions)]).tolist()
+        return [
+            nest.unflatten(spec, [leaf[first:last] for leaf in leaves])
+            for first, last in itertools.pairwise(edges)
+        ]
+
+    def _positions(self, order: Pass, i: int, replicas: int, replica: int) -> Positions:
+        """Return which of the parent's elements are in a replica's slice of a batch."""
         start = i * self._batch_size
         mine = sharding.replica_slice(self.rows_in(order, i), replicas, replica)
-        positions = np.arange(start + mine.start, start + mine.stop)
-        return self._parent.elements(order, positions)
+        return np.arange(start + mine.start, start + mine.stop)
 
     def example(self, order: Pass) -> Any:
         row = self._parent.example(order)

@@ -5,8 +5,10 @@ Nothing here communicates, so it may run in the thread that reads ahead.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,9 +26,12 @@ from mpidist.options import InputOptions
 if TYPE_CHECKING:
     from mpidist.extended import StrategyExtended
 
-__all__ = ["Feed", "Plan", "Portion", "count_readers", "start"]
+__all__ = ["Feed", "Group", "Plan", "Portion", "count_readers", "start"]
 
 _END = object()
+# Small batches are read together: that is faster, and needs little memory
+_GROUP_BYTES = 4 << 20
+_GROUP_STEPS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +85,27 @@ class Portion(NamedTuple):
     rows: int | None = None
 
 
+Group = list[Portion | Exception | None]
+
+
 class Feed(Protocol):
     """One replica's batches of one pass, asked for in order.
 
     By one thread at a time, unless `count_readers` says otherwise.
     """
 
+    @property
+    def group(self) -> int:
+        """How many steps are best read at a time."""
+
     def read(self, step: int) -> Portion | None:
         """Return the batch of a step, None after the last one."""
+
+    def read_group(self, step: int) -> Group:
+        """Return the batches of a step and those after it: of `group` steps.
+
+        The list ends early with an error, which the last step in it has met.
+        """
 
     def end(self) -> None:
         """Say that all was read, and perhaps will be again."""
@@ -120,10 +138,32 @@ class _RowsFeed:
         self._pipeline = pipeline
         self._order = order
         self._reading = Reading(pipeline)
+        self.group = _group(plan, pipeline)
 
     def read(self, step: int) -> Portion | None:
         """See `Feed.read`."""
         return self._reading.do(lambda: self._read(step))
+
+    def read_group(self, step: int) -> Group:
+        """See `Feed.read_group`."""
+        length, group = self._pipeline.length, self.group
+        steps = range(
+            step, step + group if length is None else min(step + group, length)
+        )
+        if len(steps) > 1 and not self._plan.is_open_ended:
+            with contextlib.suppress(Exception):  # whose is it? below, one by one
+                return self._reading.do(lambda: self._load_group(steps))
+        return _read_singly(self, steps or [step])
+
+    def _load_group(self, steps: range) -> Group:
+        extended = self._plan.extended
+        share = (
+            (extended.num_replicas, extended.replica_id)
+            if self._plan.is_global
+            else (1, 0)
+        )
+        batches = self._pipeline.parts(self._order, steps, *share)
+        return [Portion(self._plan.place(batch)) for batch in batches]
 
     def _read(self, step: int) -> Portion | None:
         plan = self._plan
@@ -162,6 +202,8 @@ class _RowsFeed:
 class _StreamFeed:
     """Batches that come one after the other; after an error there are no more."""
 
+    group = 1
+
     def __init__(self, plan: Plan, stream: Stream, order: Pass):
         self._plan = plan
         self._elements = stream.iterate(order)
@@ -180,6 +222,10 @@ class _StreamFeed:
             element = self._slice(element, rows or 0)
         return Portion(self._plan.place(element), kind, rows)
 
+    def read_group(self, step: int) -> Group:
+        """See `Feed.read_group`."""
+        return _read_singly(self, [step])
+
     def end(self) -> None:
         """See `Feed.end`."""
         self.close()
@@ -196,6 +242,27 @@ class _StreamFeed:
         extended = self._plan.extended
         mine = sharding.replica_slice(rows, extended.num_replicas, extended.replica_id)
         return nest.map_leaves(lambda a: a[mine], batch)
+
+
+def _group(plan: Plan, pipeline: Pipeline) -> int:
+    """Return how many steps to read at a time: more than one of small batches."""
+    row_bytes, rows = pipeline.row_bytes, pipeline.batch_size
+    if row_bytes is None or rows is None:
+        return 1
+    share = -(-rows // plan.extended.num_replicas) if plan.is_global else rows
+    return min(max(1, _GROUP_BYTES // max(1, row_bytes * share)), _GROUP_STEPS)
+
+
+def _read_singly(feed: Feed, steps: Iterable[int]) -> Group:
+    """Return the batches of some steps, up to one that cannot be read."""
+    found: Group = []
+    for step in steps:
+        try:
+            found.append(feed.read(step))
+        except Exception as error:
+            found.append(error)
+            break
+    return found
 
 
 def _kind(element: Any) -> Any:

@@ -46,7 +46,10 @@ class DistributedIterator:
     def __init__(self, plan: Plan, passes: Passes):
         self._plan = plan
         self._passes = passes
-        self._ahead: collections.deque[Future[Portion | None]] = collections.deque()
+        self._ahead: collections.deque[Future[feed.Group]] = collections.deque()
+        self._at_hand: collections.deque[Portion | Exception | None] = (
+            collections.deque()
+        )
         depth = plan.options.experimental_per_replica_buffer_size
         self._threads = feed.count_readers(plan)
         # All threads have something to read while a batch is in use
@@ -296,6 +299,7 @@ class DistributedIterator:
             )
 
     def _drop_ahead(self) -> None:
+        self._at_hand.clear()
         while self._ahead:
             self._ahead.popleft().cancel()
 
@@ -309,12 +313,20 @@ class DistributedIterator:
     def _read(self) -> Portion | None:
         if self._reader is None:
             return self._feed.read(self._step)
-        # Keep `depth` batches in the making beyond the one that is handed out
-        last = self._step + 1 + self._depth
-        if self._plan.cardinality >= 0:
-            last = min(last, self._plan.cardinality)
-        while self._step + len(self._ahead) < last:
-            step = self._step + len(self._ahead)
+        if not self._at_hand:
+            self._read_ahead(self._reader)
+            self._at_hand.extend(self._ahead.popleft().result())
+        portion = self._at_hand.popleft()
+        if isinstance(portion, Exception):
+            raise portion
+        return portion
+
+    def _read_ahead(self, reader: ThreadPoolExecutor) -> None:
+        """Have `depth` batches in the making beyond those that are to be taken next."""
+        group, steps = self._feed.group, self._plan.cardinality
+        while len(self._ahead) <= -(-self._depth // group):
+            step = self._step + len(self._ahead) * group
+            if 0 <= steps <= step:
+                break
             # The thread must not know the iterator, or that would never be forgotten
-            self._ahead.append(self._reader.submit(self._feed.read, step))
-        return self._ahead.popleft().result()
+            self._ahead.append(reader.submit(self._feed.read_group, step))

@@ -115,6 +115,10 @@ class Window(Step):
     def locate(self, order: Pass, positions: Positions) -> Positions:
         return positions + self._start
 
+    def parts(self, order: Pass, steps: range, replicas: int, replica: int) -> Any:
+        steps = range(steps.start + self._start, steps.stop + self._start)
+        return self._parent.parts(order, steps, replicas, replica)
+
 
 class Shard(Step):
     """Every n-th element."""
@@ -159,6 +163,14 @@ class Repeat(Step):
         whole = self._parent.length
         lap, i = (0, i) if whole is None else divmod(i, whole)
         return lap_pass(order, self._count, lap), i
+
+    def parts(self, order: Pass, steps: range, replicas: int, replica: int) -> Any:
+        (lap, first), (last_lap, last) = (
+            self.locate_one(order, i) for i in (steps[0], steps[-1])
+        )
+        if lap != last_lap:
+            return super().parts(order, steps, replicas, replica)
+        return self._parent.parts(lap, range(first, last + 1), replicas, replica)
 
     def elements(self, order: Pass, positions: Positions) -> Any:
         whole = self._parent.length
@@ -220,6 +232,11 @@ class Concatenate(Pipeline):
             lengths=first.lengths + second.lengths,
             is_costly=first.is_costly or second.is_costly,
         )
+
+    @property
+    def row_bytes(self) -> int | None:
+        first, second = self._first.row_bytes, self._second.row_bytes
+        return None if first is None or second is None else max(first, second)
 
     def keep(self, elements: int) -> None:
         self._first.keep(elements)

@@ -88,6 +88,11 @@ class Pipeline:
         """Where the rows come from."""
         raise NotImplementedError  # pragma: no cover
 
+    @property
+    def row_bytes(self) -> int | None:
+        """The bytes of a row; None if that is not known, or rows are not only read."""
+        return None
+
     def blocks(self) -> Blocks | None:
         """Return how the elements lie in chunks; None where that does not matter."""
         return None
@@ -139,6 +144,10 @@ class Pipeline:
         """Return one replica's slice of batch `i`."""
         raise ArgumentError("the dataset is not batched; call batch() on it first")
 
+    def parts(self, order: Pass, steps: range, replicas: int, replica: int) -> Any:
+        """Return a list of one replica's slices of batches that follow each other."""
+        return [self.part(order, i, replicas, replica) for i in steps]
+
     def example(self, order: Pass) -> Any:
         """Return some element: the first, or one of zeros where there is none."""
         raise NotImplementedError  # pragma: no cover
@@ -178,6 +187,10 @@ class Rows(Pipeline):
     @property
     def sources(self) -> list[RowSource]:
         return [self._source]
+
+    @property
+    def row_bytes(self) -> int | None:
+        return self._in_blocks.blocks().row_bytes if self._in_blocks else None
 
     def blocks(self) -> Blocks | None:
         return self._in_blocks.blocks() if self._in_blocks else None
@@ -242,6 +255,10 @@ class Step(Pipeline):
     @property
     def sources(self) -> list[RowSource]:
         return self._parent.sources
+
+    @property
+    def row_bytes(self) -> int | None:
+        return self._parent.row_bytes
 
     def keep(self, elements: int) -> None:
         self._parent.keep(elements)
