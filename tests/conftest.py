@@ -18,9 +18,10 @@ from mpi4py import MPI
 import mpidist
 
 sys.path.insert(0, str(Path(__file__).parent))
+import launching
+
 # Their assertions say what differs, as those of tests do
 pytest.register_assert_rewrite("hdf5_files", "hdf5_kinds", "hdf5_damage")
-import launching  # noqa: E402
 
 WORLD = MPI.COMM_WORLD.Dup()
 

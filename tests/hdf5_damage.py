@@ -250,3 +250,7 @@ def steps_until_error(strategy, comm, iterator, data, batch_size, first=0):
         require_same(found, slice_of(data, strategy, step, batch_size))
     assert not iterator.get_next_as_optional().has_value()
     return None, None
+
+
+def require_rank(error, rank):
+    assert re.search(rf"\bon rank {rank}\b", str(error)), str(error)

@@ -6,6 +6,8 @@ import gc
 import os
 import pickle
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import launching
 import numpy as np
@@ -14,12 +16,14 @@ from hdf5_damage import (
     CHUNK_ROWS,
     RECIPES,
     divide,
+    failure_of,
     lost_rows,
     mine,
     on_root,
     place_of_row,
     require_names,
     require_origin,
+    require_rank,
     require_usable,
     slice_of,
     steps_until_error,
@@ -29,7 +33,15 @@ from hdf5_damage import (
 from hdf5_files import Recipe, require_same
 
 from mpidist import DataError, Dataset
+from mpidist.data import feed
 from mpidist.data.hdf5 import Hdf5Rows
+
+
+@pytest.fixture(autouse=True)
+def _no_groups(monkeypatch):
+    """Read no more steps ahead than the tests say, though they are of few bytes."""
+    monkeypatch.setattr(feed, "_GROUP_STEPS", 1)
+
 
 CUTS = {"everything": 0, "half a row": 9001, "a few pages": 3 * 4096, "one byte": 1}
 
@@ -60,14 +72,61 @@ def require_met(strategy, comm, path, recipe, keep, depth, before):
     require_usable(strategy)
 
 
+@pytest.mark.parametrize("layout", RECIPES)
 @pytest.mark.parametrize("keep", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_compressed_file_that_is_cut_while_it_is_read(
-    strategy, comm, mpi_tmp_path, keep, depth
+def test_a_file_that_is_cut_while_it_is_read(
+    strategy, comm, mpi_tmp_path, layout, keep, depth
 ):
+    """HDF5 itself gives zeros for what lies behind the end."""
     for before in [0, 1, 3]:
         path = mpi_tmp_path / f"{before}.h5"
-        require_met(strategy, comm, path, RECIPES["gzip"], keep, depth, before)
+        require_met(strategy, comm, path, RECIPES[layout], keep, depth, before)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 5])
+def test_a_large_file_that_is_emptied(strategy, comm, mpi_tmp_path, depth):
+    """Of 256 MiB, mostly a hole: a memory map of it would lose all its pages."""
+    path, ones = mpi_tmp_path / "a.h5", np.broadcast_to(np.int32(1), (16 << 10, 4096))
+    sparse = Recipe(allocate="early", is_filled=False, written=(np.s_[:64],))
+    on_root(comm, write_wide, path, sparse, ones)
+    iterator = iter(divide(strategy, Dataset.from_hdf5(path, "x"), 64, depth))
+    assert (mine(strategy, next(iterator)) == 1).all()
+    on_root(comm, os.truncate, path, 0)
+    for _ in range(2):
+        error = failure_of(strategy, comm, lambda: list(iterator))
+        require_names(error, path, "x")
+    iterator.close()
+
+
+@pytest.mark.parametrize("layout", RECIPES)
+def test_a_file_that_is_cut_at_any_moment(tmp_path, layout):
+    """Also within a call that reads: right rows or an error."""
+    data = wide(64)
+    for attempt in range(8):
+        path, is_cut, is_begun = tmp_path / f"{attempt}.h5", Event(), Event()
+        write_wide(path, RECIPES[layout], data)
+        source = Hdf5Rows([path], "x")
+
+        def read(source=source, is_cut=is_cut, is_begun=is_begun):
+            is_last = False
+            while not is_last:
+                is_last = is_cut.is_set()
+                try:
+                    found = source.read(np.arange(64))
+                except DataError:
+                    return
+                finally:
+                    is_begun.set()
+                require_same(found, data)
+
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(read)
+            is_begun.wait()
+            os.truncate(path, path.stat().st_size // (attempt + 2))
+            is_cut.set()
+            reading.result()
+        source.close()
 
 
 @pytest.mark.parametrize("layout", RECIPES)
@@ -173,3 +232,15 @@ def test_a_file_that_grows_while_it_is_read(strategy, comm, mpi_tmp_path, layout
     iterator = iter(divide(strategy, Dataset.from_hdf5(path, "x"), 50))
     _, error = steps_until_error(strategy, comm, iterator, everything, 50)
     assert error is None, error
+
+
+@pytest.mark.mpi(min_size=2)
+def test_cut_files_are_told_with_the_rank(strategy, comm, tmp_path):
+    data, path = wide(32), tmp_path / "a.h5"
+    write_wide(path, RECIPES["gzip"], data)
+    iterator = iter(divide(strategy, Dataset.from_hdf5(path, "x"), 8))
+    next(iterator)
+    if comm.rank == 1:
+        os.truncate(path, 3000)
+    _, error = steps_until_error(strategy, comm, iterator, data, 8, first=1)
+    require_rank(error, 1)

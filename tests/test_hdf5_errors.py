@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+import zlib
 
 import h5py
 import numpy as np
@@ -13,6 +14,7 @@ from h5py import h5d, h5p, h5s, h5t, h5z
 from hdf5_damage import (
     CHUNK_ROWS,
     DAMAGES,
+    RECIPES,
     WIDTH,
     bytes_of,
     damaged,
@@ -25,9 +27,13 @@ from hdf5_damage import (
     overwrite,
     require_names,
     require_origin,
+    require_rank,
     slice_of,
+    steps_until_error,
+    wide,
     write,
     write_chunks,
+    write_wide,
 )
 from hdf5_files import Recipe, require_same, rows_of
 
@@ -373,3 +379,125 @@ def test_datasets_that_h5py_cannot_read(strategy, comm, mpi_tmp_path, make):
         error = failure_of(strategy, comm, lambda: next(iter(divided)))
         require_names(error, path, "x", range(24))
         require_origin(error, comm, comm.rank)
+
+
+SHORT_CHUNKS = {
+    "a stream of too few bytes": (0, lambda raw: zlib.compress(raw[:-8])),
+    "a stream of no bytes": (0, lambda raw: zlib.compress(b"")),
+    "too few bytes, unfiltered": (1, lambda raw: raw[:-8]),
+}
+
+
+@pytest.mark.parametrize("kind", SHORT_CHUNKS)
+def test_chunks_of_too_few_bytes(strategy, comm, mpi_tmp_path, kind):
+    """HDF5 itself gives whatever lies in memory for the rest."""
+    mask, change = SHORT_CHUNKS[kind]
+    data, path = numbered(4 * CHUNK_ROWS), mpi_tmp_path / "a.h5"
+
+    def make():
+        write_chunks(path, data, ("gzip",))
+        with h5py.File(path, "r+") as file:
+            short = change(data[16:24].tobytes())
+            file["x"].id.write_direct_chunk((16, 0), short, filter_mask=mask)
+
+    on_root(comm, make)
+    divided = divide(strategy, Dataset.from_hdf5(path, "x"), 8)
+    _, error = steps_until_error(strategy, comm, iter(divided), data, 8)
+    assert error is not None
+    require_names(error, path, "x", range(16, 24))
+
+
+@pytest.mark.parametrize("kind", ["time", "24 bits"])
+def test_types_that_numpy_does_not_have(strategy, comm, mpi_tmp_path, kind):
+    path, type_id = mpi_tmp_path / "a.h5", h5t.UNIX_D32LE
+    if kind == "24 bits":
+        type_id = h5t.STD_I32LE.copy()
+        type_id.set_precision(24)
+        type_id.set_size(3)
+
+    def make():
+        with h5py.File(path, "w") as file:
+            h5d.create(file.id, b"x", type_id, h5s.create_simple((24,)))
+
+    on_root(comm, make)
+    dataset = Dataset.from_hdf5(path, "x")
+    error = failure_of(strategy, comm, lambda: list(divide(strategy, dataset, 8)))
+    require_names(error, path, "x")
+
+
+def test_rows_on_both_sides_of_a_damaged_chunk(comm, mpi_tmp_path):
+    """What nobody asked for need not be read."""
+    data, path = numbered(3 * CHUNK_ROWS), mpi_tmp_path / "a.h5"
+    dataset = damaged(comm, path, "gzip: overwritten", data, 1)
+    rows = [*range(CHUNK_ROWS), *range(2 * CHUNK_ROWS, 3 * CHUNK_ROWS)]
+    require_same(rows_of(dataset, rows), data[rows])
+
+
+def test_more_files_than_may_be_open_at_once(tmp_path):
+    resource = pytest.importorskip("resource")
+    data = numbered(3 * 80)
+    paths = [tmp_path / f"{i:02}.h5" for i in range(80)]
+    for i, path in enumerate(paths):
+        with h5py.File(path, "w") as file:
+            recipe = Recipe((2, WIDTH), ("gzip",)) if i % 2 else Recipe()
+            recipe.write(file, data[3 * i : 3 * i + 3])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_open = len(os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (is_open + 40, limits[1]))
+        dataset = Dataset.from_hdf5(paths, "x")
+        rows = np.random.default_rng(0).permutation(len(data))
+        for _ in range(2):
+            require_same(rows_of(dataset, rows), data[rows])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("locking", [True, "best-effort"])
+def test_a_file_that_this_process_holds_with_locks(tmp_path, locking):
+    write_chunks(tmp_path / "a.h5", numbered(20), ("gzip",))
+    with h5py.File(tmp_path / "a.h5", "r", locking=locking):
+        found = rows_of(Dataset.from_hdf5(tmp_path / "a.h5", "x"), range(20))
+    require_same(found, numbered(20))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "gzip"])
+def test_users_may_open_the_file_while_it_is_read(tmp_path, layout):
+    path, data = tmp_path / "a.h5", wide(8)
+    write_wide(path, RECIPES[layout], data)
+    dataset = Dataset.from_hdf5(path, "x")
+    require_same(rows_of(dataset, [3]), data[[3]])
+    with h5py.File(path) as file:
+        require_same(file["x"][...], data)
+        require_same(rows_of(dataset, [7, 1]), data[[7, 1]])
+    require_same(rows_of(dataset, [2, 0]), data[[2, 0]])
+
+
+# The message says which rank met it
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("policy", ["AUTO", "DATA", "FILE", "OFF"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_damaged_chunks_are_told_with_the_rank(
+    strategy, comm, mpi_tmp_path, policy, depth
+):
+    """Once, and with the path of the file, however the rows are divided."""
+    paths = [mpi_tmp_path / f"{i}.h5" for i in range(comm.size)]
+    data = numbered(CHUNK_ROWS)
+
+    def make():
+        for path in paths:
+            write_chunks(path, data, ("gzip",))
+        bytes_of(0.5)(paths[-1], 0)
+
+    on_root(comm, make)
+    options = Options(auto_shard_policy=AutoShardPolicy[policy])
+    dataset = Dataset.from_hdf5(paths, "x").with_options(options)
+    batch_size = CHUNK_ROWS * comm.size
+    error = failure_of(
+        strategy, comm, lambda: list(divide(strategy, dataset, batch_size, depth))
+    )
+    require_names(error, paths[-1], "x", range(CHUNK_ROWS))
+    require_rank(error, comm.rank if policy == "OFF" else comm.size - 1)
+    assert str(error).count("on rank") == 1

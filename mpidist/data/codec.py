@@ -8,6 +8,7 @@ side.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,9 +71,17 @@ def decode(
 def _inflate(data: Bytes, size: int) -> Bytes:
     try:
         return np.frombuffer(deflate.zlib_decompress(data, size), np.uint8)
-    except deflate.DeflateError as error:
+    except deflate.DeflateError:
+        return _inflate_any(data)[:size]
+
+
+def _inflate_any(data: Bytes) -> Bytes:
+    """Return what was deflated, which may be more than a chunk."""
+    try:
+        return np.frombuffer(zlib.decompress(data.data), np.uint8)
+    except zlib.error as error:
         raise ValueError(
-            f"a chunk of {data.size} bytes cannot be inflated to {size}"
+            f"a chunk of {data.size} bytes cannot be inflated: {error}"
         ) from error
 
 

@@ -298,7 +298,8 @@ class Hdf5Rows:
     ) -> Any:
         """Return what h5py reads, in native byte order."""
         column = self._column(file, field)
-        found = self._open_files.by_h5py(self._paths[file], column, read)
+        path, index = self._paths[file], self._known().files[file]
+        found = self._open_files.by_h5py(path, index, column, read)
         return found.astype(column.native, copy=False)
 
     def __getstate__(self) -> dict[str, Any]:

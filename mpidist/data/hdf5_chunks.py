@@ -61,8 +61,8 @@ def table_of(dataset: h5py.Dataset) -> ChunkTable | None:
         return None
     size_bytes = dataset.dtype.itemsize * math.prod(dataset.chunks)
     is_damaged = stored[:, dataset.ndim + 1] != size_bytes
-    if not dataset.id.get_create_plist().get_nfilters() and is_damaged.any():
-        return None
+    if not dataset.id.get_create_plist().get_nfilters():
+        stored[is_damaged, dataset.ndim] = _FAR_AWAY
     table = ChunkTable(
         np.full(count, UNWRITTEN), np.zeros(count, np.int64), np.zeros(count, np.int64)
     )

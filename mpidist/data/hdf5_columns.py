@@ -117,11 +117,10 @@ def read_chunks(
 
 
 def _chunk(column: Column, file: RawFile, number: int) -> Any:
-    """Return a decoded chunk; None for one that is not understood.
+    """Return a decoded chunk; None for one that may be stored without its filters.
 
-    So are those at the edge that may be stored without their filters (as HDF5 can be
-    told by H5Pset_chunk_opts), which cannot be seen but by their size. It is up to
-    h5py to read other odd ones, or to say what is wrong with them.
+    HDF5 can be told to do so with the chunks at the edge (H5Pset_chunk_opts), which
+    cannot be seen but by their size.
     """
     size_bytes = column.dtype.itemsize * math.prod(column.chunk)
     stored = int(column.sizes[number])
@@ -136,10 +135,7 @@ def _chunk(column: Column, file: RawFile, number: int) -> Any:
         is_view = np.may_share_memory(decoded, np.frombuffer(data, np.uint8))
         return decoded.copy() if is_view else decoded
 
-    try:
-        data = file.read(int(column.offsets[number]), stored, decode)
-    except ValueError:
-        return None
+    data = file.read(int(column.offsets[number]), stored, decode)
     return data.view(column.dtype).reshape(column.chunk)
 
 

@@ -136,6 +136,7 @@ class FileIndex:
       head: a checksum of the file's first bytes, to know the same file again.
       rows: of each dataset.
       columns: one for each dataset that was asked for.
+      is_being_written: whether this process itself has it open to write.
     """
 
     path: Path
@@ -143,6 +144,7 @@ class FileIndex:
     head: int
     rows: int
     columns: tuple[Column, ...]
+    is_being_written: bool = False
 
 
 def index_file(path: Path, names: Sequence[str]) -> FileIndex:
@@ -168,7 +170,8 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
     if len(set(lengths)) > 1:
         pairs = ", ".join(f"{c.name!r} has {c.shape[0]}" for c in columns)
         raise DataError(f"{path}: the datasets have unequal rows: {pairs}")
-    return FileIndex(path, size_bytes, head, lengths[0], columns)
+    is_being_written = _is_being_written(path)
+    return FileIndex(path, size_bytes, head, lengths[0], columns, is_being_written)
 
 
 def head_of(descriptor: int) -> int:
@@ -178,13 +181,15 @@ def head_of(descriptor: int) -> int:
 
 def open_hdf5(path: Path) -> h5py.File:
     """Open a file to read, without locks, which fail on many network file systems."""
-    try:
-        return h5py.File(path, "r", locking=False)
-    except OSError as error:
-        # This process has it open already, with locks
-        if "locking flag" not in str(error):
-            raise
-        return h5py.File(path, "r")
+    for locking in (False, "best-effort", True):
+        try:
+            return h5py.File(path, "r", locking=locking)
+        except OSError as error:
+            # This process has it open already, with other locks
+            if "flag values" not in str(error):
+                raise
+            refused = error
+    raise refused
 
 
 def _column(path: Path, file: h5py.File, name: str) -> Column:
@@ -197,9 +202,15 @@ def _column(path: Path, file: h5py.File, name: str) -> Column:
         )
     if dataset.ndim == 0 or dataset.shape is None:
         raise DataError(f"{path}: dataset {name!r} is a scalar, without rows")
+    try:
+        kind = kind_of(dataset)
+    except TypeError as error:
+        raise DataError(
+            f"{path}: dataset {name!r} is of a type that NumPy has not: {error}"
+        ) from error
     by_h5py = Column(
         name,
-        *kind_of(dataset),
+        *kind,
         Way.H5PY if dataset.chunks is None else Way.H5PY_CHUNKS,
         dataset.chunks is not None,
         dataset.chunks or dataset.shape,

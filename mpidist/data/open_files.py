@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -36,25 +37,38 @@ class OpenFiles:
         return file
 
     def by_h5py(
-        self, path: Path, column: Column, read: Callable[[h5py.Dataset], Any]
+        self,
+        path: Path,
+        index: FileIndex,
+        column: Column,
+        read: Callable[[h5py.Dataset], Any],
     ) -> Any:
         """Return `read(dataset)`, of a dataset that must be as it was.
 
         One thread at a time: h5py waits for itself anyway, and is not safe everywhere.
         """
         with self._lock:
-            file = self._opened(self._hdf5, path, lambda: open_hdf5(path))
-            dataset = file[column.name]
-            found = kind_of(dataset) if isinstance(dataset, h5py.Dataset) else None
-            if column.dtype.kind == "c" and found == (column.shape, _swapped(column)):
-                # HDF5 sorts the members of a type by offset when it is first converted
-                return read(dataset.astype(column.dtype))
-            if found != (column.shape, column.dtype):
-                raise DataError(
-                    f"it was {(column.shape, column.dtype)} and is now {found}; a file "
-                    "must not change while it is read"
-                )
-            return read(dataset)
+            found = self._by_h5py(path, column, read)
+            if not index.is_being_written:
+                # HDF5 gives zeros for what lies behind the end of a file
+                self.raw(path, index).require_unchanged()
+            return found
+
+    def _by_h5py(
+        self, path: Path, column: Column, read: Callable[[h5py.Dataset], Any]
+    ) -> Any:
+        file = self._opened(self._hdf5, path, lambda: open_hdf5(path))
+        dataset = file[column.name]
+        found = kind_of(dataset) if isinstance(dataset, h5py.Dataset) else None
+        if column.dtype.kind == "c" and found == (column.shape, _swapped(column)):
+            # HDF5 sorts the members of a type by offset when it is first converted
+            return read(dataset.astype(column.dtype))
+        if found != (column.shape, column.dtype):
+            raise DataError(
+                f"it was {(column.shape, column.dtype)} and is now {found}; a file "
+                "must not change while it is read"
+            )
+        return read(dataset)
 
     def close(self) -> None:
         """Close all files. Bytes of a file that is being read go on until the end."""
@@ -71,11 +85,20 @@ class OpenFiles:
     ) -> Any:
         with self._lock:
             if path not in files:
-                files[path] = open_file()
+                files[path] = self._try_to_open(open_file)
             files.move_to_end(path)
             if len(files) > _OPEN_FILES:
                 files.popitem(last=False)
             return files[path]
+
+    def _try_to_open(self, open_file: Callable[[], Any]) -> Any:
+        try:
+            return open_file()
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            self.close()  # this process may have fewer open
+            return open_file()
 
 
 def _swapped(column: Column) -> np.dtype[Any]:

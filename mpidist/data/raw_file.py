@@ -89,7 +89,7 @@ class RawFile:
         if offsets.size:
             self._require_inside(int(offsets.max()), size_bytes)
         if (mapped := self._take_map()) is None:
-            self._require_unchanged()
+            self._check_now_and_then()
             return self._gather_by_reads(offsets, size_bytes, parallel)
         try:
             found: npt.NDArray[np.void] = _items(mapped, size_bytes)[offsets]
@@ -101,7 +101,7 @@ class RawFile:
         """Return `use(buffer)` of the bytes at `offset`; it must not keep them."""
         self._require_inside(offset, size_bytes)
         if (mapped := self._take_map()) is None:
-            self._require_unchanged()
+            self._check_now_and_then()
             return use(self._pread(offset, size_bytes))
         try:
             return use(mapped[offset : offset + size_bytes])
@@ -115,12 +115,15 @@ class RawFile:
                 f"at {offset}..{offset + size_bytes - 1}"
             )
 
-    def _require_unchanged(self) -> None:
-        """Raise a DataError if the file has changed since its index was read."""
+    def _check_now_and_then(self) -> None:
+        """Check, where that is cheap, that the file has not changed."""
         now = time.monotonic()
-        if not self._is_local and now < self._checked + _CHECK_SECONDS:
-            return
-        self._checked = now
+        if self._is_local or now >= self._checked + _CHECK_SECONDS:
+            self._checked = now
+            self.require_unchanged()
+
+    def require_unchanged(self) -> None:
+        """Raise a DataError if the file has changed since it was opened."""
         status = os.fstat(self._descriptor)
         if _identity(status) != self._identity:
             raise DataError(f"{self._path}: {self._change(status)}")
@@ -139,7 +142,7 @@ class RawFile:
                 return None
             self._map_users += 1
         try:
-            self._require_unchanged()  # from here on it will not change
+            self._check_now_and_then()  # from here on it will not change
         except DataError:
             self._give_map_back()
             raise
