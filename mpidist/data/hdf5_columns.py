@@ -49,7 +49,7 @@ def _gather(column: Column, file: RawFile, rows: Rows, parallel: Map) -> Any:
     """Return the bytes of the rows: their parts in each column of chunks in turn."""
     size_bytes, step = column.chunk_row_bytes, column.chunk[0]
     if not column.is_chunked and not column.fill:
-        return file.gather(rows * size_bytes + column.offsets[0], size_bytes, parallel)
+        return file.take(int(column.offsets[0]), size_bytes, rows, parallel)
     across = math.prod(column.grid[1:])
     chunks, inside = np.divmod(rows, step)
     numbers = (chunks * across + np.arange(across)[:, np.newaxis]).reshape(-1)

@@ -67,7 +67,7 @@ class Shuffle(Step):
         seed = order.entropy if self._seed is None else self._seed
         epoch = order.epoch if self._reshuffle else 0
         if (blocks := self._mixed_blocks()) is None:
-            return sharding.Permutation(length, seed, epoch)(positions)
+            return sharding.Permutation(length, seed, epoch).near(positions)
         window = self._window_chunks or blocks.default_window
         mixed = _block_order(blocks, seed, epoch, window, self._batch_size)
         self._parent.keep(mixed.rows_in_use(positions))

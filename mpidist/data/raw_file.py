@@ -89,11 +89,27 @@ class RawFile:
         if offsets.size:
             self._require_inside(int(offsets.max()), size_bytes)
         if (mapped := self._take_map()) is None:
-            self._check_now_and_then()
-            return self._gather_by_reads(offsets, size_bytes, parallel)
+            return self._read_rows(offsets, size_bytes, parallel)
         try:
             found: npt.NDArray[np.void] = _items(mapped, size_bytes)[offsets]
             return found
+        finally:
+            self._give_map_back()
+
+    def take(
+        self, offset: int, size_bytes: int, rows: Offsets, parallel: Map = map
+    ) -> npt.NDArray[Any]:
+        """Return the bytes of rows of `size_bytes` that lie side by side from `offset`.
+
+        Like `gather`, but faster.
+        """
+        last = int(rows.max()) if rows.size else 0
+        self._require_inside(offset + last * size_bytes, size_bytes)
+        if (mapped := self._take_map()) is None:
+            return self._read_rows(offset + rows * size_bytes, size_bytes, parallel)
+        try:
+            table = mapped[offset : offset + (last + 1) * size_bytes]
+            return table.reshape(-1, size_bytes).take(rows, axis=0)
         finally:
             self._give_map_back()
 
@@ -183,10 +199,11 @@ class RawFile:
             mmap.mmap(self._descriptor, length, prot=mmap.PROT_READ), np.uint8
         )
 
-    def _gather_by_reads(
+    def _read_rows(
         self, offsets: Offsets, size_bytes: int, parallel: Map
     ) -> npt.NDArray[np.void]:
         """Return what `gather` does, in few calls, in the order of the file."""
+        self._check_now_and_then()
         order = np.argsort(offsets, kind="stable")
         ordered = offsets[order]
         found = np.empty(offsets.size, _item_type(size_bytes))
