@@ -25,7 +25,7 @@ LAYERS = [
     ["transports.staging", "transports.hierarchical"],
     ["transports"],
     ["collectives", "data.sources", "data.spec", "data.file_names", "data.parallel"],
-    ["data.codec", "data.block_cache"],
+    ["data.codec", "data.block_cache", "data.memory"],
     ["data.unfinished", "data.hdf5_layout", "data.hdf5_chunks"],
     ["data.hdf5_virtual", "data.hdf5_shard"],
     ["data.hdf5_index"],

@@ -17,6 +17,7 @@ from mpidist.block_order import Blocks
 from mpidist.data import hdf5_columns
 from mpidist.data.block_cache import BlockCache
 from mpidist.data.hdf5_index import Column, FileIndex, Way, blocks_of, index_file
+from mpidist.data.memory import pick_rows
 from mpidist.data.open_files import OpenFiles
 from mpidist.data.raw_file import RawFile
 from mpidist.errors import DataError
@@ -250,14 +251,12 @@ class Hdf5Rows:
     def _pick(self, part: _Part, field: int, blocks: Mapping[Any, Any]) -> Any:
         """Return the wanted rows out of decoded chunks."""
         column = self._column(part.file, field)
-        found = np.empty((part.rows.size, *column.row_shape), column.native)
-        numbers, inside = np.divmod(part.rows, max(1, column.chunk[0]))
-        by_block = np.argsort(numbers, kind="stable")
-        cuts = np.flatnonzero(np.diff(numbers[by_block])) + 1
-        for places in np.split(by_block, cuts) if part.rows.size else []:
-            block = blocks[part.file, field, int(numbers[places[0]])]
-            found[places] = block[inside[places]]
-        return found
+        if not part.rows.size:
+            return np.empty((0, *column.row_shape), column.native)
+        numbers, inside = np.divmod(part.rows, column.chunk[0])
+        distinct, which = np.unique(numbers, return_inverse=True)
+        wanted = [blocks[part.file, field, number] for number in distinct.tolist()]
+        return pick_rows(wanted, which, inside)
 
     def _load_block(self, key: tuple[int, ...]) -> Any:
         """Return all rows of a row of chunks."""
