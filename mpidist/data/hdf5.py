@@ -17,7 +17,7 @@ from mpidist.block_order import Blocks
 from mpidist.data import hdf5_columns
 from mpidist.data.block_cache import BlockCache
 from mpidist.data.hdf5_index import Column, FileIndex, Way, blocks_of, index_file
-from mpidist.data.memory import pick_rows
+from mpidist.data.memory import Buffers, pick_rows
 from mpidist.data.open_files import OpenFiles
 from mpidist.data.raw_file import RawFile
 from mpidist.errors import DataError
@@ -81,6 +81,7 @@ class Hdf5Rows:
         self._lock = threading.RLock()
         self._users = 0
         self._open_files = OpenFiles()
+        self._buffers = Buffers()
         threads = self._threads or len(os.sched_getaffinity(0))
         self._blocks = BlockCache(threads, _KEPT_BYTES)
 
@@ -175,7 +176,9 @@ class Hdf5Rows:
         if len(parts) == 1:
             leaves = [self._read(parts[0], i, blocks) for i in range(len(columns))]
             return nest.unflatten(self._spec, leaves)
-        leaves = [np.empty((rows.size, *c.row_shape), c.native) for c in columns]
+        leaves = [
+            self._buffers.empty((rows.size, *c.row_shape), c.native) for c in columns
+        ]
         for part in parts:
             for field, leaf in enumerate(leaves):
                 leaf[part.places] = self._read(part, field, blocks)
@@ -198,6 +201,7 @@ class Hdf5Rows:
     def close(self) -> None:
         """Close the files and end the threads; reading opens them again."""
         self._open_files.close()
+        self._buffers.clear()
         self._blocks.clear()
 
     def _known(self) -> _Layout:
@@ -238,8 +242,9 @@ class Hdf5Rows:
         def read() -> Any:
             if column.way is Way.BYTES:
                 file = self._raw_file(part.file)
-                parallel = self._blocks.parallel
-                return hdf5_columns.read_bytes(column, file, part.rows, parallel)
+                return hdf5_columns.read_bytes(
+                    column, file, part.rows, self._buffers, self._blocks.parallel
+                )
             return self._by_h5py(
                 part.file,
                 field,
@@ -302,7 +307,7 @@ class Hdf5Rows:
         return found.astype(column.native, copy=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_open_files", "_blocks", "_lock", "_owner", "_users"}
+        own = {"_open_files", "_buffers", "_blocks", "_lock", "_owner", "_users"}
         return {k: v for k, v in self.__dict__.items() if k not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
