@@ -9,6 +9,9 @@ from mpidist.data.feed import Feed, Group, Portion
 
 __all__ = ["ReadAhead"]
 
+# Small batches that are read together: reading them takes unlike times
+_GROUPS = 2
+
 
 class ReadAhead:
     """The batches of a feed, each asked for once, in order.
@@ -80,7 +83,7 @@ class ReadAhead:
         """Return what is at hand, at least the batch of a step."""
         if not self._at_hand:
             group = self._feed.group
-            while len(self._ahead) <= -(-self._depth // group):
+            while len(self._ahead) <= max(_GROUPS, -(-self._depth // group)):
                 start = step + len(self._ahead) * group
                 if 0 <= self._steps <= start:
                     break
