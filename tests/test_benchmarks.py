@@ -24,7 +24,11 @@ def has(module):
 
 @pytest.mark.parametrize(
     "command",
-    [["bench_import.py", "--tries=1"], ["faults.py", "--tries=1", "--ranks=2"]],
+    [
+        ["bench_import.py", "--tries=1"],
+        ["bench_inflate.py", "--tiny"],
+        ["faults.py", "--tries=1", "--ranks=2"],
+    ],
     ids=lambda command: command[0],
 )
 def test_benchmarks_run(comm, command):

@@ -1,9 +1,9 @@
 """Undoing HDF5's filters: deflate, shuffle and fletcher32.
 
 The formats are those of the HDF5 library's H5Zdeflate.c, H5Zshuffle.c and
-H5Zfletcher32.c. Inflating is libdeflate's (the package `deflate`), which was the
-fastest of those on PyPI for whole chunks; it releases the GIL, so threads do it side by
-side.
+H5Zfletcher32.c. Inflating is libdeflate's (the package `deflate`), of those on PyPI the
+fastest or nearly so (benchmarks/bench_inflate.py); it releases the GIL, so threads do it
+side by side.
 """
 
 from __future__ import annotations

@@ -153,12 +153,12 @@ class Hdf5Rows:
 
     def keep(self, rows: int) -> None:
         """Make room for the chunks of so many rows that are read in random order."""
-        needed = sum(
-            (rows + 2 * column.chunk[0]) * column.row_bytes
+        # Half as many again, for the windows that begin before others have ended
+        self._blocks.capacity_bytes = sum(
+            (rows + rows // 2 + 2 * column.chunk[0]) * column.row_bytes
             for column in self._known().files[0].columns
             if column.is_in_blocks
         )
-        self._blocks.capacity_bytes = max(_KEPT_BYTES, needed)
 
     def read(self, rows: Rows) -> Any:
         """Return the rows with the given numbers, in the given order.
