@@ -14,7 +14,7 @@ ROOT = Path(mpidist.__file__).parent
 
 # Each module imports only from layers above its own line
 LAYERS = [
-    ["_version", "errors", "free_memory"],
+    ["_version", "commands", "errors", "free_memory"],
     ["options", "values", "nest", "sharding", "storage"],
     ["arrays", "regrouping", "block_order"],
     ["packing", "topology", "calls", "turns"],
@@ -29,6 +29,7 @@ LAYERS = [
     ["data.unfinished", "data.hdf5_layout", "data.hdf5_chunks"],
     ["data.hdf5_virtual", "data.hdf5_shard"],
     ["data.hdf5_index"],
+    ["data.hdf5_names"],
     ["data.raw_file", "data.hdf5_parts"],
     ["data.hdf5_columns", "data.open_files"],
     ["data.hdf5"],
@@ -44,7 +45,10 @@ LAYERS = [
     ["data.index_sharing", "data.shared_caches"],
     ["updates", "data.feed", "audit"],
     ["variables", "data.kinds", "multi_step"],
-    ["data.iterator"],
+    ["data.iterator", "data.dry_rows", "data.plan_parts"],
+    ["data.shares", "data.plan_notes"],
+    ["data.plan_reads", "data.plan_text"],
+    ["data.plan"],
     ["data.distributed"],
     ["data.iterator_v1"],
     ["extended"],
@@ -52,7 +56,7 @@ LAYERS = [
     ["strategy_v1", "hdf5_writer"],
     ["mirrored_strategy"],
     ["launch"],
-    ["__init__"],
+    ["__init__", "__main__"],
 ]
 OUTSIDE = {
     "mpi4py": {
@@ -73,6 +77,7 @@ OUTSIDE = {
         "data.hdf5_columns",
         "data.hdf5_index",
         "data.hdf5_layout",
+        "data.hdf5_names",
         "data.hdf5_shard",
         "data.hdf5_virtual",
         "data.open_files",

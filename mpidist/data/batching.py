@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpidist import nest, sharding
-from mpidist.block_order import Blocks
+from mpidist.block_order import BlockOrder, Blocks
 from mpidist.data.parallel import call_all
 from mpidist.data.pipeline import Pass, Pipeline, Step
 from mpidist.data.sources import Positions, from_lists, stack
@@ -134,6 +134,9 @@ class Batch(Step):
 
     def element_spec(self) -> Any:
         return batch_of(self._parent.element_spec())
+
+    def block_order(self, order: Pass) -> BlockOrder | None:
+        return self._parent.block_order(order)
 
     def element(self, order: Pass, i: int) -> Any:
         return self.part(order, i, 1, 0)

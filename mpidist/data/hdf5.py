@@ -67,12 +67,17 @@ class Hdf5Rows:
         self._blocks = BlockCache(threads, KEPT_BYTES)
 
     def __len__(self) -> int:
-        return int(self._known().starts[-1])
+        return int(self.layout().starts[-1])
 
     @property
     def file_count(self) -> int:
         """The number of files."""
         return len(self._paths)
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files."""
+        return list(self._paths)
 
     def shard_files(self, workers: int, worker: int) -> Hdf5Rows:
         """See `FileSource.shard_files`."""
@@ -87,7 +92,7 @@ class Hdf5Rows:
         if self._all_paths is not self._paths:  # other workers' files are not opened
             files = [path.name for path in self._all_paths]
             return f"from_hdf5({files}, {self._names}, by file)"
-        layout = self._known()
+        layout = self.layout()
         columns = zip(self._names, layout.files[0].columns, strict=True)
         fields = [f"{n}: {c.native} {c.row_shape}" for n, c in columns]
         starts, rows = layout.starts.tolist(), layout.blocks.rows
@@ -127,11 +132,11 @@ class Hdf5Rows:
 
     def blocks(self) -> Blocks:
         """Return how the rows lie in chunks."""
-        return self._known().blocks
+        return self.layout().blocks
 
     def keep(self, rows: int) -> None:
         """Make room for the chunks of so many rows that are read in random order."""
-        self._blocks.capacity_bytes = self._known().bytes_to_keep(rows)
+        self._blocks.capacity_bytes = self.layout().bytes_to_keep(rows)
 
     def read(self, rows: Rows) -> Any:
         """Return the rows with the given numbers, in the given order.
@@ -139,7 +144,7 @@ class Hdf5Rows:
         Raises:
           DataError: names the file, the dataset and the rows that cannot be read.
         """
-        layout = self._known()
+        layout = self.layout()
         if self._owner != os.getpid():  # forked: handles must not be shared
             self._start()
         parts = list(layout.cut(rows))
@@ -174,15 +179,19 @@ class Hdf5Rows:
         self._open_files.close()
         self._blocks.clear()
 
-    def _known(self) -> Layout:
-        """Return the layout of all files, read when first needed."""
+    def layout(self) -> Layout:
+        """Return the layout of all files, read when first needed.
+
+        Raises:
+          DataError: a file or a dataset cannot be read, or does not fit the others.
+        """
         if self._layout is None:
             self.adopt(self.inspect(range(len(self._paths))))
         assert self._layout is not None
         return self._layout
 
     def _column(self, file: int, field: int) -> Column:
-        return self._known().files[file].columns[field]
+        return self.layout().files[file].columns[field]
 
     def _read(self, part: Part, field: int, blocks: Mapping[Any, Any]) -> Any:
         """Return the wanted rows of one dataset of one file."""
@@ -247,14 +256,14 @@ class Hdf5Rows:
             ) from error
 
     def _raw_file(self, file: int) -> RawFile:
-        return self._open_files.raw(self._paths[file], self._known().files[file])
+        return self._open_files.raw(self._paths[file], self.layout().files[file])
 
     def _by_h5py(
         self, file: int, field: int, read: Callable[[h5py.Dataset], Any]
     ) -> Any:
         """Return what h5py reads, in native byte order."""
         column = self._column(file, field)
-        path, index = self._paths[file], self._known().files[file]
+        path, index = self._paths[file], self.layout().files[file]
         found = self._open_files.by_h5py(path, index, column, read)
         return found.astype(column.native, copy=False)
 
