@@ -40,6 +40,7 @@ def choose_datasets(path: Path) -> tuple[list[str], list[str]]:
         sizes[name] = item.size * dtype.itemsize
 
     try:
+        open(path, "rb").close()  # says shortly what HDF5 says at length
         with open_hdf5(path) as file:
             file.visititems(visit)
     except (OSError, RuntimeError) as error:

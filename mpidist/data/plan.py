@@ -20,6 +20,7 @@ from mpidist.data.hdf5 import Hdf5Rows
 from mpidist.data.hdf5_index import Column
 from mpidist.data.hdf5_names import choose_datasets
 from mpidist.data.pipeline import Rows
+from mpidist.data.plan_estimates import Reads, kept_bytes
 from mpidist.data.plan_parts import (
     DatasetPart,
     InputPlan,
@@ -32,7 +33,7 @@ from mpidist.data.plan_parts import (
     SourcePart,
     StepPart,
 )
-from mpidist.data.plan_reads import Reads, count_reads, kept_bytes
+from mpidist.data.plan_reads import count_reads
 from mpidist.data.policies import count_steps
 from mpidist.data.shares import ORDER, Share, shares_of
 from mpidist.options import AutoShardPolicy

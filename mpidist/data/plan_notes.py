@@ -71,12 +71,12 @@ def _on_empty_batches(plan: InputPlan) -> Iterator[str]:
     steps, last = plan.steps.steps, plan.steps.rows_in_last
     never = [group for group in plan.groups if steps and not group.rows]
     if never:
-        yield f"{_count(never)} ({show_ranks(never)}) never get rows"
+        yield f"there are no rows at all for {_count(never)} ({show_ranks(never)})"
     at_end = [g for g in plan.groups if g.rows and not g.rows_in_last_step]
     if at_end and _is_global(plan):
         yield (
-            f"of the last step's {last:,} rows {_count(at_end)} ({show_ranks(at_end)}) "
-            "get none; --drop-remainder leaves that step out"
+            f"the last step's {last:,} rows leave none for {_count(at_end)} "
+            f"({show_ranks(at_end)}); --drop-remainder leaves that step out"
         )
 
 

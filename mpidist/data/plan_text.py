@@ -49,17 +49,18 @@ def _wrap(lines: Iterable[str]) -> Iterator[str]:
 
 def _source(plan: InputPlan) -> Iterator[str]:
     source = plan.source
-    files, each = "1 file", ""
+    each = ""
     if source.files > 1:
-        files = f"{source.files:,} files"
         each = f" ({source.fewest_rows:,} to {source.most_rows:,} in a file)"
+    files, rows = _count(source.files, "file"), _count(source.rows, "row")
     yield (
-        f"{files} of {as_text(source.file_bytes)}: {source.rows:,} rows{each}, "
+        f"{files} of {as_text(source.file_bytes)}: {rows}{each}, "
         f"{as_text(source.memory_bytes)} in memory"
     )
     for dataset in source.datasets:
+        about = "about " if any(layout.why for layout in dataset.layouts) else ""
         yield (
-            f"  {dataset.name}: {dataset.dtype} {dataset.row_shape}, "
+            f"  {dataset.name}: {dataset.dtype} {dataset.row_shape}, {about}"
             f"{as_text(dataset.stored_bytes)}, {_layouts(dataset)}"
         )
 
@@ -67,7 +68,9 @@ def _source(plan: InputPlan) -> Iterator[str]:
 def _layouts(dataset: DatasetPart) -> str:
     if len(dataset.layouts) == 1:
         return _layout(dataset.layouts[0])
-    return "; ".join(f"{_layout(one)} ({one.files:,} files)" for one in dataset.layouts)
+    return "; ".join(
+        f"{_layout(one)} (in {_count(one.files, 'file')})" for one in dataset.layouts
+    )
 
 
 def _layout(layout: LayoutPart) -> str:
@@ -86,8 +89,8 @@ def _job(plan: InputPlan) -> Iterator[str]:
     if steps.dropped_rows:
         sizes += f"; {steps.dropped_rows:,} rows are left out"
     yield (
-        f"{request.ranks:,} ranks, policy {request.policy.name}: "
-        f"{steps.steps:,} steps per epoch{sizes}"
+        f"{_count(request.ranks, 'rank')}, policy {request.policy.name}: "
+        f"{_count(steps.steps, 'step')} per epoch{sizes}"
     )
     yield f"order: {_order(plan)}"
     yield (
@@ -97,7 +100,7 @@ def _job(plan: InputPlan) -> Iterator[str]:
     yield f"reads: {_reads(plan)}"
     if node is not None:
         yield (
-            f"nodes: {node.nodes:,} of {node.ranks:,} ranks; each reads "
+            f"nodes: {node.nodes:,} of {_count(node.ranks, 'rank')}; each reads "
             f"{as_text(node.read_bytes)} per epoch, and keeps up to "
             f"{as_text(node.kept_bytes)} of chunks; cache() would keep "
             f"{as_text(plan.source.memory_bytes)}"
@@ -114,8 +117,8 @@ def _order(plan: InputPlan) -> str:
         return f"exact permutation of all rows{whose}, seed {seed}"
     lanes = f" in each of {order.lanes:,} lanes" if (order.lanes or 1) > 1 else ""
     return (
-        f"blocks of {order.block_rows:,} rows{whose} in random order, rows of "
-        f"{order.window_blocks:,} mixed at a time{lanes}, seed {seed}"
+        f"blocks of {_count(order.block_rows or 0, 'row')}{whose} in random order, "
+        f"{order.window_blocks:,} at a time mixed{lanes}, seed {seed}"
     )
 
 
@@ -125,7 +128,7 @@ def _reads(plan: InputPlan) -> str:
     if plan.source.chunks:
         times = reads.decoded_chunks / plan.source.chunks
         parts.append(
-            f"{plan.source.chunks:,} chunks decoded {times:,.2f} times each, up to "
+            f"{_count(plan.source.chunks, 'chunk')} decoded {times:,.2f} times, up to "
             f"{as_text(plan.order.kept_bytes)} kept by each rank"
         )
     if not reads.is_exact:
@@ -165,6 +168,10 @@ def _cells(groups: Sequence[RankGroup], plan: InputPlan) -> tuple[str, ...]:
         most + _span([group.files for group in groups]),
         about + as_text(read_bytes / sum(group.count for group in groups)),
     )
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def _plain(number: float) -> str:
