@@ -131,6 +131,10 @@ Output
     Hdf5Writer                  not in TensorFlow: each rank appends rows to a file of
                                 its own; an index makes them one HDF5 dataset
 
+Commands
+
+    python -m mpidist plan      what each rank of a job will read; needs no MPI
+
 Absent
 
     MultiWorkerMirroredStrategy MirroredStrategy is it: replicas are ranks, on any nodes

@@ -22,7 +22,6 @@ def is_command() -> bool:
     if sys.argv[:1] != ["-m"]:
         return False
     before = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])]
-    return (
-        re.search(r"(^|\0)-[^-\0]*m\0?mpidist(\.__main__)?$", "\0".join(before))
-        is not None
-    )
+    # "-m" may follow other options, as in "-Im", and the name may follow "-m"
+    ending = r"\0-[^-\0]*m\0?mpidist(\.__main__)?"
+    return re.search(f"{ending}$", "\0".join(before)) is not None

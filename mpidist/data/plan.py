@@ -152,17 +152,13 @@ def _steps(request: Request, shares: Sequence[Share], all_rows: int) -> StepPart
     return StepPart(
         steps=steps,
         rows=sum(len(share.positions(0)) for share in shares),
-        rows_in_last=sum(_rows_at(share, steps - 1) for share in shares),
+        rows_in_last=sum(len(share.positions(steps - 1)) for share in shares),
         dropped_rows=all_rows - given,
         fewest_rows=min(rows),
         mean_rows=mean,
         most_rows=max(rows),
         imbalance=max(rows) / mean - 1 if mean else 0.0,
     )
-
-
-def _rows_at(share: Share, step: int) -> int:
-    return len(share.positions(step)) if step >= 0 else 0
 
 
 def _groups(
@@ -172,7 +168,7 @@ def _groups(
     steps = count_steps([share.steps for share in shares])
     by_rows = collections.defaultdict(list)
     for rank, share in enumerate(shares):
-        last = _rows_at(share, steps - 1)
+        last = len(share.positions(steps - 1))
         by_rows[share.rows, share.sizes[0], last, share.count_empty(steps)].append(rank)
     counted_rows = sum(shares[rank].rows for rank in reads)
     groups = []
@@ -198,7 +194,7 @@ def _count_files(share: Share, reads: Reads | None) -> int:
     """Return from how many files a rank reads rows, at most."""
     if reads is not None and reads.files is not None:
         return reads.files
-    return share.source.filled_files if share.rows else 0
+    return min(share.source.filled_files, share.rows)
 
 
 def _runs(ranks: Iterable[int]) -> Iterable[tuple[int, int]]:

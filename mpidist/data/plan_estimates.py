@@ -23,7 +23,7 @@ __all__ = [
     "kept_bytes",
 ]
 
-_SAMPLED_ROWS = 1 << 22
+_SAMPLED_ROWS = 1 << 22  # at once, so that memory suffices
 
 
 class Reads(NamedTuple):
@@ -109,9 +109,8 @@ def _kept_groups(
     low, high = 0.0, 60.0  # powers of two
     while high - low > 1e-3:
         middle = (low + high) / 2
-        low, high = (
-            (middle, high) if used_bytes(math.pow(2, middle)) < limit else (low, middle)
-        )
+        is_less = used_bytes(math.pow(2, middle)) < limit
+        low, high = (middle, high) if is_less else (low, middle)
     return math.pow(2, low)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from mpidist.block_order import LANE_ROWS
 from mpidist.data.hdf5_index import Way
 from mpidist.data.plan_parts import DatasetPart, InputPlan, RankGroup
+from mpidist.data.policies import is_global
 from mpidist.free_memory import as_text
 from mpidist.options import AutoShardPolicy
 from mpidist.sharding import even_sizes, replica_slice
@@ -40,10 +41,6 @@ def show_ranks(groups: Iterable[RankGroup]) -> str:
     return ", ".join(shown) + (", ..." if len(runs) > _LISTED_RUNS else "")
 
 
-def _is_global(plan: InputPlan) -> bool:
-    return plan.request.policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
-
-
 def _on_batches(plan: InputPlan) -> Iterator[str]:
     batch, ranks = plan.request.batch_size, plan.request.ranks
     if plan.steps.steps == 0:
@@ -52,7 +49,7 @@ def _on_batches(plan: InputPlan) -> Iterator[str]:
     if batch % ranks == 0:
         return
     advice = " or ".join(f"{size:,}" for size in even_sizes(batch, ranks))
-    if _is_global(plan):
+    if is_global(plan.request.policy):
         parts = [replica_slice(batch, ranks, rank) for rank in range(ranks)]
         sizes = [part.stop - part.start for part in parts]
         shown = ", ".join(map(str, sizes))
@@ -73,7 +70,7 @@ def _on_empty_batches(plan: InputPlan) -> Iterator[str]:
     if never:
         yield f"there are no rows at all for {_count(never)} ({show_ranks(never)})"
     at_end = [g for g in plan.groups if g.rows and not g.rows_in_last_step]
-    if at_end and _is_global(plan):
+    if at_end and is_global(plan.request.policy):
         yield (
             f"the last step's {last:,} rows leave none for {_count(at_end)} "
             f"({show_ranks(at_end)}); --drop-remainder leaves that step out"
@@ -95,10 +92,12 @@ def _on_files(plan: InputPlan) -> Iterator[str]:
         return
     idle = sum(group.empty_steps * group.count for group in plan.groups)
     part = idle / (steps.steps * plan.request.ranks)
+    cause = f"the files have {source.fewest_rows:,} to {source.most_rows:,} rows"
+    if source.files % plan.request.ranks:
+        cause += f", and {source.files:,} do not divide by {plan.request.ranks:,} ranks"
     yield (
-        f"the files are uneven ({source.fewest_rows:,} to {source.most_rows:,} rows): "
-        f"one rank has {steps.imbalance:.1%} more rows than the mean, and {part:.1%} "
-        "of all batches are empty; --policy data divides every batch evenly"
+        f"{cause}: one rank has {steps.imbalance:.1%} more rows than the mean, and "
+        f"{part:.1%} of all batches are empty; --policy data divides every batch evenly"
     )
 
 

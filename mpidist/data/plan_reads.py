@@ -38,7 +38,7 @@ def _count(shares: Sequence[Share]) -> dict[Share, Reads]:
     if all(share.source.fixed_row_bytes is not None for share in shares):
         return {share: _multiply(share) for share in shares}
     if not all(share.is_in_order for share in shares):
-        return {share: estimate_shuffled(share) for share in shares}
+        return {share: _count_shuffled(share) for share in shares}
     some = _spread([share for share in shares if share.rows])
     budget = _BUDGET_ROWS / len(some)
     return {share: _go_some_way(share, costs[share], budget) for share in some}
@@ -61,6 +61,10 @@ def _go_through(share: Share) -> Reads:
     share.ask(range(share.steps))
     found = share.source
     return Reads(found.read_bytes, found.decoded_chunks, found.opened_files, True)
+
+
+def _count_shuffled(share: Share) -> Reads:
+    return estimate_shuffled(share) if share.rows else _go_through(share)
 
 
 def _go_some_way(share: Share, cost: float, budget: float) -> Reads:

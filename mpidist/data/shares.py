@@ -44,23 +44,21 @@ class Share(NamedTuple):
         return steps
 
     def positions(self, step: int) -> range:
-        """Return which elements before batching this rank gets; none after the end."""
-        if step >= self.steps:
+        """Return which elements before batching this rank gets at a step."""
+        if not 0 <= step < self.steps:
             return range(0)
         return self.pipeline.positions(ORDER, step, self.replicas, self.replica)
 
     @property
     def sizes(self) -> tuple[int, int]:
         """How many rows this rank gets of each batch but the last, and of that."""
-        if not self.steps:
-            return 0, 0
         return len(self.positions(0)), len(self.positions(self.steps - 1))
 
     @property
     def rows(self) -> int:
         """How many rows this rank gets in an epoch."""
         each, last = self.sizes
-        return each * (self.steps - 1) + last
+        return each * max(0, self.steps - 1) + last
 
     def count_empty(self, steps: int) -> int:
         """Return in how many of the job's steps this rank gets no rows."""
