@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--overlap-steps", type=int, default=64)
+    parser.add_argument("--overlap-steps", type=int, default=195)
     parser.add_argument("--memory-mb", type=int, nargs=2, default=(100, 4000))
     parser.add_argument("--workers", type=int, nargs="+", default=(0, 2, 4))
     parser.add_argument("--folder", type=Path, help="that all ranks see, for the data")

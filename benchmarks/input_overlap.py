@@ -29,7 +29,8 @@ def compare_overlap(setting: Setting) -> list[Comparison]:
     if not all(comm.allgather(len(mine) == _CORES)):
         setting.skipped.append(f"overlap: there are not {_CORES} cores for each rank")
         return []
-    epochs = setting.ours("gzip", setting.overlap_steps)
+    with on_cores(mine):  # so many are to be used for reading
+        epochs = setting.ours("gzip", setting.overlap_steps)
     with on_cores(mine[:1]):
         measuring.time_epoch(comm, epochs)
         reading = measuring.time_epoch(comm, epochs).seconds / setting.overlap_steps

@@ -26,12 +26,17 @@ from input_files import NAME
 from mpi4py import MPI
 
 import mpidist
+from mpidist.data import raw_file
 
 
 def with_mpidist(
     strategy: mpidist.Strategy, options: argparse.Namespace
 ) -> Iterator[Any]:
-    """Yield this rank's rows of each batch, by this library. Collective."""
+    """Yield this rank's rows of each batch, by this library. Collective.
+
+    Read as on a network file system: not by memory maps, which are for local ones.
+    """
+    raw_file._LOCAL_FILE_SYSTEMS = frozenset()
     data = mpidist.Dataset.from_hdf5(options.folder / "*.h5", NAME).shuffle(seed=0)
     yield from each_batch(strategy, data, options)
 

@@ -37,6 +37,7 @@ from mpidist.errors import (
     MismatchError,
     RemoteError,
 )
+from mpidist.places import Places
 from mpidist.turns import Turns
 
 __all__ = ["Agreement"]
@@ -70,6 +71,7 @@ class Agreement:
         self._highest = np.zeros(3, np.int64)
         self._abandoned: list[Any] = []
         self.turns = Turns()
+        self.places = Places()
         self._thread = _ThreadState()
         if self.size > 1:
             Agreement.in_use.append(self)
@@ -80,7 +82,11 @@ class Agreement:
             Agreement.in_use.remove(self)
 
     def require_same(
-        self, call: Call, error: Exception | None = None, timeout: float | None = None
+        self,
+        call: Call,
+        error: Exception | None = None,
+        timeout: float | None = None,
+        is_patient: bool = False,
     ) -> None:
         """Return when all ranks are in the same call and none failed. Collective.
 
@@ -88,6 +94,7 @@ class Agreement:
           call: what this rank is about to do.
           error: the reason why this rank cannot, if so.
           timeout: seconds to wait for the other ranks; None for ever.
+          is_patient: whether to leave the core to other threads while waiting.
 
         Raises, on all ranks:
           The error of a rank that passed one (each failed rank raises its own, the
@@ -104,14 +111,19 @@ class Agreement:
             return
         with self.turns:
             thread = self.turns.thread()
-            while not self._is_agreed(call, thread, error, timeout):
+            while not self._is_agreed(call, thread, error, timeout, is_patient):
                 first = self._resolve(call, thread, error)
                 if first != thread and not self.turns.yield_to(first, timeout):
                     # Take the missing thread's place, to tell the others
                     thread, error = first, _no_such_thread(call, self.rank, first)
 
     def _is_agreed(
-        self, call: Call, thread: str, error: Exception | None, timeout: float | None
+        self,
+        call: Call,
+        thread: str,
+        error: Exception | None,
+        timeout: float | None,
+        is_patient: bool,
     ) -> bool:
         """Tell the other ranks, and return whether all said the same."""
         if self.broken is not None:
@@ -122,11 +134,13 @@ class Agreement:
         mine, highest = self._mine, self._highest
         if thread:
             call = call._replace(options=(*call.options, ("thread", thread)))
-        number = digest(call)
+        number = digest(call) ^ self.places.digest
         mine[0], mine[1], mine[2] = number, -number, error is not None
         # Never a blocking call: it would not match one of a rank with a deadline
         request = self.comm.Iallreduce(mine, highest, MPI.MAX)
-        if timeout is None:
+        if timeout is None and is_patient:
+            _wait_patiently(request)
+        elif timeout is None:
             request.Wait()
         else:
             self.wait(request, time.monotonic() + timeout, call.operation, timeout)
@@ -276,7 +290,7 @@ class Agreement:
         """Return the thread whose turn it is, or raise what keeps the ranks apart."""
         record = Record(
             call.operation,
-            call.describe(),
+            call.describe() | self.places.describe(),
             call_site(),
             dump_error(error),
             report_error(error),
@@ -326,6 +340,16 @@ class Agreement:
                 origin = first.origin if is_copy else self.rank
                 error.origin_rank = origin  # type: ignore[attr-defined]
         raise error
+
+
+def _wait_patiently(request: MPI.Request) -> None:
+    """Wait for an MPI request; after 100 microseconds without using the processor."""
+    spin_until = time.monotonic() + 1e-4
+    pause = 5e-5
+    while not request.Test():
+        if time.monotonic() > spin_until:
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
 
 
 def _no_such_thread(call: Call, rank: int, thread: str) -> DivergenceError:

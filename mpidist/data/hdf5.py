@@ -18,6 +18,7 @@ from mpidist.data import hdf5_columns
 from mpidist.data.block_cache import BlockCache
 from mpidist.data.hdf5_index import Column, FileIndex, Way, index_file
 from mpidist.data.hdf5_parts import KEPT_BYTES, Layout, Part
+from mpidist.data.memory import Buffers, pick_rows
 from mpidist.data.open_files import OpenFiles
 from mpidist.data.raw_file import RawFile
 from mpidist.errors import DataError
@@ -63,6 +64,7 @@ class Hdf5Rows:
         self._lock = threading.RLock()
         self._users = 0
         self._open_files = OpenFiles()
+        self._buffers = Buffers()
         threads = self._threads or len(os.sched_getaffinity(0))
         self._blocks = BlockCache(threads, KEPT_BYTES)
 
@@ -154,7 +156,9 @@ class Hdf5Rows:
         if len(parts) == 1:
             leaves = [self._read(parts[0], i, blocks) for i in range(len(columns))]
             return nest.unflatten(self._spec, leaves)
-        leaves = [np.empty((rows.size, *c.row_shape), c.native) for c in columns]
+        leaves = [
+            self._buffers.empty((rows.size, *c.row_shape), c.native) for c in columns
+        ]
         for part in parts:
             for field, leaf in enumerate(leaves):
                 leaf[part.places] = self._read(part, field, blocks)
@@ -177,6 +181,7 @@ class Hdf5Rows:
     def close(self) -> None:
         """Close the files and end the threads; reading opens them again."""
         self._open_files.close()
+        self._buffers.clear()
         self._blocks.clear()
 
     def layout(self) -> Layout:
@@ -202,8 +207,9 @@ class Hdf5Rows:
         def read() -> Any:
             if column.way is Way.BYTES:
                 file = self._raw_file(part.file)
-                parallel = self._blocks.parallel
-                return hdf5_columns.read_bytes(column, file, part.rows, parallel)
+                return hdf5_columns.read_bytes(
+                    column, file, part.rows, self._buffers, self._blocks.parallel
+                )
             return self._by_h5py(
                 part.file,
                 field,
@@ -215,14 +221,12 @@ class Hdf5Rows:
     def _pick(self, part: Part, field: int, blocks: Mapping[Any, Any]) -> Any:
         """Return the wanted rows out of decoded chunks."""
         column = self._column(part.file, field)
-        found = np.empty((part.rows.size, *column.row_shape), column.native)
-        numbers, inside = np.divmod(part.rows, max(1, column.chunk[0]))
-        by_block = np.argsort(numbers, kind="stable")
-        cuts = np.flatnonzero(np.diff(numbers[by_block])) + 1
-        for places in np.split(by_block, cuts) if part.rows.size else []:
-            block = blocks[part.file, field, int(numbers[places[0]])]
-            found[places] = block[inside[places]]
-        return found
+        if not part.rows.size:
+            return np.empty((0, *column.row_shape), column.native)
+        numbers, inside = np.divmod(part.rows, column.chunk[0])
+        distinct, which = np.unique(numbers, return_inverse=True)
+        wanted = [blocks[part.file, field, number] for number in distinct.tolist()]
+        return pick_rows(wanted, which, inside)
 
     def _load_block(self, key: tuple[int, ...]) -> Any:
         """Return all rows of a row of chunks."""
@@ -268,7 +272,7 @@ class Hdf5Rows:
         return found.astype(column.native, copy=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_open_files", "_blocks", "_lock", "_owner", "_users"}
+        own = {"_open_files", "_buffers", "_blocks", "_lock", "_owner", "_users"}
         return {k: v for k, v in self.__dict__.items() if k not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

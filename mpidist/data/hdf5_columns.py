@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from mpidist.data import codec
 from mpidist.data.hdf5_index import Column
+from mpidist.data.memory import Buffers
 from mpidist.data.raw_file import RawFile
 
 __all__ = ["block_rows", "read_bytes", "read_by_h5py", "read_chunks"]
@@ -30,11 +31,13 @@ def block_rows(column: Column, block: int) -> range:
     return range(block * step, min((block + 1) * step, column.shape[0]))
 
 
-def read_bytes(column: Column, file: RawFile, rows: Rows, parallel: Map) -> Any:
+def read_bytes(
+    column: Column, file: RawFile, rows: Rows, buffers: Buffers, parallel: Map
+) -> Any:
     """Return rows that are not filtered, in any order, in native byte order."""
     if column.row_bytes == 0 or rows.size == 0:
         return np.empty((rows.size, *column.row_shape), column.native)
-    pieces = _gather(column, file, rows, parallel)
+    pieces = _gather(column, file, rows, buffers, parallel)
     pieces = pieces.view(column.dtype).reshape(-1, *column.chunk[1:])
     if column.chunk[1:] == column.row_shape:
         return pieces if column.is_native else pieces.astype(column.native)
@@ -45,11 +48,14 @@ def read_bytes(column: Column, file: RawFile, rows: Rows, parallel: Map) -> Any:
     return found
 
 
-def _gather(column: Column, file: RawFile, rows: Rows, parallel: Map) -> Any:
+def _gather(
+    column: Column, file: RawFile, rows: Rows, buffers: Buffers, parallel: Map
+) -> Any:
     """Return the bytes of the rows: their parts in each column of chunks in turn."""
     size_bytes, step = column.chunk_row_bytes, column.chunk[0]
     if not column.is_chunked and not column.fill:
-        return file.gather(rows * size_bytes + column.offsets[0], size_bytes, parallel)
+        offset = int(column.offsets[0])
+        return file.take(offset, size_bytes, rows, buffers, parallel)
     across = math.prod(column.grid[1:])
     chunks, inside = np.divmod(rows, step)
     numbers = (chunks * across + np.arange(across)[:, np.newaxis]).reshape(-1)

@@ -101,10 +101,14 @@ def _inspect_one(source: IndexedSource, file: int, rank: int) -> Any:
 
 
 def _threads(extended: StrategyExtended, call: str) -> int:
-    """Return how many cores there are for each rank on this node. Collective."""
+    """Return how many threads of this rank may read: all cores but one. Collective.
+
+    The cores are those of this process, shared with other ranks on the node; the one
+    is for what the rank computes meanwhile.
+    """
     mine = os.uname().nodename, sorted(os.sched_getaffinity(0))
     everyone = extended.agreement.gather(call, mine)
     users = collections.Counter(
         core for node, cores in everyone if node == mine[0] for core in cores
     )
-    return max(1, int(sum(1 / users[core] for core in mine[1])))
+    return max(1, int(sum(1 / users[core] for core in mine[1])) - 1)

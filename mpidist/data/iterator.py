@@ -5,14 +5,13 @@ Before a batch is handed out, all replicas have theirs, or all raise.
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from mpidist import context, regrouping
 from mpidist.calls import Call, group_by_rank, name_ranks
 from mpidist.data import feed
+from mpidist.data.ahead import ReadAhead
 from mpidist.data.feed import Plan, Portion
 from mpidist.data.kinds import global_call, require_equal, show
 from mpidist.data.optional import Optional
@@ -26,6 +25,10 @@ __all__ = ["DistributedIterator"]
 
 _NEXT = "next of a distributed dataset"
 _SET_STATE = "set_state of a distributed dataset"
+
+
+class _UnreadError(Exception):
+    """One of several steps cannot be read; the steps before it can."""
 
 
 class DistributedIterator:
@@ -46,10 +49,6 @@ class DistributedIterator:
     def __init__(self, plan: Plan, passes: Passes):
         self._plan = plan
         self._passes = passes
-        self._ahead: collections.deque[Future[feed.Group]] = collections.deque()
-        self._at_hand: collections.deque[Portion | Exception | None] = (
-            collections.deque()
-        )
         depth = plan.options.experimental_per_replica_buffer_size
         self._threads = feed.count_readers(plan)
         # All threads have something to read while a batch is in use
@@ -60,13 +59,17 @@ class DistributedIterator:
         """Be before a step, with nothing read ahead; before the first of a stream."""
         self._order = order
         self._step = step
-        self._feed = feed.start(self._plan, order)
+        self._agreed = 0  # the step up to which all replicas have theirs
+        self._one_by_one = 0  # the step up to which they agree on each step
+        self._reader = ReadAhead(
+            feed.start(self._plan, order),
+            self._depth,
+            self._threads,
+            self._plan.cardinality,
+        )
         self._kind: Any = None  # of no rows, once a batch was seen
         self._is_closed = False
         self._failure: str | None = None
-        self._reader: ThreadPoolExecutor | None = None
-        if self._depth:
-            self._reader = ThreadPoolExecutor(self._threads, "mpidist-input")
 
     @property
     def element_spec(self) -> Any:
@@ -173,16 +176,8 @@ class DistributedIterator:
 
     def close(self) -> None:
         """End the iteration: threads end, files are closed. Not collective."""
-        self._stop()
-        self._feed.close()
-
-    def _stop(self) -> None:
-        """End the threads that read ahead."""
         self._is_closed = True
-        self._drop_ahead()
-        if self._reader is not None:
-            self._reader.shutdown(wait=True)
-            self._reader = None
+        self._reader.close()
 
     def _require_callable(self, name: str) -> None:
         """Raise where a collective method cannot be called."""
@@ -196,14 +191,9 @@ class DistributedIterator:
     def _pass_over(self, steps: int) -> None:
         """Go on after the first steps of generators. Collective."""
         plan, agreement = self._plan, self._plan.extended.agreement
-
-        def skip() -> int:
-            if self._reader is None:
-                return self._feed.skip(steps)
-            return self._reader.submit(self._feed.skip, steps).result()
-
         try:
-            passed = agreement.gather(_SET_STATE, agreement.prepare(_SET_STATE, skip))
+            mine = agreement.prepare(_SET_STATE, lambda: self._reader.skip(steps))
+            passed = agreement.gather(_SET_STATE, mine)
             # Where each replica has data of its own, one must have reached the step
             if (min(passed) if plan.is_global else max(passed)) < steps:
                 ends = group_by_rank([f"after {n} steps" for n in passed])
@@ -219,8 +209,8 @@ class DistributedIterator:
         if self._failure is not None:
             raise DataError(self._failure)
         if self._is_closed or self._step == self._plan.cardinality:
-            self._stop()
-            self._feed.end()
+            self._note_place(None)
+            self._end()
             return None
         try:
             portion = self._agree()
@@ -228,11 +218,15 @@ class DistributedIterator:
             self._fail(error)
             raise
         if portion is None:
-            self._stop()
-            self._feed.end()
+            self._end()
         else:
             self._step += 1
         return portion
+
+    def _end(self) -> None:
+        """End the threads; the files stay open for the next epoch."""
+        self._is_closed = True
+        self._reader.end()
 
     def _fail(self, error: Exception) -> None:
         """Leave nothing open; another call tries the step again, if possible."""
@@ -250,7 +244,7 @@ class DistributedIterator:
         plan, step = self._plan, self._step
         where = ("dataset", plan.serial), ("epoch", self._order.epoch), ("step", step)
         if not plan.is_open_ended:
-            return plan.extended.together(Call(_NEXT, where), self._read)
+            return self._agree_on_rows(where)
         agreement = plan.extended.agreement
         portion = agreement.prepare(_NEXT, self._read)
         if not plan.is_global:
@@ -258,6 +252,48 @@ class DistributedIterator:
         agreement.require_same(global_call(_NEXT, where, portion))
         self._kind = portion.kind if portion else self._kind
         return portion
+
+    def _agree_on_rows(self, where: Any) -> Portion | None:
+        """Return this replica's portion; all agree at once on those read together."""
+        together, step = self._plan.extended.together, self._step
+        group = self._reader.group if self._plan.is_global else 1
+        call = Call(_NEXT, (*where, ("steps at a time", group)))
+        if group > 1:
+            self._agree_on_group(call, group)
+            self._note_place(step + 1)
+        if step < self._agreed:
+            return self._read()
+        return together(call, self._read, is_patient=True)
+
+    def _agree_on_group(self, call: Call, group: int) -> None:
+        """Find out if all replicas have the steps that are read together. Collective.
+
+        Within those agreed on before, and after an error in one, it does nothing.
+        """
+        step = self._step
+        if step < max(self._agreed, self._one_by_one):
+            return
+
+        def read() -> None:
+            if not self._reader.can_read_group(step):
+                raise _UnreadError
+
+        try:
+            self._plan.extended.together(call, read, is_patient=True)
+        except _UnreadError:  # on all replicas
+            self._one_by_one = step + group
+        else:
+            steps = self._plan.cardinality
+            self._agreed = step + group if steps < 0 else min(step + group, steps)
+
+    def _note_place(self, step: int | None) -> None:
+        """Tell the next collective at which step of the epoch this replica is."""
+        plan, places = self._plan, self._plan.extended.agreement.places
+        name = f"the step in epoch {self._order.epoch} of dataset {plan.serial}"
+        if step is None:
+            places.forget(name)
+        else:
+            places.note(name, step)
 
     def _fill_in(self, where: Any, portion: Portion | None) -> Portion | None:
         """Return `portion`, or one of no rows while others have rows. Collective.
@@ -298,35 +334,9 @@ class DistributedIterator:
                 "cannot send it the structure of theirs, as it cannot be pickled"
             )
 
-    def _drop_ahead(self) -> None:
-        self._at_hand.clear()
-        while self._ahead:
-            self._ahead.popleft().cancel()
+    def _read(self) -> Portion | None:
+        return self._reader.read(self._step)
 
     def __del__(self) -> None:
-        if getattr(self, "_is_closed", True):
-            return
-        if self._reader is not None:
-            self._reader.shutdown(wait=False, cancel_futures=True)
-        self._feed.close()
-
-    def _read(self) -> Portion | None:
-        if self._reader is None:
-            return self._feed.read(self._step)
-        if not self._at_hand:
-            self._read_ahead(self._reader)
-            self._at_hand.extend(self._ahead.popleft().result())
-        portion = self._at_hand.popleft()
-        if isinstance(portion, Exception):
-            raise portion
-        return portion
-
-    def _read_ahead(self, reader: ThreadPoolExecutor) -> None:
-        """Have `depth` batches in the making beyond those that are to be taken next."""
-        group, steps = self._feed.group, self._plan.cardinality
-        while len(self._ahead) <= -(-self._depth // group):
-            step = self._step + len(self._ahead) * group
-            if 0 <= steps <= step:
-                break
-            # The thread must not know the iterator, or that would never be forgotten
-            self._ahead.append(reader.submit(self._feed.read_group, step))
+        if not getattr(self, "_is_closed", True):
+            self._reader.close(wait=False)

@@ -65,7 +65,7 @@ class Shuffle(Step):
         if length is None:
             raise ArgumentError("an infinite dataset cannot be shuffled; shuffle first")
         if (mixed := self.block_order(order)) is None:
-            return sharding.Permutation(length, *self._key(order))(positions)
+            return sharding.Permutation(length, *self._key(order)).near(positions)
         self._parent.keep(mixed.rows_in_use(positions))
         return mixed(positions)
 

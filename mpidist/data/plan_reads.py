@@ -50,9 +50,13 @@ def _cost(share: Share) -> float:
     if (mixed := share.pipeline.block_order(ORDER)) is not None:
         part = count_lanes(share, mixed) / mixed.lanes
         return asked + rows + len(share.source) * part
-    if share.is_in_order or not share.source.columns_in_blocks:
+    if share.is_in_order:
         return asked + rows
-    return asked + rows * _LOOKUP_ROWS * len(share.source.layout.files[0].columns)
+    # A permutation computes the rows of other ranks as well
+    if not share.source.columns_in_blocks:
+        return asked + len(share.source)
+    lookups = _LOOKUP_ROWS * len(share.source.layout.files[0].columns)
+    return asked + len(share.source) + rows * lookups
 
 
 def _go_through(share: Share) -> Reads:

@@ -1,0 +1,169 @@
+"""Random orders of rows in chunks: permutations that keep chunks together."""
+
+from __future__ import annotations
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpidist import Dataset
+from mpidist.block_order import BlockOrder, Blocks
+from mpidist.data.pipeline import Pass
+from mpidist.sharding import replica_slice
+
+
+def every(order, rows):
+    return order(np.arange(rows))
+
+
+@settings(derandomize=True, database=None, max_examples=300, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(sum),
+    rows=st.integers(1, 20),
+    window=st.integers(1, 20),
+    batch=st.none() | st.integers(1, 300),
+    seed=st.integers(-5, 5),
+    epoch=st.integers(0, 3),
+)
+def test_every_row_comes_once(lengths, rows, window, batch, seed, epoch):
+    blocks = Blocks(tuple(lengths), rows, 10, is_costly=True)
+    order = BlockOrder(blocks, seed, epoch, window, batch)
+    found = every(order, sum(lengths))
+    assert sorted(found.tolist()) == list(range(sum(lengths)))
+    shuffled = np.random.default_rng(0).permutation(sum(lengths))
+    assert (order(shuffled) == found[shuffled]).all()
+
+
+def test_seeds_and_epochs_give_other_orders():
+    blocks = Blocks((1000,), 10, 8, is_costly=True)
+    orders = [
+        every(BlockOrder(blocks, seed, epoch, 8, 50), 1000).tolist()
+        for seed in (0, 1, -1)
+        for epoch in (0, 1)
+    ]
+    assert len({tuple(order) for order in orders}) == 6
+    assert orders[0] == every(BlockOrder(blocks, 0, 0, 8, 50), 1000).tolist()
+
+
+@pytest.mark.parametrize("window", [1, 4, 16])
+def test_rows_of_unbatched_windows_come_from_as_many_chunks(window):
+    blocks = Blocks((1600,), 10, 8, is_costly=True)
+    found = every(BlockOrder(blocks, 0, 0, window, None), 1600) // 10
+    for start in range(0, 1600, window * 10):
+        chunks = found[start : start + window * 10]
+        assert len(set(chunks.tolist())) == window
+        if window > 1:
+            assert (np.diff(chunks) != 0).mean() > 0.3  # mixed, not one by one
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
+def test_replicas_decode_few_chunks_twice(replicas):
+    """Each keeps what it used within the last steps; together they read most once."""
+    rows, batch, in_chunk = 50_000, 256, 128
+    blocks = Blocks((rows,), in_chunk, 3072, is_costly=True)
+    order = BlockOrder(blocks, 0, 0, blocks.default_window, batch)
+    decoded, most = 0, 0
+    for replica in range(replicas):
+        last_use: dict[int, int] = {}
+        for step, start in enumerate(range(0, rows, batch)):
+            mine = replica_slice(min(batch, rows - start), replicas, replica)
+            chunks = set((order(np.arange(batch)[mine] + start) // in_chunk).tolist())
+            decoded += len(chunks - set(last_use))
+            last_use |= dict.fromkeys(chunks, step)
+            last_use = {c: s for c, s in last_use.items() if s > step - 6}
+            most = max(most, len(last_use))
+    assert decoded < 1.1 * rows / in_chunk
+    assert most <= 2 * blocks.default_window / replicas + 8
+
+
+def test_a_huge_dataset_needs_no_table():
+    blocks = Blocks((10**10, 7, 10**12 + 1), 128, 3072, is_costly=True)
+    order = BlockOrder(blocks, 3, 1, 64, 131_072)
+    length = sum(blocks.lengths)
+    positions = np.concatenate([np.arange(1000), length - 1 - np.arange(1000)])
+    found = order(positions)
+    assert len(set(found.tolist())) == 2000
+    assert found.min() >= 0
+    assert found.max() < length
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "window"),
+    [(128, 3072, 64), (1, 1, 64), (1000, 100_000, 2), (1000, 10**6, 1)],
+)
+def test_the_default_window_is_limited_in_chunks_and_bytes(rows, row_bytes, window):
+    assert Blocks((10,), rows, row_bytes, True).default_window == window
+
+
+@pytest.fixture
+def path(comm, mpi_tmp_path):
+    path = mpi_tmp_path / "a.h5"
+    if comm.rank == 0:
+        with h5py.File(path, "w") as file:
+            data = np.arange(1003)
+            file.create_dataset("x", data=data, chunks=(10,), compression="gzip")
+            file["y"] = data
+    comm.Barrier()
+    return path
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+@pytest.mark.parametrize("window", [None, 0, 1, 5])
+@pytest.mark.parametrize("drop", [False, True])
+def test_datasets_divided_over_replicas(strategy, path, name, window, drop):
+    """The same batches for any number of replicas, every row once."""
+    rows = Dataset.from_hdf5(path, name).shuffle(seed=2, window_chunks=window)
+    dataset = rows.batch(50, drop_remainder=drop)
+    alone = [batch.tolist() for batch in dataset]
+    once = [row for batch in alone for row in batch]
+    assert len(once) == len(set(once)) == (1000 if drop else 1003)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    found = [strategy.gather(batch, axis=0).tolist() for batch in divided]
+    assert found == alone
+    for replicas in (3, 7):
+        parts = [
+            dataset.pipeline.part(Pass(0), 4, replicas, r) for r in range(replicas)
+        ]
+        assert np.concatenate(parts).tolist() == alone[4]
+
+
+def test_a_window_may_follow_other_steps(path):
+    base = Dataset.from_hdf5(path, "x")
+    for dataset in [
+        base.take(500).skip(3),
+        base.map(lambda x: x),
+        base.concatenate(base),
+        base.take(100).map(lambda x: x + 1).concatenate(base),
+    ]:
+        expected = sorted(int(x) for x in dataset)
+        for batch in (7, 64):
+            mixed = dataset.shuffle(seed=1, window_chunks=3).batch(batch)
+            found = [x for b in mixed for x in b.tolist()]
+            assert sorted(found) == expected
+            assert found != expected
+
+
+def test_large_compressed_datasets_are_mixed_by_chunk(tmp_path, monkeypatch):
+    from mpidist.data import hdf5
+
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset(
+            "x", data=np.arange(64_000), chunks=(10,), compression="gzip"
+        )
+    order = [int(x) for b in _shuffled(tmp_path) for x in b]
+    assert len({x // 10 for x in order[:600]}) > 500  # kept decoded: any order
+    monkeypatch.setattr(hdf5, "_KEPT_BYTES", 1000)
+    order = [int(x) for b in _shuffled(tmp_path) for x in b]
+    assert sorted(order) == list(range(64_000))
+    assert len({x // 10 for x in order[:600]}) <= 2 * 64
+
+
+def _shuffled(folder):
+    return Dataset.from_hdf5(folder / "a.h5", "x").shuffle(seed=0).batch(20)
+
+
+def test_a_negative_window_is_refused():
+    with pytest.raises(ValueError, match="window_chunks must be >= 0, not -1"):
+        Dataset.range(3).shuffle(window_chunks=-1)

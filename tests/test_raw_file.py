@@ -1,0 +1,188 @@
+"""The bytes of a file: by a memory map under a lease, and by reads."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import h5py
+import numpy as np
+import pytest
+from hdf5_files import require_same
+
+import mpidist
+from mpidist import DataError, Dataset
+from mpidist.data import raw_file
+from mpidist.data.hdf5_index import head_of
+from mpidist.data.memory import Buffers
+from mpidist.data.raw_file import RawFile
+
+SIZE = 3_000_000
+
+
+@pytest.fixture(params=["mapped", "read", "refused lease"])
+def way(request, monkeypatch):
+    """Read as on a local file system, on another, and where a lease is refused."""
+    if request.param == "read":
+        monkeypatch.setattr(raw_file, "_LOCAL_FILE_SYSTEMS", frozenset())
+    if request.param == "refused lease":
+        monkeypatch.setattr(RawFile, "_lease", lambda self, kind: False)
+    return request.param
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "bytes"
+    path.write_bytes(np.random.default_rng(0).bytes(SIZE))
+    return path
+
+
+def open_file(path):
+    with open(path, "rb") as file:
+        return RawFile(path, path.stat().st_size, head_of(file.fileno()))
+
+
+@pytest.mark.parametrize("size", [1, 3, 4096, 100_000])
+@pytest.mark.parametrize("count", [0, 1, 7, 300])
+def test_rows_at_any_offset(way, path, size, count):
+    data, random = path.read_bytes(), np.random.default_rng(count)
+    offsets = random.integers(0, SIZE - size + 1, count)
+    if count > 2:
+        offsets[:3] = [SIZE - size, 0, SIZE - size]
+    with ThreadPoolExecutor(3) as pool:
+        for parallel in [map, pool.map]:
+            found = open_file(path).gather(offsets, size, parallel)
+            assert [bytes(f) for f in found] == [data[o : o + size] for o in offsets]
+
+
+@pytest.mark.parametrize("size", [1, 3, 4096])
+def test_rows_side_by_side(way, path, size):
+    data = np.frombuffer(path.read_bytes(), np.uint8)[101:]
+    table = data[: len(data) // size * size].reshape(-1, size)
+    rows = np.random.default_rng(0).integers(0, len(table), 200)
+    for wanted in [rows, np.sort(rows), rows[:0], np.array([len(table) - 1])]:
+        found = open_file(path).take(101, size, wanted, Buffers())
+        assert found.tobytes() == table[wanted].tobytes()
+
+
+def test_far_rows_are_read_in_more_calls_than_near_ones(path, monkeypatch):
+    monkeypatch.setattr(raw_file, "_LOCAL_FILE_SYSTEMS", frozenset())
+    calls = []
+    file, pread = open_file(path), os.pread
+    monkeypatch.setattr(
+        os, "pread", lambda fd, size, at: calls.append(size) or pread(fd, size, at)
+    )
+    file.gather(np.arange(0, 30_000, 100), 10)
+    assert calls == [29_910]
+    calls.clear()
+    file.gather(np.array([2_000_000, 0, 1_000_000]), 10)
+    assert calls == [10, 10, 10]
+
+
+def test_what_lies_beyond_the_end_is_an_error(way, path):
+    file = open_file(path)
+    with pytest.raises(DataError, match=f"bytes: has {SIZE} bytes, but data"):
+        file.gather(np.array([0, SIZE - 3]), 4)
+    with pytest.raises(DataError, match="bytes, but data"):
+        file.take(0, 1000, np.array([1, SIZE // 1000]), Buffers())
+    with pytest.raises(DataError, match="bytes, but data"):
+        file.read(1 << 60, 4, bytes)
+
+
+def test_another_file_of_the_same_name_is_not_read(path):
+    with open(path, "rb") as file:
+        size, head = SIZE, head_of(file.fileno())
+    for other in [b"x" * SIZE, path.read_bytes() + b"x"]:
+        path.write_bytes(other)
+        with pytest.raises(DataError, match="is not the file whose index was read"):
+            RawFile(path, size, head)
+
+
+def test_a_change_is_noticed(way, path, monkeypatch):
+    monkeypatch.setattr(raw_file, "_CHECK_SECONDS", 0)
+    for change, message in [
+        (lambda: os.truncate(path, SIZE - 1), "was changed"),
+        (lambda: os.utime(path, (1, 1)), "was changed"),
+        (lambda: path.write_bytes(b"x" * SIZE), "was changed"),
+        (path.unlink, "was removed or replaced"),
+    ]:
+        file = open_file(path)
+        change()
+        for read in [
+            lambda f=file: f.gather(np.array([0]), 4),
+            lambda f=file: f.read(0, 4, bytes),
+        ]:
+            with pytest.raises(DataError, match=f"bytes: {message}"):
+                read()
+
+
+def test_a_network_file_system_is_asked_now_and_then(path, monkeypatch):
+    monkeypatch.setattr(raw_file, "_LOCAL_FILE_SYSTEMS", frozenset())
+    file, fstat, calls = open_file(path), os.fstat, []
+    monkeypatch.setattr(os, "fstat", lambda fd: calls.append(fd) or fstat(fd))
+    for _ in range(100):
+        file.gather(np.array([5]), 4)
+    assert calls == []
+    os.truncate(path, 6)
+    with pytest.raises(DataError, match=r"ends after 6 bytes.*truncated"):
+        file.gather(np.array([5]), 4)
+
+
+def test_writers_need_not_wait_when_nobody_reads(path):
+    file = open_file(path)
+    file.gather(np.array([5]), 4)
+    assert fcntl.fcntl(file._descriptor, fcntl.F_GETLEASE) == fcntl.F_UNLCK
+    with open(path, "r+b"):
+        assert file._take_map() is None  # but reading goes on
+        assert len(file.gather(np.array([5]), 4)) == 1
+
+
+def test_a_writer_waits_until_nobody_copies(path):
+    """And then nobody new may start, so that it need not wait for ever."""
+    file, data = open_file(path), path.read_bytes()
+    code = f"import os; os.truncate({str(path)!r}, 0)"
+
+    mapped = file._take_map()
+    assert mapped is not None
+    with subprocess.Popen([sys.executable, "-c", code]) as writer:
+        while fcntl.fcntl(file._descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK:
+            assert writer.poll() is None  # it has not got so far yet
+        assert file._take_map() is None
+        assert bytes(mapped) == data  # all pages are there
+        assert writer.poll() is None
+        file._give_map_back()
+        assert writer.wait() == 0
+    with pytest.raises(DataError, match="was changed"):
+        file.gather(np.array([0]), 4)
+
+
+@pytest.mark.parametrize("chunks", [None, (7, 5), (7, 2)])
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_datasets_are_read_the_same_way_or_another(way, tmp_path, chunks, compression):
+    if compression and not chunks:
+        pytest.skip("compressed datasets have chunks")
+    data = np.arange(500).reshape(100, 5).astype(">i4")
+    options = {"chunks": chunks, "compression": compression}
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=data, **options)
+    dataset = Dataset.from_hdf5(tmp_path / "a.h5", "x").shuffle(seed=1)
+    found = np.concatenate(list(dataset.batch(7)))
+    require_same(found[np.argsort(found[:, 0])], data)
+
+
+def test_a_distributed_dataset_is_read_the_same_way_or_another(
+    way, strategy, comm, mpi_tmp_path
+):
+    path = mpi_tmp_path / "a.h5"
+    if comm.rank == 0:
+        with h5py.File(path, "w") as file:
+            file["x"] = np.arange(1000)
+    comm.Barrier()
+    rows = Dataset.from_hdf5(path, "x").shuffle(seed=1).batch(30)
+    divided = strategy.experimental_distribute_dataset(rows)
+    total = sum(int(strategy.reduce("SUM", batch, axis=0)) for batch in divided)
+    assert total == 999 * 500
+    assert mpidist.Dataset.from_hdf5(path, "x").cardinality() == 1000
