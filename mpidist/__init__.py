@@ -131,6 +131,10 @@ Output
     Hdf5Writer                  not in TensorFlow: each rank appends rows to a file of
                                 its own; an index makes them one HDF5 dataset
 
+Commands
+
+    python -m mpidist plan      what each rank of a job will read; needs no MPI
+
 Absent
 
     MultiWorkerMirroredStrategy MirroredStrategy is it: replicas are ranks, on any nodes
@@ -153,69 +157,76 @@ Absent
 
 from __future__ import annotations
 
-from mpidist import launch
+from mpidist import commands
 from mpidist._version import __version__
-from mpidist.context import (
-    ReplicaContext,
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
-from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
-from mpidist.data.dataset import (
-    INFINITE_CARDINALITY,
-    UNKNOWN_CARDINALITY,
-    Dataset,
-)
-from mpidist.data.distributed import DistributedDataset, InputContext
-from mpidist.data.iterator import DistributedIterator
-from mpidist.data.iterator_v1 import InputIterator
-from mpidist.data.local_iterator import DatasetIterator
-from mpidist.data.optional import Optional
-from mpidist.data.spec import TensorSpec
-from mpidist.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    CollectiveError,
-    ContextError,
-    DataError,
-    DeadlineError,
-    DivergenceError,
-    DTypeError,
-    LaunchError,
-    MismatchError,
-    MpidistError,
-    OutOfRangeError,
-    RemoteError,
-    UnsupportedError,
-)
-from mpidist.extended import StrategyExtended
-from mpidist.hdf5_writer import Hdf5Writer
-from mpidist.mirrored_strategy import MirroredStrategy
-from mpidist.multi_step import MultiStepContext
-from mpidist.options import (
-    AutoShardPolicy,
-    CommunicationImplementation,
-    CommunicationOptions,
-    InputOptions,
-    InputReplicationMode,
-    Options,
-    ReduceOp,
-    RunOptions,
-    VariableAggregation,
-    VariableSynchronization,
-)
-from mpidist.reductions import (
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-)
-from mpidist.strategy import Strategy, ValueContext
-from mpidist.strategy_v1 import StrategyV1
-from mpidist.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
-from mpidist.variables import Variable
+
+# `python -m mpidist` imports this first, perhaps where there is no MPI
+if not commands.is_command():
+    from mpidist import launch
+    from mpidist.context import (
+        ReplicaContext,
+        experimental_set_strategy,
+        get_replica_context,
+        get_strategy,
+        has_strategy,
+        in_cross_replica_context,
+    )
+    from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
+    from mpidist.data.dataset import (
+        INFINITE_CARDINALITY,
+        UNKNOWN_CARDINALITY,
+        Dataset,
+    )
+    from mpidist.data.distributed import DistributedDataset, InputContext
+    from mpidist.data.iterator import DistributedIterator
+    from mpidist.data.iterator_v1 import InputIterator
+    from mpidist.data.local_iterator import DatasetIterator
+    from mpidist.data.optional import Optional
+    from mpidist.data.spec import TensorSpec
+    from mpidist.errors import (
+        ArgumentError,
+        ArgumentTypeError,
+        CollectiveError,
+        ContextError,
+        DataError,
+        DeadlineError,
+        DivergenceError,
+        DTypeError,
+        LaunchError,
+        MismatchError,
+        MpidistError,
+        OutOfRangeError,
+        RemoteError,
+        UnsupportedError,
+    )
+    from mpidist.extended import StrategyExtended
+    from mpidist.hdf5_writer import Hdf5Writer
+    from mpidist.mirrored_strategy import MirroredStrategy
+    from mpidist.multi_step import MultiStepContext
+    from mpidist.options import (
+        AutoShardPolicy,
+        CommunicationImplementation,
+        CommunicationOptions,
+        InputOptions,
+        InputReplicationMode,
+        Options,
+        ReduceOp,
+        RunOptions,
+        VariableAggregation,
+        VariableSynchronization,
+    )
+    from mpidist.reductions import (
+        HierarchicalCopyAllReduce,
+        NcclAllReduce,
+        ReductionToOneDevice,
+    )
+    from mpidist.strategy import Strategy, ValueContext
+    from mpidist.strategy_v1 import StrategyV1
+    from mpidist.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
+    from mpidist.variables import Variable
+
+    launch.abort_on_exception()
+    launch.leave_together()
 
 __all__ = [
     "ArgumentError",
@@ -277,6 +288,3 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
 ]
-
-launch.abort_on_exception()
-launch.leave_together()

@@ -20,11 +20,11 @@ import numpy as np
 
 from mpidist.sharding import Indices, Permutation, mix_seed
 
-__all__ = ["BlockOrder", "Blocks"]
+__all__ = ["LANE_ROWS", "BlockOrder", "Blocks"]
 
 _WINDOW_BYTES = 256 << 20
 _WINDOW_BLOCKS = 64
-_LANE_ROWS = range(16, 33)
+LANE_ROWS = range(16, 33)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,11 @@ class Blocks:
     rows: int
     row_bytes: int
     is_costly: bool
+
+    @functools.cached_property
+    def count(self) -> int:
+        """How many blocks there are."""
+        return sum(-(-length // self.rows) for length in self.lengths)
 
     @property
     def default_window(self) -> int:
@@ -118,14 +123,50 @@ class BlockOrder:
         self._lane_rows = _lane_rows(self._batch) if batch_size else self._batch
         lanes = -(-self._batch // self._lane_rows)
         self._lanes = lanes
+        self._blocks = blocks
         self._window = max(1, window // lanes)
         self._window_rows = self._window * blocks.rows
         self._mixed = functools.lru_cache(maxsize=2 * lanes)(self._mix)
 
+    @property
+    def lanes(self) -> int:
+        """From how many lanes the rows of a batch come."""
+        return self._lanes
+
+    @property
+    def lane_rows(self) -> int:
+        """How many rows of a batch come from one of them; perhaps fewer of the last."""
+        return self._lane_rows
+
+    @property
+    def window(self) -> int:
+        """How many blocks are mixed at a time, in each lane."""
+        return self._window
+
+    @property
+    def blocks(self) -> Blocks:
+        """How the rows lie."""
+        return self._blocks
+
+    def lanes_of(self, positions: Indices) -> Indices:
+        """Return from which lanes some positions come."""
+        lanes: Indices = np.unique(positions % self._batch // self._lane_rows)
+        return lanes
+
+    def blocks_of(self, lanes: Indices) -> tuple[Indices, Indices]:
+        """Return the places of the first and the last block of each lane `(lanes,)`.
+
+        They are in the order of the blocks. A lane without rows has none: its last
+        place is before its first.
+        """
+        starts, ends = self._lane_start(lanes), self._lane_start(lanes + 1)
+        first, _ = self._sequence.place(starts)
+        last, _ = self._sequence.place(ends - 1)
+        return first, np.where(starts < ends, last, first - 1)
+
     def rows_in_use(self, positions: Indices) -> int:
         """Return how many rows are in the windows from which some positions come."""
-        lanes = np.unique(positions % self._batch // self._lane_rows).size
-        return lanes * self._window_rows
+        return self.lanes_of(positions).size * self._window_rows
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the row at each of `positions` `(positions,)`."""
@@ -173,5 +214,5 @@ def _lane_rows(batch_size: int) -> int:
     A divisor of the batch size near 32 if there is one, so that the slices of as many
     replicas as possible consist of whole lanes.
     """
-    divisors = [rows for rows in _LANE_ROWS if batch_size % rows == 0]
-    return max(divisors, default=min(batch_size, _LANE_ROWS[-1]))
+    divisors = [rows for rows in LANE_ROWS if batch_size % rows == 0]
+    return max(divisors, default=min(batch_size, LANE_ROWS[-1]))

@@ -15,7 +15,14 @@ import numpy.typing as npt
 
 from mpidist.errors import ArgumentError
 
-__all__ = ["Indices", "Permutation", "batch_count", "mix_seed", "replica_slice"]
+__all__ = [
+    "Indices",
+    "Permutation",
+    "batch_count",
+    "even_sizes",
+    "mix_seed",
+    "replica_slice",
+]
 
 Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -29,6 +36,13 @@ def replica_slice(rows: int, replicas: int, replica: int) -> slice:
     """
     share = -(-rows // replicas)
     return slice(min(replica * share, rows), min((replica + 1) * share, rows))
+
+
+def even_sizes(batch_size: int, replicas: int) -> list[int]:
+    """Return the batch sizes next to one, or it, that give all replicas equal rows."""
+    below = batch_size // replicas * replicas
+    near = [below] if below == batch_size else [below, below + replicas]
+    return [size for size in near if size]
 
 
 def batch_count(rows: int, batch_size: int, drop_remainder: bool) -> int:

@@ -146,7 +146,7 @@ def test_a_window_may_follow_other_steps(path):
 
 
 def test_large_compressed_datasets_are_mixed_by_chunk(tmp_path, monkeypatch):
-    from mpidist.data import hdf5
+    from mpidist.data import hdf5_parts
 
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset(
@@ -154,7 +154,7 @@ def test_large_compressed_datasets_are_mixed_by_chunk(tmp_path, monkeypatch):
         )
     order = [int(x) for b in _shuffled(tmp_path) for x in b]
     assert len({x // 10 for x in order[:600]}) > 500  # kept decoded: any order
-    monkeypatch.setattr(hdf5, "_KEPT_BYTES", 1000)
+    monkeypatch.setattr(hdf5_parts, "KEPT_BYTES", 1000)
     order = [int(x) for b in _shuffled(tmp_path) for x in b]
     assert sorted(order) == list(range(64_000))
     assert len({x // 10 for x in order[:600]}) <= 2 * 64

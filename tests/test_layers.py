@@ -14,7 +14,7 @@ ROOT = Path(mpidist.__file__).parent
 
 # Each module imports only from layers above its own line
 LAYERS = [
-    ["_version", "errors", "free_memory"],
+    ["_version", "commands", "errors", "free_memory"],
     ["options", "values", "nest", "sharding", "storage"],
     ["arrays", "regrouping", "block_order"],
     ["packing", "topology", "calls", "turns", "places"],
@@ -29,7 +29,8 @@ LAYERS = [
     ["data.unfinished", "data.hdf5_layout", "data.hdf5_chunks"],
     ["data.hdf5_virtual", "data.hdf5_shard"],
     ["data.hdf5_index"],
-    ["data.raw_file"],
+    ["data.hdf5_names"],
+    ["data.raw_file", "data.hdf5_parts"],
     ["data.hdf5_columns", "data.open_files"],
     ["data.hdf5"],
     ["cross_device_ops"],
@@ -37,14 +38,18 @@ LAYERS = [
     ["data.pipeline", "data.optional", "data.tables"],
     ["data.reading"],
     ["data.ordering", "data.batching", "data.stream"],
-    ["data.sequential", "data.caching"],
+    ["data.sequential", "data.caching", "data.policies"],
     ["data.steps", "data.state", "data.node_cache"],
     ["data.local_iterator"],
     ["data.dataset", "context"],
     ["data.index_sharing", "data.shared_caches"],
     ["updates", "data.feed", "audit"],
     ["variables", "data.kinds", "data.ahead", "multi_step"],
-    ["data.iterator"],
+    ["data.iterator", "data.dry_rows", "data.plan_parts"],
+    ["data.shares", "data.plan_notes"],
+    ["data.plan_estimates", "data.plan_text"],
+    ["data.plan_reads"],
+    ["data.plan"],
     ["data.distributed"],
     ["data.iterator_v1"],
     ["extended"],
@@ -52,7 +57,7 @@ LAYERS = [
     ["strategy_v1", "hdf5_writer"],
     ["mirrored_strategy"],
     ["launch"],
-    ["__init__"],
+    ["__init__", "__main__"],
 ]
 OUTSIDE = {
     "mpi4py": {
@@ -73,6 +78,7 @@ OUTSIDE = {
         "data.hdf5_columns",
         "data.hdf5_index",
         "data.hdf5_layout",
+        "data.hdf5_names",
         "data.hdf5_shard",
         "data.hdf5_virtual",
         "data.open_files",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpidist import nest, sharding
-from mpidist.block_order import Blocks
+from mpidist.block_order import BlockOrder, Blocks
 from mpidist.data.parallel import call_all
 from mpidist.data.pipeline import Pass, Pipeline, Step
 from mpidist.data.sources import Positions, from_lists, stack
@@ -135,6 +135,9 @@ class Batch(Step):
     def element_spec(self) -> Any:
         return batch_of(self._parent.element_spec())
 
+    def block_order(self, order: Pass) -> BlockOrder | None:
+        return self._parent.block_order(order)
+
     def element(self, order: Pass, i: int) -> Any:
         return self.part(order, i, 1, 0)
 
@@ -150,25 +153,24 @@ class Batch(Step):
         return min(self._batch_size, rest)
 
     def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
-        positions = self._positions(order, i, replicas, replica)
-        return self._parent.elements(order, positions)
+        mine = self.positions(order, i, replicas, replica)
+        return self._parent.elements(order, np.arange(mine.start, mine.stop))
 
     def parts(self, order: Pass, steps: range, replicas: int, replica: int) -> Any:
-        positions = [self._positions(order, i, replicas, replica) for i in steps]
-        leaves, spec = nest.flatten(
-            self._parent.elements(order, np.concatenate(positions))
-        )
-        edges = np.cumsum([0, *(p.size for p in positions)]).tolist()
+        mine = [self.positions(order, i, replicas, replica) for i in steps]
+        positions = np.concatenate([np.arange(p.start, p.stop) for p in mine])
+        leaves, spec = nest.flatten(self._parent.elements(order, positions))
+        edges = np.cumsum([0, *map(len, mine)]).tolist()
         return [
             nest.unflatten(spec, [leaf[first:last] for leaf in leaves])
             for first, last in itertools.pairwise(edges)
         ]
 
-    def _positions(self, order: Pass, i: int, replicas: int, replica: int) -> Positions:
+    def positions(self, order: Pass, i: int, replicas: int, replica: int) -> range:
         """Return which of the parent's elements are in a replica's slice of a batch."""
         start = i * self._batch_size
         mine = sharding.replica_slice(self.rows_in(order, i), replicas, replica)
-        return np.arange(start + mine.start, start + mine.stop)
+        return range(start + mine.start, start + mine.stop)
 
     def example(self, order: Pass) -> Any:
         row = self._parent.example(order)

@@ -2,8 +2,8 @@
 
 The formats are those of the HDF5 library's H5Zdeflate.c, H5Zshuffle.c and
 H5Zfletcher32.c. Inflating is libdeflate's (the package `deflate`), of those on PyPI the
-fastest or nearly so (benchmarks/bench_inflate.py); it releases the GIL, so threads do it
-side by side.
+fastest or nearly so (benchmarks/bench_inflate.py); it releases the GIL, so threads do
+it side by side.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import deflate
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Filter", "can_decode", "decode"]
+__all__ = ["Filter", "can_decode", "decode", "filter_name"]
 
 Bytes = npt.NDArray[np.uint8]
 Filter = tuple[int, tuple[int, ...]]  # HDF5's number of the filter, its parameters
 
 _DEFLATE, _SHUFFLE, _FLETCHER32 = 1, 2, 3
-_KNOWN = {_DEFLATE, _SHUFFLE, _FLETCHER32}
+_KNOWN = {_DEFLATE: "gzip", _SHUFFLE: "shuffle", _FLETCHER32: "fletcher32"}
 
 _CHECKSUM_BYTES = 4
 _MODULUS = 65535
@@ -34,7 +34,12 @@ def can_decode(filters: Sequence[Filter]) -> bool:
     """Return whether `decode` undoes these filters."""
     codes = [code for code, _ in filters]
     # What was deflated twice was in between of a size that is not known
-    return _KNOWN.issuperset(codes) and codes.count(_DEFLATE) <= 1
+    return _KNOWN.keys() >= set(codes) and codes.count(_DEFLATE) <= 1
+
+
+def filter_name(code: int) -> str:
+    """Return what h5py calls a filter that `decode` undoes."""
+    return _KNOWN[code]
 
 
 def decode(

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from mpidist import nest
 from mpidist.calls import Call
 from mpidist.data.dataset import (
-    INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
     Dataset,
     DatasetLike,
@@ -24,11 +23,13 @@ from mpidist.data.feed import Plan
 from mpidist.data.index_sharing import index_own_files, share_indexes
 from mpidist.data.iterator import DistributedIterator
 from mpidist.data.pipeline import Pass, Pipeline
+from mpidist.data.policies import count_steps, divide, is_global
 from mpidist.data.shared_caches import require_shareable, share
 from mpidist.data.state import Origin, Passes
 from mpidist.data.stream import Stream
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import AutoShardPolicy, InputOptions
+from mpidist.sharding import even_sizes
 
 if TYPE_CHECKING:
     from mpidist.extended import StrategyExtended
@@ -65,8 +66,7 @@ class InputContext:
         """
         replicas = self.num_replicas_in_sync
         if global_batch_size % replicas:
-            below = global_batch_size // replicas * replicas
-            sizes = f"{below} or {below + replicas}" if below else f"{replicas}"
+            sizes = " or ".join(map(str, even_sizes(global_batch_size, replicas)))
             raise ArgumentError(
                 f"global_batch_size {global_batch_size} does not divide by {replicas} "
                 f"replicas; use {sizes}"
@@ -111,7 +111,8 @@ class DistributedDataset:
             whole = _as_dataset(dataset, call)
             _require_batches(whole, call)
             policy = whole.options().auto_shard_policy
-            return _share(whole.pipeline, policy, extended), policy
+            where = extended.num_replicas, extended.replica_id
+            return divide(whole.pipeline, policy, *where), policy
 
         pipeline, policy = extended.agreement.prepare(call, choose)
         if policy is not AutoShardPolicy.FILE:
@@ -133,17 +134,16 @@ class DistributedDataset:
         extended.agreement.require_same(agreed)
         if policy is AutoShardPolicy.FILE:
             return cls._of_own_batches(extended, pipeline, options, call)
-        is_global = policy is not AutoShardPolicy.OFF
         entropy = _draw(extended, pipeline.needs_entropy)
-        is_sliced = is_global and isinstance(pipeline, Pipeline)
+        is_sliced = is_global(policy) and isinstance(pipeline, Pipeline)
         slices = extended.num_replicas if is_sliced else 1
         plan = Plan(
             extended,
             share(extended, pipeline, Pass(0, entropy), slices),
-            is_global=is_global,
+            is_global=is_global(policy),
             is_batched=True,
             cardinality=pipeline.cardinality,
-            origin=Origin.of(pipeline, each_reads_all=not is_global),
+            origin=Origin.of(pipeline, each_reads_all=not is_global(policy)),
             options=options or InputOptions(),
             serial=extended.agreement.calls,
         )
@@ -186,7 +186,7 @@ class DistributedDataset:
         origins = [origin for origin, _ in everyone]
         lengths = [origin.cardinality for origin in origins]
         is_batched = all(batched for _, batched in everyone)
-        cardinality = _steps_of_all(lengths)
+        cardinality = count_steps(lengths)
         if is_batched and cardinality != UNKNOWN_CARDINALITY:
             assert isinstance(pipeline, Pipeline)
             _require_like_elements(extended, call, pipeline)
@@ -240,36 +240,6 @@ def _require_batches(dataset: Dataset, call: str) -> None:
             f"{call} needs a dataset of batches; call batch(GLOBAL_BATCH_SIZE) on it "
             "first (or pass the function itself if it yields whole batches)"
         )
-
-
-def _share(
-    pipeline: Pipeline | Stream, policy: AutoShardPolicy, extended: StrategyExtended
-) -> Pipeline | Stream:
-    """Return what this replica reads by a policy."""
-    workers, worker = extended.num_replicas, extended.replica_id
-    if policy is AutoShardPolicy.OFF:
-        return pipeline.rebatch(workers)
-    if policy is not AutoShardPolicy.FILE:
-        return pipeline
-    files = pipeline.file_count
-    if files == 0 or isinstance(pipeline, Stream):
-        raise ArgumentError(
-            "auto_shard_policy FILE needs a dataset of files, from Dataset.from_hdf5; "
-            "use AutoShardPolicy.DATA"
-        )
-    if files < workers:
-        raise ArgumentError(
-            "auto_shard_policy FILE needs at least as many files as workers, not "
-            f"{files} files for {workers} workers; use AutoShardPolicy.DATA"
-        )
-    return pipeline.shard_files(workers, worker).rebatch(workers)
-
-
-def _steps_of_all(lengths: list[int]) -> int:
-    """Return how many steps all replicas take: until the longest dataset ends."""
-    if UNKNOWN_CARDINALITY in lengths:
-        return UNKNOWN_CARDINALITY
-    return INFINITE_CARDINALITY if INFINITE_CARDINALITY in lengths else max(lengths)
 
 
 def _require_like_elements(

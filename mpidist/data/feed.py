@@ -26,7 +26,15 @@ from mpidist.options import InputOptions
 if TYPE_CHECKING:
     from mpidist.extended import StrategyExtended
 
-__all__ = ["Feed", "Group", "Plan", "Portion", "count_readers", "start"]
+__all__ = [
+    "Feed",
+    "Group",
+    "Plan",
+    "Portion",
+    "count_grouped",
+    "count_readers",
+    "start",
+]
 
 _END = object()
 # Small batches are read together: that is faster, and needs little memory
@@ -138,7 +146,8 @@ class _RowsFeed:
         self._pipeline = pipeline
         self._order = order
         self._reading = Reading(pipeline)
-        self.group = _group(plan, pipeline)
+        replicas = plan.extended.num_replicas if plan.is_global else 1
+        self.group = count_grouped(pipeline, replicas)
 
     def read(self, step: int) -> Portion | None:
         """See `Feed.read`."""
@@ -244,12 +253,17 @@ class _StreamFeed:
         return nest.map_leaves(lambda a: a[mine], batch)
 
 
-def _group(plan: Plan, pipeline: Pipeline) -> int:
-    """Return how many steps to read at a time: more than one of small batches."""
+def count_grouped(pipeline: Pipeline, replicas: int) -> int:
+    """Return how many steps to read at a time: more than one of small batches.
+
+    Args:
+      pipeline: of batches.
+      replicas: over how many replicas each batch is divided.
+    """
     row_bytes, rows = pipeline.row_bytes, pipeline.batch_size
     if row_bytes is None or rows is None:
         return 1
-    share = -(-rows // plan.extended.num_replicas) if plan.is_global else rows
+    share = -(-rows // replicas)
     return min(max(1, _GROUP_BYTES // max(1, row_bytes * share)), _GROUP_STEPS)
 
 

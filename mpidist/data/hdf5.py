@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import numpy as np
@@ -16,7 +16,8 @@ from mpidist import nest
 from mpidist.block_order import Blocks
 from mpidist.data import hdf5_columns
 from mpidist.data.block_cache import BlockCache
-from mpidist.data.hdf5_index import Column, FileIndex, Way, blocks_of, index_file
+from mpidist.data.hdf5_index import Column, FileIndex, Way, index_file
+from mpidist.data.hdf5_parts import KEPT_BYTES, Layout, Part
 from mpidist.data.memory import Buffers, pick_rows
 from mpidist.data.open_files import OpenFiles
 from mpidist.data.raw_file import RawFile
@@ -26,25 +27,7 @@ __all__ = ["Hdf5Rows"]
 
 Rows = npt.NDArray[np.int64]
 
-# Decoded chunks are kept up to so many bytes, or as `keep` says
-_KEPT_BYTES = 64 << 20
 _READ_ERRORS = (OSError, KeyError, RuntimeError, ValueError)
-
-
-class _Layout(NamedTuple):
-    """What was found in the files, which must not change while they are read."""
-
-    files: list[FileIndex]
-    starts: Rows  # the number of each file's first row, and of all rows
-    blocks: Blocks
-
-
-class _Part(NamedTuple):
-    """The wanted rows of one file, and their places among all that are wanted."""
-
-    file: int
-    rows: Rows
-    places: Any
 
 
 class Hdf5Rows:
@@ -71,7 +54,7 @@ class Hdf5Rows:
         self._names, self._spec = nest.flatten(names)
         self._all_paths = self._paths
         self._threads = threads
-        self._layout: _Layout | None = None
+        self._layout: Layout | None = None
         self._on_rank = ""
         self._start()
 
@@ -83,15 +66,20 @@ class Hdf5Rows:
         self._open_files = OpenFiles()
         self._buffers = Buffers()
         threads = self._threads or len(os.sched_getaffinity(0))
-        self._blocks = BlockCache(threads, _KEPT_BYTES)
+        self._blocks = BlockCache(threads, KEPT_BYTES)
 
     def __len__(self) -> int:
-        return int(self._known().starts[-1])
+        return int(self.layout().starts[-1])
 
     @property
     def file_count(self) -> int:
         """The number of files."""
         return len(self._paths)
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files."""
+        return list(self._paths)
 
     def shard_files(self, workers: int, worker: int) -> Hdf5Rows:
         """See `FileSource.shard_files`."""
@@ -106,7 +94,7 @@ class Hdf5Rows:
         if self._all_paths is not self._paths:  # other workers' files are not opened
             files = [path.name for path in self._all_paths]
             return f"from_hdf5({files}, {self._names}, by file)"
-        layout = self._known()
+        layout = self.layout()
         columns = zip(self._names, layout.files[0].columns, strict=True)
         fields = [f"{n}: {c.native} {c.row_shape}" for n, c in columns]
         starts, rows = layout.starts.tolist(), layout.blocks.rows
@@ -138,10 +126,7 @@ class Hdf5Rows:
           DataError: the files do not fit together.
         """
         self._on_rank = "" if rank is None else f" on rank {rank}"
-        for file in files[1:]:
-            _require_like(file, files[0])
-        starts = np.cumsum([0, *(file.rows for file in files)])
-        self._layout = _Layout(list(files), starts, blocks_of(files, _KEPT_BYTES))
+        self._layout = Layout.of(files)
         if threads is not None and self._threads is None:
             self._threads = threads
             self._blocks.end_threads()
@@ -149,16 +134,11 @@ class Hdf5Rows:
 
     def blocks(self) -> Blocks:
         """Return how the rows lie in chunks."""
-        return self._known().blocks
+        return self.layout().blocks
 
     def keep(self, rows: int) -> None:
         """Make room for the chunks of so many rows that are read in random order."""
-        # Half as many again, for the windows that begin before others have ended
-        self._blocks.capacity_bytes = sum(
-            (rows + rows // 2 + 2 * column.chunk[0]) * column.row_bytes
-            for column in self._known().files[0].columns
-            if column.is_in_blocks
-        )
+        self._blocks.capacity_bytes = self.layout().bytes_to_keep(rows)
 
     def read(self, rows: Rows) -> Any:
         """Return the rows with the given numbers, in the given order.
@@ -166,11 +146,11 @@ class Hdf5Rows:
         Raises:
           DataError: names the file, the dataset and the rows that cannot be read.
         """
-        layout = self._known()
+        layout = self.layout()
         if self._owner != os.getpid():  # forked: handles must not be shared
             self._start()
-        parts = list(self._parts(rows))
-        needed = list(self._blocks_of(parts))
+        parts = list(layout.cut(rows))
+        needed = list(layout.blocks_in(parts))
         blocks = self._blocks.get(needed, self._load_block) if needed else {}
         columns = layout.files[0].columns
         if len(parts) == 1:
@@ -204,36 +184,21 @@ class Hdf5Rows:
         self._buffers.clear()
         self._blocks.clear()
 
-    def _known(self) -> _Layout:
-        """Return the layout of all files, read when first needed."""
+    def layout(self) -> Layout:
+        """Return the layout of all files, read when first needed.
+
+        Raises:
+          DataError: a file or a dataset cannot be read, or does not fit the others.
+        """
         if self._layout is None:
             self.adopt(self.inspect(range(len(self._paths))))
         assert self._layout is not None
         return self._layout
 
     def _column(self, file: int, field: int) -> Column:
-        return self._known().files[file].columns[field]
+        return self.layout().files[file].columns[field]
 
-    def _parts(self, rows: Rows) -> Iterator[_Part]:
-        """Cut wanted rows by file; there is at least one part."""
-        starts = self._known().starts
-        if len(starts) == 2 or not rows.size:
-            yield _Part(0, rows, slice(None))
-            return
-        files = np.searchsorted(starts, rows, "right") - 1
-        for file in np.unique(files).tolist():
-            places = np.flatnonzero(files == file)
-            yield _Part(file, rows[places] - starts[file], places)
-
-    def _blocks_of(self, parts: Iterable[_Part]) -> Iterator[tuple[int, ...]]:
-        """Yield the chunks that must be decoded: file, field and number."""
-        for part in parts:
-            for field, column in enumerate(self._known().files[part.file].columns):
-                if column.is_in_blocks and part.rows.size:
-                    for block in np.unique(part.rows // column.chunk[0]).tolist():
-                        yield part.file, field, block
-
-    def _read(self, part: _Part, field: int, blocks: Mapping[Any, Any]) -> Any:
+    def _read(self, part: Part, field: int, blocks: Mapping[Any, Any]) -> Any:
         """Return the wanted rows of one dataset of one file."""
         column = self._column(part.file, field)
         if column.is_in_blocks:
@@ -253,7 +218,7 @@ class Hdf5Rows:
 
         return self._explain(part.file, field, part.rows, read)
 
-    def _pick(self, part: _Part, field: int, blocks: Mapping[Any, Any]) -> Any:
+    def _pick(self, part: Part, field: int, blocks: Mapping[Any, Any]) -> Any:
         """Return the wanted rows out of decoded chunks."""
         column = self._column(part.file, field)
         if not part.rows.size:
@@ -295,14 +260,14 @@ class Hdf5Rows:
             ) from error
 
     def _raw_file(self, file: int) -> RawFile:
-        return self._open_files.raw(self._paths[file], self._known().files[file])
+        return self._open_files.raw(self._paths[file], self.layout().files[file])
 
     def _by_h5py(
         self, file: int, field: int, read: Callable[[h5py.Dataset], Any]
     ) -> Any:
         """Return what h5py reads, in native byte order."""
         column = self._column(file, field)
-        path, index = self._paths[file], self._known().files[file]
+        path, index = self._paths[file], self.layout().files[file]
         found = self._open_files.by_h5py(path, index, column, read)
         return found.astype(column.native, copy=False)
 
@@ -313,14 +278,3 @@ class Hdf5Rows:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
-
-
-def _require_like(file: FileIndex, first: FileIndex) -> None:
-    """Raise a DataError if the rows of two files differ in dtype or shape."""
-    for column, other in zip(file.columns, first.columns, strict=True):
-        if (column.native, column.row_shape) != (other.native, other.row_shape):
-            raise DataError(
-                f"{file.path}: rows of dataset {column.name!r} are {column.native} "
-                f"{column.row_shape}, but {other.native} {other.row_shape} in "
-                f"{first.path}"
-            )

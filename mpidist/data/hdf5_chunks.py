@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mpidist.data.codec import Filter, can_decode
 
-__all__ = ["UNWRITTEN", "ChunkTable", "filters_of", "table_of"]
+__all__ = ["UNWRITTEN", "ChunkTable", "filter_names", "filters_of", "table_of"]
 
 Numbers = npt.NDArray[np.int64]
 
@@ -43,6 +43,13 @@ def filters_of(dataset: h5py.Dataset) -> tuple[Filter, ...] | None:
         code, _, parameters, _ = properties.get_filter(i)
         filters.append((code, tuple(parameters)))
     return tuple(filters) if can_decode(filters) else None
+
+
+def filter_names(dataset: h5py.Dataset) -> list[str]:
+    """Return what the filters of a dataset call themselves."""
+    properties = dataset.id.get_create_plist()
+    found = [properties.get_filter(i) for i in range(properties.get_nfilters())]
+    return [name.decode(errors="replace") or str(code) for code, _, _, name in found]
 
 
 def table_of(dataset: h5py.Dataset) -> ChunkTable | None:

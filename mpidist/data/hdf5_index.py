@@ -22,7 +22,6 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.block_order import Blocks
 from mpidist.data import hdf5_chunks
 from mpidist.data.codec import Filter
 from mpidist.data.hdf5_virtual import missing_sources
@@ -32,7 +31,6 @@ __all__ = [
     "Column",
     "FileIndex",
     "Way",
-    "blocks_of",
     "head_of",
     "index_file",
     "kind_of",
@@ -42,7 +40,6 @@ __all__ = [
 Offsets = npt.NDArray[np.int64]
 
 _HEAD_BYTES = 4096
-_BLOCK_BYTES = 1 << 20  # of rows that are not in chunks
 
 
 class Way(enum.Enum):
@@ -74,6 +71,7 @@ class Column:
         empty where there are none.
       filters: in the order in which they were applied.
       fill: the bytes of a value that was never written.
+      why: why h5py reads it, in words; empty where it does not.
     """
 
     name: str
@@ -87,6 +85,7 @@ class Column:
     skipped: Offsets = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     filters: tuple[Filter, ...] = ()
     fill: bytes = b""
+    why: str = ""
 
     @functools.cached_property
     def native(self) -> np.dtype[Any]:
@@ -215,24 +214,29 @@ def _column(path: Path, file: h5py.File, name: str) -> Column:
         dataset.chunks is not None,
         dataset.chunks or dataset.shape,
     )
-    if _is_being_written(path):
-        return dataclasses.replace(by_h5py, way=Way.H5PY)  # chunks are not kept
-    is_stored_here = dataset.file.filename == file.filename  # no external link
-    if not is_stored_here or not _is_plain(dataset):
-        return by_h5py
-    column = (
-        _contiguous(name, dataset)
-        if dataset.chunks is None
-        else _chunked(name, dataset)
-    )
-    if column is None:
-        return by_h5py
-    if (column.offsets == hdf5_chunks.UNWRITTEN).any():
+    if _is_being_written(path):  # chunks are not kept
+        why = "this process has the file open to write"
+        return dataclasses.replace(by_h5py, way=Way.H5PY, why=why)
+    column = _indexed(file, name, dataset)
+    if isinstance(column, str):
+        return dataclasses.replace(by_h5py, why=column)
+    return column
+
+
+def _indexed(file: h5py.File, name: str, dataset: h5py.Dataset) -> Column | str:
+    """Return where a dataset's rows lie, or why they are left to h5py."""
+    if dataset.file.filename != file.filename:
+        return "an external link to another file"
+    if not _is_plain(dataset):
+        return "values of a type that NumPy stores otherwise"
+    is_chunked = dataset.chunks is not None
+    column = (_chunked if is_chunked else _contiguous)(name, dataset)
+    if isinstance(column, Column) and (column.offsets == hdf5_chunks.UNWRITTEN).any():
         properties = dataset.id.get_create_plist()
         is_filled = properties.get_fill_time() != h5py.h5d.FILL_TIME_NEVER
         is_defined = properties.fill_value_defined() != h5py.h5d.FILL_VALUE_UNDEFINED
         if not is_filled or not is_defined:
-            return by_h5py
+            return "rows that were never written, without a fill value"
         fill = np.array(dataset.fillvalue, dataset.dtype).tobytes()
         column = dataclasses.replace(column, fill=fill)
     return column
@@ -267,11 +271,14 @@ def _is_plain(dataset: h5py.Dataset) -> bool:
     return bool(same_type == dataset.id.get_type())
 
 
-def _contiguous(name: str, dataset: h5py.Dataset) -> Column | None:
+def _contiguous(name: str, dataset: h5py.Dataset) -> Column | str:
     properties = dataset.id.get_create_plist()
-    is_external = properties.get_external_count() > 0
-    if properties.get_layout() != h5py.h5d.CONTIGUOUS or is_external:
-        return None
+    if dataset.is_virtual:
+        return "a virtual dataset, whose rows lie in others"
+    if properties.get_layout() != h5py.h5d.CONTIGUOUS:
+        return "compact storage, in the file's metadata"
+    if properties.get_external_count() > 0:
+        return "external storage, in files without structure"
     # After a user block there is an offset also of what was never stored
     is_stored = dataset.id.get_storage_size() > 0
     offset = dataset.id.get_offset() if is_stored else None
@@ -280,10 +287,12 @@ def _contiguous(name: str, dataset: h5py.Dataset) -> Column | None:
     return Column(name, shape, dataset.dtype, Way.BYTES, False, shape, offsets)
 
 
-def _chunked(name: str, dataset: h5py.Dataset) -> Column | None:
-    filters = hdf5_chunks.filters_of(dataset)
-    if filters is None or (table := hdf5_chunks.table_of(dataset)) is None:
-        return None
+def _chunked(name: str, dataset: h5py.Dataset) -> Column | str:
+    if (filters := hdf5_chunks.filters_of(dataset)) is None:
+        names = ", ".join(hdf5_chunks.filter_names(dataset))
+        return f"filters that only HDF5 undoes: {names}"
+    if (table := hdf5_chunks.table_of(dataset)) is None:
+        return "an index of chunks that HDF5 does not tell, or that is mostly empty"
     return Column(
         name,
         dataset.shape,
@@ -296,29 +305,3 @@ def _chunked(name: str, dataset: h5py.Dataset) -> Column | None:
         table.skipped if table.skipped.any() else table.skipped[:0],
         filters,
     )
-
-
-def blocks_of(files: Sequence[FileIndex], kept_bytes: int) -> Blocks:
-    """Return how the rows of all files lie in chunks: those of the largest.
-
-    Args:
-      files: of each file.
-      kept_bytes: how many bytes of chunks are kept anyway.
-    """
-    columns = [column for file in files for column in file.columns]
-    costly = [column for column in columns if column.is_in_blocks]
-    _, rows = max(map(_block_size, costly or columns))
-    return Blocks(
-        tuple(file.rows for file in files),
-        rows,
-        sum(column.row_bytes for column in files[0].columns),
-        is_costly=sum(c.row_bytes * c.shape[0] for c in costly) > kept_bytes,
-    )
-
-
-def _block_size(column: Column) -> tuple[int, int]:
-    """Return the bytes and the rows of a chunk, or of what counts as one."""
-    row_bytes = max(1, column.row_bytes)
-    if column.is_chunked:
-        return row_bytes * column.chunk[0], column.chunk[0]
-    return row_bytes, max(1, _BLOCK_BYTES // row_bytes)

@@ -64,14 +64,21 @@ class Shuffle(Step):
         length = self.length
         if length is None:
             raise ArgumentError("an infinite dataset cannot be shuffled; shuffle first")
-        seed = order.entropy if self._seed is None else self._seed
-        epoch = order.epoch if self._reshuffle else 0
-        if (blocks := self._mixed_blocks()) is None:
-            return sharding.Permutation(length, seed, epoch).near(positions)
-        window = self._window_chunks or blocks.default_window
-        mixed = _block_order(blocks, seed, epoch, window, self._batch_size)
+        if (mixed := self.block_order(order)) is None:
+            return sharding.Permutation(length, *self._key(order)).near(positions)
         self._parent.keep(mixed.rows_in_use(positions))
         return mixed(positions)
+
+    def block_order(self, order: Pass) -> BlockOrder | None:
+        if (blocks := self._mixed_blocks()) is None:
+            return None
+        window = self._window_chunks or blocks.default_window
+        return _block_order(blocks, *self._key(order), window, self._batch_size)
+
+    def _key(self, order: Pass) -> tuple[int, int]:
+        """Return the seed and the epoch of a pass."""
+        seed = order.entropy if self._seed is None else self._seed
+        return seed, order.epoch if self._reshuffle else 0
 
     def _mixed_blocks(self) -> Blocks | None:
         """Return the chunks to be kept together, None for an exact permutation."""

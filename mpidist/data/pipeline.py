@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpidist import nest
-from mpidist.block_order import Blocks
+from mpidist.block_order import BlockOrder, Blocks
 from mpidist.data.sources import BlockSource, FileSource, Positions, RowSource
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError
@@ -95,6 +95,10 @@ class Pipeline:
 
     def blocks(self) -> Blocks | None:
         """Return how the elements lie in chunks; None where that does not matter."""
+        return None
+
+    def block_order(self, order: Pass) -> BlockOrder | None:
+        """Return in which order of chunks a shuffle gives the rows; None for none."""
         return None
 
     def keep(self, elements: int) -> None:

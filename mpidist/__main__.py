@@ -1,0 +1,116 @@
+"""The commands: `python -m mpidist COMMAND`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+_PLAN = """Show what each rank of a job will read: rows, bytes, files, steps.
+
+Runs in one process, without MPI, and reads where the rows lie, not the rows. The
+numbers are those of the first epoch of
+  Dataset.from_hdf5(FILES, DATASETS).shuffle(SEED).batch(N)
+given to Strategy.experimental_distribute_dataset on R ranks."""
+_PLAN_END = """Exit status: 0 if there is a plan; 1 if a file or a dataset is missing,
+cannot be read, or does not fit the others; 2 if the arguments cannot be used."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, and return the exit status."""
+    parser = argparse.ArgumentParser("python -m mpidist")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    plan = commands.add_parser(
+        "plan",
+        help="show what each rank of a job will read, without MPI",
+        description=_PLAN,
+        epilog=_PLAN_END,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_plan_arguments(plan)
+    given = parser.parse_args(arguments)
+    if not given.shuffle and not (given.seed is given.window_chunks is None):
+        plan.error("--seed and --window-chunks need --shuffle")
+    return _plan(given)
+
+
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help="HDF5 file, or a pattern in quotes")
+    add("--batch", type=_positive, required=True, metavar="N", help="global batch size")
+    add("--ranks", type=_positive, required=True, metavar="R", help="of the job")
+    add(
+        "--datasets",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="HDF5 datasets; else those of the first file with equally many rows",
+    )
+    add(
+        "--policy",
+        choices=["data", "file", "off"],
+        default="data",
+        help="the AutoShardPolicy: slices of each batch, whole files, or everything",
+    )
+    add("--drop-remainder", action="store_true", help="as of Dataset.batch")
+    add("--shuffle", action="store_true", help="shuffle the rows before batching")
+    add("--seed", type=int, metavar="SEED", help="of the shuffle")
+    add(
+        "--window-chunks",
+        type=_not_negative,
+        metavar="CHUNKS",
+        help="as of Dataset.shuffle; 0 permutes exactly",
+    )
+    add("--ranks-per-node", type=_positive, metavar="K", help="adds a line on nodes")
+    add("--json", action="store_true", help="print all numbers as JSON")
+
+
+def _plan(given: argparse.Namespace) -> int:
+    """Print a plan, and return the exit status."""
+    # Not before the arguments are known to be good: these take most of a second
+    from mpidist.data.plan import make_plan
+    from mpidist.data.plan_parts import Request
+    from mpidist.data.plan_text import to_json, to_text
+    from mpidist.errors import ArgumentError, DataError
+    from mpidist.options import AutoShardPolicy
+
+    request = Request(
+        tuple(given.files),
+        given.batch,
+        given.ranks,
+        datasets=tuple(given.datasets),
+        policy=AutoShardPolicy[given.policy.upper()],
+        drop_remainder=given.drop_remainder,
+        is_shuffled=given.shuffle,
+        seed=given.seed,
+        window_chunks=given.window_chunks,
+        ranks_per_node=given.ranks_per_node,
+    )
+    try:
+        plan = make_plan(request)
+    except (ArgumentError, DataError) as error:
+        print(f"python -m mpidist plan: error: {error}", file=sys.stderr)
+        return 1 if isinstance(error, DataError) else 2
+    print(to_json(plan) if given.json else to_text(plan))
+    return 0
+
+
+def _positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _not_negative(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    number = int(text)
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be >= {least}, not {number}")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

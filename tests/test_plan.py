@@ -1,0 +1,689 @@
+"""`python -m mpidist plan`: what it says is what a job reads, and it needs no MPI."""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import launching
+import numpy as np
+import pytest
+from hdf5_files import Recipe
+
+import mpidist
+from mpidist import AutoShardPolicy, Dataset, Options, commands, sharding
+from mpidist.__main__ import main
+from mpidist.block_order import BlockOrder, Blocks
+from mpidist.data import dry_rows, hdf5, hdf5_parts, plan_reads
+from mpidist.data.hdf5_index import index_file
+from mpidist.data.hdf5_names import choose_datasets
+from mpidist.data.plan import make_plan
+from mpidist.data.plan_notes import notes_on
+from mpidist.data.plan_parts import Request
+from mpidist.data.plan_text import to_json, to_text
+from mpidist.data.raw_file import RawFile
+
+LIBRARY = Path(mpidist.__file__).parents[1]
+GZIP = Recipe((8, 2), ("shuffle", "gzip"), limits=(None, None))
+LAYOUTS = {
+    "contiguous": Recipe(),
+    "chunks": Recipe((5, 2), limits=(None, None)),
+    "gzip": GZIP,
+    "lzf": Recipe((8, 2), ("lzf",), limits=(None, None)),  # by h5py
+    "partly written": Recipe(
+        (4, 3), fill=7, written=(slice(10, 20),), limits=(None, 3)
+    ),
+    "gzip, partly": Recipe((4, 3), ("gzip",), limits=(None, 3), written=(slice(9),)),
+}
+ORDERS = {
+    "in order": {},
+    "permutation": {"window_chunks": 0},
+    "blocks": {"window_chunks": 3},
+}
+
+
+def write(path, rows, layout=GZIP, label_layout=None):
+    """Write datasets x `(rows, 3)` and y `(rows,)`."""
+    numbers = np.arange(rows)
+    with h5py.File(path, "w") as file:
+        layout.write(file, np.stack([numbers] * 3, axis=1), "x")
+        (label_layout or Recipe()).write(file, numbers, "y")
+    return path
+
+
+def plan_of(files, batch_size, ranks, **options):
+    paths = [files] if isinstance(files, str | Path) else files
+    options.setdefault("datasets", ("x", "y"))
+    return make_plan(Request(tuple(map(str, paths)), batch_size, ranks, **options))
+
+
+def by_rank(plan):
+    """Return the group of each rank."""
+    found = {
+        rank: group
+        for group in plan.groups
+        for first, last in group.ranks
+        for rank in range(first, last + 1)
+    }
+    assert sorted(found) == list(range(plan.request.ranks))
+    return [found[rank] for rank in sorted(found)]
+
+
+class Observed(collections.Counter):
+    """Counts what this process really reads of HDF5 files."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        monkeypatch.setattr(RawFile, "read", self.wrap_read(RawFile.read))
+        monkeypatch.setattr(RawFile, "gather", self.wrap_gather(RawFile.gather))
+        monkeypatch.setattr(RawFile, "take", self.wrap_take(RawFile.take))
+        load = hdf5.Hdf5Rows._load_block
+
+        def load_block(rows, key):
+            self["chunks"] += 1
+            return load(rows, key)
+
+        monkeypatch.setattr(hdf5.Hdf5Rows, "_load_block", load_block)
+
+    def wrap_read(self, real):
+        def read(file, offset, size_bytes, use):
+            self["bytes"] += size_bytes
+            return real(file, offset, size_bytes, use)
+
+        return read
+
+    def wrap_take(self, real):
+        def take(file, offset, size_bytes, rows, *others):
+            self["bytes"] += rows.size * size_bytes
+            return real(file, offset, size_bytes, rows, *others)
+
+        return take
+
+    def wrap_gather(self, real):
+        def gather(file, offsets, size_bytes, parallel=map):
+            self["bytes"] += offsets.size * size_bytes
+            return real(file, offsets, size_bytes, parallel)
+
+        return gather
+
+
+def keep(monkeypatch, kept_bytes):
+    """Let so many bytes of decoded chunks be kept."""
+    for module in (hdf5, hdf5_parts, dry_rows):
+        monkeypatch.setattr(module, "KEPT_BYTES", kept_bytes)
+
+
+@pytest.fixture
+def files(comm, mpi_tmp_path):
+    """A function that writes files of so many rows, on the first rank."""
+
+    def make(counts, layout):
+        paths = [mpi_tmp_path / f"{i:02}.h5" for i in range(len(counts))]
+        if comm.rank == 0:
+            for path, count in zip(paths, counts, strict=True):
+                write(path, count, layout)
+        comm.Barrier()
+        return paths
+
+    return make
+
+
+@pytest.mark.parametrize("kept_bytes", [400, 1 << 26])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("policy", ["DATA", "FILE", "OFF"])
+def test_a_job_reads_what_the_plan_says(
+    strategy, comm, files, monkeypatch, policy, layout, order, kept_bytes
+):
+    keep(monkeypatch, kept_bytes)
+    paths = files([23, 40, 0, 17, 9], LAYOUTS[layout])
+    shuffled = {"is_shuffled": order != "in order", **ORDERS[order]}
+    if shuffled["is_shuffled"]:
+        shuffled["seed"] = 5
+    options = {"policy": AutoShardPolicy[policy], **shuffled}
+    plan = plan_of(paths, 10, comm.size, **options)
+
+    observed = Observed(monkeypatch)
+    dataset = Dataset.from_hdf5(paths, ("x", "y"))
+    if order != "in order":
+        dataset = dataset.shuffle(seed=5, **ORDERS[order])
+    dataset = dataset.batch(10).with_options(Options(AutoShardPolicy[policy]))
+    divided = strategy.experimental_distribute_dataset(dataset)
+    sizes = [len(strategy.experimental_local_results(y)[0]) for _, y in divided]
+
+    assert plan.reads.is_exact
+    assert plan.reads.are_files_counted
+    assert len(sizes) == plan.steps.steps
+    mine = by_rank(plan)[comm.rank]
+    assert mine.rows == sum(sizes)
+    assert mine.rows_in_last_step == sizes[-1]
+    assert mine.empty_steps == sizes.count(0)
+    assert mine.rows_per_step == sizes[0]
+    everyone = comm.allgather((sum(sizes), observed["bytes"], observed["chunks"]))
+    rows, read_bytes, chunks = zip(*everyone)
+    assert plan.steps.mean_rows == np.mean(rows)
+    assert plan.steps.imbalance == pytest.approx(max(rows) / np.mean(rows) - 1)
+    assert plan.reads.decoded_chunks == sum(chunks)
+    if layout != "lzf":  # what HDF5 itself reads is not observed
+        assert plan.reads.read_bytes == sum(read_bytes)
+
+
+def test_each_rank_of_a_group_of_one_reads_what_the_plan_says(
+    strategy, comm, files, monkeypatch
+):
+    """Files of unlike sizes make as many groups as ranks."""
+    paths = files(range(11, 11 + 3 * comm.size, 3), GZIP)
+    options = Options(AutoShardPolicy.FILE)
+    plan = plan_of(paths, 4 * comm.size, comm.size, policy=AutoShardPolicy.FILE)
+    observed = Observed(monkeypatch)
+    dataset = Dataset.from_hdf5(paths, ("x", "y")).batch(4 * comm.size)
+    divided = strategy.experimental_distribute_dataset(dataset.with_options(options))
+    assert len(list(divided)) == plan.steps.steps
+    mine = by_rank(plan)[comm.rank]
+    assert (mine.count, mine.files) == (1, 1)
+    assert mine.read_bytes == observed["bytes"]
+    assert mine.decoded_chunks == observed["chunks"]
+
+
+@pytest.mark.parametrize("layout", ["gzip", "contiguous"])
+def test_drop_remainder_and_several_epochs(strategy, comm, files, monkeypatch, layout):
+    keep(monkeypatch, 400)
+    paths = files([50, 33], LAYOUTS[layout])
+    plan = plan_of(paths, 8, comm.size, drop_remainder=True)
+    observed = Observed(monkeypatch)
+    dataset = Dataset.from_hdf5(paths, ("x", "y")).batch(8, drop_remainder=True)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    assert len(list(divided)) == plan.steps.steps == 10
+    assert plan.steps.dropped_rows == 3
+    assert comm.allreduce(observed["bytes"]) == plan.reads.read_bytes
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 64, 4096])
+@pytest.mark.parametrize("policy", ["DATA", "OFF"])
+@pytest.mark.parametrize("batch_size", [1, 7, 250, 4096, 10_000])
+def test_rows_of_many_ranks(tmp_path, ranks, policy, batch_size):
+    path = write(tmp_path / "a.h5", 1000)
+    plan = plan_of(path, batch_size, ranks, policy=AutoShardPolicy[policy])
+    groups = by_rank(plan)
+    every = 1000 * (ranks if policy == "OFF" else 1)
+    assert sum(group.rows for group in groups) == every
+    assert plan.steps.mean_rows == every / ranks
+    if policy == "DATA":
+        for rank in {0, ranks // 2, ranks - 1}:
+            parts = [
+                sharding.replica_slice(min(batch_size, 1000 - i), ranks, rank)
+                for i in range(0, 1000, batch_size)
+            ]
+            sizes = [part.stop - part.start for part in parts]
+            assert groups[rank].rows == sum(sizes)
+            assert groups[rank].empty_steps == sizes.count(0)
+            assert groups[rank].rows_in_last_step == sizes[-1]
+    assert len(plan.groups) <= 5
+    assert len(to_text(plan).splitlines()) < 40
+
+
+def test_many_unlike_ranks_share_lines(tmp_path):
+    paths = [write(tmp_path / f"{i:02}.h5", 20 + i) for i in range(32)]
+    plan = plan_of(paths, 64, 32, policy=AutoShardPolicy.FILE)
+    assert len(plan.groups) == 32
+    assert plan.steps.imbalance == pytest.approx(51 / 35.5 - 1)
+    text = to_text(plan)
+    assert len(text.splitlines()) < 30
+    assert re.search(r"^4 ranks +20\.\.23 +2 ", text, re.MULTILINE)
+    assert "the files have 20 to 51 rows: one rank has 43.7% more rows" in text
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ({}, {}),
+        ({}, {"is_shuffled": True}),
+        ({"chunks": (10**6, 4)}, {}),
+        ({"chunks": (10**6, 4), "compression": "gzip"}, {}),
+        ({"chunks": (10**5, 4), "compression": "gzip"}, {"is_shuffled": True}),
+        (
+            {"chunks": (10**5, 4), "compression": "gzip"},
+            {"policy": AutoShardPolicy.OFF},
+        ),
+    ],
+)
+def test_ten_milliard_rows_and_4096_ranks(tmp_path, layout, options):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", (10**10, 4), "f4", **layout)
+    plan = plan_of(tmp_path / "a.h5", 1 << 17, 4096, datasets=("x",), **options)
+    assert plan.source.memory_bytes == 16 * 10**10
+    assert not plan.reads.is_exact
+    assert "estimated" in to_text(plan)
+    if "policy" not in options:
+        assert sum(group.rows * group.count for group in plan.groups) == 10**10
+
+
+LONG_ROWS = 40_000
+
+
+@pytest.fixture(scope="module")
+def long_file(tmp_path_factory):
+    """Rows in 200 chunks, and their labels in 100, of which few can be kept."""
+    path = tmp_path_factory.mktemp("long") / "a.h5"
+    return write(
+        path,
+        LONG_ROWS,
+        Recipe((200, 3), ("gzip",)),
+        Recipe((400,), ("gzip",)),
+    )
+
+
+@pytest.mark.parametrize("policy", ["DATA", "OFF"])
+@pytest.mark.parametrize(
+    ("order", "batch_size"),
+    [
+        *[("in order", n) for n in (64, 250, 2048)],
+        *[("permutation", n) for n in (64, 250, 2048)],
+        *[("blocks", n) for n in (64, 250)],
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 4, 6])
+def test_estimates_are_near_the_truth(
+    monkeypatch, long_file, ranks, batch_size, order, policy
+):
+    keep(monkeypatch, 1 << 16)
+    options = {"policy": AutoShardPolicy[policy], **ORDERS[order]}
+    options["is_shuffled"] = order != "in order"
+    plans = []
+    for budget in (1e9, 2e4):
+        monkeypatch.setattr(plan_reads, "_BUDGET_ROWS", budget)
+        plans.append(plan_of(long_file, batch_size, ranks, **options))
+    exact, estimate = plans
+    assert exact.reads.is_exact
+    assert not estimate.reads.is_exact
+    assert "~" in to_text(estimate)
+    assert estimate.reads.read_bytes == pytest.approx(exact.reads.read_bytes, rel=0.1)
+    assert estimate.steps == exact.steps
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_ranks_without_rows_have_no_estimate(tmp_path, monkeypatch, order):
+    paths = [write(tmp_path / f"{i}.h5", n) for i, n in enumerate([700, 0, 3, 90])]
+    monkeypatch.setattr(plan_reads, "_BUDGET_ROWS", 1)
+    options = {"is_shuffled": order != "in order", **ORDERS[order]}
+    options["policy"] = AutoShardPolicy.FILE
+    for drop_remainder in (False, True):
+        plan = plan_of(paths, 16, 4, drop_remainder=drop_remainder, **options)
+        exact = [700, 0, 0 if drop_remainder else 3, 88 if drop_remainder else 90]
+        assert [group.rows for group in by_rank(plan)] == exact
+        assert by_rank(plan)[1].read_bytes < 50  # of the example of the other
+        assert "the files have 0 to 700 rows: one rank" in " ".join(notes_on(plan))
+    with h5py.File(tmp_path / "none.h5", "w") as file:
+        file["x"] = np.zeros((0, 3))
+    plan = plan_of(tmp_path / "none.h5", 4, 3, datasets=("x",))
+    assert plan.steps.steps == plan.reads.read_bytes == plan.steps.imbalance == 0
+    assert "there is no step: there are no rows" in notes_on(plan)
+    assert "0 steps per epoch" in to_text(plan)
+
+
+def test_what_uncompressed_rows_take_is_exact_at_any_length(tmp_path, monkeypatch):
+    paths = [write(tmp_path / f"{i}.h5", 300, Recipe()) for i in range(2)]
+    exact = plan_of(paths, 32, 5)
+    monkeypatch.setattr(plan_reads, "_BUDGET_ROWS", 1)
+    plan = plan_of(paths, 32, 5)
+    assert plan.reads.is_exact
+    assert plan.reads.read_bytes == exact.reads.read_bytes == 600 * 32
+    assert not plan.reads.are_files_counted
+    assert "<=2" in to_text(plan)
+
+
+@pytest.mark.parametrize("rows", [[5000], [700, 1, 0, 64, 3, 900]])
+@pytest.mark.parametrize("batch_size", [20, 64, 300, 3000])
+def test_the_blocks_of_lanes_are_those_that_their_rows_come_from(rows, batch_size):
+    blocks = Blocks(tuple(rows), 64, 8, True)
+    order = BlockOrder(blocks, 3, 0, 16, batch_size)
+    total = sum(rows)
+    assert blocks.count == sum(-(-n // 64) for n in rows)
+    starts = np.cumsum([0, *rows[:-1]])
+    positions = np.arange(total)
+    files = np.searchsorted(np.cumsum(rows), order(positions), "right")
+    inside = (order(positions) - starts[files]) // 64
+    lane = positions % min(batch_size, total) // order.lane_rows
+    first, last = order.blocks_of(np.arange(order.lanes))
+    for i in range(order.lanes):
+        found = {*zip(files[lane == i].tolist(), inside[lane == i].tolist())}
+        assert len(found) == last[i] - first[i] + 1
+
+
+def test_advice_on_batch_sizes(tmp_path):
+    path = write(tmp_path / "a.h5", 1000)
+    expected = "batch 250 gives 3 ranks 84, 84, 82 rows; use 249 or 252"
+    assert expected in notes_on(plan_of(path, 250, 3))
+    assert notes_on(plan_of(path, 252, 3)) == []
+    few = notes_on(plan_of(path, 2, 4))
+    assert "batch 2 gives 4 ranks 1, 1, 0, 0 rows; use 4" in few
+    assert "there are no rows at all for 2 ranks (2-3)" in few
+    many = notes_on(plan_of(path, 100, 64))
+    assert "batch 100 gives 64 ranks 0 to 2 rows; use 64 or 128" in many
+    own = notes_on(plan_of(path, 250, 3, policy=AutoShardPolicy.OFF))
+    assert any("each takes 84 rows, 252 in all; use 249 or 252" in n for n in own)
+    nothing = notes_on(plan_of(path, 1001, 7, drop_remainder=True))
+    assert nothing == ["there is no step: 1,000 rows make no batch of 1,001"]
+    last = notes_on(plan_of(path, 900, 300))
+    assert any("the last step's 100 rows leave none for 200 ranks" in n for n in last)
+
+
+def test_advice_on_chunks(tmp_path, monkeypatch, long_file):
+    keep(monkeypatch, 1 << 14)
+    (note,) = notes_on(plan_of(long_file, 64, 4))
+    assert note.startswith(
+        "chunks are decoded 4.0 times each per epoch, as a rank's 16"
+    )
+    assert "--shuffle" in note
+    (note,) = notes_on(plan_of(long_file, 64, 4, is_shuffled=True))
+    assert "ranks share lanes, of 32 rows of a batch; a batch of 128 rows" in note
+    exact = plan_of(long_file, 64, 4, is_shuffled=True, window_chunks=0)
+    assert "leave --window-chunks 0 out" in notes_on(exact)[0]
+    with h5py.File(tmp_path / "huge.h5", "w") as file:
+        file.create_dataset(
+            "x", (30_000, 128), "f8", chunks=(20_000, 128), compression=1
+        )
+        file.create_dataset("y", (30_000,), "f8", chunks=(4,), compression=1)[...] = 1
+    huge, tiny = notes_on(plan_of(tmp_path / "huge.h5", 64, 1))
+    assert huge.startswith("x: 20,000 rows are decoded together, 19.53 MiB")
+    assert tiny.startswith("y: 7,500 chunks have only 32 bytes each")
+
+
+def virtual(file):
+    layout = h5py.VirtualLayout((4,), "i8")
+    layout[:] = h5py.VirtualSource(file["plain"])
+    file.create_virtual_dataset("x", layout)
+
+
+REASONS = {
+    "virtual": virtual,
+    "compact": lambda file: Recipe("compact").write(file, np.arange(4)),
+    "lzf": lambda file: Recipe((2,), ("shuffle", "lzf")).write(file, np.arange(4)),
+    "external storage": lambda file: file.create_dataset(
+        "x", (4,), "i8", external=[(file.filename + ".raw", 0, 32)]
+    ),
+    "type": lambda file: file.create_dataset("x", (4,), h5py.string_dtype()),
+    "never written": lambda file: Recipe((2,), fill=..., written=()).write(
+        file, np.arange(4, dtype="i4")
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_why_h5py_reads_a_dataset(tmp_path, reason):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["plain"] = np.arange(4)
+        REASONS[reason](file)
+    plain, odd = index_file(tmp_path / "a.h5", ["plain", "x"]).columns
+    assert not plain.why
+    assert reason in odd.why
+    text = to_text(plan_of(tmp_path / "a.h5", 2, 2, datasets=("plain", "x")))
+    assert "plain: int64 (), 32 bytes, contiguous: each row's bytes\n" in text
+    assert re.search(r"  x: .*by h5py \(", text.replace("\n    ", " "))
+
+
+def test_unlike_layouts_of_files_are_told(tmp_path):
+    paths = [write(tmp_path / f"{i}.h5", 20, GZIP if i else Recipe()) for i in range(3)]
+    text = " ".join(to_text(plan_of(paths, 4, 2)).split())
+    assert (
+        "contiguous: each row's bytes (in 1 file); chunks of (8, 2), shuffle," in text
+    )
+    assert "decoded here (in 2 files)" in text
+
+
+def test_datasets_with_equally_many_rows_are_taken(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["group/x"] = np.zeros((50, 3), "f4")
+        file["y"] = np.zeros(50)
+        file["names"] = np.zeros(1000, "u1")
+        file["scalar"] = 3
+        file["link"] = h5py.SoftLink("/y")
+        file["other/test"] = np.zeros(10)
+    taken, others = choose_datasets(tmp_path / "a.h5")
+    assert (taken, others) == (["group/x", "y"], ["names", "other/test", "scalar"])
+    plan = plan_of(tmp_path / "a.h5", 10, 2, datasets=())
+    assert [dataset.name for dataset in plan.source.datasets] == taken
+    assert notes_on(plan) == [
+        "not read, as they were not named by --datasets: names, other/test, scalar"
+    ]
+
+
+def test_what_a_node_does(tmp_path):
+    path = write(tmp_path / "a.h5", 100)
+    plan = plan_of(path, 12, 6, ranks_per_node=4)
+    assert (plan.node.nodes, plan.node.ranks) == (2, 4)
+    assert plan.node.kept_bytes == 4 * plan.order.kept_bytes == 4 * 100 * 24
+    assert plan.node.read_bytes == pytest.approx(plan.reads.read_bytes / 6 * 4)
+    assert "nodes: 2 of 4 ranks" in to_text(plan)
+    assert plan_of(path, 12, 6).node is None
+
+
+def test_json_has_all_numbers(tmp_path):
+    path = write(tmp_path / "a.h5", 100)
+    plan = plan_of(path, 12, 5, is_shuffled=True, window_chunks=2, ranks_per_node=3)
+    found = json.loads(to_json(plan))
+    assert found["request"]["policy"] == "data"
+    assert found["steps"]["steps"] == 9
+    assert found["groups"][0]["ranks"] == [[0, 3]]
+    assert sum(g["rows"] * g["count"] for g in found["groups"]) == 100
+    assert found["order"]["kind"] == "blocks"
+    assert found["source"]["datasets"][0]["layouts"][0]["chunk"] == [8, 2]
+    assert found["node"]["nodes"] == 2
+    assert found["notes"] == notes_on(plan)
+
+
+def run(*arguments):
+    """Return the exit status of a command of this process."""
+    try:
+        return main(["plan", *map(str, arguments)])
+    except SystemExit as error:
+        return error.code
+
+
+def test_the_command_prints_a_plan(tmp_path, capsys):
+    path = write(tmp_path / "a.h5", 100)
+    write(tmp_path / "b.h5", 30)
+    assert run(path, "--batch", 8, "--ranks", 2, "--datasets", "x", "y") == 0
+    assert capsys.readouterr().out == to_text(plan_of(path, 8, 2)) + "\n"
+    pattern = tmp_path / "*.h5"
+    options = ["--policy", "file", "--shuffle", "--seed", 3, "--window-chunks", 2]
+    assert run(pattern, "--batch", 8, "--ranks", 2, *options, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["source"]["files"] == 2
+    assert found["source"]["rows"] == 130
+    assert found["request"] == {
+        "files": [str(pattern)],
+        "batch_size": 8,
+        "ranks": 2,
+        "datasets": [],
+        "policy": "file",
+        "drop_remainder": False,
+        "is_shuffled": True,
+        "seed": 3,
+        "window_chunks": 2,
+        "ranks_per_node": None,
+    }
+
+
+def test_data_that_cannot_be_read_are_errors_without_a_traceback(tmp_path, capsys):
+    path = write(tmp_path / "a.h5", 20)
+    with h5py.File(tmp_path / "unequal.h5", "w") as file:
+        file["x"], file["y"] = np.zeros(5), np.zeros(6)
+    with h5py.File(tmp_path / "unlike.h5", "w") as file:
+        file["x"], file["y"] = np.zeros((5, 7)), np.zeros(5)
+    (tmp_path / "text.h5").write_text("no HDF5")
+    with h5py.File(tmp_path / "empty.h5", "w"):
+        pass
+    names = ["--datasets", "x", "y"]
+    for arguments, *expected in [
+        ([tmp_path / "missing.h5"], "missing.h5", "No such file"),
+        ([tmp_path / "missing.h5", *names], "missing.h5", "No such file"),
+        ([tmp_path / "none-*.h5"], "none-*.h5", "no file matches"),
+        ([tmp_path / "text.h5"], "text.h5", "cannot be opened as HDF5"),
+        ([tmp_path / "empty.h5"], "empty.h5", "no dataset with rows"),
+        ([tmp_path], str(tmp_path), "Is a directory"),
+        ([path, "--datasets", "x", "z"], "a.h5", "no dataset 'z'"),
+        ([tmp_path / "unequal.h5", *names], "unequal.h5", "'x' has 5, 'y' has 6"),
+        (
+            [path, tmp_path / "unlike.h5", *names],
+            "unlike.h5",
+            "rows of dataset 'x' are",
+        ),
+    ]:
+        assert run(*arguments, "--batch", 4, "--ranks", 2) == 1, arguments
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("python -m mpidist plan: error: ")
+        assert err.count("\n") == 1
+        for part in expected:
+            assert part in err
+
+
+def test_arguments_that_cannot_be_used_are_usage_errors(tmp_path, capsys):
+    path = write(tmp_path / "a.h5", 20)
+    good = [path, "--batch", 4, "--ranks", 2]
+    for arguments, expected in [
+        ([path], "--batch, --ranks"),
+        ([*good, "--batch", 0], "must be >= 1, not 0"),
+        ([*good, "--ranks", -1], "must be >= 1, not -1"),
+        ([*good, "--ranks", "two"], "two"),
+        ([*good, "--seed", 3], "need --shuffle"),
+        ([*good, "--window-chunks", 0], "need --shuffle"),
+        ([*good, "--shuffle", "--window-chunks", -1], "must be >= 0, not -1"),
+        ([*good, "--policy", "auto"], "invalid choice"),
+        ([*good, "--policy", "file"], "at least as many files as workers, not 1"),
+        ([*good, "--nonsense"], "unrecognized"),
+    ]:
+        assert run(*arguments) == 2, arguments
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert expected in err
+
+
+@pytest.fixture
+def without_mpi(tmp_path):
+    """A function that runs Python where importing mpi4py fails."""
+    fake = tmp_path / "fake" / "mpi4py"
+    fake.mkdir(parents=True)
+    (fake / "__init__.py").write_text("raise ImportError('there is no MPI here')\n")
+
+    def start(*arguments) -> subprocess.CompletedProcess[str]:
+        folders = f"{fake.parent}:{LIBRARY}"
+        command = [sys.executable, *map(str, arguments)]
+        return launching.run(command, PYTHONPATH=folders)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["-m", "mpidist"],
+        ["-mmpidist"],
+        ["-bm", "mpidist"],
+        ["-W", "error", "-X", "faulthandler", "-m", "mpidist"],
+        ["-m", "mpidist.__main__"],
+    ],
+)
+def test_the_command_needs_no_mpi(tmp_path, without_mpi, how):
+    path = write(tmp_path / "a.h5", 100)
+    arguments = ["plan", path, "--batch", 8, "--ranks", 512, "--datasets", "x", "y"]
+    done = without_mpi(*how, *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == to_text(plan_of(path, 8, 512)) + "\n"
+
+
+def test_help_and_errors_need_no_mpi_either(tmp_path, without_mpi):
+    for arguments, status in [
+        (["--help"], 0),
+        (["plan", "--help"], 0),
+        ([], 2),
+        (["nonsense"], 2),
+        (["plan", tmp_path / "missing.h5", "--batch", 1, "--ranks", 1], 1),
+    ]:
+        done = without_mpi("-m", "mpidist", *arguments)
+        assert done.returncode == status, done.stderr
+        assert "Traceback" not in done.stderr
+        assert "there is no MPI" not in done.stderr
+
+
+def test_other_programs_get_the_whole_package_or_an_error(tmp_path, without_mpi):
+    """Also those that look like the command."""
+    script = tmp_path / "script.py"
+    script.write_text("import mpidist\n")
+    for arguments in [
+        ["-c", "import mpidist"],
+        ["-c", "import mpidist", "-m", "mpidist"],
+        [script, "-m", "mpidist", "plan"],
+        ["-m", "mpidist.data.plan"],
+    ]:
+        done = without_mpi(*arguments)
+        assert done.returncode == 1
+        assert "there is no MPI here" in done.stderr
+
+
+def test_the_command_does_not_touch_mpi4py_where_there_is_one(tmp_path):
+    path = write(tmp_path / "a.h5", 100)
+    arguments = ["plan", path, "--batch", "8", "--ranks", "4"]
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "mpidist",
+        *map(str, arguments),
+    ]
+    done = launching.run(command, PYTHONPATH=str(LIBRARY))
+    assert done.returncode == 0
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "mpidist.data.plan" in imported
+    assert not any(name.partition(".")[0] in ("mpi4py", "cupy") for name in imported)
+    assert "mpidist.launch" not in imported
+
+
+@pytest.mark.parametrize(
+    ("arguments", "own", "expected"),
+    [
+        ("python -m mpidist", 0, True),
+        ("python -m mpidist plan -m other", 3, True),
+        ("python -Im mpidist plan", 1, True),
+        ("python -mmpidist plan", 1, True),
+        ("python -m mpidist.__main__", 0, True),
+        ("python -m mpidists", 0, False),
+        ("python -m my.mpidist", 0, False),
+        ("python -m mpidist.launch", 0, False),
+        ("python -m pytest mpidist", 1, False),
+        ("python -m pytest -m mpidist", 2, False),
+    ],
+)
+def test_which_processes_are_commands(monkeypatch, arguments, own, expected):
+    words = arguments.split()
+    monkeypatch.setattr(sys, "orig_argv", words)
+    monkeypatch.setattr(sys, "argv", ["-m", *words[len(words) - own :]])
+    assert commands.is_command() is expected
+    monkeypatch.setattr(sys, "argv", ["script.py", *words])
+    assert not commands.is_command()
+
+
+def test_the_example_of_the_readme(tmp_path, monkeypatch, capsys):
+    """But for sizes of compressed bytes, which depend on the library."""
+    readme = (LIBRARY / "README.md").read_text()
+    command, _, expected = re.search(
+        r"```\n\$ python -m mpidist (plan [^\n]*)(\n)(.*?)```", readme, re.DOTALL
+    ).groups()
+    images = np.random.default_rng(0).integers(0, 4, (20_000, 28, 28), np.uint8)
+    with h5py.File(tmp_path / "train.h5", "w") as file:
+        file.create_dataset("x", data=images, chunks=(64, 28, 28), compression=1)
+        file["y"] = np.zeros(20_000, "i8")
+    monkeypatch.chdir(tmp_path)
+    assert main(command.split()) == 0
+    assert _without_sizes(capsys.readouterr().out) == _without_sizes(expected)
+
+
+def _without_sizes(text):
+    return re.sub(r"[\d.]+ (bytes|KiB|MiB)", "SIZE", " ".join(text.split()))
