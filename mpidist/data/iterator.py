@@ -12,7 +12,7 @@ from typing import Any
 
 from mpidist import context, regrouping
 from mpidist.calls import Call, group_by_rank, name_ranks
-from mpidist.data import feed
+from mpidist.data import feed, fetching
 from mpidist.data.feed import Plan, Portion
 from mpidist.data.kinds import global_call, require_equal, show
 from mpidist.data.optional import Optional
@@ -57,7 +57,7 @@ class DistributedIterator:
         """Be before a step, with nothing read ahead; before the first of a stream."""
         self._order = order
         self._step = step
-        self._feed = feed.start(self._plan, order)
+        self._feed = fetching.start(self._plan, order)
         self._kind: Any = None  # of no rows, once a batch was seen
         self._is_closed = False
         self._failure: str | None = None
@@ -276,7 +276,7 @@ class DistributedIterator:
             )
             self._kind = next(k for k in shown if k).load()
         if portion is None:
-            return Portion(self._plan.place(self._kind))
+            return Portion(fetching.place(self._plan, self._kind))
         self._kind = portion.kind
         return portion
 
@@ -308,7 +308,7 @@ class DistributedIterator:
 
     def _read(self) -> Portion | None:
         if self._reader is None:
-            return self._feed.read(self._step)
+            return fetching.hand_out(self._feed.read(self._step))
         # Keep `depth` batches in the making beyond the one that is handed out
         last = self._step + 1 + self._depth
         if self._plan.cardinality >= 0:
@@ -317,4 +317,4 @@ class DistributedIterator:
             step = self._step + len(self._ahead)
             # The thread must not know the iterator, or that would never be forgotten
             self._ahead.append(self._reader.submit(self._feed.read, step))
-        return self._ahead.popleft().result()
+        return fetching.hand_out(self._ahead.popleft().result())
