@@ -210,8 +210,6 @@ def test_batches_that_are_kept_stay_as_they_are(device, uploads, ahead, size):
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_batches_may_be_forgotten_while_they_are_used(device, uploads, ahead):
-    # The same number is asked for several times, so that the reader is ahead of the
-    # stream by as much as it can be
     results = []
     for _, array in go_on(ahead, steps=30, uploads=uploads):
         results.append(device.add_one(array))
@@ -238,6 +236,17 @@ def test_slots_grow_with_the_batches_and_no_more_memory_is_held(threads):
             held = pool.size - sum(block.size for block in pool.free)
             largest = 8 * max(sizes[: step + 2])
             assert held <= 2 * (largest + largest // 4 + 256)
+    uploads.close()
+
+
+def test_memory_that_a_slot_gives_up_is_not_written_before_it_was_read(threads):
+    uploads = Uploads(threads.stream)
+    first = take(uploads.upload(rows(0, 100)))
+    larger = uploads.upload(rows(1, 5000))
+    other = uploads.upload(rows(2, 100))
+    other.slot.sent.synchronize()
+    np.testing.assert_array_equal(threads.read(first), rows(0, 100))
+    np.testing.assert_array_equal(threads.read(take(larger)), rows(1, 5000))
     uploads.close()
 
 
@@ -277,9 +286,18 @@ def test_a_batch_under_way_can_be_taken_after_closing(threads):
     del upload, uploads
     assert threads.stream.device.is_all_free
     other = Uploads(threads.stream)
-    other.upload(rows(2, 50))
+    later = other.upload(rows(2, 50))
+    later.slot.sent.synchronize()
     np.testing.assert_array_equal(threads.read(array), rows(1, 50))
     other.close()
+
+
+def test_what_is_uploaded_after_closing_is_waited_for_at_once(threads):
+    uploads = Uploads(threads.stream)
+    uploads.close()
+    upload = uploads.upload(rows(1, 50))
+    assert threads.stream.copies.is_idle
+    np.testing.assert_array_equal(threads.read(take(upload)), rows(1, 50))
 
 
 def test_iterations_that_follow_one_another_do_not_disturb_each_other(device):

@@ -1,7 +1,7 @@
 """A device made of threads: streams that do their work in order, after they were told.
 
-It keeps the contract of `CopyStream`, and makes the worst of it: memory that nobody holds
-is given away at once, whatever streams still do with it, and a stream that is late does
+It keeps the contract of `CopyStream`, and makes the worst of it: memory that nobody
+holds is given away at once, whatever streams still do with it, and a late stream does
 nothing before somebody waits for it.
 """
 
@@ -35,6 +35,10 @@ class Stream:
         self._wanted = 0 if late else float("inf")
         self._error = None
         threading.Thread(target=self._run, daemon=True).start()
+
+    @property
+    def is_idle(self):
+        return self._done == self._added
 
     def do(self, piece, *arguments):
         with self._changed:
