@@ -124,10 +124,13 @@ class _CudaCopyStream:
         Raises:
           MemoryError: there is not as much.
         """
+        runtime = self._cupy.cuda.runtime
         try:
             with self._device:
                 memory = self._cupy.cuda.alloc_pinned_memory(size)
-        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+        except runtime.CUDARuntimeError as error:
+            if error.status != runtime.errorMemoryAllocation:
+                raise
             raise MemoryError(
                 f"there are no {size} bytes of page-locked memory for a batch "
                 f"({error}); use smaller batches, or read fewer of them ahead "

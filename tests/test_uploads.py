@@ -471,6 +471,26 @@ def test_a_dtype_that_no_gpu_has_is_an_error(cuda):
 
 
 @pytest.mark.gpu
+def test_too_little_page_locked_memory_is_an_error_that_says_so(cuda):
+    import cupy
+
+    runtime, uploads = cupy.cuda.runtime, Uploads(cuda.stream)
+
+    def fail(size):
+        raise runtime.CUDARuntimeError(runtime.errorMemoryAllocation)
+
+    cupy.cuda.set_pinned_memory_allocator(fail)
+    try:
+        with pytest.raises(MemoryError, match="no 256 bytes of page-locked memory"):
+            uploads.upload(np.arange(3))
+    finally:
+        pool = cupy.get_default_pinned_memory_pool()
+        cupy.cuda.set_pinned_memory_allocator(pool.malloc)
+    assert cuda.read(take(uploads.upload(np.arange(3)))).tolist() == [0, 1, 2]
+    uploads.close()
+
+
+@pytest.mark.gpu
 def test_iterations_leave_no_memory_behind(cuda):
     import cupy
 
