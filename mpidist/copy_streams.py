@@ -83,6 +83,8 @@ def copy_stream(device: str) -> CopyStream | None:
     return _CudaCopyStream(int(device.partition(":")[2]))
 
 
+_ERROR_MEMORY_ALLOCATION = 2  # CUDA's, which CuPy shows to Cython only
+
 # One per GPU. CuPy keeps freed memory for the stream that it was allocated on, so that
 # the memory of a stream that nobody uses again would be lost.
 _CUDA_STREAMS: dict[int, Any] = {}
@@ -124,12 +126,11 @@ class _CudaCopyStream:
         Raises:
           MemoryError: there is not as much.
         """
-        runtime = self._cupy.cuda.runtime
         try:
             with self._device:
                 memory = self._cupy.cuda.alloc_pinned_memory(size)
-        except runtime.CUDARuntimeError as error:
-            if error.status != runtime.errorMemoryAllocation:
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            if error.status != _ERROR_MEMORY_ALLOCATION:
                 raise
             raise MemoryError(
                 f"there are no {size} bytes of page-locked memory for a batch "

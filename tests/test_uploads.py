@@ -474,10 +474,10 @@ def test_a_dtype_that_no_gpu_has_is_an_error(cuda):
 def test_too_little_page_locked_memory_is_an_error_that_says_so(cuda):
     import cupy
 
-    runtime, uploads = cupy.cuda.runtime, Uploads(cuda.stream)
+    uploads = Uploads(cuda.stream)
 
     def fail(size):
-        raise runtime.CUDARuntimeError(runtime.errorMemoryAllocation)
+        raise cupy.cuda.runtime.CUDARuntimeError(2)  # cudaErrorMemoryAllocation
 
     cupy.cuda.set_pinned_memory_allocator(fail)
     try:
