@@ -18,6 +18,7 @@ from mpidist.values import ArrayView, DistributedValues, local_component
 
 __all__ = [
     "accumulator_dtype",
+    "fits_device",
     "gpu_count",
     "is_float16",
     "is_floating",
@@ -229,9 +230,14 @@ def to_host(array: Any) -> Any:
     return array.get() if is_device_array(array) else array
 
 
+def fits_device(array: Any) -> bool:
+    """Return whether a GPU can hold `array`: numbers, booleans; not text or dates."""
+    return array.dtype.kind in _NUMERIC_KINDS + "b"
+
+
 def to_device(array: Any, device: str) -> Any:
     """Return the NumPy `array` where a replica on `device` computes."""
-    if device.startswith("CPU") or array.dtype.kind not in _NUMERIC_KINDS + "b":
+    if device.startswith("CPU") or not fits_device(array):
         return array
     import cupy
 

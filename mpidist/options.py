@@ -220,13 +220,17 @@ class InputOptions:
     """Options of a distributed dataset.
 
     Args:
-      experimental_fetch_to_device: copy batches to the replica's device.
+      experimental_fetch_to_device: copy batches to the replica's device. To a GPU that
+        starts when they are read, beside its computations; the arrays belong to the
+        stream that is current where `next` is called.
       experimental_replication_mode: only PER_WORKER has a meaning here, where every
         worker is one replica.
       experimental_place_dataset_on_device: run the pipeline on the device; only False.
       experimental_per_replica_buffer_size: how many batches are read ahead, in a
         thread; 0 reads each batch when it is asked for. More than 0 are at least as
         many as the `num_parallel_calls` of maps over batches, each read in a thread.
+        For a GPU there is room for one batch more, in page-locked memory of the host
+        and again in the GPU's.
 
     Raises:
       ArgumentError: a buffer size < 0; the dataset is to be placed on the device.

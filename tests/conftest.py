@@ -48,6 +48,16 @@ def pytest_report_header() -> str:
     return f"mpi: {WORLD.size} ranks, {vendor}"
 
 
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leave out what three ranks would do alike: tests that do not communicate."""
+    if WORLD.size > 2:
+        alike = [item for item in items if "comm" not in item.fixturenames]
+        config.hook.pytest_deselected(items=alike)
+        items[:] = [item for item in items if "comm" in item.fixturenames]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpidist import arrays, nest, sharding
+from mpidist import nest, sharding
 from mpidist.data.dataset import UNKNOWN_CARDINALITY
 from mpidist.data.pipeline import Pass, Pipeline
 from mpidist.data.reading import Reading
@@ -70,13 +70,6 @@ class Plan:
     def is_open_ended(self) -> bool:
         """Whether replicas must tell each other at each step if they have a batch."""
         return self.cardinality == UNKNOWN_CARDINALITY
-
-    def place(self, batch: Any) -> Any:
-        """Return `batch` where this replica computes."""
-        if not self.options.experimental_fetch_to_device:
-            return batch
-        device = self.extended.device
-        return nest.map_leaves(lambda a: arrays.to_device(a, device), batch)
 
 
 class Portion(NamedTuple):
@@ -172,7 +165,7 @@ class _RowsFeed:
             else (1, 0)
         )
         batches = self._pipeline.parts(self._order, steps, *share)
-        return [Portion(self._plan.place(batch)) for batch in batches]
+        return [Portion(batch) for batch in batches]
 
     def _read(self, step: int) -> Portion | None:
         plan = self._plan
@@ -180,11 +173,11 @@ class _RowsFeed:
         is_over = length is not None and step >= length
         if not plan.is_open_ended:
             batch = self._pipeline.empty_part(self._order) if is_over else None
-            return Portion(plan.place(batch if is_over else self._load(step)))
+            return Portion(batch if is_over else self._load(step))
         if is_over:
             return None
         batch = self._load(step)
-        return Portion(plan.place(batch), _kind(as_element(batch)))
+        return Portion(batch, _kind(as_element(batch)))
 
     def end(self) -> None:
         """See `Feed.end`."""
@@ -229,7 +222,7 @@ class _StreamFeed:
         rows = _count_rows(element) if self._plan.is_batched else None
         if self._plan.is_global:
             element = self._slice(element, rows or 0)
-        return Portion(self._plan.place(element), kind, rows)
+        return Portion(element, kind, rows)
 
     def read_group(self, step: int) -> Group:
         """See `Feed.read_group`."""

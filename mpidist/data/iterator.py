@@ -10,7 +10,7 @@ from typing import Any
 
 from mpidist import context, regrouping
 from mpidist.calls import Call, group_by_rank, name_ranks
-from mpidist.data import feed
+from mpidist.data import feed, fetching
 from mpidist.data.ahead import ReadAhead
 from mpidist.data.feed import Plan, Portion
 from mpidist.data.kinds import global_call, require_equal, show
@@ -62,7 +62,7 @@ class DistributedIterator:
         self._agreed = 0  # the step up to which all replicas have theirs
         self._one_by_one = 0  # the step up to which they agree on each step
         self._reader = ReadAhead(
-            feed.start(self._plan, order),
+            fetching.start(self._plan, order),
             self._depth,
             self._threads,
             self._plan.cardinality,
@@ -315,7 +315,7 @@ class DistributedIterator:
             )
             self._kind = next(k for k in shown if k).load()
         if portion is None:
-            return Portion(self._plan.place(self._kind))
+            return Portion(fetching.place(self._plan, self._kind))
         self._kind = portion.kind
         return portion
 
@@ -335,7 +335,7 @@ class DistributedIterator:
             )
 
     def _read(self) -> Portion | None:
-        return self._reader.read(self._step)
+        return fetching.hand_out(self._reader.read(self._step))
 
     def __del__(self) -> None:
         if not getattr(self, "_is_closed", True):
