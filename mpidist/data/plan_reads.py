@@ -62,7 +62,7 @@ def _cost(share: Share) -> float:
 def _go_through(share: Share) -> Reads:
     """Return what is counted in a whole epoch."""
     share.begin()
-    share.ask(range(share.steps))
+    share.ask(range(share.steps if share.rows else 0))
     found = share.source
     return Reads(found.read_bytes, found.decoded_chunks, found.opened_files, True)
 
