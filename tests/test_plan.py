@@ -19,7 +19,7 @@ import mpidist
 from mpidist import AutoShardPolicy, Dataset, Options, commands, sharding
 from mpidist.__main__ import main
 from mpidist.block_order import BlockOrder, Blocks
-from mpidist.data import dry_rows, hdf5, hdf5_parts, plan_reads
+from mpidist.data import hdf5, hdf5_parts, plan_reads
 from mpidist.data.hdf5_index import index_file
 from mpidist.data.hdf5_names import choose_datasets
 from mpidist.data.plan import make_plan
@@ -114,8 +114,7 @@ class Observed(collections.Counter):
 
 def keep(monkeypatch, kept_bytes):
     """Let so many bytes of decoded chunks be kept."""
-    for module in (hdf5, hdf5_parts, dry_rows):
-        monkeypatch.setattr(module, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(hdf5_parts, "KEPT_BYTES", kept_bytes)
 
 
 @pytest.fixture

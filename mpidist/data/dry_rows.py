@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.block_order import Blocks
+from mpidist.data import hdf5_parts
 from mpidist.data.block_cache import BlockCache
 from mpidist.data.hdf5 import Hdf5Rows
 from mpidist.data.hdf5_columns import block_rows
 from mpidist.data.hdf5_index import Column, FileIndex, Way
-from mpidist.data.hdf5_parts import KEPT_BYTES, Layout
+from mpidist.data.hdf5_parts import Layout
 
 __all__ = ["DryRows", "stored_bytes"]
 
@@ -50,7 +51,7 @@ class DryRows:
 
     def restart(self) -> None:
         """Begin to count again, with no chunks kept."""
-        self._cache = BlockCache(1, KEPT_BYTES)
+        self._cache = BlockCache(1, hdf5_parts.KEPT_BYTES)
         self._opened: set[int] = set()
         self.read_bytes = 0
         self.decoded_chunks = 0

@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from mpidist import nest
 from mpidist.block_order import Blocks
-from mpidist.data import hdf5_columns
+from mpidist.data import hdf5_columns, hdf5_parts
 from mpidist.data.block_cache import BlockCache
 from mpidist.data.hdf5_index import Column, FileIndex, Way, index_file
-from mpidist.data.hdf5_parts import KEPT_BYTES, Layout, Part
+from mpidist.data.hdf5_parts import Layout, Part
 from mpidist.data.memory import Buffers, pick_rows
 from mpidist.data.open_files import OpenFiles
 from mpidist.data.raw_file import RawFile
@@ -66,7 +66,7 @@ class Hdf5Rows:
         self._open_files = OpenFiles()
         self._buffers = Buffers()
         threads = self._threads or len(os.sched_getaffinity(0))
-        self._blocks = BlockCache(threads, KEPT_BYTES)
+        self._blocks = BlockCache(threads, hdf5_parts.KEPT_BYTES)
 
     def __len__(self) -> int:
         return int(self.layout().starts[-1])
