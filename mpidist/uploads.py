@@ -17,6 +17,7 @@ is within the GPU's memory: it takes a few percent of the time of the one from t
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -110,9 +111,10 @@ class Uploads:
 
     def _free_slot(self, size: int) -> _Slot:
         """Return a slot of at least `size` bytes whose host buffer may be written."""
-        try:
+        slot = None
+        with contextlib.suppress(IndexError):  # other threads may take the last one
             slot = self._free.popleft()
-        except IndexError:
+        if slot is None:
             slot = _Slot(self._stream.pin(size), self._stream.reserve(size), size)
             self._slots.append(slot)
             return slot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import h5py
@@ -12,6 +13,7 @@ from thread_streams import DeviceArray, ThreadCopyStream
 import mpidist
 from mpidist import Dataset, InputOptions, arrays, copy_streams
 from mpidist.data import feed, fetching
+from mpidist.data.ahead import ReadAhead
 
 DEPTHS = [0, 1, 3]
 MESSAGE = "damaged on purpose"
@@ -32,6 +34,13 @@ def reading_ahead(depth):
 
 def numbers(n):
     return Dataset.from_tensor_slices(np.arange(n))
+
+
+def in_file(path, n):
+    """Rows in a file, of which several steps are read at a time."""
+    with h5py.File(path / "x.h5", "w") as file:
+        file["x"] = np.arange(n)
+    return Dataset.from_hdf5(path / "x.h5", "x")
 
 
 def local(strategy, batch):
@@ -81,9 +90,79 @@ def test_all_rows_arrive_in_order_in_every_epoch(strategy, comm, stream, depth, 
     for _ in range(3):
         assert in_order(strategy, comm, stream, divided) == list(range(30))
         require_all_returned(stream)
-    most = max(depth, 3 if depth else 0) + 1
-    assert len(stream.host.blocks) <= most
-    assert len(stream.device.blocks) <= most
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("batch", [4, 40])
+def test_steps_that_are_read_at_a_time_arrive(
+    strategy, comm, stream, tmp_path, depth, batch
+):
+    dataset = in_file(tmp_path, 300).batch(batch)
+    divided = strategy.experimental_distribute_dataset(dataset, reading_ahead(depth))
+    for _ in range(3):
+        assert in_order(strategy, comm, stream, divided) == list(range(300))
+        require_all_returned(stream)
+    iterator = iter(divided)
+    state = [next(iterator), iterator.get_state()][1]
+    iterator.set_state(state)
+    assert in_order(strategy, comm, stream, iterator) == list(range(batch, 300))
+
+
+def test_as_many_slots_as_batches_are_on_their_way(strategy, comm, stream, monkeypatch):
+    monkeypatch.setattr(feed, "_GROUP_STEPS", 1)
+    for depth in DEPTHS:
+        options = reading_ahead(depth)
+        divided = strategy.experimental_distribute_dataset(
+            numbers(80).batch(4), options
+        )
+        for _ in range(2):
+            assert in_order(strategy, comm, stream, divided) == list(range(80))
+        most = max(depth, 2) + 1 if depth else 1
+        assert len(stream.host.blocks) <= most
+        assert len(stream.device.blocks) <= most
+
+
+def test_too_little_memory_for_handing_out_is_an_error_on_all(
+    strategy, comm, stream, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(strategy.extended.topology, "devices", ("GPU:0",) * comm.size)
+    dataset = in_file(tmp_path, 32).batch(4)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    batches = [next(iterator), next(iterator)]
+
+    def fail(*args):
+        raise MemoryError("the device is full")
+
+    with monkeypatch.context() as patch:
+        if comm.rank == comm.size - 1:
+            patch.setattr(stream, "fetch", fail)
+        with pytest.raises(MemoryError, match="the device is full"):
+            next(iterator)
+    batches += list(iterator)
+    assert in_order(strategy, comm, stream, batches) == list(range(32))
+    gc.collect()  # the tracebacks
+    require_all_returned(stream)
+
+
+def test_too_little_memory_for_one_batch_of_many_is_met_at_that_batch(
+    strategy, comm, stream, tmp_path
+):
+    pinned = []
+
+    def pin(size, pin=stream.pin):
+        pinned.append(size)
+        if len(pinned) == 3 and comm.rank == comm.size - 1:
+            raise MemoryError("the host is full")
+        return pin(size)
+
+    stream.pin = pin
+    dataset = in_file(tmp_path, 32).batch(4)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    batches = [next(iterator), next(iterator)]
+    with pytest.raises(MemoryError, match="the host is full"):
+        next(iterator)
+    batches += list(iterator)
+    assert in_order(strategy, comm, stream, batches) == list(range(32))
 
 
 def test_rows_of_files_arrive(strategy, comm, stream, tmp_path):
@@ -221,15 +300,15 @@ def test_on_a_cpu_batches_are_handed_out_as_they_were_read(
     monkeypatch.setattr(fetching.uploads, "Uploads", None)
     if strategy.extended.device != "CPU:0":
         pytest.skip("the replicas are on GPUs")
-    read = []
-    original = feed._RowsFeed.read
+    read, original = [], ReadAhead.read
     monkeypatch.setattr(
-        feed._RowsFeed, "read", lambda *args: read.append(original(*args)) or read[-1]
+        ReadAhead, "read", lambda *args: read.append(original(*args)) or read[-1]
     )
     divided = strategy.experimental_distribute_dataset(
         numbers(30).batch(3), reading_ahead(depth)
     )
     batches = [local(strategy, batch) for batch in divided]
+    assert len(batches) == 10
     assert all(a is b.batch for a, b in zip(batches, read, strict=True))
 
 

@@ -9,7 +9,7 @@ from mpidist.data import feed
 from mpidist.data.feed import Feed, Group, Plan, Portion
 from mpidist.data.pipeline import Pass
 
-__all__ = ["hand_out", "place", "start"]
+__all__ = ["can_fail", "hand_out", "place", "start"]
 
 
 def start(plan: Plan, order: Pass) -> Feed:
@@ -22,10 +22,20 @@ def start(plan: Plan, order: Pass) -> Feed:
 
 
 def hand_out(portion: Portion | None) -> Portion | None:
-    """Return what a feed has read, for use in the calling thread. Once per portion."""
+    """Return what a feed has read, for use in the calling thread. Once per portion.
+
+    Raises: what CuPy does where memory on the GPU does not suffice.
+    """
     if portion is None or not isinstance(portion.batch, uploads.Upload):
         return portion
     return portion._replace(batch=uploads.take(portion.batch))
+
+
+def can_fail(plan: Plan) -> bool:
+    """Return whether `hand_out` may raise on some replica; the same on all replicas."""
+    devices = plan.extended.topology.devices
+    is_asked_for = plan.options.experimental_fetch_to_device
+    return is_asked_for and not all(device.startswith("CPU") for device in devices)
 
 
 def place(plan: Plan, batch: Any) -> Any:
@@ -46,18 +56,24 @@ class _Fetched:
 
     def read(self, step: int) -> Portion | None:
         """See `Feed.read`."""
-        return self._upload(self._source.read(step))
+        portion = self._source.read(step)
+        return None if portion is None else self._send(portion)
 
     def read_group(self, step: int) -> Group:
         """See `Feed.read_group`."""
-        return [
-            portion if isinstance(portion, Exception) else self._upload(portion)
-            for portion in self._source.read_group(step)
-        ]
+        found: Group = []
+        for portion in self._source.read_group(step):
+            if not isinstance(portion, Portion):  # the end, or an error
+                found.append(portion)
+                continue
+            try:
+                found.append(self._send(portion))
+            except Exception as error:
+                found.append(error)
+                break
+        return found
 
-    def _upload(self, portion: Portion | None) -> Portion | None:
-        if portion is None:
-            return None
+    def _send(self, portion: Portion) -> Portion:
         return portion._replace(batch=self._uploads.upload(portion.batch))
 
     def end(self) -> None:

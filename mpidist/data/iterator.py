@@ -53,6 +53,7 @@ class DistributedIterator:
         self._threads = feed.count_readers(plan)
         # All threads have something to read while a batch is in use
         self._depth = max(depth, self._threads) if depth else 0
+        self._agrees_singly = not plan.is_global or fetching.can_fail(plan)
         self._start(passes.begin())
 
     def _start(self, order: Pass, step: int = 0) -> None:
@@ -256,7 +257,7 @@ class DistributedIterator:
     def _agree_on_rows(self, where: Any) -> Portion | None:
         """Return this replica's portion; all agree at once on those read together."""
         together, step = self._plan.extended.together, self._step
-        group = self._reader.group if self._plan.is_global else 1
+        group = 1 if self._agrees_singly else self._reader.group
         call = Call(_NEXT, (*where, ("steps at a time", group)))
         if group > 1:
             self._agree_on_group(call, group)
