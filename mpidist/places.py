@@ -15,23 +15,24 @@ class Places:
     """
 
     def __init__(self) -> None:
-        self._places: dict[str, int] = {}
+        self._places: dict[str, tuple[int, int]] = {}  # each place and its digest
         self.digest = 0  # of 62 bits, the same in every process for the same places
 
     def note(self, name: str, place: int) -> None:
         """Say that this rank is at `place` of `name`."""
         self.forget(name)
-        self._places[name] = place
-        self.digest ^= _hash(name, place)
+        digest = _hash(name, place)
+        self._places[name] = place, digest
+        self.digest ^= digest
 
     def forget(self, name: str) -> None:
         """Say that this rank is through with `name`, if it has begun with it."""
-        if (place := self._places.pop(name, None)) is not None:
-            self.digest ^= _hash(name, place)
+        _, digest = self._places.pop(name, (0, 0))
+        self.digest ^= digest
 
     def describe(self) -> dict[str, str]:
         """Return each place by its name."""
-        return {name: str(place) for name, place in self._places.items()}
+        return {name: str(place) for name, (place, _) in self._places.items()}
 
 
 def _hash(name: str, place: int) -> int:
