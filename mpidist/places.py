@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 
 __all__ = ["Places"]
 
@@ -15,26 +17,33 @@ class Places:
     """
 
     def __init__(self) -> None:
-        self._places: dict[str, tuple[int, int]] = {}  # each place and its digest
-        self.digest = 0  # of 62 bits, the same in every process for the same places
+        self._places: dict[str, int] = {}
+        self._digest: int | None = 0
+
+    @property
+    def digest(self) -> int:
+        """62 bits that are the same in every process for the same places."""
+        if self._digest is None:
+            hashes = (_hash(name, place) for name, place in self._places.items())
+            self._digest = functools.reduce(operator.xor, hashes, 0)
+        return self._digest
 
     def note(self, name: str, place: int) -> None:
         """Say that this rank is at `place` of `name`."""
-        self.forget(name)
-        digest = _hash(name, place)
-        self._places[name] = place, digest
-        self.digest ^= digest
+        self._places[name] = place
+        self._digest = None
 
     def forget(self, name: str) -> None:
         """Say that this rank is through with `name`, if it has begun with it."""
-        _, digest = self._places.pop(name, (0, 0))
-        self.digest ^= digest
+        if self._places.pop(name, None) is not None:
+            self._digest = None
 
     def describe(self) -> dict[str, str]:
         """Return each place by its name."""
-        return {name: str(place) for name, (place, _) in self._places.items()}
+        return {name: str(place) for name, place in self._places.items()}
 
 
+@functools.lru_cache(maxsize=64)
 def _hash(name: str, place: int) -> int:
     hashed = hashlib.blake2b(f"{name}\n{place}".encode(), digest_size=8).digest()
     return int.from_bytes(hashed, "big") >> 2

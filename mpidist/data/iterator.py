@@ -60,6 +60,7 @@ class DistributedIterator:
         """Be before a step, with nothing read ahead; before the first of a stream."""
         self._order = order
         self._step = step
+        self._place = f"the step in epoch {order.epoch} of dataset {self._plan.serial}"
         self._agreed = 0  # the step up to which all replicas have theirs
         self._one_by_one = 0  # the step up to which they agree on each step
         self._reader = ReadAhead(
@@ -243,6 +244,9 @@ class DistributedIterator:
     def _agree(self) -> Portion | None:
         """Return this replica's portion once all replicas have theirs. Collective."""
         plan, step = self._plan, self._step
+        if step < self._agreed:
+            self._note_place(step + 1)
+            return self._read()
         where = ("dataset", plan.serial), ("epoch", self._order.epoch), ("step", step)
         if not plan.is_open_ended:
             return self._agree_on_rows(where)
@@ -256,23 +260,22 @@ class DistributedIterator:
 
     def _agree_on_rows(self, where: Any) -> Portion | None:
         """Return this replica's portion; all agree at once on those read together."""
-        together, step = self._plan.extended.together, self._step
         group = 1 if self._agrees_singly else self._reader.group
         call = Call(_NEXT, (*where, ("steps at a time", group)))
         if group > 1:
             self._agree_on_group(call, group)
-            self._note_place(step + 1)
-        if step < self._agreed:
+            self._note_place(self._step + 1)
+        if self._step < self._agreed:
             return self._read()
-        return together(call, self._read, is_patient=True)
+        return self._plan.extended.together(call, self._read, is_patient=True)
 
     def _agree_on_group(self, call: Call, group: int) -> None:
         """Find out if all replicas have the steps that are read together. Collective.
 
-        Within those agreed on before, and after an error in one, it does nothing.
+        After an error in one of them it does nothing.
         """
         step = self._step
-        if step < max(self._agreed, self._one_by_one):
+        if step < self._one_by_one:
             return
 
         def read() -> None:
@@ -289,12 +292,11 @@ class DistributedIterator:
 
     def _note_place(self, step: int | None) -> None:
         """Tell the next collective at which step of the epoch this replica is."""
-        plan, places = self._plan, self._plan.extended.agreement.places
-        name = f"the step in epoch {self._order.epoch} of dataset {plan.serial}"
+        places = self._plan.extended.agreement.places
         if step is None:
-            places.forget(name)
+            places.forget(self._place)
         else:
-            places.note(name, step)
+            places.note(self._place, step)
 
     def _fill_in(self, where: Any, portion: Portion | None) -> Portion | None:
         """Return `portion`, or one of no rows while others have rows. Collective.
