@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from mpidist.data.parallel import share_calls
+
 __all__ = ["BlockCache"]
 
 T = TypeVar("T")
@@ -55,15 +57,15 @@ class BlockCache:
             self._evict(found)
 
     def parallel(self, fn: Callable[[Any], T], items: Iterable[Any]) -> Iterable[T]:
-        """Return `fn` of each item, computed in threads."""
+        """Return `fn` of each item, computed in threads, of which one is this one."""
         items = list(items)
         if self.threads == 1 or len(items) < 2:
             return map(fn, items)
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.threads, "mpidist-read")
+                self._pool = ThreadPoolExecutor(self.threads - 1, "mpidist-read")
             pool = self._pool
-        return pool.map(fn, items)
+        return share_calls(fn, items, pool, self.threads - 1)
 
     def clear(self) -> None:
         """Drop all blocks, and end the threads."""

@@ -7,12 +7,12 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from mpidist.errors import ArgumentError
 
-__all__ = ["call_ahead", "call_all", "count_threads"]
+__all__ = ["call_ahead", "call_all", "count_threads", "share_calls"]
 
 _NAME = "mpidist-map"
 
@@ -39,12 +39,30 @@ def count_threads(num_parallel_calls: int | None) -> int:
 def call_all(fn: Callable[[Any], Any], items: Sequence[Any], threads: int) -> list[Any]:
     """Return `fn` of each item, computed by several threads, which end with the call.
 
+    Raises: see `share_calls`.
+    """
+    if min(threads, len(items)) <= 1:
+        return [fn(item) for item in items]
+    with ThreadPoolExecutor(threads, _NAME) as pool:
+        return pool.submit(share_calls, fn, items, pool, threads - 1).result()
+
+
+def share_calls(
+    fn: Callable[[Any], Any], items: Sequence[Any], pool: Executor, helpers: int
+) -> list[Any]:
+    """Return `fn` of each item, computed by this thread and some of a pool.
+
+    All have ended with their calls when it returns or raises.
+
+    Args:
+      fn: what is called.
+      items: with each of which it is called.
+      pool: of threads; where all are busy, this thread does everything.
+      helpers: how many of them may take part.
+
     Raises: what `fn` raises for the first item, in their order, for which it raises;
       then some of the items behind that one have been tried too, and no others will be.
     """
-    threads = min(threads, len(items))
-    if threads <= 1:
-        return [fn(item) for item in items]
     results: list[Any] = [None] * len(items)
     failures: dict[int, BaseException] = {}
     numbers, turn = iter(range(len(items))), threading.Lock()
@@ -60,9 +78,9 @@ def call_all(fn: Callable[[Any], Any], items: Sequence[Any], threads: int) -> li
             except BaseException as error:
                 failures[i] = error
 
-    with ThreadPoolExecutor(threads, _NAME) as pool:
-        for _ in range(threads):
-            pool.submit(work)
+    helping = [pool.submit(work) for _ in range(min(helpers, len(items) - 1))]
+    work()
+    wait([helper for helper in helping if not helper.cancel()])
     if not failures:
         return results
     error = failures[min(failures)]  # all items before it were tried

@@ -45,6 +45,8 @@ _CHECK_SECONDS = 60.0
 # Wanted bytes this near to each other are read in one call, up to this many
 _GAP_BYTES = 32 << 10
 _CALL_BYTES = 8 << 20
+# To wake a thread takes as long as copying 0.5 MB
+_PIECE_BYTES = 2 << 20
 
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
@@ -116,10 +118,15 @@ class RawFile:
             return self._read_rows(offset + rows * size_bytes, size_bytes, parallel)
         try:
             table = mapped[offset : offset + (last + 1) * size_bytes]
-            found: npt.NDArray[Any] = buffers.empty((rows.size, size_bytes), _BYTE)
-            # "clip" writes to `found` at once; no row is beyond the last
             table = table.reshape(-1, size_bytes)
-            return table.take(rows, axis=0, out=found, mode="clip")
+            found: npt.NDArray[Any] = buffers.empty((rows.size, size_bytes), _BYTE)
+
+            def copy(piece: slice) -> None:
+                # "clip" writes to `found` at once; no row is beyond the last
+                table.take(rows[piece], axis=0, out=found[piece], mode="clip")
+
+            list(parallel(copy, _pieces(rows.size, size_bytes)))
+            return found
         finally:
             self._give_map_back()
 
@@ -262,6 +269,13 @@ def _items(data: npt.NDArray[np.uint8], size_bytes: int) -> npt.NDArray[np.void]
         (count,), _item_type(size_bytes), data, strides=(1,)
     )
     return items
+
+
+def _pieces(rows: int, size_bytes: int) -> list[slice]:
+    """Cut rows of `size_bytes` into pieces that are worth a thread of their own."""
+    count = max(1, round(rows * size_bytes / _PIECE_BYTES))
+    edges = [rows * i // count for i in range(count + 1)]
+    return [slice(*edge) for edge in itertools.pairwise(edges)]
 
 
 def _spans(ordered: Offsets, size_bytes: int) -> list[tuple[int, int]]:
