@@ -174,10 +174,10 @@ class BlockOrder:
         places, _ = self._sequence.place(in_sequence)
         # Windows of the lanes end at different steps, not all at once
         windows = (places + lanes * self._window // self._lanes) // self._window
-        kinds, back = np.unique(windows * self._lanes + lanes, return_inverse=True)
-        for number, kind in enumerate(kinds.tolist()):
+        kinds = windows * self._lanes + lanes
+        for kind in np.unique(kinds).tolist():
             window, lane = divmod(kind, self._lanes)
-            here = np.flatnonzero(back == number)
+            here = np.flatnonzero(kinds == kind)
             start, order = self._mixed(lane, window)
             in_sequence[here] = start + order[in_sequence[here] - start]
         return self._sequence.rows(in_sequence)

@@ -148,7 +148,10 @@ class Batch(Step):
         return stack([self.element(order, int(i)) for i in positions])
 
     def rows_in(self, order: Pass, i: int) -> int:
-        rows = self._parent.length
+        return self._count(self._parent.length, i)
+
+    def _count(self, rows: int | None, i: int) -> int:
+        """Return how many of `rows` rows batch `i` has."""
         rest = self._batch_size if rows is None else rows - i * self._batch_size
         return min(self._batch_size, rest)
 
@@ -157,10 +160,11 @@ class Batch(Step):
         return self._parent.elements(order, np.arange(mine.start, mine.stop))
 
     def parts(self, order: Pass, steps: range, replicas: int, replica: int) -> Any:
-        mine = [self.positions(order, i, replicas, replica) for i in steps]
+        rows = self._parent.length
+        mine = [self._slice(rows, i, replicas, replica) for i in steps]
         positions = np.concatenate([np.arange(p.start, p.stop) for p in mine])
         leaves, spec = nest.flatten(self._parent.elements(order, positions))
-        edges = np.cumsum([0, *map(len, mine)]).tolist()
+        edges = itertools.accumulate(map(len, mine), initial=0)
         return [
             nest.unflatten(spec, [leaf[first:last] for leaf in leaves])
             for first, last in itertools.pairwise(edges)
@@ -168,8 +172,11 @@ class Batch(Step):
 
     def positions(self, order: Pass, i: int, replicas: int, replica: int) -> range:
         """Return which of the parent's elements are in a replica's slice of a batch."""
+        return self._slice(self._parent.length, i, replicas, replica)
+
+    def _slice(self, rows: int | None, i: int, replicas: int, replica: int) -> range:
         start = i * self._batch_size
-        mine = sharding.replica_slice(self.rows_in(order, i), replicas, replica)
+        mine = sharding.replica_slice(self._count(rows, i), replicas, replica)
         return range(start + mine.start, start + mine.stop)
 
     def example(self, order: Pass) -> Any:

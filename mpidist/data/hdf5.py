@@ -69,7 +69,7 @@ class Hdf5Rows:
         self._blocks = BlockCache(threads, hdf5_parts.KEPT_BYTES)
 
     def __len__(self) -> int:
-        return int(self.layout().starts[-1])
+        return self.layout().rows
 
     @property
     def file_count(self) -> int:
@@ -224,9 +224,9 @@ class Hdf5Rows:
         if not part.rows.size:
             return np.empty((0, *column.row_shape), column.native)
         numbers, inside = np.divmod(part.rows, column.chunk[0])
-        distinct, which = np.unique(numbers, return_inverse=True)
+        distinct = np.unique(numbers)
         wanted = [blocks[part.file, field, number] for number in distinct.tolist()]
-        return pick_rows(wanted, which, inside)
+        return pick_rows(wanted, np.searchsorted(distinct, numbers), inside)
 
     def _load_block(self, key: tuple[int, ...]) -> Any:
         """Return all rows of a row of chunks."""

@@ -104,15 +104,14 @@ def read_chunks(
       by_h5py: reads a region of the dataset, for chunks that are not understood.
       block: the number of the row of chunks.
     """
-    rows = block_rows(column, block)
-    places = _places(column)
-    numbers = range(block * len(places), (block + 1) * len(places))
+    rows, across = block_rows(column, block), math.prod(column.grid[1:])
+    numbers = range(block * across, (block + 1) * across)
     is_whole = column.chunk == (len(rows), *column.row_shape) and column.is_native
     if is_whole and column.offsets[numbers[0]] >= 0:
         chunk = _chunk(column, file, numbers[0])
         return by_h5py((slice(rows.start, rows.stop),)) if chunk is None else chunk
     found = np.empty((len(rows), *column.row_shape), column.native)
-    for number, (place, inside) in zip(numbers, places, strict=True):
+    for number, (place, inside) in zip(numbers, _places(column), strict=True):
         if column.offsets[number] < 0:
             found[place] = np.frombuffer(column.fill, column.dtype)[0]
         elif (chunk := _chunk(column, file, number)) is not None:

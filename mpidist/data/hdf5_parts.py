@@ -35,11 +35,13 @@ class Layout(NamedTuple):
     Args:
       files: at least one.
       starts: the number of each file's first row, and of all rows.
+      rows: the number of all rows.
       blocks: how the rows lie in chunks.
     """
 
     files: list[FileIndex]
     starts: Rows
+    rows: int
     blocks: Blocks
 
     @classmethod
@@ -52,7 +54,7 @@ class Layout(NamedTuple):
         for file in files[1:]:
             _require_like(file, files[0])
         starts = np.cumsum([0, *(file.rows for file in files)])
-        return cls(list(files), starts, _blocks_of(files))
+        return cls(list(files), starts, int(starts[-1]), _blocks_of(files))
 
     def cut(self, rows: Rows) -> Iterator[Part]:
         """Cut wanted rows by file; there is at least one part."""
