@@ -38,7 +38,7 @@ __all__ = [
 
 _END = object()
 # Small batches are read together: that is faster, and needs little memory
-_GROUP_BYTES = 4 << 20
+_GROUP_BYTES = 8 << 20
 _GROUP_STEPS = 16
 
 
