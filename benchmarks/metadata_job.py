@@ -26,7 +26,7 @@ from input_files import NAME
 from mpi4py import MPI
 
 import mpidist
-from mpidist.data import raw_file
+from mpidist.data.hdf5 import raw_file
 
 
 def with_mpidist(

@@ -177,11 +177,11 @@ if not commands.is_command():
         UNKNOWN_CARDINALITY,
         Dataset,
     )
-    from mpidist.data.distributed import DistributedDataset, InputContext
-    from mpidist.data.iterator import DistributedIterator
-    from mpidist.data.iterator_v1 import InputIterator
+    from mpidist.data.distributed.datasets import DistributedDataset, InputContext
+    from mpidist.data.distributed.iterator import DistributedIterator
+    from mpidist.data.distributed.iterator_v1 import InputIterator
+    from mpidist.data.distributed.optional import Optional
     from mpidist.data.local_iterator import DatasetIterator
-    from mpidist.data.optional import Optional
     from mpidist.data.spec import TensorSpec
     from mpidist.errors import (
         ArgumentError,

@@ -70,9 +70,9 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def _plan(given: argparse.Namespace) -> int:
     """Print a plan, and return the exit status."""
     # Not before the arguments are known to be good: these take most of a second
-    from mpidist.data.plan import make_plan
-    from mpidist.data.plan_parts import Request
-    from mpidist.data.plan_text import to_json, to_text
+    from mpidist.data.plan.input_plan import make_plan
+    from mpidist.data.plan.parts import Request
+    from mpidist.data.plan.text import to_json, to_text
     from mpidist.errors import ArgumentError, DataError
     from mpidist.options import AutoShardPolicy
 

@@ -8,12 +8,11 @@ raise. In the good case this costs the latency of a 24-byte Allreduce.
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NoReturn, TypeVar
+from collections.abc import Callable
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -22,28 +21,20 @@ from mpidist.calls import (
     Call,
     Record,
     call_site,
-    differences,
     digest,
     dump_error,
-    group_by_rank,
-    load_error,
     name_ranks,
     report_error,
 )
-from mpidist.errors import (
-    CollectiveError,
-    DeadlineError,
-    DivergenceError,
-    MismatchError,
-    RemoteError,
-)
+from mpidist.disagreement import no_such_thread, raise_by
+from mpidist.errors import CollectiveError, DeadlineError
 from mpidist.places import Places
 from mpidist.turns import Turns
+from mpidist.waiting import LateError, Waiting, wait_patiently
 
 __all__ = ["Agreement"]
 
 T = TypeVar("T")
-_HERE_TAG = 1
 
 
 class _ThreadState(threading.local):
@@ -69,7 +60,7 @@ class Agreement:
         self.broken: str | None = None
         self._mine = np.zeros(3, np.int64)
         self._highest = np.zeros(3, np.int64)
-        self._abandoned: list[Any] = []
+        self._waiting = Waiting(comm)
         self.turns = Turns()
         self.places = Places()
         self._thread = _ThreadState()
@@ -115,7 +106,7 @@ class Agreement:
                 first = self._resolve(call, thread, error)
                 if first != thread and not self.turns.yield_to(first, timeout):
                     # Take the missing thread's place, to tell the others
-                    thread, error = first, _no_such_thread(call, self.rank, first)
+                    thread, error = first, no_such_thread(call, self.rank, first)
 
     def _is_agreed(
         self,
@@ -139,7 +130,7 @@ class Agreement:
         # Never a blocking call: it would not match one of a rank with a deadline
         request = self.comm.Iallreduce(mine, highest, MPI.MAX)
         if timeout is None and is_patient:
-            _wait_patiently(request)
+            wait_patiently(request)
         elif timeout is None:
             request.Wait()
         else:
@@ -240,51 +231,17 @@ class Agreement:
           DeadlineError: names the ranks that were not heard of. The communicator
             cannot be used afterwards.
         """
-        start = time.monotonic()
-        announce = start + (deadline - start) / 2
-        arrived = {self.rank}
-        announced = False
-        pause = 0.0
-        while not request.Test():
-            now = time.monotonic()
-            if pause:
-                self._collect(arrived)
-            if not announced and (now > announce or len(arrived) > 1):
-                self._announce()
-                announced = True
-            if now > deadline:
-                self._abandoned.append(request)
-                self._miss_deadline(operation, timeout or deadline - start, arrived)
-            time.sleep(pause)
-            pause = min(pause + 1e-6, 1e-3)
-
-    def _announce(self) -> None:
-        """Tell all other ranks that this one waits in its current call."""
-        here = np.array([self.calls])
-        others = [r for r in range(self.size) if r != self.rank]
-        requests = [self.comm.Isend(here, r, _HERE_TAG) for r in others]
-        self._abandoned.append((here, requests))
-
-    def _collect(self, arrived: set[int]) -> None:
-        """Add the ranks that announced the current call."""
-        status, call = MPI.Status(), np.zeros(1, np.int64)
-        while self.comm.Iprobe(tag=_HERE_TAG, status=status):
-            self.comm.Recv(call, status.Get_source(), _HERE_TAG)
-            if call[0] == self.calls:
-                arrived.add(status.Get_source())
-
-    def _miss_deadline(
-        self, operation: str, seconds: float, arrived: set[int]
-    ) -> NoReturn:
-        missing = [r for r in range(self.size) if r not in arrived]
-        late = (
-            f"{name_ranks(missing)} did not arrive" if missing else "it did not finish"
-        )
-        self.broken = (
-            f"rank {self.rank} waited {seconds:g} s in {operation} (called at "
-            f"{call_site()}), but {late}"
-        )
-        raise DeadlineError(self.broken)
+        seconds = timeout or deadline - time.monotonic()
+        try:
+            self._waiting.wait(request, deadline, self.calls)
+        except LateError as error:
+            (missing,) = error.args
+            late = f"{name_ranks(missing)} did not arrive"
+            self.broken = (
+                f"rank {self.rank} waited {seconds:g} s in {operation} (called at "
+                f"{call_site()}), but {late if missing else 'it did not finish'}"
+            )
+            raise DeadlineError(self.broken) from None
 
     def _resolve(self, call: Call, thread: str, error: Exception | None) -> str:
         """Return the thread whose turn it is, or raise what keeps the ranks apart."""
@@ -302,60 +259,10 @@ class Agreement:
         if any(r.thread != records[0].thread for r in records):
             return str(records[0].thread)
         try:
-            self._raise_by(records, error)
+            raise_by(records, error, self.rank, self.calls)
         except Exception as raised:
             # Some ranks have left blocks in which others are: those must follow
             outermost = min(r.depth for r in records)
             if outermost < self._thread.depth:
                 self._thread.unwinding = (outermost, raised)
             raise
-
-    def _raise_by(self, records: Sequence[Record], error: Exception | None) -> NoReturn:
-        if any(r.error is not None for r in records):
-            self._raise_error(records, error)
-        if len({r.operation for r in records}) > 1:
-            calls = group_by_rank([f"{r.operation} at {r.site}" for r in records])
-            raise DivergenceError(
-                f"the replicas called different collectives (call {self.calls} of this "
-                f"strategy): {calls}. Every replica must make the same calls in the "
-                "same order"
-            )
-        raise MismatchError(
-            f"{records[0].operation}: the replicas' arguments differ: "
-            f"{differences(records)}"
-        )
-
-    def _raise_error(
-        self, records: Sequence[Record], error: Exception | None
-    ) -> NoReturn:
-        """Raise this rank's own error, or else a copy of the first failed rank's."""
-        first = next(r for r in records if r.error is not None)
-        is_copy = error is None
-        if error is None:
-            assert first.error is not None
-            error = load_error(first.error, first.origin)
-            error.__cause__ = RemoteError(f"on rank {first.origin}:\n{first.report}")
-        if not hasattr(error, "origin_rank"):
-            with contextlib.suppress(AttributeError):
-                origin = first.origin if is_copy else self.rank
-                error.origin_rank = origin  # type: ignore[attr-defined]
-        raise error
-
-
-def _wait_patiently(request: MPI.Request) -> None:
-    """Wait for an MPI request; after 100 microseconds without using the processor.
-
-    Each sleep is a small part of the time before it, so that little is lost in the end.
-    """
-    start = time.monotonic()
-    while not request.Test():
-        if (waited := time.monotonic() - start) > 1e-4:
-            time.sleep(min(waited / 4, 1e-3))
-
-
-def _no_such_thread(call: Call, rank: int, thread: str) -> DivergenceError:
-    name = f"thread {thread!r}" if thread else "the thread that made the strategy"
-    return DivergenceError(
-        f"rank {rank} is in {call.operation} at {call_site()}, and has no other thread "
-        f"that could join the call that other ranks make in {name}"
-    )

@@ -11,15 +11,15 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from mpidist.calls import Call
-from mpidist.data.hdf5_layout import Field, Storage, clean_name, common_fields
-from mpidist.data.hdf5_shard import Shard
-from mpidist.data.hdf5_virtual import (
+from mpidist.data.hdf5.layout import Field, Storage, clean_name, common_fields
+from mpidist.data.hdf5.shard import Shard
+from mpidist.data.hdf5.unfinished import Unfinished, sync_folder
+from mpidist.data.hdf5.virtual import (
     remove_output,
     require_no_output,
     shard_path,
     write_index,
 )
-from mpidist.data.unfinished import Unfinished, sync_folder
 from mpidist.errors import (
     ArgumentError,
     ArgumentTypeError,

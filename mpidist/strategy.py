@@ -14,7 +14,7 @@ from mpidist.context import (
     require_cross_replica,
 )
 from mpidist.data.dataset import DatasetLike
-from mpidist.data.distributed import DistributedDataset, InputContext
+from mpidist.data.distributed.datasets import DistributedDataset, InputContext
 from mpidist.errors import ContextError
 from mpidist.extended import StrategyExtended
 from mpidist.options import InputOptions, ReduceOp, RunOptions

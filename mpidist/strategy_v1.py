@@ -8,8 +8,12 @@ from typing import Any, NoReturn, TypeVar
 
 from mpidist.context import require_cross_replica
 from mpidist.data.dataset import Dataset, DatasetLike
-from mpidist.data.distributed import InputContext
-from mpidist.data.iterator_v1 import InputIterator, from_dataset, from_input_fn
+from mpidist.data.distributed.datasets import InputContext
+from mpidist.data.distributed.iterator_v1 import (
+    InputIterator,
+    from_dataset,
+    from_input_fn,
+)
 from mpidist.errors import ArgumentTypeError, ContextError
 from mpidist.options import InputReplicationMode
 from mpidist.strategy import Strategy

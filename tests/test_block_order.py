@@ -146,7 +146,7 @@ def test_a_window_may_follow_other_steps(path):
 
 
 def test_large_compressed_datasets_are_mixed_by_chunk(tmp_path, monkeypatch):
-    from mpidist.data import hdf5_parts
+    from mpidist.data.hdf5 import parts as hdf5_parts
 
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset(

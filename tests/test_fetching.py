@@ -12,8 +12,8 @@ from thread_streams import DeviceArray, ThreadCopyStream
 
 import mpidist
 from mpidist import Dataset, InputOptions, arrays, copy_streams
-from mpidist.data import feed, fetching
-from mpidist.data.ahead import ReadAhead
+from mpidist.data.distributed import feed, fetching
+from mpidist.data.distributed.ahead import ReadAhead
 
 DEPTHS = [0, 1, 3]
 MESSAGE = "damaged on purpose"

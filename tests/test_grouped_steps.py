@@ -8,7 +8,7 @@ import pytest
 
 import mpidist
 from mpidist import Dataset, InputOptions
-from mpidist.data import feed
+from mpidist.data.distributed import feed
 
 ROWS = 200
 

@@ -33,8 +33,8 @@ from hdf5_damage import (
 from hdf5_files import Recipe, require_same
 
 from mpidist import DataError, Dataset
-from mpidist.data import feed
-from mpidist.data.hdf5 import Hdf5Rows
+from mpidist.data.distributed import feed
+from mpidist.data.hdf5.rows import Hdf5Rows
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ import pytest
 
 import mpidist
 from mpidist import Dataset, Hdf5Writer, arrays
-from mpidist.data.hdf5_layout import BLOCK_BYTES
-from mpidist.data.unfinished import Unfinished
+from mpidist.data.hdf5.layout import BLOCK_BYTES
+from mpidist.data.hdf5.unfinished import Unfinished
 
 
 @pytest.fixture
@@ -185,8 +185,8 @@ def test_row_shapes(comm, strategy, path, shape, options):
 @pytest.mark.parametrize("chunk_rows", [1, 3, 64, None])
 def test_rows_come_in_any_portions(comm, strategy, path, chunk_rows, monkeypatch):
     # Blocks of several chunks, of one, and of less
-    monkeypatch.setattr("mpidist.data.hdf5_shard.BLOCK_BYTES", 7 * 8)
-    monkeypatch.setattr("mpidist.data.hdf5_layout.BLOCK_BYTES", 7 * 8)
+    monkeypatch.setattr("mpidist.data.hdf5.shard.BLOCK_BYTES", 7 * 8)
+    monkeypatch.setattr("mpidist.data.hdf5.layout.BLOCK_BYTES", 7 * 8)
 
     def rows(rank):
         return rows_of(rank, 200 + rank, (), "f8")
@@ -219,7 +219,7 @@ def test_chunks_are_about_a_mebibyte_and_few_rows_take_no_whole_one(strategy, pa
 
 
 def test_a_row_that_is_too_large_for_a_chunk_is_cut(strategy, path, monkeypatch):
-    monkeypatch.setattr("mpidist.data.hdf5_shard.LARGEST_CHUNK_BYTES", 1 << 21)
+    monkeypatch.setattr("mpidist.data.hdf5.shard.LARGEST_CHUNK_BYTES", 1 << 21)
     row = np.random.default_rng(0).normal(size=(1, 400, 1000))
     with Hdf5Writer(strategy, path) as writer:
         writer.append(row)
@@ -913,7 +913,7 @@ import signal
 import sys
 import numpy as np
 import mpidist
-from mpidist.data.unfinished import Unfinished
+from mpidist.data.hdf5.unfinished import Unfinished
 
 path, moment, name = sys.argv[1:]
 

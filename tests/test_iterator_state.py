@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 import mpidist
 from mpidist import AutoShardPolicy, Dataset, InputOptions, Options, nest
-from mpidist.data.iterator_v1 import from_dataset, from_input_fn
+from mpidist.data.distributed.iterator_v1 import from_dataset, from_input_fn
 from mpidist.data.sources import RangeRows
 from mpidist.sharding import Permutation
 

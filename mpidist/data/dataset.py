@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mpidist import nest
 from mpidist.data.file_names import check_names, list_files
-from mpidist.data.hdf5 import Hdf5Rows
+from mpidist.data.hdf5.rows import Hdf5Rows
 from mpidist.data.local_iterator import DatasetIterator
 from mpidist.data.parallel import count_threads
 from mpidist.data.pipeline import INFINITE_CARDINALITY, Pipeline, Rows

@@ -12,16 +12,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from mpidist.data.codec import filter_name
 from mpidist.data.dataset import Dataset
-from mpidist.data.dry_rows import DryRows, stored_bytes
 from mpidist.data.file_names import list_files
-from mpidist.data.hdf5 import Hdf5Rows
-from mpidist.data.hdf5_index import Column
-from mpidist.data.hdf5_names import choose_datasets
+from mpidist.data.hdf5.codec import filter_name
+from mpidist.data.hdf5.index import Column
+from mpidist.data.hdf5.names import choose_datasets
+from mpidist.data.hdf5.rows import Hdf5Rows
 from mpidist.data.pipeline import Rows
-from mpidist.data.plan_estimates import Reads, kept_bytes
-from mpidist.data.plan_parts import (
+from mpidist.data.plan.dry_rows import DryRows, stored_bytes
+from mpidist.data.plan.estimates import Reads, kept_bytes
+from mpidist.data.plan.parts import (
     DatasetPart,
     InputPlan,
     LayoutPart,
@@ -33,9 +33,9 @@ from mpidist.data.plan_parts import (
     SourcePart,
     StepPart,
 )
-from mpidist.data.plan_reads import count_reads
+from mpidist.data.plan.reads import count_reads
+from mpidist.data.plan.shares import ORDER, Share, shares_of
 from mpidist.data.policies import count_steps
-from mpidist.data.shares import ORDER, Share, shares_of
 from mpidist.options import AutoShardPolicy
 
 __all__ = ["make_plan"]

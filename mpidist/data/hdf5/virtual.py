@@ -9,8 +9,8 @@ from pathlib import Path
 
 import h5py
 
-from mpidist.data.hdf5_layout import Field
-from mpidist.data.unfinished import Unfinished, sync_folder
+from mpidist.data.hdf5.layout import Field
+from mpidist.data.hdf5.unfinished import Unfinished, sync_folder
 from mpidist.errors import ArgumentError
 
 __all__ = [

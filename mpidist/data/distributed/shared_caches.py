@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidist.calls import Call
 from mpidist.data.caching import Cache, Memory, StreamCache, frozen, rebuild
-from mpidist.data.node_cache import NodeCache
+from mpidist.data.distributed.node_cache import NodeCache
 from mpidist.data.pipeline import Pass, Pipeline
 from mpidist.data.reading import Reading
 from mpidist.data.stream import Stream

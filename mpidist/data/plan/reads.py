@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpidist.data.plan_estimates import (
+from mpidist.data.plan.estimates import (
     Reads,
     count_lanes,
     estimate_in_order,
     estimate_shuffled,
 )
-from mpidist.data.shares import ORDER, Share
+from mpidist.data.plan.shares import ORDER, Share
 
 __all__ = ["count_reads"]
 

@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.data.codec import Filter, can_decode
+from mpidist.data.hdf5.codec import Filter, can_decode
 
 __all__ = ["UNWRITTEN", "ChunkTable", "filter_names", "filters_of", "table_of"]
 

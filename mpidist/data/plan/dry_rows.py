@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.block_order import Blocks
-from mpidist.data import hdf5_parts
-from mpidist.data.block_cache import BlockCache
-from mpidist.data.hdf5 import Hdf5Rows
-from mpidist.data.hdf5_columns import block_rows
-from mpidist.data.hdf5_index import Column, FileIndex, Way
-from mpidist.data.hdf5_parts import Layout
+from mpidist.data.hdf5 import parts as hdf5_parts
+from mpidist.data.hdf5.block_cache import BlockCache
+from mpidist.data.hdf5.columns import block_rows
+from mpidist.data.hdf5.index import Column, FileIndex, Way
+from mpidist.data.hdf5.parts import Layout
+from mpidist.data.hdf5.rows import Hdf5Rows
 
 __all__ = ["DryRows", "stored_bytes"]
 

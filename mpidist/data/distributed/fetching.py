@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mpidist import arrays, copy_streams, nest, uploads
-from mpidist.data import feed
-from mpidist.data.feed import Feed, Group, Plan, Portion
+from mpidist.data.distributed import feed
+from mpidist.data.distributed.feed import Feed, Group, Plan, Portion
 from mpidist.data.pipeline import Pass
 
 __all__ = ["can_fail", "hand_out", "place", "start"]

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidist.block_order import BlockOrder
-from mpidist.data import hdf5_parts
-from mpidist.data.dry_rows import DryRows, stored_bytes
-from mpidist.data.shares import ORDER, Share
+from mpidist.data.hdf5 import parts as hdf5_parts
+from mpidist.data.plan.dry_rows import DryRows, stored_bytes
+from mpidist.data.plan.shares import ORDER, Share
 from mpidist.sharding import Indices
 
 __all__ = [

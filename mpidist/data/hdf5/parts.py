@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.block_order import Blocks
-from mpidist.data.hdf5_index import Column, FileIndex
+from mpidist.data.hdf5.index import Column, FileIndex
 from mpidist.errors import DataError
 
 __all__ = ["KEPT_BYTES", "Layout", "Part"]

@@ -10,13 +10,13 @@ from typing import Any
 
 from mpidist import context, regrouping
 from mpidist.calls import Call, group_by_rank, name_ranks
-from mpidist.data import feed, fetching
-from mpidist.data.ahead import ReadAhead
-from mpidist.data.feed import Plan, Portion
-from mpidist.data.kinds import global_call, require_equal, show
-from mpidist.data.optional import Optional
+from mpidist.data.distributed import feed, fetching
+from mpidist.data.distributed.ahead import ReadAhead
+from mpidist.data.distributed.feed import Plan, Portion
+from mpidist.data.distributed.kinds import global_call, require_equal, show
+from mpidist.data.distributed.optional import Optional
+from mpidist.data.distributed.shared_caches import reorder
 from mpidist.data.pipeline import Pass
-from mpidist.data.shared_caches import reorder
 from mpidist.data.spec import spec_of
 from mpidist.data.state import Passes, make_state, read_state
 from mpidist.errors import ArgumentError, DataError, MismatchError, OutOfRangeError

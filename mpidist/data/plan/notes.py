@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from mpidist.block_order import LANE_ROWS
-from mpidist.data.hdf5_index import Way
-from mpidist.data.plan_parts import DatasetPart, InputPlan, RankGroup
+from mpidist.data.hdf5.index import Way
+from mpidist.data.plan.parts import DatasetPart, InputPlan, RankGroup
 from mpidist.data.policies import is_global
 from mpidist.free_memory import as_text
 from mpidist.options import AutoShardPolicy

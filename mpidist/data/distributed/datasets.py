@@ -19,12 +19,12 @@ from mpidist.data.dataset import (
     as_dataset,
     require_length,
 )
-from mpidist.data.feed import Plan
-from mpidist.data.index_sharing import index_own_files, share_indexes
-from mpidist.data.iterator import DistributedIterator
+from mpidist.data.distributed.feed import Plan
+from mpidist.data.distributed.index_sharing import index_own_files, share_indexes
+from mpidist.data.distributed.iterator import DistributedIterator
+from mpidist.data.distributed.shared_caches import require_shareable, share
 from mpidist.data.pipeline import Pass, Pipeline
 from mpidist.data.policies import count_steps, divide, is_global
-from mpidist.data.shared_caches import require_shareable, share
 from mpidist.data.state import Origin, Passes
 from mpidist.data.stream import Stream
 from mpidist.errors import ArgumentError, ArgumentTypeError

@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 
 from mpidist import arrays
-from mpidist.data.hdf5_layout import (
+from mpidist.data.hdf5.layout import (
     BLOCK_BYTES,
     LARGEST_CHUNK_BYTES,
     Field,
@@ -22,7 +22,7 @@ from mpidist.data.hdf5_layout import (
     require_storable,
     to_arrays,
 )
-from mpidist.data.unfinished import Unfinished
+from mpidist.data.hdf5.unfinished import Unfinished
 from mpidist.errors import DataError
 
 __all__ = ["Shard"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from mpidist.data.feed import Feed, Group, Portion
+from mpidist.data.distributed.feed import Feed, Group, Portion
 
 __all__ = ["ReadAhead"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import h5py
 
-from mpidist.data.hdf5_index import kind_of, open_hdf5
+from mpidist.data.hdf5.index import kind_of, open_hdf5
 from mpidist.errors import DataError
 
 __all__ = ["choose_datasets"]

@@ -22,9 +22,9 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.data import hdf5_chunks
-from mpidist.data.codec import Filter
-from mpidist.data.hdf5_virtual import missing_sources
+from mpidist.data.hdf5 import chunks as hdf5_chunks
+from mpidist.data.hdf5.codec import Filter
+from mpidist.data.hdf5.virtual import missing_sources
 from mpidist.errors import DataError
 
 __all__ = [

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mpidist.data import feed
 from mpidist.data.batching import Batch
 from mpidist.data.dataset import Dataset
-from mpidist.data.dry_rows import DryRows
+from mpidist.data.distributed import feed
 from mpidist.data.pipeline import Pass
+from mpidist.data.plan.dry_rows import DryRows
 from mpidist.data.policies import divide, is_global
 from mpidist.options import AutoShardPolicy
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpidist.calls import Call
 from mpidist.data.dataset import Dataset, DatasetLike, as_dataset
-from mpidist.data.distributed import DistributedDataset, InputContext
-from mpidist.data.iterator import DistributedIterator
+from mpidist.data.distributed.datasets import DistributedDataset, InputContext
+from mpidist.data.distributed.iterator import DistributedIterator
 from mpidist.data.stream import Generated
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import InputOptions, InputReplicationMode

@@ -7,8 +7,8 @@ import json
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from mpidist.data.plan_notes import notes_on, show_ranks
-from mpidist.data.plan_parts import (
+from mpidist.data.plan.notes import notes_on, show_ranks
+from mpidist.data.plan.parts import (
     DatasetPart,
     InputPlan,
     LayoutPart,

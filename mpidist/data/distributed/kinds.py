@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mpidist import nest
 from mpidist.calls import Call, group_by_rank
-from mpidist.data.feed import Portion
+from mpidist.data.distributed.feed import Portion
 from mpidist.errors import MismatchError
 
 __all__ = ["Kind", "global_call", "require_equal", "show"]

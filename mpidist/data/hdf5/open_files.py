@@ -12,8 +12,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from mpidist.data.hdf5_index import Column, FileIndex, kind_of, open_hdf5
-from mpidist.data.raw_file import RawFile
+from mpidist.data.hdf5.index import Column, FileIndex, kind_of, open_hdf5
+from mpidist.data.hdf5.raw_file import RawFile
 from mpidist.errors import DataError
 
 __all__ = ["OpenFiles"]

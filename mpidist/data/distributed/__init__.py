@@ -1,0 +1,1 @@
+"""Datasets whose rows are divided over replicas."""

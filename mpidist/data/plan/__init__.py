@@ -1,0 +1,1 @@
+"""What a job will read, told without MPI: `python -m mpidist plan`."""
