@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from all_ranks import local
 
 import mpidist
 from mpidist.sharding import replica_slice
@@ -19,11 +20,6 @@ def replica_id():
 def first_batch(strategy):
     dataset = mpidist.Dataset.from_tensor_slices([5.0, 6.0, 7.0, 8.0]).batch(2)
     return next(iter(strategy.experimental_distribute_dataset(dataset)))
-
-
-def local(strategy, value):
-    (component,) = strategy.experimental_local_results(value)
-    return component
 
 
 def mine(strategy, rows):

@@ -7,6 +7,7 @@ import itertools
 import h5py
 import numpy as np
 import pytest
+from all_ranks import in_order, local, on_all_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,23 +23,6 @@ def numbers(n, dtype=np.int64):
 def rows_of(n, dtype=np.float32):
     """Rows of two dimensions, of which the first number is the row's."""
     return np.arange(n, dtype=dtype)[:, None] + np.zeros((1, 3), dtype)
-
-
-def local(strategy, value):
-    (component,) = strategy.experimental_local_results(value)
-    return component
-
-
-def on_all_ranks(strategy, comm, batches):
-    """The batches of every step: a list of the components of all ranks."""
-    mine = [local(strategy, batch) for batch in batches]
-    everyone = comm.allgather(mine)
-    assert len({len(batches) for batches in everyone}) == 1
-    return list(map(list, zip(*everyone)))
-
-
-def in_order(steps):
-    return [row for parts in steps for part in parts for row in part.tolist()]
 
 
 def shuffled(n, seed, epoch=0):

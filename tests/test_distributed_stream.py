@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from all_ranks import in_order, local, on_all_ranks
 
 import mpidist
 from mpidist import Dataset, InputOptions
@@ -27,23 +28,6 @@ def options(prefetch):
 
 def numbers(n):
     return Dataset.from_generator(lambda: iter(range(n)))
-
-
-def local(strategy, value):
-    (component,) = strategy.experimental_local_results(value)
-    return component
-
-
-def on_all_ranks(strategy, comm, batches):
-    """The batches of every step: a list of the components of all ranks."""
-    mine = [local(strategy, batch) for batch in batches]
-    everyone = comm.allgather(mine)
-    assert len({len(batches) for batches in everyone}) == 1
-    return list(map(list, zip(*everyone)))
-
-
-def in_order(steps):
-    return [row for parts in steps for part in parts for row in part.tolist()]
 
 
 def require_usable(strategy):

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from all_ranks import local
 
 import mpidist
-
-
-def local(strategy, value):
-    (component,) = strategy.experimental_local_results(value)
-    return component
 
 
 def test_the_pages_input_fn_example(strategy):

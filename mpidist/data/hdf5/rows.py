@@ -254,10 +254,12 @@ class Hdf5Rows:
         try:
             return read()
         except (*_READ_ERRORS, DataError) as error:
-            where = f"rows {min(rows)}..{max(rows)}" if len(rows) else "no rows"
+            path, where = self._paths[file], "no rows"
+            if len(rows):
+                where = f"rows {min(rows)}..{max(rows)}"
             raise DataError(
-                f"{self._paths[file]}: {where} of dataset {self._names[field]!r} "
-                f"cannot be read{self._on_rank}: {error}"
+                f"{path}: {where} of dataset {self._names[field]!r} cannot be read"
+                f"{self._on_rank}: {str(error).removeprefix(f'{path}: ')}"
             ) from error
 
     def _raw_file(self, file: int) -> RawFile:

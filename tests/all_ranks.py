@@ -1,0 +1,22 @@
+"""What all ranks got of a distributed dataset, for tests to compare."""
+
+from __future__ import annotations
+
+
+def local(strategy, value):
+    """This rank's component."""
+    (component,) = strategy.experimental_local_results(value)
+    return component
+
+
+def on_all_ranks(strategy, comm, batches):
+    """The batches of every step: a list of the components of all ranks."""
+    mine = [local(strategy, batch) for batch in batches]
+    everyone = comm.allgather(mine)
+    assert len({len(batches) for batches in everyone}) == 1
+    return list(map(list, zip(*everyone)))
+
+
+def in_order(steps):
+    """The rows of what `on_all_ranks` returns, in their order."""
+    return [row for parts in steps for part in parts for row in part.tolist()]
