@@ -162,6 +162,7 @@ from mpidist._version import __version__
 
 # `python -m mpidist` imports this first, perhaps where there is no MPI
 if not commands.is_command():
+    from mpidist import mpi_settings  # noqa: F401, I001 - before MPI is imported
     from mpidist import launch
     from mpidist.context import (
         ReplicaContext,

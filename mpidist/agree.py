@@ -11,12 +11,12 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NoReturn, TypeVar
 
-import numpy as np
 from mpi4py import MPI
 
+from mpidist.board import Board
 from mpidist.calls import (
     Call,
     Record,
@@ -26,11 +26,12 @@ from mpidist.calls import (
     name_ranks,
     report_error,
 )
+from mpidist.comparing import Comparison, MpiComparison
 from mpidist.disagreement import no_such_thread, raise_by
 from mpidist.errors import CollectiveError, DeadlineError
 from mpidist.places import Places
 from mpidist.turns import Turns
-from mpidist.waiting import LateError, Waiting, wait_patiently
+from mpidist.waiting import LateError, Waiting
 
 __all__ = ["Agreement"]
 
@@ -52,14 +53,13 @@ class Agreement:
     # Those of this process in the order of their making, which is that of all ranks
     in_use: ClassVar[list[Agreement]] = []
 
-    def __init__(self, comm: MPI.Intracomm):
+    def __init__(self, comm: MPI.Intracomm, comparison: Comparison | None = None):
         self.comm = comm
+        self.comparison = comparison or MpiComparison(comm)
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self.calls = 0
         self.broken: str | None = None
-        self._mine = np.zeros(3, np.int64)
-        self._highest = np.zeros(3, np.int64)
         self._waiting = Waiting(comm)
         self.turns = Turns()
         self.places = Places()
@@ -78,6 +78,7 @@ class Agreement:
         error: Exception | None = None,
         timeout: float | None = None,
         is_patient: bool = False,
+        payload: Sequence[Any] = (),
     ) -> None:
         """Return when all ranks are in the same call and none failed. Collective.
 
@@ -86,6 +87,7 @@ class Agreement:
           error: the reason why this rank cannot, if so.
           timeout: seconds to wait for the other ranks; None for ever.
           is_patient: whether to leave the core to other threads while waiting.
+          payload: see `Comparison.is_same`; for `comparison.payloads` afterwards.
 
         Raises, on all ranks:
           The error of a rank that passed one (each failed rank raises its own, the
@@ -102,7 +104,9 @@ class Agreement:
             return
         with self.turns:
             thread = self.turns.thread()
-            while not self._is_agreed(call, thread, error, timeout, is_patient):
+            while not self._is_agreed(
+                call, thread, error, timeout, is_patient, payload
+            ):
                 first = self._resolve(call, thread, error)
                 if first != thread and not self.turns.yield_to(first, timeout):
                     # Take the missing thread's place, to tell the others
@@ -115,6 +119,7 @@ class Agreement:
         error: Exception | None,
         timeout: float | None,
         is_patient: bool,
+        payload: Sequence[Any],
     ) -> bool:
         """Tell the other ranks, and return whether all said the same."""
         if self.broken is not None:
@@ -122,20 +127,16 @@ class Agreement:
                 f"this strategy cannot communicate any more: {self.broken}"
             )
         self.calls += 1
-        mine, highest = self._mine, self._highest
         if thread:
             call = call._replace(options=(*call.options, ("thread", thread)))
         number = digest(call) ^ self.places.digest
-        mine[0], mine[1], mine[2] = number, -number, error is not None
-        # Never a blocking call: it would not match one of a rank with a deadline
-        request = self.comm.Iallreduce(mine, highest, MPI.MAX)
-        if timeout is None and is_patient:
-            wait_patiently(request)
-        elif timeout is None:
-            request.Wait()
-        else:
-            self.wait(request, time.monotonic() + timeout, call.operation, timeout)
-        return bool(highest[2] == 0 and highest[0] == -highest[1])
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            return self.comparison.is_same(
+                number, error is not None, deadline, is_patient, payload
+            )
+        except LateError as late:
+            self._break_off(late, call.operation, timeout)
 
     def raise_together(self, operation: str, error: Exception | None) -> None:
         """Raise on all ranks if any rank has an error. Collective."""
@@ -223,7 +224,6 @@ class Agreement:
         request: MPI.Request,
         deadline: float,
         operation: str,
-        timeout: float | None = None,
     ) -> None:
         """Wait for an MPI request until `deadline`, on time.monotonic's clock.
 
@@ -231,17 +231,34 @@ class Agreement:
           DeadlineError: names the ranks that were not heard of. The communicator
             cannot be used afterwards.
         """
-        seconds = timeout or deadline - time.monotonic()
+        start = time.monotonic()
         try:
             self._waiting.wait(request, deadline, self.calls)
-        except LateError as error:
-            (missing,) = error.args
-            late = f"{name_ranks(missing)} did not arrive"
-            self.broken = (
-                f"rank {self.rank} waited {seconds:g} s in {operation} (called at "
-                f"{call_site()}), but {late if missing else 'it did not finish'}"
-            )
-            raise DeadlineError(self.broken) from None
+        except LateError as late:
+            self._break_off(late, operation, deadline - start)
+
+    def meet(self, board: Board, operation: str, deadline: float | None) -> None:
+        """Meet the other ranks on a board, until `deadline`, in a collective.
+
+        Raises:
+          DeadlineError: see `wait`.
+        """
+        start = time.monotonic() if deadline else 0.0
+        try:
+            board.meet(deadline)
+        except LateError as late:
+            self._break_off(late, operation, (deadline or start) - start)
+
+    def _break_off(
+        self, late: LateError, operation: str, seconds: float | None
+    ) -> NoReturn:
+        (missing,) = late.args
+        reason = f"{name_ranks(missing)} did not arrive"
+        self.broken = (
+            f"rank {self.rank} waited {seconds:g} s in {operation} (called at "
+            f"{call_site()}), but {reason if missing else 'it did not finish'}"
+        )
+        raise DeadlineError(self.broken) from None
 
     def _resolve(self, call: Call, thread: str, error: Exception | None) -> str:
         """Return the thread whose turn it is, or raise what keeps the ranks apart."""

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from mpidist import arrays, nest, packing
+from mpidist import arithmetic, arrays, nest, packing
 from mpidist.agree import Agreement
 from mpidist.calls import Call
-from mpidist.errors import ArgumentError
 from mpidist.leaves import check_each, describe_but, gather_axis, to_arrays
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.packing import Axis
@@ -70,9 +69,38 @@ class Collectives:
             described = tuple((a.dtype, a.shape) for a in given)
             agreed = (("reduce_op", op.name), *_agreed(options))
             call = Call(operation, agreed, spec, described)
-            self.agreement.require_same(call, timeout=options.timeout_seconds)
-            results = (reduce_arrays or self.reduce_arrays)(op, given, options)
+            if reduce_arrays is None and self._fits(op, given):
+                results = self._reduce_small(op, given, call, options)
+            else:
+                self.agreement.require_same(call, timeout=options.timeout_seconds)
+                results = (reduce_arrays or self.reduce_arrays)(op, given, options)
         return nest.unflatten(spec, map(arrays.like, results, leaves))
+
+    def _fits(self, op: ReduceOp, given: Sequence[Any]) -> bool:
+        """Return whether the ranks can exchange arrays while they compare their calls.
+
+        That depends only on what must be the same on all ranks.
+        """
+        limit = self.agreement.comparison.payload_bytes
+        return (
+            limit > 0 and self.size > 1 and arithmetic.bound_bytes(op, given) <= limit
+        )
+
+    def _reduce_small(
+        self,
+        op: ReduceOp,
+        given: Sequence[Any],
+        call: Call,
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Return the reductions of small host arrays, added up in rank order."""
+        out, partial = arithmetic.to_add(op, given)
+        agreement, timeout = self.agreement, options.timeout_seconds
+        agreement.require_same(call, timeout=timeout, payload=partial)
+        totals = list(
+            map(arithmetic.add_in_order, agreement.comparison.payloads(partial))
+        )
+        return arithmetic.finish(op, totals, out, self.size)
 
     def reduce_arrays(
         self,
@@ -85,17 +113,9 @@ class Collectives:
 
         float16 and bfloat16 are added up in float32, the mean of integers in float64.
         """
-        is_mean = op is ReduceOp.MEAN
-        out = [arrays.mean_dtype(a.dtype) if is_mean else a.dtype for a in values]
-        partial = [
-            _contiguous(a, arrays.accumulator_dtype(dtype))
-            for a, dtype in zip(values, out)
-        ]
+        out, partial = arithmetic.to_add(op, values)
         totals = (sum_arrays or self.sum_arrays)(partial, options)
-        if is_mean:
-            for total in totals:
-                total /= self.size
-        return [t.astype(dtype, copy=False) for t, dtype in zip(totals, out)]
+        return arithmetic.finish(op, totals, out, self.size)
 
     def reduce_over_axis(
         self,
@@ -127,7 +147,7 @@ class Collectives:
             axes = check_each(
                 given, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
             )
-            partial = [_sum_over(a, drop) for a, drop in zip(given, axes)]
+            partial = [arithmetic.sum_over(a, drop) for a, drop in zip(given, axes)]
             return op, leaves, spec, given, axes, partial
 
         prepared = self.agreement.prepare(operation, prepare)
@@ -144,12 +164,12 @@ class Collectives:
         *totals, total_lengths = totals
         if op is ReduceOp.MEAN:
             results = [
-                _mean(total, length, a.dtype)
+                arithmetic.mean_of(total, length, a.dtype)
                 for total, length, a in zip(totals, total_lengths.tolist(), given)
             ]
         else:
             pairs = [(total, a.dtype) for total, a in zip(totals, given)]
-            results = check_each(pairs, spec, _narrow)
+            results = check_each(pairs, spec, arithmetic.narrow)
         # As NumPy's sum does, give an array scalar where no dimension is left
         results = [arrays.like(r[()], leaf) for r, leaf in zip(results, leaves)]
         return nest.unflatten(spec, results)
@@ -274,7 +294,7 @@ class Collectives:
             math.prod(packing.without(v.shape, (i,))) for v, i in zip(values, axes)
         ]
         counts = (lengths * widths).sum(axis=1).tolist()
-        pack = packing.pack([_contiguous(v, v.dtype) for v in values])
+        pack = packing.pack([arithmetic.contiguous(v, v.dtype) for v in values])
         received = xp.empty(sum(counts), pack.dtype)
         if self.size == 1:
             received[...] = pack.reshape(-1)
@@ -296,44 +316,6 @@ class Collectives:
                 for start, length in zip(offsets[:, j].tolist(), lengths[:, j].tolist())
             ]
             yield xp.concatenate(parts, axis=axis)
-
-
-def _sum_over(array: Any, axes: tuple[int, ...]) -> Any:
-    """Return this rank's sum over `axes`, wide and in C order."""
-    wide = _wide(array.dtype)
-    total = arrays.namespace(array).asarray(array.sum(axis=axes, dtype=wide))
-    return _contiguous(total, wide)
-
-
-def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which sums over an axis are formed."""
-    if dtype.kind in "iu":
-        return np.dtype(f"{dtype.kind}8")
-    return np.result_type(arrays.accumulator_dtype(dtype), np.float64)
-
-
-def _mean(total: Any, length: int, dtype: np.dtype[Any]) -> Any:
-    with np.errstate(invalid="ignore"):
-        mean = total / np.float64(length)
-    return mean.astype(arrays.mean_dtype(dtype), copy=False)
-
-
-def _narrow(pair: tuple[Any, np.dtype[Any]], name: str) -> Any:
-    """Return a total in the dtype of what was summed; integers must fit."""
-    total, dtype = pair
-    if dtype.kind in "iu" and total.size:
-        limits = np.iinfo(dtype)
-        if total.min() < limits.min or total.max() > limits.max:
-            raise ArgumentError(
-                f"the sum of {name} is {total.min()}..{total.max()}, which does not "
-                f"fit {dtype.name}; cast it to int64 first"
-            )
-    return total.astype(dtype, copy=False)
-
-
-def _contiguous(array: Any, dtype: np.dtype[Any]) -> Any:
-    """Return `array` in C order and in `dtype`; copies only if it must."""
-    return array.astype(dtype, order="C", copy=False)
 
 
 def _axes(axes: Sequence[Any]) -> tuple[str, Any]:

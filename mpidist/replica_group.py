@@ -12,8 +12,10 @@ from mpi4py import MPI
 
 from mpidist import arrays, nest
 from mpidist.agree import Agreement
+from mpidist.board import Board
 from mpidist.calls import Call
 from mpidist.collectives import Collectives
+from mpidist.comparing import BoardComparison
 from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpidist.errors import ArgumentTypeError
 from mpidist.node_memory import NodeMemory
@@ -26,6 +28,9 @@ __all__ = ["ReplicaGroup"]
 
 T = TypeVar("T")
 _SAMPLED_BYTES = 1 << 16
+# What a rank can tell the others of its node at once, and how much of it are data
+_PAGE_BYTES = 4096
+_PAYLOAD_BYTES = 4000
 
 
 class ReplicaGroup:
@@ -49,10 +54,12 @@ class ReplicaGroup:
         self.replica_id = self.topology.rank
         self.num_replicas = self.topology.size
         self._variables: list[weakref.ref[Any]] = []
+        self._board: Board | None = None
         try:
             self._set_up(devices, cross_device_ops)
         except Exception:  # it is raised on all ranks
             self.agreement.close()
+            self._close_board()
             self.topology.close()
             raise
 
@@ -78,8 +85,16 @@ class ReplicaGroup:
         )
         self.agreement.require_same(Call(call, kinds))
         self.topology.devices = tuple(self.agreement.gather(call, self.device))
+        if self.num_replicas > 1 and self.topology.is_one_node:
+            ranks = self.topology.comm
+            self._board = self.agreement.block(call, lambda: Board(ranks, _PAGE_BYTES))
+            # What lies on a GPU would have to be copied
+            payload_bytes = _PAYLOAD_BYTES if self.device.startswith("CPU") else 0
+            self.agreement.comparison = BoardComparison(self._board, payload_bytes)
         transport = choose(self.agreement, self.device)
         self.collectives = Collectives(self.agreement, transport)
+        is_plain = type(self.cross_device_ops) is MpiAllReduce
+        self._reduce_arrays = None if is_plain else self.cross_device_ops.reduce_checked
         # What is bound is alike on all ranks, so all can, or none
         self.agreement.block(
             call, lambda: self.cross_device_ops.bind(self.collectives, self.topology)
@@ -105,7 +120,13 @@ class ReplicaGroup:
             self.node_memory.close()
             self.agreement.close()
             self.cross_device_ops.close()
+            self._close_board()
             self.topology.close()
+
+    def _close_board(self) -> None:
+        if self._board is not None:
+            self._board.close()
+            self._board = None
 
     def reduce(
         self,
@@ -117,7 +138,7 @@ class ReplicaGroup:
         """Return the elementwise reduction of `value`, for any public call."""
         self.topology.require_open()
         return self.collectives.all_reduce(
-            operation, reduce_op, value, options, self.cross_device_ops.reduce_checked
+            operation, reduce_op, value, options, self._reduce_arrays
         )
 
     def reduce_over_axis(

@@ -140,6 +140,11 @@ class Topology:
             local_rank=node.Get_rank(),
         )
 
+    @property
+    def is_one_node(self) -> bool:
+        """Whether all ranks share memory; the same on all ranks."""
+        return self.node.Get_size() == self.size
+
     def require_open(self) -> None:
         """Raise a ContextError if `close` was called."""
         if self.closed:

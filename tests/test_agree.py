@@ -11,15 +11,20 @@ import pytest
 import mpidist
 from mpidist import nest
 from mpidist.agree import Agreement
+from mpidist.board import Board
 from mpidist.calls import Call
+from mpidist.comparing import BoardComparison
 
 
-@pytest.fixture
-def agreement(comm):
-    agreement = Agreement(comm.Dup())
+@pytest.fixture(params=["mpi", "board"])
+def agreement(comm, request):
+    board = Board(comm, 64) if request.param == "board" else None
+    agreement = Agreement(comm.Dup(), board and BoardComparison(board, 48))
     yield agreement
     agreement.close()
     agreement.comm.Free()
+    if board:
+        board.close()
 
 
 @pytest.fixture
@@ -165,9 +170,12 @@ def test_values_that_cannot_be_gathered_are_an_error_on_all(comm, agreement, sev
 
 
 @pytest.mark.parametrize("late", [[0], [-1], [1, 2, 3]])
-def test_ranks_that_miss_a_deadline_are_named(comm, several, late):
+@pytest.mark.parametrize("on_board", [False, True])
+def test_ranks_that_miss_a_deadline_are_named(comm, several, late, on_board):
     late = [rank % comm.size for rank in late if rank < comm.size]
-    agreement = Agreement(comm.Dup())  # not freed: that might wait for all ranks
+    # Not freed: that might wait for all ranks
+    comparison = BoardComparison(Board(comm, 64), 48) if on_board else None
+    agreement = Agreement(comm.Dup(), comparison)
     comm.Barrier()
     if comm.rank not in late:
         with pytest.raises(mpidist.DeadlineError, match="in step ") as info:

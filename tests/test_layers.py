@@ -14,11 +14,13 @@ ROOT = Path(mpidist.__file__).parent
 
 # Each module imports only from layers above its own line
 LAYERS = [
-    ["_version", "commands", "errors", "free_memory"],
+    ["_version", "commands", "errors", "free_memory", "mpi_settings"],
     ["options", "values", "nest", "sharding", "storage"],
     ["arrays", "regrouping", "block_order"],
-    ["packing", "topology", "calls", "turns", "places", "copy_streams"],
+    ["arithmetic", "packing", "topology", "calls", "turns", "places", "copy_streams"],
     ["leaves", "uploads", "disagreement", "waiting"],
+    ["board"],
+    ["comparing"],
     ["agree"],
     ["node_memory"],
     ["transports.base", "transports.mpi"],
@@ -67,6 +69,8 @@ OUTSIDE = {
     "mpi4py": {
         "topology",
         "waiting",
+        "board",
+        "comparing",
         "agree",
         "node_memory",
         "transports.mpi",

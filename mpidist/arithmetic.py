@@ -1,0 +1,100 @@
+"""Which numbers a reduction adds up, in which dtypes, and what comes of the totals.
+
+Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidist import arrays
+from mpidist.errors import ArgumentError
+from mpidist.options import ReduceOp
+
+__all__ = [
+    "add_in_order",
+    "bound_bytes",
+    "contiguous",
+    "finish",
+    "mean_of",
+    "narrow",
+    "sum_over",
+    "to_add",
+]
+
+
+def to_add(
+    op: ReduceOp, values: Sequence[Any]
+) -> tuple[list[np.dtype[Any]], list[Any]]:
+    """Return the dtypes of the reductions, and what is to be added up for them."""
+    is_mean = op is ReduceOp.MEAN
+    out = [arrays.mean_dtype(a.dtype) if is_mean else a.dtype for a in values]
+    return out, [
+        contiguous(a, arrays.accumulator_dtype(dtype)) for a, dtype in zip(values, out)
+    ]
+
+
+def finish(
+    op: ReduceOp, totals: Sequence[Any], out: Sequence[np.dtype[Any]], ranks: int
+) -> list[Any]:
+    """Return reductions of the wanted dtypes; changes the totals."""
+    if op is ReduceOp.MEAN:
+        for total in totals:
+            total /= ranks
+    return [t.astype(dtype, copy=False) for t, dtype in zip(totals, out)]
+
+
+def bound_bytes(op: ReduceOp, values: Sequence[Any]) -> int:
+    """Return how many bytes of a page `to_add`'s arrays take, or a few more."""
+    width = 8 if op is ReduceOp.MEAN else 4  # a mean of integers is one of float64
+    return sum(a.size * max(a.dtype.itemsize, width) + 16 for a in values)
+
+
+def add_in_order(parts: Sequence[Any]) -> Any:
+    """Return the sum of at least two arrays, as a new one."""
+    total = np.add(parts[0], parts[1], out=np.empty_like(parts[0]))
+    for part in parts[2:]:
+        total += part
+    return total
+
+
+def sum_over(array: Any, axes: tuple[int, ...]) -> Any:
+    """Return this rank's sum over `axes`, wide and in C order."""
+    wide = _wide(array.dtype)
+    total = arrays.namespace(array).asarray(array.sum(axis=axes, dtype=wide))
+    return contiguous(total, wide)
+
+
+def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which sums over an axis are formed."""
+    if dtype.kind in "iu":
+        return np.dtype(f"{dtype.kind}8")
+    return np.result_type(arrays.accumulator_dtype(dtype), np.float64)
+
+
+def mean_of(total: Any, length: int, dtype: np.dtype[Any]) -> Any:
+    """Return a total by how many were added up; nan for none."""
+    with np.errstate(invalid="ignore"):
+        mean = total / np.float64(length)
+    return mean.astype(arrays.mean_dtype(dtype), copy=False)
+
+
+def narrow(pair: tuple[Any, np.dtype[Any]], name: str) -> Any:
+    """Return a total in the dtype of what was summed; integers must fit."""
+    total, dtype = pair
+    if dtype.kind in "iu" and total.size:
+        limits = np.iinfo(dtype)
+        if total.min() < limits.min or total.max() > limits.max:
+            raise ArgumentError(
+                f"the sum of {name} is {total.min()}..{total.max()}, which does not "
+                f"fit {dtype.name}; cast it to int64 first"
+            )
+    return total.astype(dtype, copy=False)
+
+
+def contiguous(array: Any, dtype: np.dtype[Any]) -> Any:
+    """Return `array` in C order and in `dtype`; copies only if it must."""
+    return array.astype(dtype, order="C", copy=False)

@@ -1,0 +1,125 @@
+"""Where the ranks of one node meet: memory in which each rank writes, and all read.
+
+A rank comes to a meeting by counting up a word of its own, and waits until the others
+have done so: a third of a microsecond, where MPI's small collectives take one to three.
+What it wrote on its page before it came, the others may read after they met. Stores and
+loads are ordered by MPI_Win_sync (MPI-4.1, section 12.7).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from mpidist.waiting import LateError
+
+__all__ = ["Board"]
+
+_LINE_BYTES = 64  # a cache line: what one rank writes is not slowed down by others
+_SPINS = 1000  # of 50 nanoseconds
+_PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time that was waited
+
+
+class Board:
+    """Meetings of all ranks of a communicator, which share memory. Collective to make.
+
+    One thread at a time may use it. After a missed deadline it cannot be used any more.
+
+    Args:
+      comm: the ranks; borrowed.
+      page_bytes: how much each rank can write for a meeting.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, page_bytes: int):
+        self._comm = comm
+        self.rank = comm.Get_rank()
+        self.page_bytes = -(-page_bytes // _LINE_BYTES) * _LINE_BYTES
+        size = _LINE_BYTES + 2 * self.page_bytes
+        self._window = MPI.Win.Allocate_shared(size, 1, comm=comm)
+        self._window.Lock_all(MPI.MODE_NOCHECK)  # MPI_Win_sync needs an epoch
+        ranks = range(comm.Get_size())
+        memory = [self._memory(rank, size) for rank in ranks]
+        memory[self.rank][:] = 0
+        self._window.Sync()
+        comm.Barrier()
+        counts = [_words(m[:8]) for m in memory]
+        self._mine = counts[self.rank]
+        self._others = [counts[rank] for rank in ranks if rank != self.rank]
+        self._counts = counts
+        # Two pages, in turn: who comes to the next meeting has read those of the last
+        starts = _LINE_BYTES, _LINE_BYTES + self.page_bytes
+        self._pages = [[m[s : s + self.page_bytes] for m in memory] for s in starts]
+        self._words = [[_words(page) for page in pages] for pages in self._pages]
+        self.meetings = 0
+        self._spins = _SPINS if comm.Get_size() <= (os.cpu_count() or 1) else 0
+
+    def _memory(self, rank: int, size: int) -> npt.NDArray[np.uint8]:
+        memory: Any = self._window.Shared_query(rank)[0]
+        return np.frombuffer(memory, np.uint8, size)
+
+    @property
+    def pages(self) -> list[npt.NDArray[np.uint8]]:
+        """The page of every rank for the next meeting; a rank writes on its own."""
+        return self._pages[(self.meetings + 1) & 1]
+
+    @property
+    def words(self) -> list[memoryview]:
+        """`pages` as integers of 64 bits."""
+        return self._words[(self.meetings + 1) & 1]
+
+    @property
+    def last_pages(self) -> list[npt.NDArray[np.uint8]]:
+        """The page of every rank as it was written for the last meeting."""
+        return self._pages[self.meetings & 1]
+
+    def meet(self, deadline: float | None = None, is_patient: bool = False) -> None:
+        """Return when all ranks have come. Collective.
+
+        Args:
+          deadline: on time.monotonic's clock, perhaps another one on each rank.
+          is_patient: whether to leave the core to other threads while waiting.
+
+        Raises:
+          LateError: it is over; says who has not come.
+        """
+        self.meetings = meeting = self.meetings + 1
+        self._window.Sync()
+        self._mine[0] = meeting
+        for count in self._others:
+            if count[0] < meeting:
+                self._wait(count, meeting, deadline, is_patient)
+        self._window.Sync()
+
+    def _wait(
+        self, count: Any, meeting: int, deadline: float | None, is_patient: bool
+    ) -> None:
+        for _ in range(0 if is_patient else self._spins):
+            if count[0] >= meeting:
+                return
+        start = now = time.monotonic()
+        while count[0] < meeting:
+            # Let others on this core run, then MPI, which may have messages to pass on
+            time.sleep(min((now - start) / 4, _PAUSE_SECONDS))
+            self._comm.Iprobe()
+            now = time.monotonic()
+            if deadline is not None and now > deadline:
+                raise LateError(self._missing(meeting))
+
+    def _missing(self, meeting: int) -> list[int]:
+        return [rank for rank, count in enumerate(self._counts) if count[0] < meeting]
+
+    def close(self) -> None:
+        """Free the memory. Collective."""
+        del self._mine, self._others, self._counts, self._words, self._pages
+        self._window.Unlock_all()
+        self._window.Free()
+
+
+def _words(memory: Any) -> memoryview:
+    """Return memory as integers of 64 bits, which Python reads faster than NumPy's."""
+    return memoryview(memory.view(np.int64))

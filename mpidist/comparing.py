@@ -1,0 +1,146 @@
+"""How ranks find out if all are about to do the same: by MPI, or on a node's board."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+from mpidist.board import Board
+from mpidist.waiting import Waiting, wait_patiently
+
+__all__ = ["BoardComparison", "Comparison", "MpiComparison"]
+
+_HEADER_BYTES = 16  # a number, and whether the rank has failed
+_ALIGNMENT_BYTES = 16
+
+
+class Comparison(Protocol):
+    """One way to compare numbers; every method but `payloads` is collective."""
+
+    payload_bytes: int  # how much every rank can tell the others along with its number
+
+    def is_same(
+        self,
+        number: int,
+        has_failed: bool,
+        deadline: float | None = None,
+        is_patient: bool = False,
+        payload: Sequence[Any] = (),
+    ) -> bool:
+        """Return whether all ranks passed the same number, and none has failed.
+
+        Args:
+          number: of 62 bits.
+          has_failed: whether this rank cannot go on.
+          deadline: on time.monotonic's clock.
+          is_patient: whether to leave the core to other threads while waiting.
+          payload: contiguous arrays of at most `payload_bytes`, each counted as a
+            multiple of 16 bytes.
+
+        Raises:
+          LateError: the deadline is over; says who was not heard of.
+        """
+
+    def payloads(self, like: Sequence[Any]) -> Iterator[list[Any]]:
+        """Yield for each array of the last payload those of all ranks, by rank.
+
+        They are valid until the next comparison.
+
+        Args:
+          like: arrays of the same shapes and dtypes in the same order.
+        """
+
+
+class MpiComparison:
+    """Compares by an MPI_Iallreduce of 24 bytes, without a payload."""
+
+    payload_bytes = 0
+
+    def __init__(self, comm: MPI.Intracomm):
+        self._comm = comm
+        self._waiting = Waiting(comm)
+        self._calls = 0
+        self._mine = np.zeros(3, np.int64)
+        self._highest = np.zeros(3, np.int64)
+
+    def is_same(
+        self,
+        number: int,
+        has_failed: bool,
+        deadline: float | None = None,
+        is_patient: bool = False,
+        payload: Sequence[Any] = (),
+    ) -> bool:
+        """See `Comparison.is_same`."""
+        self._calls += 1
+        mine, highest = self._mine, self._highest
+        mine[0], mine[1], mine[2] = number, -number, has_failed
+        # Never a blocking call: it would not match one of a rank with a deadline
+        request = self._comm.Iallreduce(mine, highest, MPI.MAX)
+        if deadline is not None:
+            self._waiting.wait(request, deadline, self._calls)
+        elif is_patient:
+            wait_patiently(request)
+        else:
+            request.Wait()
+        return bool(highest[2] == 0 and highest[0] == -highest[1])
+
+    def payloads(self, like: Sequence[Any]) -> Iterator[list[Any]]:
+        """See `Comparison.payloads`."""
+        return iter(())
+
+
+class BoardComparison:
+    """Compares what all ranks have written on a board; all must be on one node.
+
+    Args:
+      board: borrowed.
+      payload_bytes: see `Comparison`; a page has 16 bytes more, or even more.
+    """
+
+    def __init__(self, board: Board, payload_bytes: int):
+        assert payload_bytes <= board.page_bytes - _HEADER_BYTES
+        self._board = board
+        self.payload_bytes = payload_bytes
+
+    def is_same(
+        self,
+        number: int,
+        has_failed: bool,
+        deadline: float | None = None,
+        is_patient: bool = False,
+        payload: Sequence[Any] = (),
+    ) -> bool:
+        """See `Comparison.is_same`."""
+        board = self._board
+        words = board.words
+        mine = words[board.rank]
+        mine[0], mine[1] = number, has_failed
+        if payload:
+            _put(payload, board.pages[board.rank])
+        board.meet(deadline, is_patient)
+        return not [word for word in words if word[0] != number or word[1]]
+
+    def payloads(self, like: Sequence[Any]) -> Iterator[list[Any]]:
+        """See `Comparison.payloads`."""
+        pages, start = self._board.last_pages, _HEADER_BYTES
+        for array in like:
+            stop = start + array.nbytes
+            dtype, shape = array.dtype, array.shape
+            yield [page[start:stop].view(dtype).reshape(shape) for page in pages]
+            start = _aligned(stop)
+
+
+def _put(payload: Sequence[Any], page: Any) -> None:
+    start = _HEADER_BYTES
+    for array in payload:
+        stop = start + array.nbytes
+        page[start:stop] = array.reshape(-1).view(np.uint8)
+        start = _aligned(stop)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -1,0 +1,14 @@
+"""Settings of MPI libraries that must stand before MPI is initialised.
+
+Importing this makes them, in the environment; what stands there already is kept. Where
+the program has imported mpi4py before, they come too late, and do no harm.
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__: list[str] = []
+
+# Open MPI writes to stderr that a way to make windows cannot be used, and takes another
+os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")

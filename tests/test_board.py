@@ -1,0 +1,102 @@
+"""Board: ranks of a node meet, and read what the others wrote before they came."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist.board import Board
+from mpidist.comparing import BoardComparison
+from mpidist.waiting import LateError
+
+
+@pytest.fixture
+def board(comm):
+    board = Board(comm, 100)
+    yield board
+    board.close()
+
+
+def write(board, value):
+    board.pages[board.rank].view(np.int64)[:] = value
+
+
+def test_pages_are_what_each_rank_wrote_before_it_came(comm, board):
+    assert board.page_bytes == 128
+    for meeting in range(200):
+        write(board, 1000 * meeting + comm.rank)
+        board.meet()
+        found = [set(page.view(np.int64).tolist()) for page in board.last_pages]
+        assert found == [{1000 * meeting + rank} for rank in range(comm.size)]
+
+
+@pytest.mark.parametrize("is_patient", [False, True])
+def test_a_slow_rank_is_waited_for(comm, board, is_patient):
+    """Whoever waits lets other threads of its process run."""
+    for slow in range(comm.size):
+        write(board, -1)
+        if comm.rank == slow:
+            ran = threading.Event()
+            threading.Timer(0.02, ran.set).start()
+            assert ran.wait(60)
+            write(board, slow)
+        board.meet(is_patient=is_patient)
+        assert board.last_pages[slow].view(np.int64)[0] == slow
+
+
+def test_ranks_that_do_not_come_are_named(comm):
+    board = Board(comm, 8)
+    if comm.rank == 0 and comm.size > 1:
+        with pytest.raises(LateError) as info:
+            board.meet(time.monotonic() + 0.05)
+        assert info.value.args == (list(range(1, comm.size)),)
+    comm.Barrier()
+    board.close()
+
+
+def test_a_deadline_that_is_kept_does_nothing(comm, board):
+    board.meet(time.monotonic() + 60)
+    board.meet()
+    assert board.meetings == 2
+
+
+def test_payloads_come_with_the_comparison(comm, board):
+    comparison = BoardComparison(board, 100)
+    mine = [np.arange(3, dtype="i2") + comm.rank, np.full((1, 2), comm.rank, "c16")]
+    for _ in range(3):
+        assert comparison.is_same(7, False, payload=mine)
+        short, complex_ = comparison.payloads(mine)
+        for rank in range(comm.size):
+            assert short[rank].tolist() == [rank, rank + 1, rank + 2]
+            assert complex_[rank].tolist() == [[rank, rank]]
+        assert not comparison.is_same(7, comm.rank == comm.size - 1)
+        assert comparison.is_same(comm.rank, False) == (comm.size == 1)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", "c8", "i1", "u2", "i8", "f2"])
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("sizes", [(1,), (0, 3), (250, 250, 1), (1000,), (3000, 5)])
+def test_small_and_large_reductions_are_the_same(comm, strategy, dtype, op, sizes):
+    """Integers that are exact in each dtype; from one number to more than a page."""
+
+    def values(rank):
+        return [(np.arange(n) % 7 + rank).astype(dtype) for n in sizes]
+
+    everyone = [values(rank) for rank in range(comm.size)]
+    for _ in range(3):
+        found = strategy.run(
+            lambda: mpidist.get_replica_context().all_reduce(op, values(comm.rank))
+        )
+        found = found if comm.size == 1 else [part.values[0] for part in found]
+        for j, result in enumerate(found):
+            total = sum(value[j].astype("c16") for value in everyone)
+            expected = total / comm.size if op == "MEAN" else total
+            assert result.dtype == (
+                np.dtype("f8") if op == "MEAN" and dtype[0] in "iu" else np.dtype(dtype)
+            )
+            tolerance = {"f2": 1e-3, "f4": 1e-7, "c8": 1e-7}.get(dtype, 1e-15)
+            np.testing.assert_allclose(result, expected, rtol=tolerance)
