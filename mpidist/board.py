@@ -8,6 +8,7 @@ loads are ordered by MPI_Win_sync (MPI-4.1, section 12.7).
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from typing import Any
@@ -33,18 +34,24 @@ class Board:
     Args:
       comm: the ranks; borrowed.
       page_bytes: how much each rank can write for a meeting.
+      slot_bytes: of each of two more pieces of memory of each rank, see `slots`.
     """
 
-    def __init__(self, comm: MPI.Intracomm, page_bytes: int):
+    def __init__(self, comm: MPI.Intracomm, page_bytes: int, slot_bytes: int = 0):
         self._comm = comm
         self.rank = comm.Get_rank()
         self.page_bytes = -(-page_bytes // _LINE_BYTES) * _LINE_BYTES
-        size = _LINE_BYTES + 2 * self.page_bytes
-        self._window = MPI.Win.Allocate_shared(size, 1, comm=comm)
+        self.slot_bytes = -(-slot_bytes // _LINE_BYTES) * _LINE_BYTES
+        ends = itertools.accumulate(
+            [_LINE_BYTES, *2 * [self.page_bytes], *2 * [self.slot_bytes]]
+        )
+        pieces = list(itertools.pairwise(ends))
+        size = pieces[-1][1]
+        self._window = _shared_window(size, comm)
         self._window.Lock_all(MPI.MODE_NOCHECK)  # MPI_Win_sync needs an epoch
         ranks = range(comm.Get_size())
         memory = [self._memory(rank, size) for rank in ranks]
-        memory[self.rank][:] = 0
+        memory[self.rank][: pieces[1][1]] = 0
         self._window.Sync()
         comm.Barrier()
         counts = [_words(m[:8]) for m in memory]
@@ -52,8 +59,10 @@ class Board:
         self._others = [counts[rank] for rank in ranks if rank != self.rank]
         self._counts = counts
         # Two pages, in turn: who comes to the next meeting has read those of the last
-        starts = _LINE_BYTES, _LINE_BYTES + self.page_bytes
-        self._pages = [[m[s : s + self.page_bytes] for m in memory] for s in starts]
+        page, next_page, *slots = ([m[a:b] for m in memory] for a, b in pieces)
+        self._pages = [page, next_page]
+        # What they hold is up to who writes there; in turn, too
+        self.slots = slots
         self._words = [[_words(page) for page in pages] for pages in self._pages]
         self.meetings = 0
         self._spins = _SPINS if comm.Get_size() <= (os.cpu_count() or 1) else 0
@@ -116,8 +125,18 @@ class Board:
     def close(self) -> None:
         """Free the memory. Collective."""
         del self._mine, self._others, self._counts, self._words, self._pages
+        del self.slots
         self._window.Unlock_all()
         self._window.Free()
+
+
+def _shared_window(size_bytes: int, comm: MPI.Intracomm) -> MPI.Win:
+    """Return memory of each rank, on pages of its own, near the core it runs on."""
+    info = MPI.Info.Create()
+    info.Set("alloc_shared_noncontig", "true")
+    window = MPI.Win.Allocate_shared(size_bytes, 1, info, comm)
+    info.Free()
+    return window
 
 
 def _words(memory: Any) -> memoryview:

@@ -31,6 +31,8 @@ _SAMPLED_BYTES = 1 << 16
 # What a rank can tell the others of its node at once, and how much of it are data
 _PAGE_BYTES = 4096
 _PAYLOAD_BYTES = 4000
+# Of an array at a time: what two ranks write and read fits into their caches
+_SLOT_BYTES = 1 << 20
 
 
 class ReplicaGroup:
@@ -86,12 +88,11 @@ class ReplicaGroup:
         self.agreement.require_same(Call(call, kinds))
         self.topology.devices = tuple(self.agreement.gather(call, self.device))
         if self.num_replicas > 1 and self.topology.is_one_node:
-            ranks = self.topology.comm
-            self._board = self.agreement.block(call, lambda: Board(ranks, _PAGE_BYTES))
+            self._board = self.agreement.block(call, self._make_board)
             # What lies on a GPU would have to be copied
             payload_bytes = _PAYLOAD_BYTES if self.device.startswith("CPU") else 0
             self.agreement.comparison = BoardComparison(self._board, payload_bytes)
-        transport = choose(self.agreement, self.device)
+        transport = choose(self.agreement, self.device, self._board)
         self.collectives = Collectives(self.agreement, transport)
         is_plain = type(self.cross_device_ops) is MpiAllReduce
         self._reduce_arrays = None if is_plain else self.cross_device_ops.reduce_checked
@@ -122,6 +123,9 @@ class ReplicaGroup:
             self.cross_device_ops.close()
             self._close_board()
             self.topology.close()
+
+    def _make_board(self) -> Board:
+        return Board(self.topology.comm, _PAGE_BYTES, _SLOT_BYTES)
 
     def _close_board(self) -> None:
         if self._board is not None:

@@ -24,7 +24,7 @@ LAYERS = [
     ["agree"],
     ["node_memory"],
     ["transports.base", "transports.mpi"],
-    ["transports.staging", "transports.hierarchical"],
+    ["transports.staging", "transports.hierarchical", "transports.shared"],
     ["transports"],
     ["collectives", "data.sources", "data.spec", "data.file_names", "data.parallel"],
     ["data.hdf5.codec", "data.hdf5.block_cache", "data.hdf5.memory"],

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from mpidist.agree import Agreement
+from mpidist.board import Board
 from mpidist.transports.base import Transport
 from mpidist.transports.mpi import MpiTransport
+from mpidist.transports.shared import SharedTransport
 from mpidist.transports.staging import StagingTransport
 
-__all__ = ["MpiTransport", "StagingTransport", "Transport", "choose"]
+__all__ = [
+    "MpiTransport",
+    "SharedTransport",
+    "StagingTransport",
+    "Transport",
+    "choose",
+]
 
 
-def choose(agreement: Agreement, device: str) -> Transport:
-    """Return the transport for arrays on `device`, the same kind on every rank."""
-    direct = MpiTransport(agreement)
-    return StagingTransport(direct) if device.startswith("GPU") else direct
+def choose(agreement: Agreement, device: str, board: Board | None = None) -> Transport:
+    """Return the transport for arrays on `device`, the same kind on every rank.
+
+    Args:
+      agreement: of all ranks.
+      device: of this rank.
+      board: of all ranks if they are on one node.
+    """
+    host: Transport = MpiTransport(agreement)
+    if board is not None and board.slot_bytes:
+        host = SharedTransport(agreement, board)
+    return StagingTransport(host) if device.startswith("GPU") else host
