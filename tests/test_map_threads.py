@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import h5py
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 
 import mpidist
 from mpidist import Dataset, InputOptions
+from mpidist.data.parallel import share_calls
 
 MESSAGE = "damaged on purpose"
 
@@ -134,6 +138,24 @@ def test_no_more_threads_than_asked_for_call_the_function():
 
     assert len(list(numbers(200).map(count, 3).batch(50))) == 4
     assert max(most) <= 3
+
+
+def test_a_call_that_was_cancelled_holds_nothing():
+    """The only thread of the pool is busy until the end."""
+
+    class Thing:
+        pass
+
+    thing, begun, go = Thing(), threading.Event(), threading.Event()
+    gone = weakref.ref(thing)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: (begun.set(), go.wait(60)))
+        assert begun.wait(60)
+        add = functools.partial(lambda thing, i: i + 1, thing)
+        assert share_calls(add, [1, 2, 3], pool, 1) == [2, 3, 4]
+        del add, thing
+        assert gone() is None
+        go.set()
 
 
 def test_one_thread_per_core_that_may_be_used():

@@ -63,32 +63,54 @@ def share_calls(
     Raises: what `fn` raises for the first item, in their order, for which it raises;
       then some of the items behind that one have been tried too, and no others will be.
     """
-    results: list[Any] = [None] * len(items)
-    failures: dict[int, BaseException] = {}
-    numbers, turn = iter(range(len(items))), threading.Lock()
-
-    def take() -> int | None:
-        with turn:
-            return None if failures else next(numbers, None)
-
-    def work() -> None:
-        while (i := take()) is not None:
-            try:
-                results[i] = fn(items[i])
-            except BaseException as error:
-                failures[i] = error
-
-    helping = [pool.submit(work) for _ in range(min(helpers, len(items) - 1))]
-    work()
+    calls = _Calls(fn, items)
+    helping = [pool.submit(calls.work) for _ in range(min(helpers, len(items) - 1))]
+    calls.work()
     wait([helper for helper in helping if not helper.cancel()])
-    if not failures:
-        return results
-    error = failures[min(failures)]  # all items before it were tried
-    failures.clear()
-    try:
-        raise error
-    finally:
-        del error  # or it would hold, by its traceback, itself and what it was about
+    return calls.end()
+
+
+class _Calls:
+    """Calls of a function with each of some items, which threads take in turn."""
+
+    def __init__(self, fn: Callable[[Any], Any], items: Sequence[Any]):
+        self._fn: Callable[[Any], Any] | None = fn
+        self._items = items
+        self._numbers = iter(range(len(items)))
+        self._turn = threading.Lock()
+        self._results: list[Any] = [None] * len(items)
+        self._failures: dict[int, BaseException] = {}
+
+    def work(self) -> None:
+        """Make calls until none is left, or one has failed."""
+        while (i := self._take()) is not None:
+            assert self._fn is not None
+            try:
+                self._results[i] = self._fn(self._items[i])
+            except BaseException as error:
+                self._failures[i] = error
+
+    def _take(self) -> int | None:
+        with self._turn:
+            return None if self._failures else next(self._numbers, None)
+
+    def end(self) -> list[Any]:
+        """Return the results, or raise the first error; all threads are done.
+
+        Afterwards it holds nothing: a pool may yet hold calls that were cancelled.
+        """
+        results, failures = self._results, self._failures
+        self._fn, self._items, self._results, self._failures = None, (), [], {}
+        if not failures:
+            return results
+        error = failures[min(failures)]  # all items before it were tried
+        failures.clear()
+        try:
+            raise error
+        finally:
+            del (
+                error
+            )  # or it would hold, by its traceback, itself and what it was about
 
 
 def call_ahead(
