@@ -14,7 +14,7 @@ ROOT = Path(mpidist.__file__).parent
 
 # Each module imports only from layers above its own line
 LAYERS = [
-    ["_version", "commands", "errors", "free_memory", "mpi_settings"],
+    ["_version", "buffers", "commands", "errors", "free_memory", "mpi_settings"],
     ["options", "values", "nest", "sharding", "storage"],
     ["arrays", "regrouping", "block_order"],
     ["arithmetic", "packing", "topology", "calls", "turns", "places", "copy_streams"],

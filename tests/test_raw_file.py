@@ -15,9 +15,9 @@ from hdf5_files import require_same
 
 import mpidist
 from mpidist import DataError, Dataset
+from mpidist.buffers import Buffers
 from mpidist.data.hdf5 import raw_file
 from mpidist.data.hdf5.index import head_of
-from mpidist.data.hdf5.memory import Buffers
 from mpidist.data.hdf5.raw_file import RawFile
 
 SIZE = 3_000_000

@@ -1,66 +1,19 @@
-"""Memory for rows: buffers that are used again, copies from many arrays at once."""
+"""Copies of rows from many arrays at once."""
 
 from __future__ import annotations
 
-import math
-import sys
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Buffers", "pick_rows"]
+__all__ = ["pick_rows"]
 
 Numbers = npt.NDArray[np.int64]
 
 # Longer rows take longer than Python needs for each array
 _SHORT_BYTES = 16 << 10
-
-_BUFFERS = 8
-# What Python counts for a buffer that only the list, a variable and the count refer to
-_FREE = 3
-
-
-class Buffers:
-    """Arrays whose memory is used again once nobody refers to them.
-
-    New memory costs as much time as copying rows into it. An array that NumPy makes of
-    another one, however, refers to the one that has the memory; so when the count of
-    references to that one falls back, neither the user nor a library has a view of it.
-    (Python without a global lock cannot tell this: there every array is new.)
-    """
-
-    def __init__(self) -> None:
-        self._buffers: list[npt.NDArray[np.uint8]] = []
-        self._lock = threading.Lock()
-        self._can_count = getattr(sys, "_is_gil_enabled", lambda: True)()
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """Return an array with any contents."""
-        size_bytes = math.prod(shape) * dtype.itemsize
-        if dtype.hasobject or not self._can_count or not size_bytes:
-            return np.empty(shape, dtype)
-        buffer = self._take(size_bytes)
-        return buffer[:size_bytes].view(dtype).reshape(shape)
-
-    def clear(self) -> None:
-        """Forget all buffers."""
-        with self._lock:
-            self._buffers.clear()
-
-    def _take(self, size_bytes: int) -> npt.NDArray[np.uint8]:
-        with self._lock:
-            for i in range(len(self._buffers)):
-                buffer = self._buffers[i]
-                is_fit = size_bytes <= buffer.size <= 2 * size_bytes
-                if is_fit and sys.getrefcount(buffer) == _FREE:
-                    return buffer
-            buffer = np.empty(size_bytes, np.uint8)
-            self._buffers.append(buffer)
-            del self._buffers[:-_BUFFERS]
-            return buffer
 
 
 def pick_rows(arrays: Sequence[Any], which: Numbers, rows: Numbers) -> Any:

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from mpidist.buffers import Buffers
 from mpidist.data.hdf5.index import head_of
-from mpidist.data.hdf5.memory import Buffers
 from mpidist.errors import DataError
 
 __all__ = ["RawFile"]

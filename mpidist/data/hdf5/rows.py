@@ -14,11 +14,12 @@ import numpy.typing as npt
 
 from mpidist import nest
 from mpidist.block_order import Blocks
+from mpidist.buffers import Buffers
 from mpidist.data.hdf5 import columns as hdf5_columns
 from mpidist.data.hdf5 import parts as hdf5_parts
 from mpidist.data.hdf5.block_cache import BlockCache
 from mpidist.data.hdf5.index import Column, FileIndex, Way, index_file
-from mpidist.data.hdf5.memory import Buffers, pick_rows
+from mpidist.data.hdf5.memory import pick_rows
 from mpidist.data.hdf5.open_files import OpenFiles
 from mpidist.data.hdf5.parts import Layout, Part
 from mpidist.data.hdf5.raw_file import RawFile
