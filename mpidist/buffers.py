@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 __all__ = ["Buffers"]
 
-_BUFFERS = 8
 # What Python counts for a buffer that only the list, a variable and the count refer to
 _FREE = 3
 
@@ -24,9 +23,13 @@ class Buffers:
     another one, however, refers to the one that has the memory; so when the count of
     references to that one falls back, neither the user nor a library has a view of it.
     (Python without a global lock cannot tell this: there every array is new.)
+
+    Args:
+      count: how many arrays may have memory that is used again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 8) -> None:
+        self._count = count
         self._buffers: list[npt.NDArray[np.uint8]] = []
         self._lock = threading.Lock()
         self._can_count = getattr(sys, "_is_gil_enabled", lambda: True)()
@@ -53,5 +56,5 @@ class Buffers:
                     return buffer
             buffer = np.empty(size_bytes, np.uint8)
             self._buffers.append(buffer)
-            del self._buffers[:-_BUFFERS]
+            del self._buffers[: -self._count]
             return buffer

@@ -15,6 +15,7 @@ import numpy as np
 
 from mpidist import arithmetic, arrays, nest, packing
 from mpidist.agree import Agreement
+from mpidist.buffers import Buffers
 from mpidist.calls import Call
 from mpidist.leaves import check_each, describe_but, gather_axis, to_arrays
 from mpidist.options import CommunicationOptions, ReduceOp
@@ -26,6 +27,9 @@ __all__ = ["Collectives", "Reduction", "Summation"]
 Summation = Callable[[Sequence[Any], CommunicationOptions], list[Any]]
 Reduction = Callable[[ReduceOp, Sequence[Any], CommunicationOptions], list[Any]]
 _DEFAULT = CommunicationOptions()
+# New memory of so many bytes costs more than to look for some that is free
+_LARGE_BYTES = 128 << 10
+_BUFFERS = 4
 
 
 class Collectives:
@@ -35,6 +39,7 @@ class Collectives:
         self.agreement = agreement
         self.transport = transport
         self.size = agreement.size
+        self._buffers = Buffers(_BUFFERS)
 
     def all_reduce(
         self,
@@ -264,12 +269,18 @@ class Collectives:
         sizes = [value.nbytes for value in values]
         for members in packing.groups(values, sizes, options.bytes_per_pack):
             pack = packing.pack([values[j] for j in members])
-            total = arrays.namespace(pack).empty_like(pack)
+            total = self._empty_like(pack)
             (transport or self.transport).allreduce_sum(pack, total, deadline)
             shapes = [values[j].shape for j in members]
             for j, part in zip(members, packing.unpack(total, shapes), strict=True):
                 totals[j] = part
         return totals
+
+    def _empty_like(self, array: Any) -> Any:
+        """Return memory for a result, if it is large perhaps that of a former one."""
+        if isinstance(array, np.ndarray) and array.nbytes >= _LARGE_BYTES:
+            return self._buffers.empty(array.shape, array.dtype)
+        return arrays.namespace(array).empty_like(array)
 
     def _gather_host(self, send: Any, receive: Any, deadline: float | None) -> None:
         """Gather equal lengths of host data from every rank."""
