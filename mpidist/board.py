@@ -8,9 +8,9 @@ loads are ordered by MPI_Win_sync (MPI-4.1, section 12.7).
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from mpidist.waiting import LateError
 __all__ = ["Board"]
 
 _LINE_BYTES = 64  # a cache line: what one rank writes is not slowed down by others
+_FRAME_BYTES = 4096
 _SPINS = 1000  # of 50 nanoseconds
 _PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time that was waited
 
@@ -42,28 +43,25 @@ class Board:
         self.rank = comm.Get_rank()
         self.page_bytes = -(-page_bytes // _LINE_BYTES) * _LINE_BYTES
         self.slot_bytes = -(-slot_bytes // _LINE_BYTES) * _LINE_BYTES
-        ends = itertools.accumulate(
-            [_LINE_BYTES, *2 * [self.page_bytes], *2 * [self.slot_bytes]]
-        )
-        pieces = list(itertools.pairwise(ends))
-        size = pieces[-1][1]
+        pieces, size = _lay_out([*2 * [self.page_bytes], *2 * [self.slot_bytes]])
         self._window = _shared_window(size, comm)
         self._window.Lock_all(MPI.MODE_NOCHECK)  # MPI_Win_sync needs an epoch
         ranks = range(comm.Get_size())
         memory = [self._memory(rank, size) for rank in ranks]
-        memory[self.rank][: pieces[1][1]] = 0
+        memory[self.rank][: pieces[1].stop] = 0
         self._window.Sync()
         comm.Barrier()
         counts = [_words(m[:8]) for m in memory]
         self._mine = counts[self.rank]
         self._others = [counts[rank] for rank in ranks if rank != self.rank]
         self._counts = counts
-        # Two pages, in turn: who comes to the next meeting has read those of the last
-        page, next_page, *slots = ([m[a:b] for m in memory] for a, b in pieces)
-        self._pages = [page, next_page]
+        # Two pages of every rank, `meetings & 1` tells which holds for a meeting: who
+        # comes to the next one has read those of the last
+        page, next_page, *slots = ([m[piece] for m in memory] for piece in pieces)
+        self.both_pages = [page, next_page]
         # What they hold is up to who writes there; in turn, too
         self.slots = slots
-        self._words = [[_words(page) for page in pages] for pages in self._pages]
+        self._words = [[_words(page) for page in pages] for pages in self.both_pages]
         self.meetings = 0
         self._spins = _SPINS if comm.Get_size() <= (os.cpu_count() or 1) else 0
 
@@ -72,19 +70,9 @@ class Board:
         return np.frombuffer(memory, np.uint8, size)
 
     @property
-    def pages(self) -> list[npt.NDArray[np.uint8]]:
-        """The page of every rank for the next meeting; a rank writes on its own."""
-        return self._pages[(self.meetings + 1) & 1]
-
-    @property
     def words(self) -> list[memoryview]:
-        """`pages` as integers of 64 bits."""
+        """The first words of the pages for the next meeting, as integers."""
         return self._words[(self.meetings + 1) & 1]
-
-    @property
-    def last_pages(self) -> list[npt.NDArray[np.uint8]]:
-        """The page of every rank as it was written for the last meeting."""
-        return self._pages[self.meetings & 1]
 
     def meet(self, deadline: float | None = None, is_patient: bool = False) -> None:
         """Return when all ranks have come. Collective.
@@ -124,10 +112,26 @@ class Board:
 
     def close(self) -> None:
         """Free the memory. Collective."""
-        del self._mine, self._others, self._counts, self._words, self._pages
+        del self._mine, self._others, self._counts, self._words, self.both_pages
         del self.slots
         self._window.Unlock_all()
         self._window.Free()
+
+
+def _lay_out(sizes: Sequence[int]) -> tuple[list[slice], int]:
+    """Return where pieces of memory lie behind the first line, and where all end.
+
+    Large arrays usually begin near a multiple of 4 KiB. Processors compare addresses by
+    their last 12 bits at first, and take what is read from such an array for what was
+    just written to a copy that begins a little behind one, too: that takes three times
+    as long. So copies begin in the middle.
+    """
+    pieces, end = [], _LINE_BYTES
+    for size in sizes:
+        start = -(-end // _FRAME_BYTES) * _FRAME_BYTES + _FRAME_BYTES // 2
+        end = start + size
+        pieces.append(slice(start, end))
+    return pieces, end
 
 
 def _shared_window(size_bytes: int, comm: MPI.Intracomm) -> MPI.Win:

@@ -15,6 +15,7 @@ __all__ = ["BoardComparison", "Comparison", "MpiComparison"]
 
 _HEADER_BYTES = 16  # a number, and whether the rank has failed
 _ALIGNMENT_BYTES = 16
+_KNOWN = 1000  # kinds of payloads whose places are remembered
 
 
 class Comparison(Protocol):
@@ -42,6 +43,16 @@ class Comparison(Protocol):
 
         Raises:
           LateError: the deadline is over; says who was not heard of.
+        """
+
+    def exchange(self, number: int, array: Any) -> list[Any] | None:
+        """Return the arrays of all ranks, None if `is_same` would return False.
+
+        They are valid until the next comparison.
+
+        Args:
+          number: of 62 bits.
+          array: a payload.
         """
 
     def payloads(self, like: Sequence[Any]) -> Iterator[list[Any]]:
@@ -88,6 +99,10 @@ class MpiComparison:
             request.Wait()
         return bool(highest[2] == 0 and highest[0] == -highest[1])
 
+    def exchange(self, number: int, array: Any) -> list[Any] | None:
+        """See `Comparison.exchange`; it has no payload."""
+        raise AssertionError("MPI compares without a payload")
+
     def payloads(self, like: Sequence[Any]) -> Iterator[list[Any]]:
         """See `Comparison.payloads`."""
         return iter(())
@@ -105,6 +120,7 @@ class BoardComparison:
         assert payload_bytes <= board.page_bytes - _HEADER_BYTES
         self._board = board
         self.payload_bytes = payload_bytes
+        self._known: dict[Any, list[list[Any]]] = {}
 
     def is_same(
         self,
@@ -119,28 +135,51 @@ class BoardComparison:
         words = board.words
         mine = words[board.rank]
         mine[0], mine[1] = number, has_failed
-        if payload:
-            _put(payload, board.pages[board.rank])
+        for array, places in zip(payload, self._places(payload), strict=True):
+            places[(board.meetings + 1) & 1][board.rank][...] = array
         board.meet(deadline, is_patient)
         return not [word for word in words if word[0] != number or word[1]]
 
+    def exchange(self, number: int, array: Any) -> list[Any] | None:
+        """See `Comparison.exchange`."""
+        places = self._known.get((array.dtype, array.shape))
+        if places is None:
+            (places,) = self._places((array,))
+        board = self._board
+        turn, words = (board.meetings + 1) & 1, board.words
+        mine, parts = words[board.rank], places[turn]
+        mine[0], mine[1] = number, 0
+        parts[board.rank][...] = array
+        board.meet()
+        for word in words:
+            if word[0] != number or word[1]:
+                return None
+        return parts
+
     def payloads(self, like: Sequence[Any]) -> Iterator[list[Any]]:
         """See `Comparison.payloads`."""
-        pages, start = self._board.last_pages, _HEADER_BYTES
-        for array in like:
+        turn = self._board.meetings & 1
+        for places in self._places(like):
+            yield places[turn]
+
+    def _places(self, payload: Sequence[Any]) -> Sequence[list[list[Any]]]:
+        """Return for each array where it is: on both pages of each rank, as arrays."""
+        if len(payload) != 1:
+            return list(self._find_places(payload))
+        kind = payload[0].dtype, payload[0].shape
+        if kind not in self._known:
+            if len(self._known) > _KNOWN:
+                self._known.clear()
+            (self._known[kind],) = self._find_places(payload)
+        return [self._known[kind]]
+
+    def _find_places(self, payload: Sequence[Any]) -> Iterator[list[list[Any]]]:
+        start = _HEADER_BYTES
+        for array in payload:
             stop = start + array.nbytes
             dtype, shape = array.dtype, array.shape
-            yield [page[start:stop].view(dtype).reshape(shape) for page in pages]
-            start = _aligned(stop)
-
-
-def _put(payload: Sequence[Any], page: Any) -> None:
-    start = _HEADER_BYTES
-    for array in payload:
-        stop = start + array.nbytes
-        page[start:stop] = array.reshape(-1).view(np.uint8)
-        start = _aligned(stop)
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            yield [
+                [page[start:stop].view(dtype).reshape(shape) for page in pages]
+                for pages in self._board.both_pages
+            ]
+            start = -(-stop // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -28,11 +28,13 @@ __all__ = ["ReplicaGroup"]
 
 T = TypeVar("T")
 _SAMPLED_BYTES = 1 << 16
-# What a rank can tell the others of its node at once, and how much of it are data
-_PAGE_BYTES = 4096
-_PAYLOAD_BYTES = 4000
-# Of an array at a time: what two ranks write and read fits into their caches
-_SLOT_BYTES = 1 << 20
+# What all ranks of a node, and what each of them, can tell the others at once: more of
+# them have more to read
+_PAGES_BYTES = 128 << 10
+_LEAST_PAGE_BYTES = 2048
+_HEADER_BYTES = 64
+# Of an array at a time: two of these fit into a core's cache
+_SLOT_BYTES = 512 << 10
 
 
 class ReplicaGroup:
@@ -90,7 +92,8 @@ class ReplicaGroup:
         if self.num_replicas > 1 and self.topology.is_one_node:
             self._board = self.agreement.block(call, self._make_board)
             # What lies on a GPU would have to be copied
-            payload_bytes = _PAYLOAD_BYTES if self.device.startswith("CPU") else 0
+            is_host = self.device.startswith("CPU")
+            payload_bytes = self._page_bytes() - _HEADER_BYTES if is_host else 0
             self.agreement.comparison = BoardComparison(self._board, payload_bytes)
         transport = choose(self.agreement, self.device, self._board)
         self.collectives = Collectives(self.agreement, transport)
@@ -125,7 +128,10 @@ class ReplicaGroup:
             self.topology.close()
 
     def _make_board(self) -> Board:
-        return Board(self.topology.comm, _PAGE_BYTES, _SLOT_BYTES)
+        return Board(self.topology.comm, self._page_bytes(), _SLOT_BYTES)
+
+    def _page_bytes(self) -> int:
+        return max(_PAGES_BYTES // self.num_replicas, _LEAST_PAGE_BYTES)
 
     def _close_board(self) -> None:
         if self._board is not None:

@@ -34,8 +34,9 @@ class Turns:
 
     def __enter__(self) -> None:
         self._condition.acquire()
-        while not self._entered and self._next not in (None, self.thread()):
-            self._condition.wait()
+        if self._next is not None:
+            while not self._entered and self._next not in (None, self.thread()):
+                self._condition.wait()
         self._entered += 1
 
     def __exit__(self, *_: object) -> None:

@@ -22,7 +22,11 @@ def board(comm):
 
 
 def write(board, value):
-    board.pages[board.rank].view(np.int64)[:] = value
+    board.both_pages[(board.meetings + 1) & 1][board.rank].view(np.int64)[:] = value
+
+
+def read(board, rank):
+    return board.both_pages[board.meetings & 1][rank].view(np.int64).tolist()
 
 
 def test_pages_are_what_each_rank_wrote_before_it_came(comm, board):
@@ -30,7 +34,7 @@ def test_pages_are_what_each_rank_wrote_before_it_came(comm, board):
     for meeting in range(200):
         write(board, 1000 * meeting + comm.rank)
         board.meet()
-        found = [set(page.view(np.int64).tolist()) for page in board.last_pages]
+        found = [set(read(board, rank)) for rank in range(comm.size)]
         assert found == [{1000 * meeting + rank} for rank in range(comm.size)]
 
 
@@ -45,7 +49,7 @@ def test_a_slow_rank_is_waited_for(comm, board, is_patient):
             assert ran.wait(60)
             write(board, slow)
         board.meet(is_patient=is_patient)
-        assert board.last_pages[slow].view(np.int64)[0] == slow
+        assert read(board, slow)[0] == slow
 
 
 def test_ranks_that_do_not_come_are_named(comm):

@@ -26,6 +26,7 @@ LAYERS = [
     ["transports.base", "transports.mpi"],
     ["transports.staging", "transports.hierarchical", "transports.shared"],
     ["transports"],
+    ["gathering"],
     ["collectives", "data.sources", "data.spec", "data.file_names", "data.parallel"],
     ["data.hdf5.codec", "data.hdf5.block_cache", "data.hdf5.memory"],
     ["data.hdf5.unfinished", "data.hdf5.layout", "data.hdf5.chunks"],
