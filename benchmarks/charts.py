@@ -143,3 +143,36 @@ def _clean(axis: Any, label: str, grid: str = "x") -> None:
     axis.tick_params(axis="both", length=0, labelsize=8)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
+
+
+def draw_collectives(result: Mapping[str, Any]) -> Any:
+    """Return the figure of `bench_collectives.py`: times by size, and ratios."""
+    from matplotlib import pyplot
+
+    judged = [c for c in result["comparisons"] if c["target"] is not None]
+    figure, (sizes, targets) = pyplot.subplots(1, 2, figsize=(15, 6))
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for comparison in result["comparisons"]:
+        kind, _, rest = comparison["case"].partition(", ")
+        if kind != "all_reduce":
+            continue
+        size = int(rest.removesuffix(" bytes").replace(",", ""))
+        curves.setdefault("mpidist", []).append((size, comparison["ours_median"]))
+        curves.setdefault(comparison["against"], []).append(
+            (size, comparison["theirs_median"])
+        )
+    for name, points in curves.items():
+        width = 2.5 if name == "mpidist" else 1.2
+        sizes.loglog(*zip(*sorted(set(points)), strict=True), lw=width, label=name)
+    sizes.set(xlabel="bytes", ylabel="microseconds per all-reduce")
+    sizes.legend()
+    if judged:
+        _draw_targets(targets, judged)
+    machine = result["machine"]
+    figure.suptitle(
+        f"Collectives, {result['ranks']} ranks: {machine['cpu']}, {machine['cores']} "
+        f"cores, {machine['mpi']}",
+        fontsize=10,
+    )
+    figure.tight_layout()
+    return figure

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,8 @@ class Board:
         self.rank = comm.Get_rank()
         self.page_bytes = -(-page_bytes // _LINE_BYTES) * _LINE_BYTES
         self.slot_bytes = -(-slot_bytes // _LINE_BYTES) * _LINE_BYTES
-        pieces, size = _lay_out([*2 * [self.page_bytes], *2 * [self.slot_bytes]])
+        pieces = _lay_out(self.page_bytes, self.slot_bytes)
+        size = pieces[-1].stop
         self._window = _shared_window(size, comm)
         self._window.Lock_all(MPI.MODE_NOCHECK)  # MPI_Win_sync needs an epoch
         ranks = range(comm.Get_size())
@@ -64,6 +64,12 @@ class Board:
         self._words = [[_words(page) for page in pages] for pages in self.both_pages]
         self.meetings = 0
         self._spins = _SPINS if comm.Get_size() <= (os.cpu_count() or 1) else 0
+
+    @staticmethod
+    def count_bytes(page_bytes: int, slot_bytes: int) -> int:
+        """Return how much shared memory each rank of a board takes, or less."""
+        last: int = _lay_out(page_bytes, slot_bytes)[-1].stop
+        return last
 
     def _memory(self, rank: int, size: int) -> npt.NDArray[np.uint8]:
         memory: Any = self._window.Shared_query(rank)[0]
@@ -118,8 +124,8 @@ class Board:
         self._window.Free()
 
 
-def _lay_out(sizes: Sequence[int]) -> tuple[list[slice], int]:
-    """Return where pieces of memory lie behind the first line, and where all end.
+def _lay_out(page_bytes: int, slot_bytes: int) -> list[slice]:
+    """Return where two pages and two slots lie behind the first line.
 
     Large arrays usually begin near a multiple of 4 KiB. Processors compare addresses by
     their last 12 bits at first, and take what is read from such an array for what was
@@ -127,11 +133,11 @@ def _lay_out(sizes: Sequence[int]) -> tuple[list[slice], int]:
     as long. So copies begin in the middle.
     """
     pieces, end = [], _LINE_BYTES
-    for size in sizes:
+    for size in (page_bytes, page_bytes, slot_bytes, slot_bytes):
         start = -(-end // _FRAME_BYTES) * _FRAME_BYTES + _FRAME_BYTES // 2
         end = start + size
         pieces.append(slice(start, end))
-    return pieces, end
+    return pieces
 
 
 def _shared_window(size_bytes: int, comm: MPI.Intracomm) -> MPI.Win:

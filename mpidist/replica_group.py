@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from mpidist.collectives import Collectives
 from mpidist.comparing import BoardComparison
 from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpidist.errors import ArgumentTypeError
+from mpidist.free_memory import as_text, free_bytes
 from mpidist.node_memory import NodeMemory
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.packing import Axis
@@ -89,7 +91,7 @@ class ReplicaGroup:
         )
         self.agreement.require_same(Call(call, kinds))
         self.topology.devices = tuple(self.agreement.gather(call, self.device))
-        if self.num_replicas > 1 and self.topology.is_one_node:
+        if self.topology.is_one_node and self._has_room(call):
             self._board = self.agreement.block(call, self._make_board)
             # What lies on a GPU would have to be copied
             is_host = self.device.startswith("CPU")
@@ -126,6 +128,26 @@ class ReplicaGroup:
             self.cross_device_ops.close()
             self._close_board()
             self.topology.close()
+
+    def _has_room(self, call: str) -> bool:
+        """Return whether all ranks of this node can have a board. Collective.
+
+        A page of shared memory that is not there would end the process with SIGBUS.
+        """
+        if self.num_replicas == 1:
+            return False
+        needed = self.num_replicas * Board.count_bytes(self._page_bytes(), _SLOT_BYTES)
+        free = min(free_bytes(is_shared=True).values(), default=needed)
+        has_room = all(self.agreement.gather(call, needed <= free))
+        if not has_room and self.replica_id == 0:
+            warnings.warn(
+                f"the ranks of this node need {as_text(needed)} of shared memory to "
+                f"work together quickly, but {as_text(free)} are free; they go on by "
+                "MPI alone, more slowly. A container may be given more: --shm-size",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return has_room
 
     def _make_board(self) -> Board:
         return Board(self.topology.comm, self._page_bytes(), _SLOT_BYTES)

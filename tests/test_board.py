@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 
 import numpy as np
 import pytest
 
 import mpidist
+from mpidist import replica_group
 from mpidist.board import Board
 from mpidist.comparing import BoardComparison
 from mpidist.waiting import LateError
@@ -104,3 +106,22 @@ def test_small_and_large_reductions_are_the_same(comm, strategy, dtype, op, size
             )
             tolerance = {"f2": 1e-3, "f4": 1e-7, "c8": 1e-7}.get(dtype, 1e-15)
             np.testing.assert_allclose(result, expected, rtol=tolerance)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_too_little_shared_memory_is_said_and_done_without(comm, monkeypatch):
+    """Each rank sees for itself; one that has none is enough."""
+    free = {"/dev/shm": 1 << 30 if comm.rank else 1000}
+    monkeypatch.setattr(replica_group, "free_bytes", lambda is_shared: free)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        strategy = mpidist.MirroredStrategy(communicator=comm)
+    texts = [str(w.message) for w in said]
+    assert len(texts) == (comm.rank == 0)
+    assert all(
+        "MiB of shared memory" in t and "1000 bytes are free" in t for t in texts
+    )
+    assert strategy.extended.collectives.transport.name == "mpi"
+    found = strategy.reduce("SUM", np.arange(3) + comm.rank)
+    assert found.tolist() == [comm.size * i + sum(range(comm.size)) for i in range(3)]
+    strategy.experimental_finalize()
