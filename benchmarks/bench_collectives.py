@@ -6,8 +6,8 @@ Like the OSU micro-benchmarks: sizes from 8 bytes to 256 MiB, warm-up, the mean 
 a call in a loop, of the slowest rank. All contestants of a size take turns; ratios are
 medians of pairs. Ours is `ReplicaContext.all_reduce` and `all_gather` with all options
 as they are, which checks each call and returns new arrays; raw is mpi4py with buffers
-that are there already. "copy" is each rank copying its input to its output at the same time: the least
-that any all-reduce must do. The machine should do nothing else.
+that are there already. "copy" is each rank copying its input to its output at the same
+time: the least that any all-reduce must do. The machine should do nothing else.
 
 Cases (see --cases), and what the time of ours may be, by that of another:
 

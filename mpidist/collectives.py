@@ -124,7 +124,7 @@ class Collectives:
             else:
                 agreement.compare(known.call, known.number)
                 send = arithmetic.contiguous(value, value.dtype)
-                total = self._empty_like(send)
+                total = self._empty(send.size, send).reshape(send.shape)
                 self.transport.allreduce_sum(send, total, None)
         if known.is_mean:
             total /= self.size
@@ -298,19 +298,20 @@ class Collectives:
         totals: list[Any] = [None] * len(values)
         sizes = [value.nbytes for value in values]
         for members in packing.groups(values, sizes, options.bytes_per_pack):
-            pack = packing.pack([values[j] for j in members])
-            total = self._empty_like(pack)
-            (transport or self.transport).allreduce_sum(pack, total, deadline)
-            shapes = [values[j].shape for j in members]
+            sends = [values[j] for j in members]
+            total = self._empty(sum(send.size for send in sends), sends[0])
+            (transport or self.transport).allreduce_packed(sends, total, deadline)
+            shapes = [send.shape for send in sends]
             for j, part in zip(members, packing.unpack(total, shapes), strict=True):
                 totals[j] = part
         return totals
 
-    def _empty_like(self, array: Any) -> Any:
+    def _empty(self, size: int, like: Any) -> Any:
         """Return memory for a result, if it is large perhaps that of a former one."""
-        if isinstance(array, np.ndarray) and array.nbytes >= _LARGE_BYTES:
-            return self._buffers.empty(array.shape, array.dtype)
-        return arrays.namespace(array).empty_like(array)
+        is_large = size * like.dtype.itemsize >= _LARGE_BYTES
+        if is_large and isinstance(like, np.ndarray):
+            return self._buffers.empty((size,), like.dtype)
+        return arrays.namespace(like).empty(size, like.dtype)
 
 
 def _axes(axes: Sequence[Any]) -> tuple[str, Any]:

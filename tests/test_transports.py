@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 
 import numpy as np
@@ -79,6 +80,20 @@ def test_sums(comm, transport, deadline, dtype):
         parts = [numbers(rank, count, dtype) for rank in range(comm.size)]
         assert np.array_equal(receive, np.sum(parts, axis=0, dtype=dtype))
         assert np.array_equal(send, before)
+
+
+@pytest.mark.parametrize("dtype", ["i1", "f4", "c16"])
+def test_sums_of_several_arrays(comm, transport, deadline, dtype):
+    shapes = [(3,), (), (0, 2), (700, 3), (1,), (5, 100)]
+
+    def arrays(rank):
+        return [numbers(rank, math.prod(s), dtype).reshape(s) for s in shapes]
+
+    everyone = [np.concatenate(arrays(rank), axis=None) for rank in range(comm.size)]
+    receive = np.empty(everyone[0].size, dtype)
+    for _ in range(3):
+        transport.allreduce_packed(arrays(comm.rank), receive, deadline)
+        assert np.array_equal(receive, np.sum(everyone, axis=0, dtype=dtype))
 
 
 def test_sums_of_arrays_of_several_dimensions(comm, transport):

@@ -28,6 +28,14 @@ class Transport(Protocol):
         Both have the same size and dtype.
         """
 
+    def allreduce_packed(
+        self, sends: Sequence[Any], receive: Any, deadline: float | None
+    ) -> None:
+        """Do what `allreduce_sum` does for several arrays, one behind the other.
+
+        All have the same dtype; `receive` has one dimension, and room for all.
+        """
+
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:

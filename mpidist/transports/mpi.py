@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpidist import packing
 from mpidist.agree import Agreement
 
 __all__ = ["MpiTransport"]
@@ -30,6 +31,12 @@ class MpiTransport:
             return
         request = self._comm.Iallreduce(send, receive, MPI.SUM)
         self._agreement.wait(request, deadline, "all_reduce")
+
+    def allreduce_packed(
+        self, sends: Sequence[Any], receive: Any, deadline: float | None
+    ) -> None:
+        """See `Transport.allreduce_packed`."""
+        self.allreduce_sum(packing.pack(sends), receive, deadline)
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None

@@ -8,8 +8,8 @@ two of them in turn, so that a rank can write the next one while others read the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,25 +19,6 @@ from mpidist.board import Board
 __all__ = ["SharedTransport"]
 
 _LINE_BYTES = 64
-_KNOWN = 1000  # kinds of blocks whose places are remembered
-
-
-class _Places(NamedTuple):
-    """Where a block of an array goes in the slots of one turn.
-
-    Args:
-      own: the part that this rank adds up.
-      for_others: parts of this rank's array, and where it writes them.
-      shares: where each rank writes what it has of `own`.
-      total: where the total of `own` is put.
-      totals: the part that each rank adds up, and where its total is.
-    """
-
-    own: slice
-    for_others: list[tuple[slice, Any]]
-    shares: list[Any]
-    total: Any
-    totals: list[tuple[slice, Any]]
 
 
 class SharedTransport:
@@ -59,65 +40,55 @@ class SharedTransport:
         self._board = board
         self._rank, self._size = agreement.rank, agreement.size
         self._turn = 0
-        self._known: dict[Any, _Places] = {}
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
         """See `Transport.allreduce_sum`."""
-        send, receive = send.reshape(-1), receive.reshape(-1)
-        step = self._board.slot_bytes // send.dtype.itemsize
-        reduce_block = self._exchange_block if self._size == 2 else self._reduce_block
-        for start in range(0, send.size, step):
-            block = slice(start, start + step)
-            reduce_block(send[block], receive[block], deadline)
+        self.allreduce_packed([send], receive, deadline)
 
-    def _exchange_block(self, send: Any, receive: Any, deadline: float | None) -> None:
-        """Reduce what fits into a slot: both of two ranks add up all of it.
+    def allreduce_packed(
+        self, sends: Sequence[Any], receive: Any, deadline: float | None
+    ) -> None:
+        """See `Transport.allreduce_packed`. The slots are the pack."""
+        receive = receive.reshape(-1)
+        step = self._board.slot_bytes // receive.dtype.itemsize
+        reduce_block = self._add_all if self._size == 2 else self._add_part
+        blocks = _cut([send.reshape(-1) for send in sends], step)
+        for start, pieces in zip(range(0, receive.size, step), blocks, strict=True):
+            slots = [slot.view(receive.dtype) for slot in self._next_slots()]
+            mine = slots[self._rank]
+            for place, piece in pieces:
+                mine[place : place + piece.size] = piece
+            self._meet("all_reduce", deadline)
+            reduce_block(slots, receive[start : start + step], deadline)
+
+    def _add_all(
+        self, slots: Sequence[Any], receive: Any, deadline: float | None
+    ) -> None:
+        """Add up a block that both of two ranks have written.
 
         That needs one meeting instead of two, and moves as many bytes between them.
         """
-        self._turn ^= 1
-        slots = self._slots(send.dtype)
-        slots[self._rank][: send.size] = send
-        self._meet("all_reduce", deadline)
-        shares = [slot[: send.size] for slot in slots]
-        shares[self._rank] = send
-        np.add(shares[0], shares[1], out=receive)
+        first, second = (slot[: receive.size] for slot in slots)
+        np.add(first, second, out=receive)
 
-    def _reduce_block(self, send: Any, receive: Any, deadline: float | None) -> None:
-        """Reduce what fits into a slot; the other ranks do it at the same time."""
-        self._turn ^= 1
-        kind = send.dtype, send.size, self._turn
-        if (places := self._known.get(kind)) is None:
-            places = self._places(send.dtype, send.size)
-            if len(self._known) < _KNOWN:
-                self._known[kind] = places
-        # Write what the others add up
-        for part, place in places.for_others:
-            place[...] = send[part]
-        self._meet("all_reduce", deadline)
-        # Add up this rank's part, in the order of the ranks
-        shares = places.shares
-        shares[self._rank] = send[places.own]
-        np.add(shares[0], shares[1], out=places.total)
-        for share in shares[2:]:
-            np.add(places.total, share, out=places.total)
-        self._meet("all_reduce", deadline)
-        for part, place in places.totals:
-            receive[part] = place
+    def _add_part(
+        self, slots: Sequence[Any], receive: Any, deadline: float | None
+    ) -> None:
+        """Add up this rank's part of a block, in the order of the ranks, and share it.
 
-    def _places(self, dtype: np.dtype[Any], count: int) -> _Places:
-        """Return where in the slots of this turn what is of an array."""
-        slots, rank = self._slots(dtype), self._rank
-        parts = self._parts(dtype, count)
-        own, mine = parts[rank], slots[rank]
-        edges = slice(0, own.start), slice(own.stop, count)
-        return _Places(
-            own,
-            [(edge, mine[edge]) for edge in edges if edge.start < edge.stop],
-            [slot[own] for slot in slots],
-            mine[own],
-            [(part, slot[part]) for part, slot in zip(parts, slots, strict=True)],
-        )
+        The other ranks do it at the same time.
+        """
+        parts = self._parts(receive.dtype, receive.size)
+        own = parts[self._rank]
+        first, second, *others = (slot[own] for slot in slots)
+        total = np.add(first, second, out=receive[own])
+        for other in others:
+            np.add(total, other, out=total)
+        slots[self._rank][own] = total
+        self._meet("all_reduce", deadline)
+        for rank, (slot, part) in enumerate(zip(slots, parts, strict=True)):
+            if rank != self._rank:
+                receive[part] = slot[part]
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
@@ -163,11 +134,29 @@ class SharedTransport:
         self._turn ^= 1
         return self._board.slots[self._turn]
 
-    def _slots(self, dtype: np.dtype[Any]) -> list[Any]:
-        return [slot.view(dtype) for slot in self._board.slots[self._turn]]
-
     def _meet(self, operation: str, deadline: float | None) -> None:
         self._agreement.meet(self._board, operation, deadline)
+
+
+def _cut(arrays: Sequence[Any], step: int) -> Iterator[list[tuple[int, Any]]]:
+    """Cut arrays that lie one behind the other into blocks of `step` elements.
+
+    Yields for each block the pieces of arrays that are in it, and where in it they are.
+    """
+    pieces: list[tuple[int, Any]] = []
+    place = 0
+    for array in arrays:
+        start = 0
+        while start < array.size:
+            piece = array[start : start + step - place]
+            pieces.append((place, piece))
+            start += piece.size
+            place += piece.size
+            if place == step:
+                yield pieces
+                pieces, place = [], 0
+    if pieces:
+        yield pieces
 
 
 def _bytes_of(array: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist import arrays
+from mpidist import arrays, packing
 from mpidist.transports.base import Transport
 
 __all__ = ["StagingTransport"]
@@ -30,6 +30,12 @@ class StagingTransport:
         result = np.empty(receive.shape, receive.dtype)
         self._host.allreduce_sum(arrays.to_host(send), result, deadline)
         receive[...] = arrays.to_device_like(result, receive)
+
+    def allreduce_packed(
+        self, sends: Sequence[Any], receive: Any, deadline: float | None
+    ) -> None:
+        """See `Transport.allreduce_packed`; packs on the device."""
+        self.allreduce_sum(packing.pack(sends), receive, deadline)
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
