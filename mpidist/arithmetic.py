@@ -50,7 +50,8 @@ def finish(
 def bound_bytes(op: ReduceOp, values: Sequence[Any]) -> int:
     """Return how many bytes of a page `to_add`'s arrays take, or a few more."""
     width = 8 if op is ReduceOp.MEAN else 4  # a mean of integers is one of float64
-    return sum(a.size * max(a.dtype.itemsize, width) + 16 for a in values)
+    sizes = [a.size * max(a.dtype.itemsize, width) for a in values]
+    return sum(-(-size // 16) * 16 for size in sizes)
 
 
 def add_in_order(parts: Sequence[Any]) -> Any:

@@ -32,8 +32,8 @@ T = TypeVar("T")
 _SAMPLED_BYTES = 1 << 16
 # What all ranks of a node, and what each of them, can tell the others at once: more of
 # them have more to read
-_PAGES_BYTES = 128 << 10
-_LEAST_PAGE_BYTES = 2048
+_PAYLOADS_BYTES = 256 << 10
+_LEAST_PAYLOAD_BYTES = 2048
 _HEADER_BYTES = 64
 # Of an array at a time: two of these fit into a core's cache
 _SLOT_BYTES = 512 << 10
@@ -95,7 +95,7 @@ class ReplicaGroup:
             self._board = self.agreement.block(call, self._make_board)
             # What lies on a GPU would have to be copied
             is_host = self.device.startswith("CPU")
-            payload_bytes = self._page_bytes() - _HEADER_BYTES if is_host else 0
+            payload_bytes = self._payload_bytes() if is_host else 0
             self.agreement.comparison = BoardComparison(self._board, payload_bytes)
         transport = choose(self.agreement, self.device, self._board)
         self.collectives = Collectives(self.agreement, transport)
@@ -136,7 +136,7 @@ class ReplicaGroup:
         """
         if self.num_replicas == 1:
             return False
-        needed = self.num_replicas * Board.count_bytes(self._page_bytes(), _SLOT_BYTES)
+        needed = self.num_replicas * Board.count_bytes(*self._board_bytes())
         free = min(free_bytes(is_shared=True).values(), default=needed)
         has_room = all(self.agreement.gather(call, needed <= free))
         if not has_room and self.replica_id == 0:
@@ -150,10 +150,13 @@ class ReplicaGroup:
         return has_room
 
     def _make_board(self) -> Board:
-        return Board(self.topology.comm, self._page_bytes(), _SLOT_BYTES)
+        return Board(self.topology.comm, *self._board_bytes())
 
-    def _page_bytes(self) -> int:
-        return max(_PAGES_BYTES // self.num_replicas, _LEAST_PAGE_BYTES)
+    def _board_bytes(self) -> tuple[int, int]:
+        return _HEADER_BYTES + self._payload_bytes(), _SLOT_BYTES
+
+    def _payload_bytes(self) -> int:
+        return max(_PAYLOADS_BYTES // self.num_replicas, _LEAST_PAYLOAD_BYTES)
 
     def _close_board(self) -> None:
         if self._board is not None:
