@@ -49,7 +49,7 @@ import mpidist
 
 CASES = ("sizes", "models", "gather")
 SIZES = [8 << (2 * i) for i in range(13)] + [64 << 10, 16 << 20, 64 << 20, 256 << 20]
-LOOP_BYTES = 16 << 20  # so many in one measurement, at least one call and at most 1,000
+LOOP_BYTES = 16 << 20  # so many in one measurement, at least one call
 RAW, GLOO, COPY = "raw MPI", "torch gloo", "copy"
 
 
@@ -59,11 +59,13 @@ class Setting:
 
     Args:
       repetitions: how often each contestant is timed.
+      most_calls: how many calls each measurement has, at most.
       sum_by_gloo: sums an array of all ranks in place; None without torch.
     """
 
     comm: MPI.Intracomm
     repetitions: int
+    most_calls: int
     sum_by_gloo: Callable[[Any], None] | None
 
     def run(
@@ -74,7 +76,7 @@ class Setting:
         targets: dict[str, float],
     ) -> list[Comparison]:
         """Time contestants in turn; return ours by each other one. Collective."""
-        loops = max(1, min(1000, LOOP_BYTES // max(1, size)))
+        loops = max(1, min(self.most_calls, LOOP_BYTES // max(1, size)))
         times: dict[str, list[float]] = {name: [] for name in contestants}
         for repetition in range(self.repetitions + 1):
             for name, call in contestants.items():
@@ -227,13 +229,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit("start it by mpirun, on at least 2 ranks")
     strategy = mpidist.MirroredStrategy()
     comparisons: list[Comparison] = []
-    repetitions = 1 if options.tiny else options.repetitions
+    repetitions, most_calls = (1, 5) if options.tiny else (options.repetitions, 1000)
     sizes = SIZES[:6] if options.tiny else SIZES
     models = {"tiny": [(3, 4), (2,)]} if options.tiny else MODELS
 
     def run() -> None:
         with gloo(comm) as sum_by_gloo:
-            setting = Setting(comm, repetitions, sum_by_gloo)
+            setting = Setting(comm, repetitions, most_calls, sum_by_gloo)
             if sum_by_gloo is None and comm.rank == 0:
                 print("torch is not installed: gloo was not compared")
             cases = {

@@ -68,6 +68,23 @@ def skipped_overlap(result):
     return [reason for reason in result["skipped"] if reason.startswith("overlap")]
 
 
+def test_the_collectives_benchmark_compares_all_cases(comm, mpirun, tmp_path):
+    output = tmp_path / "collectives.json"
+    script = str(BENCHMARKS / "bench_collectives.py")
+    ended = mpirun(min(2, comm.size), script, "--tiny", f"--output={output}")
+    if comm.size == 1:
+        assert ended.returncode == 1
+        assert "on at least 2 ranks" in ended.stderr
+        return
+    assert ended.returncode == 0, ended.stderr
+    if comm.rank == 0:
+        found = json.loads(output.read_text())["comparisons"]
+        others = 1 + has("torch")
+        assert len(found) == 6 * (1 + others) + others + 2
+        assert all(math.isfinite(c["ratio"]) and c["ratio"] > 0 for c in found)
+        assert output.with_suffix(".png").exists() == has("matplotlib")
+
+
 def skip_without_strace(comm):
     reason = comm.bcast(system_calls.why_not() if comm.rank == 0 else None)
     if reason is not None:
