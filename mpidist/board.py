@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,18 +36,26 @@ class Board:
       comm: the ranks; borrowed.
       page_bytes: how much each rank can write for a meeting.
       slot_bytes: of each of two more pieces of memory of each rank, see `slots`.
+      names: the numbers by which errors call the ranks.
     """
 
-    def __init__(self, comm: MPI.Intracomm, page_bytes: int, slot_bytes: int = 0):
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        page_bytes: int,
+        slot_bytes: int = 0,
+        names: Sequence[int] | None = None,
+    ):
         self._comm = comm
-        self.rank = comm.Get_rank()
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._names = list(range(self.size) if names is None else names)
         self.page_bytes = -(-page_bytes // _LINE_BYTES) * _LINE_BYTES
         self.slot_bytes = -(-slot_bytes // _LINE_BYTES) * _LINE_BYTES
         pieces = _lay_out(self.page_bytes, self.slot_bytes)
         size = pieces[-1].stop
         self._window = _shared_window(size, comm)
         self._window.Lock_all(MPI.MODE_NOCHECK)  # MPI_Win_sync needs an epoch
-        ranks = range(comm.Get_size())
+        ranks = range(self.size)
         memory = [self._memory(rank, size) for rank in ranks]
         memory[self.rank][: pieces[1].stop] = 0
         self._window.Sync()
@@ -63,7 +72,7 @@ class Board:
         self.slots = slots
         self._words = [[_words(page) for page in pages] for pages in self.both_pages]
         self.meetings = 0
-        self._spins = _SPINS if comm.Get_size() <= (os.cpu_count() or 1) else 0
+        self._spins = _SPINS if self.size <= (os.cpu_count() or 1) else 0
 
     @staticmethod
     def count_bytes(page_bytes: int, slot_bytes: int) -> int:
@@ -114,7 +123,8 @@ class Board:
                 raise LateError(self._missing(meeting))
 
     def _missing(self, meeting: int) -> list[int]:
-        return [rank for rank, count in enumerate(self._counts) if count[0] < meeting]
+        named = zip(self._names, self._counts, strict=True)
+        return [name for name, count in named if count[0] < meeting]
 
     def close(self) -> None:
         """Free the memory. Collective."""

@@ -18,7 +18,11 @@ from mpidist.agree import Agreement
 from mpidist.buffers import Buffers
 from mpidist.calls import Call, digest
 from mpidist.leaves import check_each, describe_but, gather_axis, to_arrays
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    ReduceOp,
+)
 from mpidist.packing import Axis
 from mpidist.transports import Transport
 
@@ -50,11 +54,18 @@ class KnownCall(NamedTuple):
 
 
 class Collectives:
-    """The collectives of one strategy, on one transport."""
+    """The collectives of one strategy.
 
-    def __init__(self, agreement: Agreement, transport: Transport):
+    Args:
+      agreement: of all ranks.
+      transport: for what is not asked to go otherwise.
+      direct: for what is asked to go by MPI.
+    """
+
+    def __init__(self, agreement: Agreement, transport: Transport, direct: Transport):
         self.agreement = agreement
         self.transport = transport
+        self._direct = direct
         self.size = agreement.size
         self._buffers = Buffers(_BUFFERS)
         self._known: dict[Any, KnownCall] = {}
@@ -97,7 +108,7 @@ class Collectives:
             described = tuple((a.dtype, a.shape) for a in given)
             agreed = (("reduce_op", op.name), *_agreed(options))
             call = Call(operation, agreed, spec, described)
-            fits = reduce_arrays is None and self._fits(op, given)
+            fits = reduce_arrays is None and self._fits(op, given, options)
             if fits:
                 results = self._reduce_small(op, given, call, options)
             else:
@@ -130,15 +141,23 @@ class Collectives:
             total /= self.size
         return total
 
-    def _fits(self, op: ReduceOp, given: Sequence[Any]) -> bool:
+    def _fits(
+        self, op: ReduceOp, given: Sequence[Any], options: CommunicationOptions
+    ) -> bool:
         """Return whether the ranks can exchange arrays while they compare their calls.
 
         That depends only on what must be the same on all ranks.
         """
         limit = self.agreement.comparison.payload_bytes
-        return (
-            limit > 0 and self.size > 1 and arithmetic.bound_bytes(op, given) <= limit
-        )
+        if limit == 0 or self.size == 1 or self._is_direct(options):
+            return False
+        return arithmetic.bound_bytes(op, given) <= limit
+
+    def _is_direct(self, options: CommunicationOptions) -> bool:
+        return options.implementation is CommunicationImplementation.MPI
+
+    def _transport(self, options: CommunicationOptions) -> Transport:
+        return self._direct if self._is_direct(options) else self.transport
 
     def _reduce_small(
         self,
@@ -259,7 +278,7 @@ class Collectives:
             call = Call(operation, agreed, spec, described)
             self.agreement.require_same(call, timeout=options.timeout_seconds)
             results = gathering.gather(
-                self.transport,
+                self._transport(options),
                 self.size,
                 given,
                 axes,
@@ -294,13 +313,13 @@ class Collectives:
         """Return the sums over all ranks of contiguous arrays, as arrays of our own."""
         if self.size == 1:
             return [value.copy() for value in values]
-        deadline = _deadline(options)
+        deadline, way = _deadline(options), transport or self._transport(options)
         totals: list[Any] = [None] * len(values)
         sizes = [value.nbytes for value in values]
         for members in packing.groups(values, sizes, options.bytes_per_pack):
             sends = [values[j] for j in members]
             total = self._empty(sum(send.size for send in sends), sends[0])
-            (transport or self.transport).allreduce_packed(sends, total, deadline)
+            way.allreduce_packed(sends, total, deadline)
             shapes = [send.shape for send in sends]
             for j, part in zip(members, packing.unpack(total, shapes), strict=True):
                 totals[j] = part

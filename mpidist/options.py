@@ -120,7 +120,8 @@ class VariableAggregation(enum.Enum):
 class CommunicationImplementation(enum.Enum):
     """By which means data move between replicas.
 
-    AUTO lets mpidist choose; MPI asks for direct MPI calls on the arrays. (TensorFlow's
+    AUTO lets mpidist choose: where all replicas are on one node it works in memory that
+    they share. MPI asks for direct MPI calls on the arrays. (TensorFlow's
     RING is an algorithm that an MPI library picks for itself, so it is not a choice
     here; NCCL needs GPUs.)
 

@@ -24,7 +24,7 @@ from mpidist.node_memory import NodeMemory
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.packing import Axis
 from mpidist.topology import Topology
-from mpidist.transports import choose
+from mpidist.transports import choose, direct
 
 __all__ = ["ReplicaGroup"]
 
@@ -98,7 +98,8 @@ class ReplicaGroup:
             payload_bytes = self._payload_bytes() if is_host else 0
             self.agreement.comparison = BoardComparison(self._board, payload_bytes)
         transport = choose(self.agreement, self.device, self._board)
-        self.collectives = Collectives(self.agreement, transport)
+        by_mpi = direct(self.agreement, self.device)
+        self.collectives = Collectives(self.agreement, transport, by_mpi)
         is_plain = type(self.cross_device_ops) is MpiAllReduce
         self._reduce_arrays = None if is_plain else self.cross_device_ops.reduce_checked
         # What is bound is alike on all ranks, so all can, or none

@@ -26,6 +26,7 @@ _LAUNCHER_SIZES = {
     "SLURM_STEP_NUM_TASKS": "srun",
 }
 _OVERRIDE = "MPIDIST_ALLOW_SINGLETON"
+_RANKS_PER_NODE = "MPIDIST_RANKS_PER_NODE"
 _DEVICE = re.compile(r"(?:/.*/)?(?:device:|/)?(?P<kind>CPU|GPU):(?P<index>\d+)", re.I)
 
 
@@ -107,6 +108,22 @@ def parse_devices(devices: Sequence[str]) -> list[tuple[str, int]]:
     return parsed
 
 
+def _pretended_ranks_per_node(
+    environ: Mapping[str, str], comm: MPI.Intracomm
+) -> int | None:
+    """Return how many ranks at most are to count as one node; None for all of it.
+
+    For tests: one machine is then taken for several. Collective.
+    """
+    asked = environ.get(_RANKS_PER_NODE)
+    is_good = asked is None or (asked.isdecimal() and int(asked) > 0)
+    if not comm.allreduce(is_good, MPI.LAND):
+        raise LaunchError(
+            f"{_RANKS_PER_NODE} must be a positive number on all ranks, not {asked!r}"
+        )
+    return None if asked is None else int(asked)
+
+
 @dataclasses.dataclass
 class Topology:
     """The communicators of one strategy, all owned by it. Freed by `close`."""
@@ -124,7 +141,8 @@ class Topology:
         """Duplicate `communicator` (COMM_WORLD by default). Collective over it.
 
         Raises:
-          LaunchError: MPI sees one process where the launcher started several.
+          LaunchError: MPI sees one process where the launcher started several; on all
+            ranks if MPIDIST_RANKS_PER_NODE is no positive number on one.
         """
         if communicator is None:
             communicator = MPI.COMM_WORLD
@@ -132,6 +150,10 @@ class Topology:
             check_launch(os.environ, communicator.Get_size(), library)
         comm = communicator.Dup()
         node = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
+        if pretended := _pretended_ranks_per_node(os.environ, comm):
+            whole = node
+            node = cast(MPI.Intracomm, whole.Split(whole.Get_rank() // pretended))
+            whole.Free()
         return cls(
             comm=comm,
             node=node,

@@ -171,9 +171,11 @@ def test_update_config_proto_returns_a_deep_copy(strategy):
     assert config == {"own": [1, 2]}
     assert updated["num_replicas"] == strategy.num_replicas_in_sync
     assert updated["replica_id"] == strategy.extended.replica_id
+    topology = strategy.extended.topology
+    has_board = topology.is_one_node and topology.size > 1
     assert (updated["device"], updated["transport"]) == (
         "CPU:0",
-        "shared" if strategy.num_replicas_in_sync > 1 else "mpi",
+        "shared" if has_board else "mpi",
     )
     with pytest.raises(TypeError, match="mapping"):
         strategy.update_config_proto([1])

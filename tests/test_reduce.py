@@ -11,6 +11,7 @@ import pytest
 
 import mpidist
 from mpidist import CommunicationOptions, ReduceOp
+from mpidist.transports.mpi import MpiTransport
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INTEGERS = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]
@@ -294,3 +295,23 @@ def test_a_sum_over_an_axis_that_does_not_fit_is_an_error(strategy, dtype):
     assert strategy.reduce("SUM", value[: int(rank == 0)], axis=0) == most
     assert strategy.reduce("MEAN", value, axis=0) == most
     assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
+
+
+@pytest.mark.parametrize("implementation", ["mpi", "auto"])
+@pytest.mark.parametrize("count", [3, 300_000])
+def test_direct_mpi_can_be_asked_for(strategy, monkeypatch, implementation, count):
+    called = []
+    allreduce = MpiTransport.allreduce_sum
+
+    def note(self, *args):
+        called.append(1)
+        allreduce(self, *args)
+
+    monkeypatch.setattr(MpiTransport, "allreduce_sum", note)
+    values = parts(strategy, (count,), "f4")
+    options = CommunicationOptions(implementation=implementation)
+    mine = values[strategy.extended.replica_id]
+    check(all_reduce(strategy, "SUM", mine, options), np.sum(values, axis=0))
+    topology = strategy.extended.topology
+    is_direct = implementation == "mpi" or not topology.is_one_node
+    assert len(called) == (topology.size > 1 and is_direct)

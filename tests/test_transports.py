@@ -31,9 +31,10 @@ def make_mpi(agreement):
     return MpiTransport(agreement), lambda: None
 
 
-def make_hierarchical(agreement):
-    node = agreement.comm.Split(agreement.rank // 2, agreement.rank)
-    transport = HierarchicalTransport(agreement, node)
+def make_hierarchical(agreement, ranks_per_node):
+    """Nodes are pretended: consecutive ranks; the last one may have fewer."""
+    node = agreement.comm.Split(agreement.rank // ranks_per_node, agreement.rank)
+    transport = HierarchicalTransport(agreement, node, slot_bytes=4096)
 
     def close():
         transport.close()
@@ -44,7 +45,10 @@ def make_hierarchical(agreement):
 
 MAKERS = {
     "mpi": make_mpi,
-    "hierarchical": make_hierarchical,
+    **{
+        f"{n} ranks per node": functools.partial(make_hierarchical, ranks_per_node=n)
+        for n in (1, 2, 3, 4)
+    },
     **{f"shared {n}": functools.partial(make_shared, slot_bytes=n) for n in SLOT_BYTES},
 }
 
@@ -159,7 +163,7 @@ def test_calls_of_all_kinds_follow_each_other(comm, transport):
 
 
 @pytest.mark.parametrize("method", ["allreduce_sum", "allgatherv", "broadcast"])
-@pytest.mark.parametrize("kind", ["mpi", "shared 4096"])
+@pytest.mark.parametrize("kind", ["mpi", "shared 4096", "2 ranks per node"])
 def test_a_rank_that_does_not_come_is_told_at_the_deadline(comm, method, kind):
     if comm.size == 1:
         pytest.skip("one rank waits for nobody")

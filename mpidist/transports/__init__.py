@@ -15,6 +15,7 @@ __all__ = [
     "StagingTransport",
     "Transport",
     "choose",
+    "direct",
 ]
 
 
@@ -26,7 +27,13 @@ def choose(agreement: Agreement, device: str, board: Board | None = None) -> Tra
       device: of this rank.
       board: of all ranks if they are on one node.
     """
-    host: Transport = MpiTransport(agreement)
-    if board is not None and board.slot_bytes:
-        host = SharedTransport(agreement, board)
+    if board is None:
+        return direct(agreement, device)
+    shared = SharedTransport(agreement, board)
+    return StagingTransport(shared) if device.startswith("GPU") else shared
+
+
+def direct(agreement: Agreement, device: str) -> Transport:
+    """Return the transport that calls MPI; see `choose`."""
+    host = MpiTransport(agreement)
     return StagingTransport(host) if device.startswith("GPU") else host

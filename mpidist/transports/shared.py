@@ -30,15 +30,17 @@ class SharedTransport:
     Args:
       agreement: of all ranks.
       board: where they meet; borrowed. An array is worked on in blocks of its slots.
+      adders: how many of the ranks of a node add; None for all.
     """
 
     name = "shared"
     device = False
 
-    def __init__(self, agreement: Agreement, board: Board):
+    def __init__(self, agreement: Agreement, board: Board, adders: int | None = None):
         self._agreement = agreement
         self._board = board
-        self._rank, self._size = agreement.rank, agreement.size
+        self._rank, self._size = board.rank, board.size
+        self._adders = adders or board.size
         self._turn = 0
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
@@ -51,7 +53,6 @@ class SharedTransport:
         """See `Transport.allreduce_packed`. The slots are the pack."""
         receive = receive.reshape(-1)
         step = self._board.slot_bytes // receive.dtype.itemsize
-        reduce_block = self._add_all if self._size == 2 else self._add_part
         blocks = _cut([send.reshape(-1) for send in sends], step)
         for start, pieces in zip(range(0, receive.size, step), blocks, strict=True):
             slots = [slot.view(receive.dtype) for slot in self._next_slots()]
@@ -59,15 +60,14 @@ class SharedTransport:
             for place, piece in pieces:
                 mine[place : place + piece.size] = piece
             self._meet("all_reduce", deadline)
-            reduce_block(slots, receive[start : start + step], deadline)
+            self._add(slots, receive[start : start + step], deadline)
 
-    def _add_all(
-        self, slots: Sequence[Any], receive: Any, deadline: float | None
-    ) -> None:
-        """Add up a block that both of two ranks have written.
-
-        That needs one meeting instead of two, and moves as many bytes between them.
-        """
+    def _add(self, slots: Sequence[Any], receive: Any, deadline: float | None) -> None:
+        """Add up a block that all ranks have written."""
+        if self._size > 2:
+            self._add_part(slots, receive, deadline)
+            return
+        # One meeting less, and as many bytes move between the two
         first, second = (slot[: receive.size] for slot in slots)
         np.add(first, second, out=receive)
 
@@ -79,16 +79,22 @@ class SharedTransport:
         The other ranks do it at the same time.
         """
         parts = self._parts(receive.dtype, receive.size)
-        own = parts[self._rank]
-        first, second, *others = (slot[own] for slot in slots)
-        total = np.add(first, second, out=receive[own])
-        for other in others:
-            np.add(total, other, out=total)
-        slots[self._rank][own] = total
+        if self._rank < self._adders:
+            own = parts[self._rank]
+            first, *others = (slot[own] for slot in slots)
+            total = receive[own]
+            total[...] = first
+            for other in others:
+                np.add(total, other, out=total)
+            self._add_other_nodes(total, deadline)
+            slots[self._rank][own] = total
         self._meet("all_reduce", deadline)
-        for rank, (slot, part) in enumerate(zip(slots, parts, strict=True)):
+        for rank, (slot, part) in enumerate(zip(slots, parts, strict=False)):
             if rank != self._rank:
                 receive[part] = slot[part]
+
+    def _add_other_nodes(self, total: Any, deadline: float | None) -> None:
+        """Add what other nodes have of this rank's part: there are none."""
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
@@ -120,12 +126,12 @@ class SharedTransport:
                 block[...] = slot[: block.size]
 
     def _parts(self, dtype: np.dtype[Any], count: int) -> list[slice]:
-        """Return which part of an array each rank adds up: whole cache lines."""
+        """Return which part of an array each adder adds up: whole cache lines."""
         line = max(1, _LINE_BYTES // dtype.itemsize)
         lines = -(-count // line)
         edges = [
-            min(lines * rank // self._size * line, count)
-            for rank in range(self._size + 1)
+            min(lines * rank // self._adders * line, count)
+            for rank in range(self._adders + 1)
         ]
         return [slice(*edge) for edge in itertools.pairwise(edges)]
 
