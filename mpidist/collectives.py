@@ -284,6 +284,7 @@ class Collectives:
                 axes,
                 options.bytes_per_pack,
                 _deadline(options),
+                self._empty,
             )
         return nest.unflatten(spec, map(arrays.like, results, leaves))
 

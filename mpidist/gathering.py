@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ def gather(
     axes: Sequence[int],
     bytes_per_pack: int,
     deadline: float | None,
+    empty: Callable[[int, Any], Any],
 ) -> list[Any]:
     """Return the arrays of all ranks one behind the other. Collective.
 
@@ -33,6 +34,7 @@ def gather(
       axes: of each array.
       bytes_per_pack: how large packs may get; 0 for no limit.
       deadline: see `Transport`.
+      empty: gives an array of so many elements like another one.
     """
     lengths = np.array([a.shape[i] for a, i in zip(given, axes)], np.int64)
     everyone = np.empty((ranks, len(given)), np.int64)
@@ -51,6 +53,7 @@ def gather(
             [axes[j] for j in members],
             everyone[:, members],
             deadline,
+            empty,
         )
         for j, result in zip(members, gathered, strict=True):
             results[j] = result
@@ -73,6 +76,7 @@ def _gather_group(
     axes: Sequence[int],
     lengths: Any,
     deadline: float | None,
+    empty: Callable[[int, Any], Any],
 ) -> Iterator[Any]:
     """Yield the gathered arrays of a pack of one dtype.
 
@@ -82,7 +86,7 @@ def _gather_group(
     widths = [math.prod(packing.without(v.shape, (i,))) for v, i in zip(values, axes)]
     counts = (lengths * widths).sum(axis=1).tolist()
     pack = packing.pack([arithmetic.contiguous(v, v.dtype) for v in values])
-    received = xp.empty(sum(counts), pack.dtype)
+    received = empty(sum(counts), pack)
     if len(counts) == 1:
         received[...] = pack.reshape(-1)
     else:
