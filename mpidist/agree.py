@@ -113,7 +113,8 @@ class Agreement:
 
         For calls that are repeated: it takes less time.
         """
-        if not self._is_usual():
+        is_well = self.broken is None and self._thread.unwinding is None
+        if not is_well or self.turns.thread():
             self.require_same(call)
             return
         self.calls += 1
@@ -125,7 +126,8 @@ class Agreement:
 
         The array must fit into `comparison.payload_bytes`, in any order in memory.
         """
-        if self._is_usual():
+        is_well = self.broken is None and self._thread.unwinding is None
+        if is_well and not self.turns.thread():
             self.calls += 1
             parts = self.comparison.exchange(number ^ self.places.digest, array)
             if parts is not None:
@@ -135,11 +137,6 @@ class Agreement:
             self.require_same(call, payload=(array,))
         (parts,) = self.comparison.payloads((array,))
         return parts
-
-    def _is_usual(self) -> bool:
-        """Return whether nothing is to be told but the number of a call."""
-        is_well = self.broken is None and self._thread.unwinding is None
-        return is_well and not self.turns.thread()
 
     def _settle(
         self,

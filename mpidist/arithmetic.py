@@ -56,7 +56,9 @@ def bound_bytes(op: ReduceOp, values: Sequence[Any]) -> int:
 
 def add_in_order(parts: Sequence[Any]) -> Any:
     """Return the sum of at least two arrays, as a new one."""
-    total = np.add(parts[0], parts[1], out=np.empty_like(parts[0]))
+    total = np.add(parts[0], parts[1])
+    if not parts[0].ndim:  # then NumPy returns a scalar, which cannot be changed
+        total = np.asarray(total)
     for part in parts[2:]:
         total += part
     return total

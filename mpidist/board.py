@@ -70,7 +70,10 @@ class Board:
         self.both_pages = [page, next_page]
         # What they hold is up to who writes there; in turn, too
         self.slots = slots
-        self._words = [[_words(page) for page in pages] for pages in self.both_pages]
+        # The first words of the pages, as integers
+        self.both_words = [
+            [_words(page) for page in pages] for pages in self.both_pages
+        ]
         self.meetings = 0
         self._spins = _SPINS if self.size <= (os.cpu_count() or 1) else 0
 
@@ -83,11 +86,6 @@ class Board:
     def _memory(self, rank: int, size: int) -> npt.NDArray[np.uint8]:
         memory: Any = self._window.Shared_query(rank)[0]
         return np.frombuffer(memory, np.uint8, size)
-
-    @property
-    def words(self) -> list[memoryview]:
-        """The first words of the pages for the next meeting, as integers."""
-        return self._words[(self.meetings + 1) & 1]
 
     def meet(self, deadline: float | None = None, is_patient: bool = False) -> None:
         """Return when all ranks have come. Collective.
@@ -128,7 +126,7 @@ class Board:
 
     def close(self) -> None:
         """Free the memory. Collective."""
-        del self._mine, self._others, self._counts, self._words, self.both_pages
+        del self._mine, self._others, self._counts, self.both_words, self.both_pages
         del self.slots
         self._window.Unlock_all()
         self._window.Free()

@@ -132,7 +132,7 @@ class BoardComparison:
     ) -> bool:
         """See `Comparison.is_same`."""
         board = self._board
-        words = board.words
+        words = board.both_words[(board.meetings + 1) & 1]
         mine = words[board.rank]
         mine[0], mine[1] = number, has_failed
         for array, places in zip(payload, self._places(payload), strict=True):
@@ -146,10 +146,12 @@ class BoardComparison:
         if places is None:
             (places,) = self._places((array,))
         board = self._board
-        turn, words = (board.meetings + 1) & 1, board.words
-        mine, parts = words[board.rank], places[turn]
-        mine[0], mine[1] = number, 0
-        parts[board.rank][...] = array
+        turn, rank = (board.meetings + 1) & 1, board.rank
+        words, parts = board.both_words[turn], places[turn]
+        mine = words[rank]
+        mine[0] = number
+        mine[1] = 0
+        parts[rank][...] = array
         board.meet()
         for word in words:
             if word[0] != number or word[1]:

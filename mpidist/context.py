@@ -316,7 +316,7 @@ class ReplicaContext:
         return self._strategy.extended.merge_call(merge_fn, args, kwargs)
 
     def _require_current(self, call: str) -> None:
-        if get_replica_context() is not self:
+        if _stack.top.replica is not self:
             raise ContextError(
                 f"{call} was called on a replica context that is not the current one; "
                 "it belongs inside the function that strategy.run runs"

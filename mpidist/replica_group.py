@@ -172,7 +172,8 @@ class ReplicaGroup:
         options: CommunicationOptions | None = None,
     ) -> Any:
         """Return the elementwise reduction of `value`, for any public call."""
-        self.topology.require_open()
+        if self.topology.closed:
+            self.topology.require_open()
         return self.collectives.all_reduce(
             operation, reduce_op, value, options, self._reduce_arrays
         )
