@@ -35,6 +35,7 @@ _DEFAULT = CommunicationOptions()
 _LARGE_BYTES = 128 << 10
 _BUFFERS = 4
 _KNOWN = 1000  # calls that are remembered
+_NAMES = (str, ReduceOp)  # these can be looked up; what else there may be is an error
 
 
 class KnownCall(NamedTuple):
@@ -91,7 +92,8 @@ class Collectives:
         Raises, on all ranks: see `Agreement.require_same` and `arrays.to_array`.
         """
         kind = None
-        if options is None and reduce_arrays is None and type(value) is np.ndarray:
+        is_plain = options is None and reduce_arrays is None
+        if is_plain and type(value) is np.ndarray and type(reduce_op) in _NAMES:
             kind = operation, reduce_op, value.dtype, value.shape
             if (known := self._known.get(kind)) is not None:
                 return self._reduce_known(known, value)
@@ -120,7 +122,9 @@ class Collectives:
 
     def _is_simple(self, op: ReduceOp, value: Any) -> bool:
         """Return whether an array is added up in its own dtype, as is the result."""
-        if self.size == 1 or not value.ndim or len(self._known) > _KNOWN:
+        if self.size == 1 or not value.ndim or not value.dtype.isnative:
+            return False
+        if len(self._known) > _KNOWN:
             return False
         out, partial = arithmetic.to_add(op, [value])
         return out == [value.dtype] and partial[0].dtype == value.dtype

@@ -315,3 +315,49 @@ def test_direct_mpi_can_be_asked_for(strategy, monkeypatch, implementation, coun
     topology = strategy.extended.topology
     is_direct = implementation == "mpi" or not topology.is_one_node
     assert len(called) == (topology.size > 1 and is_direct)
+
+
+VIEWS = {
+    "as it is": lambda a: a,
+    "in Fortran order": np.asfortranarray,
+    "backwards": lambda a: a[::-1],
+    "every other": lambda a: np.repeat(a, 2, axis=1)[:, ::2],
+    "a scalar": lambda a: a[0, 0],
+    "no dimension": lambda a: a[0, 0].reshape(()),
+    "no rows": lambda a: a[:0],
+    "read only": lambda a: np.broadcast_to(a[0], a.shape),
+}
+
+
+@pytest.mark.parametrize("dtype", ["f4", ">f4", "f2", "i4", ">i8", "c16", BFLOAT16])
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("op", ["sum", ReduceOp.MEAN])
+@pytest.mark.parametrize("rows", [2, 100_000])
+def test_calls_that_are_repeated_do_the_same(strategy, dtype, view, op, rows):
+    values = [VIEWS[view](p) for p in parts(strategy, (rows, 3), dtype)]
+    mine = values[strategy.extended.replica_id]
+    wide = "c16" if np.dtype(dtype).kind == "c" else "f8"
+    total = np.sum([np.asarray(v).astype(wide) for v in values], axis=0)
+    if op is ReduceOp.MEAN:
+        total = total / len(values)
+    results = [strategy.reduce(op, mine) for _ in range(3)]
+    for result in results:
+        assert type(result) is type(results[0])
+        assert result.dtype == results[0].dtype
+        assert result.dtype.isnative
+        assert result.shape == total.shape
+        tolerance = {"f2": 1e-3, BFLOAT16: 1e-2}.get(dtype, 1e-6)
+        np.testing.assert_allclose(result.astype(wide), total, rtol=tolerance)
+    if isinstance(mine, np.ndarray) and mine.ndim:
+        before = results[0].copy()
+        results[1][...] = 0  # results are new arrays, and not this rank's value
+        assert np.array_equal(results[0], before)
+
+
+@pytest.mark.parametrize("bad", [["SUM"], {}, np.array(["SUM"])])
+def test_an_operation_that_is_no_name_is_refused_on_all(comm, strategy, bad):
+    value = np.ones(3)
+    for _ in range(2):
+        assert strategy.reduce("SUM", value).tolist() == [comm.size] * 3
+        with pytest.raises(mpidist.ArgumentTypeError, match="reduce_op must be"):
+            strategy.reduce(bad if comm.rank == 0 else "SUM", value)
