@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpidist import arrays
-from mpidist.calls import group_by_rank, name_ranks
+from mpidist.agreement.calls import group_by_rank, name_ranks
 from mpidist.errors import MismatchError
 from mpidist.replica_group import ReplicaGroup
 

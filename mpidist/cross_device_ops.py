@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpidist import arrays, nest
-from mpidist.calls import Call
-from mpidist.collectives import Collectives
+from mpidist.agreement.calls import Call
+from mpidist.collectives.collectives import Collectives
 from mpidist.errors import (
     ArgumentError,
     ContextError,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from mpidist import audit
-from mpidist.calls import Call
+from mpidist.agreement.calls import Call
 from mpidist.context import (
     ReplicaContext,
     enter,

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-from mpidist.calls import Call
+from mpidist.agreement.calls import Call
 from mpidist.data.hdf5.layout import Field, Storage, clean_name, common_fields
 from mpidist.data.hdf5.shard import Shard
 from mpidist.data.hdf5.unfinished import Unfinished, sync_folder

@@ -13,8 +13,8 @@ from types import TracebackType
 
 from mpi4py import MPI
 
-from mpidist.agree import Agreement
-from mpidist.calls import Call
+from mpidist.agreement.agree import Agreement
+from mpidist.agreement.calls import Call
 from mpidist.errors import MpidistError, RemoteError
 
 __all__ = ["abort_on_exception", "leave_together"]

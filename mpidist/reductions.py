@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.collectives import Collectives
+from mpidist.collectives.collectives import Collectives
 from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpidist.errors import ArgumentError, LaunchError
 from mpidist.options import CommunicationOptions

@@ -12,15 +12,15 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist import arrays, nest
-from mpidist.agree import Agreement
-from mpidist.board import Board
-from mpidist.calls import Call
-from mpidist.collectives import Collectives
-from mpidist.comparing import BoardComparison
+from mpidist.agreement.agree import Agreement
+from mpidist.agreement.board import Board
+from mpidist.agreement.calls import Call
+from mpidist.agreement.comparing import BoardComparison
+from mpidist.collectives.collectives import Collectives
 from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpidist.errors import ArgumentTypeError
-from mpidist.free_memory import as_text, free_bytes
-from mpidist.node_memory import NodeMemory
+from mpidist.memory.free_memory import as_text, free_bytes
+from mpidist.memory.node_memory import NodeMemory
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.packing import Axis
 from mpidist.topology import Topology

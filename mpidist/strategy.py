@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpidist import nest
-from mpidist.calls import Call
+from mpidist.agreement.calls import Call
 from mpidist.context import (
     Scope,
     get_replica_context,

@@ -10,10 +10,10 @@ import pytest
 
 import mpidist
 from mpidist import nest
-from mpidist.agree import Agreement
-from mpidist.board import Board
-from mpidist.calls import Call
-from mpidist.comparing import BoardComparison
+from mpidist.agreement.agree import Agreement
+from mpidist.agreement.board import Board
+from mpidist.agreement.calls import Call
+from mpidist.agreement.comparing import BoardComparison
 
 
 @pytest.fixture(params=["mpi", "board"])

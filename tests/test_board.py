@@ -11,9 +11,9 @@ import pytest
 
 import mpidist
 from mpidist import replica_group
-from mpidist.board import Board
-from mpidist.comparing import BoardComparison
-from mpidist.waiting import LateError
+from mpidist.agreement.board import Board
+from mpidist.agreement.comparing import BoardComparison
+from mpidist.agreement.waiting import LateError
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 import mpidist
 from mpidist import AutoShardPolicy, Dataset, InputOptions, Options
 from mpidist.data.pipeline import Rows
-from mpidist.free_memory import free_bytes
+from mpidist.memory.free_memory import free_bytes
 from mpidist.sharding import Permutation
 
 MESSAGE = "damaged on purpose"

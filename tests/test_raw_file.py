@@ -15,10 +15,10 @@ from hdf5_files import require_same
 
 import mpidist
 from mpidist import DataError, Dataset
-from mpidist.buffers import Buffers
 from mpidist.data.hdf5 import raw_file
 from mpidist.data.hdf5.index import head_of
 from mpidist.data.hdf5.raw_file import RawFile
+from mpidist.memory.buffers import Buffers
 
 SIZE = 3_000_000
 

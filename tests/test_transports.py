@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.agree import Agreement
-from mpidist.board import Board
+from mpidist.agreement.agree import Agreement
+from mpidist.agreement.board import Board
 from mpidist.transports.hierarchical import HierarchicalTransport
 from mpidist.transports.mpi import MpiTransport
 from mpidist.transports.shared import SharedTransport

@@ -27,7 +27,7 @@ from mpidist.data.tables import (
     unkeepable,
 )
 from mpidist.errors import ArgumentError
-from mpidist.storage import Storage, make_arrays
+from mpidist.memory.storage import Storage, make_arrays
 
 __all__ = ["AnyCache", "Cache", "Memory", "StreamCache", "frozen", "rebuild"]
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from mpidist import nest
 from mpidist.data.sources import Positions, stack
 from mpidist.data.spec import TensorSpec
-from mpidist.storage import Field, Storage
+from mpidist.memory.storage import Field, Storage
 
 __all__ = ["Cells", "RowTable", "copied", "fields_of", "row_spec", "unkeepable"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mpidist.agree import Agreement
-from mpidist.board import Board
+from mpidist.agreement.agree import Agreement
+from mpidist.agreement.board import Board
 from mpidist.transports.base import Transport
 from mpidist.transports.mpi import MpiTransport
 from mpidist.transports.shared import SharedTransport

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from mpi4py import MPI
 
-from mpidist.agree import Agreement
-from mpidist.board import Board
+from mpidist.agreement.agree import Agreement
+from mpidist.agreement.board import Board
 from mpidist.transports.mpi import MpiTransport
 from mpidist.transports.shared import SharedTransport
 

@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist import packing
-from mpidist.agree import Agreement
+from mpidist.agreement.agree import Agreement
 
 __all__ = ["MpiTransport"]
 

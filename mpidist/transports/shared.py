@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.agree import Agreement
-from mpidist.board import Board
+from mpidist.agreement.agree import Agreement
+from mpidist.agreement.board import Board
 
 __all__ = ["SharedTransport"]
 

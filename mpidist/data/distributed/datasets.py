@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpidist import nest
-from mpidist.calls import Call
+from mpidist.agreement.calls import Call
 from mpidist.data.dataset import (
     UNKNOWN_CARDINALITY,
     Dataset,

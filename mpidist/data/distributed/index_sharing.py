@@ -6,7 +6,7 @@ import collections
 import os
 from typing import TYPE_CHECKING, Any
 
-from mpidist.calls import Call
+from mpidist.agreement.calls import Call
 from mpidist.data.pipeline import Pipeline
 from mpidist.data.sources import IndexedSource
 from mpidist.data.stream import Stream

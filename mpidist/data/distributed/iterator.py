@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpidist import context, regrouping
-from mpidist.calls import Call, group_by_rank, name_ranks
+from mpidist.agreement.calls import Call, group_by_rank, name_ranks
 from mpidist.data.distributed import feed, fetching
 from mpidist.data.distributed.ahead import ReadAhead
 from mpidist.data.distributed.feed import Plan, Portion

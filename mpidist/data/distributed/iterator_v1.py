@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpidist.calls import Call
+from mpidist.agreement.calls import Call
 from mpidist.data.dataset import Dataset, DatasetLike, as_dataset
 from mpidist.data.distributed.datasets import DistributedDataset, InputContext
 from mpidist.data.distributed.iterator import DistributedIterator

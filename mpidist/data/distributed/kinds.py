@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpidist import nest
-from mpidist.calls import Call, group_by_rank
+from mpidist.agreement.calls import Call, group_by_rank
 from mpidist.data.distributed.feed import Portion
 from mpidist.errors import MismatchError
 

@@ -12,7 +12,7 @@ from mpidist.data.pipeline import Pass, Pipeline
 from mpidist.data.sources import Positions, stack
 from mpidist.data.tables import RowTable
 from mpidist.errors import ArgumentError
-from mpidist.storage import Storage
+from mpidist.memory.storage import Storage
 
 __all__ = ["NodeCache"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist.calls import Call
+from mpidist.agreement.calls import Call
 from mpidist.data.caching import Cache, Memory, StreamCache, frozen, rebuild
 from mpidist.data.distributed.node_cache import NodeCache
 from mpidist.data.pipeline import Pass, Pipeline

@@ -11,10 +11,10 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.buffers import Buffers
 from mpidist.data.hdf5 import codec
 from mpidist.data.hdf5.index import Column
 from mpidist.data.hdf5.raw_file import RawFile
+from mpidist.memory.buffers import Buffers
 
 __all__ = ["block_rows", "read_bytes", "read_by_h5py", "read_chunks"]
 

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 
 from mpidist import arrays
-from mpidist.calls import group_by_rank
+from mpidist.agreement.calls import group_by_rank
 from mpidist.errors import (
     ArgumentError,
     ArgumentTypeError,

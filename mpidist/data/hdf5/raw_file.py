@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.buffers import Buffers
 from mpidist.data.hdf5.index import head_of
 from mpidist.errors import DataError
+from mpidist.memory.buffers import Buffers
 
 __all__ = ["RawFile"]
 

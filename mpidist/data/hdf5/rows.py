@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from mpidist import nest
 from mpidist.block_order import Blocks
-from mpidist.buffers import Buffers
 from mpidist.data.hdf5 import columns as hdf5_columns
 from mpidist.data.hdf5 import parts as hdf5_parts
 from mpidist.data.hdf5.block_cache import BlockCache
@@ -24,6 +23,7 @@ from mpidist.data.hdf5.open_files import OpenFiles
 from mpidist.data.hdf5.parts import Layout, Part
 from mpidist.data.hdf5.raw_file import RawFile
 from mpidist.errors import DataError
+from mpidist.memory.buffers import Buffers
 
 __all__ = ["Hdf5Rows"]
 

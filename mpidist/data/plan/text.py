@@ -14,7 +14,7 @@ from mpidist.data.plan.parts import (
     LayoutPart,
     RankGroup,
 )
-from mpidist.free_memory import as_text
+from mpidist.memory.free_memory import as_text
 from mpidist.options import AutoShardPolicy
 
 __all__ = ["to_json", "to_text"]

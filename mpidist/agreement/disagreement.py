@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import NoReturn
 
-from mpidist.calls import (
+from mpidist.agreement.calls import (
     Call,
     Record,
     call_site,

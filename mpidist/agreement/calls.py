@@ -28,7 +28,7 @@ __all__ = [
     "report_error",
 ]
 
-_PACKAGE = str(Path(__file__).parent) + os.sep
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 class Call(NamedTuple):

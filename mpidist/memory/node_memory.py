@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpidist.agree import Agreement
-from mpidist.calls import Call
+from mpidist.agreement.agree import Agreement
+from mpidist.agreement.calls import Call
 from mpidist.errors import ArgumentError, LaunchError
-from mpidist.free_memory import as_text, free_bytes
-from mpidist.storage import Field, Storage, make_arrays
+from mpidist.memory.free_memory import as_text, free_bytes
+from mpidist.memory.storage import Field, Storage, make_arrays
 from mpidist.topology import Topology
 
 __all__ = ["NodeMemory"]

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 from mpi4py import MPI
 
-from mpidist.board import Board
-from mpidist.calls import (
+from mpidist.agreement.board import Board
+from mpidist.agreement.calls import (
     Call,
     Record,
     call_site,
@@ -26,12 +26,12 @@ from mpidist.calls import (
     name_ranks,
     report_error,
 )
-from mpidist.comparing import Comparison, MpiComparison
-from mpidist.disagreement import no_such_thread, raise_by
+from mpidist.agreement.comparing import Comparison, MpiComparison
+from mpidist.agreement.disagreement import no_such_thread, raise_by
+from mpidist.agreement.places import Places
+from mpidist.agreement.turns import Turns
+from mpidist.agreement.waiting import LateError, Waiting
 from mpidist.errors import CollectiveError, DeadlineError
-from mpidist.places import Places
-from mpidist.turns import Turns
-from mpidist.waiting import LateError, Waiting
 
 __all__ = ["Agreement"]
 

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidist import arithmetic, arrays, gathering, nest, packing
-from mpidist.agree import Agreement
-from mpidist.buffers import Buffers
-from mpidist.calls import Call, digest
-from mpidist.leaves import check_each, describe_but, gather_axis, to_arrays
+from mpidist import arrays, nest, packing
+from mpidist.agreement.agree import Agreement
+from mpidist.agreement.calls import Call, digest
+from mpidist.collectives import arithmetic, gathering
+from mpidist.collectives.leaves import check_each, describe_but, gather_axis, to_arrays
+from mpidist.memory.buffers import Buffers
 from mpidist.options import (
     CommunicationImplementation,
     CommunicationOptions,

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpidist.waiting import LateError
+from mpidist.agreement.waiting import LateError
 
 __all__ = ["Board"]
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from mpidist.board import Board
-from mpidist.waiting import Waiting, wait_patiently
+from mpidist.agreement.board import Board
+from mpidist.agreement.waiting import Waiting, wait_patiently
 
 __all__ = ["BoardComparison", "Comparison", "MpiComparison"]
 

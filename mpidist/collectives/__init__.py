@@ -1,0 +1,1 @@
+"""Reductions and gathers of nests of arrays: what is added up, packed, and moved."""
