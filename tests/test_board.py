@@ -12,7 +12,7 @@ import pytest
 import mpidist
 from mpidist import replica_group
 from mpidist.agreement.board import Board
-from mpidist.agreement.comparing import BoardComparison
+from mpidist.agreement.comparing import BoardComparison, Telling
 from mpidist.agreement.waiting import LateError
 
 
@@ -74,13 +74,13 @@ def test_payloads_come_with_the_comparison(comm, board):
     comparison = BoardComparison(board, 100)
     mine = [np.arange(3, dtype="i2") + comm.rank, np.full((1, 2), comm.rank, "c16")]
     for _ in range(3):
-        assert comparison.is_same(7, False, payload=mine)
+        assert comparison.is_same(Telling(7, payload=mine))
         short, complex_ = comparison.payloads(mine)
         for rank in range(comm.size):
             assert short[rank].tolist() == [rank, rank + 1, rank + 2]
             assert complex_[rank].tolist() == [[rank, rank]]
-        assert not comparison.is_same(7, comm.rank == comm.size - 1)
-        assert comparison.is_same(comm.rank, False) == (comm.size == 1)
+        assert not comparison.is_same(Telling(7, comm.rank == comm.size - 1))
+        assert comparison.is_same(Telling(comm.rank)) == (comm.size == 1)
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8", "c8", "i1", "u2", "i8", "f2"])

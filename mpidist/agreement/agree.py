@@ -12,7 +12,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 from mpi4py import MPI
 
@@ -26,7 +26,7 @@ from mpidist.agreement.calls import (
     name_ranks,
     report_error,
 )
-from mpidist.agreement.comparing import Comparison, MpiComparison
+from mpidist.agreement.comparing import Comparison, MpiComparison, Telling
 from mpidist.agreement.disagreement import no_such_thread, raise_by
 from mpidist.agreement.places import Places
 from mpidist.agreement.turns import Turns
@@ -45,6 +45,17 @@ class _ThreadState(threading.local):
         self.depth = 0
         # The depth of the blocks that other ranks left by an error, and the error
         self.unwinding: tuple[int, Exception] | None = None
+
+
+class _Claim(NamedTuple):
+    """What this rank is about to do, or why it cannot; see `Agreement.require_same`."""
+
+    call: Call
+    thread: str = ""  # which of the rank's threads makes the call
+    error: Exception | None = None
+    timeout: float | None = None
+    is_patient: bool = False
+    payload: Sequence[Any] = ()
 
 
 class Agreement:
@@ -87,7 +98,7 @@ class Agreement:
           error: the reason why this rank cannot, if so.
           timeout: seconds to wait for the other ranks; None for ever.
           is_patient: whether to leave the core to other threads while waiting.
-          payload: see `Comparison.is_same`; for `comparison.payloads` afterwards.
+          payload: see `Telling`; for `comparison.payloads` afterwards.
 
         Raises, on all ranks:
           The error of a rank that passed one (each failed rank raises its own, the
@@ -104,70 +115,57 @@ class Agreement:
             return
         with self.turns:
             thread = self.turns.thread()
-            more = timeout, is_patient, payload
-            if not self._is_agreed(call, thread, error, *more):
-                self._settle(call, thread, error, *more)
+            claim = _Claim(call, thread, error, timeout, is_patient, payload)
+            if not self._is_agreed(claim):
+                self._settle(claim)
 
     def compare(self, call: Call, number: int) -> None:
         """Do what `require_same` does, for a call whose digest is `number`. Collective.
 
         For calls that are repeated: it takes less time.
         """
-        is_well = self.broken is None and self._thread.unwinding is None
-        if not is_well or self.turns.thread():
+        if not self._is_plain():
             self.require_same(call)
             return
         self.calls += 1
-        if not self.comparison.is_same(number ^ self.places.digest, False):
-            self._settle(call, "", None, None, False, ())
+        if not self.comparison.is_same(Telling(number ^ self.places.digest)):
+            self._settle(_Claim(call))
 
     def exchange(self, call: Call, number: int, array: Any) -> Sequence[Any]:
         """Do what `compare` does, and return the arrays of all ranks. Collective.
 
         The array must fit into `comparison.payload_bytes`, in any order in memory.
         """
-        is_well = self.broken is None and self._thread.unwinding is None
-        if is_well and not self.turns.thread():
+        if self._is_plain():
             self.calls += 1
             parts = self.comparison.exchange(number ^ self.places.digest, array)
             if parts is not None:
                 return parts
-            self._settle(call, "", None, None, False, (array,))
+            self._settle(_Claim(call, payload=(array,)))
         else:
             self.require_same(call, payload=(array,))
         (parts,) = self.comparison.payloads((array,))
         return parts
 
-    def _settle(
-        self,
-        call: Call,
-        thread: str,
-        error: Exception | None,
-        timeout: float | None,
-        is_patient: bool,
-        payload: Sequence[Any],
-    ) -> None:
+    def _is_plain(self) -> bool:
+        """Return whether nothing can keep this rank from telling a call's number."""
+        is_well = self.broken is None and self._thread.unwinding is None
+        return is_well and not self.turns.thread()
+
+    def _settle(self, claim: _Claim) -> None:
         """Raise what keeps the ranks apart, or let another thread go first."""
         is_agreed = False
         while not is_agreed:
-            first = self._resolve(call, thread, error)
-            if first != thread and not self.turns.yield_to(first, timeout):
+            first = self._resolve(claim)
+            if first != claim.thread and not self.turns.yield_to(first, claim.timeout):
                 # Take the missing thread's place, to tell the others
-                thread, error = first, no_such_thread(call, self.rank, first)
-            is_agreed = self._is_agreed(
-                call, thread, error, timeout, is_patient, payload
-            )
+                error = no_such_thread(claim.call, self.rank, first)
+                claim = claim._replace(thread=first, error=error)
+            is_agreed = self._is_agreed(claim)
 
-    def _is_agreed(
-        self,
-        call: Call,
-        thread: str,
-        error: Exception | None,
-        timeout: float | None,
-        is_patient: bool,
-        payload: Sequence[Any],
-    ) -> bool:
+    def _is_agreed(self, claim: _Claim) -> bool:
         """Tell the other ranks, and return whether all said the same."""
+        call, thread, error, timeout, is_patient, payload = claim
         if self.broken is not None:
             raise error or CollectiveError(
                 f"this strategy cannot communicate any more: {self.broken}"
@@ -177,10 +175,9 @@ class Agreement:
             call = call._replace(options=(*call.options, ("thread", thread)))
         number = digest(call) ^ self.places.digest
         deadline = None if timeout is None else time.monotonic() + timeout
+        telling = Telling(number, error is not None, payload, deadline, is_patient)
         try:
-            return self.comparison.is_same(
-                number, error is not None, deadline, is_patient, payload
-            )
+            return self.comparison.is_same(telling)
         except LateError as late:
             self._break_off(late, call.operation, timeout)
 
@@ -306,8 +303,9 @@ class Agreement:
         )
         raise DeadlineError(self.broken) from None
 
-    def _resolve(self, call: Call, thread: str, error: Exception | None) -> str:
+    def _resolve(self, claim: _Claim) -> str:
         """Return the thread whose turn it is, or raise what keeps the ranks apart."""
+        call, error = claim.call, claim.error
         record = Record(
             call.operation,
             call.describe() | self.places.describe(),
@@ -316,7 +314,7 @@ class Agreement:
             report_error(error),
             getattr(error, "origin_rank", self.rank),
             self._thread.depth,
-            thread,
+            claim.thread,
         )
         records = self.comm.allgather(record)
         if any(r.thread != records[0].thread for r in records):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -11,11 +11,30 @@ from mpi4py import MPI
 from mpidist.agreement.board import Board
 from mpidist.agreement.waiting import Waiting, wait_patiently
 
-__all__ = ["BoardComparison", "Comparison", "MpiComparison"]
+__all__ = ["BoardComparison", "Comparison", "MpiComparison", "Telling"]
 
 _HEADER_BYTES = 16  # a number, and whether the rank has failed
 _ALIGNMENT_BYTES = 16
 _KNOWN = 1000  # kinds of payloads whose places are remembered
+
+
+class Telling(NamedTuple):
+    """What a rank tells the others in a comparison, and how it waits for them.
+
+    Args:
+      number: of 62 bits.
+      has_failed: whether this rank cannot go on.
+      payload: contiguous arrays of at most `Comparison.payload_bytes`, each counted as
+        a multiple of 16 bytes.
+      deadline: on time.monotonic's clock.
+      is_patient: whether to leave the core to other threads while waiting.
+    """
+
+    number: int
+    has_failed: bool = False
+    payload: Sequence[Any] = ()
+    deadline: float | None = None
+    is_patient: bool = False
 
 
 class Comparison(Protocol):
@@ -23,23 +42,8 @@ class Comparison(Protocol):
 
     payload_bytes: int  # how much every rank can tell the others along with its number
 
-    def is_same(
-        self,
-        number: int,
-        has_failed: bool,
-        deadline: float | None = None,
-        is_patient: bool = False,
-        payload: Sequence[Any] = (),
-    ) -> bool:
-        """Return whether all ranks passed the same number, and none has failed.
-
-        Args:
-          number: of 62 bits.
-          has_failed: whether this rank cannot go on.
-          deadline: on time.monotonic's clock.
-          is_patient: whether to leave the core to other threads while waiting.
-          payload: contiguous arrays of at most `payload_bytes`, each counted as a
-            multiple of 16 bytes.
+    def is_same(self, telling: Telling) -> bool:
+        """Return whether all ranks tell the same number, and none has failed.
 
         Raises:
           LateError: the deadline is over; says who was not heard of.
@@ -77,31 +81,25 @@ class MpiComparison:
         self._mine = np.zeros(3, np.int64)
         self._highest = np.zeros(3, np.int64)
 
-    def is_same(
-        self,
-        number: int,
-        has_failed: bool,
-        deadline: float | None = None,
-        is_patient: bool = False,
-        payload: Sequence[Any] = (),
-    ) -> bool:
+    def is_same(self, telling: Telling) -> bool:
         """See `Comparison.is_same`."""
         self._calls += 1
         mine, highest = self._mine, self._highest
-        mine[0], mine[1], mine[2] = number, -number, has_failed
+        mine[:] = telling.number, -telling.number, telling.has_failed
         # Never a blocking call: it would not match one of a rank with a deadline
         request = self._comm.Iallreduce(mine, highest, MPI.MAX)
-        if deadline is not None:
-            self._waiting.wait(request, deadline, self._calls)
-        elif is_patient:
+        if telling.deadline is not None:
+            self._waiting.wait(request, telling.deadline, self._calls)
+        elif telling.is_patient:
             wait_patiently(request)
         else:
             request.Wait()
         return bool(highest[2] == 0 and highest[0] == -highest[1])
 
     def exchange(self, number: int, array: Any) -> list[Any] | None:
-        """See `Comparison.exchange`; it has no payload."""
-        raise AssertionError("MPI compares without a payload")
+        """See `Comparison.exchange`; no array but one without bytes can come here."""
+        is_same = self.is_same(Telling(number))
+        return [array] * self._comm.Get_size() if is_same else None
 
     def payloads(self, like: Sequence[Any]) -> Iterator[list[Any]]:
         """See `Comparison.payloads`."""
@@ -122,23 +120,14 @@ class BoardComparison:
         self.payload_bytes = payload_bytes
         self._known: dict[Any, list[list[Any]]] = {}
 
-    def is_same(
-        self,
-        number: int,
-        has_failed: bool,
-        deadline: float | None = None,
-        is_patient: bool = False,
-        payload: Sequence[Any] = (),
-    ) -> bool:
+    def is_same(self, telling: Telling) -> bool:
         """See `Comparison.is_same`."""
-        board = self._board
-        words = board.both_words[(board.meetings + 1) & 1]
-        mine = words[board.rank]
-        mine[0], mine[1] = number, has_failed
+        board, payload = self._board, telling.payload
+        turn = (board.meetings + 1) & 1
         for array, places in zip(payload, self._places(payload), strict=True):
-            places[(board.meetings + 1) & 1][board.rank][...] = array
-        board.meet(deadline, is_patient)
-        return not [word for word in words if word[0] != number or word[1]]
+            places[turn][board.rank][...] = array
+        board.both_words[turn][board.rank][1] = telling.has_failed
+        return self._compare(telling.number, telling.deadline, telling.is_patient)
 
     def exchange(self, number: int, array: Any) -> list[Any] | None:
         """See `Comparison.exchange`."""
@@ -146,17 +135,21 @@ class BoardComparison:
         if places is None:
             (places,) = self._places((array,))
         board = self._board
-        turn, rank = (board.meetings + 1) & 1, board.rank
-        words, parts = board.both_words[turn], places[turn]
-        mine = words[rank]
-        mine[0] = number
-        mine[1] = 0
-        parts[rank][...] = array
-        board.meet()
-        for word in words:
-            if word[0] != number or word[1]:
-                return None
-        return parts
+        turn = (board.meetings + 1) & 1
+        parts = places[turn]
+        parts[board.rank][...] = array
+        board.both_words[turn][board.rank][1] = False
+        return parts if self._compare(number) else None
+
+    def _compare(
+        self, number: int, deadline: float | None = None, is_patient: bool = False
+    ) -> bool:
+        """Meet, and compare this number and whether ranks have failed."""
+        board = self._board
+        words = board.both_words[(board.meetings + 1) & 1]
+        words[board.rank][0] = number
+        board.meet(deadline, is_patient)
+        return not [word for word in words if word[0] != number or word[1]]
 
     def payloads(self, like: Sequence[Any]) -> Iterator[list[Any]]:
         """See `Comparison.payloads`."""
