@@ -12,6 +12,7 @@ from mpidist.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
     "Axis",
+    "edges",
     "groups",
     "normalize_axes",
     "normalize_axis",
@@ -21,6 +22,7 @@ __all__ = [
     "without",
 ]
 
+_LINE_BYTES = 64
 Axis = int | Sequence[int]
 
 
@@ -88,6 +90,16 @@ def groups(
             members.append(j)
             size += sizes[j]
         yield members
+
+
+def edges(count: int, parts: int, itemsize: int) -> list[int]:
+    """Return where each of `parts` parts of an array begins, and the end of the last.
+
+    They are whole cache lines, and as equal as can be.
+    """
+    line = max(1, _LINE_BYTES // itemsize)
+    lines = -(-count // line)
+    return [min(lines * part // parts * line, count) for part in range(parts + 1)]
 
 
 def pack(values: Sequence[Any]) -> Any:

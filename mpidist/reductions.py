@@ -12,7 +12,7 @@ from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpidist.errors import ArgumentError, LaunchError
 from mpidist.options import CommunicationOptions
 from mpidist.topology import Topology
-from mpidist.transports.hierarchical import HierarchicalTransport
+from mpidist.transports import Transport
 
 __all__ = ["HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice"]
 
@@ -25,7 +25,8 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
 
     Raises:
       ArgumentError: num_packs is negative.
-      LaunchError, on all replicas: when it is given to a strategy on GPUs.
+      LaunchError, on all replicas: when it is given to a strategy on GPUs, or on nodes
+        without room in shared memory.
 
     Example:
       >>> ops = mpidist.HierarchicalCopyAllReduce()
@@ -36,18 +37,19 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
 
     def __init__(self, num_packs: int = 1):
         self._num_packs = _checked_packs(num_packs)
-        self._transport: HierarchicalTransport | None = None
+        self._transport: Transport | None = None
 
     def bind(self, collectives: Collectives, topology: Topology) -> None:
         """See `CrossDeviceOps.bind`."""
         super().bind(collectives, topology)
         _require_host(self, collectives)
-        self._transport = HierarchicalTransport(collectives.agreement, topology.node)
-
-    def close(self) -> None:
-        """See `CrossDeviceOps.close`."""
-        if self._transport is not None:
-            self._transport.close()
+        routes = collectives.routes
+        if routes.in_node is None and topology.has_neighbours:
+            raise LaunchError(
+                "HierarchicalCopyAllReduce cannot be used: the ranks of a node have no "
+                "room in shared memory (a container may be given more: --shm-size)"
+            )
+        self._transport = routes.in_node or routes.default
 
     def sum_arrays(
         self, values: Sequence[Any], options: CommunicationOptions

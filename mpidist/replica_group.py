@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -19,12 +18,12 @@ from mpidist.agreement.comparing import BoardComparison
 from mpidist.collectives.collectives import Collectives
 from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpidist.errors import ArgumentTypeError
-from mpidist.memory.free_memory import as_text, free_bytes
+from mpidist.memory.boards import make_board
 from mpidist.memory.node_memory import NodeMemory
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.packing import Axis
 from mpidist.topology import Topology
-from mpidist.transports import choose, direct
+from mpidist.transports import Routes
 
 __all__ = ["ReplicaGroup"]
 
@@ -35,8 +34,6 @@ _SAMPLED_BYTES = 1 << 16
 _PAYLOADS_BYTES = 256 << 10
 _LEAST_PAYLOAD_BYTES = 2048
 _HEADER_BYTES = 64
-# Of an array at a time: two of these fit into a core's cache
-_SLOT_BYTES = 512 << 10
 
 
 class ReplicaGroup:
@@ -61,11 +58,12 @@ class ReplicaGroup:
         self.num_replicas = self.topology.size
         self._variables: list[weakref.ref[Any]] = []
         self._board: Board | None = None
+        self._routes: Routes | None = None
         try:
             self._set_up(devices, cross_device_ops)
         except Exception:  # it is raised on all ranks
             self.agreement.close()
-            self._close_board()
+            self._close_routes()
             self.topology.close()
             raise
 
@@ -90,16 +88,22 @@ class ReplicaGroup:
             ("the kind of device", self.device.partition(":")[0]),
         )
         self.agreement.require_same(Call(call, kinds))
-        self.topology.devices = tuple(self.agreement.gather(call, self.device))
-        if self.topology.is_one_node and self._has_room(call):
-            self._board = self.agreement.block(call, self._make_board)
+        mine = self.device, self.topology.node.Get_size()
+        devices, node_sizes = zip(*self.agreement.gather(call, mine), strict=True)
+        self.topology.devices = devices
+        self.topology.has_neighbours = max(node_sizes) > 1
+        if self.topology.has_neighbours:
+            self._board = self._make_board(call)
+        if self._board is not None and self.topology.is_one_node:
             # What lies on a GPU would have to be copied
             is_host = self.device.startswith("CPU")
             payload_bytes = self._payload_bytes() if is_host else 0
             self.agreement.comparison = BoardComparison(self._board, payload_bytes)
-        transport = choose(self.agreement, self.device, self._board)
-        by_mpi = direct(self.agreement, self.device)
-        self.collectives = Collectives(self.agreement, transport, by_mpi)
+        routes = self.agreement.block(
+            call, lambda: Routes(self.agreement, self.device, self._board)
+        )
+        self._routes = routes
+        self.collectives = Collectives(self.agreement, routes)
         is_plain = type(self.cross_device_ops) is MpiAllReduce
         self._reduce_arrays = None if is_plain else self.cross_device_ops.reduce_checked
         # What is bound is alike on all ranks, so all can, or none
@@ -127,39 +131,22 @@ class ReplicaGroup:
             self.node_memory.close()
             self.agreement.close()
             self.cross_device_ops.close()
-            self._close_board()
+            self._close_routes()
             self.topology.close()
 
-    def _has_room(self, call: str) -> bool:
-        """Return whether all ranks of this node can have a board. Collective.
-
-        A page of shared memory that is not there would end the process with SIGBUS.
-        """
-        if self.num_replicas == 1:
-            return False
-        needed = self.num_replicas * Board.count_bytes(*self._board_bytes())
-        free = min(free_bytes(is_shared=True).values(), default=needed)
-        has_room = all(self.agreement.gather(call, needed <= free))
-        if not has_room and self.replica_id == 0:
-            warnings.warn(
-                f"the ranks of this node need {as_text(needed)} of shared memory to "
-                f"work together quickly, but {as_text(free)} are free; they go on by "
-                "MPI alone, more slowly. A container may be given more: --shm-size",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return has_room
-
-    def _make_board(self) -> Board:
-        return Board(self.topology.comm, *self._board_bytes())
-
-    def _board_bytes(self) -> tuple[int, int]:
-        return _HEADER_BYTES + self._payload_bytes(), _SLOT_BYTES
+    def _make_board(self, call: str) -> Board | None:
+        node, comm = self.topology.node, self.topology.comm
+        names = node.group.Translate_ranks(None, comm.group)
+        page_bytes = _HEADER_BYTES + self._payload_bytes()
+        return make_board(self.agreement, node, call, page_bytes, names=names)
 
     def _payload_bytes(self) -> int:
         return max(_PAYLOADS_BYTES // self.num_replicas, _LEAST_PAYLOAD_BYTES)
 
-    def _close_board(self) -> None:
+    def _close_routes(self) -> None:
+        if self._routes is not None:
+            self._routes.close()
+            self._routes = None
         if self._board is not None:
             self._board.close()
             self._board = None

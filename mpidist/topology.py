@@ -135,6 +135,7 @@ class Topology:
     local_rank: int
     closed: bool = False
     devices: tuple[str, ...] = ()  # of all ranks
+    has_neighbours: bool = False  # whether there are ranks that share a node
 
     @classmethod
     def create(cls, communicator: MPI.Intracomm | None = None) -> Topology:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 
 import mpidist
-from mpidist.transports.hierarchical import HierarchicalTransport
+from mpidist.memory import boards
 
 KINDS = {
     "base": mpidist.CrossDeviceOps,
@@ -234,17 +236,27 @@ def test_unlike_cross_device_ops_are_refused_on_all(comm):
         mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 2, 3])
+@pytest.mark.parametrize("ranks_per_node", ["1", "2", "3"])
 @pytest.mark.parametrize("seconds", [None, 60])
-def test_hierarchical_over_several_nodes(comm, strategy, ranks_per_node, seconds):
+def test_hierarchical_over_several_nodes(comm, monkeypatch, ranks_per_node, seconds):
     """Nodes are pretended: groups of consecutive ranks."""
-    extended = strategy.extended
-    node = comm.Split(comm.rank // ranks_per_node)
-    transport = HierarchicalTransport(extended.agreement, node)
+    monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", ranks_per_node)
+    ops = mpidist.HierarchicalCopyAllReduce()
+    strategy = mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)
     values = contributions(strategy, (1000,))
     options = mpidist.CommunicationOptions(timeout_seconds=seconds)
-    value = [mine(strategy, values)]
-    (total,) = extended.collectives.sum_arrays(value, options, transport)
+    total = ops.reduce("SUM", mine(strategy, values), "CPU:0", options)
     np.testing.assert_array_equal(total, np.sum(values, axis=0))
-    transport.close()
-    node.Free()
+    strategy.experimental_finalize()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_hierarchical_without_shared_memory_is_refused(comm, monkeypatch):
+    monkeypatch.setattr(boards, "free_bytes", lambda is_shared: {"/dev/shm": 10})
+    ops = mpidist.HierarchicalCopyAllReduce()
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(mpidist.LaunchError, match="shared memory"),
+    ):
+        warnings.simplefilter("ignore")
+        mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)

@@ -12,8 +12,10 @@ import pytest
 import mpidist
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.board import Board
+from mpidist.transports.by_size import BySizeTransport
 from mpidist.transports.hierarchical import HierarchicalTransport
 from mpidist.transports.mpi import MpiTransport
+from mpidist.transports.ordered import OrderedTransport
 from mpidist.transports.shared import SharedTransport
 
 DTYPES = ["i1", "u2", "i4", "i8", "f4", "f8", "g", "c8", "c16"]
@@ -31,13 +33,37 @@ def make_mpi(agreement):
     return MpiTransport(agreement), lambda: None
 
 
+def make_limited(agreement):
+    """An MPI that cannot move more than 100 bytes at once."""
+    return MpiTransport(agreement, most_bytes=100), lambda: None
+
+
+def make_ordered(agreement):
+    return OrderedTransport(agreement), lambda: None
+
+
+def make_ordered_in_blocks(agreement):
+    return OrderedTransport(agreement, block_bytes=1000), lambda: None
+
+
+def make_by_size(agreement):
+    shared, close = make_shared(agreement, 4096)
+    transports = {"mpi": MpiTransport(agreement), "shared": shared}
+    rows = [(0, "shared"), (100, "mpi"), (2000, "shared")]
+    table = dict.fromkeys(("allreduce", "allgatherv", "broadcast"), rows)
+    return BySizeTransport(transports, table), close
+
+
 def make_hierarchical(agreement, ranks_per_node):
     """Nodes are pretended: consecutive ranks; the last one may have fewer."""
     node = agreement.comm.Split(agreement.rank // ranks_per_node, agreement.rank)
-    transport = HierarchicalTransport(agreement, node, slot_bytes=4096)
+    names = node.group.Translate_ranks(None, agreement.comm.group)
+    board = Board(node, 0, 4096, names)
+    transport = HierarchicalTransport(agreement, board)
 
     def close():
         transport.close()
+        board.close()
         node.Free()
 
     return transport, close
@@ -45,6 +71,10 @@ def make_hierarchical(agreement, ranks_per_node):
 
 MAKERS = {
     "mpi": make_mpi,
+    "mpi, limited": make_limited,
+    "ordered": make_ordered,
+    "ordered in blocks": make_ordered_in_blocks,
+    "by size": make_by_size,
     **{
         f"{n} ranks per node": functools.partial(make_hierarchical, ranks_per_node=n)
         for n in (1, 2, 3, 4)
@@ -118,6 +148,37 @@ def test_every_rank_gets_the_same_bits(comm, transport):
         assert set(everyone) == {everyone[0]}
 
 
+def test_ordered_sums_have_the_same_bits(comm, transport):
+    """Those of adding up in a loop, whatever the size and the pack."""
+    if not transport.is_ordered:
+        pytest.skip("it leaves the order to MPI")
+    for count in (1, 9, 1000, 10_007):
+        parts = [
+            np.random.default_rng(rank).standard_normal(count).astype("f4")
+            for rank in range(comm.size)
+        ]
+        expected = functools.reduce(np.add, parts)
+        for cut in (0, 1, count // 3):
+            sends = [parts[comm.rank][:cut], parts[comm.rank][cut:]]
+            receive = np.empty(count, "f4")
+            transport.allreduce_packed(sends, receive, None)
+            assert receive.tobytes() == expected.tobytes()
+
+
+def test_narrow_numbers_are_added_up_in_wide_ones(comm, transport):
+    if not transport.is_ordered:
+        pytest.skip("MPI adds in the dtype of what is sent")
+    for count in (1, 1000, 5000):
+        parts = [
+            (np.arange(count) % 100 + rank + 0.5).astype("f2")
+            for rank in range(comm.size)
+        ]
+        receive = np.empty(count, "f4")
+        transport.allreduce_sum(parts[comm.rank], receive, None)
+        total = sum(part.astype("f4") for part in parts)
+        assert np.array_equal(receive.astype("f2"), total.astype("f2"))
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, "?", "S3", "m8[s]"])
 @pytest.mark.parametrize("counts", [(0, 0, 0, 0), (5, 0, 700, 1), (1300, 1, 64, 3)])
 def test_gathers_of_uneven_lengths(comm, transport, deadline, dtype, counts):
@@ -163,7 +224,7 @@ def test_calls_of_all_kinds_follow_each_other(comm, transport):
 
 
 @pytest.mark.parametrize("method", ["allreduce_sum", "allgatherv", "broadcast"])
-@pytest.mark.parametrize("kind", ["mpi", "shared 4096", "2 ranks per node"])
+@pytest.mark.parametrize("kind", ["mpi", "ordered", "shared 4096", "2 ranks per node"])
 def test_a_rank_that_does_not_come_is_told_at_the_deadline(comm, method, kind):
     if comm.size == 1:
         pytest.skip("one rank waits for nobody")

@@ -23,6 +23,7 @@ __all__ = ["Board"]
 
 _LINE_BYTES = 64  # a cache line: what one rank writes is not slowed down by others
 _FRAME_BYTES = 4096
+_SLOTS = 3
 _SPINS = 1000  # of 50 nanoseconds
 _PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time that was waited
 
@@ -35,7 +36,7 @@ class Board:
     Args:
       comm: the ranks; borrowed.
       page_bytes: how much each rank can write for a meeting.
-      slot_bytes: of each of two more pieces of memory of each rank, see `slots`.
+      slot_bytes: of each of three more pieces of memory of each rank, see `slots`.
       names: the numbers by which errors call the ranks.
     """
 
@@ -133,7 +134,7 @@ class Board:
 
 
 def _lay_out(page_bytes: int, slot_bytes: int) -> list[slice]:
-    """Return where two pages and two slots lie behind the first line.
+    """Return where two pages and three slots lie behind the first line.
 
     Large arrays usually begin near a multiple of 4 KiB. Processors compare addresses by
     their last 12 bits at first, and take what is read from such an array for what was
@@ -141,7 +142,7 @@ def _lay_out(page_bytes: int, slot_bytes: int) -> list[slice]:
     as long. So copies begin in the middle.
     """
     pieces, end = [], _LINE_BYTES
-    for size in (page_bytes, page_bytes, slot_bytes, slot_bytes):
+    for size in (page_bytes, page_bytes, *[slot_bytes] * _SLOTS):
         start = -(-end // _FRAME_BYTES) * _FRAME_BYTES + _FRAME_BYTES // 2
         end = start + size
         pieces.append(slice(start, end))

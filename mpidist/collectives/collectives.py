@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidist import arrays, nest, packing
+from mpidist import arithmetic, arrays, nest, packing
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import Call, digest
-from mpidist.collectives import arithmetic, gathering
+from mpidist.collectives import gathering
 from mpidist.collectives.leaves import check_each, describe_but, gather_axis, to_arrays
 from mpidist.memory.buffers import Buffers
 from mpidist.options import (
@@ -25,7 +25,7 @@ from mpidist.options import (
     ReduceOp,
 )
 from mpidist.packing import Axis
-from mpidist.transports import Transport
+from mpidist.transports import Routes, Transport
 
 __all__ = ["Collectives", "Reduction", "Summation"]
 
@@ -60,14 +60,13 @@ class Collectives:
 
     Args:
       agreement: of all ranks.
-      transport: for what is not asked to go otherwise.
-      direct: for what is asked to go by MPI.
+      routes: the transports.
     """
 
-    def __init__(self, agreement: Agreement, transport: Transport, direct: Transport):
+    def __init__(self, agreement: Agreement, routes: Routes):
         self.agreement = agreement
-        self.transport = transport
-        self._direct = direct
+        self.routes = routes
+        self.transport = routes.default
         self.size = agreement.size
         self._buffers = Buffers(_BUFFERS)
         self._known: dict[Any, KnownCall] = {}
@@ -162,7 +161,7 @@ class Collectives:
         return options.implementation is CommunicationImplementation.MPI
 
     def _transport(self, options: CommunicationOptions) -> Transport:
-        return self._direct if self._is_direct(options) else self.transport
+        return self.routes.pick(self._is_direct(options), is_ordered=False)
 
     def _reduce_small(
         self,

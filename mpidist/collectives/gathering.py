@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist import arrays, packing
-from mpidist.collectives import arithmetic
+from mpidist import arithmetic, arrays, packing
 from mpidist.transports import Transport
 
 __all__ = ["gather"]

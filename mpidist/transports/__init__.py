@@ -5,35 +5,88 @@ from __future__ import annotations
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.board import Board
 from mpidist.transports.base import Transport
+from mpidist.transports.by_size import BySizeTransport, Table
+from mpidist.transports.hierarchical import HierarchicalTransport
 from mpidist.transports.mpi import MpiTransport
+from mpidist.transports.ordered import OrderedTransport
 from mpidist.transports.shared import SharedTransport
 from mpidist.transports.staging import StagingTransport
 
-__all__ = [
-    "MpiTransport",
-    "SharedTransport",
-    "StagingTransport",
-    "Transport",
-    "choose",
-    "direct",
-]
+__all__ = ["Routes", "Transport", "default_table"]
+
+_HIERARCHICAL_BYTES = 64 << 10
 
 
-def choose(agreement: Agreement, device: str, board: Board | None = None) -> Transport:
-    """Return the transport for arrays on `device`, the same kind on every rank.
+class Routes:
+    """The transports of one strategy, and which is taken for what. Collective to make.
 
     Args:
       agreement: of all ranks.
-      device: of this rank.
-      board: of all ranks if they are on one node.
+      device: of this rank; the same kind on all ranks.
+      board: where the ranks of this node meet; borrowed. None on all ranks where no
+        ranks share memory.
+      table: see `BySizeTransport`; None for `default_table`. All ranks pass the same.
     """
-    if board is None:
-        return direct(agreement, device)
-    shared = SharedTransport(agreement, board)
-    return StagingTransport(shared) if device.startswith("GPU") else shared
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        device: str,
+        board: Board | None = None,
+        table: Table | None = None,
+    ):
+        host: dict[str, MpiTransport | SharedTransport] = {
+            "mpi": MpiTransport(agreement),
+            "ordered": OrderedTransport(agreement),
+        }
+        # What the ranks of a node do in the memory that they share
+        self.in_node: SharedTransport | None = None
+        self._like: HierarchicalTransport | None = None
+        if board is not None and board.size == agreement.size:
+            self.in_node = SharedTransport(agreement, board)
+        elif board is not None:
+            self.in_node = self._like = HierarchicalTransport(agreement, board)
+        if self.in_node is not None:
+            host[self.in_node.name] = self.in_node
+        is_host = not device.startswith("GPU")
+        self.by_name: dict[str, Transport] = {
+            name: transport if is_host else StagingTransport(transport)
+            for name, transport in host.items()
+        }
+        if table is None:
+            table = default_table(self.in_node.name if self.in_node else "mpi")
+        self.default: Transport = BySizeTransport(self.by_name, table)
+
+    def pick(self, is_direct: bool, is_ordered: bool) -> Transport:
+        """Return the transport for a call.
+
+        Args:
+          is_direct: whether the user asked for calls of MPI.
+          is_ordered: whether sums must be added up in the order of the ranks.
+        """
+        if is_direct:
+            return self.by_name["ordered" if is_ordered else "mpi"]
+        if is_ordered and not self.default.is_ordered:
+            return self.by_name["ordered"]
+        return self.default
+
+    def close(self) -> None:
+        """Free communicators. Collective."""
+        if self._like is not None:
+            self._like.close()
 
 
-def direct(agreement: Agreement, device: str) -> Transport:
-    """Return the transport that calls MPI; see `choose`."""
-    host = MpiTransport(agreement)
-    return StagingTransport(host) if device.startswith("GPU") else host
+def default_table(in_node: str) -> Table:
+    """Return which transport is used for what where nothing was measured.
+
+    Args:
+      in_node: the name of the transport of ranks that share memory; "mpi" if none do.
+    """
+    if in_node != "hierarchical":
+        methods = ("allreduce", "allgatherv", "broadcast")
+        return {method: [(0, in_node)] for method in methods}
+    return {
+        "allreduce": [(0, "mpi"), (_HIERARCHICAL_BYTES, "hierarchical")],
+        "allgatherv": [(0, "mpi")],
+        "broadcast": [(0, "mpi")],
+    }

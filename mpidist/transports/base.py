@@ -21,11 +21,14 @@ class Transport(Protocol):
 
     name: str
     device: bool
+    is_ordered: bool  # whether it adds in the order of the ranks, as `add_in_order`
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
         """Put the sum over all ranks of `send` into `receive`, the same on all ranks.
 
-        Both have the same size and dtype.
+        Both have the same size and dtype; where `is_ordered`, `receive` may also have a
+        wider floating dtype, in which all is added up then. What ranks tell each other
+        of the total may be as narrow as what is sent.
         """
 
     def allreduce_packed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,26 +12,46 @@ from mpi4py import MPI
 from mpidist import packing
 from mpidist.agreement.agree import Agreement
 
-__all__ = ["MpiTransport"]
+__all__ = ["MpiTransport", "bytes_of"]
+
+# MPI libraries before MPI-4 count in 32 bits, and some err long before they overflow
+_MOST_BYTES = 1 << 30
 
 
 class MpiTransport:
-    """Blocking MPI collectives, nonblocking ones where there is a deadline."""
+    """Blocking MPI collectives, nonblocking ones where there is a deadline.
+
+    Args:
+      agreement: of all ranks.
+      most_bytes: how many bytes one call of MPI may move; more are sent in several.
+    """
 
     name = "mpi"
     device = False
+    is_ordered = False
 
-    def __init__(self, agreement: Agreement):
+    def __init__(self, agreement: Agreement, most_bytes: int = _MOST_BYTES):
         self._agreement = agreement
         self._comm = agreement.comm
+        self._most_bytes = most_bytes
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
         """See `Transport.allreduce_sum`."""
-        if deadline is None:
-            self._comm.Allreduce(send, receive, MPI.SUM)
+        if send.nbytes <= self._most_bytes:
+            self._allreduce(send, receive, deadline)
             return
-        request = self._comm.Iallreduce(send, receive, MPI.SUM)
-        self._agreement.wait(request, deadline, "all_reduce")
+        step = max(1, self._most_bytes // send.dtype.itemsize)
+        send, receive = send.reshape(-1), receive.reshape(-1)
+        for start in range(0, send.size, step):
+            piece = slice(start, start + step)
+            self._allreduce(send[piece], receive[piece], deadline)
+
+    def _allreduce(self, send: Any, receive: Any, deadline: float | None) -> None:
+        comm = self._comm
+        if deadline is None:
+            comm.Allreduce(send, receive, MPI.SUM)
+        else:
+            self._wait(comm.Iallreduce(send, receive, MPI.SUM), deadline, "all_reduce")
 
     def allreduce_packed(
         self, sends: Sequence[Any], receive: Any, deadline: float | None
@@ -44,25 +65,47 @@ class MpiTransport:
         """See `Transport.allgatherv`."""
         # MPI adds nothing up here, so bytes will do for dtypes that it does not know
         width = send.dtype.itemsize
+        send, receive = bytes_of(send), bytes_of(receive)
         bytes_from = [count * width for count in counts]
-        send_spec = [_bytes_of(send), MPI.BYTE]
-        receive_spec = [_bytes_of(receive), bytes_from, MPI.BYTE]
-        if deadline is None:
-            self._comm.Allgatherv(send_spec, receive_spec)
+        if receive.size > self._most_bytes:
+            self._gather_one_by_one(send, receive, bytes_from, deadline)
             return
-        request = self._comm.Iallgatherv(send_spec, receive_spec)
-        self._agreement.wait(request, deadline, "all_gather")
+        comm, specs = self._comm, ([send, MPI.BYTE], [receive, bytes_from, MPI.BYTE])
+        if deadline is None:
+            comm.Allgatherv(*specs)
+        else:
+            self._wait(comm.Iallgatherv(*specs), deadline, "all_gather")
+
+    def _gather_one_by_one(
+        self, send: Any, receive: Any, bytes_from: Sequence[int], deadline: float | None
+    ) -> None:
+        """Let each rank broadcast its bytes: no offset is too large then."""
+        ends = itertools.accumulate(bytes_from)
+        for root, (size, end) in enumerate(zip(bytes_from, ends, strict=True)):
+            part = receive[end - size : end]
+            if root == self._comm.Get_rank():
+                part[...] = send
+            self._broadcast(part, root, deadline, "all_gather")
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
         """See `Transport.broadcast`."""
-        spec = [_bytes_of(buffer), MPI.BYTE]
-        if deadline is None:
-            self._comm.Bcast(spec, root)
-            return
-        request = self._comm.Ibcast(spec, root)
-        self._agreement.wait(request, deadline, "broadcast")
+        self._broadcast(bytes_of(buffer), root, deadline, "broadcast")
+
+    def _broadcast(
+        self, buffer: Any, root: int, deadline: float | None, operation: str
+    ) -> None:
+        comm = self._comm
+        for start in range(0, buffer.size, self._most_bytes):
+            spec = [buffer[start : start + self._most_bytes], MPI.BYTE]
+            if deadline is None:
+                comm.Bcast(spec, root)
+            else:
+                self._wait(comm.Ibcast(spec, root), deadline, operation)
+
+    def _wait(self, request: MPI.Request, deadline: float, operation: str) -> None:
+        self._agreement.wait(request, deadline, operation)
 
 
-def _bytes_of(array: Any) -> Any:
+def bytes_of(array: Any) -> Any:
     """Return the memory of a contiguous array as bytes."""
     return array.reshape(-1).view(np.uint8)

@@ -1,24 +1,40 @@
 """Reductions and gathers in memory that the ranks of a node share.
 
-Of two ranks both add up everything; of more each rank adds up one part of every array.
-In blocks, so that what is written for others is still in the cache when they read it;
-two of them in turn, so that a rank can write the next one while others read the last.
+Of two ranks both add up everything; of more each rank adds up one part of every block,
+and tells the others the totals of the last block when it gives them the next one.
+Blocks are small, so that what is written for others is still in the cache when they
+read it. They are in turn in different memory, so that a rank can write the next one
+while others read the last.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-
+from mpidist import arithmetic, packing
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.board import Board
+from mpidist.transports.mpi import bytes_of
 
 __all__ = ["SharedTransport"]
 
-_LINE_BYTES = 64
+
+class _Block(NamedTuple):
+    """A block of which this rank has added up its part.
+
+    Args:
+      slots: of each rank: where the totals are told.
+      receive: where the totals of all parts belong.
+      parts: which part each rank adds.
+      request: of MPI, while other nodes add theirs.
+    """
+
+    slots: Sequence[Any]
+    receive: Any
+    parts: Sequence[slice]
+    request: Any
 
 
 class SharedTransport:
@@ -29,18 +45,23 @@ class SharedTransport:
 
     Args:
       agreement: of all ranks.
-      board: where they meet; borrowed. An array is worked on in blocks of its slots.
+      board: where they meet, with three slots; borrowed. An array is worked on in
+        blocks of a slot.
       adders: how many of the ranks of a node add; None for all.
     """
 
     name = "shared"
     device = False
+    is_ordered = True
 
     def __init__(self, agreement: Agreement, board: Board, adders: int | None = None):
         self._agreement = agreement
         self._board = board
         self._rank, self._size = board.rank, board.size
         self._adders = adders or board.size
+        # One meeting for each block is enough, and as many bytes move between the two
+        self._all_add = self._size == 2 and adders is None
+        self._turns = 2 if self._all_add else 3
         self._turn = 0
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
@@ -52,56 +73,109 @@ class SharedTransport:
     ) -> None:
         """See `Transport.allreduce_packed`. The slots are the pack."""
         receive = receive.reshape(-1)
-        step = self._board.slot_bytes // receive.dtype.itemsize
+        dtype = sends[0].dtype
+        step = self._board.slot_bytes // dtype.itemsize
         blocks = _cut([send.reshape(-1) for send in sends], step)
+        last = None
         for start, pieces in zip(range(0, receive.size, step), blocks, strict=True):
-            slots = [slot.view(receive.dtype) for slot in self._next_slots()]
+            slots = [slot.view(dtype) for slot in self._next_slots()]
             mine = slots[self._rank]
             for place, piece in pieces:
                 mine[place : place + piece.size] = piece
-            self._meet("all_reduce", deadline)
-            self._add(slots, receive[start : start + step], deadline)
+            last = self._add(
+                slots, slots, receive[start : start + step], last, deadline
+            )
+        self._end(last, deadline)
 
-    def _add(self, slots: Sequence[Any], receive: Any, deadline: float | None) -> None:
-        """Add up a block that all ranks have written."""
-        if self._size > 2:
-            self._add_part(slots, receive, deadline)
-            return
-        # One meeting less, and as many bytes move between the two
-        first, second = (slot[: receive.size] for slot in slots)
-        np.add(first, second, out=receive)
-
-    def _add_part(
-        self, slots: Sequence[Any], receive: Any, deadline: float | None
+    def allreduce_symmetric(
+        self,
+        everyone: Sequence[Sequence[Any]],
+        receives: Sequence[Any],
+        deadline: float | None,
     ) -> None:
-        """Add up this rank's part of a block, in the order of the ranks, and share it.
+        """Put the sums over all ranks of arrays that lie in shared memory in others.
 
-        The other ranks do it at the same time.
+        Args:
+          everyone: of each array the one of every rank of this node, by rank.
+          receives: of each array where its sum goes.
+          deadline: see `Transport`.
         """
-        parts = self._parts(receive.dtype, receive.size)
+        last = None
+        self._meet("all_reduce", deadline)  # all have written their arrays
+        for given, receive in zip(everyone, receives, strict=True):
+            given, receive = [a.reshape(-1) for a in given], receive.reshape(-1)
+            step = self._board.slot_bytes // receive.dtype.itemsize
+            for start in range(0, receive.size, step):
+                block = slice(start, start + step)
+                slots = [slot.view(receive.dtype) for slot in self._next_slots()]
+                inputs = [a[block] for a in given]
+                last = self._add(inputs, slots, receive[block], last, deadline)
+        self._end(last, deadline)
+        self._meet("all_reduce", deadline)  # all have read them
+
+    def _add(
+        self,
+        inputs: Sequence[Any],
+        slots: Sequence[Any],
+        receive: Any,
+        last: _Block | None,
+        deadline: float | None,
+    ) -> _Block | None:
+        """Begin with a block that this rank has written, and end the last one."""
+        if last is not None:
+            self._tell(last, deadline)
+        self._meet("all_reduce", deadline)
+        if self._all_add:
+            inputs = [given[: receive.size] for given in inputs]
+            arithmetic.add_in_order(inputs, out=receive)
+            return None
+        edges = packing.edges(receive.size, self._adders, receive.dtype.itemsize)
+        parts = [slice(*edge) for edge in itertools.pairwise(edges)]
+        request = None
         if self._rank < self._adders:
             own = parts[self._rank]
-            first, *others = (slot[own] for slot in slots)
             total = receive[own]
-            total[...] = first
-            for other in others:
-                np.add(total, other, out=total)
-            self._add_other_nodes(total, deadline)
-            slots[self._rank][own] = total
-        self._meet("all_reduce", deadline)
-        for rank, (slot, part) in enumerate(zip(slots, parts, strict=False)):
-            if rank != self._rank:
-                receive[part] = slot[part]
+            if len(inputs) == 1:
+                total[...] = inputs[0][own]
+            else:
+                arithmetic.add_in_order([given[own] for given in inputs], out=total)
+            request = self._add_other_nodes(total)
+        if last is not None:
+            self._hear(last)
+        return _Block(slots, receive, parts, request)
 
-    def _add_other_nodes(self, total: Any, deadline: float | None) -> None:
-        """Add what other nodes have of this rank's part: there are none."""
+    def _end(self, last: _Block | None, deadline: float | None) -> None:
+        """End the last block of all."""
+        if last is not None:
+            self._tell(last, deadline)
+            self._meet("all_reduce", deadline)
+            self._hear(last)
+
+    def _tell(self, block: _Block, deadline: float | None) -> None:
+        """Write the totals of this rank's part for the others."""
+        if self._rank < self._adders:
+            self._finish_other_nodes(block.request, deadline)
+            own = block.parts[self._rank]
+            block.slots[self._rank][own] = block.receive[own]
+
+    def _hear(self, block: _Block) -> None:
+        """Read the totals of the other ranks' parts."""
+        for rank, part in enumerate(block.parts):
+            if rank != self._rank:
+                block.receive[part] = block.slots[rank][part]
+
+    def _add_other_nodes(self, total: Any) -> Any:
+        """Begin to add what other nodes have of this rank's part: there are none."""
+
+    def _finish_other_nodes(self, request: Any, deadline: float | None) -> None:
+        """Return when `_add_other_nodes` is done."""
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
         """See `Transport.allgatherv`."""
         width, step = send.dtype.itemsize, self._board.slot_bytes
-        send, receive = _bytes_of(send), _bytes_of(receive)
+        send, receive = bytes_of(send), bytes_of(receive)
         ends = [end * width for end in itertools.accumulate(counts)]
         starts = [0, *ends[:-1]]
         for done in range(0, max(counts) * width, step):
@@ -115,7 +189,7 @@ class SharedTransport:
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
         """See `Transport.broadcast`."""
-        buffer, step = _bytes_of(buffer), self._board.slot_bytes
+        buffer, step = bytes_of(buffer), self._board.slot_bytes
         for start in range(0, buffer.size, step):
             block = buffer[start : start + step]
             slot = self._next_slots()[root]
@@ -125,19 +199,9 @@ class SharedTransport:
             if self._rank != root:
                 block[...] = slot[: block.size]
 
-    def _parts(self, dtype: np.dtype[Any], count: int) -> list[slice]:
-        """Return which part of an array each adder adds up: whole cache lines."""
-        line = max(1, _LINE_BYTES // dtype.itemsize)
-        lines = -(-count // line)
-        edges = [
-            min(lines * rank // self._adders * line, count)
-            for rank in range(self._adders + 1)
-        ]
-        return [slice(*edge) for edge in itertools.pairwise(edges)]
-
     def _next_slots(self) -> list[Any]:
         """Return the slots of all ranks that nobody reads any more, as bytes."""
-        self._turn ^= 1
+        self._turn = (self._turn + 1) % self._turns
         return self._board.slots[self._turn]
 
     def _meet(self, operation: str, deadline: float | None) -> None:
@@ -163,8 +227,3 @@ def _cut(arrays: Sequence[Any], step: int) -> Iterator[list[tuple[int, Any]]]:
                 pieces, place = [], 0
     if pieces:
         yield pieces
-
-
-def _bytes_of(array: Any) -> Any:
-    """Return the memory of a contiguous array as bytes."""
-    return array.reshape(-1).view(np.uint8)

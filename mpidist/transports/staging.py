@@ -24,6 +24,7 @@ class StagingTransport:
 
     def __init__(self, host: Transport):
         self._host = host
+        self.is_ordered = host.is_ordered
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
         """See `Transport.allreduce_sum`."""

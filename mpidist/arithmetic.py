@@ -54,13 +54,19 @@ def bound_bytes(op: ReduceOp, values: Sequence[Any]) -> int:
     return sum(-(-size // 16) * 16 for size in sizes)
 
 
-def add_in_order(parts: Sequence[Any]) -> Any:
-    """Return the sum of at least two arrays, as a new one."""
-    total = np.add(parts[0], parts[1])
-    if not parts[0].ndim:  # then NumPy returns a scalar, which cannot be changed
-        total = np.asarray(total)
+def add_in_order(parts: Sequence[Any], out: Any = None) -> Any:
+    """Return the sum of at least two arrays, as a new one, or in `out`.
+
+    All is added up in the dtype of `out`.
+    """
+    if out is None:
+        total = np.add(parts[0], parts[1])
+        if not parts[0].ndim:  # then NumPy returns a scalar, which cannot be changed
+            total = np.asarray(total)
+    else:
+        total = np.add(parts[0], parts[1], out=out, dtype=out.dtype)
     for part in parts[2:]:
-        total += part
+        np.add(total, part, out=total)
     return total
 
 
