@@ -202,15 +202,17 @@ if not commands.is_command():
     )
     from mpidist.extended import StrategyExtended
     from mpidist.hdf5_writer import Hdf5Writer
-    from mpidist.mirrored_strategy import MirroredStrategy
-    from mpidist.multi_step import MultiStepContext
-    from mpidist.options import (
+    from mpidist.input_options import (
         AutoShardPolicy,
-        CommunicationImplementation,
-        CommunicationOptions,
         InputOptions,
         InputReplicationMode,
         Options,
+    )
+    from mpidist.mirrored_strategy import MirroredStrategy
+    from mpidist.multi_step import MultiStepContext
+    from mpidist.options import (
+        CommunicationImplementation,
+        CommunicationOptions,
         ReduceOp,
         RunOptions,
         VariableAggregation,

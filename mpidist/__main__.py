@@ -74,7 +74,7 @@ def _plan(given: argparse.Namespace) -> int:
     from mpidist.data.plan.parts import Request
     from mpidist.data.plan.text import to_json, to_text
     from mpidist.errors import ArgumentError, DataError
-    from mpidist.options import AutoShardPolicy
+    from mpidist.input_options import AutoShardPolicy
 
     request = Request(
         tuple(given.files),

@@ -27,14 +27,19 @@ __all__ = [
 
 
 def to_add(
-    op: ReduceOp, values: Sequence[Any]
+    op: ReduceOp, values: Sequence[Any], compression: str | None = None
 ) -> tuple[list[np.dtype[Any]], list[Any]]:
-    """Return the dtypes of the reductions, and what is to be added up for them."""
+    """Return the dtypes of the reductions, and what is to be added up for them.
+
+    With `compression` that is as narrow as it is to be sent.
+    """
     is_mean = op is ReduceOp.MEAN
     out = [arrays.mean_dtype(a.dtype) if is_mean else a.dtype for a in values]
-    return out, [
-        contiguous(a, arrays.accumulator_dtype(dtype)) for a, dtype in zip(values, out)
-    ]
+    with np.errstate(over="ignore"):  # what is too large for float16 is inf
+        return out, [
+            contiguous(a, _wire_dtype(dtype, compression))
+            for a, dtype in zip(values, out)
+        ]
 
 
 def finish(
@@ -45,6 +50,20 @@ def finish(
         for total in totals:
             total /= ranks
     return [t.astype(dtype, copy=False) for t, dtype in zip(totals, out)]
+
+
+def _wire_dtype(dtype: np.dtype[Any], compression: str | None) -> np.dtype[Any]:
+    """Return the dtype that numbers of `dtype` are sent as."""
+    if compression is None:
+        return arrays.accumulator_dtype(dtype)
+    if dtype.kind != "f" or dtype.itemsize == 2:
+        return dtype
+    if compression == "bfloat16":
+        import ml_dtypes  # optional; options are refused without it
+
+        narrow: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return narrow
+    return np.dtype(np.float16)
 
 
 def bound_bytes(op: ReduceOp, values: Sequence[Any]) -> int:

@@ -267,7 +267,7 @@ class MpiAllReduce(CrossDeviceOps):
         self, values: Sequence[Any], options: CommunicationOptions
     ) -> list[Any]:
         """Return the sums of contiguous arrays that are known to agree. Collective."""
-        return self.collectives.sum_arrays(values, options)
+        return self.collectives.sums.sum_arrays(values, options)
 
 
 def _values_of(pairs: Pairs) -> list[Any]:

@@ -1,19 +1,16 @@
-"""Enumerations and frozen option objects, with tf.distribute's names and defaults."""
+"""Enumerations and options of variables, reductions and `run`, as tf.distribute's."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib.util
 
 from mpidist.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
-    "AutoShardPolicy",
     "CommunicationImplementation",
     "CommunicationOptions",
-    "InputOptions",
-    "InputReplicationMode",
-    "Options",
     "ReduceOp",
     "RunOptions",
     "VariableAggregation",
@@ -161,12 +158,23 @@ class CommunicationOptions:
         deadline is a `DeadlineError` on every replica that waits, and the strategy
         cannot communicate any more.
       implementation: a `CommunicationImplementation` or its name.
+      reproducible: whether elementwise reductions must add up in the order of the
+        replicas, so that every bit of a result is the same in each run, by each
+        implementation and in packs of any size. (On one node they do so anyway.)
+      compression: "float16" or "bfloat16" sends the real floating numbers of
+        elementwise reductions as such, half as many bytes as float32, and adds them up
+        in float32. With u = 2**-11 or 2**-8, a sum is off by at most 2.01 * u times
+        the sum of magnitudes, and 2**-24 for each number, if float16, that is as small
+        as 6e-5 or less. float16 ends at 65504: larger numbers and sums become inf.
+        bfloat16 needs the package ml_dtypes.
 
     Replicas that pass unlike options to one call all raise MismatchError.
 
     Raises:
-      ArgumentError: bytes_per_pack < 0, timeout_seconds <= 0, no such implementation.
-      ArgumentTypeError: bytes_per_pack is no integer, timeout_seconds no number.
+      ArgumentError: bytes_per_pack < 0, timeout_seconds <= 0, no such implementation
+        or compression; bfloat16 without ml_dtypes.
+      ArgumentTypeError: bytes_per_pack is no integer, timeout_seconds no number,
+        reproducible no bool.
 
     Example:
       >>> options = mpidist.CommunicationOptions(timeout_seconds=60.0)
@@ -179,6 +187,8 @@ class CommunicationOptions:
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+    reproducible: bool = False
+    compression: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.bytes_per_pack, bool) or not isinstance(
@@ -202,121 +212,20 @@ class CommunicationOptions:
             )
         implementation = CommunicationImplementation.parse(self.implementation)
         object.__setattr__(self, "implementation", implementation)
-
-
-class InputReplicationMode(enum.Enum):
-    """How an input function is replicated: one input pipeline per worker.
-
-    Example:
-      >>> mode = mpidist.InputReplicationMode.PER_WORKER
-      >>> options = mpidist.InputOptions(experimental_replication_mode=mode)
-    """
-
-    PER_WORKER = "PER_WORKER"
-    PER_REPLICA = "PER_REPLICA"
-
-
-@dataclasses.dataclass(frozen=True)
-class InputOptions:
-    """Options of a distributed dataset.
-
-    Args:
-      experimental_fetch_to_device: copy batches to the replica's device. To a GPU that
-        starts when they are read, beside its computations; the arrays belong to the
-        stream that is current where `next` is called.
-      experimental_replication_mode: only PER_WORKER has a meaning here, where every
-        worker is one replica.
-      experimental_place_dataset_on_device: run the pipeline on the device; only False.
-      experimental_per_replica_buffer_size: how many batches are read ahead, in a
-        thread; 0 reads each batch when it is asked for. More than 0 are at least as
-        many as the `num_parallel_calls` of maps over batches, each read in a thread.
-        For a GPU there is room for one batch more, in page-locked memory of the host
-        and again in the GPU's.
-
-    Raises:
-      ArgumentError: a buffer size < 0; the dataset is to be placed on the device.
-
-    Example:
-      >>> data = mpidist.Dataset.from_tensor_slices(np.arange(4)).batch(4)
-      >>> options = mpidist.InputOptions(experimental_per_replica_buffer_size=0)
-      >>> for batch in strategy.experimental_distribute_dataset(data, options):
-      ...     print(strategy.reduce("SUM", batch, axis=0))
-      6
-    """
-
-    experimental_fetch_to_device: bool = True
-    experimental_replication_mode: InputReplicationMode = (
-        InputReplicationMode.PER_WORKER
-    )
-    experimental_place_dataset_on_device: bool = False
-    experimental_per_replica_buffer_size: int = 1
-
-    def __post_init__(self) -> None:
-        if self.experimental_per_replica_buffer_size < 0:
-            raise ArgumentError(
-                "experimental_per_replica_buffer_size must be >= 0, not "
-                f"{self.experimental_per_replica_buffer_size}"
-            )
-        if self.experimental_replication_mode is not InputReplicationMode.PER_WORKER:
-            raise ArgumentError(
-                "experimental_replication_mode must be InputReplicationMode."
-                f"PER_WORKER, not {self.experimental_replication_mode}: every worker "
-                "is one replica"
-            )
-        if self.experimental_place_dataset_on_device:
-            raise ArgumentError(
-                "experimental_place_dataset_on_device=True is not possible: HDF5 is "
-                "read on the host; leave it False"
-            )
-
-
-class AutoShardPolicy(enum.IntEnum):
-    """How `Strategy.experimental_distribute_dataset` divides a dataset over workers.
-
-    AUTO and DATA give each worker its slice of every global batch.
-
-    FILE gives worker w the files w, w + workers, w + 2 * workers, ... of the dataset,
-    so that it opens no other. Its rows come in the order of its files; every step
-    (shuffle, take, repeat, ...) is done on these rows alone, and a batch size of n
-    becomes ceil(n / workers). Workers whose rows run out get batches of zero rows.
-
-    OFF gives every worker all rows, in batches of ceil(n / workers) rows.
-
-    Example:
-      >>> options = mpidist.Options(mpidist.AutoShardPolicy.OFF)
-      >>> rows = mpidist.Dataset.range(4).batch(4).with_options(options)
-      >>> for batch in strategy.experimental_distribute_dataset(rows):
-      ...     print(strategy.gather(batch, axis=0))
-      [0 1 0 1]
-      [2 3 2 3]
-    """
-
-    OFF = -1
-    AUTO = 0
-    FILE = 1
-    DATA = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Options of a dataset, for `Dataset.with_options`.
-
-    Args:
-      auto_shard_policy: how the dataset is divided over the workers.
-
-    Example:
-      >>> options = mpidist.Options(mpidist.AutoShardPolicy.DATA)
-      >>> mpidist.Dataset.range(4).with_options(options).options().auto_shard_policy
-      <AutoShardPolicy.DATA: 2>
-    """
-
-    auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.auto_shard_policy, AutoShardPolicy):
+        if not isinstance(self.reproducible, bool):
             raise ArgumentTypeError(
-                "auto_shard_policy must be an AutoShardPolicy, not "
-                f"{self.auto_shard_policy!r}"
+                f"reproducible must be True or False, not {self.reproducible!r}"
+            )
+        if self.compression not in (None, "float16", "bfloat16"):
+            raise ArgumentError(
+                "compression must be None, 'float16' or 'bfloat16', not "
+                f"{self.compression!r}"
+            )
+        has_dtypes = importlib.util.find_spec("ml_dtypes") is not None
+        if self.compression == "bfloat16" and not has_dtypes:
+            raise ArgumentError(
+                "compression='bfloat16' needs the package ml_dtypes, which is not "
+                "installed; take 'float16', or pip install ml_dtypes"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
     ) -> list[Any]:
         """See `MpiAllReduce.sum_arrays`."""
         options = _with_packs(options, self._num_packs, values)
-        return self.collectives.sum_arrays(values, options, self._transport)
+        return self.collectives.sums.sum_arrays(values, options, self._transport)
 
 
 class NcclAllReduce(MpiAllReduce):
@@ -137,6 +138,11 @@ class ReductionToOneDevice(MpiAllReduce):
         self, values: Sequence[Any], options: CommunicationOptions
     ) -> list[Any]:
         """See `MpiAllReduce.sum_arrays`."""
+        if options.compression is not None:
+            raise ArgumentError(
+                "ReductionToOneDevice sends numbers as they are: leave "
+                f"compression={options.compression!r} out"
+            )
         return [self._sum(value) for value in values]
 
     def _sum(self, value: Any) -> Any:
@@ -177,7 +183,7 @@ def _with_packs(
         return options
     total = sum(value.nbytes for value in values)
     size = max(1, -(-total // num_packs)) if num_packs else 1
-    return CommunicationOptions(size, options.timeout_seconds, options.implementation)
+    return dataclasses.replace(options, bytes_per_pack=size)
 
 
 def _require_host(ops: CrossDeviceOps, collectives: Collectives) -> None:

@@ -16,10 +16,13 @@ from mpidist.agreement.board import Board
 from mpidist.agreement.calls import Call
 from mpidist.agreement.comparing import BoardComparison
 from mpidist.collectives.collectives import Collectives
+from mpidist.collectives.leaves import to_arrays
 from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpidist.errors import ArgumentTypeError
 from mpidist.memory.boards import make_board
 from mpidist.memory.node_memory import NodeMemory
+from mpidist.memory.storage import Field
+from mpidist.memory.symmetric import SymmetricMemory
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.packing import Axis
 from mpidist.topology import Topology
@@ -54,6 +57,7 @@ class ReplicaGroup:
         self.topology = Topology.create(communicator)
         self.agreement = Agreement(self.topology.comm)
         self.node_memory = NodeMemory(self.topology, self.agreement)
+        self.symmetric_memory = SymmetricMemory(self.agreement, self.topology.node)
         self.replica_id = self.topology.rank
         self.num_replicas = self.topology.size
         self._variables: list[weakref.ref[Any]] = []
@@ -103,7 +107,7 @@ class ReplicaGroup:
             call, lambda: Routes(self.agreement, self.device, self._board)
         )
         self._routes = routes
-        self.collectives = Collectives(self.agreement, routes)
+        self.collectives = Collectives(self.agreement, routes, self.symmetric_memory)
         is_plain = type(self.cross_device_ops) is MpiAllReduce
         self._reduce_arrays = None if is_plain else self.cross_device_ops.reduce_checked
         # What is bound is alike on all ranks, so all can, or none
@@ -184,6 +188,24 @@ class ReplicaGroup:
         """Return the concatenation of `value` over all replicas, for a public call."""
         self.topology.require_open()
         return self.collectives.all_gather(operation, value, axis, options)
+
+    def symmetric_like(self, operation: str, value: Any) -> Any:
+        """Return arrays of zeros in shared memory, for a public call. Collective."""
+        self.topology.require_open()
+        _, spec, given = self.agreement.prepare(operation, lambda: to_arrays(value))
+        fields = [Field(tuple(a.shape), a.dtype) for a in given]
+        with self.agreement.turns:
+            self.agreement.require_same(Call(operation, (), spec, tuple(fields)))
+            if self.topology.has_neighbours and self.device.startswith("CPU"):
+                made = self.symmetric_memory.allocate(operation, fields)
+            else:
+                made = self.agreement.prepare(
+                    operation, lambda: [self._zeros(*field) for field in fields]
+                )
+        return nest.unflatten(spec, made)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return arrays.to_device(np.zeros(shape, dtype), self.device)
 
     def broadcast_from_first(self, operation: str, value: Any) -> Any:
         """Return replica 0's nest of arrays on every replica. Collective."""

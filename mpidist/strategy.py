@@ -17,7 +17,8 @@ from mpidist.data.dataset import DatasetLike
 from mpidist.data.distributed.datasets import DistributedDataset, InputContext
 from mpidist.errors import ContextError
 from mpidist.extended import StrategyExtended
-from mpidist.options import InputOptions, ReduceOp, RunOptions
+from mpidist.input_options import InputOptions
+from mpidist.options import ReduceOp, RunOptions
 from mpidist.packing import Axis
 from mpidist.regrouping import select_replica
 from mpidist.values import PerReplica
@@ -203,6 +204,43 @@ class Strategy:
             )
         require_cross_replica(self, "gather")
         return self._extended.gather("gather", value, axis)
+
+    def symmetric_like(self, value: Any) -> Any:
+        """Return arrays of zeros like those of `value`, quick to all-reduce.
+
+        Collective, in any context of this strategy. The arrays lie in memory that the
+        replicas of a node share, so `all_reduce` and `reduce` of them, or of views of
+        them that are contiguous, need no copy of them. Write into them, as into any
+        array: `gradients["w"][...] = x.T @ error`. Only this replica writes to its own;
+        until an `all_reduce` of them returns, it leaves them alone. Their memory is
+        freed when no replica refers to any of them any more, not earlier.
+
+        On a GPU, and where a replica is alone on its node, they are plain arrays.
+
+        Args:
+          value: an array, a number, a variable or a nest of them; all replicas pass the
+            same structure, shapes and dtypes. What it holds does not matter.
+
+        Returns:
+          The structure of `value`, with NumPy arrays, or CuPy arrays on a GPU.
+
+        Raises, on all replicas:
+          MismatchError: structures, shapes or dtypes differ.
+          ArgumentTypeError: no array or number.
+          ArgumentError: a node has too little shared memory left.
+          ContextError: called under another strategy.
+
+        Example:
+          >>> gradients = strategy.symmetric_like({"w": np.ones((2, 3)), "b": 0.5})
+          >>> gradients["w"][...] = 2
+          >>> strategy.reduce("SUM", gradients)["w"]
+          array([[4., 4., 4.],
+                 [4., 4., 4.]])
+        """
+        replica = get_replica_context()
+        if replica is None or replica.strategy is not self:
+            require_cross_replica(self, "symmetric_like")
+        return self._extended.symmetric_like("symmetric_like", value)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return a tuple of the values of this process's replicas: one. Not collective.

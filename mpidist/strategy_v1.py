@@ -15,7 +15,7 @@ from mpidist.data.distributed.iterator_v1 import (
     from_input_fn,
 )
 from mpidist.errors import ArgumentTypeError, ContextError
-from mpidist.options import InputReplicationMode
+from mpidist.input_options import InputReplicationMode
 from mpidist.strategy import Strategy
 
 __all__ = ["StrategyV1"]

@@ -19,7 +19,7 @@ from mpidist.agreement.comparing import BoardComparison
 @pytest.fixture(params=["mpi", "board"])
 def agreement(comm, request):
     board = Board(comm, 64) if request.param == "board" else None
-    agreement = Agreement(comm.Dup(), board and BoardComparison(board, 48))
+    agreement = Agreement(comm.Dup(), board and BoardComparison(board, 32))
     yield agreement
     agreement.close()
     agreement.comm.Free()
@@ -174,7 +174,7 @@ def test_values_that_cannot_be_gathered_are_an_error_on_all(comm, agreement, sev
 def test_ranks_that_miss_a_deadline_are_named(comm, several, late, on_board):
     late = [rank % comm.size for rank in late if rank < comm.size]
     # Not freed: that might wait for all ranks
-    comparison = BoardComparison(Board(comm, 64), 48) if on_board else None
+    comparison = BoardComparison(Board(comm, 64), 32) if on_board else None
     agreement = Agreement(comm.Dup(), comparison)
     comm.Barrier()
     if comm.rank not in late:

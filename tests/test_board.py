@@ -71,7 +71,7 @@ def test_a_deadline_that_is_kept_does_nothing(comm, board):
 
 
 def test_payloads_come_with_the_comparison(comm, board):
-    comparison = BoardComparison(board, 100)
+    comparison = BoardComparison(board, 84)
     mine = [np.arange(3, dtype="i2") + comm.rank, np.full((1, 2), comm.rank, "c16")]
     for _ in range(3):
         assert comparison.is_same(Telling(7, payload=mine))

@@ -64,6 +64,9 @@ def test_the_defaults_are_tensorflows():
         "bytes_per_pack": 0,
         "timeout_seconds": None,
         "implementation": CommunicationImplementation.AUTO,
+        # TensorFlow has not these
+        "reproducible": False,
+        "compression": None,
     }
     assert dataclasses.asdict(InputOptions()) == {
         "experimental_fetch_to_device": True,

@@ -56,6 +56,7 @@ class _Claim(NamedTuple):
     timeout: float | None = None
     is_patient: bool = False
     payload: Sequence[Any] = ()
+    place: int = 0
 
 
 class Agreement:
@@ -90,8 +91,11 @@ class Agreement:
         timeout: float | None = None,
         is_patient: bool = False,
         payload: Sequence[Any] = (),
-    ) -> None:
+        place: int = 0,
+    ) -> bool:
         """Return when all ranks are in the same call and none failed. Collective.
+
+        Returns whether all have passed the same `place`, other than 0.
 
         Args:
           call: what this rank is about to do.
@@ -99,6 +103,7 @@ class Agreement:
           timeout: seconds to wait for the other ranks; None for ever.
           is_patient: whether to leave the core to other threads while waiting.
           payload: see `Telling`; for `comparison.payloads` afterwards.
+          place: see `Telling`.
 
         Raises, on all ranks:
           The error of a rank that passed one (each failed rank raises its own, the
@@ -112,24 +117,26 @@ class Agreement:
         if self.size == 1:
             if error is not None:
                 raise error
-            return
+            return place != 0
         with self.turns:
             thread = self.turns.thread()
-            claim = _Claim(call, thread, error, timeout, is_patient, payload)
+            claim = _Claim(call, thread, error, timeout, is_patient, payload, place)
             if not self._is_agreed(claim):
                 self._settle(claim)
+            return self.comparison.is_same_place
 
-    def compare(self, call: Call, number: int) -> None:
+    def compare(self, call: Call, number: int, place: int = 0) -> bool:
         """Do what `require_same` does, for a call whose digest is `number`. Collective.
 
         For calls that are repeated: it takes less time.
         """
         if not self._is_plain():
-            self.require_same(call)
-            return
+            return self.require_same(call, place=place)
         self.calls += 1
-        if not self.comparison.is_same(Telling(number ^ self.places.digest)):
-            self._settle(_Claim(call))
+        telling = Telling(number ^ self.places.digest, place=place)
+        if not self.comparison.is_same(telling):
+            self._settle(_Claim(call, place=place))
+        return self.comparison.is_same_place
 
     def exchange(self, call: Call, number: int, array: Any) -> Sequence[Any]:
         """Do what `compare` does, and return the arrays of all ranks. Collective.
@@ -165,7 +172,7 @@ class Agreement:
 
     def _is_agreed(self, claim: _Claim) -> bool:
         """Tell the other ranks, and return whether all said the same."""
-        call, thread, error, timeout, is_patient, payload = claim
+        call, thread, error, timeout, is_patient, payload, place = claim
         if self.broken is not None:
             raise error or CollectiveError(
                 f"this strategy cannot communicate any more: {self.broken}"
@@ -175,7 +182,9 @@ class Agreement:
             call = call._replace(options=(*call.options, ("thread", thread)))
         number = digest(call) ^ self.places.digest
         deadline = None if timeout is None else time.monotonic() + timeout
-        telling = Telling(number, error is not None, payload, deadline, is_patient)
+        telling = Telling(
+            number, error is not None, payload, deadline, is_patient, place
+        )
         try:
             return self.comparison.is_same(telling)
         except LateError as late:

@@ -13,7 +13,7 @@ from mpidist.agreement.waiting import Waiting, wait_patiently
 
 __all__ = ["BoardComparison", "Comparison", "MpiComparison", "Telling"]
 
-_HEADER_BYTES = 16  # a number, and whether the rank has failed
+_HEADER_BYTES = 32  # a number, whether the rank has failed, and a place
 _ALIGNMENT_BYTES = 16
 _KNOWN = 1000  # kinds of payloads whose places are remembered
 
@@ -28,6 +28,7 @@ class Telling(NamedTuple):
         a multiple of 16 bytes.
       deadline: on time.monotonic's clock.
       is_patient: whether to leave the core to other threads while waiting.
+      place: of 62 bits; it may differ, see `Comparison.is_same_place`.
     """
 
     number: int
@@ -35,11 +36,14 @@ class Telling(NamedTuple):
     payload: Sequence[Any] = ()
     deadline: float | None = None
     is_patient: bool = False
+    place: int = 0
 
 
 class Comparison(Protocol):
     """One way to compare numbers; every method but `payloads` is collective."""
 
+    # Whether all told the same place last time, and not 0
+    is_same_place: bool
     payload_bytes: int  # how much every rank can tell the others along with its number
 
     def is_same(self, telling: Telling) -> bool:
@@ -70,22 +74,24 @@ class Comparison(Protocol):
 
 
 class MpiComparison:
-    """Compares by an MPI_Iallreduce of 24 bytes, without a payload."""
+    """Compares by an MPI_Iallreduce of 40 bytes, without a payload."""
 
+    is_same_place = False
     payload_bytes = 0
 
     def __init__(self, comm: MPI.Intracomm):
         self._comm = comm
         self._waiting = Waiting(comm)
         self._calls = 0
-        self._mine = np.zeros(3, np.int64)
-        self._highest = np.zeros(3, np.int64)
+        self._mine = np.zeros(5, np.int64)
+        self._highest = np.zeros(5, np.int64)
 
     def is_same(self, telling: Telling) -> bool:
         """See `Comparison.is_same`."""
         self._calls += 1
+        number, place = telling.number, telling.place
         mine, highest = self._mine, self._highest
-        mine[:] = telling.number, -telling.number, telling.has_failed
+        mine[:] = number, -number, place, -place, telling.has_failed
         # Never a blocking call: it would not match one of a rank with a deadline
         request = self._comm.Iallreduce(mine, highest, MPI.MAX)
         if telling.deadline is not None:
@@ -94,7 +100,8 @@ class MpiComparison:
             wait_patiently(request)
         else:
             request.Wait()
-        return bool(highest[2] == 0 and highest[0] == -highest[1])
+        self.is_same_place = bool(place != 0 and highest[2] == -highest[3])
+        return bool(highest[4] == 0 and highest[0] == -highest[1])
 
     def exchange(self, number: int, array: Any) -> list[Any] | None:
         """See `Comparison.exchange`; no array but one without bytes can come here."""
@@ -111,13 +118,14 @@ class BoardComparison:
 
     Args:
       board: borrowed.
-      payload_bytes: see `Comparison`; a page has 16 bytes more, or even more.
+      payload_bytes: see `Comparison`; a page has 32 bytes more, or even more.
     """
 
     def __init__(self, board: Board, payload_bytes: int):
         assert payload_bytes <= board.page_bytes - _HEADER_BYTES
         self._board = board
         self.payload_bytes = payload_bytes
+        self.is_same_place = False
         self._known: dict[Any, list[list[Any]]] = {}
 
     def is_same(self, telling: Telling) -> bool:
@@ -126,8 +134,12 @@ class BoardComparison:
         turn = (board.meetings + 1) & 1
         for array, places in zip(payload, self._places(payload), strict=True):
             places[turn][board.rank][...] = array
-        board.both_words[turn][board.rank][1] = telling.has_failed
-        return self._compare(telling.number, telling.deadline, telling.is_patient)
+        words, place = board.both_words[turn], telling.place
+        mine = words[board.rank]
+        mine[1], mine[2] = telling.has_failed, place
+        is_same = self._compare(telling.number, telling.deadline, telling.is_patient)
+        self.is_same_place = place != 0 and all(word[2] == place for word in words)
+        return is_same
 
     def exchange(self, number: int, array: Any) -> list[Any] | None:
         """See `Comparison.exchange`."""

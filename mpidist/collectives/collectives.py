@@ -7,52 +7,32 @@ together, so a nest costs one MPI call per dtype (and per `bytes_per_pack`).
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mpidist import arithmetic, arrays, nest, packing
 from mpidist.agreement.agree import Agreement
-from mpidist.agreement.calls import Call, digest
+from mpidist.agreement.calls import Call
 from mpidist.collectives import gathering
 from mpidist.collectives.leaves import check_each, describe_but, gather_axis, to_arrays
-from mpidist.memory.buffers import Buffers
+from mpidist.collectives.repeated import RepeatedReductions
+from mpidist.collectives.results import Results
+from mpidist.collectives.sums import Sums, deadline_of, is_direct
+from mpidist.memory.symmetric import SymmetricMemory
 from mpidist.options import (
-    CommunicationImplementation,
     CommunicationOptions,
     ReduceOp,
 )
 from mpidist.packing import Axis
-from mpidist.transports import Routes, Transport
+from mpidist.transports import Routes
 
 __all__ = ["Collectives", "Reduction", "Summation"]
 
 Summation = Callable[[Sequence[Any], CommunicationOptions], list[Any]]
 Reduction = Callable[[ReduceOp, Sequence[Any], CommunicationOptions], list[Any]]
 _DEFAULT = CommunicationOptions()
-# New memory of so many bytes costs more than to look for some that is free
-_LARGE_BYTES = 128 << 10
-_BUFFERS = 4
-_KNOWN = 1000  # calls that are remembered
-_NAMES = (str, ReduceOp)  # these can be looked up; what else there may be is an error
-
-
-class KnownCall(NamedTuple):
-    """An all-reduce of one array that was checked before.
-
-    Args:
-      call: what the ranks compare.
-      number: its digest.
-      fits: see `Collectives._fits`.
-      is_mean: whether the mean is wanted.
-    """
-
-    call: Call
-    number: int
-    fits: bool
-    is_mean: bool
 
 
 class Collectives:
@@ -61,15 +41,19 @@ class Collectives:
     Args:
       agreement: of all ranks.
       routes: the transports.
+      symmetric: the arrays that lie in memory of the node.
     """
 
-    def __init__(self, agreement: Agreement, routes: Routes):
+    def __init__(
+        self, agreement: Agreement, routes: Routes, symmetric: SymmetricMemory
+    ):
         self.agreement = agreement
         self.routes = routes
         self.transport = routes.default
         self.size = agreement.size
-        self._buffers = Buffers(_BUFFERS)
-        self._known: dict[Any, KnownCall] = {}
+        self._results = Results()
+        self.sums = Sums(self.size, routes, symmetric, self._results)
+        self._repeated = RepeatedReductions(agreement, routes, symmetric, self._results)
 
     def all_reduce(
         self,
@@ -91,12 +75,11 @@ class Collectives:
 
         Raises, on all ranks: see `Agreement.require_same` and `arrays.to_array`.
         """
-        kind = None
         is_plain = options is None and reduce_arrays is None
-        if is_plain and type(value) is np.ndarray and type(reduce_op) in _NAMES:
-            kind = operation, reduce_op, value.dtype, value.shape
-            if (known := self._known.get(kind)) is not None:
-                return self._reduce_known(known, value)
+        if is_plain:
+            known = self._repeated.find(operation, reduce_op, value)
+            if known is not None:
+                return self._repeated.reduce(known, value)
         options = options or _DEFAULT
 
         def prepare() -> tuple[ReduceOp, list[Any], nest.Spec, list[Any]]:
@@ -114,36 +97,16 @@ class Collectives:
             if fits:
                 results = self._reduce_small(op, given, call, options)
             else:
-                self.agreement.require_same(call, timeout=options.timeout_seconds)
+                place = 0 if reduce_arrays else self.sums.place_of(given, options)
+                is_symmetric = self.agreement.require_same(
+                    call, timeout=options.timeout_seconds, place=place
+                )
+                if reduce_arrays is None and is_symmetric:
+                    reduce_arrays = self._reduce_symmetric
                 results = (reduce_arrays or self.reduce_arrays)(op, given, options)
-        if kind is not None and self._is_simple(op, value):
-            self._known[kind] = KnownCall(call, digest(call), fits, op is ReduceOp.MEAN)
+        if is_plain:
+            self._repeated.remember(call, reduce_op, value, fits)
         return nest.unflatten(spec, map(arrays.like, results, leaves))
-
-    def _is_simple(self, op: ReduceOp, value: Any) -> bool:
-        """Return whether an array is added up in its own dtype, as is the result."""
-        if self.size == 1 or not value.ndim or not value.dtype.isnative:
-            return False
-        if len(self._known) > _KNOWN:
-            return False
-        out, partial = arithmetic.to_add(op, [value])
-        return out == [value.dtype] and partial[0].dtype == value.dtype
-
-    def _reduce_known(self, known: KnownCall, value: Any) -> Any:
-        """Return what `all_reduce` does for an array like one that it had before."""
-        agreement = self.agreement
-        with agreement.turns:
-            if known.fits:
-                parts = agreement.exchange(known.call, known.number, value)
-                total = arithmetic.add_in_order(parts)
-            else:
-                agreement.compare(known.call, known.number)
-                send = arithmetic.contiguous(value, value.dtype)
-                total = self._empty(send.size, send).reshape(send.shape)
-                self.transport.allreduce_sum(send, total, None)
-        if known.is_mean:
-            total /= self.size
-        return total
 
     def _fits(
         self, op: ReduceOp, given: Sequence[Any], options: CommunicationOptions
@@ -153,15 +116,11 @@ class Collectives:
         That depends only on what must be the same on all ranks.
         """
         limit = self.agreement.comparison.payload_bytes
-        if limit == 0 or self.size == 1 or self._is_direct(options):
+        if limit == 0 or self.size == 1 or is_direct(options):
+            return False
+        if options.compression is not None:
             return False
         return arithmetic.bound_bytes(op, given) <= limit
-
-    def _is_direct(self, options: CommunicationOptions) -> bool:
-        return options.implementation is CommunicationImplementation.MPI
-
-    def _transport(self, options: CommunicationOptions) -> Transport:
-        return self.routes.pick(self._is_direct(options), is_ordered=False)
 
     def _reduce_small(
         self,
@@ -190,9 +149,16 @@ class Collectives:
 
         float16 and bfloat16 are added up in float32, the mean of integers in float64.
         """
-        out, partial = arithmetic.to_add(op, values)
-        totals = (sum_arrays or self.sum_arrays)(partial, options)
+        # Where nothing is sent, nothing needs to be narrow
+        compression = options.compression if self.size > 1 else None
+        out, partial = arithmetic.to_add(op, values, compression)
+        totals = (sum_arrays or self.sums.sum_arrays)(partial, options)
         return arithmetic.finish(op, totals, out, self.size)
+
+    def _reduce_symmetric(
+        self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        return self.reduce_arrays(op, values, options, self.sums.sum_symmetric)
 
     def reduce_over_axis(
         self,
@@ -237,7 +203,7 @@ class Collectives:
         partial.append(np.array(lengths))
         with self.agreement.turns:
             self.agreement.require_same(call, timeout=options.timeout_seconds)
-            totals = (sum_arrays or self.sum_arrays)(partial, options)
+            totals = (sum_arrays or self.sums.sum_arrays)(partial, options)
         *totals, total_lengths = totals
         if op is ReduceOp.MEAN:
             results = [
@@ -282,13 +248,13 @@ class Collectives:
             call = Call(operation, agreed, spec, described)
             self.agreement.require_same(call, timeout=options.timeout_seconds)
             results = gathering.gather(
-                self._transport(options),
+                self.sums.transport(options),
                 self.size,
                 given,
                 axes,
                 options.bytes_per_pack,
-                _deadline(options),
-                self._empty,
+                deadline_of(options),
+                self._results.empty,
             )
         return nest.unflatten(spec, map(arrays.like, results, leaves))
 
@@ -309,34 +275,6 @@ class Collectives:
                     self.transport.broadcast(result, root, None)
         return nest.unflatten(spec, map(arrays.like, results, leaves))
 
-    def sum_arrays(
-        self,
-        values: Sequence[Any],
-        options: CommunicationOptions,
-        transport: Transport | None = None,
-    ) -> list[Any]:
-        """Return the sums over all ranks of contiguous arrays, as arrays of our own."""
-        if self.size == 1:
-            return [value.copy() for value in values]
-        deadline, way = _deadline(options), transport or self._transport(options)
-        totals: list[Any] = [None] * len(values)
-        sizes = [value.nbytes for value in values]
-        for members in packing.groups(values, sizes, options.bytes_per_pack):
-            sends = [values[j] for j in members]
-            total = self._empty(sum(send.size for send in sends), sends[0])
-            way.allreduce_packed(sends, total, deadline)
-            shapes = [send.shape for send in sends]
-            for j, part in zip(members, packing.unpack(total, shapes), strict=True):
-                totals[j] = part
-        return totals
-
-    def _empty(self, size: int, like: Any) -> Any:
-        """Return memory for a result, if it is large perhaps that of a former one."""
-        is_large = size * like.dtype.itemsize >= _LARGE_BYTES
-        if is_large and isinstance(like, np.ndarray):
-            return self._buffers.empty((size,), like.dtype)
-        return arrays.namespace(like).empty(size, like.dtype)
-
 
 def _axes(axes: Sequence[Any]) -> tuple[str, Any]:
     """Return the axes as part of a call: one if all leaves have the same."""
@@ -346,8 +284,3 @@ def _axes(axes: Sequence[Any]) -> tuple[str, Any]:
 def _agreed(options: CommunicationOptions) -> tuple[tuple[str, Any], ...]:
     """Return the options, all of which the ranks must have in common."""
     return tuple((f"options.{name}", value) for name, value in vars(options).items())
-
-
-def _deadline(options: CommunicationOptions) -> float | None:
-    seconds = options.timeout_seconds
-    return None if seconds is None else time.monotonic() + seconds

@@ -22,7 +22,7 @@ from mpidist.data.state import Passes
 from mpidist.data.steps import concatenate, steps_of
 from mpidist.data.stream import UNKNOWN_CARDINALITY, Generated, Stream
 from mpidist.errors import ArgumentError, ArgumentTypeError
-from mpidist.options import Options
+from mpidist.input_options import Options
 
 __all__ = [
     "INFINITE_CARDINALITY",

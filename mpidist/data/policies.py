@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mpidist.data.pipeline import INFINITE_CARDINALITY, Pipeline
 from mpidist.data.stream import UNKNOWN_CARDINALITY, Stream
 from mpidist.errors import ArgumentError
-from mpidist.options import AutoShardPolicy
+from mpidist.input_options import AutoShardPolicy
 
 __all__ = ["count_steps", "divide", "is_global"]
 

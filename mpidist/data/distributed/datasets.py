@@ -28,7 +28,7 @@ from mpidist.data.policies import count_steps, divide, is_global
 from mpidist.data.state import Origin, Passes
 from mpidist.data.stream import Stream
 from mpidist.errors import ArgumentError, ArgumentTypeError
-from mpidist.options import AutoShardPolicy, InputOptions
+from mpidist.input_options import AutoShardPolicy, InputOptions
 from mpidist.sharding import even_sizes
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from mpidist.data.sources import as_element
 from mpidist.data.state import Origin
 from mpidist.data.stream import Stream
 from mpidist.errors import DataError
-from mpidist.options import InputOptions
+from mpidist.input_options import InputOptions
 
 if TYPE_CHECKING:
     from mpidist.extended import StrategyExtended

@@ -12,7 +12,7 @@ from mpidist.data.distributed.datasets import DistributedDataset, InputContext
 from mpidist.data.distributed.iterator import DistributedIterator
 from mpidist.data.stream import Generated
 from mpidist.errors import ArgumentError, ArgumentTypeError
-from mpidist.options import InputOptions, InputReplicationMode
+from mpidist.input_options import InputOptions, InputReplicationMode
 
 if TYPE_CHECKING:
     from mpidist.extended import StrategyExtended

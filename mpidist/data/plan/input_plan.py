@@ -36,7 +36,7 @@ from mpidist.data.plan.parts import (
 from mpidist.data.plan.reads import count_reads
 from mpidist.data.plan.shares import ORDER, Share, shares_of
 from mpidist.data.policies import count_steps
-from mpidist.options import AutoShardPolicy
+from mpidist.input_options import AutoShardPolicy
 
 __all__ = ["make_plan"]
 

@@ -8,8 +8,8 @@ from mpidist.block_order import LANE_ROWS
 from mpidist.data.hdf5.index import Way
 from mpidist.data.plan.parts import DatasetPart, InputPlan, RankGroup
 from mpidist.data.policies import is_global
+from mpidist.input_options import AutoShardPolicy
 from mpidist.memory.free_memory import as_text
-from mpidist.options import AutoShardPolicy
 from mpidist.sharding import even_sizes, replica_slice
 
 __all__ = ["notes_on", "show_ranks"]

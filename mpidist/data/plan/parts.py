@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mpidist.options import AutoShardPolicy
+from mpidist.input_options import AutoShardPolicy
 
 __all__ = [
     "DatasetPart",

@@ -10,7 +10,7 @@ from mpidist.data.distributed import feed
 from mpidist.data.pipeline import Pass
 from mpidist.data.plan.dry_rows import DryRows
 from mpidist.data.policies import divide, is_global
-from mpidist.options import AutoShardPolicy
+from mpidist.input_options import AutoShardPolicy
 
 __all__ = ["ORDER", "Share", "shares_of"]
 

@@ -14,8 +14,8 @@ from mpidist.data.plan.parts import (
     LayoutPart,
     RankGroup,
 )
+from mpidist.input_options import AutoShardPolicy
 from mpidist.memory.free_memory import as_text
-from mpidist.options import AutoShardPolicy
 
 __all__ = ["to_json", "to_text"]
 

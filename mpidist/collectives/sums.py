@@ -1,0 +1,130 @@
+"""Sums over all ranks of arrays that are known to agree: the way, the packs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidist import arrays, packing
+from mpidist.collectives.results import Results
+from mpidist.memory.symmetric import SymmetricMemory
+from mpidist.options import CommunicationImplementation, CommunicationOptions
+from mpidist.transports import Routes, Transport
+
+__all__ = ["Sums", "deadline_of", "is_direct"]
+
+
+class Sums:
+    """The sums of one strategy. Methods that sum are collective.
+
+    Args:
+      ranks: how many there are.
+      routes: the transports.
+      symmetric: the arrays that lie in memory of the node.
+      results: gives memory for what is returned.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        routes: Routes,
+        symmetric: SymmetricMemory,
+        results: Results,
+    ):
+        self._ranks = ranks
+        self._routes = routes
+        self._symmetric = symmetric
+        self._results = results
+
+    def transport(
+        self, options: CommunicationOptions, is_ordered: bool = False
+    ) -> Transport:
+        """Return the transport that options ask for."""
+        return self._routes.pick(is_direct(options), is_ordered)
+
+    def place_of(self, given: Sequence[Any], options: CommunicationOptions) -> int:
+        """Return `SymmetricMemory.place_of` if it helps that arrays are symmetric."""
+        in_node = self._routes.in_node
+        if in_node is None or is_direct(options) or options.compression:
+            return 0
+        if options.reproducible and not in_node.is_ordered:
+            return 0
+        return self._symmetric.place_of(given)
+
+    def sum_arrays(
+        self,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+        transport: Transport | None = None,
+    ) -> list[Any]:
+        """Return the sums over all ranks of contiguous arrays, as arrays of our own.
+
+        float16 and bfloat16 are added up in float32, which the sums have then.
+        """
+        if self._ranks == 1:
+            return [value.copy() for value in values]
+        totals: list[Any] = [None] * len(values)
+        sizes = [value.nbytes for value in values]
+        for members in packing.groups(values, sizes, options.bytes_per_pack):
+            sends = [values[j] for j in members]
+            total = self._sum_pack(sends, options, transport)
+            shapes = [send.shape for send in sends]
+            for j, part in zip(members, packing.unpack(total, shapes), strict=True):
+                totals[j] = part
+        return totals
+
+    def _sum_pack(
+        self,
+        sends: Sequence[Any],
+        options: CommunicationOptions,
+        transport: Transport | None,
+    ) -> Any:
+        """Return the sums of arrays of one dtype, one behind the other."""
+        size, dtype = sum(send.size for send in sends), sends[0].dtype
+        is_narrow = arrays.is_float16(dtype)
+        is_ordered = options.reproducible or is_narrow
+        way = transport or self.transport(options, is_ordered)
+        if is_ordered and not way.is_ordered:
+            way = self.transport(options, is_ordered)
+        total = self._results.empty(size, sends[0], np.float32 if is_narrow else None)
+        with np.errstate(over="ignore"):  # what is too large for float16 is inf
+            way.allreduce_packed(sends, total, deadline_of(options))
+            if is_narrow:  # totals may have been, on the way, so all are
+                total = total.astype(dtype).astype(np.float32)
+        return total
+
+    def sum_symmetric(
+        self, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """Do what `sum_arrays` does where some arrays are symmetric, on all ranks."""
+        everyone = [self._symmetric.everyone(value) for value in values]
+        near = [j for j, found in enumerate(everyone) if found is not None]
+        far = [j for j, found in enumerate(everyone) if found is None]
+        totals: list[Any] = [None] * len(values)
+        for j in near:
+            total = self._results.empty(values[j].size, values[j])
+            totals[j] = total.reshape(values[j].shape)
+        assert self._routes.in_node is not None
+        self._routes.in_node.allreduce_symmetric(
+            [found for found in everyone if found is not None],
+            [totals[j] for j in near],
+            deadline_of(options),
+        )
+        others = self.sum_arrays([values[j] for j in far], options)
+        for j, total in zip(far, others, strict=True):
+            totals[j] = total
+        return totals
+
+
+def is_direct(options: CommunicationOptions) -> bool:
+    """Return whether the user asked for MPI's own collectives."""
+    return options.implementation is CommunicationImplementation.MPI
+
+
+def deadline_of(options: CommunicationOptions) -> float | None:
+    """Return until when to wait, on time.monotonic's clock."""
+    seconds = options.timeout_seconds
+    return None if seconds is None else time.monotonic() + seconds

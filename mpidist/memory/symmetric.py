@@ -1,0 +1,206 @@
+"""Arrays that each rank has at the same place of memory that its node shares.
+
+The memory is a file without a name, which each rank of the node maps. It is no window
+of MPI, because those are freed by all ranks at once: whoever still had an array would
+then crash. This memory is freed when no rank refers to any of its arrays any more, and
+when all processes have ended, however they end.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from mpidist.agreement.agree import Agreement
+from mpidist.agreement.calls import Call
+from mpidist.errors import ArgumentError
+from mpidist.memory.free_memory import as_text, free_bytes
+from mpidist.memory.storage import Field
+
+__all__ = ["SymmetricMemory"]
+
+_PAGE_BYTES = 4096
+# Where arrays begin in a page: others usually do at its start, and processors take
+# addresses that agree in 12 bits for the same at first
+_FIRST_BYTE = 2048
+_ALIGNMENT_BYTES = 64
+_BITS = (1 << 62) - 1
+
+
+class _Region(NamedTuple):
+    """The memory of one allocation on this node.
+
+    Args:
+      number: the same on all ranks.
+      root: the bytes of all ranks of the node; referred to weakly.
+      address: of this rank's part.
+      part_bytes: how large the part of each rank is.
+    """
+
+    number: int
+    root: weakref.ref[Any]
+    address: int
+    part_bytes: int
+
+
+class SymmetricMemory:
+    """Makes symmetric arrays, and recognizes them and their views.
+
+    Args:
+      agreement: of all ranks.
+      node: the ranks that share memory with this one; borrowed.
+    """
+
+    def __init__(self, agreement: Agreement, node: MPI.Intracomm):
+        self._agreement = agreement
+        self._node = node
+        self._made = 0
+        self._regions: dict[int, _Region] = {}  # by the identity of their roots
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def allocate(self, operation: str, fields: Sequence[Field]) -> list[Any]:
+        """Return this rank's arrays, filled with zeros. Collective.
+
+        Args:
+          operation: the public call that this is, for messages.
+          fields: what is wanted, equal on all ranks.
+
+        Raises, on all ranks:
+          ArgumentError: a node has not that much memory left.
+        """
+        *starts, end = _offsets(fields)
+        part_bytes = -(-end // _PAGE_BYTES) * _PAGE_BYTES
+        node, rank = self._node, self._node.Get_rank()
+        path, error, root = "", None, None
+        try:
+            try:
+                if rank == 0:
+                    path = _create(part_bytes * node.Get_size())
+            except Exception as caught:
+                error = caught
+            path = node.bcast(path)
+            try:
+                if path:
+                    root = _map(path)
+            except Exception as caught:
+                error = caught
+            # All have opened it, or all raise
+            self._agreement.require_same(Call(operation), error)
+        finally:
+            if path and rank == 0:
+                Path(path).unlink()
+        assert root is not None
+        self._register(root, rank * part_bytes, part_bytes)
+        mine = root[rank * part_bytes :]
+        return [
+            _view(mine, start, shape, dtype)
+            for start, (shape, dtype) in zip(starts, fields, strict=True)
+        ]
+
+    def _register(self, root: Any, start: int, part_bytes: int) -> None:
+        key, regions = id(root), self._regions
+        regions[key] = _Region(
+            self._made,
+            weakref.ref(root, lambda _: regions.pop(key, None)),
+            _address(root) + start,
+            part_bytes,
+        )
+        self._made += 1
+
+    def place_of(self, values: Sequence[Any]) -> int:
+        """Return a number for where arrays lie, 0 if none is symmetric.
+
+        It is the same on ranks whose arrays lie at the same places of the same
+        allocations; others differ. Of 62 bits.
+        """
+        if not self._regions:
+            return 0
+        places = [self._find(value) for value in values]
+        if not any(places):
+            return 0
+        found = tuple((p[0].number, p[1]) if p else (-1, -1) for p in places)
+        return (hash(found) & _BITS) or 1  # of integers: alike in each process
+
+    def everyone(self, value: Any) -> list[Any] | None:
+        """Return the array of each rank of the node that is symmetric to `value`.
+
+        None if it is not symmetric.
+        """
+        found = self._find(value)
+        root = found[0].root() if found else None
+        if found is None or root is None:
+            return None
+        region, offset = found
+        starts = range(offset, root.size, region.part_bytes)
+        return [_view(root, start, value.shape, value.dtype) for start in starts]
+
+    def _find(self, value: Any) -> tuple[_Region, int] | None:
+        """Return in which region an array lies, and where in this rank's part."""
+        if not isinstance(value, np.ndarray) or not value.flags.c_contiguous:
+            return None
+        region = self._regions.get(id(value.base))
+        if region is None or not value.size or value.base is not region.root():
+            return None
+        return region, _address(value) - region.address
+
+
+def _offsets(fields: Sequence[Field]) -> Iterator[int]:
+    """Yield where each array starts in a part, and the end of the last one."""
+    start = _FIRST_BYTE
+    for shape, dtype in fields:
+        yield start
+        used = dtype.itemsize * math.prod(shape)
+        start += -(-used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    yield start
+
+
+def _create(size_bytes: int) -> str:
+    """Return the path of a new file in memory, all of whose pages are there."""
+    limits = free_bytes(is_shared=True).items()
+    where, free = min(limits, key=lambda item: item[1], default=("", 1 << 63))
+    if size_bytes > free:
+        raise ArgumentError(
+            f"symmetric arrays need {as_text(size_bytes)} on this node, but {where} "
+            f"has {as_text(free)} left. A container may be given more: --shm-size"
+        )
+    folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    file, path = tempfile.mkstemp(prefix="mpidist-", dir=folder)
+    try:
+        os.posix_fallocate(file, 0, size_bytes)
+    except BaseException:
+        Path(path).unlink()
+        raise
+    finally:
+        os.close(file)
+    return path
+
+
+def _map(path: str) -> Any:
+    """Return the bytes of a file, shared with others that map it."""
+    file = os.open(path, os.O_RDWR)
+    try:
+        memory = mmap.mmap(file, 0)
+    finally:
+        os.close(file)
+    return np.frombuffer(memory, np.uint8)
+
+
+def _view(memory: Any, start: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    size = math.prod(shape) * dtype.itemsize
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _address(array: Any) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

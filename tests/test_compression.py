@@ -1,0 +1,167 @@
+"""Numbers that travel as float16 or bfloat16, and sums whose every bit is known."""
+
+from __future__ import annotations
+
+import functools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import CommunicationOptions
+
+UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+IMPLEMENTATIONS = ["AUTO", "MPI"]
+
+
+@pytest.fixture(params=[None, "1", "2"])
+def over_nodes(comm, monkeypatch, request):
+    """A strategy on one node, and on pretended ones."""
+    if request.param:
+        monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", request.param)
+    strategy = mpidist.MirroredStrategy(communicator=comm)
+    yield strategy
+    strategy.experimental_finalize()
+
+
+def random_numbers(rank, count, dtype="f4"):
+    random = np.random.default_rng(rank)
+    return (random.standard_normal(count) * 10.0 ** random.integers(-7, 3)).astype(
+        dtype
+    )
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("compression", UNITS)
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_the_error_of_compressed_sums_is_bounded(
+    comm, over_nodes, compression, implementation, dtype, op
+):
+    options = CommunicationOptions(
+        compression=compression, implementation=implementation
+    )
+    for count in (1, 1000, 200_000):
+        parts = [random_numbers(rank, count, dtype) for rank in range(comm.size)]
+        ops = over_nodes.extended.cross_device_ops
+        found = ops.reduce(op, parts[comm.rank], "CPU:0", options) + 0
+        assert found.dtype == dtype
+        exact = np.sum(parts, axis=0, dtype="f8")
+        magnitudes = np.sum(np.abs(parts), axis=0, dtype="f8")
+        # What is sent, and what comes back; below 2**-14, float16 has a fixed step
+        bound = 2.01 * UNITS[compression] * magnitudes
+        if compression == "float16":
+            bound += (comm.size + 1) * 2.0**-25
+        if op == "MEAN":
+            exact, bound = exact / comm.size, bound / comm.size
+        if comm.size == 1:
+            bound = 0 * bound  # nothing is sent
+        assert (np.abs(found - exact) <= bound + 1e-12 * magnitudes).all()
+        everyone = comm.allgather(np.asarray(found).tobytes())
+        assert set(everyone) == {everyone[0]}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("compression", UNITS)
+def test_what_is_sent_is_really_narrow(comm, over_nodes, compression):
+    """Numbers between two narrow ones are rounded, by each implementation alike."""
+    value = np.full(3, 1 + UNITS[compression] / 2, "f4")
+    ops = over_nodes.extended.cross_device_ops
+    for implementation in IMPLEMENTATIONS:
+        options = CommunicationOptions(
+            compression=compression, implementation=implementation
+        )
+        found = ops.reduce("SUM", value, "CPU:0", options) + 0
+        assert found.tolist() == [comm.size] * 3
+
+
+@pytest.mark.mpi(min_size=2)
+def test_sums_are_accumulated_in_float32(comm, over_nodes):
+    """In float16, 2048 + 1 is 2048."""
+    options = CommunicationOptions(compression="float16")
+    value = np.array([2048.0 if comm.rank == 0 else 1.0] * 100, "f4")
+    ops = over_nodes.extended.cross_device_ops
+    found = ops.reduce("SUM", value, "CPU:0", options) + 0
+    expected = np.float32(np.float16(2048.0 + comm.size - 1))
+    assert (found == expected).all()
+
+
+def test_other_numbers_are_sent_as_they_are(comm, over_nodes):
+    options = CommunicationOptions(compression="bfloat16")
+    ops = over_nodes.extended.cross_device_ops
+    for dtype in ("i4", "i8", "c8", "f2", ml_dtypes.bfloat16):
+        value = np.array([123, 1, 5]).astype(dtype)
+        found = ops.reduce("SUM", value, "CPU:0", options) + 0
+        assert found.dtype == dtype
+        assert np.array_equal(found, value * np.array(comm.size).astype(dtype))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_float16_cannot_hold_is_inf(comm, over_nodes):
+    ops = over_nodes.extended.cross_device_ops
+    options = CommunicationOptions(compression="float16")
+    value = np.array([70_000.0, -70_000.0, 60_000.0, 1.0], "f4")
+    found = ops.reduce("SUM", value, "CPU:0", options) + 0
+    assert found.tolist() == [np.inf, -np.inf, np.inf, comm.size]
+    options = CommunicationOptions(compression="bfloat16")
+    found = ops.reduce("SUM", value, "CPU:0", options) + 0
+    assert np.isfinite(found).all()
+
+
+def test_one_device_refuses_compression(comm):
+    ops = mpidist.ReductionToOneDevice()
+    strategy = mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)
+    with pytest.raises(mpidist.ArgumentError, match="compression"):
+        options = CommunicationOptions(compression="float16")
+        ops.reduce("SUM", np.ones(3), "CPU:0", options)
+    strategy.experimental_finalize()
+
+
+@pytest.mark.parametrize("name", ["float8", "f2", "", 16])
+def test_other_compressions_are_refused(name):
+    with pytest.raises(mpidist.ArgumentError, match="compression must be"):
+        CommunicationOptions(compression=name)
+
+
+def test_reproducible_is_true_or_false():
+    with pytest.raises(mpidist.ArgumentTypeError, match="reproducible must be"):
+        CommunicationOptions(reproducible="yes")
+
+
+@pytest.mark.parametrize("hierarchical", [False, True])
+@pytest.mark.parametrize("dtype", ["f4", "f8", "c8", "f2"])
+def test_every_bit_is_that_of_adding_in_the_order_of_the_ranks(
+    comm, monkeypatch, dtype, hierarchical
+):
+    """On one node and several, by each implementation, in packs of any size."""
+    sizes = [1, 7, 1000, 20_000, 130_000]
+    values = [
+        [random_numbers(100 * rank + j, n, dtype) for j, n in enumerate(sizes)]
+        for rank in range(comm.size)
+    ]
+    wide = "f4" if dtype == "f2" else dtype
+    expected = [
+        functools.reduce(np.add, [a.astype(wide) for a in parts]).astype(dtype)
+        for parts in zip(*values)
+    ]
+    for ranks_per_node in (None, "1", "2"):
+        if ranks_per_node:
+            monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", ranks_per_node)
+        ops = mpidist.HierarchicalCopyAllReduce() if hierarchical else None
+        strategy = mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)
+        for implementation in IMPLEMENTATIONS:
+            for bytes_per_pack in (0, 1, 100_000):
+                options = CommunicationOptions(
+                    bytes_per_pack, implementation=implementation, reproducible=True
+                )
+
+                def reduce(options=options):
+                    replica = mpidist.get_replica_context()
+                    return replica.all_reduce("SUM", values[comm.rank], options)
+
+                found = strategy.run(reduce)
+                for a, b in zip(found, expected, strict=True):
+                    local = a if comm.size == 1 else a.values[0]
+                    assert local.tobytes() == b.tobytes()
+        strategy.experimental_finalize()
