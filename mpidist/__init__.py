@@ -98,7 +98,8 @@ Communication
     ReductionToOneDevice        the device may be a replica's number
     NcclAllReduce               refused: there is no NCCL transport in this version
     MpiAllReduce                not in TensorFlow: the default, by MPI_Allreduce
-    CommunicationOptions        results do not depend on them
+    CommunicationOptions        results do not depend on them, but for compression
+    GradientBuckets             not in TensorFlow: reduces while gradients are computed
     CommunicationImplementation AUTO and MPI; no RING, NCCL (also named
                                 CollectiveCommunication in TensorFlow)
 
@@ -201,6 +202,7 @@ if not commands.is_command():
         UnsupportedError,
     )
     from mpidist.extended import StrategyExtended
+    from mpidist.gradient_buckets import GradientBuckets
     from mpidist.hdf5_writer import Hdf5Writer
     from mpidist.input_options import (
         AutoShardPolicy,
@@ -249,6 +251,7 @@ __all__ = [
     "DistributedIterator",
     "DistributedValues",
     "DivergenceError",
+    "GradientBuckets",
     "Hdf5Writer",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",

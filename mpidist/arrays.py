@@ -26,6 +26,7 @@ __all__ = [
     "mean_dtype",
     "namespace",
     "summable",
+    "synchronize",
     "to_array",
     "to_device",
     "to_device_like",
@@ -228,6 +229,14 @@ def use_gpu(index: int) -> None:
 def to_host(array: Any) -> Any:
     """Return `array` as a NumPy array; copies only from a GPU, after its stream."""
     return array.get() if is_device_array(array) else array
+
+
+def synchronize(array: Any) -> None:
+    """Wait until what the current stream has to do to a device array is done."""
+    if is_device_array(array):
+        import cupy
+
+        cupy.cuda.get_current_stream().synchronize()
 
 
 def fits_device(array: Any) -> bool:

@@ -12,31 +12,22 @@ from mpi4py import MPI
 
 from mpidist import arrays, nest
 from mpidist.agreement.agree import Agreement
-from mpidist.agreement.board import Board
 from mpidist.agreement.calls import Call
-from mpidist.agreement.comparing import BoardComparison
-from mpidist.collectives.collectives import Collectives
+from mpidist.channel import Channel
 from mpidist.collectives.leaves import to_arrays
 from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpidist.errors import ArgumentTypeError
-from mpidist.memory.boards import make_board
 from mpidist.memory.node_memory import NodeMemory
 from mpidist.memory.storage import Field
 from mpidist.memory.symmetric import SymmetricMemory
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.packing import Axis
 from mpidist.topology import Topology
-from mpidist.transports import Routes
 
 __all__ = ["ReplicaGroup"]
 
 T = TypeVar("T")
 _SAMPLED_BYTES = 1 << 16
-# What all ranks of a node, and what each of them, can tell the others at once: more of
-# them have more to read
-_PAYLOADS_BYTES = 256 << 10
-_LEAST_PAYLOAD_BYTES = 2048
-_HEADER_BYTES = 64
 
 
 class ReplicaGroup:
@@ -61,13 +52,14 @@ class ReplicaGroup:
         self.replica_id = self.topology.rank
         self.num_replicas = self.topology.size
         self._variables: list[weakref.ref[Any]] = []
-        self._board: Board | None = None
-        self._routes: Routes | None = None
+        # What else is to be closed with the strategy, in the same order on all ranks
+        self.closing: list[Callable[[], None]] = []
+        self._channel: Channel | None = None
         try:
             self._set_up(devices, cross_device_ops)
         except Exception:  # it is raised on all ranks
             self.agreement.close()
-            self._close_routes()
+            self._close_channel()
             self.topology.close()
             raise
 
@@ -96,18 +88,10 @@ class ReplicaGroup:
         devices, node_sizes = zip(*self.agreement.gather(call, mine), strict=True)
         self.topology.devices = devices
         self.topology.has_neighbours = max(node_sizes) > 1
-        if self.topology.has_neighbours:
-            self._board = self._make_board(call)
-        if self._board is not None and self.topology.is_one_node:
-            # What lies on a GPU would have to be copied
-            is_host = self.device.startswith("CPU")
-            payload_bytes = self._payload_bytes() if is_host else 0
-            self.agreement.comparison = BoardComparison(self._board, payload_bytes)
-        routes = self.agreement.block(
-            call, lambda: Routes(self.agreement, self.device, self._board)
+        self._channel = Channel(
+            call, self.agreement, self.topology, self.device, self.symmetric_memory
         )
-        self._routes = routes
-        self.collectives = Collectives(self.agreement, routes, self.symmetric_memory)
+        self.collectives = self._channel.collectives
         is_plain = type(self.cross_device_ops) is MpiAllReduce
         self._reduce_arrays = None if is_plain else self.cross_device_ops.reduce_checked
         # What is bound is alike on all ranks, so all can, or none
@@ -132,28 +116,18 @@ class ReplicaGroup:
     def close(self) -> None:
         """Free communicators and caches; a second call does nothing. Collective."""
         if not self.topology.closed:
+            while self.closing:
+                self.closing[-1]()
             self.node_memory.close()
             self.agreement.close()
             self.cross_device_ops.close()
-            self._close_routes()
+            self._close_channel()
             self.topology.close()
 
-    def _make_board(self, call: str) -> Board | None:
-        node, comm = self.topology.node, self.topology.comm
-        names = node.group.Translate_ranks(None, comm.group)
-        page_bytes = _HEADER_BYTES + self._payload_bytes()
-        return make_board(self.agreement, node, call, page_bytes, names=names)
-
-    def _payload_bytes(self) -> int:
-        return max(_PAYLOADS_BYTES // self.num_replicas, _LEAST_PAYLOAD_BYTES)
-
-    def _close_routes(self) -> None:
-        if self._routes is not None:
-            self._routes.close()
-            self._routes = None
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+    def _close_channel(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
     def reduce(
         self,
@@ -200,12 +174,18 @@ class ReplicaGroup:
                 made = self.symmetric_memory.allocate(operation, fields)
             else:
                 made = self.agreement.prepare(
-                    operation, lambda: [self._zeros(*field) for field in fields]
+                    operation, lambda: [self.zeros(*field) for field in fields]
                 )
         return nest.unflatten(spec, made)
 
-    def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return zeros on this rank's device."""
         return arrays.to_device(np.zeros(shape, dtype), self.device)
+
+    def use_device(self) -> None:
+        """Make this rank's GPU, if it has one, the current one of this thread."""
+        if self.device.startswith("GPU"):
+            arrays.use_gpu(int(self.device.partition(":")[2]))
 
     def broadcast_from_first(self, operation: str, value: Any) -> Any:
         """Return replica 0's nest of arrays on every replica. Collective."""

@@ -17,8 +17,9 @@ from mpidist.data.dataset import DatasetLike
 from mpidist.data.distributed.datasets import DistributedDataset, InputContext
 from mpidist.errors import ContextError
 from mpidist.extended import StrategyExtended
+from mpidist.gradient_buckets import GradientBuckets
 from mpidist.input_options import InputOptions
-from mpidist.options import ReduceOp, RunOptions
+from mpidist.options import CommunicationOptions, ReduceOp, RunOptions
 from mpidist.packing import Axis
 from mpidist.regrouping import select_replica
 from mpidist.values import PerReplica
@@ -241,6 +242,32 @@ class Strategy:
         if replica is None or replica.strategy is not self:
             require_cross_replica(self, "symmetric_like")
         return self._extended.symmetric_like("symmetric_like", value)
+
+    def gradient_buckets(
+        self,
+        like: Any,
+        reduce_op: ReduceOp | str = ReduceOp.SUM,
+        options: CommunicationOptions | None = None,
+    ) -> GradientBuckets:
+        """Return what reduces gradients while a backward pass goes on. Collective.
+
+        Args:
+          like: a mapping, list or tuple of arrays or nests, with the shapes and dtypes
+            of the gradients; equal on all replicas. `symmetric_like` arrays given as
+            gradients are reduced fastest.
+          reduce_op: SUM or MEAN.
+          options: see `CommunicationOptions`. Buckets have up to `bytes_per_pack`, or 4
+            MiB if that is 0.
+
+        Raises, on all replicas:
+          MismatchError: structures, shapes, dtypes, reduce_op or options differ.
+          ArgumentError, ArgumentTypeError: an unknown reduce_op; no mapping, list or
+            tuple of arrays.
+          DTypeError: a dtype that cannot be added up.
+
+        For the rest see `GradientBuckets`.
+        """
+        return GradientBuckets(self._extended, like, reduce_op, options)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return a tuple of the values of this process's replicas: one. Not collective.

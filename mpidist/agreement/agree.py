@@ -190,9 +190,11 @@ class Agreement:
         except LateError as late:
             self._break_off(late, call.operation, timeout)
 
-    def raise_together(self, operation: str, error: Exception | None) -> None:
+    def raise_together(
+        self, operation: str, error: Exception | None, timeout: float | None = None
+    ) -> None:
         """Raise on all ranks if any rank has an error. Collective."""
-        self.require_same(Call(operation), error)
+        self.require_same(Call(operation), error, timeout)
 
     def block(self, operation: str, fn: Callable[[], T]) -> T:
         """Return `fn()`, which all ranks run, and may communicate. Collective.
@@ -213,8 +215,15 @@ class Agreement:
         """Begin what `leave_block` ends, where a function for `block` is unhandy."""
         self._thread.depth += 1
 
-    def leave_block(self, operation: str, error: BaseException | None) -> None:
+    def leave_block(
+        self,
+        operation: str,
+        error: BaseException | None,
+        timeout: float | None = None,
+    ) -> None:
         """Leave a block with this rank's error, if any, as `block` does. Collective.
+
+        `timeout` is that of `require_same`.
 
         What is no Exception, such as a KeyboardInterrupt, is raised here alone.
         """
@@ -228,7 +237,7 @@ class Agreement:
             if depth == state.depth:
                 state.unwinding = None
             raise error or reason
-        self.raise_together(operation, error)
+        self.raise_together(operation, error, timeout)
 
     def prepare(self, operation: str, fn: Callable[[], T]) -> T:
         """Return `fn()`, which must not communicate; its error is raised on all ranks.

@@ -25,6 +25,7 @@ _LINE_BYTES = 64  # a cache line: what one rank writes is not slowed down by oth
 _FRAME_BYTES = 4096
 _SLOTS = 3
 _SPINS = 1000  # of 50 nanoseconds
+_YIELD_SECONDS = 1e-4
 _PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time that was waited
 
 
@@ -38,6 +39,7 @@ class Board:
       page_bytes: how much each rank can write for a meeting.
       slot_bytes: of each of three more pieces of memory of each rank, see `slots`.
       names: the numbers by which errors call the ranks.
+      is_patient: whether to leave the core to other threads while waiting.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Board:
         page_bytes: int,
         slot_bytes: int = 0,
         names: Sequence[int] | None = None,
+        is_patient: bool = False,
     ):
         self._comm = comm
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
@@ -76,7 +79,8 @@ class Board:
             [_words(page) for page in pages] for pages in self.both_pages
         ]
         self.meetings = 0
-        self._spins = _SPINS if self.size <= (os.cpu_count() or 1) else 0
+        self._has_cores = self.size <= (os.cpu_count() or 1)
+        self._spins = _SPINS if self._has_cores and not is_patient else 0
 
     @staticmethod
     def count_bytes(page_bytes: int, slot_bytes: int) -> int:
@@ -115,8 +119,11 @@ class Board:
         start = now = time.monotonic()
         while count[0] < meeting:
             # Let others on this core run, then MPI, which may have messages to pass on
-            time.sleep(min((now - start) / 4, _PAUSE_SECONDS))
-            self._comm.Iprobe()
+            if self._has_cores and now - start < _YIELD_SECONDS:
+                os.sched_yield()  # no sleep is as short
+            else:
+                time.sleep(min((now - start) / 4, _PAUSE_SECONDS))
+                self._comm.Iprobe()
             now = time.monotonic()
             if deadline is not None and now > deadline:
                 raise LateError(self._missing(meeting))

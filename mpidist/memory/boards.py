@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 
 from mpi4py import MPI
 
@@ -11,19 +10,19 @@ from mpidist.agreement.agree import Agreement
 from mpidist.agreement.board import Board
 from mpidist.memory.free_memory import as_text, free_bytes
 
-__all__ = ["SLOT_BYTES", "make_board"]
+__all__ = ["make_board"]
 
 # Of an array at a time: two of these fit into a core's cache
-SLOT_BYTES = 512 << 10
+_SLOT_BYTES = 512 << 10
 
 
 def make_board(
+    operation: str,
     agreement: Agreement,
     node: MPI.Intracomm,
-    operation: str,
     page_bytes: int,
-    slot_bytes: int = SLOT_BYTES,
-    names: Sequence[int] | None = None,
+    *,
+    is_patient: bool = False,
 ) -> Board | None:
     """Return a board for the ranks of each node, or None on all ranks. Collective.
 
@@ -31,19 +30,19 @@ def make_board(
     there is none, and a RuntimeWarning on rank 0, where a node has too little.
 
     Args:
+      operation: what it is for, for messages.
       agreement: of all ranks.
       node: the ranks that share memory with this one; borrowed.
-      operation: what it is for, for messages.
       page_bytes: see `Board`.
-      slot_bytes: see `Board`.
-      names: see `Board`.
+      is_patient: see `Board`.
     """
-    needed = node.Get_size() * Board.count_bytes(page_bytes, slot_bytes)
+    needed = node.Get_size() * Board.count_bytes(page_bytes, _SLOT_BYTES)
     free = min(free_bytes(is_shared=True).values(), default=needed)
     short = [(n, f) for n, f in agreement.gather(operation, (needed, free)) if n > f]
     if not short:
+        names = node.group.Translate_ranks(None, agreement.comm.group)
         return agreement.block(
-            operation, lambda: Board(node, page_bytes, slot_bytes, names)
+            operation, lambda: Board(node, page_bytes, _SLOT_BYTES, names, is_patient)
         )
     if agreement.rank == 0:
         needed, free = short[0]

@@ -21,6 +21,10 @@ from mpidist.transports.mpi import bytes_of
 __all__ = ["SharedTransport"]
 
 
+# Between two meetings where nothing is written for others
+_NO_COPY_BYTES = 2 << 20
+
+
 class _Block(NamedTuple):
     """A block of which this rank has added up its part.
 
@@ -104,7 +108,8 @@ class SharedTransport:
         self._meet("all_reduce", deadline)  # all have written their arrays
         for given, receive in zip(everyone, receives, strict=True):
             given, receive = [a.reshape(-1) for a in given], receive.reshape(-1)
-            step = self._board.slot_bytes // receive.dtype.itemsize
+            bytes_ = _NO_COPY_BYTES if self._all_add else self._board.slot_bytes
+            step = bytes_ // receive.dtype.itemsize
             for start in range(0, receive.size, step):
                 block = slice(start, start + step)
                 slots = [slot.view(receive.dtype) for slot in self._next_slots()]

@@ -1,0 +1,70 @@
+"""What the ranks of one communicator reduce and gather with."""
+
+from __future__ import annotations
+
+from mpidist.agreement.agree import Agreement
+from mpidist.agreement.comparing import BoardComparison
+from mpidist.collectives.collectives import Collectives
+from mpidist.memory.boards import make_board
+from mpidist.memory.symmetric import SymmetricMemory
+from mpidist.topology import Topology
+from mpidist.transports import Routes
+
+__all__ = ["Channel"]
+
+# What all ranks of a node, and what each of them, can tell the others at once: more of
+# them have more to read
+_PAYLOADS_BYTES = 256 << 10
+_LEAST_PAYLOAD_BYTES = 2048
+_HEADER_BYTES = 64
+
+
+class Channel:
+    """The board, the transports and the collectives of a communicator.
+
+    Collective to make.
+
+    Args:
+      operation: the public call that this is for, for messages.
+      agreement: of all ranks, on the communicator; borrowed. Where all ranks share
+        memory, it compares there from now on.
+      topology: the nodes of these ranks.
+      device: of this rank.
+      symmetric: the arrays that lie in memory of the node.
+      is_patient: whether to leave the core to other threads while waiting.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        agreement: Agreement,
+        topology: Topology,
+        device: str,
+        symmetric: SymmetricMemory,
+        is_patient: bool = False,
+    ):
+        payload_bytes = max(_PAYLOADS_BYTES // agreement.size, _LEAST_PAYLOAD_BYTES)
+        self._board = None
+        if topology.has_neighbours:
+            self._board = make_board(
+                operation,
+                agreement,
+                topology.node,
+                _HEADER_BYTES + payload_bytes,
+                is_patient=is_patient,
+            )
+        if self._board is not None and topology.is_one_node:
+            # What lies on a GPU would have to be copied
+            is_host = device.startswith("CPU")
+            comparison = BoardComparison(self._board, payload_bytes if is_host else 0)
+            agreement.comparison = comparison
+        self._routes = agreement.block(
+            operation, lambda: Routes(agreement, device, self._board)
+        )
+        self.collectives = Collectives(agreement, self._routes, symmetric)
+
+    def close(self) -> None:
+        """Free memory and communicators. Collective."""
+        self._routes.close()
+        if self._board is not None:
+            self._board.close()

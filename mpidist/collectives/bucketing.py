@@ -1,0 +1,122 @@
+"""Arrays that are reduced in buckets, beside the computation that makes them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from mpidist import nest
+from mpidist.errors import ArgumentTypeError
+
+__all__ = ["BucketStep", "divide", "leaves_by_key"]
+
+Reduce = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+def divide(
+    sizes: Sequence[int], order: Sequence[int], bucket_bytes: int
+) -> list[list[int]]:
+    """Return the arrays of each bucket, by their numbers.
+
+    Args:
+      sizes: of all arrays, in bytes.
+      order: all numbers; which comes first.
+      bucket_bytes: how much a bucket holds; larger arrays have one of their own.
+    """
+    buckets: list[list[int]] = []
+    room = 0
+    for j in order:
+        if not buckets or sizes[j] > room:
+            buckets.append([])
+            room = bucket_bytes
+        buckets[-1].append(j)
+        room -= sizes[j]
+    return buckets
+
+
+def leaves_by_key(
+    spec: nest.Spec, count: int
+) -> dict[Any, tuple[list[int], nest.Spec]]:
+    """Return the numbers of the leaves below each key of a nest, and their structure.
+
+    Raises:
+      ArgumentTypeError: the nest is no mapping, list or tuple.
+    """
+    numbers = nest.unflatten(spec, range(count))
+    if isinstance(numbers, Mapping):
+        return {key: nest.flatten(part) for key, part in numbers.items()}
+    if isinstance(numbers, list | tuple):
+        return {j: nest.flatten(part) for j, part in enumerate(numbers)}
+    raise ArgumentTypeError(
+        "gradient_buckets needs a mapping, a list or a tuple of gradients, not "
+        f"{type(numbers).__name__}"
+    )
+
+
+class BucketStep:
+    """One step: the gradients so far, and the thread that reduces them.
+
+    Args:
+      buckets: the leaves of each, in the order in which they are reduced.
+      reduce: returns the reductions of arrays. Collective.
+      is_threaded: whether there is a thread; else `finish` does its work.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Sequence[int]], reduce: Reduce, is_threaded: bool
+    ):
+        self._buckets = buckets
+        self._reduce = reduce
+        self._given: dict[int, Any] = {}
+        self._results: dict[int, Any] = {}
+        self._is_ready = [threading.Event() for _ in buckets]
+        self._bucket_of = {
+            leaf: j for j, leaves in enumerate(buckets) for leaf in leaves
+        }
+        self._lacking = [len(leaves) for leaves in buckets]
+        self.order: list[int] = []  # in which the leaves were put
+        self.error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        if is_threaded:
+            self._thread = threading.Thread(
+                target=self._work, name="mpidist-reduce", daemon=True
+            )
+            self._thread.start()
+
+    def has(self, leaf: int) -> bool:
+        """Return whether a leaf was put."""
+        return leaf in self._given
+
+    def missing(self) -> set[int]:
+        """Return the leaves that were not put."""
+        return set(self._bucket_of) - set(self._given)
+
+    def put(self, leaf: int, array: Any) -> None:
+        """Take a leaf; its bucket may be ready with it."""
+        self._given[leaf] = array
+        self.order.append(leaf)
+        bucket = self._bucket_of[leaf]
+        self._lacking[bucket] -= 1
+        if not self._lacking[bucket]:
+            self._is_ready[bucket].set()
+
+    def finish(self) -> None:
+        """Return when all buckets are reduced, or `error` says why not."""
+        if self._thread is None:
+            self._work()
+        else:
+            self._thread.join()
+
+    def results(self) -> Iterator[Any]:
+        """Yield the reductions of all leaves in their order."""
+        return (self._results[leaf] for leaf in range(len(self._results)))
+
+    def _work(self) -> None:
+        try:
+            for leaves, is_ready in zip(self._buckets, self._is_ready, strict=True):
+                is_ready.wait()
+                reduced = self._reduce([self._given[leaf] for leaf in leaves])
+                self._results.update(zip(leaves, reduced, strict=True))
+        except Exception as caught:
+            self.error = caught

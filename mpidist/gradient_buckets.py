@@ -1,0 +1,228 @@
+"""Gradients that are reduced while the backward pass still makes others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from mpi4py import MPI
+
+from mpidist import arrays, nest
+from mpidist.agreement.agree import Agreement
+from mpidist.agreement.calls import Call
+from mpidist.channel import Channel
+from mpidist.collectives.bucketing import BucketStep, divide, leaves_by_key
+from mpidist.collectives.leaves import check_each, to_arrays
+from mpidist.errors import ArgumentError, ContextError
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.replica_group import ReplicaGroup
+
+__all__ = ["GradientBuckets"]
+
+_CALL = "GradientBuckets"
+_BUCKET_BYTES = 4 << 20  # unless options say otherwise
+
+
+class GradientBuckets:
+    """Reduces gradients over all replicas while others are still being computed.
+
+    `strategy.gradient_buckets` makes it, once; a `with` block is one step:
+
+      >>> weights = {"w": np.zeros((3, 2)), "b": np.zeros(2)}
+      >>> buckets = strategy.gradient_buckets(weights, "MEAN")
+      >>> def backward():
+      ...     with buckets:
+      ...         buckets.put("w", np.ones((3, 2)))  # as soon as it is there
+      ...         buckets.put("b", np.full(2, 0.5))
+      ...     return buckets.result["b"]
+      >>> strategy.run(backward).values
+      (array([0.5, 0.5]),)
+      >>> buckets.close()
+
+    Gradients are put together in buckets; once a replica has all of one, a thread of
+    its own reduces it, in the same order of buckets on all replicas, whatever the order
+    in which each puts its gradients. At first that is the reverse of the order in the
+    nest; after one step it is the order in which replica 0 had put them. The thread
+    needs a core beside the one that computes.
+
+    Entering and leaving the block is collective. What is raised inside on one replica
+    is raised on all when they leave it. A gradient must not be changed before the block
+    is left.
+    """
+
+    result: Any = None
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        like: Any,
+        reduce_op: ReduceOp | str,
+        options: CommunicationOptions | None = None,
+    ):
+        self._group = group
+        self._agreement = group.agreement
+        self._options = options or CommunicationOptions()
+        self._bucket_bytes = self._options.bytes_per_pack or _BUCKET_BYTES
+
+        def prepare() -> None:
+            self._op = ReduceOp.parse(reduce_op)
+            _, self._spec, given = to_arrays(like)
+            check_each(
+                given, self._spec, lambda a, name: arrays.summable(a.dtype, name)
+            )
+            self._kinds = [(a.dtype, tuple(a.shape)) for a in given]
+            self._sizes = [a.nbytes for a in given]
+            self._leaves_of = leaves_by_key(self._spec, len(given))
+
+        self._agreement.prepare(_CALL, prepare)
+        agreed = (("reduce_op", self._op.name), *vars(self._options).items())
+        self._agreement.require_same(
+            Call(_CALL, agreed, self._spec, tuple(self._kinds))
+        )
+        self._plan(range(len(self._kinds) - 1, -1, -1))
+        self._has_order = False
+        self._step: BucketStep | None = None
+        self._is_closed = False
+        self._own = Agreement(group.topology.comm.Dup())
+        self._channel = Channel(
+            _CALL,
+            self._own,
+            group.topology,
+            group.device,
+            group.symmetric_memory,
+            is_patient=True,
+        )
+        self._is_threaded = self._can_be_threaded()
+        group.closing.append(self.close)
+
+    def _can_be_threaded(self) -> bool:
+        if self._own.size == 1:
+            return False
+        levels = self._agreement.gather(_CALL, MPI.Query_thread())
+        is_threaded = min(levels) == MPI.THREAD_MULTIPLE
+        if not is_threaded and self._own.rank == 0:
+            warnings.warn(
+                "GradientBuckets reduces at the end of each step, not beside the "
+                "backward pass: MPI was initialised with less than "
+                "MPI_THREAD_MULTIPLE (see mpi4py.rc.thread_level)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return is_threaded
+
+    def _plan(self, order: Sequence[int]) -> None:
+        self._buckets = divide(self._sizes, order, self._bucket_bytes)
+
+    def __enter__(self) -> GradientBuckets:
+        """Begin a step. Collective.
+
+        Raises, on all replicas:
+          ContextError: a step has begun already; it is closed.
+        """
+        if self._is_closed:  # on all replicas
+            raise ContextError("these GradientBuckets are closed")
+        error = None
+        if self._step is not None:
+            error = ContextError("GradientBuckets: a step has begun already")
+        self._agreement.raise_together(f"{_CALL}.__enter__", error)
+        self.result = None
+        self._step = BucketStep(self._buckets, self._reduce, self._is_threaded)
+        self._agreement.enter_block()
+        return self
+
+    def put(self, key: Any, value: Any) -> None:
+        """Hand over the gradients of one key of the nest. Not collective.
+
+        Args:
+          key: of the mapping, or the position in the list or tuple, that the buckets
+            were made for.
+          value: an array, or a nest of them, with the structure, shapes and dtypes that
+            were given for the key.
+
+        Raises, here, and on all replicas when they leave the block:
+          ArgumentError: no such key; it was put before; another structure, shape or
+            dtype.
+          ContextError: outside of a `with` block.
+        """
+        if self._step is None:
+            raise ContextError("GradientBuckets.put belongs inside `with buckets:`")
+        if key not in self._leaves_of:
+            raise ArgumentError(
+                f"no gradient has the key {key!r}, but {list(self._leaves_of)}"
+            )
+        numbers, spec = self._leaves_of[key]
+        _, found, given = to_arrays(value)
+        if found != spec:
+            raise ArgumentError(f"gradient {key!r} must be like {spec}, not {found}")
+        for number, array in zip(numbers, given, strict=True):
+            kind = array.dtype, tuple(array.shape)
+            if kind != self._kinds[number]:
+                dtype, shape = self._kinds[number]
+                raise ArgumentError(
+                    f"gradient {key!r} must be {dtype} of shape {shape}, not "
+                    f"{array.dtype} of shape {array.shape}"
+                )
+            if self._step.has(number):
+                raise ArgumentError(f"gradient {key!r} was put twice in this step")
+            arrays.synchronize(array)  # the thread has a stream of its own
+            self._step.put(number, array)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End a step: wait for the reductions; `result` has them. Collective.
+
+        Raises, on all replicas:
+          ArgumentError: a replica has not put all gradients.
+          What was raised in the block on any replica.
+          DeadlineError: see `CommunicationOptions`.
+        """
+        step, self._step = self._step, None
+        assert step is not None
+        missing = step.missing()
+        if error is None and missing:
+            keys = [k for k, (ns, _) in self._leaves_of.items() if missing & set(ns)]
+            error = ArgumentError(f"gradients were not put in this step: {keys}")
+        try:
+            timeout = self._options.timeout_seconds
+            self._agreement.leave_block(f"{_CALL}.__exit__", error, timeout)
+        finally:
+            # Even so other replicas need what this one has not put, to come to an end;
+            # but a process that is interrupted should end at once
+            if error is None or isinstance(error, Exception):
+                for leaf in missing:
+                    step.put(leaf, self._zeros(leaf))
+                step.finish()
+        self._agreement.raise_together(f"{_CALL}.__exit__", step.error)
+        self.result = nest.unflatten(self._spec, step.results())
+        if not self._has_order:
+            order = step.order
+            self._plan(self._agreement.root_only(_CALL, lambda: order))
+            self._has_order = True
+
+    def _zeros(self, leaf: int) -> Any:
+        dtype, shape = self._kinds[leaf]
+        return self._group.zeros(shape, dtype)
+
+    def _reduce(self, values: Sequence[Any]) -> list[Any]:
+        self._group.use_device()  # which is a thread's own
+        collectives, options = self._channel.collectives, self._options
+        reduced: list[Any] = collectives.all_reduce(_CALL, self._op, values, options)
+        return reduced
+
+    def close(self) -> None:
+        """Free the communicator and buffers; a second call does nothing. Collective.
+
+        The end of the strategy does it, too.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            self._group.closing.remove(self.close)
+            self._own.close()
+            self._channel.close()
+            self._own.comm.Free()
