@@ -225,8 +225,9 @@ if not commands.is_command():
         NcclAllReduce,
         ReductionToOneDevice,
     )
-    from mpidist.strategy import Strategy, ValueContext
+    from mpidist.strategy import Strategy
     from mpidist.strategy_v1 import StrategyV1
+    from mpidist.value_context import ValueContext
     from mpidist.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
     from mpidist.variables import Variable
 

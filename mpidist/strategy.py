@@ -1,8 +1,7 @@
-"""Strategy and MirroredStrategy: the public face of everything below."""
+"""Strategy: the public face of everything below."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,26 +21,11 @@ from mpidist.input_options import InputOptions
 from mpidist.options import CommunicationOptions, ReduceOp, RunOptions
 from mpidist.packing import Axis
 from mpidist.regrouping import select_replica
+from mpidist.value_context import ValueContext
 from mpidist.values import PerReplica
 from mpidist.variables import Variable
 
-__all__ = ["Strategy", "ValueContext"]
-
-
-@dataclasses.dataclass(frozen=True)
-class ValueContext:
-    """What a function of `experimental_distribute_values_from_function` is told.
-
-    Example:
-      >>> def shape(context):
-      ...     return (context.replica_id_in_sync_group, context.num_replicas_in_sync)
-      >>> value = strategy.experimental_distribute_values_from_function(shape)
-      >>> strategy.experimental_local_results(value)  # on replica 0
-      ((0, 2),)
-    """
-
-    replica_id_in_sync_group: int = 0
-    num_replicas_in_sync: int = 1
+__all__ = ["Strategy"]
 
 
 class Strategy:

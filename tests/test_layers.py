@@ -23,7 +23,15 @@ LAYERS = [
         "memory.free_memory",
         "mpi_settings",
     ],
-    ["options", "input_options", "values", "nest", "sharding", "memory.storage"],
+    [
+        "options",
+        "input_options",
+        "value_context",
+        "values",
+        "nest",
+        "sharding",
+        "memory.storage",
+    ],
     ["arrays", "regrouping", "block_order"],
     [
         "arithmetic",
