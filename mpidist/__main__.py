@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 __all__ = ["main"]
 
@@ -14,6 +15,12 @@ Runs in one process, without MPI, and reads where the rows lie, not the rows. Th
 numbers are those of the first epoch of
   Dataset.from_hdf5(FILES, DATASETS).shuffle(SEED).batch(N)
 given to Strategy.experimental_distribute_dataset on R ranks."""
+_TUNE = """Measure which way of communication is the fastest for which size.
+
+Runs on as many ranks per node, and nodes, as the jobs it is for:
+  mpirun -n 8 python -m mpidist tune
+The machine should do nothing else. What it finds is written to a file, from which
+strategies with that layout and MPI library take it."""
 _PLAN_END = """Exit status: 0 if there is a plan; 1 if a file or a dataset is missing,
 cannot be read, or does not fit the others; 2 if the arguments cannot be used."""
 
@@ -30,10 +37,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_plan_arguments(plan)
+    plan.set_defaults(run=_plan)
+    tune = commands.add_parser(
+        "tune",
+        help="measure which way of communication is the fastest, under mpirun",
+        description=_TUNE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_tune_arguments(tune)
+    tune.set_defaults(run=_tune, shuffle=True)
     given = parser.parse_args(arguments)
     if not given.shuffle and not (given.seed is given.window_chunks is None):
         plan.error("--seed and --window-chunks need --shuffle")
-    return _plan(given)
+    status: int = given.run(given)
+    return status
+
+
+def _add_tune_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--output",
+        type=Path,
+        help="the file; by default $MPIDIST_TRANSPORTS, or "
+        "mpidist/transports.json in $XDG_CONFIG_HOME or ~/.config",
+    )
+    add(
+        "--largest-bytes",
+        type=_positive,
+        default=64 << 20,
+        metavar="N",
+        help="up to which size to measure (default 64 MiB)",
+    )
+    add("--repetitions", type=_positive, default=9, metavar="N", help="(default 9)")
+
+
+def _tune(given: argparse.Namespace) -> int:
+    """Measure, and print the table."""
+    from mpidist import mpi_settings  # noqa: F401, I001 - before MPI is imported
+    from mpidist import launch
+    from mpidist.transports.table_file import table_path
+    from mpidist.tune import tune
+
+    launch.abort_on_exception()
+    path = given.output or table_path()
+    found = tune(path, given.largest_bytes, given.repetitions)
+    if found["rank"] == 0:
+        print(f"{path}: {found['layout']}")
+        for method, rows in found["table"].items():
+            text = ", ".join(f"from {edge:,} bytes {name}" for edge, name in rows)
+            print(f"{method}: {text}")
+    return 0
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:

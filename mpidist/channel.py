@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mpi4py import MPI
+
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.comparing import BoardComparison
 from mpidist.collectives.collectives import Collectives
@@ -9,6 +11,12 @@ from mpidist.memory.boards import make_board
 from mpidist.memory.symmetric import SymmetricMemory
 from mpidist.topology import Topology
 from mpidist.transports import Routes
+from mpidist.transports.table_file import (
+    Layout,
+    find_table,
+    short_name,
+    table_path,
+)
 
 __all__ = ["Channel"]
 
@@ -32,6 +40,9 @@ class Channel:
       device: of this rank.
       symmetric: the arrays that lie in memory of the node.
       is_patient: whether to leave the core to other threads while waiting.
+
+    Raises, on all ranks:
+      LaunchError: the file of measured transports cannot be used.
     """
 
     def __init__(
@@ -58,8 +69,16 @@ class Channel:
             is_host = device.startswith("CPU")
             comparison = BoardComparison(self._board, payload_bytes if is_host else 0)
             agreement.comparison = comparison
+        kind = device.partition(":")[0]
+        library = short_name(MPI.Get_library_version())
+        self.layout = Layout(library, topology.node_sizes, kind)
+        table = None
+        if agreement.size > 1:
+            table = agreement.root_only(
+                operation, lambda: find_table(table_path(), self.layout)
+            )
         self._routes = agreement.block(
-            operation, lambda: Routes(agreement, device, self._board)
+            operation, lambda: Routes(agreement, device, self._board, table)
         )
         self.collectives = Collectives(agreement, self._routes, symmetric)
 

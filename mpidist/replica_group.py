@@ -84,13 +84,16 @@ class ReplicaGroup:
             ("the kind of device", self.device.partition(":")[0]),
         )
         self.agreement.require_same(Call(call, kinds))
-        mine = self.device, self.topology.node.Get_size()
-        devices, node_sizes = zip(*self.agreement.gather(call, mine), strict=True)
-        self.topology.devices = devices
-        self.topology.has_neighbours = max(node_sizes) > 1
+        node = self.topology.node
+        mine = self.device, node.Get_rank(), node.Get_size()
+        everyone = self.agreement.gather(call, mine)
+        self.topology.devices = tuple(device for device, _, _ in everyone)
+        sizes = sorted(size for _, rank, size in everyone if rank == 0)
+        self.topology.node_sizes = tuple(sizes)
         self._channel = Channel(
             call, self.agreement, self.topology, self.device, self.symmetric_memory
         )
+        self.layout = self._channel.layout
         self.collectives = self._channel.collectives
         is_plain = type(self.cross_device_ops) is MpiAllReduce
         self._reduce_arrays = None if is_plain else self.cross_device_ops.reduce_checked

@@ -135,7 +135,7 @@ class Topology:
     local_rank: int
     closed: bool = False
     devices: tuple[str, ...] = ()  # of all ranks
-    has_neighbours: bool = False  # whether there are ranks that share a node
+    node_sizes: tuple[int, ...] = ()  # how many ranks each node has, ascending
 
     @classmethod
     def create(cls, communicator: MPI.Intracomm | None = None) -> Topology:
@@ -162,6 +162,11 @@ class Topology:
             size=comm.Get_size(),
             local_rank=node.Get_rank(),
         )
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether there are ranks that share a node; the same on all ranks."""
+        return max(self.node_sizes) > 1
 
     @property
     def is_one_node(self) -> bool:

@@ -451,7 +451,7 @@ def test_each_node_reads_what_its_ranks_need_once(comm, batch_first):
     """Every second rank is on another node: that is how the strategy sees it."""
     strategy = mpidist.MirroredStrategy(communicator=comm)
     topology = strategy.extended.topology
-    topology.node.Free()
+    node = topology.node
     topology.node = topology.comm.Split(comm.rank % 2)
     source, rows = counting(50)
     dataset = rows.batch(8).cache() if batch_first else rows.cache().batch(8)
@@ -465,6 +465,7 @@ def test_each_node_reads_what_its_ranks_need_once(comm, batch_first):
     everything = joined(comm.allgather(source.read_rows))
     assert set(everything) == set(range(50))
     strategy.experimental_finalize()
+    node.Free()
 
 
 def test_ranks_that_divide_unlike_caches_get_a_new_one(strategy, comm):

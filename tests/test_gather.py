@@ -261,3 +261,20 @@ def test_unlike_arguments_are_an_error_on_all(gather, strategy, args, match):
     with pytest.raises(mpidist.MismatchError, match=f"gather: .* differ: {match}$"):
         gather(*(args if rank == n - 1 else (ONE, 0)))
     check(gather(np.ones(1), 0), np.ones(n))
+
+
+@pytest.mark.parametrize("dtype", ["f4", "c16", "S3", "U3"])
+@pytest.mark.parametrize("implementation", ["AUTO", "MPI"])
+@pytest.mark.parametrize("axis", [1, -1])
+def test_large_arrays_along_inner_axes(comm, strategy, dtype, implementation, axis):
+    """They are put into their places at once, or come in packs; both alike."""
+    shapes = [(60, 40 * (rank % 3) + 7, 41) for rank in range(comm.size)]
+    if axis == -1:
+        shapes = [(a, c, b) for a, b, c in shapes]
+    parts = [np.arange(np.prod(shape)).reshape(shape).astype(dtype) for shape in shapes]
+    mine, small = parts[comm.rank], np.full((2, 3), comm.rank)
+    options = CommunicationOptions(implementation=implementation)
+    for value in (mine, mine.transpose(2, 1, 0).T.transpose(2, 1, 0).T):
+        found = all_gather(strategy, [value, small], axis, options)
+        assert np.array_equal(found[0], np.concatenate(parts, axis=axis))
+        assert found[1].tolist() == [[r for r in range(comm.size) for _ in "abc"]] * 2

@@ -50,8 +50,10 @@ LAYERS = [
     ["transports.base", "transports.mpi"],
     ["transports.staging", "transports.shared", "transports.ordered"],
     ["transports.hierarchical", "transports.by_size"],
+    ["transports.table_file"],
     ["transports"],
-    ["collectives.gathering", "collectives.results", "collectives.bucketing"],
+    ["collectives.options_of", "collectives.results", "collectives.bucketing"],
+    ["collectives.gathering"],
     ["collectives.repeated", "collectives.sums"],
     [
         "collectives.collectives",
@@ -95,6 +97,7 @@ LAYERS = [
     ["strategy_v1", "hdf5_writer"],
     ["mirrored_strategy"],
     ["launch"],
+    ["tune"],
     ["__init__", "__main__"],
 ]
 # Packages that only have a docstring
@@ -121,8 +124,10 @@ OUTSIDE = {
         "transports.ordered",
         "memory.boards",
         "memory.symmetric",
+        "channel",
         "gradient_buckets",
         "replica_group",
+        "tune",
         "extended",
         "mirrored_strategy",
         "launch",

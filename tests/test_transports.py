@@ -189,6 +189,31 @@ def test_gathers_of_uneven_lengths(comm, transport, deadline, dtype, counts):
     assert np.array_equal(receive, np.concatenate(parts))
 
 
+@pytest.mark.parametrize("dtype", ["i1", "f4", "c16", "S3", "m8[s]"])
+@pytest.mark.parametrize("slot_bytes", SLOT_BYTES)
+@pytest.mark.parametrize("widths", [(0, 0, 0, 0), (5, 0, 70, 1), (3, 3, 3, 3)])
+@pytest.mark.parametrize("rows", [0, 1, 9, 200])
+def test_gathers_of_columns(comm, dtype, slot_bytes, widths, rows):
+    """Wide rows do not fit into a slot, of short ones many do."""
+    if comm.size == 1:
+        pytest.skip("one rank gathers nothing")
+    agreement = Agreement(comm.Dup())
+    transport, close = make_shared(agreement, slot_bytes)
+    widths = widths[: comm.size]
+    parts = [
+        numbers(rank, rows * w, "i8").astype(dtype).reshape(rows, w)
+        for rank, w in enumerate(widths)
+    ]
+    for seconds in (None, 60):
+        deadline = None if seconds is None else time.monotonic() + seconds
+        receive = np.zeros((rows, sum(widths)), dtype)
+        transport.allgather_columns(parts[comm.rank], receive, widths, deadline)
+        assert np.array_equal(receive, np.concatenate(parts, axis=1))
+    close()
+    agreement.close()
+    agreement.comm.Free()
+
+
 @pytest.mark.parametrize("dtype", ["u1", "f8", "S3"])
 def test_broadcasts(comm, transport, deadline, dtype):
     for count in SIZES:

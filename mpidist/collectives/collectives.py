@@ -15,11 +15,12 @@ import numpy as np
 from mpidist import arithmetic, arrays, nest, packing
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import Call
-from mpidist.collectives import gathering
+from mpidist.collectives.gathering import Gathers
 from mpidist.collectives.leaves import check_each, describe_but, gather_axis, to_arrays
+from mpidist.collectives.options_of import is_direct
 from mpidist.collectives.repeated import RepeatedReductions
 from mpidist.collectives.results import Results
-from mpidist.collectives.sums import Sums, deadline_of, is_direct
+from mpidist.collectives.sums import Sums
 from mpidist.memory.symmetric import SymmetricMemory
 from mpidist.options import (
     CommunicationOptions,
@@ -52,6 +53,7 @@ class Collectives:
         self.transport = routes.default
         self.size = agreement.size
         self._results = Results()
+        self._gathers = Gathers(self.size, routes, self._results)
         self.sums = Sums(self.size, routes, symmetric, self._results)
         self._repeated = RepeatedReductions(agreement, routes, symmetric, self._results)
 
@@ -247,15 +249,7 @@ class Collectives:
             agreed = (_axes(axes), *_agreed(options))
             call = Call(operation, agreed, spec, described)
             self.agreement.require_same(call, timeout=options.timeout_seconds)
-            results = gathering.gather(
-                self.sums.transport(options),
-                self.size,
-                given,
-                axes,
-                options.bytes_per_pack,
-                deadline_of(options),
-                self._results.empty,
-            )
+            results = self._gathers.gather(given, axes, options)
         return nest.unflatten(spec, map(arrays.like, results, leaves))
 
     def broadcast(self, operation: str, value: Any, root: int = 0) -> Any:

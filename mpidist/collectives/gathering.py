@@ -3,107 +3,165 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpidist import arithmetic, arrays, packing
-from mpidist.transports import Transport
+from mpidist.collectives.options_of import deadline_of, is_direct
+from mpidist.collectives.results import Results
+from mpidist.options import CommunicationOptions
+from mpidist.transports import Routes, Transport
 
-__all__ = ["gather"]
+__all__ = ["Gathers"]
+
+# Arrays of which this is gathered go alone, where parts can be put into their places
+_LARGE_BYTES = 256 << 10
 
 
-def gather(
-    transport: Transport,
-    ranks: int,
-    given: Sequence[Any],
-    axes: Sequence[int],
-    bytes_per_pack: int,
-    deadline: float | None,
-    empty: Callable[[int, Any], Any],
-) -> list[Any]:
-    """Return the arrays of all ranks one behind the other. Collective.
-
-    The lengths of all arrays travel first, together.
+class Gathers:
+    """The gathers of one strategy.
 
     Args:
-      transport: of the arrays.
       ranks: how many there are; one does not communicate.
-      given: arrays whose dtypes and other dimensions agree on all ranks.
-      axes: of each array.
-      bytes_per_pack: how large packs may get; 0 for no limit.
-      deadline: see `Transport`.
-      empty: gives an array of so many elements like another one.
+      routes: the transports.
+      results: gives memory for what is returned.
     """
-    lengths = np.array([a.shape[i] for a, i in zip(given, axes)], np.int64)
-    everyone = np.empty((ranks, len(given)), np.int64)
-    _gather_host(transport, ranks, lengths, everyone, deadline)
-    results: list[Any] = [None] * len(given)
-    # Packs must be the same on all ranks, so sizes are those of the results
-    widths = [
-        math.prod(packing.without(a.shape, (i,))) * a.dtype.itemsize
-        for a, i in zip(given, axes)
-    ]
-    sizes = (everyone.sum(axis=0) * widths).tolist()
-    for members in packing.groups(given, sizes, bytes_per_pack):
-        gathered = _gather_group(
-            transport,
-            [given[j] for j in members],
-            [axes[j] for j in members],
-            everyone[:, members],
-            deadline,
-            empty,
-        )
-        for j, result in zip(members, gathered, strict=True):
-            results[j] = result
-    return results
 
+    def __init__(self, ranks: int, routes: Routes, results: Results):
+        self._ranks = ranks
+        self._routes = routes
+        self._results = results
 
-def _gather_host(
-    transport: Transport, ranks: int, send: Any, receive: Any, deadline: float | None
-) -> None:
-    """Gather equal lengths of host data from every rank."""
-    if ranks == 1:
-        receive[...] = send
-        return
-    transport.allgatherv(send, receive, [send.size] * ranks, deadline)
+    def gather(
+        self, given: Sequence[Any], axes: Sequence[int], options: CommunicationOptions
+    ) -> list[Any]:
+        """Return the arrays of all ranks one behind the other. Collective.
 
+        The lengths of all arrays travel first, together.
 
-def _gather_group(
-    transport: Transport,
-    values: Sequence[Any],
-    axes: Sequence[int],
-    lengths: Any,
-    deadline: float | None,
-    empty: Callable[[int, Any], Any],
-) -> Iterator[Any]:
-    """Yield the gathered arrays of a pack of one dtype.
-
-    `lengths[r, j]` is the length of rank r's array j along `axes[j]`.
-    """
-    xp = arrays.namespace(values[0])
-    widths = [math.prod(packing.without(v.shape, (i,))) for v, i in zip(values, axes)]
-    counts = (lengths * widths).sum(axis=1).tolist()
-    pack = packing.pack([arithmetic.contiguous(v, v.dtype) for v in values])
-    received = empty(sum(counts), pack)
-    if len(counts) == 1:
-        received[...] = pack.reshape(-1)
-    else:
-        transport.allgatherv(pack, received, counts, deadline)
-    if len(values) == 1 and math.prod(values[0].shape[: axes[0]]) == 1:
-        # Already in the order of the result
-        total = int(lengths[:, 0].sum())
-        yield received.reshape(packing.with_length(values[0].shape, axes[0], total))
-        return
-    starts = np.cumsum([0, *counts[:-1]])
-    offsets = starts[:, None] + np.cumsum(lengths * widths, axis=1)
-    offsets = offsets - lengths * widths
-    for j, (value, axis, width) in enumerate(zip(values, axes, widths)):
-        parts = [
-            received[start : start + length * width].reshape(
-                packing.with_length(value.shape, axis, length)
-            )
-            for start, length in zip(offsets[:, j].tolist(), lengths[:, j].tolist())
+        Args:
+          given: arrays whose dtypes and other dimensions agree on all ranks.
+          axes: of each array.
+          options: see `CommunicationOptions`.
+        """
+        transport = self._routes.pick(is_direct(options), is_ordered=False)
+        deadline = deadline_of(options)
+        lengths = self._gather_lengths(given, axes, transport, deadline)
+        results: list[Any] = [None] * len(given)
+        # Packs must be the same on all ranks, so sizes are those of the results
+        widths = [
+            math.prod(packing.without(a.shape, (i,))) * a.dtype.itemsize
+            for a, i in zip(given, axes)
         ]
-        yield xp.concatenate(parts, axis=axis)
+        sizes = (lengths.sum(axis=0) * widths).tolist()
+        rest = []
+        for j, (value, axis) in enumerate(zip(given, axes, strict=True)):
+            is_large = sizes[j] >= _LARGE_BYTES and _outer(value, axis) > 1
+            if is_large and self._can_place(value, options):
+                results[j] = self._place(value, axis, lengths[:, j], deadline)
+            else:
+                rest.append(j)
+        packs = packing.groups(
+            [given[j] for j in rest], [sizes[j] for j in rest], options.bytes_per_pack
+        )
+        for pack in packs:
+            members = [rest[j] for j in pack]
+            gathered = self._gather_pack(
+                [given[j] for j in members],
+                [axes[j] for j in members],
+                lengths[:, members],
+                transport,
+                deadline,
+            )
+            for j, result in zip(members, gathered, strict=True):
+                results[j] = result
+        return results
+
+    def _gather_lengths(
+        self,
+        given: Sequence[Any],
+        axes: Sequence[int],
+        transport: Transport,
+        deadline: float | None,
+    ) -> Any:
+        """Return the length of each array on each rank, by rank."""
+        mine = np.array([a.shape[i] for a, i in zip(given, axes)], np.int64)
+        everyone = np.empty((self._ranks, len(given)), np.int64)
+        if self._ranks == 1:
+            everyone[...] = mine
+        else:
+            counts = [mine.size] * self._ranks
+            transport.allgatherv(mine, everyone, counts, deadline)
+        return everyone
+
+    def _can_place(self, value: Any, options: CommunicationOptions) -> bool:
+        """Return whether ranks can put parts where they belong in the result."""
+        in_node = self._routes.in_node
+        if in_node is None or in_node.name != "shared" or is_direct(options):
+            return False
+        return isinstance(value, np.ndarray) and value.dtype.itemsize < _LARGE_BYTES
+
+    def _place(
+        self, value: Any, axis: int, lengths: Any, deadline: float | None
+    ) -> Any:
+        """Return a gathered array, of parts that are put into their places at once."""
+        shape = packing.with_length(value.shape, axis, int(lengths.sum()))
+        received = self._results.empty(math.prod(shape), value)
+        outer = _outer(value, axis)
+        inner = math.prod(value.shape[axis + 1 :])
+        assert self._routes.in_node is not None
+        self._routes.in_node.allgather_columns(
+            arithmetic.contiguous(value, value.dtype).reshape(outer, -1),
+            received.reshape(outer, -1),
+            (lengths * inner).tolist(),
+            deadline,
+        )
+        return received.reshape(shape)
+
+    def _gather_pack(
+        self,
+        values: Sequence[Any],
+        axes: Sequence[int],
+        lengths: Any,
+        transport: Transport,
+        deadline: float | None,
+    ) -> Iterator[Any]:
+        """Yield the gathered arrays of a pack of one dtype.
+
+        `lengths[r, j]` is the length of rank r's array j along `axes[j]`.
+        """
+        widths = [
+            math.prod(packing.without(v.shape, (i,))) for v, i in zip(values, axes)
+        ]
+        counts = (lengths * widths).sum(axis=1).tolist()
+        pack = packing.pack([arithmetic.contiguous(v, v.dtype) for v in values])
+        received = self._results.empty(sum(counts), pack)
+        if len(counts) == 1:
+            received[...] = pack.reshape(-1)
+        else:
+            transport.allgatherv(pack, received, counts, deadline)
+        if len(values) == 1 and _outer(values[0], axes[0]) == 1:
+            # Already in the order of the result
+            total = int(lengths[:, 0].sum())
+            shape = packing.with_length(values[0].shape, axes[0], total)
+            yield received.reshape(shape)
+            return
+        starts = np.cumsum([0, *counts[:-1]])
+        offsets = starts[:, None] + np.cumsum(lengths * widths, axis=1)
+        offsets = offsets - lengths * widths
+        xp = arrays.namespace(values[0])
+        for j, (value, axis, width) in enumerate(zip(values, axes, widths)):
+            parts = [
+                received[start : start + length * width].reshape(
+                    packing.with_length(value.shape, axis, length)
+                )
+                for start, length in zip(offsets[:, j].tolist(), lengths[:, j].tolist())
+            ]
+            yield xp.concatenate(parts, axis=axis)
+
+
+def _outer(value: Any, axis: int) -> int:
+    """Return how many parts of each rank a gathered array consists of."""
+    return math.prod(value.shape[:axis])

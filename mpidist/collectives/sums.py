@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mpidist import arrays, packing
+from mpidist.collectives.options_of import deadline_of, is_direct
 from mpidist.collectives.results import Results
 from mpidist.memory.symmetric import SymmetricMemory
-from mpidist.options import CommunicationImplementation, CommunicationOptions
+from mpidist.options import CommunicationOptions
 from mpidist.transports import Routes, Transport
 
-__all__ = ["Sums", "deadline_of", "is_direct"]
+__all__ = ["Sums"]
 
 
 class Sums:
@@ -117,14 +117,3 @@ class Sums:
         for j, total in zip(far, others, strict=True):
             totals[j] = total
         return totals
-
-
-def is_direct(options: CommunicationOptions) -> bool:
-    """Return whether the user asked for MPI's own collectives."""
-    return options.implementation is CommunicationImplementation.MPI
-
-
-def deadline_of(options: CommunicationOptions) -> float | None:
-    """Return until when to wait, on time.monotonic's clock."""
-    seconds = options.timeout_seconds
-    return None if seconds is None else time.monotonic() + seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.board import Board
+from mpidist.errors import LaunchError
 from mpidist.transports.base import Transport
 from mpidist.transports.by_size import BySizeTransport, Table
 from mpidist.transports.hierarchical import HierarchicalTransport
@@ -12,7 +13,7 @@ from mpidist.transports.ordered import OrderedTransport
 from mpidist.transports.shared import SharedTransport
 from mpidist.transports.staging import StagingTransport
 
-__all__ = ["Routes", "Transport", "default_table"]
+__all__ = ["Routes", "Transport"]
 
 _HIERARCHICAL_BYTES = 64 << 10
 
@@ -26,6 +27,9 @@ class Routes:
       board: where the ranks of this node meet; borrowed. None on all ranks where no
         ranks share memory.
       table: see `BySizeTransport`; None for `default_table`. All ranks pass the same.
+
+    Raises:
+      LaunchError: the table names a transport that is not there.
     """
 
     def __init__(
@@ -53,8 +57,15 @@ class Routes:
             name: transport if is_host else StagingTransport(transport)
             for name, transport in host.items()
         }
+        self.default_table = _default_table(self.in_node)
         if table is None:
-            table = default_table(self.in_node.name if self.in_node else "mpi")
+            table = self.default_table
+        used = {name for rows in table.values() for _, name in rows}
+        if unknown := used - set(self.by_name):
+            raise LaunchError(
+                f"the table of transports names {sorted(unknown)}, but there are "
+                f"{sorted(self.by_name)}; let `python -m mpidist tune` measure again"
+            )
         self.default: Transport = BySizeTransport(self.by_name, table)
 
     def pick(self, is_direct: bool, is_ordered: bool) -> Transport:
@@ -76,15 +87,12 @@ class Routes:
             self._like.close()
 
 
-def default_table(in_node: str) -> Table:
-    """Return which transport is used for what where nothing was measured.
-
-    Args:
-      in_node: the name of the transport of ranks that share memory; "mpi" if none do.
-    """
-    if in_node != "hierarchical":
+def _default_table(in_node: SharedTransport | None) -> Table:
+    """Return which transport is used for what where nothing was measured."""
+    name = "mpi" if in_node is None else in_node.name
+    if name != "hierarchical":
         methods = ("allreduce", "allgatherv", "broadcast")
-        return {method: [(0, in_node)] for method in methods}
+        return {method: [(0, name)] for method in methods}
     return {
         "allreduce": [(0, "mpi"), (_HIERARCHICAL_BYTES, "hierarchical")],
         "allgatherv": [(0, "mpi")],

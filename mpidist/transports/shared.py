@@ -192,6 +192,37 @@ class SharedTransport:
                 part = receive[start + done : min(start + done + step, end)]
                 part[...] = slot[: part.size]
 
+    def allgather_columns(
+        self, send: Any, receive: Any, widths: Sequence[int], deadline: float | None
+    ) -> None:
+        """Put the columns of each rank beside those of the rank before.
+
+        Args:
+          send: of shape (rows, widths[rank]), contiguous.
+          receive: of shape (rows, sum of widths).
+          widths: of each rank.
+          deadline: see `Transport`.
+        """
+        dtype, (rows, _) = send.dtype, receive.shape
+        room = self._board.slot_bytes // dtype.itemsize
+        assert room > 0
+        ends = list(itertools.accumulate(widths))
+        # As many whole rows as there is room for, and of wide ones pieces
+        width = min(max(widths), room)
+        height = max(1, room // max(width, 1))
+        for top, left in itertools.product(
+            range(0, rows, height), range(0, max(widths), max(width, 1))
+        ):
+            block = slice(top, top + height)
+            columns = [slice(min(left, w), min(left + width, w)) for w in widths]
+            slots, mine = self._next_slots(), send[block, columns[self._rank]]
+            _as_block(slots[self._rank], mine)[...] = mine
+            self._meet("all_gather", deadline)
+            for slot, end, w, piece in zip(slots, ends, widths, columns, strict=True):
+                start = end - w
+                place = receive[block, start + piece.start : start + piece.stop]
+                place[...] = _as_block(slot, place)
+
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
         """See `Transport.broadcast`."""
         buffer, step = bytes_of(buffer), self._board.slot_bytes
@@ -211,6 +242,11 @@ class SharedTransport:
 
     def _meet(self, operation: str, deadline: float | None) -> None:
         self._agreement.meet(self._board, operation, deadline)
+
+
+def _as_block(slot: Any, like: Any) -> Any:
+    """Return the beginning of a slot as an array like another one."""
+    return slot[: like.nbytes].view(like.dtype).reshape(like.shape)
 
 
 def _cut(arrays: Sequence[Any], step: int) -> Iterator[list[tuple[int, Any]]]:

@@ -1,0 +1,139 @@
+"""The file of measured tables, which `python -m mpidist tune` writes.
+
+::
+
+    {"format": 1,
+     "tables": [{"mpi": "MPICH 5.0.2", "node_sizes": [2], "device": "CPU",
+                 "table": {"allreduce": [[0, "mpi"], [65536, "shared"]],
+                           "allgatherv": [[0, "mpi"]],
+                           "broadcast": [[0, "shared"]]},
+                 ...}]}
+
+A table holds for jobs on that MPI library, with so many ranks on each node. What else
+is there, such as when it was measured, is for people.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpidist.errors import LaunchError
+from mpidist.transports.by_size import Table
+
+__all__ = ["Layout", "find_table", "short_name", "table_path", "write_table"]
+
+_FORMAT = 1
+_PATH = "MPIDIST_TRANSPORTS"
+_METHODS = ("allreduce", "allgatherv", "broadcast")
+
+
+class Layout(NamedTuple):
+    """What a table holds for.
+
+    Args:
+      mpi: the library and its version, see `short_name`.
+      node_sizes: how many ranks each node has, ascending.
+      device: "CPU" or "GPU".
+    """
+
+    mpi: str
+    node_sizes: tuple[int, ...]
+    device: str
+
+
+def short_name(library: str) -> str:
+    """Return name and version out of `MPI.Get_library_version()`."""
+    line = library.partition("\n")[0].strip("\0 \t")
+    found = re.match(r"([A-Za-z() ]+?)[\sv]*(?:Version:?\s*)?(\d[\w.]*)", line)
+    return f"{found[1].strip()} {found[2]}" if found else line
+
+
+def table_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where tables are: MPIDIST_TRANSPORTS, or a file in the user's settings."""
+    if environ.get(_PATH):
+        return Path(environ[_PATH])
+    settings = environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(settings, "mpidist", "transports.json")
+
+
+def find_table(path: Path, layout: Layout) -> Table | None:
+    """Return the table for a layout, if there is one; the file need not exist.
+
+    Raises:
+      LaunchError: the file cannot be read, or is no file of tables.
+    """
+    return dict(_read(path)).get(layout)
+
+
+def write_table(path: Path, layout: Layout, table: Table, note: Any) -> None:
+    """Put a table into the file, instead of a former one for the same layout.
+
+    The file is replaced at once: no job sees half of it.
+
+    Raises:
+      LaunchError: what is there is no file of tables.
+      OSError: it cannot be written.
+    """
+    entries = []
+    if path.exists():
+        _read(path)
+        former = json.loads(path.read_text())["tables"]
+        entries = [entry for entry in former if _layout(entry) != layout]
+    entries.append({**layout._asdict(), "table": table, **note})
+    text = json.dumps({"format": _FORMAT, "tables": entries}, indent=1) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(file, "w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink()
+        raise
+
+
+def _read(path: Path) -> list[tuple[Layout, Table]]:
+    try:
+        return _parse(path.read_text())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise LaunchError(f"the transports of {path} cannot be read: {error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise LaunchError(
+            f"{path} is no file of transports ({error!r}); delete it, or let "
+            "`python -m mpidist tune` write it again"
+        ) from None
+
+
+def _parse(text: str) -> list[tuple[Layout, Table]]:
+    content = json.loads(text)
+    if content["format"] != _FORMAT:
+        raise ValueError(f"format {content['format']}, not {_FORMAT}")
+    return [(_layout(entry), _table(entry["table"])) for entry in content["tables"]]
+
+
+def _layout(entry: Mapping[str, Any]) -> Layout:
+    return Layout(entry["mpi"], tuple(entry["node_sizes"]), entry["device"])
+
+
+def _table(rows_of: Mapping[str, Any]) -> Table:
+    table = {
+        method: [(int(edge), str(name)) for edge, name in rows_of[method]]
+        for method in _METHODS
+    }
+    for method, rows in table.items():
+        edges = [edge for edge, _ in rows]
+        if not edges or edges[0] != 0 or edges != sorted(set(edges)):
+            raise ValueError(
+                f"{method} must begin with 0 bytes and ascend, not {edges}"
+            )
+    return table
