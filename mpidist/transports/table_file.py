@@ -3,7 +3,7 @@
 ::
 
     {"format": 1,
-     "tables": [{"mpi": "MPICH 5.0.2", "node_sizes": [2], "device": "CPU",
+     "tables": [{"mpi": "MPICH Version: 5.0.2", "node_sizes": [2], "device": "CPU",
                  "table": {"allreduce": [[0, "mpi"], [65536, "shared"]],
                            "allgatherv": [[0, "mpi"]],
                            "broadcast": [[0, "shared"]]},
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,9 +48,8 @@ class Layout(NamedTuple):
 
 def short_name(library: str) -> str:
     """Return name and version out of `MPI.Get_library_version()`."""
-    line = library.partition("\n")[0].strip("\0 \t")
-    found = re.match(r"([A-Za-z() ]+?)[\sv]*(?:Version:?\s*)?(\d[\w.]*)", line)
-    return f"{found[1].strip()} {found[2]}" if found else line
+    line = library.partition("\n")[0].partition(",")[0]
+    return " ".join(line.replace("\0", " ").split())
 
 
 def table_path(environ: Mapping[str, str] = os.environ) -> Path:

@@ -1,0 +1,230 @@
+"""Measured tables of transports: written, found, obeyed, and refused where broken."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+import mpidist
+from mpidist.transports.table_file import (
+    Layout,
+    find_table,
+    short_name,
+    table_path,
+    write_table,
+)
+from mpidist.tune import choose_rows, tune
+
+METHODS = ("allreduce", "allgatherv", "broadcast")
+LAYOUT = Layout("MPICH 5.0.2", (2, 4), "CPU")
+TABLE = {key: [(0, "mpi"), (1000, "shared")] for key in METHODS}
+
+
+@pytest.fixture
+def path(comm, tmp_path_factory, monkeypatch):
+    """A file that strategies of all ranks take their tables from."""
+    folder = tmp_path_factory.mktemp("tune") if comm.rank == 0 else None
+    path = Path(comm.bcast(folder), "transports.json")
+    monkeypatch.setenv("MPIDIST_TRANSPORTS", str(path))
+    return path
+
+
+def own_layout(comm):
+    return Layout(short_name(MPI.Get_library_version()), (comm.size,), "CPU")
+
+
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [
+        ("MPICH Version:      5.0.2\nMPICH Release...", "MPICH Version: 5.0.2"),
+        ("Open MPI v5.0.11, package: Open MPI root@x", "Open MPI v5.0.11"),
+        (
+            "Intel(R) MPI Library 2021.17 for ...\n",
+            "Intel(R) MPI Library 2021.17 for ...",
+        ),
+        ("HPE Cray MPICH\0", "HPE Cray MPICH"),
+    ],
+)
+def test_libraries_have_short_names(library, name):
+    assert short_name(library) == name
+
+
+def test_where_tables_are():
+    home = Path.home() / ".config/mpidist/transports.json"
+    assert table_path({}) == home
+    assert table_path({"XDG_CONFIG_HOME": "/x"}) == Path("/x/mpidist/transports.json")
+    environ = {"MPIDIST_TRANSPORTS": "/t.json", "XDG_CONFIG_HOME": "/x"}
+    assert table_path(environ) == Path("/t.json")
+
+
+def test_tables_are_written_beside_others(tmp_path):
+    path = tmp_path / "new" / "transports.json"
+    assert find_table(path, LAYOUT) is None
+    other = LAYOUT._replace(node_sizes=(8,))
+    write_table(path, LAYOUT, {key: [(0, "mpi")] for key in METHODS}, {})
+    write_table(path, other, {key: [(0, "shared")] for key in METHODS}, {"date": "x"})
+    write_table(path, LAYOUT, TABLE, {"host": "y"})
+    assert find_table(path, LAYOUT) == TABLE
+    assert find_table(path, other)["broadcast"] == [(0, "shared")]
+    assert find_table(path, LAYOUT._replace(device="GPU")) is None
+    assert [p.name for p in path.parent.iterdir()] == ["transports.json"]
+
+
+BROKEN = {
+    "": "no file of transports",
+    "{}": "'format'",
+    '{"format": 2, "tables": []}': "format 2, not 1",
+    '{"format": 1, "tables": [{}]}': "'mpi'",
+    "[1]": "no file of transports",
+}
+
+
+@pytest.mark.parametrize("rows", [[], [[1, "mpi"]], [[0, "mpi"], [0, "mpi"]], [0], 3])
+def test_broken_rows_are_refused(tmp_path, rows):
+    path = tmp_path / "transports.json"
+    entry = {**LAYOUT._asdict(), "table": dict.fromkeys(METHODS, rows)}
+    path.write_text(json.dumps({"format": 1, "tables": [entry]}))
+    with pytest.raises(mpidist.LaunchError, match="no file of transports"):
+        find_table(path, LAYOUT)
+    with pytest.raises(mpidist.LaunchError, match="no file of transports"):
+        write_table(path, LAYOUT, TABLE, {})
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_broken_file_is_an_error_on_all(comm, path, text):
+    if comm.rank == 0:
+        path.write_text(text)
+    comm.Barrier()
+    with pytest.raises(mpidist.LaunchError, match=BROKEN[text]):
+        mpidist.MirroredStrategy(communicator=comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_transport_that_is_not_there_is_an_error_on_all(comm, path):
+    if comm.rank == 0:
+        table = {key: [(0, "mpi"), (10, "pigeons")] for key in METHODS}
+        write_table(path, own_layout(comm), table, {})
+    comm.Barrier()
+    with pytest.raises(mpidist.LaunchError, match=r"names \['pigeons'\]"):
+        mpidist.MirroredStrategy(communicator=comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_only_rank_0_reads_the_file(comm, path, monkeypatch):
+    if comm.rank:
+        monkeypatch.setenv("MPIDIST_TRANSPORTS", "/does/not/exist")
+    else:
+        write_table(path, own_layout(comm), {key: [(0, "mpi")] for key in METHODS}, {})
+    strategy = mpidist.MirroredStrategy(communicator=comm)
+    assert strategy.extended.collectives.transport.name == "mpi"
+    strategy.experimental_finalize()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_tables_are_obeyed(comm, path, monkeypatch):
+    if comm.rank == 0:
+        table = {key: [(0, "shared"), (400000, "mpi")] for key in METHODS}
+        write_table(path, own_layout(comm), table, {})
+    comm.Barrier()
+    strategy = mpidist.MirroredStrategy(communicator=comm)
+    collectives = strategy.extended.collectives
+    used = []
+    for name, way in collectives.routes.by_name.items():
+        for method in ("allreduce_sum", "allreduce_packed", "allgatherv", "broadcast"):
+            monkeypatch.setattr(way, method, spy(used, name, getattr(way, method)))
+    for count, name in ((30_000, "shared"), (60_000, "mpi")):
+        used.clear()
+        value = np.arange(count) + comm.rank
+        total = strategy.reduce("SUM", value)
+        assert np.array_equal(
+            total, comm.size * np.arange(count) + sum(range(comm.size))
+        )
+        strategy.extended.broadcast_from_first("test", value)
+        if count * comm.size * 8 >= 400_000:
+            strategy.gather(value, axis=0)
+        assert name in used
+        other = {"shared": "mpi", "mpi": "shared"}[name]
+        if name == "shared":
+            assert other not in used or count * comm.size * 8 >= 400_000
+    strategy.experimental_finalize()
+
+
+def spy(used, name, fn):
+    def call(*args):
+        used.append(name)
+        return fn(*args)
+
+    return call
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("ranks_per_node", [None, "1", "2"])
+def test_what_is_measured_is_used(comm, path, monkeypatch, ranks_per_node):
+    if ranks_per_node:
+        monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", ranks_per_node)
+    monkeypatch.setattr("mpidist.tune.MirroredStrategy", lambda: strategy_of(comm))
+    found = tune(path, 1 << 12, 1)
+    assert found["sizes_bytes"] == [1 << n for n in range(3, 13)]
+    for method in METHODS:
+        assert found["table"][method][0][0] == 0
+        for seconds in found["seconds"][method].values():
+            assert len(seconds) == 10
+            assert all(s > 0 for s in seconds)
+    comm.Barrier()
+    assert find_table(path, found["layout"]) == found["table"]
+    strategy = strategy_of(comm)
+    used = {name for rows in found["table"].values() for _, name in rows}
+    assert set(strategy.extended.collectives.transport.name.split(", ")) == used
+    assert strategy.reduce("SUM", 1) == comm.size
+    strategy.experimental_finalize()
+
+
+def strategy_of(comm):
+    return mpidist.MirroredStrategy(communicator=comm)
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(1, 9), st.floats(1, 9)), min_size=1, max_size=9),
+    st.sampled_from(["a", "b"]),
+)
+def test_rows_change_where_another_transport_is_clearly_faster(times, first):
+    sizes = [8 << j for j in range(len(times))]
+    seconds = {"a": [a for a, _ in times], "b": [b for _, b in times]}
+    rows = choose_rows(sizes, seconds, [first])
+    assert rows[0][0] == 0
+    assert [e for e, _ in rows] == sorted({e for e, _ in rows})
+    assert all(x[1] != y[1] for x, y in itertools.pairwise(rows))
+    for size, (a, b) in zip(sizes, times):
+        (*_, name) = (n for edge, n in rows if edge <= size)
+        chosen, other = (a, b) if name == "a" else (b, a)
+        assert other >= 0.9 * chosen
+
+
+def test_the_command_prints_what_it_wrote(tmp_path):
+    """One rank has nothing to choose from, but may run it."""
+    output = tmp_path / "t.json"
+    environ = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("PMI", "OMPI", "PMIX", "MPI", "HYDRA"))
+    }
+    command = [sys.executable, "-m", "mpidist", "tune", "--output", output]
+    command += ["--largest-bytes", "1000", "--repetitions", "1"]
+    done = subprocess.run(
+        command, env=environ, timeout=120, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "allreduce: from 0 bytes mpi" in done.stdout
+    assert json.loads(output.read_text())["tables"][0]["node_sizes"] == [1]
