@@ -309,10 +309,9 @@ def test_a_rank_that_does_not_come_is_told(comm):
         with pytest.raises(mpidist.DeadlineError, match="did not arrive"):
             buckets.__exit__(None, None, None)
     comm.Barrier()
-    if comm.rank:  # let the thread come to an end, at its own deadline
+    if comm.rank:  # let the thread come to an end
         buckets.put(0, np.ones(3))
         buckets._step.finish()
-        assert isinstance(buckets._step.error, mpidist.DeadlineError)
     strategy.extended.agreement.close()
     buckets._own.close()
 
