@@ -199,6 +199,7 @@ def compare_options(setting: Setting, sizes: Sequence[int]) -> Iterator[Comparis
         "reproducible": {"reproducible": True},
         "reproducible, by MPI": {"reproducible": True, "implementation": "MPI"},
         "float16": {"compression": "float16"},
+        "bfloat16": {"compression": "bfloat16"},
         "float16, by MPI": {"compression": "float16", "implementation": "MPI"},
     }
     for size in sizes:

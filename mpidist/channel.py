@@ -7,6 +7,7 @@ from mpi4py import MPI
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.comparing import BoardComparison
 from mpidist.collectives.collectives import Collectives
+from mpidist.collectives.results import Results
 from mpidist.memory.boards import make_board
 from mpidist.memory.symmetric import SymmetricMemory
 from mpidist.topology import Topology
@@ -40,6 +41,7 @@ class Channel:
       device: of this rank.
       symmetric: the arrays that lie in memory of the node.
       is_patient: whether to leave the core to other threads while waiting.
+      results: see `Collectives`.
 
     Raises, on all ranks:
       LaunchError: the file of measured transports cannot be used.
@@ -53,6 +55,7 @@ class Channel:
         device: str,
         symmetric: SymmetricMemory,
         is_patient: bool = False,
+        results: Results | None = None,
     ):
         payload_bytes = max(_PAYLOADS_BYTES // agreement.size, _LEAST_PAYLOAD_BYTES)
         self._board = None
@@ -80,7 +83,9 @@ class Channel:
         self._routes = agreement.block(
             operation, lambda: Routes(agreement, device, self._board, table)
         )
-        self.collectives = Collectives(agreement, self._routes, symmetric)
+        self.collectives = Collectives(
+            agreement, self._routes, symmetric, results or Results()
+        )
 
     def close(self) -> None:
         """Free memory and communicators. Collective."""

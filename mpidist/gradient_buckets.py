@@ -15,6 +15,7 @@ from mpidist.agreement.calls import Call
 from mpidist.channel import Channel
 from mpidist.collectives.bucketing import BucketStep, divide, leaves_by_key
 from mpidist.collectives.leaves import check_each, to_arrays
+from mpidist.collectives.results import StepResults
 from mpidist.errors import ArgumentError, ContextError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replica_group import ReplicaGroup
@@ -22,7 +23,7 @@ from mpidist.replica_group import ReplicaGroup
 __all__ = ["GradientBuckets"]
 
 _CALL = "GradientBuckets"
-_BUCKET_BYTES = 4 << 20  # unless options say otherwise
+_BUCKET_BYTES = 8 << 20  # unless options say otherwise
 
 
 class GradientBuckets:
@@ -85,6 +86,7 @@ class GradientBuckets:
         self._has_order = False
         self._step: BucketStep | None = None
         self._is_closed = False
+        self._results = StepResults()
         self._own = Agreement(group.topology.comm.Dup())
         self._channel = Channel(
             _CALL,
@@ -93,6 +95,7 @@ class GradientBuckets:
             group.device,
             group.symmetric_memory,
             is_patient=True,
+            results=self._results,
         )
         self._is_threaded = self._can_be_threaded()
         group.closing.append(self.close)
@@ -128,6 +131,7 @@ class GradientBuckets:
             error = ContextError("GradientBuckets: a step has begun already")
         self._agreement.raise_together(f"{_CALL}.__enter__", error)
         self.result = None
+        self._results.begin(sum(self._sizes) + 64 * len(self._sizes))
         self._step = BucketStep(self._buckets, self._reduce, self._is_threaded)
         self._agreement.enter_block()
         return self
@@ -198,6 +202,7 @@ class GradientBuckets:
                 for leaf in missing:
                     step.put(leaf, self._zeros(leaf))
                 step.finish()
+            self._results.end()
         self._agreement.raise_together(f"{_CALL}.__exit__", step.error)
         self.result = nest.unflatten(self._spec, step.results())
         if not self._has_order:

@@ -240,7 +240,7 @@ class Strategy:
             of the gradients; equal on all replicas. `symmetric_like` arrays given as
             gradients are reduced fastest.
           reduce_op: SUM or MEAN.
-          options: see `CommunicationOptions`. Buckets have up to `bytes_per_pack`, or 4
+          options: see `CommunicationOptions`. Buckets have up to `bytes_per_pack`, or 8
             MiB if that is 0.
 
         Raises, on all replicas:

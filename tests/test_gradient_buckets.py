@@ -7,6 +7,8 @@ import threading
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mpi4py import MPI
 
 import mpidist
@@ -317,11 +319,20 @@ def test_a_rank_that_does_not_come_is_told(comm):
 
 
 def test_buckets_are_filled_in_order():
-    assert divide([4, 4, 4, 9, 1, 0], [5, 4, 3, 2, 1, 0], 8) == [
-        [5, 4],
-        [3],
-        [2, 1],
-        [0],
-    ]
+    found = divide([4, 4, 4, 9, 1, 2, 0], [6, 5, 4, 3, 2, 1, 0], 8)
+    assert found == [[6, 5], [4], [3], [2, 1], [0]]
+    assert divide([1, 1, 5, 5, 1, 1], range(6), 10) == [[0, 1], [2, 3], [4, 5]]
     assert divide([5, 5], [0, 1], 1) == [[0], [1]]
-    assert divide([], [], 8) == []
+    assert divide([3], [0], 100) == [[0]]
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.integers(0, 20), min_size=1), st.integers(1, 30), st.randoms())
+def test_each_leaf_is_in_one_bucket(sizes, bucket_bytes, random):
+    order = list(range(len(sizes)))
+    random.shuffle(order)
+    buckets = divide(sizes, order, bucket_bytes)
+    assert [j for bucket in buckets for j in bucket] == order
+    for bucket in buckets:
+        assert len(bucket) == 1 or sum(sizes[j] for j in bucket) <= bucket_bytes
+    assert all(buckets)

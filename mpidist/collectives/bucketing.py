@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,20 +20,32 @@ def divide(
 ) -> list[list[int]]:
     """Return the arrays of each bucket, by their numbers.
 
+    The first bucket and the last one are a quarter as large as others: the sooner the
+    reductions begin, and the less is left to do when the last array is there.
+
     Args:
       sizes: of all arrays, in bytes.
       order: all numbers; which comes first.
       bucket_bytes: how much a bucket holds; larger arrays have one of their own.
     """
+    small_bytes = bucket_bytes // 4
+    last = _count_fitting([sizes[j] for j in reversed(order)], small_bytes)
+    edge = len(order) - last
     buckets: list[list[int]] = []
-    room = 0
-    for j in order:
-        if not buckets or sizes[j] > room:
+    room = -1
+    for j in order[:edge]:
+        if sizes[j] > room:
+            room = bucket_bytes if buckets else small_bytes
             buckets.append([])
-            room = bucket_bytes
         buckets[-1].append(j)
         room -= sizes[j]
-    return buckets
+    return [*buckets, list(order[edge:])]
+
+
+def _count_fitting(sizes: Sequence[int], limit: int) -> int:
+    """Return how many of the first sizes do not exceed a limit together; at least 1."""
+    fitting = [total for total in itertools.accumulate(sizes) if total <= limit]
+    return max(len(fitting), min(len(sizes), 1))
 
 
 def leaves_by_key(

@@ -43,16 +43,21 @@ class Collectives:
       agreement: of all ranks.
       routes: the transports.
       symmetric: the arrays that lie in memory of the node.
+      results: gives memory for what is returned.
     """
 
     def __init__(
-        self, agreement: Agreement, routes: Routes, symmetric: SymmetricMemory
+        self,
+        agreement: Agreement,
+        routes: Routes,
+        symmetric: SymmetricMemory,
+        results: Results,
     ):
         self.agreement = agreement
         self.routes = routes
         self.transport = routes.default
         self.size = agreement.size
-        self._results = Results()
+        self._results = results
         self._gathers = Gathers(self.size, routes, self._results)
         self.sums = Sums(self.size, routes, symmetric, self._results)
         self._repeated = RepeatedReductions(agreement, routes, symmetric, self._results)
