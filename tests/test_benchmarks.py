@@ -82,10 +82,21 @@ def test_the_collectives_benchmark_compares_all_cases(comm, mpirun, tmp_path):
         others = 1 + has("torch")
         result = json.loads(output.read_text())
         overlaps = 1 - len([s for s in result["skipped"] if s.startswith("overlap")])
-        expected = 6 * (1 + others) + (1 + others) + 2 + 2 * 3 + 2 * 4 + overlaps
+        expected = 6 * (1 + others) + (1 + others) + 2 + 2 * 3 + 2 * 5 + overlaps
         assert len(found) == expected
         assert all(math.isfinite(c["ratio"]) and c["ratio"] > 0 for c in found)
         assert output.with_suffix(".png").exists() == has("matplotlib")
+
+
+def test_the_benchmark_of_large_arrays_checks_them(comm, mpirun, tmp_path):
+    output = tmp_path / "large.json"
+    script = str(BENCHMARKS / "bench_large.py")
+    ended = mpirun(comm.size, script, "--count=100000", f"--output={output}")
+    assert ended.returncode == 0, ended.stderr
+    if comm.rank == 0:
+        rows = json.loads(output.read_text())["rows"]
+        assert len(rows) == 6
+        assert all(row["right"] for row in rows)
 
 
 def skip_without_strace(comm):
