@@ -176,3 +176,47 @@ def draw_collectives(result: Mapping[str, Any]) -> Any:
     )
     figure.tight_layout()
     return figure
+
+
+def draw_model(result: Mapping[str, Any]) -> Any:
+    """Return the figure of `cost_model.py`: times by ranks, for each size."""
+    from matplotlib import pyplot
+
+    sizes = list(dict.fromkeys(curve["size"] for curve in result["curves"]))
+    figure, axes = pyplot.subplots(1, len(sizes), figsize=(6 * len(sizes), 4))
+    for axis, size in zip(axes, sizes, strict=True):
+        for curve in result["curves"]:
+            if curve["size"] == size:
+                milliseconds = [s * 1e3 for s in curve["seconds"]]
+                label = curve["network"]
+                axis.loglog(curve["ranks"], milliseconds, marker="o", ms=3, label=label)
+        axis.set_title(size, fontsize=10)
+        axis.set_ylabel("milliseconds per all-reduce (model)", fontsize=9)
+        axis.legend(fontsize=8, frameon=False)
+        _clean(axis, f"ranks, {result['ranks_per_node']} per node", "both")
+    node = result["node"]
+    figure.suptitle(
+        f"In a node, fitted: {node['latency'] * 1e6:.1f} us + bytes / "
+        f"{node['bandwidth'] / 1e9:.2f} GB/s",
+        fontsize=10,
+    )
+    figure.tight_layout()
+    return figure
+
+
+def draw_scaling(result: Mapping[str, Any]) -> Any:
+    """Return the figure of `bench_scaling.py`: speedups by ranks."""
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(5, 4))
+    rows = result["rows"]
+    for kind, color in (("strong", OURS), ("weak", MISSED)):
+        points = [(r["ranks"], r["speedup"]) for r in rows if r["kind"] == kind]
+        axis.plot(*zip(*points, strict=True), marker="o", color=color, label=kind)
+    ranks = sorted({row["ranks"] for row in rows})
+    axis.plot(ranks, [n / ranks[0] for n in ranks], ":", color="0.6", label="ideal")
+    axis.set_ylabel("rows per second, by those of one rank", fontsize=9)
+    axis.legend(fontsize=8, frameon=False)
+    _clean(axis, f"ranks ({result['machine']['cores']} cores)", "both")
+    figure.tight_layout()
+    return figure

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import launching
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import cost_model
 import system_calls
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -97,6 +99,52 @@ def test_the_benchmark_of_large_arrays_checks_them(comm, mpirun, tmp_path):
         rows = json.loads(output.read_text())["rows"]
         assert len(rows) == 6
         assert all(row["right"] for row in rows)
+
+
+def test_all_benchmarks_run_by_one_command(comm, tmp_path):
+    """Under the mpirun that belongs to this Python."""
+    if comm.size != 2:
+        pytest.skip("it starts jobs of its own, and takes long: once is enough")
+    if comm.rank:
+        return
+    mpirun = shlex.join(launching.mpirun_command(1)[:-2])
+    command = [sys.executable, str(BENCHMARKS / "run_all.py"), "--tiny"]
+    command += [f"--mpirun={mpirun}", "--name=x", f"--folder={tmp_path}"]
+    ended = launching.run(command, 300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = {path.name for path in tmp_path.glob("*.json")}
+    assert found == {
+        "collectives-x-2ranks.json",
+        "collectives-x-4ranks.json",
+        "model-x.json",
+        "scaling-x.json",
+        "large-x.json",
+        "input-x-1rank.json",
+        "input-x-2ranks.json",
+    }
+
+
+def test_the_cost_model_finds_what_it_was_made_of():
+    node = cost_model.Level(5e-6, 2e9)
+    sizes = [1 << n for n in range(20, 27)]
+    found = cost_model.fit(sizes, [node.seconds(n) for n in sizes])
+    assert math.isclose(found.latency, node.latency, rel_tol=1e-6)
+    assert math.isclose(found.bandwidth, node.bandwidth, rel_tol=1e-6)
+
+
+def test_the_cost_model_between_nodes():
+    """Small messages take hops, large ones the slower level's bandwidth."""
+    node, network = cost_model.Level(1e-6, 1e9), cost_model.Level(1e-5, 1e8)
+    seconds = cost_model.all_reduce_seconds
+    assert seconds(1000, 1, 8, node, network) == 0
+    assert seconds(1000, 8, 8, node, network) == node.seconds(1000)
+    small = seconds(8, 64, 8, node, network)
+    assert math.isclose(small, 6e-5, rel_tol=0.05)
+    large = seconds(1 << 28, 64, 8, node, network)
+    hops = 6e-5 * (1 << 28) / cost_model.BLOCK_BYTES
+    assert math.isclose(large, 2 * 7 / 8 * (1 << 28) / 1e8 + hops, rel_tol=0.01)
+    times = [seconds(1 << 20, n, 8, node, network) for n in cost_model.RANKS]
+    assert times == sorted(times)
 
 
 def skip_without_strace(comm):

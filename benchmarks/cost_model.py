@@ -1,0 +1,165 @@
+r"""What an all-reduce should take on larger machines, by what was measured on this one.
+
+    python benchmarks/cost_model.py benchmarks/results/collectives-mpich-2ranks.json \\
+        --output benchmarks/results/model-mpich.json
+
+Two levels, each with a latency and a bandwidth (R. W. Hockney, The communication
+challenge for MPP, 1994): T = latency + bytes / bandwidth.
+
+In a node, they are fitted to our measured all-reduces of large arrays. Between nodes, a
+reduce-scatter and an all-gather take 2 log2(nodes) latencies and move 2 (nodes - 1) /
+nodes of the bytes (R. Thakur et al., Optimization of collective communication
+operations in MPICH, 2005, section 4.5). Each rank of a node sends its part, all share
+the node's network, and blocks overlap: the slower level counts, and the first block of
+the other one.
+
+There is no network in one machine. So the curves are drawn for assumed networks, which
+are named; --network adds one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import charts
+import numpy as np
+
+NETWORKS = {
+    "100 Gbit/s, 2 us (assumed)": (2e-6, 12.5e9),
+    "25 Gbit/s, 20 us (assumed)": (20e-6, 3.125e9),
+}
+SIZES = {"1 MiB": 1 << 20, "ResNet-50, 102 MB": 102_228_128}
+RANKS = [2 << n for n in range(12)]  # to 4096
+BLOCK_BYTES = 512 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """How long messages take: seconds, and bytes per second."""
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, size: float) -> float:
+        """Return how long so many bytes take."""
+        return self.latency + size / self.bandwidth
+
+
+def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Level:
+    """Return the level whose relative errors have the least sum of squares."""
+    sizes_, seconds_ = np.array(sizes, float), np.array(seconds, float)
+    columns = np.stack([1 / seconds_, sizes_ / seconds_], axis=1)
+    latency, per_byte = np.linalg.lstsq(columns, np.ones(len(sizes_)), rcond=None)[0]
+    return Level(max(float(latency), 0.0), 1 / float(per_byte))
+
+
+def all_reduce_seconds(
+    size: float, ranks: int, ranks_per_node: int, node: Level, network: Level
+) -> float:
+    """Return how long an all-reduce should take."""
+    nodes = math.ceil(ranks / ranks_per_node)
+    inside = node.seconds(size) if min(ranks, ranks_per_node) > 1 else 0.0
+    if nodes == 1:
+        return inside
+    blocks = max(1, math.ceil(size / BLOCK_BYTES))
+    hops = 2 * math.ceil(math.log2(nodes)) * network.latency
+    moved = 2 * (nodes - 1) / nodes * size / network.bandwidth
+    # While one block is on the network, the node works on the next
+    between = moved + hops * blocks
+    first = min(inside, between) / blocks
+    return max(inside, between) + first
+
+
+def measured(result: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+    """Return sizes and seconds of our all-reduces of 1 MiB and more."""
+    rows = {}
+    for comparison in result["comparisons"]:
+        kind, _, rest = comparison["case"].partition(", ")
+        if kind == "all_reduce":
+            size = int(rest.removesuffix(" bytes").replace(",", ""))
+            rows[size] = comparison["ours_median"] * 1e-6
+    # In caches it is faster; what is large goes by the memory's bandwidth
+    large = sorted(size for size in rows if size >= 1 << 20) or sorted(rows)
+    return large, [rows[size] for size in large]
+
+
+def model(
+    result: Mapping[str, Any],
+    networks: Mapping[str, tuple[float, float]],
+    per_node: int,
+) -> dict[str, Any]:
+    """Return the fitted level, its errors, and all curves."""
+    sizes, seconds = measured(result)
+    node = fit(sizes, seconds)
+    errors = [node.seconds(n) / s - 1 for n, s in zip(sizes, seconds, strict=True)]
+    curves = [
+        {
+            "size": name,
+            "bytes": size,
+            "network": network,
+            "ranks": RANKS,
+            "seconds": [
+                all_reduce_seconds(size, ranks, per_node, node, Level(*numbers))
+                for ranks in RANKS
+            ],
+        }
+        for name, size in SIZES.items()
+        for network, numbers in networks.items()
+    ]
+    return {
+        "node": dataclasses.asdict(node),
+        "fitted_bytes": sizes,
+        "fitted_errors": errors,
+        "ranks_per_node": per_node,
+        "networks": {
+            n: dict(zip(("latency", "bandwidth"), v)) for n, v in networks.items()
+        },
+        "curves": curves,
+        "machine": result["machine"],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path, help="JSON file of bench_collectives.py")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file; and PNG")
+    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument(
+        "--network",
+        nargs=2,
+        type=float,
+        metavar=("US", "GBIT"),
+        help="latency in microseconds, and bandwidth in Gbit/s",
+    )
+    options = parser.parse_args(arguments)
+    networks = dict(NETWORKS)
+    if options.network:
+        us, gbit = options.network
+        networks[f"{gbit:g} Gbit/s, {us:g} us"] = (us * 1e-6, gbit * 1e9 / 8)
+    result = json.loads(options.results.read_text())
+    found = model(result, networks, options.ranks_per_node)
+    node = found["node"]
+    worst = max(map(abs, found["fitted_errors"]))
+    print(
+        f"in a node: {node['latency'] * 1e6:.1f} us + bytes / "
+        f"{node['bandwidth'] / 1e9:.2f} GB/s, off by {worst:.0%} at most"
+    )
+    for curve in found["curves"]:
+        print(
+            f"{curve['size']}, {curve['network']}, {RANKS[-1]} ranks: "
+            f"{curve['seconds'][-1] * 1e3:.3g} ms"
+        )
+    options.output.write_text(json.dumps(found, indent=1) + "\n")
+    charts.draw(charts.draw_model, found, options.output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
