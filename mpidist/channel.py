@@ -81,7 +81,7 @@ class Channel:
                 operation, lambda: find_table(table_path(), self.layout)
             )
         self._routes = agreement.block(
-            operation, lambda: Routes(agreement, device, self._board, table)
+            operation, lambda: Routes(agreement, device, self._board, table, library)
         )
         self.collectives = Collectives(
             agreement, self._routes, symmetric, results or Results()

@@ -50,7 +50,7 @@ LAYERS = [
     ["transports.base", "transports.mpi"],
     ["transports.staging", "transports.shared", "transports.ordered"],
     ["transports.hierarchical", "transports.by_size"],
-    ["transports.table_file"],
+    ["transports.table_file", "transports.defaults"],
     ["transports"],
     ["collectives.options_of", "collectives.results", "collectives.bucketing"],
     ["collectives.gathering"],

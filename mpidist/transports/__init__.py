@@ -7,6 +7,7 @@ from mpidist.agreement.board import Board
 from mpidist.errors import LaunchError
 from mpidist.transports.base import Transport
 from mpidist.transports.by_size import BySizeTransport, Table
+from mpidist.transports.defaults import default_table
 from mpidist.transports.hierarchical import HierarchicalTransport
 from mpidist.transports.mpi import MpiTransport
 from mpidist.transports.ordered import OrderedTransport
@@ -14,8 +15,6 @@ from mpidist.transports.shared import SharedTransport
 from mpidist.transports.staging import StagingTransport
 
 __all__ = ["Routes", "Transport"]
-
-_HIERARCHICAL_BYTES = 64 << 10
 
 
 class Routes:
@@ -27,6 +26,7 @@ class Routes:
       board: where the ranks of this node meet; borrowed. None on all ranks where no
         ranks share memory.
       table: see `BySizeTransport`; None for `default_table`. All ranks pass the same.
+      library: what `MPI.Get_library_version()` begins with.
 
     Raises:
       LaunchError: the table names a transport that is not there.
@@ -38,6 +38,7 @@ class Routes:
         device: str,
         board: Board | None = None,
         table: Table | None = None,
+        library: str = "",
     ):
         host: dict[str, MpiTransport | SharedTransport] = {
             "mpi": MpiTransport(agreement),
@@ -57,7 +58,8 @@ class Routes:
             name: transport if is_host else StagingTransport(transport)
             for name, transport in host.items()
         }
-        self.default_table = _default_table(self.in_node)
+        in_node = "mpi" if self.in_node is None else self.in_node.name
+        self.default_table = default_table(in_node, library)
         if table is None:
             table = self.default_table
         used = {name for rows in table.values() for _, name in rows}
@@ -85,16 +87,3 @@ class Routes:
         """Free communicators. Collective."""
         if self._like is not None:
             self._like.close()
-
-
-def _default_table(in_node: SharedTransport | None) -> Table:
-    """Return which transport is used for what where nothing was measured."""
-    name = "mpi" if in_node is None else in_node.name
-    if name != "hierarchical":
-        methods = ("allreduce", "allgatherv", "broadcast")
-        return {method: [(0, name)] for method in methods}
-    return {
-        "allreduce": [(0, "mpi"), (_HIERARCHICAL_BYTES, "hierarchical")],
-        "allgatherv": [(0, "mpi")],
-        "broadcast": [(0, "mpi")],
-    }
