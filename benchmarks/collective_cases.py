@@ -148,6 +148,11 @@ def compare_models(
         case = f"gradients of {model}"
         size = sum(a.nbytes for a in given)
         yield from setting.run(case, size, contestants, targets)
+        symmetric = replica.strategy.symmetric_like(given)
+        for a, b in zip(symmetric, given, strict=True):
+            a[...] = b
+        contestants["ours"] = lambda given=symmetric: replica.all_reduce("SUM", given)
+        yield from setting.run(f"{case}, symmetric", size, contestants, {})
 
 
 def compare_gathers(setting: Setting, size: int) -> Iterator[Comparison]:

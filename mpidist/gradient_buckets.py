@@ -62,6 +62,7 @@ class GradientBuckets:
         reduce_op: ReduceOp | str,
         options: CommunicationOptions | None = None,
     ):
+        group.topology.require_open()
         self._group = group
         self._agreement = group.agreement
         self._options = options or CommunicationOptions()
@@ -88,15 +89,20 @@ class GradientBuckets:
         self._is_closed = False
         self._results = StepResults()
         self._own = Agreement(group.topology.comm.Dup())
-        self._channel = Channel(
-            _CALL,
-            self._own,
-            group.topology,
-            group.device,
-            group.symmetric_memory,
-            is_patient=True,
-            results=self._results,
-        )
+        try:
+            self._channel = Channel(
+                _CALL,
+                self._own,
+                group.topology,
+                group.device,
+                group.symmetric_memory,
+                is_patient=True,
+                results=self._results,
+            )
+        except Exception:  # it is raised on all ranks
+            self._own.close()
+            self._own.comm.Free()
+            raise
         self._is_threaded = self._can_be_threaded()
         group.closing.append(self.close)
 

@@ -124,6 +124,22 @@ def _pretended_ranks_per_node(
     return None if asked is None else int(asked)
 
 
+def _ranks_that_share_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """Return a new communicator of this rank's node. Collective.
+
+    Jobs that were connected, or spawned, may be on one node, but MPICH cannot allocate
+    memory for ranks of several. So each job counts as a node of its own.
+    """
+    node = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
+    ranks = node.group.Translate_ranks(None, MPI.COMM_WORLD.group)
+    own = [rank for rank, found in enumerate(ranks) if found != MPI.UNDEFINED]
+    if node.allreduce(len(own) == node.Get_size(), MPI.LAND):
+        return node
+    part = cast(MPI.Intracomm, node.Split(own[0]))
+    node.Free()
+    return part
+
+
 @dataclasses.dataclass
 class Topology:
     """The communicators of one strategy, all owned by it. Freed by `close`."""
@@ -150,7 +166,7 @@ class Topology:
             library = MPI.Get_library_version()
             check_launch(os.environ, communicator.Get_size(), library)
         comm = communicator.Dup()
-        node = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
+        node = _ranks_that_share_memory(comm)
         if pretended := _pretended_ranks_per_node(os.environ, comm):
             whole = node
             node = cast(MPI.Intracomm, whole.Split(whole.Get_rank() // pretended))

@@ -84,7 +84,7 @@ def test_the_collectives_benchmark_compares_all_cases(comm, mpirun, tmp_path):
         others = 1 + has("torch")
         result = json.loads(output.read_text())
         overlaps = 1 - len([s for s in result["skipped"] if s.startswith("overlap")])
-        expected = 6 * (1 + others) + (1 + others) + 2 + 2 * 3 + 2 * 5 + overlaps
+        expected = 6 * (1 + others) + 2 * (1 + others) + 2 + 2 * 3 + 2 * 5 + overlaps
         assert len(found) == expected
         assert all(math.isfinite(c["ratio"]) and c["ratio"] > 0 for c in found)
         assert output.with_suffix(".png").exists() == has("matplotlib")

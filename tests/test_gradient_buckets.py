@@ -281,6 +281,8 @@ def test_closed_buckets_are_refused(comm):
     other.close()
     with pytest.raises(mpidist.ContextError), other:
         pass
+    with pytest.raises(mpidist.ContextError, match="finalized"):
+        strategy.gradient_buckets([np.zeros(3)])
 
 
 @pytest.mark.mpi(min_size=2)

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import launching
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpidist
 
@@ -47,3 +54,28 @@ def test_a_bad_number_of_ranks_per_node_is_refused_on_all(comm, monkeypatch, tex
         monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", text)
     with pytest.raises(mpidist.LaunchError, match="RANKS_PER_NODE must be a positive"):
         mpidist.MirroredStrategy(communicator=comm)
+
+
+def test_jobs_that_connect_are_nodes_of_their_own(comm, tmp_path):
+    """Two real worlds, of unlike sizes, which cannot share memory with each other."""
+    if comm.size > 1 or "MPICH" not in MPI.Get_library_version():
+        pytest.skip("it starts jobs, which Open MPI connects by a server only")
+    fifo = tmp_path / "port"
+    os.mkfifo(fifo)
+    script = str(Path(__file__).with_name("connected_job.py"))
+
+    def start(ranks, role):
+        command = [*launching.mpirun_command(ranks), sys.executable, script]
+        return launching.run([*command, role, str(fifo)])
+
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(start, 1, "server"), pool.submit(start, 2, "client")]
+    ended = [job.result() for job in jobs]
+    for one in ended:
+        assert one.returncode == 0, one.stderr
+    lines = sorted("".join(one.stdout for one in ended).splitlines())
+    assert lines == [
+        "client 1 (1, 2) hierarchical, mpi",
+        "client 2 (1, 2) hierarchical, mpi",
+        "server 0 (1, 2) hierarchical, mpi",
+    ]

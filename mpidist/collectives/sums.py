@@ -104,9 +104,15 @@ class Sums:
         near = [j for j, found in enumerate(everyone) if found is not None]
         far = [j for j, found in enumerate(everyone) if found is None]
         totals: list[Any] = [None] * len(values)
-        for j in near:
-            total = self._results.empty(values[j].size, values[j])
-            totals[j] = total.reshape(values[j].shape)
+        # One piece of memory for all of a dtype: it may be that of former results
+        sizes = [values[j].nbytes for j in near]
+        for members in packing.groups([values[j] for j in near], sizes, 0):
+            own = [near[k] for k in members]
+            size = sum(values[j].size for j in own)
+            total = self._results.empty(size, values[own[0]])
+            shapes = [values[j].shape for j in own]
+            for j, part in zip(own, packing.unpack(total, shapes), strict=True):
+                totals[j] = part
         assert self._routes.in_node is not None
         self._routes.in_node.allreduce_symmetric(
             [found for found in everyone if found is not None],
