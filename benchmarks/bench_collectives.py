@@ -13,7 +13,8 @@ Cases (see --cases), and what the time of ours may be, by that of another:
 
     sizes      8 bytes: raw <= 3; from 64 KiB: raw <= 1.1; from 16 MiB: raw <= 0.6;
                64 MiB: copy <= 2
-    models     the gradients of ResNet-50: raw, one by one <= 0.5; gloo <= 0.25
+    models     the gradients of ResNet-50: raw, one by one <= 0.5; gloo <= 0.25;
+               TensorFlow's MultiWorkerMirroredStrategy <= 0.05
     symmetric  arrays of symmetric_like; 4 MiB: raw <= 0.5; 64 MiB: raw <= 0.3
     options    reproducible: the default <= 1.5; compression, which is for networks
     overlap    GradientBuckets, two cores per rank, computing for as long as reducing
@@ -41,7 +42,7 @@ import charts
 import collective_cases
 import measuring
 from collective_cases import Setting
-from collective_rivals import gloo
+from collective_rivals import gloo, multi_worker
 from gradient_shapes import MODELS
 from measuring import Comparison
 from mpi4py import MPI
@@ -78,9 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def run() -> None:
         with gloo(comm) as sum_by_gloo:
-            setting = Setting(comm, repetitions, most_calls, sum_by_gloo, skipped)
+            reducer = multi_worker(comm)
+            setting = Setting(
+                comm, repetitions, most_calls, sum_by_gloo, reducer, skipped
+            )
             if sum_by_gloo is None:
                 skipped.append("torch gloo: torch is not installed")
+            if reducer is None:
+                skipped.append("TF MultiWorkerMirrored: tensorflow is not installed")
             cases = {
                 "sizes": lambda: collective_cases.compare_sizes(setting, sizes),
                 "models": lambda: collective_cases.compare_models(setting, models),

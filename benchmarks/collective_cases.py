@@ -27,6 +27,7 @@ __all__ = [
 
 LOOP_BYTES = 16 << 20  # so many in one measurement, at least one call
 RAW, GLOO, COPY = "raw MPI", "torch gloo", "copy"
+MWMS = "TF MultiWorkerMirrored"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Setting:
       repetitions: how often each contestant is timed.
       most_calls: how many calls each measurement has, at most.
       sum_by_gloo: sums an array of all ranks in place; None without torch.
+      reducer_by_tensorflow: see `collective_rivals.multi_worker`.
       skipped: what could not be measured, and why.
     """
 
@@ -44,6 +46,7 @@ class Setting:
     repetitions: int
     most_calls: int
     sum_by_gloo: Callable[[Any], None] | None
+    reducer_by_tensorflow: Callable[[Sequence[Any]], Callable[[], None]] | None
     skipped: list[str] = dataclasses.field(default_factory=list)
 
     def run(
@@ -97,6 +100,8 @@ def compare_sizes(setting: Setting, sizes: Sequence[int]) -> Iterator[Comparison
         np.testing.assert_allclose(contestants["ours"](), expected, rtol=1e-5)
         if setting.sum_by_gloo is not None:
             contestants[GLOO] = lambda a=total: setting.sum_by_gloo(a)
+        if setting.reducer_by_tensorflow is not None:
+            contestants[MWMS] = setting.reducer_by_tensorflow([given])
         targets = {}
         if size == 8:
             targets[RAW] = 3.0
@@ -144,7 +149,11 @@ def compare_models(
                     setting.sum_by_gloo(total)
 
             contestants[GLOO] = by_gloo
-        targets = {RAW: 0.5, GLOO: 0.25} if model == "ResNet-50" else {}
+        if setting.reducer_by_tensorflow is not None:
+            contestants[MWMS] = setting.reducer_by_tensorflow(given)
+        targets = {}
+        if model == "ResNet-50":
+            targets = {RAW: 0.5, GLOO: 0.25, MWMS: 0.05}
         case = f"gradients of {model}"
         size = sum(a.nbytes for a in given)
         yield from setting.run(case, size, contestants, targets)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.util
+import json
+import os
+import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpi4py import MPI
 
-__all__ = ["gloo"]
+__all__ = ["gloo", "multi_worker"]
+
+# Given arrays, a function that adds each up over all ranks
+Reducer = Callable[[Sequence[Any]], Callable[[], None]]
 
 
 @contextlib.contextmanager
@@ -39,3 +45,48 @@ def gloo(comm: MPI.Intracomm) -> Iterator[Callable[[Any], None] | None]:
     finally:
         comm.Barrier()
         torch_distributed.destroy_process_group()
+
+
+def multi_worker(comm: MPI.Intracomm) -> Reducer | None:
+    """Return a reducer by TensorFlow's strategy for several processes. Collective.
+
+    None without TensorFlow. (In replica context its all_reduce of tensors is refused
+    with one CPU per worker; what is timed is `Strategy.reduce`, in a tf.function.)
+    """
+    found = importlib.util.find_spec("tensorflow") is not None
+    if not comm.allreduce(found, MPI.LAND):
+        return None
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        ports = comm.allgather(free.getsockname()[1])
+    os.environ["TF_CONFIG"] = json.dumps(
+        {
+            "cluster": {"worker": [f"127.0.0.1:{port}" for port in ports]},
+            "task": {"type": "worker", "index": comm.rank},
+        }
+    )
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+
+    def reducer(arrays: Sequence[Any]) -> Callable[[], None]:
+        values = [
+            strategy.experimental_distribute_values_from_function(
+                lambda _, a=array: tf.constant(a)
+            )
+            for array in arrays
+        ]
+
+        @tf.function
+        def reduce() -> Any:
+            op = tf.distribute.ReduceOp.SUM
+            return [strategy.reduce(op, value, axis=None) for value in values]
+
+        def call() -> None:
+            for total in reduce():
+                total.numpy()
+
+        return call
+
+    return reducer
