@@ -6,7 +6,7 @@ r"""What an all-reduce should take on larger machines, by what was measured on t
 Two levels, each with a latency and a bandwidth (R. W. Hockney, The communication
 challenge for MPP, 1994): T = latency + bytes / bandwidth.
 
-In a node, they are fitted to our measured all-reduces of large arrays. Between nodes, a
+In a node, they are fitted to our measured all-reduces. Between nodes, a
 reduce-scatter and an all-gather take 2 log2(nodes) latencies and move 2 (nodes - 1) /
 nodes of the bytes (R. Thakur et al., Optimization of collective communication
 operations in MPICH, 2005, section 4.5). Each rank of a node sends its part, all share
@@ -23,12 +23,12 @@ import argparse
 import dataclasses
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import charts
-import numpy as np
 
 NETWORKS = {
     "100 Gbit/s, 2 us (assumed)": (2e-6, 12.5e9),
@@ -37,6 +37,7 @@ NETWORKS = {
 SIZES = {"1 MiB": 1 << 20, "ResNet-50, 102 MB": 102_228_128}
 RANKS = [2 << n for n in range(12)]  # to 4096
 BLOCK_BYTES = 512 << 10
+LARGE_BYTES = 16 << 20  # for caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +52,17 @@ class Level:
         return self.latency + size / self.bandwidth
 
 
-def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Level:
-    """Return the level whose relative errors have the least sum of squares."""
-    sizes_, seconds_ = np.array(sizes, float), np.array(seconds, float)
-    columns = np.stack([1 / seconds_, sizes_ / seconds_], axis=1)
-    latency, per_byte = np.linalg.lstsq(columns, np.ones(len(sizes_)), rcond=None)[0]
-    return Level(max(float(latency), 0.0), 1 / float(per_byte))
+def fit(seconds: Mapping[int, float]) -> Level:
+    """Return the level of all-reduces that took so long, by their bytes.
+
+    The latency is that of the smallest, the bandwidth the median of those that are too
+    large for caches; in between they are faster than this says.
+    """
+    sizes = sorted(seconds)
+    latency = seconds[sizes[0]]
+    large = [size for size in sizes if size >= LARGE_BYTES] or sizes[-1:]
+    rates = [size / (seconds[size] - latency) for size in large]
+    return Level(latency, statistics.median(rates))
 
 
 def all_reduce_seconds(
@@ -76,17 +82,15 @@ def all_reduce_seconds(
     return max(inside, between) + first
 
 
-def measured(result: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    """Return sizes and seconds of our all-reduces of 1 MiB and more."""
-    rows = {}
+def measured(result: Mapping[str, Any]) -> dict[int, float]:
+    """Return how many seconds our all-reduces took, by their bytes."""
+    seconds = {}
     for comparison in result["comparisons"]:
         kind, _, rest = comparison["case"].partition(", ")
         if kind == "all_reduce":
             size = int(rest.removesuffix(" bytes").replace(",", ""))
-            rows[size] = comparison["ours_median"] * 1e-6
-    # In caches it is faster; what is large goes by the memory's bandwidth
-    large = sorted(size for size in rows if size >= 1 << 20) or sorted(rows)
-    return large, [rows[size] for size in large]
+            seconds[size] = comparison["ours_median"] * 1e-6
+    return seconds
 
 
 def model(
@@ -95,9 +99,9 @@ def model(
     per_node: int,
 ) -> dict[str, Any]:
     """Return the fitted level, its errors, and all curves."""
-    sizes, seconds = measured(result)
-    node = fit(sizes, seconds)
-    errors = [node.seconds(n) / s - 1 for n, s in zip(sizes, seconds, strict=True)]
+    seconds = measured(result)
+    node = fit(seconds)
+    errors = {size: node.seconds(size) / found - 1 for size, found in seconds.items()}
     curves = [
         {
             "size": name,
@@ -114,8 +118,7 @@ def model(
     ]
     return {
         "node": dataclasses.asdict(node),
-        "fitted_bytes": sizes,
-        "fitted_errors": errors,
+        "errors_by_bytes": errors,
         "ranks_per_node": per_node,
         "networks": {
             n: dict(zip(("latency", "bandwidth"), v)) for n, v in networks.items()
@@ -147,11 +150,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = json.loads(options.results.read_text())
     found = model(result, networks, options.ranks_per_node)
     node = found["node"]
-    worst = max(map(abs, found["fitted_errors"]))
     print(
         f"in a node: {node['latency'] * 1e6:.1f} us + bytes / "
-        f"{node['bandwidth'] / 1e9:.2f} GB/s, off by {worst:.0%} at most"
+        f"{node['bandwidth'] / 1e9:.2f} GB/s; the model is off by"
     )
+    for size, error in found["errors_by_bytes"].items():
+        print(f"  {error:+.0%} at {size:,} bytes")
     for curve in found["curves"]:
         print(
             f"{curve['size']}, {curve['network']}, {RANKS[-1]} ranks: "

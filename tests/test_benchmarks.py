@@ -127,7 +127,7 @@ def test_all_benchmarks_run_by_one_command(comm, tmp_path):
 def test_the_cost_model_finds_what_it_was_made_of():
     node = cost_model.Level(5e-6, 2e9)
     sizes = [1 << n for n in range(20, 27)]
-    found = cost_model.fit(sizes, [node.seconds(n) for n in sizes])
+    found = cost_model.fit({size: node.seconds(size) for size in [0, *sizes]})
     assert math.isclose(found.latency, node.latency, rel_tol=1e-6)
     assert math.isclose(found.bandwidth, node.bandwidth, rel_tol=1e-6)
 
