@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from mpidist import arrays, nest
 from mpidist.agreement.agree import Agreement
-from mpidist.agreement.calls import Call
+from mpidist.agreement.calls import Call, digest
 from mpidist.channel import Channel
 from mpidist.collectives.bucketing import BucketStep, divide, leaves_by_key
 from mpidist.collectives.leaves import check_each, to_arrays
@@ -123,6 +123,11 @@ class GradientBuckets:
 
     def _plan(self, order: Sequence[int]) -> None:
         self._buckets = divide(self._sizes, order, self._bucket_bytes)
+        calls = [
+            Call(f"bucket {j} of GradientBuckets", (("leaves", tuple(leaves)),))
+            for j, leaves in enumerate(self._buckets)
+        ]
+        self._calls = [(call, digest(call)) for call in calls]
 
     def __enter__(self) -> GradientBuckets:
         """Begin a step. Collective.
@@ -220,11 +225,13 @@ class GradientBuckets:
         dtype, shape = self._kinds[leaf]
         return self._group.zeros(shape, dtype)
 
-    def _reduce(self, values: Sequence[Any]) -> list[Any]:
-        self._group.use_device()  # which is a thread's own
+    def _reduce(self, bucket: int, values: Sequence[Any]) -> list[Any]:
+        if bucket == 0 and self._is_threaded:  # these are a thread's own
+            self._group.use_device()
+            self._own.turns.adopt()
+        call, number = self._calls[bucket]
         collectives, options = self._channel.collectives, self._options
-        reduced: list[Any] = collectives.all_reduce(_CALL, self._op, values, options)
-        return reduced
+        return collectives.reduce_again(call, number, self._op, values, options)
 
     def close(self) -> None:
         """Free the communicator and buffers; a second call does nothing. Collective.

@@ -99,8 +99,8 @@ def test_reductions_go_on_beside_the_computation(comm, strategy):
     reduced = threading.Event()
     reduce = buckets._reduce
 
-    def spy(values):
-        result = reduce(values)
+    def spy(bucket, values):
+        result = reduce(bucket, values)
         reduced.set()
         return result
 

@@ -125,13 +125,15 @@ class Agreement:
                 self._settle(claim)
             return self.comparison.is_same_place
 
-    def compare(self, call: Call, number: int, place: int = 0) -> bool:
+    def compare(
+        self, call: Call, number: int, place: int = 0, timeout: float | None = None
+    ) -> bool:
         """Do what `require_same` does, for a call whose digest is `number`. Collective.
 
         For calls that are repeated: it takes less time.
         """
-        if not self._is_plain():
-            return self.require_same(call, place=place)
+        if timeout is not None or not self._is_plain():
+            return self.require_same(call, timeout=timeout, place=place)
         self.calls += 1
         telling = Telling(number ^ self.places.digest, place=place)
         if not self.comparison.is_same(telling):

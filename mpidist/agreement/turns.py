@@ -32,6 +32,10 @@ class Turns:
             return ""
         return threading.current_thread().name
 
+    def adopt(self) -> None:
+        """Take the calling thread for the first one from now on: its name is ""."""
+        self._creator = threading.get_ident()
+
     def __enter__(self) -> None:
         self._condition.acquire()
         if self._next is not None:

@@ -12,7 +12,7 @@ from mpidist.errors import ArgumentTypeError
 
 __all__ = ["BucketStep", "divide", "leaves_by_key"]
 
-Reduce = Callable[[Sequence[Any]], Sequence[Any]]
+Reduce = Callable[[int, Sequence[Any]], Sequence[Any]]
 
 
 def divide(
@@ -72,7 +72,8 @@ class BucketStep:
 
     Args:
       buckets: the leaves of each, in the order in which they are reduced.
-      reduce: returns the reductions of arrays. Collective.
+      reduce: given the number of a bucket and its arrays, returns their reductions.
+        Collective.
       is_threaded: whether there is a thread; else `finish` does its work.
     """
 
@@ -127,9 +128,9 @@ class BucketStep:
 
     def _work(self) -> None:
         try:
-            for leaves, is_ready in zip(self._buckets, self._is_ready, strict=True):
-                is_ready.wait()
-                reduced = self._reduce([self._given[leaf] for leaf in leaves])
+            for bucket, leaves in enumerate(self._buckets):
+                self._is_ready[bucket].wait()
+                reduced = self._reduce(bucket, [self._given[leaf] for leaf in leaves])
                 self._results.update(zip(leaves, reduced, strict=True))
         except Exception as caught:
             self.error = caught

@@ -162,6 +162,30 @@ class Collectives:
         totals = (sum_arrays or self.sums.sum_arrays)(partial, options)
         return arithmetic.finish(op, totals, out, self.size)
 
+    def reduce_again(
+        self,
+        call: Call,
+        number: int,
+        op: ReduceOp,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Return the reductions of arrays that were checked before. Collective.
+
+        Args:
+          call: says what arrays they are; compared with that of the other ranks.
+          number: its digest.
+          op: the operation.
+          values: the arrays.
+          options: see `CommunicationOptions`.
+        """
+        with self.agreement.turns:
+            place = self.sums.place_of(values, options)
+            timeout = options.timeout_seconds
+            is_symmetric = self.agreement.compare(call, number, place, timeout)
+            reduce = self._reduce_symmetric if is_symmetric else self.reduce_arrays
+            return reduce(op, values, options)
+
     def _reduce_symmetric(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> list[Any]:
