@@ -160,6 +160,30 @@ def test_tables_are_obeyed(comm, path, monkeypatch):
     strategy.experimental_finalize()
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("reducing", ["mpi", "shared"])
+def test_sums_in_order_stay_in_shared_memory(comm, path, reducing):
+    """Whatever the table says of other sizes and other calls."""
+    if comm.rank == 0:
+        table = {key: [(0, "mpi")] for key in METHODS}
+        table["allreduce"] = [(0, reducing), (1 << 30, "shared")]
+        write_table(path, own_layout(comm), table, {})
+    comm.Barrier()
+    strategy = mpidist.MirroredStrategy(communicator=comm)
+    routes = strategy.extended.collectives.routes
+    names = {
+        (direct, ordered): routes.pick(direct, ordered).name
+        for direct in (False, True)
+        for ordered in (False, True)
+    }
+    default = "mpi, shared"
+    assert names[False, False] == default
+    assert names[False, True] == (default if reducing == "shared" else "shared")
+    assert names[True, False] == "mpi"
+    assert names[True, True] == "ordered"
+    strategy.experimental_finalize()
+
+
 def spy(used, name, fn):
     def call(*args):
         used.append(name)

@@ -80,7 +80,9 @@ class Routes:
         if is_direct:
             return self.by_name["ordered" if is_ordered else "mpi"]
         if is_ordered and not self.default.is_ordered:
-            return self.by_name["ordered"]
+            near = self.in_node
+            is_near = near is not None and near.is_ordered
+            return self.by_name[near.name if near and is_near else "ordered"]
         return self.default
 
     def close(self) -> None:

@@ -29,7 +29,8 @@ class BySizeTransport:
         used = {name for rows in table.values() for _, name in rows}
         self.name = ", ".join(sorted(used))
         self.device = all(transports[name].device for name in used)
-        self.is_ordered = all(transports[name].is_ordered for name in used)
+        adders = {name for _, name in table["allreduce"]}
+        self.is_ordered = all(transports[name].is_ordered for name in adders)
         self._edges = {m: [edge for edge, _ in rows] for m, rows in table.items()}
         self._rows = {m: [transports[n] for _, n in rows] for m, rows in table.items()}
 
