@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -294,3 +297,30 @@ def test_bad_args_of_run_on_one_replica_are_an_error_on_all(comm, strategy, args
     with pytest.raises(mpidist.ArgumentError, match=f"args .* not {args}"):
         strategy.run(lambda *_: None, args if comm.rank == comm.size - 1 else ())
     check_works(strategy)
+
+
+class Held:
+    """Something large that a function had when it failed."""
+
+
+@pytest.mark.parametrize("failing", ["one", "all"])
+@pytest.mark.parametrize("way", ["block", "prepare"])
+def test_what_a_failed_function_held_is_freed_at_once(comm, agreement, way, failing):
+    """Not by the garbage collector some time later: it may be most of a GPU."""
+    held = []
+
+    def fail():
+        thing = Held()
+        held.append(weakref.ref(thing))
+        if comm.rank == 0 or failing == "all":
+            raise MemoryError(f"{thing} needs too much")
+
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(MemoryError):
+            getattr(agreement, way)("test", fail)
+            agreement.require_same(Call("after"))
+        assert held[0]() is None
+    finally:
+        gc.enable()

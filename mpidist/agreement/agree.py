@@ -9,10 +9,9 @@ raise. In the good case this costs the latency of a 24-byte Allreduce.
 from __future__ import annotations
 
 import pickle
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from mpi4py import MPI
 
@@ -26,8 +25,9 @@ from mpidist.agreement.calls import (
     name_ranks,
     report_error,
 )
+from mpidist.agreement.claims import Claim, ThreadState
 from mpidist.agreement.comparing import Comparison, MpiComparison, Telling
-from mpidist.agreement.disagreement import no_such_thread, raise_by
+from mpidist.agreement.disagreement import forget_locals, no_such_thread, raise_by
 from mpidist.agreement.places import Places
 from mpidist.agreement.turns import Turns
 from mpidist.agreement.waiting import LateError, Waiting
@@ -36,27 +36,6 @@ from mpidist.errors import CollectiveError, DeadlineError
 __all__ = ["Agreement"]
 
 T = TypeVar("T")
-
-
-class _ThreadState(threading.local):
-    """Where a thread is: in how many blocks, and which of them it must leave."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        # The depth of the blocks that other ranks left by an error, and the error
-        self.unwinding: tuple[int, Exception] | None = None
-
-
-class _Claim(NamedTuple):
-    """What this rank is about to do, or why it cannot; see `Agreement.require_same`."""
-
-    call: Call
-    thread: str = ""  # which of the rank's threads makes the call
-    error: Exception | None = None
-    timeout: float | None = None
-    is_patient: bool = False
-    payload: Sequence[Any] = ()
-    place: int = 0
 
 
 class Agreement:
@@ -75,7 +54,7 @@ class Agreement:
         self._waiting = Waiting(comm)
         self.turns = Turns()
         self.places = Places()
-        self._thread = _ThreadState()
+        self._thread = ThreadState()
         if self.size > 1:
             Agreement.in_use.append(self)
 
@@ -120,7 +99,7 @@ class Agreement:
             return place != 0
         with self.turns:
             thread = self.turns.thread()
-            claim = _Claim(call, thread, error, timeout, is_patient, payload, place)
+            claim = Claim(call, thread, error, timeout, is_patient, payload, place)
             if not self._is_agreed(claim):
                 self._settle(claim)
             return self.comparison.is_same_place
@@ -137,7 +116,7 @@ class Agreement:
         self.calls += 1
         telling = Telling(number ^ self.places.digest, place=place)
         if not self.comparison.is_same(telling):
-            self._settle(_Claim(call, place=place))
+            self._settle(Claim(call, place=place))
         return self.comparison.is_same_place
 
     def exchange(self, call: Call, number: int, array: Any) -> Sequence[Any]:
@@ -150,7 +129,7 @@ class Agreement:
             parts = self.comparison.exchange(number ^ self.places.digest, array)
             if parts is not None:
                 return parts
-            self._settle(_Claim(call, payload=(array,)))
+            self._settle(Claim(call, payload=(array,)))
         else:
             self.require_same(call, payload=(array,))
         (parts,) = self.comparison.payloads((array,))
@@ -161,7 +140,7 @@ class Agreement:
         is_well = self.broken is None and self._thread.unwinding is None
         return is_well and not self.turns.thread()
 
-    def _settle(self, claim: _Claim) -> None:
+    def _settle(self, claim: Claim) -> None:
         """Raise what keeps the ranks apart, or let another thread go first."""
         is_agreed = False
         while not is_agreed:
@@ -172,7 +151,7 @@ class Agreement:
                 claim = claim._replace(thread=first, error=error)
             is_agreed = self._is_agreed(claim)
 
-    def _is_agreed(self, claim: _Claim) -> bool:
+    def _is_agreed(self, claim: Claim) -> bool:
         """Tell the other ranks, and return whether all said the same."""
         call, thread, error, timeout, is_patient, payload, place = claim
         if self.broken is not None:
@@ -210,7 +189,13 @@ class Agreement:
             result = fn()
         except BaseException as caught:
             error = caught
-        self.leave_block(operation, error)
+        try:
+            self.leave_block(operation, error)
+        except BaseException as raised:
+            forget_locals(raised)
+            raise
+        finally:
+            del error
         return result
 
     def enter_block(self) -> None:
@@ -250,7 +235,11 @@ class Agreement:
         try:
             return fn()
         except Exception as error:
-            self.raise_together(operation, error)
+            try:
+                self.raise_together(operation, error)
+            except Exception as raised:
+                forget_locals(raised)
+                raise
             raise
 
     def root_only(self, operation: str, fn: Callable[[], T], root: int = 0) -> T:
@@ -323,7 +312,7 @@ class Agreement:
         )
         raise DeadlineError(self.broken) from None
 
-    def _resolve(self, claim: _Claim) -> str:
+    def _resolve(self, claim: Claim) -> str:
         """Return the thread whose turn it is, or raise what keeps the ranks apart."""
         call, error = claim.call, claim.error
         record = Record(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from mpidist.agreement.calls import (
@@ -16,7 +18,9 @@ from mpidist.agreement.calls import (
 )
 from mpidist.errors import DivergenceError, MismatchError, RemoteError
 
-__all__ = ["no_such_thread", "raise_by"]
+__all__ = ["forget_locals", "no_such_thread", "raise_by"]
+
+_FOLDER = str(Path(__file__).parent) + os.sep
 
 
 def raise_by(
@@ -73,3 +77,18 @@ def no_such_thread(call: Call, rank: int, thread: str) -> DivergenceError:
         f"rank {rank} is in {call.operation} at {call_site()}, and has no other thread "
         f"that could join the call that other ranks make in {name}"
     )
+
+
+def forget_locals(error: BaseException) -> None:
+    """Let the functions here that an error has left forget their variables.
+
+    They know the error, and it knows them by its traceback. Such a circle is freed by
+    the garbage collector only, and with it all that the user's function had when it
+    failed.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.startswith(_FOLDER):
+            with contextlib.suppress(RuntimeError):  # one that still runs
+                trace.tb_frame.clear()
+        trace = trace.tb_next
