@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import warnings
@@ -125,3 +126,19 @@ def test_too_little_shared_memory_is_said_and_done_without(comm, monkeypatch):
     found = strategy.reduce("SUM", np.arange(3) + comm.rank)
     assert found.tolist() == [comm.size * i + sum(range(comm.size)) for i in range(3)]
     strategy.experimental_finalize()
+
+
+def test_cores_are_those_that_ranks_may_use(comm):
+    """Bound to one core each, they have as many as they are."""
+    mine = os.sched_getaffinity(0)
+    cores = sorted(set.union(*comm.allgather(mine)))
+    if len(cores) < 2:
+        pytest.skip("there is one core")
+    try:
+        os.sched_setaffinity(0, {cores[comm.rank % 2]})
+        board = Board(comm, 64)
+        assert board._has_cores == (comm.size <= 2)
+        board.meet()
+        board.close()
+    finally:
+        os.sched_setaffinity(0, mine)

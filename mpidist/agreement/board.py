@@ -79,7 +79,7 @@ class Board:
             [_words(page) for page in pages] for pages in self.both_pages
         ]
         self.meetings = 0
-        self._has_cores = self.size <= (os.cpu_count() or 1)
+        self._has_cores = self.size <= _count_cores(comm)
         self._spins = _SPINS if self._has_cores and not is_patient else 0
 
     @staticmethod
@@ -154,6 +154,14 @@ def _lay_out(page_bytes: int, slot_bytes: int) -> list[slice]:
         end = start + size
         pieces.append(slice(start, end))
     return pieces
+
+
+def _count_cores(comm: MPI.Intracomm) -> int:
+    """Return how many cores the ranks may use, all together. Collective."""
+    if not hasattr(os, "sched_getaffinity"):  # not on Linux
+        return os.cpu_count() or 1
+    everyone = comm.allgather(os.sched_getaffinity(0))
+    return len(set.union(*everyone))
 
 
 def _shared_window(size_bytes: int, comm: MPI.Intracomm) -> MPI.Win:
