@@ -258,7 +258,7 @@ class ReplicaContext:
           (array([2., 2.]),)
         """
         self._require_current("all_reduce")
-        return self._strategy.extended.all_reduce(reduce_op, value, options)
+        return self._strategy.extended.reduce("all_reduce", reduce_op, value, options)
 
     def all_gather(
         self, value: Any, axis: int, options: CommunicationOptions | None = None

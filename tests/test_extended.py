@@ -173,10 +173,8 @@ def test_update_config_proto_returns_a_deep_copy(strategy):
     assert updated["replica_id"] == strategy.extended.replica_id
     topology = strategy.extended.topology
     has_board = topology.is_one_node and topology.size > 1
-    assert (updated["device"], updated["transport"]) == (
-        "CPU:0",
-        "shared" if has_board else "mpi",
-    )
+    assert updated["device"] == "CPU:0"
+    assert ("shared" if has_board else "mpi") in updated["transport"].split(", ")
     with pytest.raises(TypeError, match="mapping"):
         strategy.update_config_proto([1])
 

@@ -137,7 +137,9 @@ class BoardComparison:
         words, place = board.both_words[turn], telling.place
         mine = words[board.rank]
         mine[1], mine[2] = telling.has_failed, place
-        is_same = self._compare(telling.number, telling.deadline, telling.is_patient)
+        is_same = self._compare(
+            words, telling.number, telling.deadline, telling.is_patient
+        )
         self.is_same_place = place != 0 and all(word[2] == place for word in words)
         return is_same
 
@@ -150,18 +152,21 @@ class BoardComparison:
         turn = (board.meetings + 1) & 1
         parts = places[turn]
         parts[board.rank][...] = array
-        board.both_words[turn][board.rank][1] = False
-        return parts if self._compare(number) else None
+        words = board.both_words[turn]
+        words[board.rank][1] = False
+        return parts if self._compare(words, number) else None
 
     def _compare(
-        self, number: int, deadline: float | None = None, is_patient: bool = False
+        self,
+        words: Sequence[Any],
+        number: int,
+        deadline: float | None = None,
+        is_patient: bool = False,
     ) -> bool:
         """Meet, and compare this number and whether ranks have failed."""
-        board = self._board
-        words = board.both_words[(board.meetings + 1) & 1]
-        words[board.rank][0] = number
-        board.meet(deadline, is_patient)
-        return not [word for word in words if word[0] != number or word[1]]
+        words[self._board.rank][0] = number
+        self._board.meet(deadline, is_patient)
+        return all(not (word[0] != number or word[1]) for word in words)
 
     def payloads(self, like: Sequence[Any]) -> Iterator[list[Any]]:
         """See `Comparison.payloads`."""

@@ -18,6 +18,7 @@ class Places:
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
+        # None where it is to be computed
         self._digest: int | None = 0
 
     @property

@@ -15,6 +15,7 @@ import time
 __all__ = ["Turns"]
 
 _LOOK_AGAIN_SECONDS = 0.05
+_get_ident = threading.get_ident
 
 
 class Turns:
@@ -28,7 +29,7 @@ class Turns:
 
     def thread(self) -> str:
         """Return this thread's name, the same on all ranks; "" for the first thread."""
-        if threading.get_ident() == self._creator:
+        if _get_ident() == self._creator:
             return ""
         return threading.current_thread().name
 
