@@ -13,8 +13,6 @@ __all__ = ["Results", "StepResults"]
 
 # New memory of so many bytes costs more than to look for some that is free
 _LARGE_BYTES = 128 << 10
-
-
 _BUFFERS = 4
 _LINE_BYTES = 64
 
