@@ -137,15 +137,23 @@ class GradientBuckets:
         """
         if self._is_closed:  # on all replicas
             raise ContextError("these GradientBuckets are closed")
-        error = None
-        if self._step is not None:
-            error = ContextError("GradientBuckets: a step has begun already")
-        self._agreement.raise_together(f"{_CALL}.__enter__", error)
+        operation = f"{_CALL}.__enter__"
+        step = self._agreement.prepare(operation, self._begin)
+        try:
+            self._agreement.require_same(Call(operation))
+        except Exception as error:
+            step.cancel(error)
+            raise
         self.result = None
-        self._results.begin(sum(self._sizes) + 64 * len(self._sizes))
-        self._step = BucketStep(self._buckets, self._reduce, self._is_threaded)
+        self._step = step
         self._agreement.enter_block()
         return self
+
+    def _begin(self) -> BucketStep:
+        if self._step is not None:
+            raise ContextError("GradientBuckets: a step has begun already")
+        self._results.begin(sum(self._sizes) + 64 * len(self._sizes))
+        return BucketStep(self._buckets, self._reduce, self._is_threaded)
 
     def put(self, key: Any, value: Any) -> None:
         """Hand over the gradients of one key of the nest. Not collective.
@@ -206,14 +214,13 @@ class GradientBuckets:
         try:
             timeout = self._options.timeout_seconds
             self._agreement.leave_block(f"{_CALL}.__exit__", error, timeout)
-        finally:
-            # Even so other replicas need what this one has not put, to come to an end;
-            # but a process that is interrupted should end at once
-            if error is None or isinstance(error, Exception):
-                for leaf in missing:
-                    step.put(leaf, self._zeros(leaf))
-                step.finish()
+        except Exception as raised:
+            # The threads of other replicas wait for what this one has not put
+            step.finish(raised)
             self._results.end()
+            raise
+        step.finish()
+        self._results.end()
         self._agreement.raise_together(f"{_CALL}.__exit__", step.error)
         self.result = nest.unflatten(self._spec, step.results())
         if not self._has_order:
@@ -221,15 +228,16 @@ class GradientBuckets:
             self._plan(self._agreement.root_only(_CALL, lambda: order))
             self._has_order = True
 
-    def _zeros(self, leaf: int) -> Any:
-        dtype, shape = self._kinds[leaf]
-        return self._group.zeros(shape, dtype)
-
-    def _reduce(self, bucket: int, values: Sequence[Any]) -> list[Any]:
+    def _reduce(
+        self, bucket: int, values: Sequence[Any], error: Exception | None
+    ) -> list[Any]:
+        """Return the reductions of a bucket, or raise on all replicas. Collective."""
         if bucket == 0 and self._is_threaded:  # these are a thread's own
             self._group.use_device()
             self._own.turns.adopt()
         call, number = self._calls[bucket]
+        if error is not None:
+            self._own.raise_together(call.operation, error)
         collectives, options = self._channel.collectives, self._options
         return collectives.reduce_again(call, number, self._op, values, options)
 

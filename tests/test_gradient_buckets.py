@@ -108,8 +108,8 @@ def test_reductions_go_on_beside_the_computation(comm, strategy):
     reduced = threading.Event()
     reduce = buckets._reduce
 
-    def spy(bucket, values):
-        result = reduce(bucket, values)
+    def spy(bucket, values, error):
+        result = reduce(bucket, values, error)
         reduced.set()
         return result
 
@@ -205,6 +205,28 @@ def test_an_error_while_others_communicate_inside(comm, strategy, buckets):
 
     with pytest.raises(ZeroDivisionError, match="backward pass"):
         strategy.run(backward)
+    require_good_step(comm, buckets)
+
+
+@pytest.mark.parametrize("culprit", [0, -1])
+def test_a_step_that_cannot_begin_on_one_rank_begins_on_none(
+    comm, monkeypatch, buckets, culprit
+):
+    """Not even its thread stays."""
+
+    def fail(size):
+        raise MemoryError(f"no {size} bytes")
+
+    if comm.rank == culprit % comm.size:
+        monkeypatch.setattr(buckets._results, "begin", fail)
+    mine = gradients(comm.rank)
+    with pytest.raises(MemoryError, match="bytes"), buckets:
+        buckets.put("w", mine["w"])
+    monkeypatch.undo()
+    for thread in threading.enumerate():
+        if thread.name == "mpidist-reduce":
+            thread.join(60)
+            assert not thread.is_alive()
     require_good_step(comm, buckets)
 
 

@@ -12,7 +12,7 @@ from mpidist.errors import ArgumentTypeError
 
 __all__ = ["BucketStep", "divide", "leaves_by_key"]
 
-Reduce = Callable[[int, Sequence[Any]], Sequence[Any]]
+Reduce = Callable[[int, Sequence[Any], Exception | None], Sequence[Any]]
 
 
 def divide(
@@ -72,8 +72,8 @@ class BucketStep:
 
     Args:
       buckets: the leaves of each, in the order in which they are reduced.
-      reduce: given the number of a bucket and its arrays, returns their reductions.
-        Collective.
+      reduce: given the number of a bucket and its arrays, returns their reductions;
+        given an error, raises it on all ranks. Collective.
       is_threaded: whether there is a thread; else `finish` does its work.
     """
 
@@ -91,6 +91,8 @@ class BucketStep:
         self._lacking = [len(leaves) for leaves in buckets]
         self.order: list[int] = []  # in which the leaves were put
         self.error: Exception | None = None
+        self._failure: Exception | None = None
+        self._is_cancelled = False
         self._thread: threading.Thread | None = None
         if is_threaded:
             self._thread = threading.Thread(
@@ -115,8 +117,19 @@ class BucketStep:
         if not self._lacking[bucket]:
             self._is_ready[bucket].set()
 
-    def finish(self) -> None:
-        """Return when all buckets are reduced, or `error` says why not."""
+    def cancel(self, error: Exception) -> None:
+        """Let the thread end by itself, where no rank has put anything."""
+        self._is_cancelled = True
+        self._fail(error)
+
+    def finish(self, error: Exception | None = None) -> None:
+        """Return when all buckets are reduced, or `error` says why not.
+
+        Args:
+          error: raised in place of the first bucket that lacks arrays, on all ranks.
+        """
+        if error is not None:
+            self._fail(error)
         if self._thread is None:
             self._work()
         else:
@@ -126,11 +139,21 @@ class BucketStep:
         """Yield the reductions of all leaves in their order."""
         return (self._results[leaf] for leaf in range(len(self._results)))
 
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        for is_ready in self._is_ready:
+            is_ready.set()
+
     def _work(self) -> None:
         try:
             for bucket, leaves in enumerate(self._buckets):
                 self._is_ready[bucket].wait()
-                reduced = self._reduce(bucket, [self._given[leaf] for leaf in leaves])
+                if self._is_cancelled:
+                    return
+                lacks = self._lacking[bucket] > 0
+                values = [] if lacks else [self._given[leaf] for leaf in leaves]
+                failure = self._failure if lacks else None
+                reduced = self._reduce(bucket, values, failure)
                 self._results.update(zip(leaves, reduced, strict=True))
         except Exception as caught:
             self.error = caught

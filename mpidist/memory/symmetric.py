@@ -99,7 +99,7 @@ class SymmetricMemory:
             self._agreement.require_same(Call(operation), error)
         finally:
             if path and rank == 0:
-                Path(path).unlink()
+                Path(path).unlink(missing_ok=True)
         assert root is not None
         self._register(root, rank * part_bytes, part_bytes)
         mine = root[rank * part_bytes :]
