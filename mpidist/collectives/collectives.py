@@ -57,10 +57,9 @@ class Collectives:
         self.routes = routes
         self.transport = routes.default
         self.size = agreement.size
-        self._results = results
-        self._gathers = Gathers(self.size, routes, self._results)
-        self.sums = Sums(self.size, routes, symmetric, self._results)
-        self._repeated = RepeatedReductions(agreement, routes, symmetric, self._results)
+        self._gathers = Gathers(self.size, routes, results)
+        self.sums = Sums(self.size, routes, symmetric, results)
+        self._repeated = RepeatedReductions(agreement)
 
     def all_reduce(
         self,
@@ -85,8 +84,11 @@ class Collectives:
         is_plain = options is None and reduce_arrays is None
         if is_plain:
             known = self._repeated.find(operation, reduce_op, value)
+            if known is not None and known.fits:
+                return self._repeated.reduce_small(known, value)
             if known is not None:
-                return self._repeated.reduce(known, value)
+                call, number, op = known.call, known.number, known.op
+                return self.reduce_again(call, number, op, [value], _DEFAULT)[0]
         options = options or _DEFAULT
 
         def prepare() -> tuple[ReduceOp, list[Any], nest.Spec, list[Any]]:
