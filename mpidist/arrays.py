@@ -7,19 +7,18 @@ allows it; `like` turns a result back into the kind that came in.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from typing import Any
 
 import numpy as np
 
-from mpidist.errors import ArgumentTypeError, DTypeError, LaunchError
+from mpidist.errors import ArgumentTypeError, DTypeError
 from mpidist.values import ArrayView, DistributedValues, local_component
 
 __all__ = [
     "accumulator_dtype",
+    "current_gpu",
     "fits_device",
-    "gpu_count",
     "is_float16",
     "is_floating",
     "like",
@@ -32,22 +31,23 @@ __all__ = [
     "to_device_like",
     "to_host",
     "to_tensor",
-    "use_gpu",
 ]
 
 _PYTHON_NUMBERS = (bool, int, float, complex)
 _NUMERIC_KINDS = "iufc"
+_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 
 def to_array(value: Any, name: str = "value") -> Any:
     """Return `value` as a NumPy or CuPy array in native byte order.
 
     Takes arrays, array scalars, Python numbers, variables, mirrored values, and any
-    object with `__array_interface__`, `__dlpack__` or a buffer. `name` is how messages
-    call it.
+    object with `__array_interface__`, `__dlpack__`, `__cuda_array_interface__` or a
+    buffer. What lies on a GPU becomes a CuPy array there. `name` is how messages call
+    it.
 
     Raises:
-      ArgumentTypeError: it is none of these.
+      ArgumentTypeError: it is none of these, or on a GPU, and there is no CuPy.
     """
     if type(value) is np.ndarray:
         array = value
@@ -63,6 +63,8 @@ def to_array(value: Any, name: str = "value") -> Any:
         array = np.asarray(value)
     elif is_device_array(value):
         return value
+    elif _is_on_gpu(value):
+        return _to_cupy(value, name)
     elif hasattr(value, "__dlpack__"):
         array = _from_dlpack(value, name)
     elif hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
@@ -101,13 +103,27 @@ def like(result: Any, original: Any) -> Any:
         return result[()]
     if isinstance(original, _PYTHON_NUMBERS):
         return result.item() if result.ndim == 0 else result
-    is_foreign = hasattr(original, "__dlpack__") and not isinstance(
-        original, np.ndarray | ArrayView
-    )
-    if not is_foreign or is_device_array(original):
+    if isinstance(original, np.ndarray | ArrayView) or is_device_array(original):
         return result
-    library = sys.modules.get(type(original).__module__.partition(".")[0])
-    return _to_library(np.asarray(result), library)
+    if not hasattr(original, "__dlpack__"):
+        return _to_numba(result, original)
+    if not is_device_array(result):  # perhaps an array scalar
+        result = np.asarray(result)
+    return _to_library(result, _library_of(original))
+
+
+def _library_of(array: Any) -> Any:
+    """Return the module that has the functions for arrays of another library."""
+    if hasattr(array, "__array_namespace__"):
+        return array.__array_namespace__()
+    return sys.modules.get(type(array).__module__.partition(".")[0])
+
+
+def _to_numba(result: Any, original: Any) -> Any:
+    """Return a CuPy array as Numba's, if the original was such a one."""
+    if type(original).__module__.startswith("numba.") and is_device_array(result):
+        return sys.modules["numba"].cuda.as_cuda_array(result)
+    return result
 
 
 def _to_library(array: Any, library: Any) -> Any:
@@ -131,6 +147,39 @@ def is_device_array(value: Any) -> bool:
     """Return whether `value` is a CuPy array."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(value, cupy.ndarray)
+
+
+def _is_on_gpu(value: Any) -> bool:
+    """Return whether an array of another library lies on an NVIDIA GPU."""
+    if hasattr(value, "__dlpack_device__"):
+        return value.__dlpack_device__()[0] in _DLPACK_CUDA
+    # Tensors of PyTorch have this attribute only there
+    return hasattr(value, "__cuda_array_interface__")
+
+
+def _to_cupy(value: Any, name: str) -> Any:
+    """Return another library's array on a GPU as a CuPy array, without a copy.
+
+    What the current stream does with it comes after what its library was told before.
+    """
+    try:
+        import cupy
+    except ImportError:
+        raise ArgumentTypeError(
+            f"{name} is on a GPU, which needs CuPy: pip install mpidist[cuda12] or "
+            "[cuda13]"
+        ) from None
+    try:
+        if not hasattr(value, "__dlpack__"):
+            return cupy.asarray(value)
+        if str(getattr(value, "dtype", "")) == "torch.bfloat16":
+            import ml_dtypes
+
+            bits = cupy.from_dlpack(value.view(sys.modules["torch"].int16))
+            return bits.view(ml_dtypes.bfloat16)
+        return cupy.from_dlpack(value)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise _copy_needed(value, name, error) from error
 
 
 def is_float16(dtype: np.dtype[Any]) -> bool:
@@ -180,10 +229,14 @@ def _from_dlpack(value: Any, name: str) -> Any:
             return np.from_dlpack(bits).view(ml_dtypes.bfloat16)
         return np.from_dlpack(value)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
-        raise ArgumentTypeError(
-            f"{name}, a {type(value).__module__}.{type(value).__qualname__}, cannot be "
-            f"taken without a copy: {error}"
-        ) from error
+        raise _copy_needed(value, name, error) from error
+
+
+def _copy_needed(value: Any, name: str, error: Exception) -> ArgumentTypeError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return ArgumentTypeError(
+        f"{name}, a {kind}, cannot be taken without a copy: {error}"
+    )
 
 
 def _has_buffer(value: Any) -> bool:
@@ -196,34 +249,9 @@ def _has_buffer(value: Any) -> bool:
     return True
 
 
-def gpu_count() -> int:
-    """Return how many GPUs CuPy can use in this process; 0 without CuPy or a driver."""
-    if importlib.util.find_spec("cupy") is None:
-        return 0
-    import cupy
-
-    try:
-        return int(cupy.cuda.runtime.getDeviceCount())
-    except cupy.cuda.runtime.CUDARuntimeError:
-        return 0
-
-
-def use_gpu(index: int) -> None:
-    """Make GPU `index` the current device of this thread.
-
-    Raises:
-      LaunchError: CuPy is not installed, or there is no such GPU.
-    """
-    count = gpu_count()
-    if index >= count:
-        raise LaunchError(
-            f"GPU:{index} cannot be used: CuPy sees {count} GPUs here. Install "
-            "mpidist[cuda12] or [cuda13] on a machine with a GPU, or pass "
-            "devices=['CPU:0']"
-        )
-    import cupy
-
-    cupy.cuda.Device(index).use()
+def current_gpu() -> int:
+    """Return the number of the current GPU of this thread, in this process."""
+    return int(sys.modules["cupy"].cuda.runtime.getDevice())
 
 
 def to_host(array: Any) -> Any:
@@ -241,7 +269,9 @@ def synchronize(array: Any) -> None:
 
 def fits_device(array: Any) -> bool:
     """Return whether a GPU can hold `array`: numbers, booleans; not text or dates."""
-    return array.dtype.kind in _NUMERIC_KINDS + "b"
+    dtype = array.dtype
+    is_known = dtype.kind in _NUMERIC_KINDS + "b" or is_float16(dtype)
+    return is_known and dtype.char not in "gG"  # long double
 
 
 def to_device(array: Any, device: str) -> Any:

@@ -8,6 +8,7 @@ from mpidist.agreement.agree import Agreement
 from mpidist.agreement.comparing import BoardComparison
 from mpidist.collectives.collectives import Collectives
 from mpidist.collectives.results import Results
+from mpidist.gpu.facts import GpuFacts
 from mpidist.memory.boards import make_board
 from mpidist.memory.symmetric import SymmetricMemory
 from mpidist.topology import Topology
@@ -38,8 +39,8 @@ class Channel:
       agreement: of all ranks, on the communicator; borrowed. Where all ranks share
         memory, it compares there from now on.
       topology: the nodes of these ranks.
-      device: of this rank.
       symmetric: the arrays that lie in memory of the node.
+      gpus: of all ranks, where replicas are on GPUs.
       is_patient: whether to leave the core to other threads while waiting.
       results: see `Collectives`.
 
@@ -52,8 +53,9 @@ class Channel:
         operation: str,
         agreement: Agreement,
         topology: Topology,
-        device: str,
         symmetric: SymmetricMemory,
+        gpus: GpuFacts | None = None,
+        *,
         is_patient: bool = False,
         results: Results | None = None,
     ):
@@ -68,11 +70,8 @@ class Channel:
                 is_patient=is_patient,
             )
         if self._board is not None and topology.is_one_node:
-            # What lies on a GPU would have to be copied
-            is_host = device.startswith("CPU")
-            comparison = BoardComparison(self._board, payload_bytes if is_host else 0)
-            agreement.comparison = comparison
-        kind = device.partition(":")[0]
+            agreement.comparison = BoardComparison(self._board, payload_bytes)
+        kind = "CPU" if gpus is None else "GPU"
         library = short_name(MPI.Get_library_version())
         self.layout = Layout(library, topology.node_sizes, kind)
         table = None
@@ -81,7 +80,7 @@ class Channel:
                 operation, lambda: find_table(table_path(), self.layout)
             )
         self._routes = agreement.block(
-            operation, lambda: Routes(agreement, device, self._board, table, library)
+            operation, lambda: Routes(agreement, self._board, table, library, gpus)
         )
         self.collectives = Collectives(
             agreement, self._routes, symmetric, results or Results()

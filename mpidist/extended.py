@@ -17,6 +17,7 @@ from mpidist.context import (
 )
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.errors import ArgumentError, ContextError
+from mpidist.gpu.facts import GpuRequest
 from mpidist.multi_step import MultiStepContext
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.regrouping import regroup, select_replica
@@ -49,8 +50,9 @@ class StrategyExtended(ReplicaGroup):
         devices: Sequence[str] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         communicator: MPI.Intracomm | None = None,
+        gpu_request: GpuRequest | None = None,
     ):
-        super().__init__(devices, cross_device_ops, communicator)
+        super().__init__(devices, cross_device_ops, communicator, gpu_request)
         self.strategy = strategy
         self._replica_context = ReplicaContext(strategy, self.replica_id)
 

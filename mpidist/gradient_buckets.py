@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 from mpidist import arrays, nest
@@ -17,6 +19,7 @@ from mpidist.collectives.bucketing import BucketStep, divide, leaves_by_key
 from mpidist.collectives.leaves import check_each, to_arrays
 from mpidist.collectives.results import StepResults
 from mpidist.errors import ArgumentError, ContextError
+from mpidist.gpu.streams import SideStream, record
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replica_group import ReplicaGroup
 
@@ -94,8 +97,8 @@ class GradientBuckets:
                 _CALL,
                 self._own,
                 group.topology,
-                group.device,
                 group.symmetric_memory,
+                group.gpus,
                 is_patient=True,
                 results=self._results,
             )
@@ -104,6 +107,9 @@ class GradientBuckets:
             self._own.comm.Free()
             raise
         self._is_threaded = self._can_be_threaded()
+        self._side: SideStream | None = None
+        if self._is_threaded and group.gpus is not None:
+            self._side = SideStream()
         group.closing.append(self.close)
 
     def _can_be_threaded(self) -> bool:
@@ -152,7 +158,10 @@ class GradientBuckets:
     def _begin(self) -> BucketStep:
         if self._step is not None:
             raise ContextError("GradientBuckets: a step has begun already")
-        self._results.begin(sum(self._sizes) + 64 * len(self._sizes))
+        size = sum(self._sizes) + 64 * len(self._sizes)
+        self._results.begin(size, self._group.zeros((0,), np.uint8))
+        if self._side is not None:
+            self._side.begin()
         return BucketStep(self._buckets, self._reduce, self._is_threaded)
 
     def put(self, key: Any, value: Any) -> None:
@@ -189,8 +198,9 @@ class GradientBuckets:
                 )
             if self._step.has(number):
                 raise ArgumentError(f"gradient {key!r} was put twice in this step")
-            arrays.synchronize(array)  # the thread has a stream of its own
-            self._step.put(number, array)
+            # The thread has a stream of its own
+            made = record() if arrays.is_device_array(array) else None
+            self._step.put(number, array, made)
 
     def __exit__(
         self,
@@ -221,6 +231,8 @@ class GradientBuckets:
             raise
         step.finish()
         self._results.end()
+        if self._side is not None:
+            self._side.end()
         self._agreement.raise_together(f"{_CALL}.__exit__", step.error)
         self.result = nest.unflatten(self._spec, step.results())
         if not self._has_order:
@@ -229,7 +241,11 @@ class GradientBuckets:
             self._has_order = True
 
     def _reduce(
-        self, bucket: int, values: Sequence[Any], error: Exception | None
+        self,
+        bucket: int,
+        values: Sequence[Any],
+        made: Sequence[Any],
+        error: Exception | None,
     ) -> list[Any]:
         """Return the reductions of a bucket, or raise on all replicas. Collective."""
         if bucket == 0 and self._is_threaded:  # these are a thread's own
@@ -239,7 +255,8 @@ class GradientBuckets:
         if error is not None:
             self._own.raise_together(call.operation, error)
         collectives, options = self._channel.collectives, self._options
-        return collectives.reduce_again(call, number, self._op, values, options)
+        with nullcontext() if self._side is None else self._side.work(made):
+            return collectives.reduce_again(call, number, self._op, values, options)
 
     def close(self) -> None:
         """Free the communicator and buffers; a second call does nothing. Collective.

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from mpidist.context import set_default_strategy
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.extended import StrategyExtended
+from mpidist.gpu.facts import GpuRequest
 from mpidist.options import ReduceOp
 from mpidist.packing import Axis
 from mpidist.strategy_v1 import StrategyV1
@@ -30,11 +31,16 @@ class MirroredStrategy(StrategyV1):
         reduce arrays where they lie.
       communicator: the ranks that take part, COMM_WORLD by default. It is duplicated,
         so that nothing else can meet the strategy's messages.
+      allow_shared_gpu: whether ranks may share a GPU, which is a LaunchError otherwise.
+        So may the variable MPIDIST_ALLOW_SHARED_GPU=1.
+      cuda_aware: whether MPI takes addresses of memory on GPUs; None finds out, by
+        asking the library and trying it in a job of its own. The variable
+        MPIDIST_CUDA_AWARE (0 or 1) says it, too.
 
     Raises, on all replicas:
       ArgumentError: no devices, or malformed ones.
       LaunchError: the launcher started several processes but MPI sees one; a GPU that
-        cannot be used; a `cross_device_ops` without its hardware.
+        cannot be used, or that ranks share; a `cross_device_ops` without its hardware.
       MismatchError: kinds of `cross_device_ops` or of devices differ between ranks.
       ContextError: `cross_device_ops` belongs to another strategy already.
       ArgumentTypeError: `cross_device_ops` is no CrossDeviceOps.
@@ -53,11 +59,14 @@ class MirroredStrategy(StrategyV1):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         communicator: MPI.Intracomm | None = None,
+        allow_shared_gpu: bool = False,
+        cuda_aware: bool | None = None,
     ):
         self._devices = None if devices is None else copy.copy(devices)
+        self._gpu_request = GpuRequest(allow_shared_gpu, cuda_aware)
         super().__init__(
             lambda strategy: StrategyExtended(
-                strategy, devices, cross_device_ops, communicator
+                strategy, devices, cross_device_ops, communicator, self._gpu_request
             )
         )
 
@@ -71,6 +80,8 @@ class MirroredStrategy(StrategyV1):
             self._devices,
             self.extended.cross_device_ops.unbound(),
             communicator=self.extended.topology.comm,
+            allow_shared_gpu=self._gpu_request.allow_shared,
+            cuda_aware=self._gpu_request.cuda_aware,
         )
         memo[id(self)] = twin
         return twin

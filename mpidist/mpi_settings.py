@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import os
 
+from mpidist.gpu import early
+
 __all__: list[str] = []
 
 # Open MPI writes to stderr that a way to make windows cannot be used, and takes another
 os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
+
+# Some choose their GPU when they start
+early.choose_early(os.environ)

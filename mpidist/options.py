@@ -120,7 +120,8 @@ class CommunicationImplementation(enum.Enum):
     AUTO lets mpidist choose: where all replicas are on one node it works in memory that
     they share. MPI asks for direct MPI calls on the arrays. (TensorFlow's
     RING is an algorithm that an MPI library picks for itself, so it is not a choice
-    here; NCCL needs GPUs.)
+    here.) NCCL asks for NVIDIA's library for arrays on GPUs, of which each replica
+    needs one of its own; where it cannot be used, that is a LaunchError on all.
 
     Example:
       >>> options = mpidist.CommunicationOptions(implementation="mpi")
@@ -130,6 +131,7 @@ class CommunicationImplementation(enum.Enum):
 
     AUTO = "AUTO"
     MPI = "MPI"
+    NCCL = "NCCL"
 
     @classmethod
     def parse(

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from mpidist import arrays
 from mpidist.collectives.collectives import Collectives
-from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
+from mpidist.cross_device_ops import MpiAllReduce
 from mpidist.errors import ArgumentError, LaunchError
 from mpidist.options import CommunicationOptions
 from mpidist.topology import Topology
 from mpidist.transports import Transport
+from mpidist.transports.staging import StagingTransport
 
 __all__ = ["HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice"]
 
@@ -26,8 +30,10 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
 
     Raises:
       ArgumentError: num_packs is negative.
-      LaunchError, on all replicas: when it is given to a strategy on GPUs, or on nodes
-        without room in shared memory.
+      LaunchError, on all replicas: when it is given to a strategy on nodes without
+        room in shared memory.
+
+    Arrays on GPUs go by way of host memory.
 
     Example:
       >>> ops = mpidist.HierarchicalCopyAllReduce()
@@ -43,7 +49,6 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
     def bind(self, collectives: Collectives, topology: Topology) -> None:
         """See `CrossDeviceOps.bind`."""
         super().bind(collectives, topology)
-        _require_host(self, collectives)
         routes = collectives.routes
         if routes.in_node is None and topology.has_neighbours:
             raise LaunchError(
@@ -51,6 +56,8 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
                 "room in shared memory (a container may be given more: --shm-size)"
             )
         self._transport = routes.in_node or routes.default
+        if routes.default.device and routes.in_node is not None:
+            self._transport = StagingTransport(routes.in_node)
 
     def sum_arrays(
         self, values: Sequence[Any], options: CommunicationOptions
@@ -61,15 +68,17 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
 
 
 class NcclAllReduce(MpiAllReduce):
-    """NVIDIA's NCCL, which needs one GPU per replica.
+    """Reduce arrays on GPUs by NVIDIA's NCCL, which needs a GPU of each replica's own.
+
+    Arrays on the host are reduced by MPI.
 
     Args:
       num_packs: into how many packs arrays of one dtype are put; 0 sends each alone.
 
     Raises:
       ArgumentError: num_packs is negative.
-      LaunchError, on all replicas: when it is given to a strategy, since this version
-        has no NCCL transport.
+      LaunchError, on all replicas: when it is given to a strategy on CPUs, or whose
+        replicas share a GPU, or without NCCL.
 
     Example:
       >>> ops = mpidist.NcclAllReduce(num_packs=2)
@@ -83,10 +92,16 @@ class NcclAllReduce(MpiAllReduce):
 
     def bind(self, collectives: Collectives, topology: Topology) -> None:
         """See `CrossDeviceOps.bind`."""
-        raise LaunchError(
-            f"NcclAllReduce cannot be used: replicas are on {topology.devices}, and "
-            "this version has no NCCL transport; leave cross_device_ops out to use MPI"
-        )
+        super().bind(collectives, topology)
+        collectives.routes.require_nccl("NcclAllReduce")
+
+    def sum_arrays(
+        self, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """See `MpiAllReduce.sum_arrays`."""
+        options = _with_packs(options, self._num_packs, values)
+        nccl = self.collectives.routes.by_name["nccl"]
+        return self.collectives.sums.sum_arrays(values, options, nccl)
 
 
 class ReductionToOneDevice(MpiAllReduce):
@@ -101,8 +116,8 @@ class ReductionToOneDevice(MpiAllReduce):
 
     Raises, on all replicas, when it is given to a strategy:
       ArgumentError: no replica is on `reduce_to_device`.
-      LaunchError: the strategy is on GPUs.
 
+    Arrays on GPUs go by way of host memory; `accumulation_fn` gets them on its GPU.
     Reductions raise, on all replicas, what `accumulation_fn` raises, and ArgumentError
     for another shape.
 
@@ -131,7 +146,6 @@ class ReductionToOneDevice(MpiAllReduce):
     def bind(self, collectives: Collectives, topology: Topology) -> None:
         """See `CrossDeviceOps.bind`."""
         super().bind(collectives, topology)
-        _require_host(self, collectives)
         self._root = _replica_on(self._device, topology.devices)
 
     def sum_arrays(
@@ -146,21 +160,24 @@ class ReductionToOneDevice(MpiAllReduce):
         return [self._sum(value) for value in values]
 
     def _sum(self, value: Any) -> Any:
-        agreement = self.collectives.agreement
-        everyone = np.empty((agreement.size, *value.shape), value.dtype)
+        agreement, host = self.collectives.agreement, arrays.to_host(value)
+        everyone = np.empty((agreement.size, *host.shape), host.dtype)
         if agreement.size > 1:
-            agreement.comm.Gather(value, everyone, self._root)
+            agreement.comm.Gather(host, everyone, self._root)
         else:
-            everyone[0] = value
-        total = agreement.root_only(
-            "ReductionToOneDevice", lambda: self._combine(list(everyone)), self._root
-        )
-        return np.asarray(total)
+            everyone[0] = host
+
+        def combine() -> Any:
+            there = [arrays.to_device_like(part, value) for part in everyone]
+            return arrays.to_host(self._combine(there))
+
+        total = agreement.root_only("ReductionToOneDevice", combine, self._root)
+        return arrays.to_device_like(np.asarray(total), value)
 
     def _combine(self, values: list[Any]) -> Any:
         if self._accumulate is None:
-            return np.sum(values, axis=0, dtype=values[0].dtype)
-        total = np.asarray(self._accumulate(values))
+            return functools.reduce(operator.add, values)
+        total = arrays.namespace(values[0]).asarray(self._accumulate(values))
         if total.shape != values[0].shape:
             raise ArgumentError(
                 f"accumulation_fn returned shape {total.shape} for arrays of shape "
@@ -184,14 +201,6 @@ def _with_packs(
     total = sum(value.nbytes for value in values)
     size = max(1, -(-total // num_packs)) if num_packs else 1
     return dataclasses.replace(options, bytes_per_pack=size)
-
-
-def _require_host(ops: CrossDeviceOps, collectives: Collectives) -> None:
-    if collectives.transport.device:
-        raise LaunchError(
-            f"{type(ops).__name__} reduces arrays on the host only; leave "
-            "cross_device_ops out for a strategy on GPUs"
-        )
 
 
 def _replica_on(device: int | str | None, devices: Sequence[str]) -> int:

@@ -17,6 +17,8 @@ from mpidist.channel import Channel
 from mpidist.collectives.leaves import to_arrays
 from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpidist.errors import ArgumentTypeError
+from mpidist.gpu.devices import use_gpu
+from mpidist.gpu.facts import GpuFacts, GpuRequest, find_facts
 from mpidist.memory.node_memory import NodeMemory
 from mpidist.memory.storage import Field
 from mpidist.memory.symmetric import SymmetricMemory
@@ -37,6 +39,7 @@ class ReplicaGroup:
       devices: see `MirroredStrategy`.
       cross_device_ops: what reduces; None for direct MPI.
       communicator: the ranks; None for COMM_WORLD.
+      gpu_request: what the user says of GPUs.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class ReplicaGroup:
         devices: Sequence[str] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         communicator: MPI.Intracomm | None = None,
+        gpu_request: GpuRequest | None = None,
     ):
         self.topology = Topology.create(communicator)
         self.agreement = Agreement(self.topology.comm)
@@ -55,8 +59,9 @@ class ReplicaGroup:
         # What else is to be closed with the strategy, in the same order on all ranks
         self.closing: list[Callable[[], None]] = []
         self._channel: Channel | None = None
+        self.gpus: GpuFacts | None = None
         try:
-            self._set_up(devices, cross_device_ops)
+            self._set_up(devices, cross_device_ops, gpu_request or GpuRequest())
         except Exception:  # it is raised on all ranks
             self.agreement.close()
             self._close_channel()
@@ -64,7 +69,10 @@ class ReplicaGroup:
             raise
 
     def _set_up(
-        self, devices: Sequence[str] | None, cross_device_ops: CrossDeviceOps | None
+        self,
+        devices: Sequence[str] | None,
+        cross_device_ops: CrossDeviceOps | None,
+        gpu_request: GpuRequest,
     ) -> None:
         call = "MirroredStrategy"
 
@@ -90,8 +98,10 @@ class ReplicaGroup:
         self.topology.devices = tuple(device for device, _, _ in everyone)
         sizes = sorted(size for _, rank, size in everyone if rank == 0)
         self.topology.node_sizes = tuple(sizes)
+        if self._gpu_index is not None:
+            self.gpus = find_facts(self.agreement, self._gpu_index, gpu_request)
         self._channel = Channel(
-            call, self.agreement, self.topology, self.device, self.symmetric_memory
+            call, self.agreement, self.topology, self.symmetric_memory, self.gpus
         )
         self.layout = self._channel.layout
         self.collectives = self._channel.collectives
@@ -187,8 +197,14 @@ class ReplicaGroup:
 
     def use_device(self) -> None:
         """Make this rank's GPU, if it has one, the current one of this thread."""
-        if self.device.startswith("GPU"):
-            arrays.use_gpu(int(self.device.partition(":")[2]))
+        if self._gpu_index is not None:
+            use_gpu(self._gpu_index)
+
+    @property
+    def _gpu_index(self) -> int | None:
+        """The number of this rank's GPU; None if it computes on the CPU."""
+        kind, _, index = self.device.partition(":")
+        return int(index) if kind == "GPU" else None
 
     def broadcast_from_first(self, operation: str, value: Any) -> Any:
         """Return replica 0's nest of arrays on every replica. Collective."""

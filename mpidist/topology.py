@@ -12,8 +12,8 @@ from typing import cast
 
 from mpi4py import MPI
 
-from mpidist import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, LaunchError
+from mpidist.gpu.devices import gpu_count, use_gpu
 
 __all__ = ["Topology", "check_launch", "parse_devices"]
 
@@ -224,21 +224,11 @@ class Topology:
                 )
             kind, index = parsed[min(self.local_rank, len(parsed) - 1)]
         if kind == "GPU":
-            arrays.use_gpu(index)
+            use_gpu(index)
         return f"{kind}:{index}"
 
     def _default_device(self) -> tuple[str, int]:
-        visible = arrays.gpu_count()
-        if visible == 0:
-            return "CPU", 0
-        # A launcher that binds GPUs shows each rank only its own
-        index = 0 if visible == 1 else self.local_rank
-        if index >= visible or (visible == 1 and self.node.Get_size() > 1):
-            shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-            if index >= visible or shown is None:
-                raise LaunchError(
-                    f"local rank {self.local_rank} has no GPU of its own: "
-                    f"{self.node.Get_size()} ranks on this node see {visible}; start "
-                    "one rank per GPU, or pass devices=['CPU:0']"
-                )
-        return "GPU", index
+        visible = gpu_count()
+        # A launcher that binds GPUs shows each rank only its own. Where there are too
+        # few, ranks share them; whether they may is asked once all have chosen
+        return ("GPU", self.local_rank % visible) if visible else ("CPU", 0)

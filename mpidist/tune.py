@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpidist import arrays
 from mpidist.mirrored_strategy import MirroredStrategy
 from mpidist.replica_group import ReplicaGroup
 from mpidist.transports import Transport
@@ -98,13 +99,25 @@ def _call(
     count, ranks = max(1, size // 8), group.num_replicas
     if method == "broadcast":
         buffer = _ones(group, count)
-        return lambda: way.broadcast(buffer, 0, None)
+        return _and_wait(lambda: way.broadcast(buffer, 0, None), buffer)
     if method == "allreduce":
         send, receive = _ones(group, count), _ones(group, count)
-        return lambda: way.allreduce_sum(send, receive, None)
+        return _and_wait(lambda: way.allreduce_sum(send, receive, None), receive)
     counts = [max(1, count // ranks)] * ranks
     part, gathered = _ones(group, counts[0]), _ones(group, sum(counts))
-    return lambda: way.allgatherv(part, gathered, counts, None)
+    return _and_wait(lambda: way.allgatherv(part, gathered, counts, None), gathered)
+
+
+def _and_wait(call: Callable[[], None], result: Any) -> Callable[[], None]:
+    """Return a call that ends when a GPU, if one has work with the result, is done."""
+    if not arrays.is_device_array(result):
+        return call
+
+    def call_and_wait() -> None:
+        call()
+        arrays.synchronize(result)
+
+    return call_and_wait
 
 
 def _ones(group: ReplicaGroup, count: int) -> Any:

@@ -102,9 +102,9 @@ def test_the_pages_device_lists(comm):
 
 
 def test_gpus_that_are_not_there_are_an_error_by_name(comm):
-    from mpidist import arrays
+    from mpidist.gpu import devices
 
-    if arrays.gpu_count():
+    if devices.gpu_count():
         pytest.skip("this machine has a GPU")
     with pytest.raises(mpidist.LaunchError, match="GPU:0 cannot be used"):
         mpidist.MirroredStrategy(["GPU:0"], communicator=comm)

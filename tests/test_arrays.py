@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist import arrays
+from mpidist.gpu import devices
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 VALUES = np.arange(6, dtype="f4").reshape(2, 3)
@@ -212,8 +213,8 @@ def test_on_the_cpu_nothing_moves():
 
 
 def test_a_gpu_that_is_not_there_is_an_error_by_name():
-    count = arrays.gpu_count()
+    count = devices.gpu_count()
     with pytest.raises(
         mpidist.LaunchError, match=f"GPU:{count} cannot be used: CuPy sees"
     ):
-        arrays.use_gpu(count)
+        devices.use_gpu(count)

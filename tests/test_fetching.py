@@ -14,6 +14,7 @@ import mpidist
 from mpidist import Dataset, InputOptions, arrays, copy_streams
 from mpidist.data.distributed import feed, fetching
 from mpidist.data.distributed.ahead import ReadAhead
+from mpidist.gpu import devices
 
 DEPTHS = [0, 1, 3]
 MESSAGE = "damaged on purpose"
@@ -318,7 +319,7 @@ def test_on_a_cpu_batches_are_handed_out_as_they_were_read(
 @pytest.fixture
 def gpu_strategy(comm):
     pytest.importorskip("cupy")
-    if not arrays.gpu_count():
+    if not devices.gpu_count():
         pytest.skip("there is no GPU")
     strategy = mpidist.MirroredStrategy(devices=["GPU:0"], communicator=comm)
     yield strategy

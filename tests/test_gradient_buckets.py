@@ -108,8 +108,8 @@ def test_reductions_go_on_beside_the_computation(comm, strategy):
     reduced = threading.Event()
     reduce = buckets._reduce
 
-    def spy(bucket, values, error):
-        result = reduce(bucket, values, error)
+    def spy(*arguments):
+        result = reduce(*arguments)
         reduced.set()
         return result
 
@@ -214,7 +214,7 @@ def test_a_step_that_cannot_begin_on_one_rank_begins_on_none(
 ):
     """Not even its thread stays."""
 
-    def fail(size):
+    def fail(size, like):
         raise MemoryError(f"no {size} bytes")
 
     if comm.rank == culprit % comm.size:

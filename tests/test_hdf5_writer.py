@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist import Dataset, Hdf5Writer, arrays
+from mpidist import Dataset, Hdf5Writer
 from mpidist.data.hdf5.layout import BLOCK_BYTES
 from mpidist.data.hdf5.unfinished import Unfinished
+from mpidist.gpu import devices
 
 
 @pytest.fixture
@@ -278,7 +279,7 @@ def test_arrays_of_any_layout_and_library(comm, strategy, path):
 @pytest.mark.gpu
 def test_arrays_on_a_gpu(comm, strategy, path):
     cupy = pytest.importorskip("cupy")
-    if not arrays.gpu_count():
+    if not devices.gpu_count():
         pytest.skip("there is no GPU")
     with Hdf5Writer(strategy, path, chunk_rows=5) as writer:
         writer.append(cupy.asarray(rows_of(comm.rank, 12)))

@@ -1,22 +1,30 @@
-"""The contract of all transports, with NumPy as the oracle."""
+"""The contract of all transports, on the host and on GPUs, with NumPy as the oracle."""
 
 from __future__ import annotations
 
 import functools
 import math
+import os
 import time
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import mpidist
+from mpidist import arrays
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.board import Board
+from mpidist.gpu.devices import gpu_count, use_gpu
+from mpidist.gpu.ipc import share_buffers
 from mpidist.transports.by_size import BySizeTransport
+from mpidist.transports.device import DeviceMpiTransport, DeviceTransport
 from mpidist.transports.hierarchical import HierarchicalTransport
+from mpidist.transports.ipc import SLOTS, IpcTransport
 from mpidist.transports.mpi import MpiTransport
 from mpidist.transports.ordered import OrderedTransport
 from mpidist.transports.shared import SharedTransport
+from mpidist.transports.staging import StagingTransport
 
 DTYPES = ["i1", "u2", "i4", "i8", "f4", "f8", "g", "c8", "c16"]
 SIZES = [0, 1, 2, 7, 63, 64, 65, 1000, 4096, 10_007]
@@ -69,6 +77,65 @@ def make_hierarchical(agreement, ranks_per_node):
     return transport, close
 
 
+def make_ipc(agreement, slot_bytes):
+    board = Board(agreement.comm, 64)
+    buffers, reason = share_buffers(agreement, SLOTS * slot_bytes)
+    if buffers is None:
+        board.close()
+        pytest.skip(f"GPUs cannot share memory here: {reason}")
+    transport = IpcTransport(agreement, board, buffers)
+
+    def close():
+        transport.close()
+        board.close()
+
+    return transport, close
+
+
+def make_staging(agreement, block_bytes):
+    host, close = make_shared(agreement, 4096)
+    return StagingTransport(host, block_bytes), close
+
+
+def make_staging_by_mpi(agreement):
+    return StagingTransport(MpiTransport(agreement)), lambda: None
+
+
+def require_cuda_aware():
+    if os.environ.get("MPIDIST_CUDA_AWARE") != "1":
+        pytest.skip("MPIDIST_CUDA_AWARE=1 tells that MPI takes addresses of GPUs")
+
+
+def make_device(agreement, block_bytes=16 << 20):
+    require_cuda_aware()
+    return DeviceTransport(agreement, block_bytes), lambda: None
+
+
+def make_device_mpi(agreement):
+    adder, close = make_device(agreement)
+    return DeviceMpiTransport(agreement, adder), close
+
+
+def make_nccl(agreement):
+    nccl = pytest.importorskip("cupy.cuda.nccl")
+    if not nccl.available or gpu_count() < agreement.size:
+        pytest.skip("NCCL needs a GPU for each rank")
+    from mpidist.transports.nccl import NcclTransport
+
+    transport = NcclTransport(agreement)
+    return transport, transport.close
+
+
+GPU_MAKERS = {
+    "staging": functools.partial(make_staging, block_bytes=4 << 20),
+    "staging in blocks": functools.partial(make_staging, block_bytes=1000),
+    "staging, mpi": make_staging_by_mpi,
+    "device": make_device,
+    "device in blocks": functools.partial(make_device, block_bytes=1000),
+    "device mpi": make_device_mpi,
+    "nccl": make_nccl,
+    **{f"ipc {n}": functools.partial(make_ipc, slot_bytes=n) for n in (256, 4096)},
+}
 MAKERS = {
     "mpi": make_mpi,
     "mpi, limited": make_limited,
@@ -83,16 +150,35 @@ MAKERS = {
 }
 
 
-@pytest.fixture(params=MAKERS)
+ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in GPU_MAKERS]
+
+
+@pytest.fixture(params=[*MAKERS, *ON_GPU])
 def transport(comm, request):
     if comm.size == 1:
         pytest.skip("one rank needs no transport")
+    if request.param in GPU_MAKERS:
+        if not gpu_count():
+            pytest.skip("needs a GPU and CuPy")
+        use_gpu(comm.rank % gpu_count())
     agreement = Agreement(comm.Dup())
-    transport, close = MAKERS[request.param](agreement)
+    transport, close = {**MAKERS, **GPU_MAKERS}[request.param](agreement)
     yield transport
     close()
     agreement.close()
     agreement.comm.Free()
+
+
+def put(transport, array):
+    """Return an array where the transport works."""
+    if not transport.device:
+        return array
+    if not arrays.fits_device(array) or array.dtype == np.longdouble:
+        pytest.skip(f"no GPU has {array.dtype}")
+    return arrays.to_device(array, f"GPU:{arrays.current_gpu()}")
+
+
+got = arrays.to_host
 
 
 @pytest.fixture(params=[None, 60])
@@ -108,43 +194,44 @@ def numbers(rank, count, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums(comm, transport, deadline, dtype):
     for count in SIZES:
-        send = numbers(comm.rank, count, dtype)
-        before, receive = send.copy(), np.full(count, 99, dtype)
+        before = numbers(comm.rank, count, dtype)
+        send = put(transport, before.copy())
+        receive = put(transport, np.full(count, 99, dtype))
         transport.allreduce_sum(send, receive, deadline)
         parts = [numbers(rank, count, dtype) for rank in range(comm.size)]
-        assert np.array_equal(receive, np.sum(parts, axis=0, dtype=dtype))
-        assert np.array_equal(send, before)
+        assert np.array_equal(got(receive), np.sum(parts, axis=0, dtype=dtype))
+        assert np.array_equal(got(send), before)
 
 
 @pytest.mark.parametrize("dtype", ["i1", "f4", "c16"])
 def test_sums_of_several_arrays(comm, transport, deadline, dtype):
     shapes = [(3,), (), (0, 2), (700, 3), (1,), (5, 100)]
 
-    def arrays(rank):
+    def parts(rank):
         return [numbers(rank, math.prod(s), dtype).reshape(s) for s in shapes]
 
-    everyone = [np.concatenate(arrays(rank), axis=None) for rank in range(comm.size)]
-    receive = np.empty(everyone[0].size, dtype)
+    everyone = [np.concatenate(parts(rank), axis=None) for rank in range(comm.size)]
+    receive = put(transport, np.empty(everyone[0].size, dtype))
     for _ in range(3):
-        transport.allreduce_packed(arrays(comm.rank), receive, deadline)
-        assert np.array_equal(receive, np.sum(everyone, axis=0, dtype=dtype))
+        sends = [put(transport, part) for part in parts(comm.rank)]
+        transport.allreduce_packed(sends, receive, deadline)
+        assert np.array_equal(got(receive), np.sum(everyone, axis=0, dtype=dtype))
 
 
 def test_sums_of_arrays_of_several_dimensions(comm, transport):
-    send, receive = np.full((3, 0, 2), 1.0), np.empty((3, 0, 2))
-    transport.allreduce_sum(send, receive, None)
-    send, receive = np.full((3, 5, 2), 1.0), np.empty((3, 5, 2))
-    transport.allreduce_sum(send, receive, None)
-    assert (receive == comm.size).all()
+    for shape in ((3, 0, 2), (3, 5, 2)):
+        send, receive = (put(transport, np.full(shape, 1.0)) for _ in range(2))
+        transport.allreduce_sum(send, receive, None)
+        assert (got(receive) == comm.size).all()
 
 
 def test_every_rank_gets_the_same_bits(comm, transport):
     random = np.random.default_rng(comm.rank)
     for dtype in ("f4", "c16"):
-        send = (random.standard_normal(5001) * 1e3).astype(dtype)
-        receive = np.empty_like(send)
+        send = put(transport, (random.standard_normal(5001) * 1e3).astype(dtype))
+        receive = put(transport, np.empty(5001, dtype))
         transport.allreduce_sum(send, receive, None)
-        everyone = comm.allgather(receive.tobytes())
+        everyone = comm.allgather(got(receive).tobytes())
         assert set(everyone) == {everyone[0]}
 
 
@@ -159,24 +246,26 @@ def test_ordered_sums_have_the_same_bits(comm, transport):
         ]
         expected = functools.reduce(np.add, parts)
         for cut in (0, 1, count // 3):
-            sends = [parts[comm.rank][:cut], parts[comm.rank][cut:]]
-            receive = np.empty(count, "f4")
-            transport.allreduce_packed(sends, receive, None)
-            assert receive.tobytes() == expected.tobytes()
+            mine = put(transport, parts[comm.rank])
+            receive = put(transport, np.empty(count, "f4"))
+            transport.allreduce_packed([mine[:cut], mine[cut:]], receive, None)
+            assert got(receive).tobytes() == expected.tobytes()
 
 
-def test_narrow_numbers_are_added_up_in_wide_ones(comm, transport):
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_numbers_are_added_up_in_wide_ones(comm, transport, dtype):
     if not transport.is_ordered:
         pytest.skip("MPI adds in the dtype of what is sent")
+    dtype = np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
     for count in (1, 1000, 5000):
         parts = [
-            (np.arange(count) % 100 + rank + 0.5).astype("f2")
+            (np.arange(count) % 100 + rank + 0.5).astype(dtype)
             for rank in range(comm.size)
         ]
-        receive = np.empty(count, "f4")
-        transport.allreduce_sum(parts[comm.rank], receive, None)
+        receive = put(transport, np.empty(count, "f4"))
+        transport.allreduce_sum(put(transport, parts[comm.rank]), receive, None)
         total = sum(part.astype("f4") for part in parts)
-        assert np.array_equal(receive.astype("f2"), total.astype("f2"))
+        assert np.array_equal(got(receive).astype(dtype), total.astype(dtype))
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "?", "S3", "m8[s]"])
@@ -184,9 +273,9 @@ def test_narrow_numbers_are_added_up_in_wide_ones(comm, transport):
 def test_gathers_of_uneven_lengths(comm, transport, deadline, dtype, counts):
     counts = counts[: comm.size]
     parts = [numbers(rank, n, "i8").astype(dtype) for rank, n in enumerate(counts)]
-    receive = np.zeros(sum(counts), dtype)
-    transport.allgatherv(parts[comm.rank], receive, counts, deadline)
-    assert np.array_equal(receive, np.concatenate(parts))
+    receive = put(transport, np.zeros(sum(counts), dtype))
+    transport.allgatherv(put(transport, parts[comm.rank]), receive, counts, deadline)
+    assert np.array_equal(got(receive), np.concatenate(parts))
 
 
 @pytest.mark.parametrize("dtype", ["i1", "f4", "c16", "S3", "m8[s]"])
@@ -218,10 +307,10 @@ def test_gathers_of_columns(comm, dtype, slot_bytes, widths, rows):
 def test_broadcasts(comm, transport, deadline, dtype):
     for count in SIZES:
         for root in {0, comm.size - 1}:
-            buffer = numbers(comm.rank, count, "i8").astype(dtype)
+            buffer = put(transport, numbers(comm.rank, count, "i8").astype(dtype))
             transport.broadcast(buffer, root, deadline)
             expected = numbers(root, count, "i8").astype(dtype)
-            assert buffer.tobytes() == expected.tobytes()
+            assert got(buffer).tobytes() == expected.tobytes()
 
 
 def test_calls_of_all_kinds_follow_each_other(comm, transport):
@@ -232,20 +321,22 @@ def test_calls_of_all_kinds_follow_each_other(comm, transport):
         count = int(random.integers(1, 300))
         kind = random.integers(3)
         if kind == 0:
-            receive = np.empty(count, "i8")
-            transport.allreduce_sum(numbers(comm.rank, count, "i8"), receive, None)
+            receive = put(transport, np.empty(count, "i8"))
+            mine = put(transport, numbers(comm.rank, count, "i8"))
+            transport.allreduce_sum(mine, receive, None)
             parts = [numbers(rank, count, "i8") for rank in range(comm.size)]
-            assert np.array_equal(receive, np.sum(parts, axis=0))
+            assert np.array_equal(got(receive), np.sum(parts, axis=0))
         elif kind == 1:
-            receive = np.empty(sum(counts), "i8")
-            mine = numbers(comm.rank, counts[comm.rank], "i8") + count
+            receive = put(transport, np.empty(sum(counts), "i8"))
+            mine = put(transport, numbers(comm.rank, counts[comm.rank], "i8") + count)
             transport.allgatherv(mine, receive, counts, None)
             parts = [numbers(rank, n, "i8") + count for rank, n in enumerate(counts)]
-            assert np.array_equal(receive, np.concatenate(parts))
+            assert np.array_equal(got(receive), np.concatenate(parts))
         else:
-            buffer = numbers(comm.rank, count, "i8")
+            buffer = put(transport, numbers(comm.rank, count, "i8"))
             transport.broadcast(buffer, count % comm.size, None)
-            assert np.array_equal(buffer, numbers(count % comm.size, count, "i8"))
+            expected = numbers(count % comm.size, count, "i8")
+            assert np.array_equal(got(buffer), expected)
 
 
 @pytest.mark.parametrize("method", ["allreduce_sum", "allgatherv", "broadcast"])

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 import mpidist
+from mpidist.options import CommunicationImplementation as How
 from mpidist.transports.table_file import (
     Layout,
     find_table,
@@ -172,15 +173,15 @@ def test_sums_in_order_stay_in_shared_memory(comm, path, reducing):
     strategy = mpidist.MirroredStrategy(communicator=comm)
     routes = strategy.extended.collectives.routes
     names = {
-        (direct, ordered): routes.pick(direct, ordered).name
-        for direct in (False, True)
+        (how, ordered): routes.pick(How[how], ordered, is_device=False).name
+        for how in ("AUTO", "MPI")
         for ordered in (False, True)
     }
     default = "mpi, shared"
-    assert names[False, False] == default
-    assert names[False, True] == (default if reducing == "shared" else "shared")
-    assert names[True, False] == "mpi"
-    assert names[True, True] == "ordered"
+    assert names["AUTO", False] == default
+    assert names["AUTO", True] == (default if reducing == "shared" else "shared")
+    assert names["MPI", False] == "mpi"
+    assert names["MPI", True] == "ordered"
     strategy.experimental_finalize()
 
 

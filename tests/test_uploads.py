@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from thread_streams import DeviceArray, ThreadCopyStream
 
-from mpidist import arrays, copy_streams
+from mpidist import copy_streams
+from mpidist.gpu import devices
 from mpidist.uploads import Uploads, take
 
 Pair = collections.namedtuple("Pair", "x y")
@@ -62,9 +63,9 @@ class Cuda:
 
     def __init__(self):
         self._cupy = pytest.importorskip("cupy")
-        if not arrays.gpu_count():
+        if not devices.gpu_count():
             pytest.skip("there is no GPU")
-        arrays.use_gpu(0)
+        devices.use_gpu(0)
         self.stream = copy_streams.copy_stream("GPU:0")
         self._spin = self._cupy.RawKernel(SPIN, "spin")
 

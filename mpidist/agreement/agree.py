@@ -301,6 +301,15 @@ class Agreement:
         except LateError as late:
             self._break_off(late, operation, (deadline or start) - start)
 
+    def give_up(self, operation: str, deadline: float) -> NoReturn:
+        """Raise a DeadlineError, where nobody knows who is missing; see `wait`."""
+        seconds = time.monotonic() - deadline
+        self.broken = (
+            f"{operation} (called at {call_site()}) did not finish on rank "
+            f"{self.rank}, {seconds:.1f} s after its deadline"
+        )
+        raise DeadlineError(self.broken)
+
     def _break_off(
         self, late: LateError, operation: str, seconds: float | None
     ) -> NoReturn:

@@ -12,7 +12,7 @@ from mpidist.errors import ArgumentTypeError
 
 __all__ = ["BucketStep", "divide", "leaves_by_key"]
 
-Reduce = Callable[[int, Sequence[Any], Exception | None], Sequence[Any]]
+Reduce = Callable[[int, Sequence[Any], Sequence[Any], Exception | None], Sequence[Any]]
 
 
 def divide(
@@ -72,8 +72,8 @@ class BucketStep:
 
     Args:
       buckets: the leaves of each, in the order in which they are reduced.
-      reduce: given the number of a bucket and its arrays, returns their reductions;
-        given an error, raises it on all ranks. Collective.
+      reduce: given the number of a bucket, its arrays and when they are made, returns
+        their reductions; given an error, raises it on all ranks. Collective.
       is_threaded: whether there is a thread; else `finish` does its work.
     """
 
@@ -83,6 +83,7 @@ class BucketStep:
         self._buckets = buckets
         self._reduce = reduce
         self._given: dict[int, Any] = {}
+        self._made: dict[int, Any] = {}
         self._results: dict[int, Any] = {}
         self._is_ready = [threading.Event() for _ in buckets]
         self._bucket_of = {
@@ -108,9 +109,17 @@ class BucketStep:
         """Return the leaves that were not put."""
         return set(self._bucket_of) - set(self._given)
 
-    def put(self, leaf: int, array: Any) -> None:
-        """Take a leaf; its bucket may be ready with it."""
+    def put(self, leaf: int, array: Any, made: Any = None) -> None:
+        """Take a leaf; its bucket may be ready with it.
+
+        Args:
+          leaf: its number.
+          array: its values.
+          made: the event that a GPU has made them.
+        """
         self._given[leaf] = array
+        if made is not None:
+            self._made[leaf] = made
         self.order.append(leaf)
         bucket = self._bucket_of[leaf]
         self._lacking[bucket] -= 1
@@ -153,7 +162,8 @@ class BucketStep:
                 lacks = self._lacking[bucket] > 0
                 values = [] if lacks else [self._given[leaf] for leaf in leaves]
                 failure = self._failure if lacks else None
-                reduced = self._reduce(bucket, values, failure)
+                made = [self._made[leaf] for leaf in leaves if leaf in self._made]
+                reduced = self._reduce(bucket, values, made, failure)
                 self._results.update(zip(leaves, reduced, strict=True))
         except Exception as caught:
             self.error = caught

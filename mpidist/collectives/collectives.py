@@ -16,8 +16,14 @@ from mpidist import arithmetic, arrays, nest, packing
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import Call
 from mpidist.collectives.gathering import Gathers
-from mpidist.collectives.leaves import check_each, describe_but, gather_axis, to_arrays
-from mpidist.collectives.options_of import is_direct
+from mpidist.collectives.leaves import (
+    check_each,
+    describe,
+    describe_but,
+    gather_axis,
+    to_arrays,
+)
+from mpidist.collectives.options_of import implementation_of, is_direct
 from mpidist.collectives.repeated import RepeatedReductions
 from mpidist.collectives.results import Results
 from mpidist.collectives.sums import Sums
@@ -93,15 +99,14 @@ class Collectives:
 
         def prepare() -> tuple[ReduceOp, list[Any], nest.Spec, list[Any]]:
             op = ReduceOp.parse(reduce_op)
-            leaves, spec, given = to_arrays(value)
+            leaves, spec, given = self._take(value, options)
             check_each(given, spec, lambda a, name: arrays.summable(a.dtype, name))
             return op, leaves, spec, given
 
         with self.agreement.turns:
             op, leaves, spec, given = self.agreement.prepare(operation, prepare)
-            described = tuple((a.dtype, a.shape) for a in given)
             agreed = (("reduce_op", op.name), *_agreed(options))
-            call = Call(operation, agreed, spec, described)
+            call = Call(operation, agreed, spec, describe(given))
             fits = reduce_arrays is None and self._fits(op, given, options)
             if fits:
                 results = self._reduce_small(op, given, call, options)
@@ -117,6 +122,16 @@ class Collectives:
             self._repeated.remember(call, reduce_op, value, fits)
         return nest.unflatten(spec, map(arrays.like, results, leaves))
 
+    def _take(
+        self, value: Any, options: CommunicationOptions = _DEFAULT
+    ) -> tuple[list[Any], nest.Spec, list[Any]]:
+        """Return what `to_arrays` does, if there are transports for the arrays."""
+        leaves, spec, given = to_arrays(value)
+        if self.size > 1:
+            check_each(given, spec, self.routes.require_reachable)
+            self.routes.require_implementation(implementation_of(options))
+        return leaves, spec, given
+
     def _fits(
         self, op: ReduceOp, given: Sequence[Any], options: CommunicationOptions
     ) -> bool:
@@ -128,6 +143,8 @@ class Collectives:
         if limit == 0 or self.size == 1 or is_direct(options):
             return False
         if options.compression is not None:
+            return False
+        if any(map(arrays.is_device_array, given)):  # they would have to be copied
             return False
         return arithmetic.bound_bytes(op, given) <= limit
 
@@ -218,7 +235,7 @@ class Collectives:
 
         def prepare() -> Any:
             op = ReduceOp.parse(reduce_op)
-            leaves, spec, given = to_arrays(value)
+            leaves, spec, given = self._take(value, options)
             check_each(given, spec, lambda a, name: arrays.summable(a.dtype, name))
             axes = check_each(
                 given, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
@@ -228,7 +245,9 @@ class Collectives:
 
         prepared = self.agreement.prepare(operation, prepare)
         op, leaves, spec, given, axes, partial = prepared
-        described = tuple((a.dtype, p.shape) for a, p in zip(given, partial))
+        described = tuple(
+            (a.dtype, *rest) for a, (_, *rest) in zip(given, describe(partial))
+        )
         agreed = (("reduce_op", op.name), _axes(axes), *_agreed(options))
         call = Call(operation, agreed, spec, described)
         # Sums and lengths travel together
@@ -268,7 +287,7 @@ class Collectives:
         options = options or _DEFAULT
 
         def prepare() -> tuple[list[Any], nest.Spec, list[Any], list[int]]:
-            leaves, spec, given = to_arrays(value)
+            leaves, spec, given = self._take(value, options)
             axes = check_each(
                 given, spec, lambda a, name: gather_axis(axis, a.ndim, name)
             )
@@ -290,14 +309,17 @@ class Collectives:
         """
         with self.agreement.turns:
             leaves, spec, given = self.agreement.prepare(
-                operation, lambda: to_arrays(value)
+                operation, lambda: self._take(value)
             )
-            described = tuple((a.dtype, a.shape) for a in given)
-            self.agreement.require_same(Call(operation, (), spec, described))
+            call = Call(operation, (), spec, describe(given))
+            self.agreement.require_same(call)
             results = [array.copy(order="C") for array in given]
             for result in results:
                 if self.size > 1:
-                    self.transport.broadcast(result, root, None)
+                    is_device = arrays.is_device_array(result)
+                    how = implementation_of(_DEFAULT)
+                    way = self.routes.pick(how, False, is_device)
+                    way.broadcast(result, root, None)
         return nest.unflatten(spec, map(arrays.like, results, leaves))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpidist import arithmetic, arrays, packing
-from mpidist.collectives.options_of import deadline_of, is_direct
+from mpidist.collectives.options_of import deadline_of, implementation_of, is_direct
 from mpidist.collectives.results import Results
 from mpidist.options import CommunicationOptions
 from mpidist.transports import Routes, Transport
@@ -46,9 +46,8 @@ class Gathers:
           axes: of each array.
           options: see `CommunicationOptions`.
         """
-        transport = self._routes.pick(is_direct(options), is_ordered=False)
         deadline = deadline_of(options)
-        lengths = self._gather_lengths(given, axes, transport, deadline)
+        lengths = self._gather_lengths(given, axes, options, deadline)
         results: list[Any] = [None] * len(given)
         # Packs must be the same on all ranks, so sizes are those of the results
         widths = [
@@ -72,7 +71,7 @@ class Gathers:
                 [given[j] for j in members],
                 [axes[j] for j in members],
                 lengths[:, members],
-                transport,
+                options,
                 deadline,
             )
             for j, result in zip(members, gathered, strict=True):
@@ -83,7 +82,7 @@ class Gathers:
         self,
         given: Sequence[Any],
         axes: Sequence[int],
-        transport: Transport,
+        options: CommunicationOptions,
         deadline: float | None,
     ) -> Any:
         """Return the length of each array on each rank, by rank."""
@@ -93,8 +92,13 @@ class Gathers:
             everyone[...] = mine
         else:
             counts = [mine.size] * self._ranks
-            transport.allgatherv(mine, everyone, counts, deadline)
+            way = self._transport(mine, options)
+            way.allgatherv(mine, everyone, counts, deadline)
         return everyone
+
+    def _transport(self, array: Any, options: CommunicationOptions) -> Transport:
+        is_device = arrays.is_device_array(array)
+        return self._routes.pick(implementation_of(options), False, is_device)
 
     def _can_place(self, value: Any, options: CommunicationOptions) -> bool:
         """Return whether ranks can put parts where they belong in the result."""
@@ -125,7 +129,7 @@ class Gathers:
         values: Sequence[Any],
         axes: Sequence[int],
         lengths: Any,
-        transport: Transport,
+        options: CommunicationOptions,
         deadline: float | None,
     ) -> Iterator[Any]:
         """Yield the gathered arrays of a pack of one dtype.
@@ -141,7 +145,8 @@ class Gathers:
         if len(counts) == 1:
             received[...] = pack.reshape(-1)
         else:
-            transport.allgatherv(pack, received, counts, deadline)
+            way = self._transport(pack, options)
+            way.allgatherv(pack, received, counts, deadline)
         if len(values) == 1 and _outer(values[0], axes[0]) == 1:
             # Already in the order of the result
             total = int(lengths[:, 0].sum())

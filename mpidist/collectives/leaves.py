@@ -9,7 +9,7 @@ from mpidist import arrays, nest, packing
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.values import DistributedValues, local_component
 
-__all__ = ["check_each", "describe_but", "gather_axis", "to_arrays"]
+__all__ = ["check_each", "describe", "describe_but", "gather_axis", "to_arrays"]
 
 T = TypeVar("T")
 
@@ -51,9 +51,20 @@ def gather_axis(axis: int, ndim: int, name: str) -> int:
     return packing.normalize_axis(axis, ndim, name)
 
 
+def describe(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what ranks must have in common: dtypes, shapes, and kinds of memory."""
+    return tuple(_describe(a, a.shape) for a in values)
+
+
 def describe_but(values: Sequence[Any], axes: Sequence[int]) -> tuple[Any, ...]:
-    """Return dtypes and shapes with the length along each axis left open."""
+    """Return what `describe` does, with the length along each axis left open."""
     return tuple(
-        (a.dtype, (*a.shape[:i], "any", *a.shape[i + 1 :]))
+        _describe(a, (*a.shape[:i], "any", *a.shape[i + 1 :]))
         for a, i in zip(values, axes)
     )
+
+
+def _describe(array: Any, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    if arrays.is_device_array(array):
+        return array.dtype, shape, "on a GPU"
+    return array.dtype, shape

@@ -6,12 +6,18 @@ import time
 
 from mpidist.options import CommunicationImplementation, CommunicationOptions
 
-__all__ = ["deadline_of", "is_direct"]
+__all__ = ["deadline_of", "implementation_of", "is_direct"]
 
 
 def is_direct(options: CommunicationOptions) -> bool:
     """Return whether the user asked for MPI's own collectives."""
     return options.implementation is CommunicationImplementation.MPI
+
+
+def implementation_of(options: CommunicationOptions) -> CommunicationImplementation:
+    """Return by which means data are to move."""
+    assert isinstance(options.implementation, CommunicationImplementation)
+    return options.implementation
 
 
 def deadline_of(options: CommunicationOptions) -> float | None:

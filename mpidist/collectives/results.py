@@ -48,15 +48,23 @@ class StepResults(Results):
         super().__init__()
         self._rest: Any = np.empty(0, np.uint8)
 
-    def begin(self, size_bytes: int) -> None:
-        """Begin a step whose results have so many bytes, or a few more."""
-        self._rest = self._buffers.empty((size_bytes,), np.dtype(np.uint8))
+    def begin(self, size_bytes: int, like: Any) -> None:
+        """Begin a step whose results have so many bytes, or a few more.
+
+        On a GPU, the memory is the current stream's.
+
+        Args:
+          size_bytes: of all results.
+          like: an array that lies where they are to lie.
+        """
+        self._rest = Results.empty(self, size_bytes, like, np.uint8)
 
     def empty(self, size: int, like: Any, dtype: Any = None) -> Any:
         """See `Results.empty`."""
         dtype = like.dtype if dtype is None else np.dtype(dtype)
         size_bytes = size * dtype.itemsize
-        if size_bytes > self._rest.size or not isinstance(like, np.ndarray):
+        is_here = isinstance(like, np.ndarray) == isinstance(self._rest, np.ndarray)
+        if size_bytes > self._rest.size or not is_here:
             return super().empty(size, like, dtype)
         taken = self._rest[:size_bytes]
         self._rest = self._rest[-(-size_bytes // _LINE_BYTES) * _LINE_BYTES :]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpidist import arrays, packing
-from mpidist.collectives.options_of import deadline_of, is_direct
+from mpidist.collectives.options_of import deadline_of, implementation_of, is_direct
 from mpidist.collectives.results import Results
 from mpidist.memory.symmetric import SymmetricMemory
 from mpidist.options import CommunicationOptions
@@ -40,10 +40,10 @@ class Sums:
         self._results = results
 
     def transport(
-        self, options: CommunicationOptions, is_ordered: bool = False
+        self, options: CommunicationOptions, is_ordered: bool, is_device: bool
     ) -> Transport:
         """Return the transport that options ask for."""
-        return self._routes.pick(is_direct(options), is_ordered)
+        return self._routes.pick(implementation_of(options), is_ordered, is_device)
 
     def place_of(self, given: Sequence[Any], options: CommunicationOptions) -> int:
         """Return `SymmetricMemory.place_of` if it helps that arrays are symmetric."""
@@ -86,9 +86,10 @@ class Sums:
         size, dtype = sum(send.size for send in sends), sends[0].dtype
         is_narrow = arrays.is_float16(dtype)
         is_ordered = options.reproducible or is_narrow
-        way = transport or self.transport(options, is_ordered)
-        if is_ordered and not way.is_ordered:
-            way = self.transport(options, is_ordered)
+        is_device = arrays.is_device_array(sends[0])
+        way = transport
+        if way is None or way.device != is_device or (is_ordered > way.is_ordered):
+            way = self.transport(options, is_ordered, is_device)
         total = self._results.empty(size, sends[0], np.float32 if is_narrow else None)
         with np.errstate(over="ignore"):  # what is too large for float16 is inf
             way.allreduce_packed(sends, total, deadline_of(options))

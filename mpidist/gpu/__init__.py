@@ -1,0 +1,1 @@
+"""What is done on GPUs: which one a rank has, its memory, kernels, MPI's support."""

@@ -1,0 +1,174 @@
+"""Whether MPI takes addresses of memory on NVIDIA GPUs: asked, and tried.
+
+A library that does not, reads such an address on the host, and the process is gone. So
+it is tried in another process. What came of it is kept in a file, for this library,
+driver and model of GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from mpi4py import MPI
+
+from mpidist.agreement.agree import Agreement
+from mpidist.errors import LaunchError
+from mpidist.gpu import trial
+from mpidist.gpu.devices import GpuIdentity
+
+__all__ = ["Support", "ask", "cache_path", "find_support"]
+
+_OVERRIDE = "MPIDIST_CUDA_AWARE"
+_CALL = "MirroredStrategy: whether MPI is CUDA-aware"
+# MPIX_GPU_SUPPORT_CUDA of MPICH
+_CUDA_KIND = 0
+
+
+class Support(NamedTuple):
+    """Whether MPI takes addresses of GPUs.
+
+    Args:
+      is_aware: whether it does.
+      why: how that is known, in a few words.
+    """
+
+    is_aware: bool
+    why: str
+
+
+def find_support(
+    agreement: Agreement, asked_for: bool | None, identity: GpuIdentity, index: int
+) -> Support:
+    """Return what holds for all ranks. Collective.
+
+    Args:
+      agreement: of all ranks.
+      asked_for: what the user says, which counts more than all else, as does the
+        variable MPIDIST_CUDA_AWARE (0 or 1).
+      identity: of this rank's GPU.
+      index: its number in this process.
+
+    Raises, on all ranks:
+      LaunchError: the variable is neither 0 nor 1; it, or the option, differs.
+    """
+    override = agreement.prepare(_CALL, lambda: _override(asked_for, os.environ))
+    library = MPI.Get_library_version().partition("\n")[0].rstrip("\0 ")
+    answer = ask(library, os.environ)
+    key = f"{library} | CUDA {identity.driver} | {identity.name}"
+    everyone = agreement.gather(_CALL, (override, answer, key))
+    overrides = {found for found, _, _ in everyone}
+    if len(overrides) > 1:
+        raise LaunchError(
+            f"ranks say different things of MPI's CUDA support ({_OVERRIDE}, or "
+            f"cuda_aware=): {sorted(map(str, overrides))}"
+        )
+    # One rank tries for all with the same GPU and library
+    keys = [found for _, _, found in everyone]
+    is_first = keys.index(key) == agreement.rank
+    if answer is None or answer.is_aware:
+        own = agreement.prepare(
+            _CALL, lambda: _cached_trial(key, index) if is_first else None
+        )
+        answer = own or answer
+    found = [a for a in agreement.gather(_CALL, answer) if a is not None]
+    worst = min(found, key=lambda support: support.is_aware)
+    if override is None:
+        return worst
+    says = "it is" if worst.is_aware else "it is not"
+    return Support(override[0], f"{override[1]}, where otherwise {says}: {worst.why}")
+
+
+def _override(
+    asked_for: bool | None, environ: Mapping[str, str]
+) -> tuple[bool, str] | None:
+    """Return what the user says, and where."""
+    if asked_for is not None:
+        return asked_for, f"cuda_aware={asked_for}"
+    text = environ.get(_OVERRIDE)
+    if text in (None, ""):
+        return None
+    if text not in ("0", "1"):
+        raise LaunchError(f"{_OVERRIDE} must be 0 or 1, not {text!r}")
+    return text == "1", f"{_OVERRIDE}={text}"
+
+
+def ask(library: str, environ: Mapping[str, str]) -> Support | None:
+    """Return what the MPI library says of itself; None if it says nothing.
+
+    Args:
+      library: the first line of `MPI.Get_library_version()`.
+      environ: the environment variables.
+    """
+    return next(_answers(library, environ), None)
+
+
+def _answers(library: str, environ: Mapping[str, str]) -> Iterator[Support]:
+    """Yield answers, the most reliable first."""
+    # MPI-4.1, section 12.4.3: which kinds of memory the user asked for and got
+    info = MPI.COMM_WORLD.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds") or ""
+    info.Free()
+    if any(kind.partition(":")[0] == "cuda" for kind in kinds.split(",")):
+        yield Support(True, f"mpi_memory_alloc_kinds={kinds}")
+    if "CRAY" in library.upper():
+        name = "MPICH_GPU_SUPPORT_ENABLED"
+        yield Support(environ.get(name) == "1", f"{name}={environ.get(name)}")
+    if library.startswith("Intel"):
+        name = "I_MPI_OFFLOAD"
+        is_on = environ.get(name, "0") not in ("0", "")
+        yield Support(is_on, f"{name}={environ.get(name)}")
+    path = trial.library_path()
+    if path is None:
+        return
+    loaded = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    if hasattr(loaded, "MPIX_Query_cuda_support"):
+        answer = int(loaded.MPIX_Query_cuda_support())
+        yield Support(answer == 1, f"MPIX_Query_cuda_support() is {answer}")
+    if hasattr(loaded, "MPIX_GPU_query_support"):
+        flag = ctypes.c_int()
+        loaded.MPIX_GPU_query_support(_CUDA_KIND, ctypes.byref(flag))
+        yield Support(flag.value == 1, f"MPIX_GPU_query_support gives {flag.value}")
+
+
+def _cached_trial(key: str, index: int) -> Support:
+    """Return what came of trying it, now or before."""
+    path = cache_path()
+    known = _read(path)
+    if key in known:
+        return Support(known[key][0], f"{known[key][1]} ({path})")
+    is_aware, why = trial.run(index)
+    _write(path, {**known, key: [is_aware, why]})
+    return Support(is_aware, why)
+
+
+def cache_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the file in which outcomes are kept; it may be deleted at any time."""
+    cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "mpidist", "cuda_aware.json")
+
+
+def _read(path: Path) -> dict[str, tuple[bool, str]]:
+    """Return what a file of outcomes holds; nothing if it is none."""
+    try:
+        content = json.loads(path.read_text())
+        return {str(key): (bool(a), str(why)) for key, (a, why) in content.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _write(path: Path, outcomes: Mapping[str, object]) -> None:
+    """Keep outcomes; where that cannot be done, the next job tries again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(file, "w") as stream:
+            json.dump(outcomes, stream, indent=1)
+        Path(temporary).replace(path)
+    except OSError:
+        return

@@ -1,0 +1,101 @@
+"""What the ranks of a strategy know of their GPUs, the same on all."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from mpi4py import MPI
+
+from mpidist.agreement.agree import Agreement
+from mpidist.errors import LaunchError
+from mpidist.gpu.cuda_aware import Support, find_support
+from mpidist.gpu.devices import (
+    GpuIdentity,
+    identify_gpu,
+    require_own_gpus,
+    shared_gpus,
+)
+
+__all__ = ["GpuFacts", "GpuRequest", "find_facts"]
+
+_CALL = "MirroredStrategy: GPUs"
+_ALLOW_SHARED = "MPIDIST_ALLOW_SHARED_GPU"
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuRequest:
+    """What a user says of GPUs; see `MirroredStrategy`."""
+
+    allow_shared: bool = False
+    cuda_aware: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuFacts:
+    """The GPUs of a strategy.
+
+    Args:
+      index: of this rank's GPU; the rest is the same on all.
+      identities: of each rank's GPU, by rank.
+      is_shared: whether ranks share one.
+      support: whether MPI takes addresses of their memory.
+      nccl: the version of NCCL that all ranks have, such as 22703; 0 without.
+    """
+
+    index: int
+    identities: tuple[GpuIdentity, ...]
+    is_shared: bool
+    support: Support
+    nccl: int = 0
+
+
+def find_facts(agreement: Agreement, index: int, request: GpuRequest) -> GpuFacts:
+    """Return what holds for all ranks, which all have a GPU. Collective.
+
+    Args:
+      agreement: of all ranks.
+      index: of this rank's GPU, in this process.
+      request: what the user says.
+
+    Raises, on all ranks:
+      LaunchError: ranks share a GPU and a rank does not allow it; see also
+        `find_support`.
+    """
+
+    def look() -> tuple[GpuIdentity, bool, int]:
+        identity = identify_gpu(index, MPI.Get_processor_name())
+        return identity, request.allow_shared or _is_sharing_allowed(), _nccl_version()
+
+    mine = agreement.prepare(_CALL, look)
+    everyone = agreement.gather(_CALL, mine)
+    identities = tuple(identity for identity, _, _ in everyone)
+    if not all(is_allowed for _, is_allowed, _ in everyone):
+        require_own_gpus(identities)
+    support = Support(False, "there is one replica")
+    if agreement.size > 1:
+        support = find_support(agreement, request.cuda_aware, mine[0], index)
+    return GpuFacts(
+        index,
+        identities,
+        bool(shared_gpus(identities)),
+        support,
+        min(version for _, _, version in everyone),
+    )
+
+
+def _is_sharing_allowed() -> bool:
+    text = os.environ.get(_ALLOW_SHARED, "0")
+    if text not in ("0", "1", ""):
+        raise LaunchError(f"{_ALLOW_SHARED} must be 0 or 1, not {text!r}")
+    return text == "1"
+
+
+def _nccl_version() -> int:
+    """Return the version of NCCL that CuPy has; 0 without."""
+    try:
+        from cupy.cuda import nccl
+
+        return int(nccl.get_version())
+    except (ImportError, AttributeError, RuntimeError):
+        return 0

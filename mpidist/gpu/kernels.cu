@@ -1,0 +1,167 @@
+// What mpidist computes on a GPU: sums of what ranks have sent, and packs.
+//
+// All is bound by memory, so threads move 16 bytes at a time where addresses allow it.
+
+typedef unsigned char u1;
+typedef unsigned short u2;
+typedef unsigned int u4;
+typedef unsigned long long u8;
+
+#define MOST_PARTS 64
+#define SPAN_BYTES 32768
+
+// Where the arrays of several ranks begin
+struct Parts {
+    const void* of[MOST_PARTS];
+};
+
+// Numbers of 16 bits, by their bits
+struct float16 {
+    u2 bits;
+};
+struct bfloat16 {
+    u2 bits;
+};
+
+__device__ inline float as_float(u4 bits) { return __int_as_float((int)bits); }
+
+// The number in which others of its type are added up
+__device__ inline u1 widen(u1 x) { return x; }
+__device__ inline u2 widen(u2 x) { return x; }
+__device__ inline u4 widen(u4 x) { return x; }
+__device__ inline u8 widen(u8 x) { return x; }
+__device__ inline float widen(float x) { return x; }
+__device__ inline double widen(double x) { return x; }
+__device__ inline float widen(bfloat16 x) { return as_float((u4)x.bits << 16); }
+__device__ inline float widen(float16 x)
+{
+    const u4 sign = (u4)(x.bits & 0x8000u) << 16;
+    const u4 rest = (u4)(x.bits & 0x7fffu) << 13;
+    if (rest >= 0x0f800000u)  // infinite, or not a number
+        return as_float(sign | 0x70000000u | rest);
+    // The exponent is off by 112; a product is exact for small numbers, too
+    return as_float(sign | rest) * as_float(0x77800000u);  // 2**112
+}
+
+template <typename T>
+struct alignas(16) Vector {
+    T item[16 / sizeof(T)];
+};
+
+// totals[i] = parts[0][i] + parts[1][i] + ..., in this order
+template <typename T, typename Wide>
+__device__ void add_one_by_one(
+    const Parts& parts, int count, Wide* totals, u8 first, u8 size)
+{
+    const u8 step = (u8)gridDim.x * blockDim.x;
+    for (u8 i = first + (u8)blockIdx.x * blockDim.x + threadIdx.x; i < size; i += step) {
+        Wide total = widen(((const T*)parts.of[0])[i]);
+        for (int part = 1; part < count; part++)
+            total = total + widen(((const T*)parts.of[part])[i]);
+        totals[i] = total;
+    }
+}
+
+template <typename T>
+__device__ void add_vectors(const Parts& parts, int count, T* totals, u8 size)
+{
+    const int width = 16 / sizeof(T);
+    const u8 step = (u8)gridDim.x * blockDim.x;
+    for (u8 i = (u8)blockIdx.x * blockDim.x + threadIdx.x; i < size / width; i += step) {
+        Vector<T> total = ((const Vector<T>*)parts.of[0])[i];
+        for (int part = 1; part < count; part++) {
+            const Vector<T> more = ((const Vector<T>*)parts.of[part])[i];
+            for (int j = 0; j < width; j++)
+                total.item[j] = total.item[j] + more.item[j];
+        }
+        ((Vector<T>*)totals)[i] = total;
+    }
+    add_one_by_one<T, T>(parts, count, totals, size / width * width, size);
+}
+
+template <typename T>
+__device__ void add_alike(const Parts& parts, int count, T* totals, u8 size)
+{
+    u8 addresses = (u8)totals;
+    for (int part = 0; part < count; part++)
+        addresses |= (u8)parts.of[part];
+    if (addresses % 16 == 0)
+        add_vectors<T>(parts, count, totals, size);
+    else
+        add_one_by_one<T, T>(parts, count, totals, 0, size);
+}
+
+// Signed integers are added up as unsigned ones: what overflows wraps around, as in NumPy
+#define ADD(NAME, TYPE)                                                             \
+    extern "C" __global__ void add_##NAME(                                          \
+        Parts parts, int count, TYPE* totals, u8 size)                              \
+    {                                                                               \
+        add_alike<TYPE>(parts, count, totals, size);                                \
+    }
+ADD(u1, u1)
+ADD(u2, u2)
+ADD(u4, u4)
+ADD(u8, u8)
+ADD(f4, float)
+ADD(f8, double)
+
+#define ADD_WIDE(NAME, TYPE)                                                        \
+    extern "C" __global__ void add_##NAME(                                          \
+        Parts parts, int count, float* totals, u8 size)                             \
+    {                                                                               \
+        add_one_by_one<TYPE, float>(parts, count, totals, 0, size);                 \
+    }
+ADD_WIDE(float16, float16)
+ADD_WIDE(bfloat16, bfloat16)
+
+template <typename Word>
+__device__ void copy_words(void* to, const void* from, u8 count)
+{
+    for (u8 i = threadIdx.x; i < count; i += blockDim.x)
+        ((Word*)to)[i] = ((const Word*)from)[i];
+}
+
+// Copied by the threads of one block
+__device__ void copy(u1* to, const u1* from, u8 size)
+{
+    const u8 addresses = (u8)to | (u8)from;
+    u8 done = 0;
+    if (addresses % 16 == 0) {
+        copy_words<Vector<u4>>(to, from, size / 16);
+        done = size / 16 * 16;
+    } else if (addresses % 4 == 0) {
+        copy_words<u4>(to, from, size / 4);
+        done = size / 4 * 4;
+    }
+    copy_words<u1>(to + done, from + done, size - done);
+}
+
+// Copy bytes first..first+size of arrays that are thought of as one behind the other.
+// `table` holds where each is in memory, and then where each begins in the pack, and the
+// end of the last.
+extern "C" __global__ void pack(
+    const u8* table, int arrays, u8 first, u8 size, u1* to)
+{
+    const u8* starts = table + arrays;
+    for (u8 span = (u8)blockIdx.x * SPAN_BYTES; span < size;
+         span += (u8)gridDim.x * SPAN_BYTES) {
+        u8 place = first + span;
+        const u8 end = first + (size - span < SPAN_BYTES ? size : span + SPAN_BYTES);
+        // Find the last array that begins here or before
+        int low = 0, high = arrays;
+        while (high - low > 1) {
+            const int middle = (low + high) / 2;
+            if (starts[middle] <= place)
+                low = middle;
+            else
+                high = middle;
+        }
+        for (int array = low; place < end; array++) {
+            const u8 stop = starts[array + 1] < end ? starts[array + 1] : end;
+            if (stop > place)
+                copy(to + (place - first),
+                     (const u1*)table[array] + (place - starts[array]), stop - place);
+            place = stop;
+        }
+    }
+}

@@ -1,0 +1,101 @@
+"""Memory for communication: of a GPU, and page-locked of the host.
+
+What other processes read, or MPI, is allocated plainly (cudaMalloc): memory of pools
+that CUDA manages itself (cudaMallocAsync) cannot be shared with other processes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["DeviceBuffer", "Pinned", "Staged", "is_plain"]
+
+_SMALLEST_BYTES = 4096
+
+
+class DeviceBuffer:
+    """Bytes of the current GPU, of their own allocation. Freed with the last reference.
+
+    Attributes:
+      array: the bytes, as a CuPy array.
+    """
+
+    in_use_bytes: ClassVar[int] = 0  # by all buffers of this process
+
+    def __init__(self, size_bytes: int):
+        import cupy
+
+        memory = cupy.cuda.Memory(size_bytes)
+        pointer = cupy.cuda.MemoryPointer(memory, 0)
+        self.array = cupy.ndarray((size_bytes,), np.uint8, memptr=pointer)
+        DeviceBuffer.in_use_bytes += size_bytes
+        weakref.finalize(self, DeviceBuffer._count_out, size_bytes)
+
+    @staticmethod
+    def _count_out(size_bytes: int) -> None:
+        DeviceBuffer.in_use_bytes -= size_bytes
+
+
+class Pinned:
+    """A page-locked buffer of the host, which a GPU can read and write by itself.
+
+    It is used again; whoever writes there must know that the GPU has read it.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self.address = 0
+
+    def take(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return so many bytes, the same as last time if they are enough."""
+        if size_bytes > self.bytes.size:
+            from cupy.cuda import alloc_pinned_memory
+
+            size = max(size_bytes, _SMALLEST_BYTES)
+            memory = alloc_pinned_memory(size)
+            self.bytes = np.frombuffer(memory, np.uint8)[:size]
+            self.address = memory.ptr
+        return self.bytes[:size_bytes]
+
+
+class Staged:
+    """A small array on the GPU that is written anew from time to time.
+
+    Attributes:
+      array: on the GPU; valid for what the current stream does from `write` on.
+    """
+
+    def __init__(self) -> None:
+        self._host = Pinned()
+        self._read: Any = None  # the event that the GPU has read the host's buffer
+        self._buffer: DeviceBuffer | None = None
+        self.array: Any = None
+
+    def write(self, values: npt.NDArray[Any]) -> None:
+        """Copy values to the GPU, as the current stream's next piece of work."""
+        import cupy
+
+        if self._read is not None:
+            self._read.synchronize()
+        host = self._host.take(values.nbytes)
+        host[...] = values.view(np.uint8)
+        if self._buffer is None or self._buffer.array.size < values.nbytes:
+            size = max(2 * values.nbytes, _SMALLEST_BYTES)
+            self._buffer = DeviceBuffer(size)
+        self.array = self._buffer.array[: values.nbytes]
+        stream = cupy.cuda.get_current_stream()
+        self.array.set(host, stream)
+        self._read = cupy.cuda.Event(disable_timing=True)
+        self._read.record(stream)
+
+
+def is_plain(array: Any) -> bool:
+    """Return whether a CuPy array is no memory of a pool that CUDA manages itself."""
+    import cupy
+
+    memory = array.data.mem
+    return not isinstance(memory, cupy.cuda.memory.MemoryAsync)

@@ -1,0 +1,89 @@
+"""The transports of arrays on GPUs, as far as MPI, drivers and hardware have them."""
+
+from __future__ import annotations
+
+from mpidist.agreement.agree import Agreement
+from mpidist.agreement.board import Board
+from mpidist.gpu import kernels
+from mpidist.gpu.facts import GpuFacts
+from mpidist.gpu.ipc import share_buffers
+from mpidist.transports.base import Transport
+from mpidist.transports.device import DeviceMpiTransport, DeviceTransport
+from mpidist.transports.ipc import SLOTS, IpcTransport
+from mpidist.transports.nccl import NcclTransport
+from mpidist.transports.staging import StagingTransport
+from mpidist.transports.ways import Ways
+
+__all__ = ["ORDERED", "DeviceTransports"]
+
+# Those that add in the order of the ranks, the best first
+ORDERED = ["ipc", "device", "staging", "ordered"]
+
+_SLOT_BYTES = 16 << 20
+
+
+class DeviceTransports:
+    """All that can be used. Collective to make.
+
+    Args:
+      agreement: of all ranks.
+      board: where the ranks of this node meet, if they share memory; borrowed.
+      host: the transports of arrays on the host.
+      gpus: of all ranks.
+
+    Attributes:
+      by_name: the transports.
+      index: of this rank's GPU.
+      missing: why there is no transport of a name.
+    """
+
+    def __init__(
+        self, agreement: Agreement, board: Board | None, host: Ways, gpus: GpuFacts
+    ):
+        self.index = gpus.index
+        self.missing: dict[str, str] = {}
+        self._ipc: IpcTransport | None = None
+        self._nccl: NcclTransport | None = None
+        self.by_name: dict[str, Transport] = {
+            "staging": StagingTransport(host.default),
+            "ordered": StagingTransport(host.by_name["ordered"]),
+            "mpi": StagingTransport(host.by_name["mpi"]),
+        }
+        if gpus.support.is_aware:
+            adder = DeviceTransport(agreement)
+            self.by_name["device"] = adder
+            self.by_name["mpi"] = DeviceMpiTransport(agreement, adder)
+        else:
+            self.missing["device"] = gpus.support.why
+        self._make_ipc(agreement, board)
+        self._make_nccl(agreement, gpus)
+
+    def _make_ipc(self, agreement: Agreement, board: Board | None) -> None:
+        if board is None or board.size < agreement.size:
+            self.missing["ipc"] = "the ranks are on several nodes"
+        elif not 1 < agreement.size <= kernels.MOST_PARTS:
+            self.missing["ipc"] = f"there are {agreement.size} ranks on a node"
+        else:
+            buffers, reason = share_buffers(agreement, SLOTS * _SLOT_BYTES)
+            if buffers is None:
+                self.missing["ipc"] = reason
+            else:
+                self._ipc = IpcTransport(agreement, board, buffers)
+                self.by_name["ipc"] = self._ipc
+
+    def _make_nccl(self, agreement: Agreement, gpus: GpuFacts) -> None:
+        if not gpus.nccl:
+            self.missing["nccl"] = "CuPy finds no NCCL; pip install nvidia-nccl-cu13"
+        elif gpus.is_shared:
+            self.missing["nccl"] = "ranks share a GPU, which NCCL refuses"
+        elif agreement.size == 1:
+            self.missing["nccl"] = "there is one replica"
+        else:
+            self._nccl = NcclTransport(agreement)
+            self.by_name["nccl"] = self._nccl
+
+    def close(self) -> None:
+        """Free memory and communicators. Collective."""
+        for transport in (self._ipc, self._nccl):
+            if transport is not None:
+                transport.close()

@@ -1,0 +1,451 @@
+"""Strategies whose replicas are on GPUs, with NumPy as the oracle.
+
+On a machine with one GPU the ranks share it.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import CommunicationOptions, arrays
+from mpidist.gpu.devices import gpu_count
+from mpidist.gpu.memory import DeviceBuffer
+
+pytestmark = pytest.mark.gpu
+if gpu_count():
+    import cupy
+else:
+    pytest.skip("needs a GPU and CuPy", allow_module_level=True)
+
+OPTIONS = {
+    "default": CommunicationOptions(),
+    "MPI": CommunicationOptions(implementation="MPI"),
+    "in packs": CommunicationOptions(bytes_per_pack=500),
+    "in order": CommunicationOptions(reproducible=True),
+    "with a deadline": CommunicationOptions(timeout_seconds=60),
+    "MPI, with a deadline": CommunicationOptions(
+        implementation="MPI", timeout_seconds=60
+    ),
+}
+# What it adds up by kernels, and what stays below
+COUNTS = [0, 1, 7, 10_000, 300_000]
+
+
+@pytest.fixture
+def strategy(comm):
+    strategy = mpidist.MirroredStrategy(communicator=comm, allow_shared_gpu=True)
+    yield strategy
+    strategy.experimental_finalize()
+
+
+@pytest.fixture(params=OPTIONS)
+def options(request):
+    return OPTIONS[request.param]
+
+
+def all_reduce(strategy, op, value, options=None):
+    """Return this replica's all_reduce of its own value."""
+
+    def step():
+        return mpidist.get_replica_context().all_reduce(op, value, options)
+
+    return strategy.experimental_local_results(strategy.run(step))[0]
+
+
+def numbers(rank, count, dtype="f4"):
+    return (np.arange(count) * (rank + 3) % 11 + rank).astype(dtype)
+
+
+def require_equal(result, expected):
+    assert isinstance(result, cupy.ndarray)
+    assert result.dtype == expected.dtype
+    assert result.shape == expected.shape
+    assert np.array_equal(result.get(), expected)
+
+
+def test_each_rank_has_a_gpu(comm, strategy):
+    index = comm.rank % gpu_count()
+    assert strategy.extended.device == f"GPU:{index}"
+    assert strategy.extended.worker_devices == (f"GPU:{index}",)
+    assert arrays.current_gpu() == index
+    ids = [found.pci_bus_id for found in strategy.extended.gpus.identities]
+    assert len(ids) == comm.size
+    assert len(set(ids)) == min(comm.size, gpu_count())
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u2", "i4", "i8", "f4", "f8", "c8", "c16"])
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_reductions(comm, strategy, options, dtype, op):
+    for count in COUNTS:
+        everyone = [numbers(rank, count, dtype) for rank in range(comm.size)]
+        expected = np.sum(everyone, axis=0, dtype=dtype)
+        if op == "MEAN":
+            wide = "f8" if np.dtype(dtype).kind in "iu" else dtype
+            expected = np.sum(everyone, axis=0, dtype=wide) / comm.size
+            expected = expected.astype(wide)
+        mine = cupy.asarray(everyone[comm.rank])
+        require_equal(all_reduce(strategy, op, mine, options), expected)
+        assert np.array_equal(mine.get(), everyone[comm.rank])
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_narrow_numbers_are_added_up_in_float32(comm, strategy, options, name):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    dtype = np.dtype(name if name == "float16" else ml_dtypes.bfloat16)
+    values = [np.full(3000, 200 + rank).astype(dtype) for rank in range(comm.size)]
+    expected = np.sum([v.astype("f4") for v in values], axis=0).astype(dtype)
+    got = all_reduce(strategy, "SUM", cupy.asarray(values[comm.rank]), options)
+    require_equal(got, expected)
+
+
+def test_nests_with_arrays_on_both_sides(comm, strategy, options):
+    def value(rank):
+        return {
+            "w": [numbers(rank, n).reshape(-1, 1) for n in (6, 0, 40_000)],
+            "b": numbers(rank, 5, "f8"),
+            "host": numbers(rank, 4),
+            "count": rank + 1,
+        }
+
+    def place(value):
+        return {
+            "w": [cupy.asarray(w) for w in value["w"]],
+            "b": cupy.asarray(value["b"])[::-1],
+            "host": value["host"],
+            "count": value["count"],
+        }
+
+    everyone = [value(rank) for rank in range(comm.size)]
+    got = all_reduce(strategy, "SUM", place(everyone[comm.rank]), options)
+    for j, w in enumerate(got["w"]):
+        require_equal(w, np.sum([v["w"][j] for v in everyone], axis=0))
+    require_equal(got["b"], np.sum([v["b"][::-1] for v in everyone], axis=0))
+    assert type(got["host"]) is np.ndarray
+    assert np.array_equal(got["host"], np.sum([v["host"] for v in everyone], axis=0))
+    assert got["count"] == sum(range(1, comm.size + 1))
+
+
+@pytest.mark.parametrize("layout", ["transposed", "strided", "reversed", "broadcast"])
+def test_arrays_of_any_layout(comm, strategy, layout):
+    change = {
+        "transposed": lambda a: a.T,
+        "strided": lambda a: a[:, ::3],
+        "reversed": lambda a: a[::-1, ::-1],
+        "broadcast": lambda a: cupy.broadcast_to(a[:1], a.shape),
+    }[layout]
+    host = {"broadcast": lambda a: np.broadcast_to(a[:1], a.shape)}.get(layout, change)
+    everyone = [numbers(rank, 30 * 70).reshape(30, 70) for rank in range(comm.size)]
+    mine = change(cupy.asarray(everyone[comm.rank]))
+    expected = np.sum([host(value) for value in everyone], axis=0)
+    require_equal(all_reduce(strategy, "SUM", mine), expected)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_gathers_of_uneven_lengths(comm, strategy, options, axis):
+    def value(rank, width):
+        shape = [3, 5, 4]
+        shape[axis] = (rank * width) % 7
+        return numbers(rank, int(np.prod(shape))).reshape(shape)
+
+    def gather(nest):
+        def step():
+            return mpidist.get_replica_context().all_gather(nest, axis, options)
+
+        return strategy.experimental_local_results(strategy.run(step))[0]
+
+    for width in (0, 1, 5):
+        everyone = [value(rank, width) for rank in range(comm.size)]
+        expected = np.concatenate(everyone, axis=axis)
+        require_equal(gather(cupy.asarray(everyone[comm.rank])), expected)
+    nest = [everyone[comm.rank], everyone[comm.rank][:, :, :].astype("f8")]
+    got = gather([cupy.asarray(part) for part in nest])
+    require_equal(got[0], expected)
+    require_equal(got[1], expected.astype("f8"))
+
+
+def test_large_gathers(comm, strategy):
+    everyone = [
+        numbers(rank, (rank + 1) * 40_000).reshape(-1, 40) for rank in range(comm.size)
+    ]
+    got = strategy.gather(cupy.asarray(everyone[comm.rank]), axis=0)
+    require_equal(got, np.concatenate(everyone))
+    got = strategy.gather(cupy.asarray(everyone[comm.rank].T.copy()), axis=1)
+    require_equal(got, np.concatenate(everyone).T)
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("dtype", ["i4", "f4", "f2"])
+def test_reductions_over_an_axis(comm, strategy, op, dtype):
+    everyone = [numbers(rank, 6 * rank).reshape(-1, 6) for rank in range(comm.size)]
+    rows = np.concatenate(everyone).astype("f8")
+    with np.errstate(invalid="ignore"):
+        expected = rows.sum(axis=0) if op == "SUM" else rows.sum(axis=0) / len(rows)
+    got = strategy.reduce(op, cupy.asarray(everyone[comm.rank].astype(dtype)), axis=0)
+    is_mean_of_integers = op == "MEAN" and dtype == "i4"
+    require_equal(got, expected.astype("f8" if is_mean_of_integers else dtype))
+
+
+def test_variables_are_on_the_gpu(comm, strategy):
+    with strategy.scope():
+        w = mpidist.Variable(
+            np.arange(5.0), aggregation=mpidist.VariableAggregation.MEAN
+        )
+        seen = mpidist.Variable(
+            0,
+            synchronization=mpidist.VariableSynchronization.ON_READ,
+            aggregation=mpidist.VariableAggregation.SUM,
+        )
+
+    def step():
+        w.assign_add(cupy.full(5, comm.rank + 1.0))
+        seen.assign_add(comm.rank)
+        return cupy.asarray(w) * 2
+
+    (doubled,) = strategy.experimental_local_results(strategy.run(step))
+    expected = np.arange(5.0) + (comm.size + 1) / 2
+    require_equal(doubled, expected * 2)
+    assert np.array_equal(w.numpy(), expected)
+    assert seen.numpy() == sum(range(comm.size))
+
+
+def test_values_of_the_first_replica_come_to_all(comm, strategy):
+    ops = strategy.extended.cross_device_ops
+    for count in COUNTS:
+        mine = cupy.asarray(numbers(comm.rank, count))
+        got = ops.broadcast(mine, destinations="GPU:0")
+        require_equal(strategy.experimental_local_results(got)[0], numbers(0, count))
+
+
+def test_other_libraries_arrays_come_in_without_a_copy(comm, strategy):
+    """By CUDA's array interface alone, as Numba's arrays have it."""
+
+    class Foreign:
+        def __init__(self, array):
+            self.array = array
+            self.__cuda_array_interface__ = array.__cuda_array_interface__
+
+    given = Foreign(cupy.arange(4.0) + comm.rank)
+    taken = arrays.to_array(given)
+    assert taken.data.ptr == given.array.data.ptr
+    expected = np.arange(4.0) * comm.size + sum(range(comm.size))
+    require_equal(all_reduce(strategy, "SUM", given), expected)
+
+
+def test_dlpack_arrays_come_in_without_a_copy(comm, strategy):
+    class Foreign:
+        def __init__(self, array):
+            self.array = array
+
+        def __dlpack__(self, **kwargs):
+            return self.array.__dlpack__(**kwargs)
+
+        def __dlpack_device__(self):
+            return self.array.__dlpack_device__()
+
+    given = Foreign(cupy.arange(4.0) + comm.rank)
+    assert arrays.to_array(given).data.ptr == given.array.data.ptr
+    expected = np.arange(4.0) * comm.size + sum(range(comm.size))
+    require_equal(all_reduce(strategy, "SUM", given), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_torch_tensors_come_back_as_tensors(comm, strategy, dtype):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA")
+    device = f"cuda:{arrays.current_gpu()}"
+    x = torch.ones((3, 4), dtype=getattr(torch, dtype), device=device)
+    got = all_reduce(strategy, "SUM", x * (comm.rank + 1))
+    assert isinstance(got, torch.Tensor)
+    assert got.device == x.device
+    assert got.dtype == x.dtype
+    assert (got == sum(range(1, comm.size + 1))).all()
+    assert strategy.gather(x, axis=1).shape == (3, 4 * comm.size)
+
+
+def test_jax_arrays_come_back_as_jax_arrays(comm, strategy):
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("this JAX has no CUDA")
+    got = all_reduce(strategy, "SUM", jax.numpy.ones(5))
+    assert isinstance(got, jax.Array)
+    assert (np.asarray(got) == comm.size).all()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_arrays_here_on_the_gpu_and_there_on_the_host_are_refused(comm, strategy):
+    xp = cupy if comm.rank == 0 else np
+    with pytest.raises(mpidist.MismatchError, match="on a GPU on rank 0"):
+        strategy.reduce("SUM", xp.ones(3))
+    require_equal(strategy.reduce("SUM", cupy.ones(3)), np.full(3, comm.size, "f8"))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_arrays_on_a_gpu_are_refused_by_a_strategy_on_cpus(comm):
+    strategy = mpidist.MirroredStrategy(["CPU:0"], communicator=comm)
+    with pytest.raises(mpidist.ArgumentError, match=r"value\['x'\] is on a GPU"):
+        strategy.reduce("SUM", {"x": cupy.ones(3), "y": 1})
+    assert strategy.reduce("SUM", 1) == comm.size
+    strategy.experimental_finalize()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_shared_gpu_is_refused_on_all_ranks(comm):
+    if gpu_count() >= comm.size:
+        pytest.skip("each rank has a GPU of its own")
+    with pytest.raises(mpidist.LaunchError, match=r"would share one GPU, .*: start"):
+        mpidist.MirroredStrategy(communicator=comm)
+    allowed = comm.rank > 0  # all must
+    with pytest.raises(mpidist.LaunchError, match="would share one GPU"):
+        mpidist.MirroredStrategy(communicator=comm, allow_shared_gpu=allowed)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("asked", [{"implementation": "NCCL"}, "NcclAllReduce"])
+def test_nccl_is_refused_where_ranks_share_a_gpu(comm, strategy, asked):
+    if gpu_count() >= comm.size:
+        pytest.skip("each rank has a GPU of its own")
+    with pytest.raises(mpidist.LaunchError, match=r"cannot be used: (ranks|CuPy)"):
+        if asked == "NcclAllReduce":
+            mpidist.MirroredStrategy(
+                cross_device_ops=mpidist.NcclAllReduce(),
+                communicator=comm,
+                allow_shared_gpu=True,
+            )
+        else:
+            all_reduce(strategy, "SUM", cupy.ones(2), CommunicationOptions(**asked))
+    require_equal(all_reduce(strategy, "SUM", cupy.ones(1)), np.full(1, comm.size, "d"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        mpidist.HierarchicalCopyAllReduce,
+        mpidist.ReductionToOneDevice,
+        lambda: mpidist.ReductionToOneDevice(accumulation_fn=sum),
+    ],
+)
+def test_other_cross_device_ops(comm, make):
+    strategy = mpidist.MirroredStrategy(
+        cross_device_ops=make(), communicator=comm, allow_shared_gpu=True
+    )
+    for count in (1, 50_000):
+        everyone = [numbers(rank, count) for rank in range(comm.size)]
+        got = strategy.reduce("SUM", cupy.asarray(everyone[comm.rank]))
+        require_equal(got, np.sum(everyone, axis=0))
+    strategy.experimental_finalize()
+
+
+SPIN = r"""
+extern "C" __global__ void fill_late(float* to, int count, float value, long long n)
+{
+    volatile long long spun = 0;
+    while (spun < n)
+        spun = spun + 1;
+    for (int i = threadIdx.x; i < count; i += blockDim.x)
+        to[i] = value;
+}
+"""
+
+
+@pytest.fixture
+def fill_late():
+    """A function that fills an array by a kernel that takes long to begin."""
+    kernel = cupy.RawKernel(SPIN, "fill_late")
+
+    def fill(array, value):
+        arguments = array, np.int32(array.size), np.float32(value), np.int64(20_000_000)
+        kernel((1,), (32,), arguments)
+
+    return fill
+
+
+@pytest.mark.parametrize("count", [10, 100_000, 2_000_000])
+@pytest.mark.parametrize("stream", ["default", "own", "changing"])
+def test_what_a_late_kernel_writes_is_reduced(
+    comm, strategy, options, fill_late, count, stream
+):
+    """Not what was there before; and what comes next waits for the result."""
+    streams = {
+        "default": [cupy.cuda.Stream.null] * 2,
+        "own": [cupy.cuda.Stream(non_blocking=True)] * 2,
+        "changing": [cupy.cuda.Stream(non_blocking=True) for _ in range(2)],
+    }[stream]
+    x = cupy.full(count, -1, "f4")
+    cupy.cuda.Device().synchronize()
+    results = []
+    for step, current in enumerate(streams):
+        with current:
+            fill_late(x, comm.rank + step)
+            total = all_reduce(strategy, "SUM", x, options)
+            results.append((total + 1).get(stream=current))
+            x[...] = -1  # the library has read it
+            current.synchronize()
+    for step, result in enumerate(results):
+        assert (result == sum(range(comm.size)) + comm.size * step + 1).all()
+
+
+@pytest.mark.parametrize("nest_bytes", [100, 4_000_000])
+def test_buckets_are_reduced_beside_a_stream(comm, strategy, fill_late, nest_bytes):
+    like = [cupy.zeros(nest_bytes // 16, "f4") for _ in range(4)]
+    options = CommunicationOptions(bytes_per_pack=nest_bytes // 3)
+    buckets = strategy.gradient_buckets(like, "SUM", options)
+    for step in range(3):
+        with buckets:
+            for key in range(4):
+                gradient = cupy.full(like[key].shape, -1, "f4")
+                fill_late(gradient, comm.rank + key + step)
+                buckets.put(key, gradient)
+                del gradient
+        for key, total in enumerate(buckets.result):
+            ranks = sum(range(comm.size)) + comm.size * (key + step)
+            require_equal(total, np.full(like[key].shape, ranks, "f4"))
+    buckets.close()
+
+
+def test_nothing_leaks(comm, strategy):
+    values = {"small": cupy.ones(3), "large": [cupy.ones(20_000)] * 3}
+    pool, pinned = cupy.get_default_memory_pool(), cupy.get_default_pinned_memory_pool()
+
+    def measure():
+        gc.collect()
+        return pool.used_bytes(), pinned.n_free_blocks(), DeviceBuffer.in_use_bytes
+
+    for steps in (10, 10_000):
+        for _ in range(steps):
+            strategy.reduce("SUM", values["small"])
+        for _ in range(steps // 10):
+            strategy.reduce("MEAN", values)
+        if steps == 10:
+            before = measure()
+    assert measure() == before
+
+
+def test_the_end_of_a_strategy_frees_all(comm):
+    gc.collect()
+    before = DeviceBuffer.in_use_bytes
+    for _ in range(3):
+        strategy = mpidist.MirroredStrategy(communicator=comm, allow_shared_gpu=True)
+        strategy.reduce("SUM", {"a": cupy.ones(300_000), "b": cupy.ones(2)})
+        strategy.experimental_finalize()
+        del strategy
+    gc.collect()
+    assert DeviceBuffer.in_use_bytes == before
+
+
+def test_memory_of_cudas_own_pool(comm, strategy, options):
+    """It cannot be shared between processes."""
+    if not cupy.cuda.runtime.deviceGetAttribute(
+        cupy.cuda.runtime.cudaDevAttrMemoryPoolsSupported, 0
+    ):
+        pytest.skip("this GPU has no such pools")
+    with cupy.cuda.using_allocator(cupy.cuda.malloc_async):
+        for count in COUNTS:
+            mine = cupy.asarray(numbers(comm.rank, count))
+            everyone = [numbers(rank, count) for rank in range(comm.size)]
+            expected = np.sum(everyone, axis=0, dtype="f4")
+            require_equal(all_reduce(strategy, "SUM", mine, options), expected)
