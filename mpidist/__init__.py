@@ -165,6 +165,8 @@ from mpidist._version import __version__
 if not commands.is_command():
     from mpidist import mpi_settings  # noqa: F401, I001 - before MPI is imported
     from mpidist import launch
+    from mpidist.checkpoint.checkpoint import Checkpoint
+    from mpidist.checkpoint.manager import CheckpointManager, latest_checkpoint
     from mpidist.context import (
         ReplicaContext,
         experimental_set_strategy,
@@ -188,6 +190,7 @@ if not commands.is_command():
     from mpidist.errors import (
         ArgumentError,
         ArgumentTypeError,
+        CheckpointError,
         CollectiveError,
         ContextError,
         DataError,
@@ -238,6 +241,9 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "AutoShardPolicy",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointManager",
     "CollectiveError",
     "CommunicationImplementation",
     "CommunicationOptions",
@@ -294,4 +300,5 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "latest_checkpoint",
 ]

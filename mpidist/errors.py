@@ -15,6 +15,7 @@
     │   └── RemoteError                  another replica failed
     ├── UnsupportedError (NotImplementedError)  tf.distribute has it no more than we do
     ├── DataError                        data are missing, unlike, damaged or unwritable
+    │   └── CheckpointError              ... or a checkpoint, or does not fit the objects
     └── OutOfRangeError (StopIteration)  an iterator was asked for more than there is
 
 Errors in the arguments of a collective, and errors that happen inside
@@ -27,6 +28,7 @@ from __future__ import annotations
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "CheckpointError",
     "CollectiveError",
     "ContextError",
     "DTypeError",
@@ -92,6 +94,10 @@ class UnsupportedError(MpidistError, NotImplementedError):
 
 class DataError(MpidistError):
     """Data are missing, unlike, damaged or changed while read, or cannot be written."""
+
+
+class CheckpointError(DataError):
+    """A checkpoint is missing, damaged or unwritable, or does not fit the objects."""
 
 
 class OutOfRangeError(MpidistError, StopIteration):

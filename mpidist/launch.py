@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import Call
+from mpidist.checkpoint.saver import finish_all
 from mpidist.errors import MpidistError, RemoteError
 
 __all__ = ["abort_on_exception", "leave_together"]
@@ -42,15 +43,17 @@ def leave_together() -> None:
     """Make the end of the program a collective, as MPI_Finalize is.
 
     A rank that ends while others wait for it in a collective would leave them waiting
-    for ever; so they raise, and say so. `import mpidist` calls it.
+    for ever; so they raise, and say so. Checkpoints that are being saved are waited
+    for. `import mpidist` calls it.
     """
     atexit.register(_leave, os.getpid())
 
 
 def _leave(pid: int) -> None:
-    if os.getpid() != pid or not _in_job():  # a forked child is no rank
+    if os.getpid() != pid or MPI.Is_finalized():  # a forked child is no rank
         return
     try:
+        finish_all()
         for agreement in list(Agreement.in_use):
             agreement.require_same(Call("the end of the program"))
     except MpidistError as error:

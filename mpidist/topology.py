@@ -15,7 +15,7 @@ from mpi4py import MPI
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, LaunchError
 from mpidist.gpu.devices import gpu_count, use_gpu
 
-__all__ = ["Topology", "check_launch", "parse_devices"]
+__all__ = ["Topology", "check_launch", "job_size", "parse_devices"]
 
 # Variables that say how many processes a launcher started for this job step. Under
 # srun SLURM_STEP_NUM_TASKS counts the step's tasks; SLURM_NTASKS would also be set in
@@ -57,6 +57,11 @@ def check_launch(environ: Mapping[str, str], world_size: int, library: str) -> N
                 f"{_right_command(variable, library, started)}. For one process on "
                 f"purpose set {_OVERRIDE}=1."
             )
+
+
+def job_size() -> int:
+    """Return how many ranks the job has."""
+    return MPI.COMM_WORLD.Get_size()
 
 
 def _in_batch_script(environ: Mapping[str, str]) -> bool:

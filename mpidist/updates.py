@@ -19,7 +19,7 @@ from mpidist.values import ArrayView, DistributedValues, IndexedSlices, Mirrored
 if TYPE_CHECKING:
     from mpidist.variables import Variable
 
-__all__ = ["Apply", "is_local", "scatter", "update"]
+__all__ = ["Apply", "is_local", "scatter", "share", "update"]
 
 Apply = Callable[[Any, Any], Any]
 _SPARSE_SUMS = ("scatter_add", "scatter_sub")
@@ -154,10 +154,10 @@ def _same_everywhere(variable: Variable, operation: str, value: Any) -> Any:
     extended.require_equal(call, converted)
     if not is_sum:
         return converted
-    return _share(converted, extended.num_replicas, extended.replica_id)
+    return share(converted, extended.num_replicas, extended.replica_id)
 
 
-def _share(value: Any, replicas: int, replica: int) -> Any:
+def share(value: Any, replicas: int, replica: int) -> Any:
     """Return this replica's share of a total; the shares of all add up to it."""
     if value.dtype.kind in "iu":
         quotient, rest = np.divmod(value, replicas)

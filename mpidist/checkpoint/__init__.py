@@ -1,0 +1,1 @@
+"""Saving the state of a job, and going on from it."""

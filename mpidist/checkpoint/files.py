@@ -1,0 +1,167 @@
+"""Files that get their names when they are complete and on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deflate
+
+from mpidist.data.hdf5.unfinished import sync_folder
+from mpidist.errors import CheckpointError
+
+__all__ = [
+    "DamagedError",
+    "NewFile",
+    "checked_read",
+    "damage",
+    "is_left_behind",
+    "remove",
+    "unwritable",
+]
+
+_numbers = itertools.count()
+_TEMPORARY = re.compile(r"(.+)\.([^.]+(?:\.[^.]+)*)\.(\d+)\.(\d+)\.tmp")
+# So much is checked and written at once: it stays in the cache between the two
+_STEP_BYTES = 1 << 20
+
+
+class DamagedError(CheckpointError):
+    """A file is missing or damaged, so that an earlier checkpoint may be taken."""
+
+
+class NewFile:
+    """A new file under a temporary name, with host and process in it.
+
+    Raises:
+      OSError: the folder is not there, or cannot be written to.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._owner = os.getpid()
+        unique = f"{os.uname().nodename}.{self._owner}.{next(_numbers)}"
+        self._temporary = path.with_name(f"{path.name}.{unique}.tmp")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._descriptor = os.open(self._temporary, flags, 0o666)
+        self._is_open = True
+
+    def write(self, offset: int, data: Any) -> int:
+        """Write all of a contiguous buffer at an offset; return its CRC-32."""
+        rest = memoryview(data).cast("B")
+        crc32 = 0
+        while rest.nbytes:
+            step = rest[:_STEP_BYTES]
+            crc32 = deflate.crc32(step, crc32)
+            rest = rest[step.nbytes :]
+            while step.nbytes:
+                written = os.pwrite(self._descriptor, step, offset)
+                offset += written
+                step = step[written:]
+        return crc32
+
+    def complete(self, size: int) -> None:
+        """Bring the file, of so many bytes, to the disk, and close it."""
+        os.ftruncate(self._descriptor, size)
+        os.fsync(self._descriptor)
+        self._is_open = False
+        os.close(self._descriptor)
+
+    def publish(self) -> None:
+        """Give the complete file its name, in place of one that had it before."""
+        self._temporary.replace(self.path)
+        sync_folder(self.path.parent)
+
+    def discard(self) -> None:
+        """Close and remove the file, unless it was published, as far as possible."""
+        if self._is_open:
+            self._is_open = False
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+        if os.getpid() == self._owner:
+            remove(self._temporary)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, as far as that is possible."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def is_left_behind(name: str, of: re.Pattern[str]) -> bool:
+    """Return whether a temporary file belongs to no process any more.
+
+    That is, to none of this host: a process of another one cannot be seen.
+
+    Args:
+      name: of the file.
+      of: what the name of the complete file must match.
+    """
+    match = _TEMPORARY.fullmatch(name)
+    if match is None or not of.fullmatch(match[1]):
+        return False
+    host, process = match[2], int(match[3])
+    return host != os.uname().nodename or not _is_running(process)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def checked_read(descriptor: int, offset: int, into: Any, crc32: int) -> None:
+    """Fill a buffer from a file.
+
+    Raises:
+      ValueError: the file ends before, or the bytes do not have that CRC-32.
+    """
+    view = memoryview(into).cast("B")
+    found, at, done = 0, offset, 0
+    while done < view.nbytes:
+        step = view[done : done + _STEP_BYTES]
+        count = os.preadv(descriptor, [step], at)
+        if not count:
+            raise ValueError(f"it ends at byte {at}, in the middle of an array")
+        found = deflate.crc32(step[:count], found)
+        at += count
+        done += count
+    if found != crc32:
+        raise ValueError(
+            f"bytes {offset} to {at} do not have their checksum: {found:08x} instead "
+            f"of {crc32:08x}"
+        )
+
+
+@contextlib.contextmanager
+def unwritable(path: Path) -> Iterator[None]:
+    """Raise what the operating system says as a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error}") from error
+
+
+@contextlib.contextmanager
+def damage(path: Path) -> Iterator[None]:
+    """Raise a CheckpointError for whatever goes wrong while a file is read."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        raise DamagedError(f"{path}: there is no such file") from None
+    except PermissionError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    except Exception as error:  # HDF5 raises almost anything
+        reason = str(error) or type(error).__name__
+        raise DamagedError(f"{path}: the checkpoint is damaged: {reason}") from error

@@ -1,0 +1,156 @@
+"""The checkpoints of a folder: their names, their order, what may be removed."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from mpidist.checkpoint.files import is_left_behind, remove
+from mpidist.checkpoint.reading import read_header, read_tree
+from mpidist.errors import CheckpointError
+
+__all__ = [
+    "SUFFIX",
+    "Saved",
+    "find",
+    "find_sound",
+    "index_path",
+    "next_serial",
+    "remove_checkpoint",
+    "remove_other_shards",
+    "remove_rests",
+    "shard_name",
+    "warn_skipped",
+]
+
+SUFFIX = ".h5"
+_SHARD = r"-(?P<token>[0-9a-f]{8})-\d{5,}-of-\d{5,}"
+
+
+class Saved(NamedTuple):
+    """A checkpoint of a folder. They sort in the order of their saving."""
+
+    serial: int
+    number: int
+    path: Path
+    modified: float  # seconds since 1970
+
+
+def index_path(path: str | os.PathLike[str]) -> Path:
+    """Return the file that a path with or without its suffix stands for."""
+    text = os.fspath(path)
+    return Path(text if text.endswith(SUFFIX) else text + SUFFIX).absolute()
+
+
+def shard_name(index: Path, token: str, rank: int, ranks: int) -> str:
+    """Return the name of one shard. A token tells savings to one path apart."""
+    return f"{index.stem}-{token}-{rank:05}-of-{ranks:05}{SUFFIX}"
+
+
+def find(folder: Path, name: str, *, warns: bool = False) -> list[Saved]:
+    """Return the checkpoints `name-<number>.h5` in the order of their saving.
+
+    Those with damaged headers are left out, with a warning if `warns`.
+    """
+    found = []
+    pattern = re.compile(rf"{re.escape(name)}-(\d+){re.escape(SUFFIX)}")
+    for file in _names(folder):
+        if match := pattern.fullmatch(file):
+            path = folder / file
+            try:
+                serial = read_header(path).serial
+                modified = path.stat().st_mtime
+            except (CheckpointError, OSError) as error:
+                if warns:
+                    warn_skipped(error)
+            else:
+                found.append(Saved(serial, int(match[1]), path, modified))
+    return sorted(found)
+
+
+def find_sound(folder: Path, name: str) -> list[Saved]:
+    """Return the checkpoints up to the last one that is not damaged.
+
+    Large arrays are not looked at. Those that are damaged are skipped with a warning.
+    """
+    found = find(folder, name, warns=True)
+    while found:
+        try:
+            read_tree(found[-1].path)
+        except CheckpointError as error:
+            warn_skipped(error)
+            del found[-1]
+        else:
+            break
+    return found
+
+
+def warn_skipped(error: Exception) -> None:
+    """Warn that a checkpoint is passed over."""
+    warnings.warn(f"skipped: {error}", RuntimeWarning, stacklevel=2)
+
+
+def next_serial(index: Path) -> int:
+    """Return the serial of the next checkpoint beside those that there are."""
+    name, _, number = index.stem.rpartition("-")
+    if not (name and number.isdecimal()):
+        return 1
+    found = find(index.parent, name)
+    return max([saved.serial for saved in found], default=0) + 1
+
+
+def remove_checkpoint(index: Path) -> None:
+    """Remove a checkpoint: its index first, so that there is never half of one."""
+    remove(index)
+    remove_other_shards(index, "")
+
+
+def remove_other_shards(index: Path, token: str) -> None:
+    """Remove the shards of former checkpoints of the same path."""
+    pattern = re.compile(re.escape(index.stem) + _SHARD + re.escape(SUFFIX))
+    for file in _names(index.parent):
+        match = pattern.fullmatch(file)
+        if match and match["token"] != token:
+            remove(index.parent / file)
+
+
+def remove_rests(folder: Path, name: str, in_use: Iterable[str] = ()) -> None:
+    """Remove what dead jobs left: temporary files, and shards without an index.
+
+    Args:
+      folder: where.
+      name: of the checkpoints.
+      in_use: tokens of shards that are being saved by this process.
+    """
+    stem = rf"(?P<stem>{re.escape(name)}-\d+)"
+    shard = re.compile(stem + _SHARD + re.escape(SUFFIX))
+    any_file = re.compile(rf"{stem}({_SHARD})?{re.escape(SUFFIX)}")
+    names = _names(folder)
+    for file in names:
+        match = shard.fullmatch(file)
+        is_lost = match is not None and match["token"] not in in_use
+        if match and is_lost and f"{match['stem']}{SUFFIX}" in names:
+            is_lost = _is_of_another(folder / f"{match['stem']}{SUFFIX}", file)
+        if is_lost or is_left_behind(file, any_file):
+            remove(folder / file)
+
+
+def _is_of_another(index: Path, shard: str) -> bool:
+    """Return whether an index is sound, and does not name the shard."""
+    try:
+        return shard not in {found.name for found in read_header(index).shards}
+    except CheckpointError:
+        return False
+
+
+def _names(folder: Path) -> set[str]:
+    try:
+        return set(os.listdir(folder))
+    except FileNotFoundError:
+        return set()
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error}") from error

@@ -1,0 +1,317 @@
+"""CheckpointManager: the checkpoints of a job, of which a few are kept."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mpidist.checkpoint import folder as folders
+from mpidist.checkpoint.checkpoint import Checkpoint
+from mpidist.checkpoint.files import DamagedError, unwritable
+from mpidist.checkpoint.folder import Saved
+from mpidist.checkpoint.saving import Saving
+from mpidist.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["CheckpointManager", "latest_checkpoint"]
+
+_CALL = "CheckpointManager"
+
+
+def latest_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], *, checkpoint_name: str = "ckpt"
+) -> str | None:
+    """Return the path of the checkpoint that was saved last; None if there is none.
+
+    Not collective: it reads the folder. Damaged checkpoints are skipped with a warning;
+    the bytes of large arrays are checked not here, but when they are restored.
+
+    Raises:
+      CheckpointError: the folder cannot be read.
+
+    Example:
+      >>> checkpoint = mpidist.Checkpoint(strategy=strategy, step=7)
+      >>> path = checkpoint.save("runs/ckpt")
+      >>> mpidist.latest_checkpoint("runs") == path
+      True
+    """
+    found = folders.find_sound(Path(checkpoint_dir).absolute(), checkpoint_name)
+    return str(found[-1].path) if found else None
+
+
+class CheckpointManager:
+    """Saves checkpoints `ckpt-1.h5`, `ckpt-2.h5`, ... to one folder, and removes old ones.
+
+    Collective to make, with a folder for itself: what jobs that were killed have left
+    there is removed. An old checkpoint is removed when the new one is complete. In a
+    `with` block, which all ranks leave together, what is being saved in the background
+    is waited for at the end.
+
+    Args:
+      checkpoint: the `Checkpoint`.
+      directory: the folder, which all ranks must see; it is made if it is missing.
+      max_to_keep: how many to keep, or None for all.
+      keep_checkpoint_every_n_hours: of those that would be removed, keep one for so
+        many hours.
+      checkpoint_name: the first part of the files' names.
+      step_counter: a variable, or a function without arguments that returns a number;
+        for `checkpoint_interval`.
+      checkpoint_interval: save only if the counter has gone up by so much since the
+        last time.
+      init_fn: called by `restore_or_initialize` if there is no checkpoint.
+      keep_every: keep checkpoints for ever whose number is a multiple of it.
+      is_background: whether a thread writes while training goes on. Arrays are copied
+        before (variables need not be: they never change in place). `save` first waits
+        for the last one, and raises its errors, as `wait` does.
+
+    Raises, on all ranks:
+      ArgumentError, ArgumentTypeError: one of these arguments.
+      CheckpointError: the folder cannot be used.
+
+    Example:
+      >>> checkpoint = mpidist.Checkpoint(strategy=strategy, step=0)
+      >>> manager = mpidist.CheckpointManager(checkpoint, "job", max_to_keep=2)
+      >>> manager.restore_or_initialize() is None
+      True
+      >>> for step in range(3):
+      ...     checkpoint.step = step
+      ...     path = manager.save()
+      >>> import os
+      >>> sorted(os.listdir("job"))
+      ['ckpt-2.h5', 'ckpt-3.h5']
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None,
+        keep_checkpoint_every_n_hours: float | None = None,
+        checkpoint_name: str = "ckpt",
+        step_counter: Any = None,
+        checkpoint_interval: int | None = None,
+        init_fn: Callable[[], Any] | None = None,
+        *,
+        keep_every: int | None = None,
+        is_background: bool = False,
+    ):
+        if not isinstance(checkpoint, Checkpoint):
+            raise ArgumentTypeError(f"{_CALL} needs a Checkpoint, not {checkpoint!r}")
+        self._checkpoint = checkpoint
+        self._strategy = checkpoint.strategy
+        self._agreement = self._strategy.extended.agreement
+
+        def check() -> None:
+            _require_positive("max_to_keep", max_to_keep)
+            _require_positive("keep_every", keep_every)
+            _require_positive("checkpoint_interval", checkpoint_interval)
+            if checkpoint_interval is not None and step_counter is None:
+                raise ArgumentError("checkpoint_interval needs a step_counter")
+            hours = keep_checkpoint_every_n_hours
+            if hours is not None and not hours > 0:
+                raise ArgumentError(
+                    f"keep_checkpoint_every_n_hours must be > 0, not {hours}"
+                )
+            name = checkpoint_name
+            if not isinstance(name, str) or not name or "/" in name or "\0" in name:
+                raise ArgumentError(
+                    f"checkpoint_name must be the name of a file, not {name!r}"
+                )
+            self._directory = Path(os.fsdecode(directory)).absolute()
+
+        self._agreement.prepare(_CALL, check)
+        self._max_to_keep = max_to_keep
+        self._keep_hours = keep_checkpoint_every_n_hours
+        self._keep_every = keep_every
+        self._name = checkpoint_name
+        self._step_counter = step_counter
+        self._interval = checkpoint_interval
+        self._init_fn = init_fn
+        self._is_background = is_background
+        self._last_step: int | None = None
+        self._found = self._agreement.root_only(_CALL, self._look_around)
+        self._preserved = self._last_preserved()
+        self._last_saved: Path | None = None
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The objects that are saved."""
+        return self._checkpoint
+
+    @property
+    def directory(self) -> str:
+        """The folder."""
+        return str(self._directory)
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """How far apart, by the step counter, checkpoints are."""
+        return self._interval
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The paths of those that are complete and kept, in the order of saving.
+
+        As they were at the last collective call of this manager, the same on all ranks.
+        """
+        return [str(saved.path) for saved in self._found]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The last of `checkpoints`; None if there are none."""
+        return self.checkpoints[-1] if self._found else None
+
+    def save(
+        self, checkpoint_number: int | None = None, check_interval: bool = True
+    ) -> str | None:
+        """Save a checkpoint; return its path, or None if it is not yet time. Collective.
+
+        Args:
+          checkpoint_number: the number in its name, by default `save_counter`, which
+            goes up in any case.
+          check_interval: whether `checkpoint_interval` counts.
+
+        Raises, on all ranks: what `Checkpoint.write` raises. With `is_background` also
+          what kept the last checkpoint from being written.
+        """
+        step = self._step()
+        if check_interval and self._interval is not None and step is not None:
+            is_early = self._last_step is not None
+            if is_early and step < (self._last_step or 0) + self._interval:
+                return None
+        call = f"{_CALL}.save"
+        number = self._agreement.prepare(call, lambda: _number(checkpoint_number))
+        self.wait()
+        path = self._checkpoint.save_as(
+            call,
+            self._directory / self._name,
+            number=number,
+            is_background=self._is_background,
+            after=self._remove_old,
+        )
+        self._last_step = step
+        self._last_saved = Path(path)
+        if not self._is_background:
+            self._update()
+        return path
+
+    def wait(self) -> None:
+        """Wait until what is being saved in the background is complete. Collective.
+
+        Raises, on all ranks:
+          CheckpointError: it could not be written; earlier checkpoints still are there.
+        """
+        self._checkpoint.saver.wait()
+        if self._last_saved is not None:
+            self._update()
+
+    def restore_or_initialize(self) -> str | None:
+        """Restore the latest checkpoint that is not damaged; return its path. Collective.
+
+        If there is none, call `init_fn` and return None. A damaged one is skipped with
+        a warning.
+
+        Raises, on all ranks:
+          CheckpointError: the objects do not fit the checkpoint.
+          What `Checkpoint.restore` raises otherwise, or `init_fn`.
+        """
+        self.wait()
+        while self._found:
+            path = str(self._found[-1].path)
+            try:
+                self._checkpoint.restore(path)
+            except DamagedError as error:  # on all ranks, and nothing was changed
+                self._found = self._found[:-1]
+                if self._strategy.extended.replica_id == 0:
+                    folders.warn_skipped(error)
+            else:
+                self._last_step = self._step()
+                return path
+        if self._init_fn is not None:
+            self._init_fn()
+        if self._interval is not None:
+            self._last_step = self._step()
+        return None
+
+    def __enter__(self) -> CheckpointManager:
+        self._agreement.enter_block()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for what is being saved. Collective."""
+        try:
+            self._agreement.leave_block(f"the end of {_CALL}'s with", error)
+        except Exception as raised:  # on all ranks
+            self.wait()
+            if raised is not error:
+                raise
+        else:
+            self.wait()
+
+    def _look_around(self) -> list[Saved]:
+        """Return the checkpoints of the folder, once rests were removed. On rank 0."""
+        with unwritable(self._directory):
+            self._directory.mkdir(parents=True, exist_ok=True)
+        folders.remove_rests(self._directory, self._name, Saving.in_use)
+        return folders.find_sound(self._directory, self._name)
+
+    def _update(self) -> None:
+        """Learn what is in the folder now. Collective."""
+        self._last_saved = None
+        self._found = self._agreement.root_only(
+            f"{_CALL}.save", lambda: folders.find(self._directory, self._name)
+        )
+
+    def _last_preserved(self) -> float:
+        """Return when the last one was saved that was kept for its hours."""
+        outside = [] if self._max_to_keep is None else self._found[: -self._max_to_keep]
+        if outside:  # former managers have kept them
+            return outside[-1].modified
+        oldest = self._found[0].modified if self._found else time.time()
+        return math.nextafter(oldest, 0)
+
+    def _remove_old(self) -> None:
+        """Remove what need not be kept. On rank 0, perhaps in a thread."""
+        if self._max_to_keep is None:
+            return
+        for saved in folders.find(self._directory, self._name)[: -self._max_to_keep]:
+            if self._keep_every and saved.number % self._keep_every == 0:
+                continue
+            if self._keep_hours is not None:
+                # Those up to here were looked at before
+                if saved.modified <= self._preserved:
+                    continue
+                if saved.modified >= self._preserved + self._keep_hours * 3600:
+                    self._preserved = saved.modified
+                    continue
+            folders.remove_checkpoint(saved.path)
+
+    def _step(self) -> int | None:
+        counter = self._step_counter
+        if counter is None:
+            return None
+        return int(counter() if callable(counter) else counter)
+
+
+def _number(number: Any) -> int | None:
+    if number is None:
+        return None
+    found = operator.index(number)
+    if found < 0:
+        raise ArgumentError(f"checkpoint_number must be >= 0, not {found}")
+    return found
+
+
+def _require_positive(name: str, value: int | None) -> None:
+    if value is not None and operator.index(value) < 1:
+        raise ArgumentError(f"{name} must be >= 1 or None, not {value}")

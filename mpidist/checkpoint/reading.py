@@ -1,0 +1,273 @@
+"""The files of a checkpoint as a tree, once all but large arrays has been checked."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from mpidist.checkpoint import header as headers
+from mpidist.checkpoint.dtypes import original_dtype
+from mpidist.checkpoint.files import checked_read, damage
+from mpidist.checkpoint.header import Header
+from mpidist.checkpoint.image import Image
+from mpidist.checkpoint.tree import SCALARS, Group, Leaf, Node, Piece
+
+__all__ = ["header_crc32", "open_file", "read_header", "read_piece", "read_tree"]
+
+_GROUP_KINDS = ("dict", "dict of int", "list", "tuple", "ranks")
+_PROBE_BYTES = 512
+
+
+def read_header(path: Path) -> Header:
+    """Return what a file's header says.
+
+    Raises:
+      CheckpointError: there is no file, or it is no checkpoint or damaged.
+    """
+    with open_file(path) as descriptor:
+        return headers.parse(_header_bytes(descriptor))
+
+
+def header_crc32(path: Path) -> int:
+    """Return the checksum of a file's header."""
+    with open_file(path) as descriptor:
+        return headers.parse_first(_header_bytes(descriptor))[1]
+
+
+def read_tree(path: Path) -> Group:
+    """Return the tree of a checkpoint. Large arrays are pieces in its files.
+
+    Raises:
+      CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    tree, header = _read_file(path, {})
+    shards = {}
+    for shard in header.shards:
+        beside = path.with_name(shard.name)
+        with damage(path):
+            _require_shard(beside, shard)
+        shards[shard.name], _ = _read_file(beside, {})
+    return tree if not shards else _read_file(path, shards)[0]
+
+
+def read_piece(folder: Path, piece: Piece, into: Any) -> None:
+    """Fill a buffer with the bytes of a piece.
+
+    Raises:
+      CheckpointError: they cannot be read, or do not have their checksums.
+    """
+    start = 0
+    with open_file(folder / piece.file) as descriptor:
+        for size, crc32 in piece.checks:
+            block = into[start : start + size]
+            checked_read(descriptor, piece.offset + start, block, crc32)
+            start += size
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[int]:
+    """Give a descriptor for reading; raise what happens as a CheckpointError."""
+    with damage(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def _header_bytes(descriptor: int) -> bytes:
+    length, _ = headers.parse_first(os.pread(descriptor, _PROBE_BYTES, 0))
+    if length > os.fstat(descriptor).st_size:
+        raise ValueError("it ends in its header")
+    return os.pread(descriptor, length, 0)
+
+
+def _require_shard(path: Path, shard: headers.Shard) -> None:
+    """Raise if a file is not the one that the index was written for."""
+    if header_crc32(path) != shard.crc32:
+        raise ValueError(f"{path.name} is of another checkpoint")
+
+
+def _read_file(path: Path, shards: Mapping[str, Group]) -> tuple[Group, Header]:
+    with open_file(path) as descriptor:
+        start = headers.parse_first(os.pread(descriptor, _PROBE_BYTES, 0))[0]
+        header = headers.parse(_header_bytes(descriptor))
+        image = _read_structure(descriptor, start, header)
+        with h5py.File(image, "r") as file:
+            tree = _Reader(file, path.name, header, image, shards).group(file, "")
+    return tree, header
+
+
+def _read_structure(descriptor: int, start: int, header: Header) -> Image:
+    """Return all of a file that is no large array, if it has its checksum."""
+    found = os.fstat(descriptor).st_size
+    if found != header.size:
+        raise ValueError(f"it has {found} bytes instead of {header.size}")
+    image = Image(header.size)
+    holes = [(offset, size) for offset, size, _ in header.data]
+    parts, crc32 = [], 0
+    for offset, size in [*holes, (header.size, 0)]:
+        if start < offset:
+            data = os.pread(descriptor, offset - start, start)
+            crc32 = zlib.crc32(data, crc32)
+            parts.append((start, data))
+        start = offset + size
+    if crc32 != header.structure_crc32:
+        raise ValueError("its structure does not have its checksum")
+    for offset, data in parts:
+        image.put(offset, data)
+    return image
+
+
+class _Reader:
+    """Makes nodes of groups and datasets."""
+
+    def __init__(
+        self,
+        file: h5py.File,
+        name: str,
+        header: Header,
+        image: Image,
+        shards: Mapping[str, Group],
+    ):
+        self._file = file
+        self._name = name
+        self._header = header
+        self._image = image
+        self._shards = shards
+
+    def group(self, group: h5py.Group, path: str) -> Group:
+        kind, role = _notes(group)
+        if kind not in _GROUP_KINDS:
+            raise ValueError(f"group {path!r} is of kind {kind!r}")
+        names = list(group)
+        if kind in ("list", "tuple", "ranks"):
+            names = [str(i) for i in range(len(names))]
+        children: dict[str, Node] = {}
+        for name in names:
+            found = self._node(group, name, f"{path}/{name}")
+            if found is not None:
+                children[name] = found
+        return Group(kind, children, role)
+
+    def _node(self, group: h5py.Group, name: str, path: str) -> Node | None:
+        link = group.get(name, getlink=True)
+        if isinstance(link, h5py.ExternalLink):
+            return self._in_shard(link.filename, path) if self._shards else None
+        if not isinstance(link, h5py.HardLink):
+            raise ValueError(f"{path!r} is a link")
+        child = group[name]
+        if isinstance(child, h5py.Group):
+            return self.group(child, path)
+        if not isinstance(child, h5py.Dataset):
+            raise ValueError(f"{path!r} is neither a group nor a dataset")
+        return self._leaf(child, path)
+
+    def _leaf(self, dataset: h5py.Dataset, path: str) -> Leaf:
+        kind, role = _notes(dataset)
+        if kind not in (*SCALARS, "array"):
+            raise ValueError(f"dataset {path!r} is of kind {kind!r}")
+        if dataset.is_virtual:
+            return self._split_leaf(dataset, path, kind, role)
+        return self._plain_leaf(dataset, path, kind, role)
+
+    def _plain_leaf(
+        self, dataset: h5py.Dataset, path: str, kind: str, role: str
+    ) -> Leaf:
+        """Return the leaf of a dataset whose bytes are in this file."""
+        dtype, shape = _dtype_and_shape(dataset)
+        size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        offset = dataset.id.get_offset() or 0
+        if size and (dataset.chunks is not None or not offset):
+            raise ValueError(f"dataset {path!r} is not contiguous")
+        checks = tuple(
+            (length, crc32)
+            for at, length, crc32 in self._header.data
+            if offset <= at < offset + size
+        )
+        if checks:
+            piece = Piece(self._name, 0, offset, checks)
+            if piece.size != size or not self._begins(offset):
+                raise ValueError(f"dataset {path!r} is not where its blocks are")
+            return Leaf(kind, dtype, shape, None, (piece,), role)
+        if size > self._image.size:
+            raise ValueError(f"dataset {path!r} has {size} bytes")
+        data = self._image.get(offset, size) if size else b""
+        array = np.frombuffer(data, dtype).reshape(shape).copy()
+        return Leaf(kind, dtype, shape, array, (), role)
+
+    def _split_leaf(
+        self, dataset: h5py.Dataset, path: str, kind: str, role: str
+    ) -> Leaf:
+        """Return the leaf of a dataset of which each shard has a part."""
+        dtype, shape = _original(dataset, dataset.dtype, dataset.shape)
+        pieces = self._pieces(dataset, path, dtype.itemsize)
+        leaf = Leaf(kind, dtype, shape, None, pieces, role)
+        found = sum(piece.size for piece in pieces)
+        if self._shards and found != leaf.size_bytes:
+            raise ValueError(
+                f"dataset {path!r} has {found} bytes instead of {leaf.size_bytes}"
+            )
+        return leaf
+
+    def _begins(self, offset: int) -> bool:
+        return any(at == offset for at, _, _ in self._header.data)
+
+    def _in_shard(self, name: str, path: str) -> Node:
+        """Return the node at a path of a shard's tree."""
+        node: Node = self._shards[name]
+        for part in path.strip("/").split("/"):
+            if not isinstance(node, Group):
+                raise ValueError(f"{path!r} is not in {name}")
+            node = node.children[part]
+        return node
+
+    def _pieces(
+        self, dataset: h5py.Dataset, path: str, item_bytes: int
+    ) -> tuple[Piece, ...]:
+        """Return where the parts of an array are, in the order of the array."""
+        pieces: list[Piece] = []
+        names: dict[str, None] = {}
+        for source in dataset.virtual_sources():
+            names[source.file_name] = None
+        start = 0
+        for name in names if self._shards else ():
+            leaf = self._in_shard(name, path)
+            if not isinstance(leaf, Leaf) or leaf.dtype.itemsize != item_bytes:
+                raise ValueError(f"dataset {path!r} is not in {name}")
+            (piece,) = leaf.pieces  # parts are never small
+            pieces.append(Piece(piece.file, start, piece.offset, piece.checks))
+            start += piece.size
+        return tuple(pieces)
+
+
+def _notes(node: Any) -> tuple[str, str]:
+    """Return the kind and the role of a group or dataset."""
+    return str(node.attrs["kind"]), str(node.attrs.get("role", ""))
+
+
+def _original(
+    dataset: h5py.Dataset, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    text = dataset.attrs.get("dtype")
+    if dtype.hasobject:
+        raise ValueError(f"dataset {dataset.name!r} has dtype {dtype}")
+    return (dtype, shape) if text is None else original_dtype(str(text), dtype, shape)
+
+
+def _dtype_and_shape(
+    dataset: h5py.Dataset,
+) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Return what the array was whose bytes the dataset has."""
+    if dataset.shape is None:
+        return np.dtype(np.uint8), (0,)
+    if h5py.check_string_dtype(dataset.dtype) and dataset.attrs["kind"] != "array":
+        return np.dtype(np.uint8), (dataset.dtype.itemsize,)
+    return _original(dataset, dataset.dtype, dataset.shape)

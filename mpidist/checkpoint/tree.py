@@ -1,0 +1,285 @@
+"""State as a tree: groups of named nodes, and arrays as leaves.
+
+::
+
+    Python                       node
+    dict                         Group "dict", or "dict of int" if the keys are integers
+    list, tuple, deque           Group "list", "tuple"; the names are 0, 1, ...
+    None, bool, int, float, ...  Leaf of that kind; large integers and text are bytes
+    NumPy's scalars              Leaf "array scalar"
+    arrays                       Leaf "array"
+
+Nothing here communicates, and nothing is a file yet.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mpidist import arrays
+from mpidist.checkpoint.dtypes import stored_as
+from mpidist.checkpoint.names import Path, as_name, readable, unescape
+from mpidist.errors import ArgumentError, ArgumentTypeError, MpidistError
+from mpidist.values import Mirrored
+
+__all__ = [
+    "DEEPEST",
+    "SCALARS",
+    "Group",
+    "Leaf",
+    "Node",
+    "Piece",
+    "child_names",
+    "decode",
+    "decode_leaf",
+    "encode",
+    "is_container",
+    "leaf_of_array",
+    "leaves",
+    "require_depth",
+]
+
+SCALARS = ("None", "bool", "int", "float", "complex", "str", "bytes", "array scalar")
+_NUMBERS = {"bool": np.bool_, "float": np.float64, "complex": np.complex128}
+DEEPEST = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Some bytes of an array, and where they are.
+
+    Args:
+      file: its name; the files of a checkpoint are in one folder.
+      start: their place in the array.
+      offset: their place in the file.
+      checks: the lengths of blocks that follow each other, and their CRC-32.
+    """
+
+    file: str
+    start: int
+    offset: int
+    checks: tuple[tuple[int, int], ...]
+
+    @property
+    def size(self) -> int:
+        """How many bytes there are."""
+        return sum(size for size, _ in self.checks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An array, or what is stored like one.
+
+    Args:
+      kind: "array", or one of `SCALARS`.
+      dtype, shape: of the array; those of its bytes for text.
+      array: of NumPy or CuPy; None where it is in `pieces`, or is empty.
+      pieces: where it lies, if that is not here.
+      role: "variable", or nothing.
+      is_frozen: whether nobody changes `array` in place.
+    """
+
+    kind: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    array: Any = dataclasses.field(default=None, compare=False)
+    pieces: tuple[Piece, ...] = ()
+    role: str = ""
+    is_frozen: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the array."""
+        return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Named nodes.
+
+    Args:
+      kind: "dict", "dict of int", "list", "tuple", or "ranks" of a state that each rank
+        has for itself.
+      children: by escaped name.
+      role: "object" and "generator" for their states, or nothing.
+    """
+
+    kind: str
+    children: dict[str, Node]
+    role: str = ""
+
+
+Node = Leaf | Group
+
+
+def is_container(value: Any) -> bool:
+    """Return whether `value` is structure, by tf.nest's rules."""
+    return isinstance(value, Mapping | list | tuple | collections.deque)
+
+
+def child_names(container: Any, path: Path) -> dict[str, Any]:
+    """Return the children of a dict, list, tuple or deque by escaped name, sorted.
+
+    Raises:
+      ArgumentTypeError: a key that is no str or int.
+      ArgumentError: strings and integers as keys of one dict.
+    """
+    if not isinstance(container, Mapping):
+        return {str(i): child for i, child in enumerate(container)}
+    if len({type(key) for key in container}) > 1:
+        raise ArgumentError(
+            f"{readable(path)}: the keys of a dict must be all str or all int, not "
+            f"{list(container)[:8]}"
+        )
+    named = {as_name(key, path): child for key, child in container.items()}
+    return dict(sorted(named.items()))
+
+
+def group_kind(container: Any) -> str:
+    """Return the kind of the group that a container becomes."""
+    if isinstance(container, Mapping):
+        is_int = bool(container) and type(next(iter(container))) is int
+        return "dict of int" if is_int else "dict"
+    return "tuple" if isinstance(container, tuple) else "list"
+
+
+def require_depth(path: Path) -> None:
+    """Raise an ArgumentError where structures are too deep, or hold themselves."""
+    if len(path) > DEEPEST:
+        raise ArgumentError(
+            f"{readable(path[:4])}... has more than {DEEPEST} levels; does it hold "
+            "itself?"
+        )
+
+
+def encode(value: Any, path: Path) -> Node:
+    """Return the node of a nest of arrays, numbers and text.
+
+    Raises:
+      ArgumentTypeError: it holds anything else. (DTypeError: a dtype.)
+      ArgumentError: keys, names or depths that cannot be stored.
+    """
+    require_depth(path)
+    if not is_container(value):
+        return _encode_leaf(value, path)
+    children = {
+        name: encode(child, (*path, name))
+        for name, child in child_names(value, path).items()
+    }
+    return Group(group_kind(value), children)
+
+
+def _encode_leaf(value: Any, path: Path) -> Leaf:
+    if value is None:
+        return Leaf("None", np.dtype(np.uint8), (0,))
+    kind = type(value).__name__
+    if type(value) is int:
+        return _encode_int(value)
+    if type(value) is str:
+        return _bytes_leaf("str", value.encode("utf-8", "surrogatepass"))
+    if type(value) is bytes:
+        return _bytes_leaf("bytes", value)
+    if type(value) in (bool, float, complex):
+        return _array_leaf(kind, np.asarray(value, _NUMBERS[kind]))
+    if isinstance(value, np.generic):
+        stored_as(value.dtype, (), readable(path))
+        return _array_leaf("array scalar", np.asarray(value))
+    return leaf_of_array(value, path)
+
+
+def leaf_of_array(value: Any, path: Path) -> Leaf:
+    """Return the leaf of an array of any library, without a copy."""
+    if isinstance(value, bool | int | float | complex | str | bytes | np.void):
+        raise _unknown(value, path)  # subclasses, such as enumerations
+    try:
+        mine = value.values[0] if isinstance(value, Mirrored) else value
+        is_plain = isinstance(mine, np.ndarray) and type(mine) is not np.ma.MaskedArray
+        array = np.asarray(mine) if is_plain else arrays.to_array(mine, readable(path))
+    except MpidistError as error:
+        if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
+            raise
+        raise _unknown(value, path) from error
+    stored_as(array.dtype, array.shape, readable(path))
+    return _array_leaf("array", array)
+
+
+def _unknown(value: Any, path: Path) -> ArgumentTypeError:
+    cls = type(value)
+    return ArgumentTypeError(
+        f"{readable(path)} is a {cls.__module__}.{cls.__qualname__}, which cannot be "
+        "saved; give the class methods get_state() and set_state(state), or pass its "
+        "variables, arrays and numbers"
+    )
+
+
+def _array_leaf(kind: str, array: Any) -> Leaf:
+    return Leaf(kind, array.dtype, tuple(array.shape), array)
+
+
+def _bytes_leaf(kind: str, data: bytes) -> Leaf:
+    return _array_leaf(kind, np.frombuffer(data, np.uint8))
+
+
+def _encode_int(value: int) -> Leaf:
+    if -(1 << 63) <= value < 1 << 63:
+        return _array_leaf("int", np.asarray(value, np.int64))
+    return _bytes_leaf("int", f"{value:#x}".encode())
+
+
+def decode(node: Node, values: Mapping[int, Any]) -> Any:
+    """Return the nest that a node was made of: of dicts, lists and tuples.
+
+    Args:
+      node: what `encode` returned, or a file holds.
+      values: the arrays of leaves that have none, by the id of the leaf.
+
+    Raises:
+      ValueError, TypeError: it is damaged.
+    """
+    if isinstance(node, Leaf):
+        return decode_leaf(node, values)
+    children = {name: decode(child, values) for name, child in node.children.items()}
+    if node.kind == "dict":
+        return {unescape(name): child for name, child in children.items()}
+    if node.kind == "dict of int":
+        return {int(name): child for name, child in children.items()}
+    if node.kind not in ("list", "tuple"):
+        raise ValueError(f"a group of kind {node.kind!r} is no nest")
+    ordered = [children[str(i)] for i in range(len(children))]
+    return ordered if node.kind == "list" else tuple(ordered)
+
+
+def decode_leaf(leaf: Leaf, values: Mapping[int, Any]) -> Any:
+    """Return the array, number or text that a leaf was made of."""
+    array = values[id(leaf)] if id(leaf) in values else leaf.array
+    if leaf.kind == "None":
+        return None
+    if leaf.kind == "array":
+        return array
+    if leaf.kind == "array scalar":
+        return array[()]
+    if leaf.kind == "str":
+        return array.tobytes().decode("utf-8", "surrogatepass")
+    if leaf.kind == "bytes":
+        return array.tobytes()
+    if leaf.kind == "int" and leaf.dtype == np.uint8:
+        return int(array.tobytes().decode("ascii"), 16)
+    if leaf.kind not in SCALARS or leaf.shape:
+        raise ValueError(f"a leaf of kind {leaf.kind!r} and shape {leaf.shape}")
+    return array.item()
+
+
+def leaves(node: Node, path: Path = ()) -> list[tuple[Path, Leaf]]:
+    """Return all leaves below a node, with their paths."""
+    if isinstance(node, Leaf):
+        return [(path, node)]
+    return [
+        found
+        for name, child in node.children.items()
+        for found in leaves(child, (*path, name))
+    ]
