@@ -15,7 +15,7 @@
     │   └── RemoteError                  another replica failed
     ├── UnsupportedError (NotImplementedError)  tf.distribute has it no more than we do
     ├── DataError                        data are missing, unlike, damaged or unwritable
-    │   └── CheckpointError              ... or a checkpoint, or does not fit the objects
+    │   └── CheckpointError              ... or a checkpoint, or it does not fit
     └── OutOfRangeError (StopIteration)  an iterator was asked for more than there is
 
 Errors in the arguments of a collective, and errors that happen inside

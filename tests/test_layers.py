@@ -126,11 +126,12 @@ LAYERS = [
     ],
     ["checkpoint.layout", "checkpoint.reading", "checkpoint.objects"],
     [
+        "checkpoint.changing",
         "checkpoint.collecting",
         "checkpoint.folder",
         "checkpoint.loading",
-        "checkpoint.matching",
     ],
+    ["checkpoint.matching"],
     ["checkpoint.assembling", "checkpoint.saving", "checkpoint.restoring"],
     ["checkpoint.saver"],
     ["checkpoint.checkpoint", "launch"],

@@ -46,7 +46,8 @@ def assemble(
 
     Args:
       collected: what is saved.
-      rank, ranks: this one, and how many.
+      rank: this one.
+      ranks: how many there are.
       shard_bytes: arrays of more bytes together are divided into shards of as many.
       names: called with the number of shards; returns their names.
     """
@@ -109,7 +110,8 @@ class Copies:
             if leaf.array is not None:
                 array = self._copy(path, leaf, is_needed_later)
                 made[path] = dataclasses.replace(leaf, array=array, is_frozen=True)
-        return _replace(tree, made)
+        copied: Group = _replace(tree, made)
+        return copied
 
     def _copy(self, path: Path, leaf: Leaf, is_needed_later: bool) -> Any:
         array = leaf.array
@@ -126,10 +128,10 @@ class Copies:
     def _fetch(self, path: Path, array: Any) -> Any:
         """Return a copy of an array of a GPU, in page-locked memory."""
         pinned = self._pinned.setdefault(path, Pinned())
-        host = pinned.take(array.nbytes).view(array.dtype).reshape(array.shape)
+        host = pinned.take(array.nbytes).view(array.dtype)
         if array.nbytes:
-            arrays.namespace(array).ascontiguousarray(array).get(out=host)
-        return host
+            arrays.namespace(array).ascontiguousarray(array).reshape(-1).get(out=host)
+        return host.reshape(array.shape)
 
 
 def _without_array(leaf: Leaf) -> Leaf:

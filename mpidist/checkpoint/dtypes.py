@@ -56,8 +56,8 @@ def stored_as(
 def dtype_text(dtype: np.dtype[Any]) -> str | None:
     """Return the text from which `original_dtype` makes the dtype; None if native."""
     if dtype.names is None and dtype.kind in "mMU":
-        return dtype.str
-    return None if is_native(dtype) else dtype.name
+        return str(dtype.str)
+    return None if is_native(dtype) else str(dtype.name)
 
 
 def original_dtype(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,9 @@ def load(
     rank, ranks = extended.replica_id, extended.num_replicas
     values: dict[int, Any] = {}
     for leaf in shared:
-        array, flat = extended.agreement.prepare(operation, lambda x=leaf: _room(x))
         mine = [p for i, p in enumerate(leaf.pieces) if i % ranks == rank]
-        extended.agreement.prepare(
-            operation, lambda f=flat, m=mine: _read(folder, f, m)
-        )
+        read = functools.partial(_read, folder, leaf, mine)
+        array, flat = extended.agreement.prepare(operation, read)
         for i, piece in enumerate(leaf.pieces if ranks > 1 else ()):
             _send(extended, operation, flat, piece, i % ranks)
         values[id(leaf)] = array
@@ -52,22 +51,19 @@ def load(
     def read_own() -> dict[int, Any]:
         found = {}
         for leaf in own:
-            found[id(leaf)], flat = _room(leaf)
-            _read(folder, flat, leaf.pieces)
+            found[id(leaf)], _ = _read(folder, leaf, leaf.pieces)
         return found
 
     return values | extended.together(Call(operation), read_own, is_patient=True)
 
 
-def _room(leaf: Leaf) -> tuple[Any, Any]:
-    """Return an array for a leaf, and its bytes."""
+def _read(folder: Path, leaf: Leaf, pieces: Sequence[Piece]) -> tuple[Any, Any]:
+    """Return an array for a leaf, and its bytes, with some pieces read."""
     array = np.empty(leaf.shape, leaf.dtype)
-    return array, array.reshape(-1).view(np.uint8)
-
-
-def _read(folder: Path, flat: Any, pieces: Sequence[Piece]) -> None:
+    flat = array.reshape(-1).view(np.uint8)
     for piece in pieces:
         read_piece(folder, piece, flat[piece.start : piece.start + piece.size])
+    return array, flat
 
 
 def _send(

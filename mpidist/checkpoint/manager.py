@@ -45,9 +45,9 @@ def latest_checkpoint(
 
 
 class CheckpointManager:
-    """Saves checkpoints `ckpt-1.h5`, `ckpt-2.h5`, ... to one folder, and removes old ones.
+    """Saves checkpoints `ckpt-1.h5`, `ckpt-2.h5`, ..., and removes old ones.
 
-    Collective to make, with a folder for itself: what jobs that were killed have left
+    Collective to make, with one folder for itself: what jobs that were killed have left
     there is removed. An old checkpoint is removed when the new one is complete. In a
     `with` block, which all ranks leave together, what is being saved in the background
     is waited for at the end.
@@ -169,7 +169,9 @@ class CheckpointManager:
     def save(
         self, checkpoint_number: int | None = None, check_interval: bool = True
     ) -> str | None:
-        """Save a checkpoint; return its path, or None if it is not yet time. Collective.
+        """Save a checkpoint; return its path, or None if it is too early.
+
+        Collective.
 
         Args:
           checkpoint_number: the number in its name, by default `save_counter`, which
@@ -211,7 +213,7 @@ class CheckpointManager:
             self._update()
 
     def restore_or_initialize(self) -> str | None:
-        """Restore the latest checkpoint that is not damaged; return its path. Collective.
+        """Restore the latest sound checkpoint; return its path. Collective.
 
         If there is none, call `init_fn` and return None. A damaged one is skipped with
         a warning.

@@ -6,15 +6,15 @@ returns changes the objects, and cannot fail any more.
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
 
 from mpidist import arrays
 from mpidist.checkpoint import generators
-from mpidist.checkpoint.names import Path, as_name, readable
+from mpidist.checkpoint.changing import Change, become, change_children
+from mpidist.checkpoint.names import Path, readable
 from mpidist.checkpoint.objects import (
     GENERATOR,
     OBJECT,
@@ -31,6 +31,7 @@ from mpidist.checkpoint.tree import (
     Node,
     decode,
     is_container,
+    leaves,
 )
 from mpidist.errors import CheckpointError
 from mpidist.options import VariableAggregation
@@ -40,9 +41,6 @@ from mpidist.values import Mirrored, PerReplica
 from mpidist.variables import Variable
 
 __all__ = ["Later", "Matching"]
-
-# Returns what is to stand in the place of an object: itself, or another one
-Change = Callable[[], Any]
 
 
 class Later:
@@ -239,7 +237,7 @@ class Matching:
                 self._fail((*path, name), _describe_value(child), None)
         extra = [name for name in node.children if name not in children]
         self.unused += [readable((*path, name)) for name in extra]
-        return lambda: _change_children(value, changes)
+        return lambda: change_children(value, changes)
 
     def _plain(self, value: Any, node: Node, path: Path) -> Change:
         """Match numbers and text, or a nest of them: it becomes what was saved."""
@@ -250,8 +248,12 @@ class Matching:
         is_own_state = isinstance(node, Group) and (node.role or node.kind == "ranks")
         if not is_fit or is_own_state:
             self._fail(path, _describe_value(value), node)
+        if value and is_container(value):  # an empty one takes arrays, too
+            for below, leaf in leaves(node, path):
+                if leaf.kind == "array":
+                    self._fail(below, "a number or text", leaf)
         new = self._later(path, self._decoded(node, path, self._is_own))
-        return lambda: _become(value, new.value)
+        return lambda: become(value, new.value)
 
     def _decoded(
         self, node: Node, path: Path, is_own: bool = False
@@ -264,10 +266,11 @@ class Matching:
         self, node: Node, path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]
     ) -> Leaf:
         """Return the leaf of an array, which will be read."""
-        is_array = isinstance(node, Leaf) and node.kind in ("array", "array scalar")
-        if not is_array or (node.dtype, node.shape) != (dtype, shape):
-            self._fail(path, f"an array of {dtype} {shape}", node)
-        assert isinstance(node, Leaf)
+        expected = f"an array of {dtype} {shape}"
+        if not isinstance(node, Leaf) or node.kind not in ("array", "array scalar"):
+            self._fail(path, expected, node)
+        if (node.dtype, node.shape) != (dtype, shape):
+            self._fail(path, expected, node)
         self._need(node, self._is_own)
         return node
 
@@ -338,46 +341,3 @@ def _is_same_container(value: Any, node: Node) -> bool:
 def _is_view(array: Any, value: Any) -> bool:
     """Return whether writing to the NumPy `array` changes `value`."""
     return array is value or not isinstance(value, np.generic | Mirrored)
-
-
-def _become(value: Any, new: Any) -> Any:
-    """Return `value` after it has become equal to `new`; or `new` where it cannot."""
-    if isinstance(value, MutableMapping) and isinstance(new, Mapping):
-        for key in [key for key in value if key not in new]:
-            del value[key]
-        value.update(new)
-        return value
-    if isinstance(value, list) and isinstance(new, list | tuple):
-        value[:] = new
-        return value
-    if isinstance(value, collections.deque) and isinstance(new, list):
-        value.clear()
-        value.extend(new)
-        return value
-    if hasattr(value, "_fields") and isinstance(new, tuple):
-        return type(value)(*new) if len(new) == len(value._fields) else new
-    return new
-
-
-def _change_children(value: Any, changes: Mapping[str, Change]) -> Any:
-    """Return a container after its children were changed."""
-    if isinstance(value, Tracked):
-        value = value.objects
-    if isinstance(value, Mapping):
-        keys = {as_name(key, ()): key for key in value}
-        new = {keys[name]: change() for name, change in changes.items()}
-        same = all(new[key] is value[key] for key in new)
-        if same or isinstance(value, MutableMapping):
-            for key, child in new.items():
-                if child is not value[key]:
-                    value[key] = child  # type: ignore[index]  # it is mutable
-            return value
-        return type(value)({**value, **new})  # type: ignore[call-arg]  # as tf.nest's
-    made = [changes[str(i)]() if str(i) in changes else x for i, x in enumerate(value)]
-    if all(a is b for a, b in zip(made, value, strict=True)):
-        return value
-    if isinstance(value, list | collections.deque):
-        for i, child in enumerate(made):
-            value[i] = child
-        return value
-    return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)

@@ -138,7 +138,7 @@ def strategy_of(value: Any) -> Strategy | None:
         plan = getattr(leaf, "_plan", None)
         extended = getattr(plan, "extended", None)
         if extended is not None and isinstance(extended.strategy, Strategy):
-            return extended.strategy  # type: ignore[no-any-return]  # of any object
+            return extended.strategy
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,9 +87,9 @@ def _set_states(
     for i, (path, value, new) in enumerate(matching.objects):
         where = f"{operation} of {readable(path)}"
         try:
-            block(where, lambda v=value, n=new: v.set_state(n.value))
+            block(where, functools.partial(value.set_state, new.value))
         except Exception:
             for j in range(i, -1, -1):
                 _, changed, _ = matching.objects[j]
-                block(where, lambda c=changed, j=j: c.set_state(before[j]))
+                block(where, functools.partial(changed.set_state, before[j]))
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 import zlib
@@ -62,7 +63,7 @@ class Saving:
         """
         if self.shard_name is not None:
             path = self.index.with_name(self.shard_name)
-            _write(path, self.shard_tree, {}, lambda *found: Header(0, *found))
+            _write(path, self.shard_tree, {}, functools.partial(Header, 0))
         self.shard_tree = None
 
     def write_index(self, waits: bool) -> None:
@@ -83,7 +84,7 @@ class Saving:
             self.index,
             self.index_tree,
             self.attributes,
-            lambda *found: Header(serial, *found, shards),
+            functools.partial(Header, serial, shards=shards),
             [shard.name for shard in shards],
         )
         self.index_tree = None

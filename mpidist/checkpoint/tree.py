@@ -256,7 +256,7 @@ def decode(node: Node, values: Mapping[int, Any]) -> Any:
 
 def decode_leaf(leaf: Leaf, values: Mapping[int, Any]) -> Any:
     """Return the array, number or text that a leaf was made of."""
-    array = values[id(leaf)] if id(leaf) in values else leaf.array
+    array = values.get(id(leaf), leaf.array)
     if leaf.kind == "None":
         return None
     if leaf.kind == "array":
