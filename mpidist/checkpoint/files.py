@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 _numbers = itertools.count()
-_TEMPORARY = re.compile(r"(.+)\.([^.]+(?:\.[^.]+)*)\.(\d+)\.(\d+)\.tmp")
+_TEMPORARY = re.compile(r"(.+?\.h5)\.(.+)\.(\d+)\.(\d+)\.tmp")
 # So much is checked and written at once: it stays in the cache between the two
 _STEP_BYTES = 1 << 20
 

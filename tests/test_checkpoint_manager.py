@@ -1,0 +1,292 @@
+"""CheckpointManager: which checkpoints are kept, which is the latest, what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import CheckpointError
+
+
+@contextlib.contextmanager
+def caught(comm):
+    """Give a list that gets the warnings of rank 0, on all ranks."""
+    texts = []
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        yield texts
+    texts += comm.bcast([str(w.message) for w in record])
+
+
+def make(strategy, folder, max_to_keep=3, **options):
+    checkpoint = mpidist.Checkpoint(strategy=strategy, step=0, x=np.zeros(3))
+    return mpidist.CheckpointManager(checkpoint, folder, max_to_keep, **options)
+
+
+def save(manager, step, **options):
+    manager.checkpoint.step = step
+    manager.checkpoint.x[...] = step
+    return manager.save(**options)
+
+
+def names(folder):
+    return sorted(os.listdir(folder))
+
+
+def numbers(folder):
+    return sorted(int(p.stem.rpartition("-")[2]) for p in Path(folder).iterdir())
+
+
+def break_file(comm, path, change):
+    comm.Barrier()
+    if comm.rank == 0:
+        Path(path).write_bytes(change(Path(path).read_bytes()))
+    comm.Barrier()
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+def test_the_last_ones_are_kept(strategy, comm, mpi_tmp_path, is_background):
+    manager = make(strategy, mpi_tmp_path / "a" / "b", 3, is_background=is_background)
+    assert manager.latest_checkpoint is None
+    assert manager.restore_or_initialize() is None
+    paths = [save(manager, step) for step in range(5)]
+    manager.wait()
+    assert manager.checkpoints == paths[-3:]
+    assert manager.latest_checkpoint == paths[-1]
+    assert names(manager.directory) == ["ckpt-3.h5", "ckpt-4.h5", "ckpt-5.h5"]
+    assert mpidist.latest_checkpoint(manager.directory) == paths[-1]
+    comm.Barrier()
+    again = make(strategy, manager.directory)
+    assert again.checkpoints == paths[-3:]
+    assert again.restore_or_initialize() == paths[-1]
+    found = again.checkpoint
+    assert (found.step, found.save_counter, found.x.tolist()) == (4, 5, [4, 4, 4])
+    assert save(again, 5).endswith("ckpt-6.h5")
+
+
+def test_all_are_kept_without_a_limit(strategy, comm, mpi_tmp_path):
+    manager = make(strategy, mpi_tmp_path, None)
+    for step in range(12):
+        save(manager, step)
+    assert numbers(mpi_tmp_path) == list(range(1, 13))
+    assert manager.latest_checkpoint.endswith("ckpt-12.h5")
+    comm.Barrier()
+
+
+def test_every_nth_is_kept_for_ever(strategy, comm, mpi_tmp_path):
+    manager = make(strategy, mpi_tmp_path, 2, keep_every=3)
+    for step in range(10):
+        save(manager, step, checkpoint_number=step)
+    assert numbers(mpi_tmp_path) == [0, 3, 6, 8, 9]
+    comm.Barrier()
+    make(strategy, mpi_tmp_path, 1, keep_every=3).save(checkpoint_number=10)
+    assert numbers(mpi_tmp_path) == [0, 3, 6, 9, 10]
+    comm.Barrier()
+
+
+def test_one_is_kept_for_so_many_hours(strategy, comm, mpi_tmp_path):
+    """Times of files are set, so that nobody has to wait."""
+    manager = make(strategy, mpi_tmp_path, 1, keep_checkpoint_every_n_hours=2)
+    start = manager._preserved
+    for i in range(9):
+        path = save(manager, i)
+        comm.Barrier()
+        if comm.rank == 0:
+            when = start + (i + 1) * 3600
+            os.utime(path, (when, when))
+        comm.Barrier()
+    assert numbers(mpi_tmp_path) == [2, 4, 6, 8, 9]
+    comm.Barrier()
+
+
+def test_the_interval_counts_steps(strategy, mpi_tmp_path):
+    with strategy.scope():
+        counter = mpidist.Variable(0)
+    manager = make(strategy, mpi_tmp_path, step_counter=counter, checkpoint_interval=5)
+    assert manager.checkpoint_interval == 5
+    saved = []
+    for step in range(12):
+        counter.assign(step)
+        if manager.save():
+            saved.append(step)
+    assert saved == [0, 5, 10]
+    assert manager.save(check_interval=False).endswith("ckpt-4.h5")
+    manager = make(
+        strategy, mpi_tmp_path, step_counter=lambda: 12, checkpoint_interval=5
+    )
+    manager.restore_or_initialize()
+    assert manager.save() is None
+
+
+def test_what_init_fn_does_if_there_is_no_checkpoint(strategy, comm, mpi_tmp_path):
+    calls = []
+    manager = make(strategy, mpi_tmp_path, init_fn=lambda: calls.append(1))
+    assert manager.restore_or_initialize() is None
+    manager.save()
+    assert manager.restore_or_initialize() is not None
+    assert calls == [1]
+
+
+def test_the_latest_is_the_one_that_was_saved_last(strategy, comm, mpi_tmp_path):
+    """Not the one with the greatest number: one may go back, and on from there."""
+    manager = make(strategy, mpi_tmp_path, 3)
+    paths = [save(manager, step) for step in range(4)]
+    manager.checkpoint.restore(paths[1])
+    assert save(manager, 17) == paths[2]
+    assert manager.latest_checkpoint == paths[2]
+    comm.Barrier()
+    again = make(strategy, mpi_tmp_path)
+    assert again.restore_or_initialize() == paths[2]
+    assert again.checkpoint.step == 17
+
+
+@pytest.mark.parametrize("part", ["header", "structure", "array", "cut"])
+def test_a_damaged_one_is_skipped_with_a_warning(strategy, comm, mpi_tmp_path, part):
+    x = np.arange(100_000.0)
+    checkpoint = mpidist.Checkpoint(strategy=strategy, x=x, step=0)
+    manager = mpidist.CheckpointManager(checkpoint, mpi_tmp_path, 3)
+    paths = []
+    for checkpoint.step in range(2):
+        x[...] = checkpoint.step
+        paths.append(manager.save())
+    place = {"header": 60, "structure": 4200, "array": -1000, "cut": 0}[part]
+
+    def change(data):
+        if part == "cut":
+            return data[:-1]
+        changed = bytearray(data)
+        changed[place] ^= 16
+        return bytes(changed)
+
+    break_file(comm, paths[1], change)
+    with caught(comm) as texts:
+        manager = mpidist.CheckpointManager(checkpoint, mpi_tmp_path, 3)
+        assert manager.restore_or_initialize() == paths[0]
+    assert (x.tolist()[:2], checkpoint.step) == ([0, 0], 0)
+    assert any(paths[1] in text and "damaged" in text for text in texts), texts
+    with pytest.raises(CheckpointError, match="damaged"):
+        checkpoint.restore(paths[1])
+    assert save_again(manager) == paths[1]
+    assert manager.latest_checkpoint == paths[1]
+    if part != "array":
+        break_file(comm, paths[1], change)
+        with caught(comm) as texts:
+            assert mpidist.latest_checkpoint(mpi_tmp_path) == paths[0]
+        assert any(paths[1] in text for text in texts), texts
+    comm.Barrier()
+
+
+def save_again(manager):
+    manager.checkpoint.step = 1
+    return manager.save()
+
+
+def test_if_all_are_damaged_the_job_begins_anew(strategy, comm, mpi_tmp_path):
+    manager = make(strategy, mpi_tmp_path)
+    path = save(manager, 1)
+    break_file(comm, path, lambda data: data[:5000])
+    calls = []
+    with caught(comm):
+        manager = make(strategy, mpi_tmp_path, init_fn=lambda: calls.append(1))
+        assert manager.restore_or_initialize() is None
+    assert calls == [1]
+    with caught(comm):
+        assert mpidist.latest_checkpoint(mpi_tmp_path) is None
+    assert mpidist.latest_checkpoint(mpi_tmp_path / "missing") is None
+
+
+def test_objects_that_do_not_fit_are_an_error_not_damage(strategy, comm, mpi_tmp_path):
+    save(make(strategy, mpi_tmp_path), 1)
+    other = mpidist.Checkpoint(strategy=strategy, step=0, x=np.zeros(4))
+    manager = mpidist.CheckpointManager(other, mpi_tmp_path, 3)
+    with pytest.raises(CheckpointError, match=r"'x': expected.*\(4,\)"):
+        manager.restore_or_initialize()
+
+
+def test_what_dead_jobs_left_is_removed_and_nothing_else(strategy, comm, mpi_tmp_path):
+    manager = make(strategy, mpi_tmp_path)
+    path = Path(save(manager, 1))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    host, dead, alive = os.uname().nodename, ended.pid, os.getpid()
+    dead, alive = comm.bcast((dead, alive))
+    rests = [
+        f"ckpt-2.h5.{host}.{dead}.0.tmp",
+        f"ckpt-2.h5.another.host.{alive}.3.tmp",
+        f"ckpt-2-0123abcd-00001-of-00002.h5.{host}.{dead}.1.tmp",
+        "ckpt-2-0123abcd-00000-of-00002.h5",
+        "ckpt-1-0123abcd-00000-of-00002.h5",
+    ]
+    others = [
+        f"ckpt-2.h5.{host}.{alive}.0.tmp",
+        "ckpt-2-0123abcd-00000-of-00002.txt",
+        "other-2-0123abcd-00000-of-00002.h5",
+        f"other-2.h5.{host}.{dead}.0.tmp",
+        "ckpt-x.h5",
+        "notes.tmp",
+    ]
+    comm.Barrier()
+    if comm.rank == 0:
+        for name in rests + others:
+            (mpi_tmp_path / name).write_bytes(b"")
+    comm.Barrier()
+    manager = make(strategy, mpi_tmp_path)
+    assert manager.checkpoints == [str(path)]
+    assert names(mpi_tmp_path) == sorted([path.name, *others])
+    comm.Barrier()
+
+
+def test_shards_of_a_damaged_index_stay(strategy, comm, mpi_tmp_path):
+    shard = "ckpt-1-0123abcd-00000-of-00002.h5"
+    if comm.rank == 0:
+        (mpi_tmp_path / "ckpt-1.h5").write_bytes(b"broken")
+        (mpi_tmp_path / shard).write_bytes(b"")
+    comm.Barrier()
+    with caught(comm) as texts:
+        make(strategy, mpi_tmp_path)
+    assert shard in names(mpi_tmp_path)
+    assert "does not begin as a checkpoint" in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_to_keep": 0}, "max_to_keep must be >= 1 or None, not 0"),
+        ({"keep_every": -1}, "keep_every"),
+        ({"checkpoint_interval": 3}, "needs a step_counter"),
+        ({"keep_checkpoint_every_n_hours": 0}, "must be > 0"),
+        ({"checkpoint_name": "a/b"}, "checkpoint_name"),
+    ],
+    ids=lambda value: "",
+)
+def test_bad_arguments_are_named(strategy, mpi_tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(strategy, mpi_tmp_path, **options)
+    with pytest.raises(TypeError, match="needs a Checkpoint"):
+        mpidist.CheckpointManager({"x": 1}, mpi_tmp_path, 3)
+
+
+def test_a_bad_number_on_one_rank_raises_on_all(strategy, mpi_tmp_path):
+    manager = make(strategy, mpi_tmp_path)
+    last = strategy.extended.replica_id == strategy.num_replicas_in_sync - 1
+    with pytest.raises(ValueError, match="checkpoint_number must be >= 0, not -1"):
+        manager.save(checkpoint_number=-1 if last else 1)
+    assert names(mpi_tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_used_raises_on_all(strategy, comm, mpi_tmp_path):
+    if comm.rank == 0:
+        (mpi_tmp_path / "file").write_text("")
+    comm.Barrier()
+    with pytest.raises(CheckpointError, match=r"file.*cannot be written"):
+        make(strategy, mpi_tmp_path / "file")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        mpidist.Checkpoint(strategy=strategy, x=1).write(mpi_tmp_path / "file" / "x")
