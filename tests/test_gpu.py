@@ -6,14 +6,17 @@ On a machine with one GPU the ranks share it.
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpidist
 from mpidist import CommunicationOptions, arrays
 from mpidist.gpu.devices import gpu_count
 from mpidist.gpu.memory import DeviceBuffer
+from mpidist.transports.table_file import Layout, short_name, write_table
 
 pytestmark = pytest.mark.gpu
 if gpu_count():
@@ -64,7 +67,7 @@ def require_equal(result, expected):
     assert isinstance(result, cupy.ndarray)
     assert result.dtype == expected.dtype
     assert result.shape == expected.shape
-    assert np.array_equal(result.get(), expected)
+    np.testing.assert_array_equal(result.get(), expected)
 
 
 def test_each_rank_has_a_gpu(comm, strategy):
@@ -364,29 +367,59 @@ def fill_late():
     return fill
 
 
+@pytest.fixture(params=["staging", "ipc", "mpi", "device", "nccl"])
+def strategy_by(comm, request, tmp_path_factory, monkeypatch):
+    """A strategy that moves all arrays on GPUs by one transport."""
+    if comm.size == 1:
+        pytest.skip("one rank needs no transport")
+    folder = tmp_path_factory.mktemp("by") if comm.rank == 0 else None
+    path = Path(comm.bcast(folder), "transports.json")
+    if comm.rank == 0:
+        name = short_name(MPI.Get_library_version())
+        table = {
+            key: [(0, request.param)]
+            for key in ("allreduce", "allgatherv", "broadcast")
+        }
+        write_table(path, Layout(name, (comm.size,), "GPU"), table, {})
+    comm.Barrier()
+    monkeypatch.setenv("MPIDIST_TRANSPORTS", str(path))
+    try:
+        strategy = mpidist.MirroredStrategy(communicator=comm, allow_shared_gpu=True)
+    except mpidist.LaunchError as error:
+        if "the table of transports names" not in str(error):
+            raise
+        pytest.skip(f"there is no {request.param} here")
+    yield strategy
+    strategy.experimental_finalize()
+
+
 @pytest.mark.parametrize("count", [10, 100_000, 2_000_000])
 @pytest.mark.parametrize("stream", ["default", "own", "changing"])
+@pytest.mark.parametrize("seconds", [None, 60])
 def test_what_a_late_kernel_writes_is_reduced(
-    comm, strategy, options, fill_late, count, stream
+    comm, strategy_by, fill_late, count, stream, seconds
 ):
     """Not what was there before; and what comes next waits for the result."""
+    strategy, options = strategy_by, CommunicationOptions(timeout_seconds=seconds)
     streams = {
         "default": [cupy.cuda.Stream.null] * 2,
         "own": [cupy.cuda.Stream(non_blocking=True)] * 2,
         "changing": [cupy.cuda.Stream(non_blocking=True) for _ in range(2)],
     }[stream]
-    x = cupy.full(count, -1, "f4")
+    sends = [cupy.full(count, -1, "f4") for _ in range(4)]
     cupy.cuda.Device().synchronize()
     results = []
-    for step, current in enumerate(streams):
+    for step, send in enumerate(sends):
+        current = streams[step % 2]
         with current:
-            fill_late(x, comm.rank + step)
-            total = all_reduce(strategy, "SUM", x, options)
-            results.append((total + 1).get(stream=current))
-            x[...] = -1  # the library has read it
-            current.synchronize()
-    for step, result in enumerate(results):
-        assert (result == sum(range(comm.size)) + comm.size * step + 1).all()
+            fill_late(send, comm.rank + step)
+            total = all_reduce(strategy, "SUM", send, options)
+            results.append((total + 1, current))
+            send[...] = -1  # the library has read it, or will before this
+    for step, (result, current) in enumerate(results):
+        expected = sum(range(comm.size)) + comm.size * step + 1
+        with current:
+            assert (result.get(stream=current) == expected).all()
 
 
 @pytest.mark.parametrize("nest_bytes", [100, 4_000_000])
