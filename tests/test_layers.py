@@ -165,7 +165,6 @@ OUTSIDE = {
         "gpu.kernels",
         "gpu.memory",
         "gpu.streams",
-        "gpu.trial",
         "transports.nccl",
     },
     "h5py": {
