@@ -92,7 +92,7 @@ LAYERS = [
     ["cross_device_ops"],
     ["channel"],
     ["replica_group", "reductions"],
-    ["gradient_buckets"],
+    ["banner", "gradient_buckets"],
     ["data.pipeline", "data.distributed.optional", "data.tables"],
     ["data.reading"],
     ["data.ordering", "data.batching", "data.stream"],
@@ -133,6 +133,7 @@ EMPTY = [
 PACKAGES = ["mpidist", *(f"mpidist.{name}" for name in EMPTY)]
 OUTSIDE = {
     "mpi4py": {
+        "banner",
         "topology",
         "gpu.cuda_aware",
         "gpu.facts",
