@@ -16,7 +16,12 @@ import mpidist
 from mpidist import CommunicationOptions, arrays
 from mpidist.gpu.devices import gpu_count
 from mpidist.gpu.memory import DeviceBuffer
-from mpidist.transports.table_file import Layout, short_name, write_table
+from mpidist.transports.table_file import (
+    Layout,
+    find_table,
+    short_name,
+    write_table,
+)
 
 pytestmark = pytest.mark.gpu
 if gpu_count():
@@ -482,3 +487,57 @@ def test_memory_of_cudas_own_pool(comm, strategy, options):
             everyone = [numbers(rank, count) for rank in range(comm.size)]
             expected = np.sum(everyone, axis=0, dtype="f4")
             require_equal(all_reduce(strategy, "SUM", mine, options), expected)
+
+
+EARLY = """
+import ctypes
+
+from mpidist import mpi_settings  # starts nothing but this
+from mpidist.gpu import devices, early
+
+assert early.choose_early({"SLURM_LOCALID": "0"}) is None  # MPI runs by now
+from mpi4py import MPI
+
+device = ctypes.c_int(-1)
+status = ctypes.CDLL("libcuda.so.1").cuCtxGetDevice(ctypes.byref(device))
+local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).rank
+assert (status, device.value) == (0, local % devices.gpu_count()), (status, device)
+print("chosen")
+"""
+
+
+def test_a_gpu_is_chosen_before_mpi_starts(mpirun):
+    """By Open MPI and MPICH's variables; so that MPI finds a context."""
+    ended = mpirun(2, EARLY)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["chosen"] * 2
+    ended = mpirun(2, EARLY, MPIDIST_BIND_GPU="0")
+    assert "AssertionError: (201," in ended.stderr  # CUDA_ERROR_INVALID_CONTEXT
+
+
+def test_the_main_job_learns_on_gpus(mpirun, tmp_path):
+    """As on CPUs, but for the last digits."""
+    job = str(Path(__file__).parents[1] / "jobs" / "train_digits.py")
+    pytest.importorskip("sklearn")
+    folder = "--data-dir", str(tmp_path)
+    ended = mpirun(2, job, *folder, MPIDIST_ALLOW_SHARED_GPU="1")
+    assert ended.returncode == 0, ended.stderr
+    *_, last = ended.stdout.splitlines()
+    loss, accuracy = (part.partition("=")[2] for part in last.split()[:2])
+    assert abs(float(loss) - 0.085343) < 1e-4
+    assert abs(float(accuracy) - 0.9861) < 2e-3
+
+
+def test_transports_are_measured(mpirun, comm, tmp_path):
+    path = comm.bcast(tmp_path / "table.json")
+    script = f"""
+import sys
+from mpidist.__main__ import main
+sys.exit(main(["tune", "--output", {str(path)!r}, "--largest-bytes", "100000",
+               "--repetitions", "1"]))
+"""
+    ended = mpirun(2, script, MPIDIST_ALLOW_SHARED_GPU="1")
+    assert ended.returncode == 0, ended.stderr
+    if comm.rank == 0:
+        layout = Layout(short_name(MPI.Get_library_version()), (2,), "GPU")
+        assert set(find_table(path, layout)) == {"allreduce", "allgatherv", "broadcast"}

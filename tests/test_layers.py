@@ -57,7 +57,7 @@ LAYERS = [
     ["agreement.agree"],
     ["memory.node_memory", "memory.boards", "memory.symmetric", "gpu.cuda_aware"],
     ["gpu.facts", "gpu.memory", "gpu.streams"],
-    ["gpu.host_copies", "gpu.kernels"],
+    ["gpu.host_copies", "gpu.kernels", "gpu.small_copies"],
     ["gpu.ipc"],
     ["transports.base", "transports.mpi"],
     [
@@ -165,6 +165,7 @@ OUTSIDE = {
         "gpu.ipc",
         "gpu.kernels",
         "gpu.memory",
+        "gpu.small_copies",
         "gpu.streams",
         "transports.nccl",
     },
