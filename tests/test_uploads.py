@@ -188,7 +188,7 @@ def test_a_nest_arrives_as_it_was(device, uploads):
         np.array([0], "M8[s]"),
         np.array([0], "m8[s]"),
         np.zeros(2, [("x", "f4")]),
-        np.zeros(2, ml_dtypes.bfloat16),
+        np.zeros(2, "g"),
     ],
 )
 def test_what_a_device_cannot_hold_stays_where_it_is(uploads, values):
