@@ -5,9 +5,9 @@
 Like OSU's benchmarks and NCCL's tests: after calls that warm up, the mean time of a
 call in a loop, until the GPU has done all of them, of the slowest rank. Contestants
 take turns; medians count. Raw MPI and raw NCCL get buffers that are there already, and
-nothing tells them apart from calls that go wrong; ours is `ReplicaContext.all_reduce`
-with all its checks, which returns new arrays. "Pageable staging" is what one writes
-first, `.get()`, `Allreduce`, `cupy.asarray`. Every result is looked at once.
+wait for no kernel before; ours is `ReplicaContext.all_reduce` with all its checks,
+which returns new arrays. "Pageable staging" is what one writes first: `.get()`,
+`Allreduce`, `cupy.asarray`. Every result is looked at once.
 
 Each finding is a line of JSON in the file of records.
 """

@@ -18,8 +18,8 @@ def bytes_of_ipc(size: int, ranks: int) -> float:
     """Return how many bytes each rank's GPU reads and writes to add up with `ipc`.
 
     A rank copies its array to its slot. Of two ranks, each reads both slots and writes
-    the totals; of more, each adds up a part, puts it into its slot, and copies the other
-    parts from those of the others.
+    the totals; of more, each adds up a part, puts it into its slot, and copies the
+    other parts from those of the others.
     """
     copied = 2 * size
     if ranks == 2:
@@ -47,7 +47,9 @@ def compare_to_memory(setting: Setting) -> None:
     )
     way = group.collectives.routes.by_name.get("ipc")
     if way is None:
-        setting.skip("ipc beside the memory's bandwidth: there is no transport ipc here")
+        setting.skip(
+            "ipc beside the memory's bandwidth: there is no transport ipc here"
+        )
         return
     size = SMALL_LARGE_BYTES if setting.is_quick else LARGE_BYTES
     given = setting.numbers(size // 4)
@@ -63,7 +65,7 @@ def compare_to_memory(setting: Setting) -> None:
     setting.record(
         "ipc",
         f"ipc, {size:,} bytes: {median * 1e6:.4g} us, {moved / median / 1e9:.4g} GB/s, "
-        f"{moved / median / alone:.3g} of the copy's",
+        f"{moved / median / alone:.3g} of copies",
         bytes=size,
         seconds=seconds,
         moved_bytes=moved,

@@ -23,8 +23,9 @@ Calls = Mapping[str, Callable[[], Any]]
 
 _MOST_LOOPS = 1000
 _LOOP_SECONDS = 0.02
-_CASE_SECONDS = 2.0
-_REPETITIONS = (3, 9)  # at least and at most
+_SLOW_SECONDS = 0.25
+_CASE_SECONDS = 4.0
+_REPETITIONS = (2, 9)  # at least and at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Setting:
                 file.write(json.dumps({"kind": kind, **fields}) + "\n")
 
     def has_time_for(self, case: str) -> bool:
-        """Return whether there is time left; if not, tell what was left out. Collective."""
+        """Return whether there is time; tell what is left out else. Collective."""
         has = self.comm.bcast(time.monotonic() < self.ends)
         if not has:
             self.skip(f"{case}: no time was left")
@@ -82,13 +83,14 @@ class Setting:
         """Return the seconds of calls, measured several times in turn. Collective."""
         loops, once = {}, 0.0
         for name, call in calls.items():
-            self.time(call, 1)  # warms up
             seconds = self.time(call, 1)
+            if seconds < _SLOW_SECONDS:  # that one warmed up
+                seconds = self.time(call, 1)
             most = 2 if self.is_quick else _MOST_LOOPS
             loops[name] = max(1, min(most, int(_LOOP_SECONDS / seconds)))
             once += loops[name] * seconds
         least, most = (1, 1) if self.is_quick else _REPETITIONS
-        repetitions = max(least, min(most, int(_CASE_SECONDS / once)))
+        repetitions = max(least, min(most, round(_CASE_SECONDS / once)))
         measured: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(repetitions):
             for name, call in calls.items():
