@@ -302,9 +302,10 @@ def test_arrays_on_a_gpu_are_refused_by_a_strategy_on_cpus(comm):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_shared_gpu_is_refused_on_all_ranks(comm):
+def test_a_shared_gpu_is_refused_on_all_ranks(comm, monkeypatch):
     if gpu_count() >= comm.size:
         pytest.skip("each rank has a GPU of its own")
+    monkeypatch.delenv("MPIDIST_ALLOW_SHARED_GPU", raising=False)
     with pytest.raises(mpidist.LaunchError, match=r"would share one GPU, .*: start"):
         mpidist.MirroredStrategy(communicator=comm)
     allowed = comm.rank > 0  # all must
