@@ -164,7 +164,7 @@ from mpidist._version import __version__
 # `python -m mpidist` imports this first, perhaps where there is no MPI
 if not commands.is_command():
     from mpidist import mpi_settings  # noqa: F401, I001 - before MPI is imported
-    from mpidist import launch
+    from mpidist import launch, watch
     from mpidist.context import (
         ReplicaContext,
         experimental_set_strategy,
@@ -233,6 +233,7 @@ if not commands.is_command():
 
     launch.abort_on_exception()
     launch.leave_together()
+    watch.start_watch()
 
 __all__ = [
     "ArgumentError",

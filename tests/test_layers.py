@@ -50,6 +50,7 @@ LAYERS = [
         "uploads",
         "agreement.disagreement",
         "agreement.claims",
+        "agreement.recorder",
         "agreement.waiting",
     ],
     ["agreement.board"],
@@ -115,7 +116,7 @@ LAYERS = [
     ["strategy"],
     ["strategy_v1", "hdf5_writer"],
     ["mirrored_strategy"],
-    ["launch"],
+    ["launch", "watch"],
     ["tune"],
     ["__init__", "__main__"],
 ]
@@ -138,6 +139,7 @@ OUTSIDE = {
         "gpu.cuda_aware",
         "gpu.facts",
         "gpu.trial",
+        "agreement.recorder",
         "agreement.waiting",
         "agreement.board",
         "agreement.comparing",
@@ -155,6 +157,7 @@ OUTSIDE = {
         "extended",
         "mirrored_strategy",
         "launch",
+        "watch",
     },
     "cupy": {
         "arrays",
