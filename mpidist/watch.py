@@ -84,15 +84,14 @@ class Watch(threading.Thread):
 
     def look(self, agreement: Agreement, now: float) -> None:
         """Look at what a rank waits for, if it does."""
-        recorder = agreement.recorder
-        entry = None if recorder is None else recorder.last()
-        if recorder is None or entry is None or entry.ended is not None:
+        entry = agreement.recorder.last()
+        if entry is None or entry.ended is not None:
             return
         waited = now - entry.begun
         missing = agreement.comparison.missing()
         if waited > self._limit:
             end_job(_hang_text(agreement, entry, waited, missing))
-        former = recorder.before_last()
+        former = agreement.recorder.before_last()
         busy = 0.0 if former is None else entry.begun - (former.ended or former.begun)
         is_slow = waited > max(_SLOW_SECONDS, _SLOW_TIMES * busy)
         if is_slow and missing and now > self._silent_until:

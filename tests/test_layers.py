@@ -20,6 +20,7 @@ LAYERS = [
         "memory.buffers",
         "commands",
         "errors",
+        "agreement.flight_files",
         "gpu.early",
         "memory.free_memory",
     ],
@@ -116,7 +117,7 @@ LAYERS = [
     ["strategy"],
     ["strategy_v1", "hdf5_writer"],
     ["mirrored_strategy"],
-    ["launch", "watch"],
+    ["flight_diff", "launch", "watch"],
     ["tune"],
     ["__init__", "__main__"],
 ]

@@ -54,8 +54,9 @@ class Agreement:
         self.calls = 0
         self.broken: str | None = None
         self._waiting = Waiting(comm)
-        self.recorder = Recorder(Agreement.made, comm) if self.size > 1 else None
-        self.turns = Turns(None if self.recorder is None else self.recorder.end)
+        self.recorder = Recorder(Agreement.made, comm)
+        self._begin = self.recorder.begin
+        self.turns = Turns(self.recorder.end)
         self.places = Places()
         self._thread = ThreadState()
         if self.size > 1:
@@ -66,8 +67,7 @@ class Agreement:
         """Forget it, before its communicator is freed."""
         if self in Agreement.in_use:
             Agreement.in_use.remove(self)
-        if self.recorder is not None:
-            self.recorder.close(is_kept=self.broken is not None)
+        self.recorder.close(is_kept=self.broken is not None)
 
     def require_same(
         self,
@@ -119,7 +119,8 @@ class Agreement:
         """
         if timeout is not None or not self._is_plain():
             return self.require_same(call, timeout=timeout, place=place)
-        self._note(call, number)
+        self.calls += 1
+        self._begin(self.calls, call, number)
         telling = Telling(number ^ self.places.digest, place=place)
         if not self.comparison.is_same(telling):
             self._settle(Claim(call, place=place))
@@ -131,7 +132,8 @@ class Agreement:
         The array must fit into `comparison.payload_bytes`, in any order in memory.
         """
         if self._is_plain():
-            self._note(call, number)
+            self.calls += 1
+            self._begin(self.calls, call, number)
             parts = self.comparison.exchange(number ^ self.places.digest, array)
             if parts is not None:
                 return parts
@@ -140,11 +142,6 @@ class Agreement:
             self.require_same(call, payload=(array,))
         (parts,) = self.comparison.payloads((array,))
         return parts
-
-    def _note(self, call: Call, number: int) -> None:
-        self.calls += 1
-        if self.recorder is not None:
-            self.recorder.begin(self.calls, call, number)
 
     def _is_plain(self) -> bool:
         """Return whether nothing can keep this rank from telling a call's number."""
@@ -172,7 +169,8 @@ class Agreement:
         if thread:
             call = call._replace(options=(*call.options, ("thread", thread)))
         number = digest(call)
-        self._note(call, number)
+        self.calls += 1
+        self._begin(self.calls, call, number)
         number ^= self.places.digest
         deadline = None if timeout is None else time.monotonic() + timeout
         telling = Telling(

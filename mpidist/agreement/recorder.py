@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import socket
+import struct
 import sys
 import time
 import warnings
@@ -23,29 +24,25 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from mpidist.agreement.calls import Call, is_own_code
+from mpidist.agreement.flight_files import (
+    BEGUN,
+    CALLS,
+    ENDED,
+    KIND,
+    NUMBER,
+    WORDS,
+    calls_path,
+    ring_path,
+)
 
-__all__ = [
-    "CALLS",
-    "DUMPS",
-    "NUMBER",
-    "BEGUN",
-    "ENDED",
-    "KIND",
-    "WORDS",
-    "Entry",
-    "Recorder",
-    "calls_path",
-    "ring_path",
-]
+__all__ = ["Entry", "Recorder"]
 
-DUMPS = "MPIDIST_DUMPS"
-CALLS = 1000
-WORDS = 4  # of a call; times are in nanoseconds, on time.monotonic's clock
-NUMBER, KIND, BEGUN, ENDED = range(4)
+_DUMPS = "MPIDIST_DUMPS"
 _BYTES = 8 * WORDS * CALLS
 _MOST_KINDS = 100_000  # that are known again
 _now = time.monotonic_ns
 _getframe = sys._getframe
+_PACK_INTO = struct.Struct(f"{WORDS}q").pack_into
 
 
 class Entry(NamedTuple):
@@ -78,7 +75,9 @@ class Recorder:
 
     def __init__(self, channel: int, comm: MPI.Intracomm):
         self._channel, self._rank = channel, comm.Get_rank()
-        self._folder = Path(os.environ[DUMPS]) if os.environ.get(DUMPS) else None
+        self._folder = None
+        if comm.Get_size() > 1 and os.environ.get(_DUMPS):
+            self._folder = Path(os.environ[_DUMPS])
         self._kinds: dict[Any, int] = {}
         self._texts: list[tuple[Call, str]] = []
         self._codes: list[Any] = []
@@ -92,7 +91,7 @@ class Recorder:
                 self._buffer = self._open(self._folder, world)
             except OSError as error:
                 warnings.warn(
-                    f"the calls of rank {self._rank} are not kept in {DUMPS}: {error}",
+                    f"the calls of rank {self._rank} are not kept in {_DUMPS}: {error}",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -135,11 +134,7 @@ class Recorder:
             kind = self._note(call, digest)
         place = self._place + WORDS
         self._place = place = 0 if place == WORDS * CALLS else place
-        words = self._words
-        words[place] = number
-        words[place + KIND] = kind
-        words[place + BEGUN] = begun
-        words[place + ENDED] = 0
+        _PACK_INTO(self._buffer, 8 * place, number, kind, begun, 0)
 
     def end(self) -> None:
         """Note that the call is over."""
@@ -200,13 +195,3 @@ class Recorder:
                 assert self._folder is not None
                 for path in (ring_path, calls_path):
                     path(self._folder, self._channel, self._rank).unlink(True)
-
-
-def ring_path(folder: Path, channel: int, rank: int) -> Path:
-    """Return the file of a ring."""
-    return folder / f"channel-{channel}-rank-{rank:05}.ring"
-
-
-def calls_path(folder: Path, channel: int, rank: int) -> Path:
-    """Return the file of what the calls are."""
-    return folder / f"channel-{channel}-rank-{rank:05}.jsonl"
