@@ -43,8 +43,8 @@ import collective_cases
 import measuring
 from collective_cases import Setting
 from collective_rivals import gloo, multi_worker
+from comparisons import TABLE_HEAD, Comparison
 from gradient_shapes import MODELS
-from measuring import Comparison
 from mpi4py import MPI
 
 import mpidist
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         print(comparison.line(), flush=True)
 
     if comm.rank == 0:
-        print(measuring.TABLE_HEAD)
+        print(TABLE_HEAD)
     strategy.run(run)
     if comm.rank == 0 and skipped:
         print("skipped:", "; ".join(skipped))

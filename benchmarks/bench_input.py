@@ -89,6 +89,7 @@ def prepare(folder: Path, rows: int) -> dict[str, Any]:
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run the cases in a folder that all ranks see. Collective."""
     # Not above: a DataLoader's workers import this file and must not start MPI
+    import comparisons
     import input_cases
     import input_memory
     import input_overlap
@@ -119,7 +120,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "memory": input_memory.compare_memory,
     }
     machine, results = measuring.describe_machine(folder), []
-    say(comm, measuring.TABLE_HEAD)
+    say(comm, comparisons.TABLE_HEAD)
     for name in options.cases:
         for comparison in cases[name](setting):
             say(comm, comparison.line())

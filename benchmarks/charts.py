@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -220,3 +221,42 @@ def draw_scaling(result: Mapping[str, Any]) -> Any:
     _clean(axis, f"ranks ({result['machine']['cores']} cores)", "both")
     figure.tight_layout()
     return figure
+
+
+def draw_gpu(result: Mapping[str, Any]) -> Any:
+    """Return the figure of `gpu/run_all.py`: times by size, and ratios."""
+    from matplotlib import pyplot
+
+    judged = [c for c in result["comparisons"] if c["target"] is not None]
+    sizes = [r for r in result["records"] if r.get("case") == "all_reduce"]
+    parts = [(f, x) for f, x in ((_draw_sizes, sizes), (_draw_targets, judged)) if x]
+    figure, axes = pyplot.subplots(
+        1, max(1, len(parts)), figsize=(7.5 * max(1, len(parts)), 6), squeeze=False
+    )
+    for axis, (part, found) in zip(axes[0], parts, strict=False):
+        part(axis, found)
+    machine, ranks = result["machine"], result["ranks"]
+    figure.suptitle(
+        f"{machine['gpus_used']} {machine['gpu']}, {ranks} "
+        f"rank{'s' if ranks > 1 else ''}: {machine['mpi']}",
+        fontsize=10,
+    )
+    figure.tight_layout()
+    return figure
+
+
+def _draw_sizes(axis: Any, records: list[dict[str, Any]]) -> None:
+    """Draw the time of an all-reduce by its size, for each way."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        for name, seconds in record["seconds"].items():
+            point = record["bytes"], statistics.median(seconds) * 1e6
+            curves.setdefault(name, []).append(point)
+    for name, points in curves.items():
+        is_ours = name.startswith(("mpidist", "transport"))
+        width = 2.5 if name == "mpidist" else 1.2
+        style = "-" if is_ours else "--"
+        axis.loglog(*zip(*sorted(points), strict=True), style, lw=width, label=name)
+    axis.set_ylabel("microseconds per all-reduce", fontsize=9)
+    axis.legend(fontsize=8, frameon=False)
+    _clean(axis, "bytes", "both")

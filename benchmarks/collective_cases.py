@@ -10,7 +10,7 @@ from typing import Any
 
 import input_overlap
 import numpy as np
-from measuring import Comparison
+from comparisons import Comparison
 from mpi4py import MPI
 
 import mpidist

@@ -11,8 +11,9 @@ from typing import Any
 import input_rivals
 import measuring
 import numpy as np
+from comparisons import Comparison
 from input_files import NAME
-from measuring import Comparison, Epoch, Epochs
+from measuring import Epoch, Epochs
 from mpi4py import MPI
 
 import mpidist

@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+from comparisons import Comparison
 from input_cases import Setting
 from input_files import ROW_BYTES, write_cheaply
-from measuring import Comparison
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import launching

@@ -11,8 +11,9 @@ from typing import Any
 
 import measuring
 import numpy as np
+from comparisons import Comparison
 from input_cases import Setting
-from measuring import Comparison, Epochs
+from measuring import Epochs
 from mpi4py import MPI
 
 _SIZE = 192

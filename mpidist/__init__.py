@@ -146,10 +146,7 @@ Absent
     coordinator.*, partitioners.*, rpc.*, Server
                                 ranks have no roles: all run the same script
     cluster_resolver.*          a later version; MPI's launcher knows the cluster
-    PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
-                                a later version
-    tf.train.Checkpoint, tf.train.CheckpointManager
-                                a later version
+    PreemptionWatcher           PreemptionCheckpointHandler watches itself
     CollectiveHints             use CommunicationOptions
     tf.function, get_loss_reduction, DistributedVarOp (internal)
                                 there is no graph: functions run as they are
@@ -164,9 +161,13 @@ from mpidist._version import __version__
 # `python -m mpidist` imports this first, perhaps where there is no MPI
 if not commands.is_command():
     from mpidist import mpi_settings  # noqa: F401, I001 - before MPI is imported
+<<<<<<< HEAD
     from mpidist import launch
     from mpidist.checkpoint.checkpoint import Checkpoint
     from mpidist.checkpoint.manager import CheckpointManager, latest_checkpoint
+=======
+    from mpidist import launch, watch
+>>>>>>> watch
     from mpidist.context import (
         ReplicaContext,
         experimental_set_strategy,
@@ -223,6 +224,7 @@ if not commands.is_command():
         VariableAggregation,
         VariableSynchronization,
     )
+    from mpidist.preemption import PreemptionCheckpointHandler, TerminationConfig
     from mpidist.reductions import (
         HierarchicalCopyAllReduce,
         NcclAllReduce,
@@ -236,6 +238,7 @@ if not commands.is_command():
 
     launch.abort_on_exception()
     launch.leave_together()
+    watch.start_watch()
 
 __all__ = [
     "ArgumentError",
@@ -279,6 +282,7 @@ __all__ = [
     "Options",
     "OutOfRangeError",
     "PerReplica",
+    "PreemptionCheckpointHandler",
     "ReduceOp",
     "ReductionToOneDevice",
     "RemoteError",
@@ -289,6 +293,7 @@ __all__ = [
     "StrategyV1",
     "UnsupportedError",
     "TensorSpec",
+    "TerminationConfig",
     "UNKNOWN_CARDINALITY",
     "ValueContext",
     "Variable",

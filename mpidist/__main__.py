@@ -21,6 +21,13 @@ Runs on as many ranks per node, and nodes, as the jobs it is for:
   mpirun -n 8 python -m mpidist tune
 The machine should do nothing else. What it finds is written to a file, from which
 strategies with that layout and MPI library take it."""
+_DIFF = """Compare what the flight recorders of all ranks hold.
+
+Where the variable MPIDIST_DUMPS names a folder, each rank keeps its last 1,000
+collectives there, and leaves them if the job does not end well. This names the first
+call that differs between ranks, and the ranks that did not come to the last one."""
+_DIFF_END = """Exit status: 0 if all ranks did the same and ended it; 1 if not; 2 if the
+dumps cannot be read."""
 _PLAN_END = """Exit status: 0 if there is a plan; 1 if a file or a dataset is missing,
 cannot be read, or does not fit the others; 2 if the arguments cannot be used."""
 
@@ -46,6 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     _add_tune_arguments(tune)
     tune.set_defaults(run=_tune, shuffle=True)
+    diff = commands.add_parser(
+        "diff",
+        help="name the first collective in which ranks differed, without MPI",
+        description=_DIFF,
+        epilog=_DIFF_END,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    diff.add_argument("dumps", nargs="+", type=Path, help="folders, or files")
+    diff.set_defaults(run=_diff, shuffle=True)
     given = parser.parse_args(arguments)
     if not given.shuffle and not (given.seed is given.window_chunks is None):
         plan.error("--seed and --window-chunks need --shuffle")
@@ -87,6 +103,20 @@ def _tune(given: argparse.Namespace) -> int:
             text = ", ".join(f"from {edge:,} bytes {name}" for edge, name in rows)
             print(f"{method}: {text}")
     return 0
+
+
+def _diff(given: argparse.Namespace) -> int:
+    """Compare dumps, and return the exit status."""
+    from mpidist.errors import DataError
+    from mpidist.flight_diff import compare, read_flights
+
+    try:
+        lines, is_same = compare(read_flights(given.dumps))
+    except DataError as error:
+        print(f"python -m mpidist diff: error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    return 0 if is_same else 1
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:

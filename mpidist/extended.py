@@ -55,6 +55,8 @@ class StrategyExtended(ReplicaGroup):
         super().__init__(devices, cross_device_ops, communicator, gpu_request)
         self.strategy = strategy
         self._replica_context = ReplicaContext(strategy, self.replica_id)
+        # Called on all ranks before each `run`
+        self.before_run: Callable[[], None] | None = None
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -105,6 +107,8 @@ class StrategyExtended(ReplicaGroup):
         """Do what `Strategy.run` does."""
         self.topology.require_open()
         require_cross_replica(self.strategy, "run")
+        if self.before_run is not None:
+            self.before_run()
         return self.agreement.block("run", lambda: self._replica(fn, args, kwargs))
 
     def _replica(

@@ -56,6 +56,8 @@ def _leave(pid: int) -> None:
         finish_all()
         for agreement in list(Agreement.in_use):
             agreement.require_same(Call("the end of the program"))
+        for agreement in list(Agreement.in_use):
+            agreement.close()
     except MpidistError as error:
         time.sleep(_GRACE_SECONDS)  # the others report
         _write(f"{_head()}{type(error).__name__}: {error}\n")

@@ -8,6 +8,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpidist.banner import show_banner
 from mpidist.context import set_default_strategy
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.extended import StrategyExtended
@@ -22,7 +23,9 @@ __all__ = ["MirroredStrategy"]
 class MirroredStrategy(StrategyV1):
     """Synchronous data parallelism: one replica per rank, variables equal on all.
 
-    Collective over the communicator.
+    Collective over the communicator. The first one of a program prints a line to
+    stderr, on rank 0: replicas, nodes, MPI, devices, and what moves data. (The variable
+    MPIDIST_BANNER=0 keeps it from that.)
 
     Args:
       devices: None takes this rank's GPU, else the CPU. A list of strings like "GPU:0"
@@ -69,6 +72,7 @@ class MirroredStrategy(StrategyV1):
                 strategy, devices, cross_device_ops, communicator, self._gpu_request
             )
         )
+        show_banner(self.extended)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MirroredStrategy:
         """Return a strategy of the same ranks and devices that shares nothing else.

@@ -6,14 +6,22 @@ On a machine with one GPU the ranks share it.
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpidist
 from mpidist import CommunicationOptions, arrays
 from mpidist.gpu.devices import gpu_count
 from mpidist.gpu.memory import DeviceBuffer
+from mpidist.transports.table_file import (
+    Layout,
+    find_table,
+    short_name,
+    write_table,
+)
 
 pytestmark = pytest.mark.gpu
 if gpu_count():
@@ -64,7 +72,7 @@ def require_equal(result, expected):
     assert isinstance(result, cupy.ndarray)
     assert result.dtype == expected.dtype
     assert result.shape == expected.shape
-    assert np.array_equal(result.get(), expected)
+    np.testing.assert_array_equal(result.get(), expected)
 
 
 def test_each_rank_has_a_gpu(comm, strategy):
@@ -294,9 +302,10 @@ def test_arrays_on_a_gpu_are_refused_by_a_strategy_on_cpus(comm):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_shared_gpu_is_refused_on_all_ranks(comm):
+def test_a_shared_gpu_is_refused_on_all_ranks(comm, monkeypatch):
     if gpu_count() >= comm.size:
         pytest.skip("each rank has a GPU of its own")
+    monkeypatch.delenv("MPIDIST_ALLOW_SHARED_GPU", raising=False)
     with pytest.raises(mpidist.LaunchError, match=r"would share one GPU, .*: start"):
         mpidist.MirroredStrategy(communicator=comm)
     allowed = comm.rank > 0  # all must
@@ -364,29 +373,59 @@ def fill_late():
     return fill
 
 
+@pytest.fixture(params=["staging", "ipc", "mpi", "device", "nccl"])
+def strategy_by(comm, request, tmp_path_factory, monkeypatch):
+    """A strategy that moves all arrays on GPUs by one transport."""
+    if comm.size == 1:
+        pytest.skip("one rank needs no transport")
+    folder = tmp_path_factory.mktemp("by") if comm.rank == 0 else None
+    path = Path(comm.bcast(folder), "transports.json")
+    if comm.rank == 0:
+        name = short_name(MPI.Get_library_version())
+        table = {
+            key: [(0, request.param)]
+            for key in ("allreduce", "allgatherv", "broadcast")
+        }
+        write_table(path, Layout(name, (comm.size,), "GPU"), table, {})
+    comm.Barrier()
+    monkeypatch.setenv("MPIDIST_TRANSPORTS", str(path))
+    try:
+        strategy = mpidist.MirroredStrategy(communicator=comm, allow_shared_gpu=True)
+    except mpidist.LaunchError as error:
+        if "the table of transports names" not in str(error):
+            raise
+        pytest.skip(f"there is no {request.param} here")
+    yield strategy
+    strategy.experimental_finalize()
+
+
 @pytest.mark.parametrize("count", [10, 100_000, 2_000_000])
 @pytest.mark.parametrize("stream", ["default", "own", "changing"])
+@pytest.mark.parametrize("seconds", [None, 60])
 def test_what_a_late_kernel_writes_is_reduced(
-    comm, strategy, options, fill_late, count, stream
+    comm, strategy_by, fill_late, count, stream, seconds
 ):
     """Not what was there before; and what comes next waits for the result."""
+    strategy, options = strategy_by, CommunicationOptions(timeout_seconds=seconds)
     streams = {
         "default": [cupy.cuda.Stream.null] * 2,
         "own": [cupy.cuda.Stream(non_blocking=True)] * 2,
         "changing": [cupy.cuda.Stream(non_blocking=True) for _ in range(2)],
     }[stream]
-    x = cupy.full(count, -1, "f4")
+    sends = [cupy.full(count, -1, "f4") for _ in range(4)]
     cupy.cuda.Device().synchronize()
     results = []
-    for step, current in enumerate(streams):
+    for step, send in enumerate(sends):
+        current = streams[step % 2]
         with current:
-            fill_late(x, comm.rank + step)
-            total = all_reduce(strategy, "SUM", x, options)
-            results.append((total + 1).get(stream=current))
-            x[...] = -1  # the library has read it
-            current.synchronize()
-    for step, result in enumerate(results):
-        assert (result == sum(range(comm.size)) + comm.size * step + 1).all()
+            fill_late(send, comm.rank + step)
+            total = all_reduce(strategy, "SUM", send, options)
+            results.append((total + 1, current))
+            send[...] = -1  # the library has read it, or will before this
+    for step, (result, current) in enumerate(results):
+        expected = sum(range(comm.size)) + comm.size * step + 1
+        with current:
+            assert (result.get(stream=current) == expected).all()
 
 
 @pytest.mark.parametrize("nest_bytes", [100, 4_000_000])
@@ -449,3 +488,57 @@ def test_memory_of_cudas_own_pool(comm, strategy, options):
             everyone = [numbers(rank, count) for rank in range(comm.size)]
             expected = np.sum(everyone, axis=0, dtype="f4")
             require_equal(all_reduce(strategy, "SUM", mine, options), expected)
+
+
+EARLY = """
+import ctypes
+
+from mpidist import mpi_settings  # starts nothing but this
+from mpidist.gpu import devices, early
+
+assert early.choose_early({"SLURM_LOCALID": "0"}) is None  # MPI runs by now
+from mpi4py import MPI
+
+device = ctypes.c_int(-1)
+status = ctypes.CDLL("libcuda.so.1").cuCtxGetDevice(ctypes.byref(device))
+local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).rank
+assert (status, device.value) == (0, local % devices.gpu_count()), (status, device)
+print("chosen")
+"""
+
+
+def test_a_gpu_is_chosen_before_mpi_starts(mpirun):
+    """By Open MPI and MPICH's variables; so that MPI finds a context."""
+    ended = mpirun(2, EARLY)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["chosen"] * 2
+    ended = mpirun(2, EARLY, MPIDIST_BIND_GPU="0")
+    assert "AssertionError: (201," in ended.stderr  # CUDA_ERROR_INVALID_CONTEXT
+
+
+def test_the_main_job_learns_on_gpus(mpirun, tmp_path):
+    """As on CPUs, but for the last digits."""
+    job = str(Path(__file__).parents[1] / "jobs" / "train_digits.py")
+    pytest.importorskip("sklearn")
+    folder = "--data-dir", str(tmp_path)
+    ended = mpirun(2, job, *folder, MPIDIST_ALLOW_SHARED_GPU="1")
+    assert ended.returncode == 0, ended.stderr
+    *_, last = ended.stdout.splitlines()
+    loss, accuracy = (part.partition("=")[2] for part in last.split()[:2])
+    assert abs(float(loss) - 0.085343) < 1e-4
+    assert abs(float(accuracy) - 0.9861) < 2e-3
+
+
+def test_transports_are_measured(mpirun, comm, tmp_path):
+    path = comm.bcast(tmp_path / "table.json")
+    script = f"""
+import sys
+from mpidist.__main__ import main
+sys.exit(main(["tune", "--output", {str(path)!r}, "--largest-bytes", "100000",
+               "--repetitions", "1"]))
+"""
+    ended = mpirun(2, script, MPIDIST_ALLOW_SHARED_GPU="1")
+    assert ended.returncode == 0, ended.stderr
+    if comm.rank == 0:
+        layout = Layout(short_name(MPI.Get_library_version()), (2,), "GPU")
+        assert set(find_table(path, layout)) == {"allreduce", "allgatherv", "broadcast"}

@@ -20,6 +20,7 @@ LAYERS = [
         "memory.buffers",
         "commands",
         "errors",
+        "agreement.flight_files",
         "gpu.early",
         "memory.free_memory",
     ],
@@ -50,6 +51,7 @@ LAYERS = [
         "uploads",
         "agreement.disagreement",
         "agreement.claims",
+        "agreement.recorder",
         "agreement.waiting",
     ],
     ["agreement.board"],
@@ -57,7 +59,7 @@ LAYERS = [
     ["agreement.agree"],
     ["memory.node_memory", "memory.boards", "memory.symmetric", "gpu.cuda_aware"],
     ["gpu.facts", "gpu.memory", "gpu.streams"],
-    ["gpu.host_copies", "gpu.kernels"],
+    ["gpu.host_copies", "gpu.kernels", "gpu.small_copies"],
     ["gpu.ipc"],
     ["transports.base", "transports.mpi"],
     [
@@ -92,7 +94,7 @@ LAYERS = [
     ["cross_device_ops"],
     ["channel"],
     ["replica_group", "reductions"],
-    ["gradient_buckets"],
+    ["banner", "gradient_buckets"],
     ["data.pipeline", "data.distributed.optional", "data.tables"],
     ["data.reading"],
     ["data.ordering", "data.batching", "data.stream"],
@@ -134,8 +136,9 @@ LAYERS = [
     ["checkpoint.matching"],
     ["checkpoint.assembling", "checkpoint.saving", "checkpoint.restoring"],
     ["checkpoint.saver"],
-    ["checkpoint.checkpoint", "launch"],
+    ["checkpoint.checkpoint", "flight_diff", "launch", "watch"],
     ["checkpoint.manager"],
+    ["preemption"],
     ["tune"],
     ["__init__", "__main__"],
 ]
@@ -154,10 +157,12 @@ EMPTY = [
 PACKAGES = ["mpidist", *(f"mpidist.{name}" for name in EMPTY)]
 OUTSIDE = {
     "mpi4py": {
+        "banner",
         "topology",
         "gpu.cuda_aware",
         "gpu.facts",
         "gpu.trial",
+        "agreement.recorder",
         "agreement.waiting",
         "agreement.board",
         "agreement.comparing",
@@ -175,6 +180,7 @@ OUTSIDE = {
         "extended",
         "mirrored_strategy",
         "launch",
+        "watch",
     },
     "cupy": {
         "arrays",
@@ -185,8 +191,8 @@ OUTSIDE = {
         "gpu.ipc",
         "gpu.kernels",
         "gpu.memory",
+        "gpu.small_copies",
         "gpu.streams",
-        "gpu.trial",
         "transports.nccl",
     },
     "h5py": {

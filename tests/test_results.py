@@ -36,7 +36,7 @@ def test_shapes_and_dtypes(cls):
 
 def test_results_of_a_step_lie_behind_each_other():
     results = StepResults()
-    results.begin(4 * LARGE)
+    results.begin(4 * LARGE, LIKE)
     parts = [results.empty(size, LIKE, dtype) for size, dtype in ((7, "f8"), (9, "i2"))]
     assert address(parts[1]) - address(parts[0]) == 64
     large = results.empty(LARGE, LIKE)  # for which there is no more room
@@ -48,14 +48,14 @@ def test_results_of_a_step_lie_behind_each_other():
 
 def test_the_next_step_has_other_memory_as_long_as_results_are_held():
     results = StepResults()
-    results.begin(4 * LARGE)
+    results.begin(4 * LARGE, LIKE)
     held = results.empty(10, LIKE)
     results.end()
-    results.begin(4 * LARGE)
+    results.begin(4 * LARGE, LIKE)
     other = results.empty(10, LIKE)
     assert not np.shares_memory(held, other)
     first = address(held)
     del held
     results.end()
-    results.begin(4 * LARGE)
+    results.begin(4 * LARGE, LIKE)
     assert address(results.empty(10, LIKE)) == first

@@ -29,6 +29,7 @@ from mpidist.agreement.claims import Claim, ThreadState
 from mpidist.agreement.comparing import Comparison, MpiComparison, Telling
 from mpidist.agreement.disagreement import forget_locals, no_such_thread, raise_by
 from mpidist.agreement.places import Places
+from mpidist.agreement.recorder import Recorder
 from mpidist.agreement.turns import Turns
 from mpidist.agreement.waiting import LateError, Waiting
 from mpidist.errors import CollectiveError, DeadlineError
@@ -43,6 +44,7 @@ class Agreement:
 
     # Those of this process in the order of their making, which is that of all ranks
     in_use: ClassVar[list[Agreement]] = []
+    made: ClassVar[int] = 0  # of more than one rank
 
     def __init__(self, comm: MPI.Intracomm, comparison: Comparison | None = None):
         self.comm = comm
@@ -52,16 +54,20 @@ class Agreement:
         self.calls = 0
         self.broken: str | None = None
         self._waiting = Waiting(comm)
-        self.turns = Turns()
+        self.recorder = Recorder(Agreement.made, comm)
+        self._begin = self.recorder.begin
+        self.turns = Turns(self.recorder.end)
         self.places = Places()
         self._thread = ThreadState()
         if self.size > 1:
+            Agreement.made += 1
             Agreement.in_use.append(self)
 
     def close(self) -> None:
         """Forget it, before its communicator is freed."""
         if self in Agreement.in_use:
             Agreement.in_use.remove(self)
+        self.recorder.close(is_kept=self.broken is not None)
 
     def require_same(
         self,
@@ -114,6 +120,7 @@ class Agreement:
         if timeout is not None or not self._is_plain():
             return self.require_same(call, timeout=timeout, place=place)
         self.calls += 1
+        self._begin(self.calls, call, number)
         telling = Telling(number ^ self.places.digest, place=place)
         if not self.comparison.is_same(telling):
             self._settle(Claim(call, place=place))
@@ -126,6 +133,7 @@ class Agreement:
         """
         if self._is_plain():
             self.calls += 1
+            self._begin(self.calls, call, number)
             parts = self.comparison.exchange(number ^ self.places.digest, array)
             if parts is not None:
                 return parts
@@ -158,10 +166,12 @@ class Agreement:
             raise error or CollectiveError(
                 f"this strategy cannot communicate any more: {self.broken}"
             )
-        self.calls += 1
         if thread:
             call = call._replace(options=(*call.options, ("thread", thread)))
-        number = digest(call) ^ self.places.digest
+        number = digest(call)
+        self.calls += 1
+        self._begin(self.calls, call, number)
+        number ^= self.places.digest
         deadline = None if timeout is None else time.monotonic() + timeout
         telling = Telling(
             number, error is not None, payload, deadline, is_patient, place

@@ -128,6 +128,10 @@ class Board:
             if deadline is not None and now > deadline:
                 raise LateError(self._missing(meeting))
 
+    def missing(self) -> list[int]:
+        """Return which ranks have not come to this rank's last meeting. Any thread."""
+        return self._missing(self.meetings)
+
     def _missing(self, meeting: int) -> list[int]:
         named = zip(self._names, self._counts, strict=True)
         return [name for name, count in named if count[0] < meeting]

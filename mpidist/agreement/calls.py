@@ -23,6 +23,7 @@ __all__ = [
     "digest",
     "dump_error",
     "group_by_rank",
+    "is_own_code",
     "load_error",
     "name_ranks",
     "report_error",
@@ -105,6 +106,11 @@ def load_error(data: bytes, origin: int) -> Exception:
 def report_error(error: Exception | None) -> str:
     """Return the traceback of `error` as text."""
     return "" if error is None else "".join(traceback.format_exception(error))
+
+
+def is_own_code(code: Any) -> bool:
+    """Return whether a function's code is of this package."""
+    return bool(code.co_filename.startswith(_PACKAGE))
 
 
 def call_site() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -9,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.agreement.board import Board
-from mpidist.agreement.waiting import Waiting, wait_patiently
+from mpidist.agreement.waiting import Waiting
 
 __all__ = ["BoardComparison", "Comparison", "MpiComparison", "Telling"]
 
@@ -63,6 +64,9 @@ class Comparison(Protocol):
           array: a payload.
         """
 
+    def missing(self) -> list[int] | None:
+        """Return the ranks that this one waits for, if it is known. Any thread."""
+
     def payloads(self, like: Sequence[Any]) -> Iterator[list[Any]]:
         """Yield for each array of the last payload those of all ranks, by rank.
 
@@ -94,14 +98,14 @@ class MpiComparison:
         mine[:] = number, -number, place, -place, telling.has_failed
         # Never a blocking call: it would not match one of a rank with a deadline
         request = self._comm.Iallreduce(mine, highest, MPI.MAX)
-        if telling.deadline is not None:
-            self._waiting.wait(request, telling.deadline, self._calls)
-        elif telling.is_patient:
-            wait_patiently(request)
-        else:
-            request.Wait()
+        deadline = math.inf if telling.deadline is None else telling.deadline
+        self._waiting.wait(request, deadline, self._calls, telling.is_patient)
         self.is_same_place = bool(place != 0 and highest[2] == -highest[3])
         return bool(highest[4] == 0 and highest[0] == -highest[1])
+
+    def missing(self) -> list[int] | None:
+        """See `Comparison.missing`."""
+        return self._waiting.missing()
 
     def exchange(self, number: int, array: Any) -> list[Any] | None:
         """See `Comparison.exchange`; no array but one without bytes can come here."""
@@ -142,6 +146,10 @@ class BoardComparison:
         )
         self.is_same_place = place != 0 and all(word[2] == place for word in words)
         return is_same
+
+    def missing(self) -> list[int] | None:
+        """See `Comparison.missing`."""
+        return self._board.missing()
 
     def exchange(self, number: int, array: Any) -> list[Any] | None:
         """See `Comparison.exchange`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 
 __all__ = ["Turns"]
 
@@ -19,9 +20,14 @@ _get_ident = threading.get_ident
 
 
 class Turns:
-    """A lock that knows which thread must be next; entered for each collective."""
+    """A lock that knows which thread must be next; entered for each collective.
 
-    def __init__(self) -> None:
+    Args:
+      on_end: called at the end of each collective.
+    """
+
+    def __init__(self, on_end: Callable[[], None] | None = None) -> None:
+        self._on_end = on_end
         self._condition = threading.Condition(threading.RLock())
         self._creator = threading.get_ident()
         self._next: str | None = None
@@ -46,9 +52,12 @@ class Turns:
 
     def __exit__(self, *_: object) -> None:
         self._entered -= 1
-        if not self._entered and self._next is not None:
-            self._next = None
-            self._condition.notify_all()
+        if not self._entered:
+            if self._on_end is not None:
+                self._on_end()
+            if self._next is not None:
+                self._next = None
+                self._condition.notify_all()
         self._condition.release()
 
     def yield_to(self, thread: str, timeout: float | None = None) -> bool:

@@ -8,73 +8,94 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-__all__ = ["LateError", "Waiting", "wait_patiently"]
+__all__ = ["LateError", "Waiting"]
 
 _HERE_TAG = 1
+_SPINS = 200
+# After so long a rank tells others where it is, unless it does so sooner
+_ANNOUNCE_SECONDS = 1.0
+_COLLECT_CALLS = 1000
+_PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time that was waited
 
 
 class LateError(Exception):
     """A deadline was missed; its argument is the list of ranks not heard of."""
 
 
-def wait_patiently(request: MPI.Request) -> None:
-    """Wait for an MPI request; after 100 microseconds without using the processor.
-
-    Each sleep is a small part of the time before it, so that little is lost in the end.
-    """
-    start = time.monotonic()
-    while not request.Test():
-        if (waited := time.monotonic() - start) > 1e-4:
-            time.sleep(min(waited / 4, 1e-3))
-
-
 class Waiting:
-    """Deadlines of the calls on one communicator, each of which all ranks make.
+    """The waits of calls on one communicator, each of which all ranks make.
 
-    A rank that has waited for half of its time tells the others so. Thus those that
-    miss the deadline know who has come.
+    A rank that has waited for a second, or half of its time, tells the others so. Thus
+    those that wait know who has come. The processor is left to others soon: each sleep
+    is a small part of the time before it, so that little is lost in the end.
     """
 
     def __init__(self, comm: MPI.Intracomm):
         self._comm = comm
         self._rank = comm.Get_rank()
         self._abandoned: list[Any] = []  # MPI may still read and write these
+        self._sent: list[tuple[Any, list[MPI.Request]]] = []
+        self._arrived: set[int] | None = None  # while this rank has waited for long
 
-    def wait(self, request: MPI.Request, deadline: float, call: int) -> None:
+    def missing(self) -> list[int] | None:
+        """Return which ranks have not come, if this one has waited for a while."""
+        arrived = self._arrived
+        if arrived is None:
+            return None
+        return sorted({*range(self._comm.Get_size())} - arrived)
+
+    def wait(
+        self,
+        request: MPI.Request,
+        deadline: float,
+        call: int,
+        is_patient: bool = False,
+    ) -> None:
         """Wait for a request until `deadline`, on time.monotonic's clock.
 
         Args:
           request: of what all ranks wait for in this call.
-          deadline: perhaps another one on each rank.
+          deadline: perhaps another one on each rank; math.inf for none.
           call: its number, the same on all ranks.
+          is_patient: whether to leave the processor to others at once.
 
         Raises:
           LateError: it is over. The communicator cannot be used afterwards.
         """
-        start = time.monotonic()
-        announce = start + (deadline - start) / 2
+        if call % _COLLECT_CALLS == 0:  # a rank that never waits has to do it, too
+            self._collect(set(), call)
+        for _ in range(1 if is_patient else _SPINS):
+            if request.Test():
+                return
+        try:
+            self._wait_long(request, deadline, call)
+        finally:
+            self._arrived = None
+
+    def _wait_long(self, request: MPI.Request, deadline: float, call: int) -> None:
+        start = now = time.monotonic()
+        announce = start + min((deadline - start) / 2, _ANNOUNCE_SECONDS)
         arrived = {self._rank}
         announced = False
-        pause = 0.0
         while not request.Test():
-            now = time.monotonic()
-            if pause:
-                self._collect(arrived, call)
+            self._collect(arrived, call)
             if not announced and (now > announce or len(arrived) > 1):
                 self._announce(call)
+                self._arrived = arrived
                 announced = True
             if now > deadline:
                 self._abandoned.append(request)
                 raise LateError(sorted({*range(self._comm.Get_size())} - arrived))
-            time.sleep(pause)
-            pause = min(pause + 1e-6, 1e-3)
+            time.sleep(min((now - start) / 4, _PAUSE_SECONDS))
+            now = time.monotonic()
 
     def _announce(self, call: int) -> None:
         """Tell all other ranks that this one waits in a call."""
         here = np.array([call])
         others = [r for r in range(self._comm.Get_size()) if r != self._rank]
         requests = [self._comm.Isend(here, r, _HERE_TAG) for r in others]
-        self._abandoned.append((here, requests))
+        self._sent = [s for s in self._sent if not MPI.Request.Testall(s[1])]
+        self._sent.append((here, requests))
 
     def _collect(self, arrived: set[int], call: int) -> None:
         """Add the ranks that announced this call."""

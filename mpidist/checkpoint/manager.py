@@ -137,6 +137,8 @@ class CheckpointManager:
         self._found = self._agreement.root_only(_CALL, self._look_around)
         self._preserved = self._last_preserved()
         self._last_saved: Path | None = None
+        self._save_began = 0.0
+        self._longest_save_seconds = 0.0
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -189,12 +191,13 @@ class CheckpointManager:
         call = f"{_CALL}.save"
         number = self._agreement.prepare(call, lambda: _number(checkpoint_number))
         self.wait()
+        self._save_began = time.monotonic()
         path = self._checkpoint.save_as(
             call,
             self._directory / self._name,
             number=number,
             is_background=self._is_background,
-            after=self._remove_old,
+            after=self._end_save,
         )
         self._last_step = step
         self._last_saved = Path(path)
@@ -281,6 +284,17 @@ class CheckpointManager:
             return outside[-1].modified
         oldest = self._found[0].modified if self._found else time.time()
         return math.nextafter(oldest, 0)
+
+    @property
+    def longest_save_seconds(self) -> float:
+        """How long it ever took to save, until all was on the disk; on rank 0 only."""
+        return self._longest_save_seconds
+
+    def _end_save(self) -> None:
+        """Take note that a checkpoint is complete. On rank 0, perhaps in a thread."""
+        seconds = time.monotonic() - self._save_began
+        self._longest_save_seconds = max(self._longest_save_seconds, seconds)
+        self._remove_old()
 
     def _remove_old(self) -> None:
         """Remove what need not be kept. On rank 0, perhaps in a thread."""

@@ -27,6 +27,7 @@ from mpidist.collectives.options_of import implementation_of, is_direct
 from mpidist.collectives.repeated import RepeatedReductions
 from mpidist.collectives.results import Results
 from mpidist.collectives.sums import Sums
+from mpidist.gpu.small_copies import SmallCopies
 from mpidist.memory.symmetric import SymmetricMemory
 from mpidist.options import (
     CommunicationOptions,
@@ -40,6 +41,9 @@ __all__ = ["Collectives", "Reduction", "Summation"]
 Summation = Callable[[Sequence[Any], CommunicationOptions], list[Any]]
 Reduction = Callable[[ReduceOp, Sequence[Any], CommunicationOptions], list[Any]]
 _DEFAULT = CommunicationOptions()
+# Arrays on a GPU that travel with the comparison: so many, and so many bytes
+_GPU_ARRAYS = 8
+_GPU_BYTES = 16 << 10
 
 
 class Collectives:
@@ -65,7 +69,8 @@ class Collectives:
         self.size = agreement.size
         self._gathers = Gathers(self.size, routes, results)
         self.sums = Sums(self.size, routes, symmetric, results)
-        self._repeated = RepeatedReductions(agreement)
+        self._copies = SmallCopies()
+        self._repeated = RepeatedReductions(agreement, self._copies)
 
     def all_reduce(
         self,
@@ -144,7 +149,10 @@ class Collectives:
             return False
         if options.compression is not None:
             return False
-        if any(map(arrays.is_device_array, given)):  # they would have to be copied
+        on_gpu = sum(map(arrays.is_device_array, given))
+        if on_gpu:  # each has to be copied twice
+            limit = min(limit, _GPU_BYTES)
+        if on_gpu > _GPU_ARRAYS:
             return False
         return arithmetic.bound_bytes(op, given) <= limit
 
@@ -155,14 +163,18 @@ class Collectives:
         call: Call,
         options: CommunicationOptions,
     ) -> list[Any]:
-        """Return the reductions of small host arrays, added up in rank order."""
+        """Return the reductions of small arrays, added up in rank order."""
         out, partial = arithmetic.to_add(op, given)
+        is_on_gpu = any(map(arrays.is_device_array, given))
+        if is_on_gpu:
+            partial = self._copies.down(partial)
         agreement, timeout = self.agreement, options.timeout_seconds
         agreement.require_same(call, timeout=timeout, payload=partial)
         totals = list(
             map(arithmetic.add_in_order, agreement.comparison.payloads(partial))
         )
-        return arithmetic.finish(op, totals, out, self.size)
+        results = arithmetic.finish(op, totals, out, self.size)
+        return self._copies.up(results, given) if is_on_gpu else results
 
     def reduce_arrays(
         self,

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidist import arithmetic
+from mpidist import arithmetic, arrays
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import Call, digest
+from mpidist.gpu.small_copies import SmallCopies
 from mpidist.options import ReduceOp
 
 __all__ = ["Known", "RepeatedReductions"]
@@ -39,22 +40,24 @@ class Known(NamedTuple):
 class RepeatedReductions:
     """What a strategy remembers of its all-reduces with default options."""
 
-    def __init__(self, agreement: Agreement):
+    def __init__(self, agreement: Agreement, copies: SmallCopies):
         self._agreement = agreement
+        self._copies = copies
         self._known: dict[Any, Known] = {}
 
     def find(self, operation: str, reduce_op: Any, value: Any) -> Known | None:
         """Return a call like one that was made before, with whatever is passed."""
-        if type(value) is not np.ndarray or type(reduce_op) not in _NAMES:
+        if not _is_array(value) or type(reduce_op) not in _NAMES:
             return None
-        return self._known.get((operation, reduce_op, value.dtype, value.shape))
+        kind = type(value), value.dtype, value.shape
+        return self._known.get((operation, reduce_op, *kind))
 
     def remember(self, call: Call, reduce_op: Any, value: Any, fits: bool) -> None:
         """Note a call that succeeded, if all that it needs is to be known by `find`.
 
         That is so where an array is added up in its own dtype, as is the result.
         """
-        if type(value) is not np.ndarray or type(reduce_op) not in _NAMES:
+        if not _is_array(value) or type(reduce_op) not in _NAMES:
             return
         if self._agreement.size == 1 or not value.ndim or not value.dtype.isnative:
             return
@@ -62,14 +65,21 @@ class RepeatedReductions:
         out, partial = arithmetic.to_add(op, [value[:0]])
         is_simple = out == [value.dtype] and partial[0].dtype == value.dtype
         if is_simple and len(self._known) < _MOST:
-            key = call.operation, reduce_op, value.dtype, value.shape
+            key = call.operation, reduce_op, type(value), value.dtype, value.shape
             self._known[key] = Known(call, digest(call), fits, op)
 
     def reduce_small(self, known: Known, value: Any) -> Any:
-        """Return the reduction of a host array for a call that `fits`. Collective."""
+        """Return the reduction of an array for a call that `fits`. Collective."""
+        is_on_gpu = not isinstance(value, np.ndarray)
         with self._agreement.turns:
-            parts = self._agreement.exchange(known.call, known.number, value)
+            send = self._copies.down([value])[0] if is_on_gpu else value
+            parts = self._agreement.exchange(known.call, known.number, send)
             total = arithmetic.add_in_order(parts)
-        if known.op is ReduceOp.MEAN:
-            total /= self._agreement.size
-        return total
+            if known.op is ReduceOp.MEAN:
+                total /= self._agreement.size
+            return self._copies.up([total], [value])[0] if is_on_gpu else total
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether a value is an array of NumPy, and no subclass, or of CuPy."""
+    return type(value) is np.ndarray or arrays.is_device_array(value)

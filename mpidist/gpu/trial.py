@@ -1,11 +1,12 @@
 """Trying MPI on a GPU's memory in a job of its own, so that a crash is an answer.
 
-`run` starts this module as a program, on two ranks if there is an mpirun beside the MPI
+`run` starts this file as a program, on two ranks if there is an mpirun beside the MPI
 library, else on one. Each call of the program is one that mpidist makes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -13,8 +14,12 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-__all__ = ["library_path", "run"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["DeviceArray", "library_path", "run", "use_gpu"]
 
 _SECONDS = 60
 _DONE = "mpidist: MPI took addresses of GPU memory"
@@ -47,7 +52,9 @@ _KEPT = ("PRTE_PREFIX", "PMIX_PREFIX")
 def run(index: int) -> tuple[bool, str]:
     """Return whether MPI takes addresses of GPU `index`, and what came of it."""
     environ = _clean(os.environ)
-    program = [sys.executable, "-m", "mpidist.gpu.trial", str(index)]
+    # Not as a module: mpidist would start MPI before the GPU is chosen
+    start = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
+    program = [sys.executable, "-c", start, str(index)]
     alone = _run_one(program, environ)
     if alone:
         return False, f"tried on one rank: {alone}"
@@ -97,7 +104,6 @@ def _clean(environ: Mapping[str, str]) -> dict[str, str]:
     # More processes than cores are no reason to refuse two
     kept.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
     kept.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
-    kept["MPIDIST_BIND_GPU"] = "0"
     return kept
 
 
@@ -121,34 +127,86 @@ def _mpirun(library: Path | None) -> Path | None:
     return None
 
 
+class DeviceArray:
+    """Numbers on a GPU, by the driver alone: importing CuPy takes longer than a trial.
+
+    Args:
+      values: to copy there; of one dimension.
+    """
+
+    def __init__(self, values: npt.NDArray[Any]):
+        self._like = values
+        address = ctypes.c_uint64()
+        _driver("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(values.nbytes))
+        self._address = address.value
+        self.set(values)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self._like.shape,
+            "typestr": self._like.dtype.str,
+            "data": (self._address, False),
+            "version": 3,
+            "strides": None,
+            "stream": None,
+        }
+
+    def set(self, values: npt.NDArray[Any]) -> None:
+        """Copy values to the GPU; they are there when it returns."""
+        to, source = ctypes.c_uint64(self._address), ctypes.c_void_p(_address(values))
+        _driver("cuMemcpyHtoD_v2", to, source, ctypes.c_size_t(values.nbytes))
+
+    def get(self) -> npt.NDArray[Any]:
+        """Return the values."""
+        values = np.empty_like(self._like)
+        to, source = ctypes.c_void_p(_address(values)), ctypes.c_uint64(self._address)
+        _driver("cuMemcpyDtoH_v2", to, source, ctypes.c_size_t(values.nbytes))
+        return values
+
+
+def _address(values: npt.NDArray[Any]) -> int:
+    return int(values.__array_interface__["data"][0])
+
+
+def _driver(name: str, *arguments: Any) -> None:
+    """Call a function of CUDA's driver."""
+    status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    if status:
+        raise RuntimeError(f"{name} failed with CUresult {status}")
+
+
+def use_gpu(index: int) -> None:
+    """Make a GPU the current one of this thread."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    _driver("cuInit", 0)
+    _driver("cuDeviceGet", ctypes.byref(device), index)
+    _driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    _driver("cuCtxSetCurrent", context)
+
+
 def _main(index: int) -> None:
     """Make the calls of MPI that mpidist makes, on memory of a GPU, and check them."""
-    import cupy
-
-    cupy.cuda.Device(index).use()
+    use_gpu(index)
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
     rank, size = comm.Get_rank(), comm.Get_size()
     # What goes at once, and what goes by rendezvous
     for count in (16, 1 << 20):
-        ours = cupy.full(count, rank + 1, "f4")
-        total, everyone = cupy.zeros(count, "f4"), cupy.zeros(count * size, "f4")
-        cupy.cuda.Device().synchronize()
+        values = np.full(count, rank + 1, np.float32)
+        ours, counts = DeviceArray(values), [count] * size
+        total, everyone = (DeviceArray(np.zeros(n * count, "f4")) for n in (1, size))
         comm.Allreduce(ours, total)
-        assert (total == size * (size + 1) / 2).all(), "Allreduce"
-        counts = [count] * size
+        assert (total.get() == size * (size + 1) / 2).all(), "Allreduce"
         comm.Allgatherv(ours, [everyone, counts])
-        expected = cupy.repeat(cupy.arange(1, size + 1, dtype="f4"), count)
-        assert (everyone == expected).all(), "Allgatherv"
-        everyone[...] = 0
-        cupy.cuda.Device().synchronize()
-        tiled = cupy.tile(ours, size)
-        cupy.cuda.Device().synchronize()
-        comm.Alltoallv([tiled, counts], [everyone, counts])
-        assert (everyone == expected).all(), "Alltoallv"
+        expected = np.repeat(np.arange(1, size + 1, dtype="f4"), count)
+        assert np.array_equal(everyone.get(), expected), "Allgatherv"
+        everyone.set(np.zeros_like(expected))
+        comm.Alltoallv([DeviceArray(np.tile(values, size)), counts], [everyone, counts])
+        assert np.array_equal(everyone.get(), expected), "Alltoallv"
         comm.Bcast(ours, 0)
-        assert (ours == 1).all(), "Bcast"
+        assert (ours.get() == 1).all(), "Bcast"
     comm.Barrier()
     if rank == 0:
         print(_DONE, flush=True)

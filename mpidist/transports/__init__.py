@@ -71,6 +71,7 @@ class Routes:
             by_name = self._gpus.by_name
             self.default_table = default_device_table(by_name)
             self._device = Ways(by_name, ORDERED, table or self.default_table)
+        self.table = self.default_table if table is None else table
         own = self._device or self._host
         self.by_name, self.default = own.by_name, own.default
 

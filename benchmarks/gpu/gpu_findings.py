@@ -1,0 +1,232 @@
+"""What was found on GPUs, beside what it must show. Needs neither a GPU nor MPI."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from comparisons import Comparison
+
+__all__ = ["contract_of", "job_of", "judge", "read_records", "table"]
+
+Records = Sequence[Mapping[str, Any]]
+
+SMALL_BYTES = 8
+RAW = "raw CUDA-aware MPI"
+PAGEABLE = "pageable staging"
+_OURS = "mpidist"
+# Digits of the loss that do not depend on where it was computed
+_DIGITS = 4
+_COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
+_LAST_LINE = re.compile(r"loss=(\S+) accuracy=(\S+) samples_per_s=(\d+) ranks=(\d+)")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the findings in a file, which need not be there."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def contract_of(output: str, how: str) -> dict[str, Any]:
+    """Return how many tests passed, out of what pytest printed."""
+    lines = [line for line in output.splitlines() if " in " in line]
+    counts: dict[str, int] = {}
+    for line in lines:
+        found = {kind.rstrip("s"): int(n) for n, kind in _COUNT.findall(line)}
+        counts = found or counts
+    return {
+        "ended": how,
+        "passed": counts.get("passed", 0),
+        "failed": counts.get("failed", 0) + counts.get("error", 0),
+        "skipped": counts.get("skipped", 0),
+    }
+
+
+def job_of(outputs: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the main job printed at last, on the GPU and on the CPU.
+
+    Args:
+      outputs: by where it ran.
+    """
+    found: dict[str, Any] = {}
+    for where in ("GPU", "CPU"):
+        matches = _LAST_LINE.findall(outputs.get(where, ""))
+        if matches:
+            loss, accuracy, rate, _ = matches[-1]
+            found[where] = {
+                "loss": float(loss),
+                "accuracy": float(accuracy),
+                "samples_per_second": int(rate),
+            }
+    if len(found) == 2:
+        gpu, cpu = found["GPU"], found["CPU"]
+        is_near = abs(gpu["loss"] - cpu["loss"]) < 0.5 * 10**-_DIGITS
+        found["same"] = is_near and gpu["accuracy"] == cpu["accuracy"]
+    return found
+
+
+def judge(records: Records, job: Mapping[str, Any]) -> list[Comparison]:
+    """Return what was found beside its targets, and beside other ways.
+
+    Args:
+      records: see `gpu_timing.Setting.record`.
+      job: see `job_of`.
+    """
+    return [
+        *_judge_sizes([r for r in records if r.get("case") == "all_reduce"]),
+        *_judge_memory(records),
+        *_judge_others(records, "gradients of ResNet-50", RAW, 3.0),
+        *_judge_others(records, "all_gather", RAW, None),
+        *_judge_input([r for r in records if r["kind"] == "input"]),
+        *_judge_job(job),
+    ]
+
+
+def _judge_sizes(records: Records) -> Iterator[Comparison]:
+    by_size = {record["bytes"]: record["seconds"] for record in records}
+    if not by_size:
+        return
+    # 64 MiB, but in a quick run
+    large = 64 << 20 if 64 << 20 in by_size else max(by_size)
+    for size, seconds in sorted(by_size.items()):
+        if size == large:
+            mine = (name for name in seconds if not _is_rival(name))
+            best = min(mine, key=lambda name: statistics.median(seconds[name]))
+            case = f"all_reduce, {size:,} bytes, {best}"
+            yield _by_rate(case, PAGEABLE, size, seconds[best], seconds[PAGEABLE], 10.0)
+        for rival in (name for name in seconds if _is_rival(name)):
+            is_judged = size == SMALL_BYTES and rival == RAW
+            yield Comparison(
+                f"all_reduce, {size:,} bytes",
+                rival,
+                "us",
+                [1e6 * s for s in seconds[_OURS]],
+                [1e6 * s for s in seconds[rival]],
+                1.5 if is_judged else None,
+                is_at_least=False,
+            )
+
+
+def _is_rival(name: str) -> bool:
+    return not name.startswith((_OURS, "transport"))
+
+
+def _by_rate(
+    case: str,
+    against: str,
+    size: float,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    target: float | None,
+) -> Comparison:
+    """Return a comparison of bytes per second: how many times ours is as fast."""
+    rates = ([size / s / 1e9 for s in times] for times in (ours, theirs))
+    return Comparison(case, against, "GB/s", *rates, target)
+
+
+def _judge_memory(records: Records) -> Iterator[Comparison]:
+    limits = [r for r in records if r["kind"] == "memory_bandwidth"]
+    for record in (r for r in records if r["kind"] == "ipc"):
+        limit = limits[-1]["bytes_per_second_alone"] / 1e9
+        # GPUs of their own read each other's memory over a link, which is another limit
+        target = 0.6 if record["is_shared"] else None
+        for name, key in (("it moves", "moved_bytes"), ("of arrays", "least_bytes")):
+            rates = [record[key] / s / 1e9 for s in record["seconds"]]
+            yield Comparison(
+                f"ipc, {record['bytes']:,} bytes, bytes {name}",
+                "copies within GPU memory",
+                "GB/s",
+                rates,
+                [limit] * len(rates),
+                target,
+                note=f"{record[key]:,.0f} bytes read and written per all_reduce",
+            )
+
+
+def _judge_others(
+    records: Records, case: str, judged: str, target: float | None
+) -> Iterator[Comparison]:
+    for record in (r for r in records if r.get("case") == case):
+        seconds, size = record["seconds"], record["bytes"]
+        rivals = [name for name in seconds if _is_rival(name)]
+        for name in (name for name in seconds if name.startswith(_OURS)):
+            label = f"{case}{name[len(_OURS) :]}, {size:,} bytes"
+            for rival in rivals:
+                wanted = target if (name, rival) == (_OURS, judged) else None
+                yield _by_rate(
+                    label, rival, size, seconds[name], seconds[rival], wanted
+                )
+
+
+def _judge_input(records: Records) -> Iterator[Comparison]:
+    for record in records:
+        rates = [record["bytes"] / s / 1e9 for s in record["seconds"]]
+        limit = record["upload_bytes_per_second"] / 1e9
+        yield Comparison(
+            f"HDF5 rows to GPU, {record['case']}",
+            "page-locked memory to GPU",
+            "GB/s",
+            rates,
+            [limit] * len(rates),
+            0.8 if record["case"] == "contiguous" else None,
+        )
+
+
+def _judge_job(job: Mapping[str, Any]) -> Iterator[Comparison]:
+    if "same" in job:
+        rates = ([float(job[where]["samples_per_second"])] for where in ("GPU", "CPU"))
+        yield Comparison("jobs/train_digits.py, GPU", "CPU", "rows/s", *rates)
+
+
+def table(
+    comparisons: Sequence[Comparison],
+    contract: Mapping[str, Any],
+    job: Mapping[str, Any],
+    ranks: int,
+) -> list[str]:
+    """Return the lines of what must be shown, with its targets."""
+    lines = [_line("case", "against", "target", "ratio", "")]
+    for c in comparisons:
+        if c.target is not None:
+            sign = ">=" if c.is_at_least else "<="
+            word = "reached" if c.is_reached else "MISSED"
+            target, ratio = f"{sign} {c.target:g}", f"{c.ratio:.3g}"
+            lines.append(_line(c.case, c.against, target, ratio, word))
+    lines += [
+        _line(case, against, target, "-", "not measured")
+        for case, against, target in _missing(comparisons, ranks)
+    ]
+    passed, failed = contract.get("passed", 0), contract.get("failed", 0)
+    is_right = contract.get("ended") == "ok" and passed and not failed
+    counts = f"{passed} passed, {failed} failed, {contract.get('skipped', 0)} skipped"
+    word = "reached" if is_right else f"MISSED ({contract.get('ended', 'not run')})"
+    lines.append(_line("contract tests", "NumPy", "equal", "", f"{word}: {counts}"))
+    word = {True: "reached", False: "MISSED"}.get(job.get("same"), "not measured")
+    lines.append(
+        _line("jobs/train_digits.py, GPU", "CPU", f"{_DIGITS} places", "", word)
+    )
+    return lines
+
+
+def _missing(
+    comparisons: Sequence[Comparison], ranks: int
+) -> Iterator[tuple[str, str, str]]:
+    judged = {(c.case.partition(",")[0], c.against) for c in comparisons if c.target}
+    wanted = [("HDF5 rows to GPU", "page-locked memory to GPU", ">= 0.8")]
+    if ranks > 1:
+        wanted += [
+            ("all_reduce", PAGEABLE, ">= 10"),
+            ("ipc", "copies within GPU memory", ">= 0.6"),
+            ("gradients of ResNet-50", RAW, ">= 3"),
+            ("all_reduce", RAW, "<= 1.5"),
+        ]
+    return (row for row in wanted if row[:2] not in judged)
+
+
+def _line(case: str, against: str, target: str, ratio: str, word: str) -> str:
+    return f"{case:50} {against:28} {target:>9} {ratio:>8}  {word}".rstrip()

@@ -1,0 +1,211 @@
+"""The parts of `run_all.py`: which commands they are, and running them in time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+__all__ = ["Ended", "Job", "Plan", "run"]
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+_GRACE_SECONDS = 10
+# How many ranks it needs, how many seconds it may take; what matters most comes first
+PARTS = {
+    "facts": (1, 100),
+    "contract": (1, 150),
+    "tune": (2, 60),
+    "sizes": (2, 150),
+    "gradients": (2, 40),
+    "limit": (2, 30),
+    "input": (1, 60),
+    "job": (1, 60),
+    "gathers": (2, 30),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One command of a part.
+
+    Args:
+      part: its name.
+      ranks: of MPI.
+      label: tells it from others of its part.
+      command: what is run.
+      variables: beside those of this process.
+      seconds: after which it is ended.
+    """
+
+    part: str
+    ranks: int
+    label: str
+    command: list[str]
+    variables: dict[str, str]
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a command ended: "ok" or what else, after how long, and what it printed."""
+
+    how: str
+    seconds: float
+    output: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What all commands have in common.
+
+    Args:
+      mpirun: the launcher, with its options.
+      work: a folder for what only the parts read.
+      is_quick: whether only to see that all runs.
+    """
+
+    mpirun: Sequence[str]
+    work: Path
+    is_quick: bool
+
+    def records(self, ranks: int) -> Path:
+        """Return the file to which parts write what they find."""
+        return self.work / f"found-{ranks}.jsonl"
+
+    def table(self, ranks: int) -> Path:
+        """Return the file of the table that `tune` writes."""
+        return self.work / f"transports-{ranks}.json"
+
+    @property
+    def digits(self) -> Path:
+        """The folder of the main job's data."""
+        return self.work / "digits"
+
+    def jobs(self, part: str, ranks: int, is_aware: bool) -> Iterator[Job]:
+        """Yield the commands of a part on so many ranks; none if it needs more.
+
+        Whether MPI takes addresses of memory on GPUs, the tests are told.
+        """
+        least, seconds = PARTS[part]
+        if ranks < least:
+            return
+        make = {"contract": self._contract, "tune": self._tune, "job": self._job}
+        if part in make:
+            yield from make[part](ranks, seconds, is_aware)
+            return
+        script = [str(HERE / "bench_gpu.py"), part]
+        script += ["--records", str(self.records(ranks)), f"--seconds={0.7 * seconds}"]
+        quick = ["--quick"] if self.is_quick else []
+        yield self._make(part, ranks, [*script, *quick], seconds, {})
+
+    def _make(
+        self,
+        part: str,
+        ranks: int,
+        script: list[str],
+        seconds: float,
+        variables: dict[str, str],
+        label: str = "",
+    ) -> Job:
+        command = [*self.mpirun, "-n", str(ranks), sys.executable, *script]
+        common = {"MPIDIST_TRANSPORTS": str(self.table(ranks))}
+        return Job(part, ranks, label, command, common | variables, seconds)
+
+    def _contract(self, ranks: int, seconds: float, is_aware: bool) -> Iterator[Job]:
+        tests = ["-m", "pytest", "-m", "gpu", "-q", "-rs", "-p", "pytest_mpi"]
+        tests += [f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"]
+        if self.is_quick:
+            tests += [f"{ROOT}/tests/test_gpu.py", "-k", "each_rank_has_a_gpu"]
+        else:
+            tests += [f"{ROOT}/tests", f"--ignore={ROOT}/tests/test_benchmarks.py"]
+        variables = {
+            "MPIDIST_ALLOW_SHARED_GPU": "1",
+            "MPIDIST_TRANSPORTS": str(self.work / "none.json"),
+            # Of others that happen to be installed, the tests know nothing
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PY_COLORS": "0",
+        }
+        if is_aware:
+            variables["MPIDIST_CUDA_AWARE"] = "1"
+        yield self._make("contract", ranks, tests, seconds, variables)
+
+    def _tune(self, ranks: int, seconds: float, _: bool) -> Iterator[Job]:
+        script = ["-m", "mpidist", "tune", f"--output={self.table(ranks)}"]
+        size, times = (1 << 10, 1) if self.is_quick else (64 << 20, 3)
+        script += [f"--largest-bytes={size}", f"--repetitions={times}"]
+        variables = {"MPIDIST_ALLOW_SHARED_GPU": "1"}
+        yield self._make("tune", ranks, script, seconds, variables)
+
+    def _job(self, ranks: int, seconds: float, _: bool) -> Iterator[Job]:
+        """Yield a run that compiles the kernels, one on the GPU, and one on the CPU."""
+        script = [str(ROOT / "jobs" / "train_digits.py")]
+        script.append(f"--data-dir={self.digits}")
+        epochs = 2 if self.is_quick else 40
+        for label, count in (("warm-up", 1), ("GPU", epochs), ("CPU", epochs)):
+            arguments = [*script, f"--epochs={count}"]
+            if label == "CPU":
+                arguments.append("--devices=CPU:0")
+            variables = {"MPIDIST_ALLOW_SHARED_GPU": "1"}
+            yield self._make("job", ranks, arguments, seconds, variables, label)
+
+
+def run(job: Job, environment: Mapping[str, str], seconds: float, log: TextIO) -> Ended:
+    """Run a command; what it prints goes to a log, and on to standard output.
+
+    Its own variables come to those of `environment`. It is ended after its own limit,
+    or after `seconds` if they are less.
+    """
+    limit = min(job.seconds, seconds)
+    started = time.monotonic()
+    process = subprocess.Popen(
+        job.command,
+        env={**environment, **job.variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    lines: list[str] = []
+    reader = threading.Thread(target=_pass_on, args=(process, lines, log), daemon=True)
+    reader.start()
+    try:
+        code = process.wait(limit)
+        how = "ok" if code == 0 else f"failed with status {code}"
+    except subprocess.TimeoutExpired:
+        how = f"was stopped after {limit:.0f} s"
+    finally:
+        if process.poll() is None:
+            _end(process)
+    reader.join(_GRACE_SECONDS)
+    return Ended(how, time.monotonic() - started, "".join(lines))
+
+
+def _pass_on(process: subprocess.Popen[str], lines: list[str], log: TextIO) -> None:
+    assert process.stdout is not None
+    for printed in process.stdout:
+        line = printed.replace("\0", "")
+        lines.append(line)
+        for stream in (log, sys.stdout):
+            stream.write(line)
+            stream.flush()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a launcher, which ends its ranks if it is given the time."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        os.killpg(process.pid, number)
+        try:
+            process.wait(_GRACE_SECONDS)
+            return
+        except subprocess.TimeoutExpired:
+            continue

@@ -1,0 +1,251 @@
+"""Measure and test mpidist on this machine's GPUs, by one command.
+
+    python benchmarks/gpu/run_all.py --output results
+
+Starts MPI jobs by itself, with the mpirun of the MPI library that mpi4py loads, on each
+number of ranks (ranks may share a GPU). The machine should do nothing else: it takes
+about 8 minutes. The parts:
+
+    facts      the GPU, the MPI library, and whether that takes addresses of GPU memory
+    contract   the tests that need a GPU, NumPy being the oracle
+    tune       `python -m mpidist tune`; what it finds holds for the parts below
+    sizes      all_reduce of 8 bytes to 1 GiB by each transport, raw CUDA-aware MPI, raw
+               NCCL (where each rank has a GPU) and copies through pageable memory;
+               8 bytes: raw <= 1.5x the time; 64 MiB, best: pageable >= 10x the speed
+    gradients  those of ResNet-50: raw MPI, one array at a time >= 3x the speed
+    limit      64 MiB by `ipc`: copies within the GPU's memory >= 0.6x the bytes per
+               second, counted as it moves them, and as any way must
+    input      HDF5 rows to GPU memory: copies from page-locked memory >= 0.8x
+    job        jobs/train_digits.py on the GPU and on the CPU: the same digits
+    gathers    all_gather along both axes
+
+Each part has a time limit; if one fails, the others go on. Into the output folder go,
+named by the GPU: a JSON and, with matplotlib, a PNG file for each number of ranks, and
+the table of what must be shown; and a log of all that was printed.
+
+The exit status is 0 if all parts ran, whatever they measured; 1 if one failed, or there
+is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import charts
+import gpu_digits
+import gpu_findings
+import gpu_parts
+from gpu_parts import HERE, ROOT
+
+_LEAST_SECONDS = 5
+_LOOK_SECONDS = 120
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    results = HERE.parent / "results"
+    add("--output", type=Path, help=f"folder for the results ({results})")
+    add("--ranks", type=int, nargs="+", default=[1, 2], help="of the jobs (1 2)")
+    add("--parts", nargs="+", choices=gpu_parts.PARTS, default=list(gpu_parts.PARTS))
+    add("--mpirun", help="with its options, in quotes; by default the library's own")
+    add("--minutes", type=float, default=9.0, help="after which no part goes on")
+    add("--quick", action="store_true", help="only see that all runs")
+    options = parser.parse_args(arguments)
+    if options.output is None and options.quick:
+        parser.error("--quick needs --output, since its numbers mean nothing")
+    options.output = options.output or results
+    return options
+
+
+def environment() -> dict[str, str]:
+    """Return the variables of all jobs."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    variables = {
+        # More ranks than cores are no error, and ranks have threads of their own
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_MCA_hwloc_base_binding_policy": "none",
+        "PYTHONUNBUFFERED": "1",
+    }
+    path = os.pathsep.join(filter(None, paths))
+    return variables | dict(os.environ) | {"PYTHONPATH": path}
+
+
+def look(variables: dict[str, str]) -> dict[str, Any]:
+    """Return what `look.py` finds.
+
+    Raises:
+      SystemExit: MPI does not start, or there is no GPU.
+    """
+    command = [sys.executable, str(HERE / "look.py")]
+    ended = subprocess.run(
+        command, env=variables, capture_output=True, text=True, timeout=_LOOK_SECONDS
+    )
+    if ended.returncode:
+        raise SystemExit(f"MPI does not start:\n{ended.stderr or ended.stdout}")
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    if not found["gpus"]:
+        raise SystemExit(f"there is no GPU here: {found['why']}")
+    return found
+
+
+class Run:
+    """All parts on all numbers of ranks, and what they find."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        plan: gpu_parts.Plan,
+        variables: dict[str, str],
+        log: TextIO,
+    ):
+        self._options = options
+        self._plan = plan
+        self._variables = variables
+        self._log = log
+        self._ends = time.monotonic() + 60 * options.minutes
+        self._parts: dict[int, dict[str, Any]] = {n: {} for n in options.ranks}
+        self._contract: dict[int, dict[str, Any]] = {n: {} for n in options.ranks}
+        self._job: dict[int, dict[str, Any]] = {n: {} for n in options.ranks}
+        self.failed: list[str] = []
+
+    def say(self, line: str) -> None:
+        """Print a line, and log it."""
+        print(line, flush=True)
+        self._log.write(line + "\n")
+        self._log.flush()
+
+    def run(self) -> None:
+        """Run all parts; keep what was found after each."""
+        for part in self._options.parts:
+            for ranks in sorted(self._options.ranks, reverse=True):
+                self._run_part(part, ranks)
+                self.save(ranks)
+
+    def _run_part(self, part: str, ranks: int) -> None:
+        facts = self._fact(ranks)
+        outputs: dict[str, str] = {}
+        for job in self._plan.jobs(part, ranks, facts.get("is_aware", False)):
+            name = f"{part}{job.label and ' ' + job.label}, {_ranks(ranks)}"
+            left = self._ends - time.monotonic()
+            if left < _LEAST_SECONDS:
+                ended = gpu_parts.Ended("was not run: no time was left", 0.0, "")
+            else:
+                self.say(f"\n== {name}\n$ {shlex.join(job.command)}")
+                ended = gpu_parts.run(job, self._variables, left, self._log)
+            self.say(f"== {name}: {ended.how}, {ended.seconds:.1f} s")
+            outputs[job.label] = ended.output
+            self._parts[ranks][name] = {"ended": ended.how, "seconds": ended.seconds}
+            if ended.how != "ok":
+                self.failed.append(f"{name}: {ended.how}")
+            if part == "contract":
+                self._contract[ranks] = gpu_findings.contract_of(
+                    ended.output, ended.how
+                )
+        if part == "job":
+            self._job[ranks] = gpu_findings.job_of(outputs)
+
+    def _records(self, ranks: int) -> list[dict[str, Any]]:
+        return gpu_findings.read_records(self._plan.records(ranks))
+
+    def _fact(self, ranks: int) -> dict[str, Any]:
+        facts = [r for r in self._records(ranks) if r["kind"] == "facts"]
+        return facts[-1] if facts else {}
+
+    def _stem(self, ranks: int) -> str:
+        facts = self._fact(ranks)
+        name = facts["machine"]["gpu"] if facts else "unknown"
+        return f"gpu-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}"
+
+    def save(self, ranks: int) -> dict[str, Any]:
+        """Write the JSON file of a number of ranks; return what it holds."""
+        records, job = self._records(ranks), self._job[ranks]
+        comparisons = gpu_findings.judge(records, job)
+        tuned = self._plan.table(ranks)
+        result = {
+            "machine": self._fact(ranks).get("machine", {}),
+            "date": datetime.date.today().isoformat(),
+            "ranks": ranks,
+            "quick": self._options.quick,
+            "parts": self._parts[ranks],
+            "contract": self._contract[ranks],
+            "job": job,
+            "tune": json.loads(tuned.read_text()) if tuned.exists() else None,
+            "table": gpu_findings.table(comparisons, self._contract[ranks], job, ranks),
+            "comparisons": [c.as_dict() for c in comparisons],
+            "records": records,
+        }
+        text = json.dumps(result, indent=1)
+        self._path(ranks, ".json").write_text(text + "\n")
+        return result
+
+    def _path(self, ranks: int, ending: str) -> Path:
+        folder: Path = self._options.output
+        return folder / f"{self._stem(ranks)}-{_ranks(ranks).replace(' ', '')}{ending}"
+
+    def finish(self) -> None:
+        """Write charts, and the table of what must be shown, which is printed, too."""
+        lines = []
+        for ranks in sorted(self._options.ranks, reverse=True):
+            result = self.save(ranks)
+            if result["machine"]:
+                charts.draw(charts.draw_gpu, result, self._path(ranks, ".png"))
+            lines += ["", _ranks(ranks), *result["table"]]
+        lines += ["", *(self.failed or ["all parts ran"])]
+        if self._options.quick:
+            lines.append("(quick: these numbers mean nothing)")
+        for line in lines:
+            self.say(line)
+        stem = self._stem(max(self._options.ranks))
+        (self._options.output / f"{stem}.txt").write_text("\n".join(lines[1:]) + "\n")
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    # So that jobs are ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    variables = environment()
+    found = look(variables)
+    mpirun = shlex.split(options.mpirun) if options.mpirun else [found["mpirun"]]
+    if mpirun == [None]:
+        raise SystemExit(f"there is no mpirun for {found['mpi']}: name it by --mpirun")
+    options.output.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory() as work,
+        open(options.output / "gpu-run.log", "w") as log,
+    ):
+        plan = gpu_parts.Plan(mpirun, Path(work), options.quick)
+        run = Run(options, plan, variables, log)
+        if gpu_digits.write_if_needed(plan.digits):
+            run.say("scikit-learn is not installed: the main job learns made-up digits")
+        run.say(f"{found['gpus']} GPUs, {found['mpi']}, {shlex.join(mpirun)}")
+        run.run()
+        run.finish()
+    return 1 if run.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""One line at the start of a job, of what it runs on and how its ranks communicate."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from mpi4py import MPI
+
+from mpidist._version import __version__
+from mpidist.gpu.facts import GpuFacts
+from mpidist.memory.free_memory import as_text
+from mpidist.replica_group import ReplicaGroup
+from mpidist.transports.by_size import Table
+from mpidist.transports.table_file import short_name
+
+__all__ = ["banner", "show_banner"]
+
+_SHOW = "MPIDIST_BANNER"
+_shown: list[str] = []
+
+
+def show_banner(group: ReplicaGroup) -> None:
+    """Print the banner to stderr, on rank 0, for the first strategy that is not alone.
+
+    Not collective. The variable MPIDIST_BANNER=0 keeps it from that.
+    """
+    if group.num_replicas == 1 or _shown:
+        return
+    _shown.append(banner(group))
+    if group.replica_id == 0 and os.environ.get(_SHOW) != "0":
+        print(_shown[0], file=sys.stderr, flush=True)
+
+
+def banner(group: ReplicaGroup) -> str:
+    """Return the line for a strategy. Not collective."""
+    nodes = len(group.topology.node_sizes)
+    library = short_name(MPI.Get_library_version())
+    parts = [
+        f"{group.num_replicas} replicas on {nodes} node{'s' * (nodes > 1)}",
+        library,
+        "CPU" if group.gpus is None else _describe_gpus(group.gpus),
+        f"all_reduce by {_describe_table(group.collectives.routes.table)}",
+    ]
+    if group.gpus is not None:
+        is_aware = "" if group.gpus.support.is_aware else "not "
+        parts.append(f"MPI is {is_aware}CUDA-aware ({group.gpus.support.why})")
+    return f"mpidist {__version__}: {'; '.join(parts)}"
+
+
+def _describe_gpus(gpus: GpuFacts) -> str:
+    names = ", ".join(sorted({found.name for found in gpus.identities}))
+    return f"GPU ({names}{', shared' if gpus.is_shared else ''})"
+
+
+def _describe_table(table: Table) -> str:
+    """Return what reduces: "mpi, hierarchical from 64 KiB"."""
+    (_, first), *rest = table["allreduce"]
+    return ", ".join([first, *(f"{name} from {as_text(edge)}" for edge, name in rest)])

@@ -1,0 +1,146 @@
+"""The watchdog: a thread that looks, now and then, at what this rank waits for.
+
+It names ranks that are slow, and ends the job where a rank has died, was stopped or
+never comes. It does nothing in the calls themselves, and needs no messages: what it
+looks at is the flight recorder, and who has come to the call.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+
+from mpi4py import MPI
+
+from mpidist.agreement.agree import Agreement
+from mpidist.agreement.calls import name_ranks
+from mpidist.agreement.recorder import Entry
+from mpidist.errors import LaunchError
+
+__all__ = ["Watch", "hang_seconds", "start_watch"]
+
+_HANG = "MPIDIST_HANG_SECONDS"
+_DEFAULT_SECONDS = 1800.0
+_LOOK_SECONDS = 1.0
+# A rank is slow that others wait for so long, and so many times as long as they took
+_SLOW_SECONDS = 5.0
+_SLOW_TIMES = 20
+_SAY_AGAIN_SECONDS = 600.0
+_ABORT_SECONDS = 5.0
+
+
+def hang_seconds(environ: Mapping[str, str]) -> float:
+    """Return how long a rank may wait in one collective; math.inf for ever.
+
+    Raises:
+      LaunchError: MPIDIST_HANG_SECONDS is no number of seconds.
+    """
+    text = environ.get(_HANG) or str(_DEFAULT_SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise LaunchError(
+            f"{_HANG} must be a number of seconds, or 0 to wait for ever, not {text!r}"
+        )
+    return seconds or math.inf
+
+
+def start_watch() -> None:
+    """Watch this process, if it is one of several ranks. `import mpidist` calls it.
+
+    Raises:
+      LaunchError: see `hang_seconds`.
+    """
+    limit = hang_seconds(os.environ)
+    if MPI.Is_initialized() and MPI.COMM_WORLD.Get_size() > 1:
+        Watch(limit).start()
+
+
+class Watch(threading.Thread):
+    """See the module.
+
+    Args:
+      limit_seconds: how long a rank may wait in one collective.
+    """
+
+    def __init__(self, limit_seconds: float):
+        super().__init__(name="mpidist-watch", daemon=True)
+        self._limit = limit_seconds
+        self._pid = os.getpid()
+        self._silent_until = 0.0
+
+    def run(self) -> None:
+        """Look at all communicators for as long as the program runs."""
+        while os.getpid() == self._pid:
+            time.sleep(min(_LOOK_SECONDS, self._limit / 4))
+            for agreement in list(Agreement.in_use):
+                self.look(agreement, time.monotonic())
+
+    def look(self, agreement: Agreement, now: float) -> None:
+        """Look at what a rank waits for, if it does."""
+        entry = agreement.recorder.last()
+        if entry is None or entry.ended is not None:
+            return
+        waited = now - entry.begun
+        missing = agreement.comparison.missing()
+        if waited > self._limit:
+            end_job(_hang_text(agreement, entry, waited, missing))
+        former = agreement.recorder.before_last()
+        busy = 0.0 if former is None else entry.begun - (former.ended or former.begun)
+        is_slow = waited > max(_SLOW_SECONDS, _SLOW_TIMES * busy)
+        if is_slow and missing and now > self._silent_until:
+            self._silent_until = now + _SAY_AGAIN_SECONDS
+            come = set(range(agreement.size)) - set(missing)
+            if min(come) == agreement.rank:
+                _say(_slow_text(agreement, entry, waited, busy, missing))
+
+
+def _slow_text(
+    agreement: Agreement, entry: Entry, waited: float, busy: float, missing: list[int]
+) -> str:
+    return (
+        f"mpidist: {name_ranks(missing)} slow: rank {agreement.rank} has waited "
+        f"{waited:.1f} s in {entry.operation} (called at {entry.site}), after "
+        f"{busy:.1f} s of its own work"
+    )
+
+
+def _hang_text(
+    agreement: Agreement, entry: Entry, waited: float, missing: list[int] | None
+) -> str:
+    if missing:
+        reason = f"{name_ranks(missing)} did not come"
+    elif missing is None:
+        reason = "it is not known which ranks did not come, or died in it"
+    else:
+        reason = "all ranks had come; one may have died or been stopped in it"
+    return (
+        f"mpidist: rank {agreement.rank} of {agreement.size} has waited {waited:.1f} s "
+        f"in {entry.operation} (call {entry.number}, at {entry.site}), more than "
+        f"{_HANG} allows: {reason}. The job ends"
+    )
+
+
+def end_job(text: str) -> None:
+    """Say why, and end all ranks of the job, from any thread."""
+    _say(text)
+    if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+        # Abort itself may wait for what hangs
+        threading.Thread(target=_exit_later, daemon=True).start()
+        MPI.COMM_WORLD.Abort(1)
+    os._exit(1)
+
+
+def _exit_later() -> None:
+    time.sleep(_ABORT_SECONDS)
+    os._exit(1)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

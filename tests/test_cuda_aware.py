@@ -1,0 +1,272 @@
+"""Whether MPI takes addresses of GPUs: asked, tried elsewhere, kept, overridden."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+
+import mpidist
+from mpidist.agreement.agree import Agreement
+from mpidist.gpu import cuda_aware, early, trial
+from mpidist.gpu.cuda_aware import Support, ask, cache_path, find_support
+from mpidist.gpu.devices import (
+    GpuIdentity,
+    gpu_count,
+    require_own_gpus,
+    shared_gpus,
+)
+
+GPU = GpuIdentity("node1", "0000:3b:00.0", "ab12", "H100", 13000)
+
+
+@pytest.fixture
+def agreement(comm):
+    agreement = Agreement(comm.Dup())
+    yield agreement
+    agreement.close()
+    agreement.comm.Free()
+
+
+@pytest.fixture
+def cache(comm, tmp_path_factory, monkeypatch):
+    """The file of outcomes, the same for all ranks, in a folder that is not there."""
+    monkeypatch.delenv("MPIDIST_CUDA_AWARE", raising=False)
+    folder = tmp_path_factory.mktemp("cache") / "new" if comm.rank == 0 else None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(comm.bcast(folder)))
+    return cache_path()
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Stands for a trial, which needs a GPU; a list of its calls."""
+    calls = []
+
+    def run(index):
+        calls.append(index)
+        return True, "tried on two ranks"
+
+    monkeypatch.setattr(trial, "run", run)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("library", "environ", "expected"),
+    [
+        ("CRAY MPICH version 8.1", {}, False),
+        ("CRAY MPICH version 8.1", {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True),
+        ("Intel(R) MPI Library 2021.18", {}, False),
+        ("Intel(R) MPI Library 2021.18", {"I_MPI_OFFLOAD": "0"}, False),
+        ("Intel(R) MPI Library 2021.18", {"I_MPI_OFFLOAD": "1"}, True),
+    ],
+)
+def test_vendors_variables_say_it(library, environ, expected):
+    answer = ask(library, environ)
+    assert answer.is_aware is expected
+    name = next(iter(environ), None)
+    assert name is None or f"{name}={environ[name]}" in answer.why
+
+
+def test_this_library_says_it_of_itself():
+    """The wheels are built without CUDA, and one of the queries is in each."""
+    library = MPI.Get_library_version().partition("\n")[0]
+    answer = ask(library, {})
+    assert answer is None or isinstance(answer, Support)
+    if library.startswith("Intel"):
+        assert not answer.is_aware
+    elif answer is not None:
+        assert "MPIX_" in answer.why
+
+
+def test_the_library_is_found_among_what_is_loaded():
+    path = trial.library_path()
+    assert path is not None
+    assert path.exists()
+    assert path.name.startswith("libmpi")
+
+
+def test_unknown_is_tried_once_and_kept(comm, agreement, cache, tried, monkeypatch):
+    monkeypatch.setattr(cuda_aware, "ask", lambda *_: None)
+    for attempt in range(2):
+        support = find_support(agreement, None, GPU, index=5)
+        assert support.is_aware
+        assert support.why.startswith("tried on two ranks")
+        assert (str(cache) in support.why) == (attempt == 1)
+    assert tried == ([5] if comm.rank == 0 else [])
+    ((key, (is_aware, _)),) = json.loads(cache.read_text()).items()
+    assert key.endswith("| CUDA 13000 | H100")
+    assert is_aware
+
+
+def test_each_model_of_gpu_is_tried(comm, agreement, cache, tried, monkeypatch):
+    monkeypatch.setattr(cuda_aware, "ask", lambda *_: Support(True, "it says so"))
+    gpu = GPU._replace(name=f"model {comm.rank}")
+    assert find_support(agreement, None, gpu, index=0).is_aware
+    assert tried == [0]
+
+
+def test_one_rank_that_cannot_is_enough(comm, agreement, cache, tried, monkeypatch):
+    last = comm.rank == comm.size - 1
+    answer = Support(not last, "no" if last else "yes")
+    monkeypatch.setattr(cuda_aware, "ask", lambda *_: answer)
+    assert find_support(agreement, None, GPU, index=0) == Support(False, "no")
+
+
+def test_what_the_library_denies_is_not_tried(agreement, cache, tried, monkeypatch):
+    monkeypatch.setattr(cuda_aware, "ask", lambda *_: Support(False, "it says no"))
+    assert find_support(agreement, None, GPU, index=0) == Support(False, "it says no")
+    assert not tried
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": [1, 2, 3]}', "\0"])
+def test_a_broken_file_is_written_anew(agreement, cache, tried, monkeypatch, text):
+    monkeypatch.setattr(cuda_aware, "ask", lambda *_: None)
+    if agreement.rank == 0:
+        cache.parent.mkdir(parents=True)
+        cache.write_text(text)
+    agreement.comm.Barrier()
+    assert find_support(agreement, None, GPU, index=0).is_aware
+    agreement.comm.Barrier()
+    assert len(json.loads(cache.read_text())) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(
+    agreement, cache, tried, monkeypatch
+):
+    monkeypatch.setattr(cuda_aware, "ask", lambda *_: None)
+    if agreement.rank == 0:
+        cache.parent.parent.write_text("a file where the folder would be")
+    agreement.comm.Barrier()
+    assert find_support(agreement, None, GPU, index=0).is_aware
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_an_override_says_what_it_overrode(
+    agreement, cache, tried, monkeypatch, asked_for, by
+):
+    monkeypatch.setattr(cuda_aware, "ask", lambda *_: Support(False, "it says no"))
+    option = asked_for if by == "option" else None
+    if by == "variable":
+        monkeypatch.setenv("MPIDIST_CUDA_AWARE", str(int(asked_for)))
+    support = find_support(agreement, option, GPU, index=0)
+    assert support.is_aware is asked_for
+    name = "cuda_aware" if by == "option" else "MPIDIST_CUDA_AWARE"
+    assert support.why.startswith(f"{name}=")
+    assert support.why.endswith("where otherwise it is not: it says no")
+
+
+def test_a_bad_variable_is_an_error_on_all_ranks(agreement, cache, monkeypatch):
+    if agreement.rank == agreement.size - 1:
+        monkeypatch.setenv("MPIDIST_CUDA_AWARE", "yes")
+    with pytest.raises(mpidist.LaunchError, match="must be 0 or 1, not 'yes'"):
+        find_support(agreement, None, GPU, index=0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_unlike_variables_are_an_error_on_all_ranks(agreement, cache, monkeypatch):
+    if agreement.rank == 0:
+        monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
+    with pytest.raises(mpidist.LaunchError, match="different things"):
+        find_support(agreement, None, GPU, index=0)
+
+
+def test_a_crash_is_an_answer(monkeypatch):
+    """What a library does that reads a GPU's address on the host."""
+    crash = "import ctypes; ctypes.string_at(0)"
+    environ = trial._clean(os.environ)
+    assert "SIGSEGV" in trial._run_one([sys.executable, "-c", crash], environ)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("raise AssertionError('Allreduce')", "AssertionError: Allreduce"),
+        ("print('something')", "it ended with 0: nothing on stderr"),
+        (f"print({trial._DONE!r})", ""),
+        (f"print({trial._DONE!r}); raise SystemExit(3)", "it ended with 3"),
+    ],
+)
+def test_only_a_good_end_is_a_good_answer(code, expected):
+    environ = trial._clean(os.environ)
+    assert expected in trial._run_one([sys.executable, "-c", code], environ)
+
+
+def test_no_end_is_an_answer(monkeypatch):
+    monkeypatch.setattr(trial, "_SECONDS", 0.5)
+    endless = [sys.executable, "-c", "import threading; threading.Event().wait()"]
+    assert "no end after 0.5 s" in trial._run_one(endless, os.environ)
+
+
+def test_a_trial_is_no_part_of_this_job():
+    environ = {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "PMI_FD": "5",
+        "PMIX_RANK": "1",
+        "SLURM_PROCID": "3",
+        "MPI_LOCALRANKID": "0",
+        "OMPI_MCA_pml": "ucx",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "PATH": "/bin",
+    }
+    clean = trial._clean(environ)
+    kept = {name: clean[name] for name in environ if name in clean}
+    assert kept == {
+        "OMPI_MCA_pml": "ucx",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "PATH": "/bin",
+    }
+
+
+@pytest.mark.gpu
+def test_a_trial_tells_what_this_library_can(comm):
+    """It ends well, or it crashed; either way this process goes on."""
+    if not gpu_count():
+        pytest.skip("needs a GPU and CuPy")
+    is_aware, why = trial.run(0)
+    assert "tried" in why
+    answer = ask(MPI.Get_library_version(), os.environ)
+    if is_aware:
+        assert answer is None or answer.is_aware
+
+
+def test_gpus_are_told_apart():
+    other = GPU._replace(pci_bus_id="0000:5e:00.0", uuid="cd34")
+    same_on_other_host = GPU._replace(host="node2")
+    part = GPU._replace(uuid="ef56")  # another instance of a partitioned GPU
+    assert shared_gpus([GPU, other, same_on_other_host, part, None, None]) == []
+    assert shared_gpus([GPU, other, GPU, other, GPU]) == [[0, 2, 4], [1, 3]]
+    require_own_gpus([GPU, other])
+    with pytest.raises(mpidist.LaunchError, match=r"ranks 0, 2 would .*3b:00\.0 \(H1"):
+        require_own_gpus([GPU, other, GPU])
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "3", "SLURM_LOCALID": "0"}, 3),
+        ({"MPI_LOCALRANKID": "1"}, 1),
+        ({"SLURM_LOCALID": "x"}, None),
+    ],
+)
+def test_launchers_tell_local_ranks(environ, expected):
+    assert early._local_rank(environ) == expected
+
+
+def test_no_gpu_is_chosen_after_mpi_has_started():
+    assert early.choose_early({"SLURM_LOCALID": "0"}) is None
+
+
+def test_a_driver_that_is_not_there_is_no_error(monkeypatch):
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI")
+    monkeypatch.setattr(early, "_DRIVER", "libnot-there.so")
+    monkeypatch.setattr(early.importlib.util, "find_spec", lambda name: name)
+    assert early.choose_early({"SLURM_LOCALID": "0"}) is None
+    assert Path(cache_path({"XDG_CACHE_HOME": "/c"})) == Path(
+        "/c/mpidist/cuda_aware.json"
+    )

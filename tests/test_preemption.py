@@ -1,0 +1,224 @@
+"""Jobs that are about to be ended save the same step on all ranks, and exit."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist.preemption import RESTART_EXIT_CODE, job_end_time
+
+PROLOGUE = """
+import os, signal, sys, threading, time
+import numpy as np
+import mpidist
+
+strategy = mpidist.MirroredStrategy(["CPU:0"])
+rank = strategy.extended.replica_id
+with strategy.scope():
+    w = mpidist.Variable(0)
+folder, mode = sys.argv[1:3]
+checkpoint = mpidist.Checkpoint(w=w)
+manager = mpidist.CheckpointManager(checkpoint, folder, max_to_keep=2)
+"""
+JOB = (
+    PROLOGUE
+    + """
+handler = mpidist.PreemptionCheckpointHandler(None, manager)
+begun = int(w.numpy())
+while w.numpy() < 40:
+    if mode == "all" or mode == f"rank {rank}":
+        if w.numpy() == begun + 7 and begun < 30:
+            os.kill(os.getpid(), signal.SIGTERM if rank else signal.SIGUSR1)
+    handler.run(strategy.run, lambda: w.assign_add(1))
+if rank == 0:
+    print(begun, int(w.numpy()), handler.total_run_calls)
+"""
+)
+
+
+@pytest.fixture
+def make(comm, strategy, tmp_path):
+    """A function that makes a manager of one variable, and a handler with a config."""
+    folder = comm.bcast(tmp_path)
+    made = []
+
+    def make(**config):
+        with strategy.scope():
+            w = mpidist.Variable(0)
+        checkpoint = mpidist.Checkpoint(w=w)
+        manager = mpidist.CheckpointManager(checkpoint, folder / "run", max_to_keep=2)
+        handler = mpidist.PreemptionCheckpointHandler(
+            None, manager, mpidist.TerminationConfig(**config)
+        )
+        made.append(handler)
+        return w, manager, handler
+
+    yield make
+    for handler in made:
+        handler.close()
+
+
+@pytest.mark.parametrize("mode", ["rank 0", "rank 1", "all"])
+def test_a_job_that_is_signalled_saves_and_goes_on_later(mpirun, comm, tmp_path, mode):
+    folder = str(comm.bcast(tmp_path) / "run")
+    starts = []
+    for _ in range(6):
+        ended = mpirun(2, JOB, folder, mode)
+        if ended.returncode == 0:
+            break
+        assert ended.returncode == RESTART_EXIT_CODE, ended.stderr
+        starts.append(ended)
+    begun, last, calls = map(int, ended.stdout.split())
+    assert (last, calls) == (40, 40)
+    assert begun == 8 * len(starts) or begun == 7 * len(starts)
+    assert len(starts) in (4, 5)
+
+
+@pytest.mark.parametrize("culprit", [0, -1])
+def test_one_rank_is_enough(comm, make, culprit):
+    exits = []
+    w, manager, handler = make(exit_fn=lambda: exits.append(int(w.numpy())))
+    for step in range(10):
+        if step == 4 and comm.rank == culprit % comm.size:
+            signal.raise_signal(signal.SIGTERM)
+        if not exits:
+            handler.run(w.assign_add, 1)
+    assert exits == [4]
+    assert [os.path.basename(path) for path in manager.checkpoints] == ["ckpt-1.h5"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_watcher_is_enough(comm, make):
+    exits = []
+    asked = threading.Event()
+
+    def watch():
+        asked.set()
+        return comm.rank == comm.size - 1
+
+    w, _, handler = make(
+        termination_watcher_fn=watch, exit_fn=lambda: exits.append(int(w.numpy()))
+    )
+    assert asked.wait(60)
+    end = time.monotonic() + 60
+    while not comm.allreduce(bool(exits)) and time.monotonic() < end:
+        handler.run(w.assign_add, 1)
+    assert len(exits) == 1
+
+
+def test_a_grace_period_is_used_as_long_as_a_save_fits_in(comm, make):
+    exits = []
+    w, _, handler = make(grace_period=1e6, exit_fn=lambda: exits.append(1))
+    signal.raise_signal(signal.SIGUSR1)
+    for _ in range(5):
+        handler.run(w.assign_add, 1)
+    assert not exits
+    handler._asked_at -= 1e6
+    handler.save_checkpoint_if_preempted()
+    assert exits == [1]
+
+
+def test_the_end_of_the_jobs_time_is_enough(comm, make, monkeypatch):
+    """Rank 0's clock counts."""
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100_000))
+    exits = []
+    w, _, handler = make(exit_fn=lambda: exits.append(int(w.numpy())))
+    for _ in range(3):
+        handler.run(w.assign_add, 1)
+    handler._save_seconds = 0.0
+    handler._end_time = time.time() + (30 if comm.rank == 0 else 1e6)
+    handler.run(w.assign_add, 1)
+    assert exits == [3]
+
+
+def test_steps_in_a_scope_are_watched(comm, strategy, make):
+    exits = []
+    w, _, handler = make(exit_fn=lambda: exits.append(int(w.numpy())))
+
+    def step():
+        w.assign_add(1)
+
+    with handler.watch_preemption_scope():
+        strategy.run(step)
+        strategy.run(step)
+        if comm.rank == 0:
+            signal.raise_signal(signal.SIGTERM)
+        strategy.run(step)
+    assert exits == [2]
+    strategy.run(step)
+    assert exits == [2]
+
+
+def test_another_way_to_save(comm, make):
+    saved = []
+    _w, manager, handler = make(
+        save_fn=lambda *a: saved.append(a), exit_fn=lambda: None
+    )
+    signal.raise_signal(signal.SIGTERM)
+    handler.save_checkpoint_if_preempted("x", 1)
+    assert saved == [("x", 1)]
+    assert manager.checkpoints == []
+
+
+def test_the_latest_checkpoint_is_restored(comm, make):
+    w, manager, handler = make()
+    for _ in range(3):
+        handler.run(w.assign_add, 2)
+    manager.save()
+    handler.run(w.assign_add, 2)
+    handler.close()
+    v, _, again = make()
+    assert int(v.numpy()) == 6
+    assert again.total_run_calls == 3
+
+
+def test_what_is_not_a_manager_is_refused_on_all(comm, strategy):
+    with pytest.raises(TypeError, match="CheckpointManager"):
+        mpidist.PreemptionCheckpointHandler(None, object())
+    checkpoint = mpidist.Checkpoint(strategy=strategy, step=1)
+    with pytest.raises(TypeError, match="save_fn"):
+        mpidist.PreemptionCheckpointHandler(None, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"grace_period": -1}, "grace_period must be >= 0"),
+        ({"grace_period": math.nan}, "grace_period must be >= 0"),
+        ({"exit_fn": 3}, "exit_fn must be a function"),
+    ],
+)
+def test_bad_configurations_are_refused(arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        mpidist.TerminationConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, math.inf),
+        ({"SLURM_JOB_END_TIME": "1700000000"}, 1.7e9),
+        ({"SLURM_JOB_END_TIME": "0"}, math.inf),
+        ({"SLURM_JOB_END_TIME": "soon"}, math.inf),
+        ({"SLURM_JOB_ID": "x"}, math.inf),
+        ({"SLURM_JOB_ID": "1", "PATH": ""}, math.inf),
+    ],
+)
+def test_when_a_job_ends(environ, expected, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert job_end_time(environ) == expected
+
+
+def test_a_step_costs_one_small_reduction(comm, strategy, make):
+    w, _, handler = make()
+    before = strategy.extended.agreement.calls
+    handler.save_checkpoint_if_preempted()
+    assert strategy.extended.agreement.calls - before == (1 if comm.size > 1 else 0)
+    assert np.array_equal(w.numpy(), 0)

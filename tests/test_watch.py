@@ -1,0 +1,128 @@
+"""The watchdog: slow ranks are named, and jobs that would hang end."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+import mpidist
+from mpidist.watch import hang_seconds
+
+PROLOGUE = """
+import os, signal, sys, threading, time
+import numpy as np
+import mpidist
+
+strategy = mpidist.MirroredStrategy(["CPU:0"])
+rank = strategy.extended.replica_id
+for step in range(50):
+    strategy.reduce("SUM", np.ones(3))
+"""
+CASES = {
+    "stopped": "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)",
+    "never comes": "if rank == 1: threading.Event().wait()",
+    "an exception in a thread": """
+result = []
+def work():
+    if rank == 1:
+        raise KeyError("the reason")
+    result.append(1)
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+while not result:
+    time.sleep(0.01)
+""",
+}
+COLLECTIVES = {
+    "small": 'strategy.reduce("SUM", 1)',
+    "large": 'strategy.reduce("SUM", np.ones(1_000_000))',
+    "direct": """
+options = mpidist.CommunicationOptions(implementation="MPI")
+strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", 1.0, options))
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [(None, 1800), ("", 1800), ("2.5", 2.5), ("0", math.inf), ("inf", math.inf)],
+)
+def test_how_long_ranks_wait(text, seconds):
+    environ = {} if text is None else {"MPIDIST_HANG_SECONDS": text}
+    assert hang_seconds(environ) == seconds
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "an hour", "1,5"])
+def test_a_time_that_is_none_is_refused(text):
+    with pytest.raises(mpidist.LaunchError, match="must be a number of seconds"):
+        hang_seconds({"MPIDIST_HANG_SECONDS": text})
+
+
+@pytest.mark.parametrize(
+    ("case", "collective", "nodes"),
+    [
+        ("stopped", "small", 1),
+        ("stopped", "large", 1),
+        ("stopped", "direct", 1),
+        ("stopped", "small", 2),
+        ("never comes", "small", 1),
+        ("never comes", "large", 2),
+        ("an exception in a thread", "small", 1),
+    ],
+)
+def test_a_job_that_would_hang_ends_and_says_why(mpirun, case, collective, nodes):
+    """It names the rank that did not come, the call, and its place."""
+    script = PROLOGUE + CASES[case] + "\n" + COLLECTIVES[collective] + "\n"
+    environment = {"MPIDIST_HANG_SECONDS": "2"}
+    if nodes > 1:
+        environment["MPIDIST_RANKS_PER_NODE"] = "1"
+    ended = mpirun(2, script, **environment)
+    assert ended.returncode != 0
+    assert "rank 0 of 2 has waited" in ended.stderr
+    assert "rank 1 did not come. The job ends" in ended.stderr
+    assert "<string>:" in ended.stderr or "-c" in ended.stderr
+    if case == "an exception in a thread":
+        assert "KeyError: 'the reason'" in ended.stderr
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_slow_rank_is_named_and_waited_for(mpirun, nodes):
+    script = f"""
+from mpidist import watch
+watch._SLOW_SECONDS = 0.5
+watch._LOOK_SECONDS = 0.1
+{PROLOGUE}
+if rank == 1:
+    threading.Event().wait(3)
+assert strategy.reduce("SUM", 1) == 2
+print("done")
+"""
+    environment = {"MPIDIST_RANKS_PER_NODE": "1"} if nodes > 1 else {}
+    ended = mpirun(2, script, **environment)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["done"] * 2
+    assert "mpidist: rank 1 slow: rank 0 has waited" in ended.stderr
+    assert ended.stderr.count("slow") == 1
+
+
+def test_ranks_that_are_alike_slow_are_not_named(mpirun):
+    script = f"""
+from mpidist import watch
+watch._SLOW_SECONDS = 0.2
+watch._LOOK_SECONDS = 0.05
+{PROLOGUE}
+for _ in range(3):
+    threading.Event().wait(0.5 + 0.3 * rank)
+    strategy.reduce("SUM", 1)
+"""
+    ended = mpirun(2, script)
+    assert ended.returncode == 0, ended.stderr
+    assert "slow" not in ended.stderr
+
+
+def test_a_bad_variable_ends_the_job_at_once(mpirun):
+    ended = mpirun(2, "import mpidist\n", MPIDIST_HANG_SECONDS="soon")
+    assert ended.returncode != 0
+    assert "MPIDIST_HANG_SECONDS must be a number" in ended.stderr
