@@ -161,13 +161,9 @@ from mpidist._version import __version__
 # `python -m mpidist` imports this first, perhaps where there is no MPI
 if not commands.is_command():
     from mpidist import mpi_settings  # noqa: F401, I001 - before MPI is imported
-<<<<<<< HEAD
-    from mpidist import launch
+    from mpidist import launch, watch
     from mpidist.checkpoint.checkpoint import Checkpoint
     from mpidist.checkpoint.manager import CheckpointManager, latest_checkpoint
-=======
-    from mpidist import launch, watch
->>>>>>> watch
     from mpidist.context import (
         ReplicaContext,
         experimental_set_strategy,

@@ -87,7 +87,7 @@ class PreemptionCheckpointHandler:
 
     Args:
       cluster_resolver: as TensorFlow's; not needed, so None will do.
-      checkpoint_or_checkpoint_manager: the manager; or a `Checkpoint`, with a `save_fn`.
+      checkpoint_or_checkpoint_manager: a manager; or a `Checkpoint`, with a `save_fn`.
       termination_config: see `TerminationConfig`.
 
     Raises, on all ranks:
@@ -97,7 +97,7 @@ class PreemptionCheckpointHandler:
 
     Example:
       >>> with strategy.scope():
-      ...     w = mpidist.Variable(0.0)
+      ...     w = mpidist.Variable(0.0, aggregation=mpidist.VariableAggregation.SUM)
       >>> checkpoint = mpidist.Checkpoint(w=w)
       >>> manager = mpidist.CheckpointManager(checkpoint, "run", max_to_keep=2)
       >>> handler = mpidist.PreemptionCheckpointHandler(None, manager)
@@ -128,7 +128,6 @@ class PreemptionCheckpointHandler:
         self._former: dict[int, Any] = {}
         self._asked_at: float | None = None
         self._step_seconds = 0.0
-        self._save_seconds = 0.0
         self._edge: float | None = None
         self._is_closed = False
         self._end_time: float = self._group.agreement.root_only(
