@@ -1,10 +1,11 @@
-"""How long a job lasts after one of its ranks has failed, and what it then says.
+"""What becomes of jobs after a fault: do they end, how soon, and what is left behind.
 
-    python benchmarks/faults.py [--ranks 3] [--tries 10] [--json FILE]
+    python benchmarks/faults.py [--ranks 3] [--tries 5] [--json FILE] [FAULT ...]
 
-Each fault is a real job under the mpirun of this environment. Printed are, over all
-tries: how many jobs ended, the median and the longest time from the failure to the end
-of mpirun, and how many tracebacks were printed at most.
+Each fault is a real job under the mpirun of this environment. A fault is detected if
+the job ends with an error, and says what it should. Left behind are processes, files in
+the temporary folder, and shared memory, of mpidist or (counted apart) of MPI itself,
+which cannot clean up when it is killed.
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import platform
+import re
+import signal
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,44 +30,75 @@ from mpi4py import MPI
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import launching
 
+HANG_SECONDS = 3.0
+LIMIT_SECONDS = 60.0
 PROLOGUE = """
-import time
+import os, signal, sys, threading, time
 import numpy as np
 import mpidist
+from mpi4py import MPI
 
-strategy = mpidist.MirroredStrategy()
+strategy = mpidist.MirroredStrategy(["CPU:0"])
 rank = strategy.extended.replica_id
+for step in range(10):
+    strategy.reduce("SUM", np.ones(1000))
+
+def fault():
+    print(f"fault at {time.time()}", flush=True)
 
 def fail():
-    print(f"failed at {time.time()}", flush=True)
+    fault()
     raise KeyError("the reason")
 
 """
+REDUCE = 'strategy.reduce("SUM", np.ones(100_000))\n'
 
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A job that fails.
+
+    Args:
+      script: what it does.
+      says: what its output must match.
+      is_hang: whether nothing but the watchdog can notice it.
+      is_interrupted: whether mpirun gets a Ctrl-C then.
+    """
+
+    script: str
+    says: str
+    is_hang: bool = False
+    is_interrupted: bool = False
+
+
+def on_rank_1(action: str) -> str:
+    return f"if rank == 1:\n    fault()\n    {action}\n{REDUCE}"
+
+
+NOT_COME = r"rank 1 did not come\. The job ends"
 FAULTS = {
-    "exception, others in a collective": """
-if rank == 1:
-    fail()
-strategy.reduce("SUM", np.ones(1000))
-""",
-    "exception in run, others in all_reduce": """
+    "SIGKILL": Fault(on_rank_1("os.kill(os.getpid(), signal.SIGKILL)"), r"(?i)kill"),
+    "SIGSEGV": Fault(on_rank_1("os.kill(os.getpid(), signal.SIGSEGV)"), r"(?i)seg"),
+    "SIGSTOP": Fault(on_rank_1("os.kill(os.getpid(), signal.SIGSTOP)"), NOT_COME, True),
+    "exception": Fault(on_rank_1("fail()"), "KeyError: 'the reason'"),
+    "exception in run": Fault(
+        f"""
 def step():
     if rank == 1:
         fail()
     return mpidist.get_replica_context().all_reduce("SUM", np.ones(1000))
 
 strategy.run(step)
-""",
-    "exception, others computing": """
-if rank == 1:
-    fail()
-while True:
-    np.ones(1000).sum()
-""",
-    "exception on all ranks": """
-fail()
-""",
-    "exception in a mapped function": """
+{REDUCE}""",
+        "KeyError: 'the reason'",
+    ),
+    "exception, others computing": Fault(
+        "if rank == 1:\n    fail()\nwhile True:\n    np.ones(1000).sum()\n",
+        "KeyError: 'the reason'",
+    ),
+    "exception on all ranks": Fault("fail()\n", "KeyError: 'the reason'"),
+    "exception in a mapped function": Fault(
+        """
 def bad(x):
     if rank == 1 and x > 20:
         fail()
@@ -71,6 +108,50 @@ data = mpidist.Dataset.from_tensor_slices(np.arange(60.0)).map(bad).batch(6)
 for batch in strategy.experimental_distribute_dataset(data):
     strategy.reduce("SUM", batch, axis=0)
 """,
+        "KeyError: 'the reason'",
+    ),
+    "exception in a thread": Fault(
+        """
+done = threading.Event()
+def work():
+    if rank == 1:
+        fail()
+    done.set()
+threading.Thread(target=work, daemon=True).start()
+done.wait()
+"""
+        + REDUCE,
+        NOT_COME,
+        True,
+    ),
+    "sys.exit": Fault(on_rank_1("sys.exit(3)"), "the end of the program"),
+    "a loop left early": Fault(
+        "for step in range(5):\n    if rank == 1 and step == 3:\n        fault()\n"
+        f"        break\n    {REDUCE}",
+        "the end of the program",
+    ),
+    "another collective": Fault(
+        on_rank_1("strategy.gather(np.ones(3), axis=0)"), "reduce at .*gather at"
+    ),
+    "data missing": Fault(
+        """
+import h5py
+
+if rank != 1:
+    with h5py.File(f"data-{rank}.h5", "w") as file:
+        file["x"] = np.arange(30.0)
+fault()
+data = mpidist.Dataset.from_hdf5([f"data-{rank}.h5"], ["x"]).batch(6)
+for batch in strategy.experimental_distribute_dataset(data):
+    strategy.reduce("SUM", batch["x"], axis=0)
+""",
+        r"data-1\.h5",
+    ),
+    "never comes": Fault(on_rank_1("threading.Event().wait()"), NOT_COME, is_hang=True),
+    "MPI_Abort": Fault(on_rank_1("MPI.COMM_WORLD.Abort(7)"), r"(?i)abort"),
+    "Ctrl-C at the launcher": Fault(
+        f"while True:\n    {REDUCE}", "", is_interrupted=True
+    ),
 }
 
 
@@ -80,60 +161,170 @@ class Outcome:
 
     fault: str
     tries: int
-    ended: int
+    detected: int
     median_seconds: float
     longest_seconds: float
     tracebacks: int
+    processes_left: int
+    files_left: int
+    shared_left: int
+    shared_left_by_mpi: int
 
 
-def measure(fault: str, ranks: int, tries: int) -> Outcome:
-    """Run the job of one fault several times."""
-    script = PROLOGUE + FAULTS[fault]
-    command = [*launching.mpirun_command(ranks), sys.executable, "-c", script]
-    seconds, tracebacks = [], []
-    for _ in range(tries):
+@dataclasses.dataclass(frozen=True)
+class Try:
+    """What became of one try."""
+
+    is_detected: bool
+    seconds: float
+    tracebacks: int
+    processes_left: int
+    files_left: int
+    shared_left: int
+    shared_left_by_mpi: int
+
+
+def run(fault: Fault, ranks: int) -> Try:
+    """Run the job of a fault once."""
+    before = shared_memory()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory() as place,
+    ):
+        environment = {
+            **launching.clean_environment(),
+            "MPIDIST_HANG_SECONDS": str(HANG_SECONDS),
+            "TMPDIR": folder,
+            "MPIDIST_FAULTS": folder,  # tells the job's processes from others
+        }
+        script = PROLOGUE + fault.script
+        job = subprocess.Popen(
+            [*launching.mpirun_command(ranks), sys.executable, "-c", script],
+            env=environment,
+            cwd=place,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        begun = time.time()
+        if fault.is_interrupted:
+            wait_for_ranks(folder, ranks)
+            begun = time.time()
+            os.killpg(job.pid, signal.SIGINT)
         try:
-            job = launching.run(command, seconds=30)
-        except AssertionError as error:
-            print(error, file=sys.stderr)
-            continue
+            out, _ = job.communicate(timeout=LIMIT_SECONDS)
+            is_ended = True
+        except subprocess.TimeoutExpired:
+            is_ended = False
+            for pid in [job.pid, *processes_of(folder)]:
+                os.kill(pid, signal.SIGKILL)
+            out, _ = job.communicate()
         ended = time.time()
-        failed = [
-            line.split()[-1] for line in job.stdout.splitlines() if "failed" in line
-        ]
-        assert job.returncode != 0, job
-        seconds.append(ended - min(map(float, failed)))
-        tracebacks.append(job.stderr.count("Traceback (most recent call last)"))
+        times = [float(t) for t in re.findall(r"fault at ([\d.]+)", out)]
+        says = re.search(fault.says, out, re.DOTALL) is not None
+        left = wait_until_gone(folder)
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        shared = shared_memory() - before
+        by_mpi = {name for name in shared if re.search("mpich|sm_seg|ompi|osc", name)}
+        is_detected = is_ended and says and job.returncode != 0
+        if not is_detected:
+            print(f"not detected, exit code {job.returncode}:\n{out}", file=sys.stderr)
+        return Try(
+            is_detected,
+            ended - min([begun, *times] if fault.is_interrupted else times or [begun]),
+            out.count("Traceback (most recent call last)"),
+            left,
+            len(files),
+            len(shared - by_mpi),
+            len(by_mpi),
+        )
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def processes_of(mark: str) -> list[int]:
+    """Return the processes of a job, by a variable of their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"MPIDIST_FAULTS={mark}".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for_ranks(mark: str, ranks: int) -> None:
+    """Return when ranks have been at work for a second."""
+    end = time.monotonic() + LIMIT_SECONDS
+    while len(processes_of(mark)) < ranks + 1 and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(1.0)
+
+
+def wait_until_gone(mark: str) -> int:
+    """Return how many processes of a job are there 5 seconds after its end."""
+    end = time.monotonic() + 5.0
+    while processes_of(mark) and time.monotonic() < end:
+        time.sleep(0.05)
+    return len(processes_of(mark))
+
+
+def measure(name: str, ranks: int, tries: int) -> Outcome:
+    """Run the job of one fault several times."""
+    done = [run(FAULTS[name], ranks) for _ in range(tries)]
+    seconds = [t.seconds for t in done]
     return Outcome(
-        fault,
+        name,
         tries,
-        len(seconds),
+        sum(t.is_detected for t in done),
         statistics.median(seconds),
         max(seconds),
-        max(tracebacks),
+        max(t.tracebacks for t in done),
+        sum(t.processes_left for t in done),
+        sum(t.files_left for t in done),
+        sum(t.shared_left for t in done),
+        sum(t.shared_left_by_mpi for t in done),
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("faults", nargs="*", metavar="FAULT", default=list(FAULTS))
     parser.add_argument("--ranks", type=int, default=3)
-    parser.add_argument("--tries", type=int, default=10)
+    parser.add_argument("--tries", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
 
     library = " ".join(map(str, MPI.get_vendor()))
-    print(f"{library}, {options.ranks} ranks, Python {platform.python_version()}")
-    print(f"{'fault':42} tries ended  median    max  tracebacks")
+    print(
+        f"{library}, {options.ranks} ranks, Python {platform.python_version()}; "
+        f"hangs end after {HANG_SECONDS:g} s"
+    )
+    print(
+        f"{'fault':31} tries detected  median    max  tracebacks  left: processes "
+        "files memory (MPI's)"
+    )
     outcomes = []
-    for fault in FAULTS:
+    for fault in options.faults:
         o = measure(fault, options.ranks, options.tries)
         outcomes.append(dataclasses.asdict(o))
         print(
-            f"{o.fault:42} {o.tries:5} {o.ended:5} {o.median_seconds:6.2f}s "
-            f"{o.longest_seconds:5.2f}s {o.tracebacks:11}"
+            f"{o.fault:31} {o.tries:5} {o.detected:8} {o.median_seconds:6.2f}s "
+            f"{o.longest_seconds:5.2f}s {o.tracebacks:11} {o.processes_left:16} "
+            f"{o.files_left:5} {o.shared_left:6} ({o.shared_left_by_mpi})",
+            flush=True,
         )
     if options.json is not None:
-        result = {"mpi": library, "ranks": options.ranks, "outcomes": outcomes}
+        result = {
+            "mpi": library,
+            "ranks": options.ranks,
+            "hang_seconds": HANG_SECONDS,
+            "outcomes": outcomes,
+        }
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

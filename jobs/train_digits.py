@@ -2,6 +2,7 @@
 
     mpirun -n 2 python jobs/train_digits.py
     srun -n 8 python jobs/train_digits.py --epochs 60 --plot curves.png
+    srun -n 8 python jobs/train_digits.py --checkpoint-dir run
 
 The 1,797 images of 8x8 pixels that scikit-learn carries (UCI, "Optical recognition of
 handwritten digits") are written once to several HDF5 files. Then every rank reads its
@@ -10,15 +11,21 @@ share of each global batch, and gradients are added up over all ranks.
 The number of ranks does not change the result: the order of the global batches is a
 function of the seed alone, and all sums are formed in double precision, so that the
 order of summation shows in the 16th digit, of which six are printed.
+
+With --checkpoint-dir it saves now and then, while it goes on, and when it is about to
+be ended (SIGTERM, SIGUSR1, the end of its time in Slurm): then it exits with 99, which
+asks for a requeue. The next job goes on where the last checkpoint was, in the middle of
+an epoch, on as many ranks as there are, and ends with the same result.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,25 +57,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with strategy.scope():
         model = Perceptron(options.hidden, options.seed)
         optimizer = Momentum(model.weights, options.learning_rate)
-    history = []
-    seconds = 0.0
-    rows = 0
-    epochs = tqdm(range(options.epochs), disable=not is_first, unit="epoch")
-    for _ in epochs:
-        start = time.perf_counter()
-        total = train_epoch(strategy, model, optimizer, train)
-        seconds += time.perf_counter() - start
-        rows += total.rows
-        result = evaluate(strategy, model, test)
-        epochs.set_postfix(loss=result.loss, accuracy=result.accuracy, refresh=False)
-        history.append((total.loss, result.loss, result.accuracy))
+    progress = Progress(train)
+    keeper = keeper_of(strategy, options, model, optimizer, progress)
+    seconds, rows = 0.0, 0.0
+    with keeper, progress.bar(options.epochs, is_first) as bar:
+        while len(progress.history) < options.epochs:
+            before, start = progress.rows, time.perf_counter()
+            train_epoch(strategy, model, optimizer, progress, keeper.between_steps)
+            seconds += time.perf_counter() - start
+            rows += progress.rows - before
+            result = evaluate(strategy, model, test)
+            progress.end_epoch(result)
+            bar.set_postfix(loss=result.loss, accuracy=result.accuracy, refresh=False)
+            bar.update()
 
+    history = progress.history
     if options.plot is not None:
         strategy.run(lambda: plot(history, options.plot) if is_first else None)
     if is_first:
+        _, loss, accuracy = history[-1]
         print(
-            f"loss={result.loss:.6f} accuracy={result.accuracy:.4f} "
-            f"samples_per_s={rows / seconds:.0f} ranks={strategy.num_replicas_in_sync}"
+            f"loss={loss:.6f} accuracy={accuracy:.4f} "
+            f"samples_per_s={rows / max(seconds, 1e-9):.0f} "
+            f"ranks={strategy.num_replicas_in_sync}"
         )
 
 
@@ -84,6 +95,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--learning-rate", type=float, default=0.05)
     add("--hidden", type=at_least_one, default=128, help="units of the hidden layer")
     add("--seed", type=int, default=0, help="of the order of rows and first weights")
+    add("--checkpoint-dir", type=Path, help="save here, and go on from here")
+    add("--save-every", type=at_least_one, default=20, metavar="STEPS")
     add("--plot", type=Path, help="write a picture of the curves to this file")
     add(
         "--devices", nargs="+", help="such as CPU:0; by default this rank's GPU, or CPU"
@@ -225,12 +238,12 @@ class Momentum:
     def __init__(self, weights: Sequence[mpidist.Variable], learning_rate: float):
         self._weights = weights
         self._learning_rate = learning_rate
-        self._velocities = [mpidist.Variable(0.0 * w.value()) for w in weights]
+        self.velocities = [mpidist.Variable(0.0 * w.value()) for w in weights]
 
     def apply(self, strategy: mpidist.Strategy, gradients: Sequence[Any]) -> None:
         """Change the weights by the mean gradients. In cross-replica context."""
         update = strategy.extended.update
-        pairs = zip(self._weights, self._velocities, gradients, strict=True)
+        pairs = zip(self._weights, self.velocities, gradients, strict=True)
         for weight, velocity, gradient in pairs:
             update(velocity, lambda v, g: v.assign(0.9 * v + g), args=(gradient,))
             step = self._learning_rate * velocity.value()
@@ -246,13 +259,105 @@ class Score:
     rows: int
 
 
+class Progress:
+    """Where the training is: what a checkpoint needs beside weights and velocities."""
+
+    def __init__(self, dataset: mpidist.DistributedDataset):
+        self._dataset = dataset
+        self.batches = iter(dataset)
+        self.loss = self.rows = 0.0  # of the epoch, until now
+        self.history: list[tuple[float, float, float]] = []  # of the epochs before
+
+    def end_epoch(self, result: Score) -> None:
+        """Take note of an epoch, and begin the next."""
+        loss = self.loss / self.rows
+        self.history.append((loss, result.loss, result.accuracy))
+        self.batches = iter(self._dataset)
+        self.loss = self.rows = 0.0
+
+    def bar(self, epochs: int, is_shown: bool) -> Any:
+        """Return a progress bar of the epochs."""
+        done = len(self.history)
+        return tqdm(total=epochs, initial=done, disable=not is_shown, unit="epoch")
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what `set_state` takes."""
+        return {
+            "batches": self.batches.get_state(),
+            "loss": self.loss,
+            "rows": self.rows,
+            "history": np.array(self.history).reshape(-1, 3),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from a state. Collective."""
+        self.batches.set_state(state["batches"])
+        self.loss, self.rows = state["loss"], state["rows"]
+        self.history = [tuple(scores) for scores in state["history"].tolist()]
+
+
+class NoKeeper(contextlib.nullcontext[None]):
+    """Saves nothing."""
+
+    def between_steps(self) -> None:
+        """Do nothing."""
+
+
+class Keeper:
+    """Saves checkpoints: every so many steps, and when the job is about to be ended."""
+
+    def __init__(self, checkpoint: mpidist.Checkpoint, folder: Path, every: int):
+        self._manager = mpidist.CheckpointManager(
+            checkpoint, folder, max_to_keep=2, is_background=True
+        )
+        self._handler = mpidist.PreemptionCheckpointHandler(None, self._manager)
+        self._every = every
+        self._steps = 0
+
+    def __enter__(self) -> None:
+        self._manager.__enter__()
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        self._handler.close()
+        if kind is None and self._steps:
+            self._manager.save()
+        self._manager.__exit__(kind, *error)
+
+    def between_steps(self) -> None:
+        """Save, if it is time to. Collective."""
+        self._steps += 1
+        self._handler.save_checkpoint_if_preempted()
+        if self._steps % self._every == 0:
+            self._manager.save()
+
+
+def keeper_of(
+    strategy: mpidist.Strategy,
+    options: argparse.Namespace,
+    model: Perceptron,
+    optimizer: Momentum,
+    progress: Progress,
+) -> Keeper | NoKeeper:
+    """Return what saves between steps, once the last checkpoint is restored."""
+    if options.checkpoint_dir is None:
+        return NoKeeper()
+    checkpoint = mpidist.Checkpoint(
+        strategy=strategy,
+        weights=model.weights,
+        velocities=optimizer.velocities,
+        progress=progress,
+    )
+    return Keeper(checkpoint, options.checkpoint_dir, options.save_every)
+
+
 def train_epoch(
     strategy: mpidist.Strategy,
     model: Perceptron,
     optimizer: Momentum,
-    batches: mpidist.DistributedDataset,
-) -> Score:
-    """Take one step per global batch; return the mean loss on the way."""
+    progress: Progress,
+    between_steps: Callable[[], None],
+) -> None:
+    """Take one step for each global batch that is left of the epoch."""
 
     def step(x: Any, y: Any) -> Any:
         context = mpidist.get_replica_context()
@@ -265,13 +370,12 @@ def train_epoch(
         context.merge_call(optimizer.apply, args=(mean,))
         return loss, rows
 
-    loss, rows = 0.0, 0.0
-    for batch in batches:
+    for batch in progress.batches:
         totals = strategy.run(step, args=batch)
-        ((batch_loss, batch_rows),) = strategy.experimental_local_results(totals)
-        loss += float(batch_loss)
-        rows += batch_rows
-    return Score(loss / rows, float("nan"), int(rows))
+        ((loss, rows),) = strategy.experimental_local_results(totals)
+        progress.loss += float(loss)
+        progress.rows += rows
+        between_steps()
 
 
 def evaluate(

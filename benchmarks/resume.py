@@ -1,0 +1,205 @@
+"""Kill jobs at random moments, and look whether any row or step is lost.
+
+    python benchmarks/resume.py [--kills 100] [--seed 0] [--json FILE]
+
+`jobs/train_digits.py --checkpoint-dir` is started under the mpirun of this environment,
+and after a random time a fault happens: SIGKILL to one rank, to all, or to mpirun;
+SIGTERM to one rank or to mpirun. It is started again, perhaps with another number of
+ranks, until it ends by itself. The weights that it then has are compared with those of
+a job that nobody disturbed: of the same number of ranks each bit, else 1e-6.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from mpi4py import MPI
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import launching
+
+JOB = str(Path(__file__).parents[1] / "jobs" / "train_digits.py")
+RANKS = (1, 2, 3)
+FAULTS = ("kill a rank", "kill all ranks", "kill mpirun", "end a rank", "end mpirun")
+LIMIT_SECONDS = 120
+
+
+def start(ranks: int, folder: Path, epochs: int) -> subprocess.Popen[str]:
+    """Start the job; it saves and goes on in `folder`."""
+    arguments = ["--data-dir", str(folder.parent / "data"), "--epochs", str(epochs)]
+    arguments += ["--checkpoint-dir", str(folder), "--save-every", "15"]
+    environment = {**launching.clean_environment(), "TQDM_DISABLE": "1"}
+    return subprocess.Popen(
+        [*launching.mpirun_command(ranks), sys.executable, JOB, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Yield the processes that a process has started, and those have."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        parents[int(path.parent.name)] = int(fields[1])
+    found = {pid}
+    for _ in range(8):
+        found |= {child for child, parent in parents.items() if parent in found}
+    yield from found - {pid}
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Return the processes of a job that are ranks."""
+    ranks = []
+    for child in descendants(pid):
+        try:
+            command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        is_python = Path(os.fsdecode(command[0])).name.startswith("python")
+        if is_python and JOB.encode() in command:
+            ranks.append(child)
+    return sorted(ranks)
+
+
+def cause(fault: str, job: subprocess.Popen[str], random: np.random.Generator) -> None:
+    """Let a fault happen to a job."""
+    ranks = ranks_of(job.pid)
+    number = signal.SIGTERM if fault.startswith("end") else signal.SIGKILL
+    if fault.endswith("mpirun"):
+        hit = [job.pid]
+    elif fault.endswith("all ranks"):
+        hit = ranks
+    else:
+        hit = [int(random.choice(ranks))] if ranks else []
+    for pid in hit:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def await_end(job: subprocess.Popen[str]) -> tuple[int, str]:
+    """Return the exit code and the output of a job, all of whose processes ended."""
+    begun = time.monotonic()
+    members = [job.pid, *descendants(job.pid)]
+    out, _ = job.communicate(timeout=LIMIT_SECONDS)
+    while any(Path(f"/proc/{pid}").exists() for pid in members):
+        assert time.monotonic() - begun < LIMIT_SECONDS, f"left behind: {members}"
+        time.sleep(0.01)
+    return job.returncode, out
+
+
+def weights_in(folder: Path) -> dict[str, Any]:
+    """Return the weights of the last checkpoint."""
+    last = max(folder.glob("ckpt-*.h5"), key=lambda p: int(p.stem.partition("-")[2]))
+    with h5py.File(last, "r", locking=False) as file:
+        weights = file["weights"]
+        return {name: weights[name][...] for name in weights}
+
+
+def undisturbed(folder: Path, epochs: int) -> tuple[dict[int, Any], float]:
+    """Return the weights of jobs that nobody disturbs, by ranks, and their seconds."""
+    weights, seconds = {}, []
+    for ranks in RANKS:
+        place = folder / f"undisturbed-{ranks}" / "run"
+        begun = time.monotonic()
+        code, out = await_end(start(ranks, place, epochs))
+        assert code == 0, out
+        seconds.append(time.monotonic() - begun)
+        weights[ranks] = weights_in(place)
+    return weights, statistics.median(seconds)
+
+
+def disturb(
+    folder: Path, epochs: int, seconds: float, random: np.random.Generator
+) -> tuple[list[str], set[int]]:
+    """Run a job to its end, with faults; return those, and the numbers of ranks."""
+    is_same = random.random() < 0.5
+    ranks = int(random.choice(RANKS))
+    faults, used = [], set()
+    for attempt in range(100):
+        ranks = ranks if is_same else int(random.choice(RANKS))
+        used.add(ranks)
+        job = start(ranks, folder, epochs)
+        if attempt < 4:
+            try:
+                job.wait(random.uniform(0.1, seconds))
+            except subprocess.TimeoutExpired:
+                fault = str(random.choice(FAULTS))
+                faults.append(fault)
+                cause(fault, job, random)
+        code, out = await_end(job)
+        if code == 0:
+            return faults, used
+        if attempt >= 4:
+            raise AssertionError(f"exit code {code} without a fault:\n{out}")
+    raise AssertionError("it never ends")
+
+
+def compare(found: Any, expected: dict[int, Any], used: set[int]) -> float:
+    """Return the largest difference; 0.0 is required for one number of ranks."""
+    wanted = expected[min(used)]
+    assert found.keys() == wanted.keys()
+    largest = max(float(np.abs(found[k] - wanted[k]).max()) for k in wanted)
+    if len(used) == 1:
+        assert all(found[k].tobytes() == wanted[k].tobytes() for k in wanted), largest
+    assert largest < 1e-6
+    return largest
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--epochs", type=int, default=25)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    random = np.random.default_rng(options.seed)
+    faults: Counter[str] = Counter()
+    jobs = {"same ranks": 0, "other ranks": 0}
+    largest = 0.0
+    with tempfile.TemporaryDirectory() as name:
+        expected, seconds = undisturbed(Path(name), options.epochs)
+        while sum(faults.values()) < options.kills:
+            folder = Path(name, f"job-{sum(jobs.values())}", "run")
+            happened, used = disturb(folder, options.epochs, seconds, random)
+            difference = compare(weights_in(folder), expected, used)
+            largest = max(largest, difference)
+            faults.update(happened)
+            jobs["same ranks" if len(used) == 1 else "other ranks"] += 1
+            print(f"{sum(faults.values())} faults, ranks {sorted(used)}", flush=True)
+    result = {
+        "mpi": " ".join(map(str, MPI.get_vendor())),
+        "faults": dict(faults),
+        "jobs": jobs,
+        "undisturbed_seconds": seconds,
+        "largest_difference_other_ranks": largest,
+    }
+    print(json.dumps(result, indent=1))
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
