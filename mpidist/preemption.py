@@ -204,9 +204,12 @@ class PreemptionCheckpointHandler:
         if not self._group.reduce(_CALL, "SUM", mine)[0]:
             return
         self._save(*args, **kwargs)
-        self.close()
         if self._config.exit_fn is None:
+            # One that comes late must not end this rank otherwise, on its way out
+            for number in self._former:
+                signal.signal(number, signal.SIG_IGN)
             sys.exit(RESTART_EXIT_CODE)
+        self.close()
         self._config.exit_fn()
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
