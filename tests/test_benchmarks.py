@@ -187,9 +187,13 @@ def records_of_gpu():
 
 def test_what_gpus_show_is_judged():
     job = {"GPU": "loss=0.085343 accuracy=0.9861 samples_per_s=20 ranks=2"}
-    job["CPU"] = "loss=0.085341 accuracy=0.9861 samples_per_s=10 ranks=2"
+    job["CPU"] = (
+        "loss=0.1, accuracy=1]loss=0.085341 accuracy=0.9861 samples_per_s=10 ranks=2"
+    )
     job = gpu_findings.job_of(job)
     contract = gpu_findings.contract_of("..s\n3 passed, 1 skipped in 2.00s", "ok")
+    stopped = gpu_findings.contract_of("..s [  5%]\n.s. [ 10%]", "was stopped")
+    assert (stopped["passed"], stopped["skipped"]) == (4, 2)
     comparisons = gpu_findings.judge(records_of_gpu(), job)
     judged = {
         (c.case, c.against): (round(c.ratio, 3), c.is_reached)
