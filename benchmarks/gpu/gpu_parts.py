@@ -21,7 +21,7 @@ _GRACE_SECONDS = 10
 # How many ranks it needs, how many seconds it may take; what matters most comes first
 PARTS = {
     "facts": (1, 100),
-    "contract": (1, 200),
+    "contract": (1, 240),
     "tune": (2, 60),
     "sizes": (2, 150),
     "gradients": (2, 40),
