@@ -238,7 +238,7 @@ def draw_gpu(result: Mapping[str, Any]) -> Any:
     machine, ranks = result["machine"], result["ranks"]
     figure.suptitle(
         f"{machine['gpus_used']} {machine['gpu']}, {ranks} "
-        f"rank{'s' if ranks > 1 else ''}: {machine['mpi']}",
+        f"rank{'s' if ranks > 1 else ''}: {machine['mpi'].partition(',')[0]}",
         fontsize=10,
     )
     figure.tight_layout()

@@ -25,6 +25,9 @@ pytest.register_assert_rewrite("hdf5_files", "hdf5_kinds", "hdf5_damage")
 
 WORLD = MPI.COMM_WORLD.Dup()
 
+# Where there is one GPU, the ranks of a test have to share it
+os.environ.setdefault("MPIDIST_ALLOW_SHARED_GPU", "1")
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:

@@ -7,30 +7,12 @@ from typing import Any
 
 import cupy
 from gpu_cases import LARGE_BYTES, SMALL_LARGE_BYTES
+from gpu_findings import bytes_of_ipc, least_bytes
 from gpu_timing import Setting
 
-__all__ = ["bytes_of_ipc", "compare_to_memory", "least_bytes"]
+__all__ = ["compare_to_memory"]
 
 _COPIED_BYTES, _FEW_COPIED_BYTES = 1 << 30, 1 << 20  # the second one if quick
-
-
-def bytes_of_ipc(size: int, ranks: int) -> float:
-    """Return how many bytes each rank's GPU reads and writes to add up with `ipc`.
-
-    A rank copies its array to its slot. Of two ranks, each reads both slots and writes
-    the totals; of more, each adds up a part, puts it into its slot, and copies the
-    other parts from those of the others.
-    """
-    copied = 2 * size
-    if ranks == 2:
-        return copied + 3 * size
-    part = size / ranks
-    return copied + (ranks + 1) * part + 2 * part + 2 * (size - part)
-
-
-def least_bytes(size: int, ranks: int) -> float:
-    """Return the bytes of reading all ranks' arrays, and writing the totals, once."""
-    return (ranks + 1) * size
 
 
 def compare_to_memory(setting: Setting) -> None:

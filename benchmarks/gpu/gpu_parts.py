@@ -21,7 +21,7 @@ _GRACE_SECONDS = 10
 # How many ranks it needs, how many seconds it may take; what matters most comes first
 PARTS = {
     "facts": (1, 100),
-    "contract": (1, 150),
+    "contract": (1, 240),
     "tune": (2, 60),
     "sizes": (2, 150),
     "gradients": (2, 40),
@@ -153,7 +153,7 @@ class Plan:
             arguments = [*script, f"--epochs={count}"]
             if label == "CPU":
                 arguments.append("--devices=CPU:0")
-            variables = {"MPIDIST_ALLOW_SHARED_GPU": "1"}
+            variables = {"MPIDIST_ALLOW_SHARED_GPU": "1", "TQDM_DISABLE": "1"}
             yield self._make("job", ranks, arguments, seconds, variables, label)
 
 

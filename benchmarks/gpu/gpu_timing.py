@@ -84,18 +84,19 @@ class Setting:
         loops, once = {}, 0.0
         for name, call in calls.items():
             seconds = self.time(call, 1)
-            if seconds < _SLOW_SECONDS:  # that one warmed up
+            if seconds < _SLOW_SECONDS:  # the first call takes longer
                 seconds = self.time(call, 1)
             most = 2 if self.is_quick else _MOST_LOOPS
             loops[name] = max(1, min(most, int(_LOOP_SECONDS / seconds)))
             once += loops[name] * seconds
         least, most = (1, 1) if self.is_quick else _REPETITIONS
         repetitions = max(least, min(most, round(_CASE_SECONDS / once)))
+        warming_up = 1 if once < _SLOW_SECONDS and not self.is_quick else 0
         measured: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(repetitions):
+        for _ in range(warming_up + repetitions):
             for name, call in calls.items():
                 measured[name].append(self.time(call, loops[name]))
-        return measured
+        return {name: times[warming_up:] for name, times in measured.items()}
 
     def time(self, call: Callable[[], Any], loops: int) -> float:
         """Return the seconds of one of so many calls, on the slowest rank. Collective.
