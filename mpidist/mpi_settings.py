@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+from mpidist import launch_check
 from mpidist.gpu import early
 
 __all__: list[str] = []
@@ -17,3 +18,6 @@ os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
 
 # Some choose their GPU when they start
 early.choose_early(os.environ)
+
+# Last, since it may start MPI
+launch_check.start_below_pmix(os.environ)

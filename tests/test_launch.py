@@ -8,7 +8,8 @@ import launching
 import pytest
 
 import mpidist
-from mpidist.topology import check_launch, parse_devices
+from mpidist.launch_check import check_launch
+from mpidist.topology import parse_devices
 
 FAILING = """
 import numpy as np

@@ -23,6 +23,7 @@ LAYERS = [
         "gpu.early",
         "memory.free_memory",
     ],
+    ["launch_check"],
     [
         "options",
         "input_options",
@@ -133,6 +134,7 @@ EMPTY = [
 PACKAGES = ["mpidist", *(f"mpidist.{name}" for name in EMPTY)]
 OUTSIDE = {
     "mpi4py": {
+        "launch_check",
         "topology",
         "gpu.cuda_aware",
         "gpu.facts",
