@@ -7,6 +7,7 @@ from typing import Any
 
 from mpidist import nest
 from mpidist.agreement.calls import Call
+from mpidist.cluster_resolver import SlurmClusterResolver, below_srun
 from mpidist.context import (
     Scope,
     get_replica_context,
@@ -55,9 +56,13 @@ class Strategy:
         return self._extended.num_replicas
 
     @property
-    def cluster_resolver(self) -> None:
-        """None: MPI's launcher knows the cluster."""
-        return None
+    def cluster_resolver(self) -> SlurmClusterResolver | None:
+        """What tells addresses of the ranks, if srun started them; None elsewhere.
+
+        All of them are tasks of the job "worker", in the order of the replicas.
+        """
+        extended = self._extended
+        return below_srun(extended.replica_id, extended.num_replicas)
 
     def scope(self) -> Scope:
         """Return a context manager in which this strategy is current.

@@ -23,7 +23,8 @@ LAYERS = [
         "gpu.early",
         "memory.free_memory",
     ],
-    ["launch_check"],
+    ["launch_check", "slurm_variables"],
+    ["cluster_resolver"],
     [
         "options",
         "input_options",
