@@ -158,7 +158,7 @@ class SlurmClusterResolver:
         shared out, if they are to be.
         """
         addresses = []
-        places = []
+        places: list[int] = []  # of each task on its host
         for host, tasks in self._tasks.items():
             addresses += [f"{host}:{self._port_base + i}" for i in range(tasks)]
             places += range(tasks)
@@ -175,7 +175,7 @@ class SlurmClusterResolver:
         return spec
 
     def get_task_info(self) -> tuple[str | None, int | None]:
-        """Return this process's job and its number there; None before `cluster_spec`."""
+        """Return this process's job and number there; None before `cluster_spec`."""
         return self.task_type, self.task_id
 
     def master(
@@ -203,7 +203,7 @@ class SlurmClusterResolver:
         task_id: int | None = None,
         config_proto: object = None,
     ) -> dict[str, int]:
-        """Return how many GPUs each task has, as `{"GPU": n}`; arguments are ignored."""
+        """Return the GPUs of each task, as `{"GPU": n}`; arguments are ignored."""
         return {"GPU": self._gpus.per_task}
 
 

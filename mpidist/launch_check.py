@@ -27,7 +27,7 @@ class _Launched(NamedTuple):
 
     launcher: str
     variable: str
-    count: int
+    processes: int
 
 
 def check_launch(environ: Mapping[str, str], world_size: int, library: str) -> None:
@@ -45,12 +45,12 @@ def check_launch(environ: Mapping[str, str], world_size: int, library: str) -> N
     if world_size > 1 or environ.get(_OVERRIDE) == "1":
         return
     started = _find_launcher(environ)
-    if started is not None and started.count > 1:
+    if started is not None and started.processes > 1:
         raise LaunchError(
-            f"{started.launcher} started {started.count} processes "
-            f"({started.variable}={started.count}), but MPI sees one: each would do "
-            f"the whole job. {_remedy(environ, started, library)} For one process on "
-            f"purpose set {_OVERRIDE}=1."
+            f"{started.launcher} started {started.processes} processes "
+            f"({started.variable}={started.processes}), but MPI sees one: each would "
+            f"do the whole job. {_remedy(environ, started, library)} For one process "
+            f"on purpose set {_OVERRIDE}=1."
         )
 
 
@@ -79,8 +79,8 @@ def start_below_pmix(environ: Mapping[str, str]) -> None:
     started = _find_launcher(environ)
     if started is not None and _is_plain_mpich(library) and "pmix" not in library:
         raise LaunchError(
-            f"srun started {started.count} processes by PMIx, which their MPI cannot "
-            f"use. {_remedy(environ, started, library)}"
+            f"srun started {started.processes} processes by PMIx, which their MPI "
+            f"cannot use. {_remedy(environ, started, library)}"
         )
     if mpi4py.rc.threads:
         MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
@@ -132,7 +132,7 @@ def _right_command(environ: Mapping[str, str], started: _Launched, library: str)
         where = ""
     beside = Path(sys.prefix, "bin", "mpirun")
     mpirun = str(beside) if beside.exists() else "the mpirun of that library"
-    return f"'{mpirun} -n {started.count} python {script}'{where}"
+    return f"'{mpirun} -n {started.processes} python {script}'{where}"
 
 
 def _protocol_of(library: str) -> str:

@@ -1,4 +1,4 @@
-"""What Slurm's environment variables say: lists of hosts and of tasks, as it packs them."""
+"""What Slurm's environment variables say: packed lists of hosts and of tasks."""
 
 from __future__ import annotations
 

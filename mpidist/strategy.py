@@ -57,12 +57,8 @@ class Strategy:
 
     @property
     def cluster_resolver(self) -> SlurmClusterResolver | None:
-        """What tells addresses of the ranks, if srun started them; None elsewhere.
-
-        All of them are tasks of the job "worker", in the order of the replicas.
-        """
-        extended = self._extended
-        return below_srun(extended.replica_id, extended.num_replicas)
+        """What tells the ranks' addresses, as "worker"s, below srun; None elsewhere."""
+        return below_srun(self._extended.replica_id, self._extended.num_replicas)
 
     def scope(self) -> Scope:
         """Return a context manager in which this strategy is current.

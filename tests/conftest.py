@@ -19,6 +19,7 @@ import mpidist
 
 sys.path.insert(0, str(Path(__file__).parent))
 import launching
+import slurm_cluster
 
 # Their assertions say what differs, as those of tests do
 pytest.register_assert_rewrite("hdf5_files", "hdf5_kinds", "hdf5_damage")
@@ -87,6 +88,23 @@ def comm(request: pytest.FixtureRequest) -> Iterator[MPI.Intracomm]:
     yield comm
     comm.Barrier()
     comm.Free()
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[slurm_cluster.Cluster]:
+    """A running Slurm of two nodes, for the tests of one process.
+
+    Where none can be had, tests are skipped; with MPIDIST_NEED_SLURM=1 they fail.
+    """
+    missing = slurm_cluster.what_is_missing()
+    if WORLD.size > 1:
+        missing = "tests of Slurm start their own ranks: run them in one process"
+    if missing and os.environ.get("MPIDIST_NEED_SLURM") == "1":
+        pytest.fail(missing)
+    if missing:
+        pytest.skip(missing)
+    with slurm_cluster.Cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture
