@@ -199,8 +199,7 @@ class Cluster:
                 self.run("scancel", "--user=root")
                 self.wait_for(lambda: not self.run("squeue", "-h"), "no job is left")
         names = ["slurmctld", *(f"slurmd.{node}" for node in NODES), "munged"]
-        for name in names:
-            _end(self.folder / f"{name}.pid")
+        _end([self.folder / f"{name}.pid" for name in names])
         shutil.rmtree(self.folder)
 
     def logs(self) -> str:
@@ -316,15 +315,19 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _end(pid_file: Path) -> None:
-    """End the process whose number is in a file, and wait until it has gone."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError, ValueError):
-        pid = int(pid_file.read_text())
-        os.kill(pid, signal.SIGTERM)
-        for _ in range(200):
-            os.kill(pid, 0)
-            time.sleep(0.05)
-        os.kill(pid, signal.SIGKILL)
+def _end(pid_files: Sequence[Path]) -> None:
+    """End the processes whose numbers are in files, and wait until they have gone."""
+    pids = []
+    for path in pid_files:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, ValueError):
+            pids.append(int(path.read_text()))
+            os.kill(pids[-1], signal.SIGTERM)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            for _ in range(200):
+                os.kill(pid, 0)
+                time.sleep(0.05)
+            os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
