@@ -25,8 +25,6 @@ WITH_SRUN, WITH_OTHER = (
 )
 WITH_MPIRUN = "train_mpirun.sbatch"
 RANKS = range(4)
-# In an allocation mpirun knows how many fit on a node
-MPIRUN = f"{launching.mpirun_command(4)[0]} -n 4 {sys.executable}"
 
 WHO = """
 import os
@@ -52,6 +50,11 @@ def who(text):
         for part in text.split("rank=")[1:]
     ]
     return sorted(found, key=lambda fields: fields["rank"])
+
+
+def by_mpirun(script):
+    """Return a command line; in an allocation mpirun knows how many fit on a node."""
+    return f"{launching.mpirun_command(4)[0]} -n 4 {sys.executable} {script}"
 
 
 @pytest.fixture
@@ -143,7 +146,7 @@ def test_mpirun_in_an_allocation_makes_one_world(slurm, folder, nodes, default):
     job = slurm.submit(
         f"--nodes={nodes}",
         f"--ntasks-per-node={4 // nodes}",
-        f"--wrap={MPIRUN} who.py",
+        f"--wrap={by_mpirun('who.py')}",
         cwd=folder,
         SLURM_MPI_TYPE=default,
     )
@@ -178,7 +181,7 @@ def test_which_gpus_ranks_are_told(slurm, folder, option, srun, mpirun):
         *size, f"--mpi={PROTOCOL}", sys.executable, str(folder / "who.py")
     )
     assert [fields["gpus"] for fields in who(ended.stdout)] == srun
-    job = slurm.submit(*size, f"--wrap={MPIRUN} who.py", cwd=folder)
+    job = slurm.submit(*size, f"--wrap={by_mpirun('who.py')}", cwd=folder)
     job.wait()
     assert [fields["gpus"] for fields in who(job.output)] == mpirun
 
