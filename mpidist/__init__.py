@@ -80,6 +80,13 @@ Strategies and contexts
     RunOptions                  accepted, but nothing is compiled
     MultiStepContext            in TensorFlow internal
 
+Clusters
+
+    cluster_resolver.SlurmClusterResolver
+                                SlurmClusterResolver, also in mpidist.cluster_resolver:
+                                addresses of the ranks that srun started; hosts in
+                                Slurm's order; `strategy.cluster_resolver` is one there
+
 Values and variables
 
     DistributedValues           `values` holds one component, of this process's replica
@@ -145,7 +152,7 @@ Absent
                                 every replica has its own copy of each variable
     coordinator.*, partitioners.*, rpc.*, Server
                                 ranks have no roles: all run the same script
-    cluster_resolver.*          a later version; MPI's launcher knows the cluster
+    cluster_resolver.*          but for Slurm's, as MPI's launcher knows the cluster
     PreemptionWatcher           PreemptionCheckpointHandler watches itself
     CollectiveHints             use CommunicationOptions
     tf.function, get_loss_reduction, DistributedVarOp (internal)
@@ -164,6 +171,7 @@ if not commands.is_command():
     from mpidist import launch, watch
     from mpidist.checkpoint.checkpoint import Checkpoint
     from mpidist.checkpoint.manager import CheckpointManager, latest_checkpoint
+    from mpidist.cluster_resolver import SlurmClusterResolver
     from mpidist.context import (
         ReplicaContext,
         experimental_set_strategy,
@@ -284,6 +292,7 @@ __all__ = [
     "RemoteError",
     "ReplicaContext",
     "RunOptions",
+    "SlurmClusterResolver",
     "Strategy",
     "StrategyExtended",
     "StrategyV1",

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from types import TracebackType
+from typing import NoReturn
 
 from mpi4py import MPI
 
@@ -61,7 +62,7 @@ def _leave(pid: int) -> None:
     except MpidistError as error:
         time.sleep(_GRACE_SECONDS)  # the others report
         _write(f"{_head()}{type(error).__name__}: {error}\n")
-        MPI.COMM_WORLD.Abort(1)
+        _abort()
 
 
 def _report_and_abort(
@@ -77,7 +78,13 @@ def _report_and_abort(
         time.sleep(_GRACE_SECONDS)
     _write(_head() + "".join(traceback.format_exception(kind, error, trace)))
     time.sleep(_REPORT_SECONDS)
+    _abort()
+
+
+def _abort() -> NoReturn:
+    """End the job. MPICH below srun tells srun so, and returns from MPI_Abort."""
     MPI.COMM_WORLD.Abort(1)
+    os._exit(1)
 
 
 def _head() -> str:

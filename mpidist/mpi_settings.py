@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+from mpidist import launch_check
 from mpidist.gpu import early
 
 __all__: list[str] = []
@@ -15,5 +16,12 @@ __all__: list[str] = []
 # Open MPI writes to stderr that a way to make windows cannot be used, and takes another
 os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
 
+# What srun offered mpirun's daemons is not for the ranks: MPICH ends if it finds both
+if "MPI_LOCALNRANKS" in os.environ:
+    os.environ.pop("PMIX_NAMESPACE", None)
+
 # Some choose their GPU when they start
 early.choose_early(os.environ)
+
+# Last, since it may start MPI
+launch_check.start_below_pmix(os.environ)

@@ -7,6 +7,7 @@ from typing import Any
 
 from mpidist import nest
 from mpidist.agreement.calls import Call
+from mpidist.cluster_resolver import SlurmClusterResolver, below_srun
 from mpidist.context import (
     Scope,
     get_replica_context,
@@ -55,9 +56,9 @@ class Strategy:
         return self._extended.num_replicas
 
     @property
-    def cluster_resolver(self) -> None:
-        """None: MPI's launcher knows the cluster."""
-        return None
+    def cluster_resolver(self) -> SlurmClusterResolver | None:
+        """What tells the ranks' addresses, as "worker"s, below srun; None elsewhere."""
+        return below_srun(self._extended.replica_id, self._extended.num_replicas)
 
     def scope(self) -> Scope:
         """Return a context manager in which this strategy is current.

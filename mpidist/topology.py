@@ -5,83 +5,24 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import cast
 
 from mpi4py import MPI
 
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, LaunchError
 from mpidist.gpu.devices import gpu_count, use_gpu
+from mpidist.launch_check import check_launch
 
-__all__ = ["Topology", "check_launch", "job_size", "parse_devices"]
+__all__ = ["Topology", "job_size", "parse_devices"]
 
-# Variables that say how many processes a launcher started for this job step. Under
-# srun SLURM_STEP_NUM_TASKS counts the step's tasks; SLURM_NTASKS would also be set in
-# a batch script, where one process is right.
-_LAUNCHER_SIZES = {
-    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "PMI_SIZE": "an MPICH-like mpirun",
-    "SLURM_STEP_NUM_TASKS": "srun",
-}
-_OVERRIDE = "MPIDIST_ALLOW_SINGLETON"
 _RANKS_PER_NODE = "MPIDIST_RANKS_PER_NODE"
 _DEVICE = re.compile(r"(?:/.*/)?(?:device:|/)?(?P<kind>CPU|GPU):(?P<index>\d+)", re.I)
-
-
-def check_launch(environ: Mapping[str, str], world_size: int, library: str) -> None:
-    """Raise if the launcher started several processes that MPI does not see.
-
-    That happens when the launcher and the MPI library do not speak the same protocol:
-    every process is then a world of its own, and each would do the whole job.
-
-    Args:
-      environ: the environment variables of this process.
-      world_size: the size of MPI.COMM_WORLD.
-      library: `MPI.Get_library_version()`.
-
-    Raises:
-      LaunchError: names the command that works. Not raised when the variable
-        MPIDIST_ALLOW_SINGLETON is 1 (for one process on purpose, inside a job).
-    """
-    if world_size > 1 or environ.get(_OVERRIDE) == "1":
-        return
-    for variable, launcher in _LAUNCHER_SIZES.items():
-        started = environ.get(variable, "")
-        if started.isdecimal() and int(started) > 1 and not _in_batch_script(environ):
-            raise LaunchError(
-                f"{launcher} started {started} processes ({variable}={started}), but "
-                f"MPI sees one: each would do the whole job. mpi4py uses "
-                f"{_library_name(library)}; start the job with "
-                f"{_right_command(variable, library, started)}. For one process on "
-                f"purpose set {_OVERRIDE}=1."
-            )
 
 
 def job_size() -> int:
     """Return how many ranks the job has."""
     return MPI.COMM_WORLD.Get_size()
-
-
-def _in_batch_script(environ: Mapping[str, str]) -> bool:
-    """Return whether this is Slurm's batch or interactive step, not one of srun's."""
-    step = environ.get("SLURM_STEP_ID", "")
-    return step.isdecimal() and int(step) >= 0xFFFFFFF0
-
-
-def _library_name(library: str) -> str:
-    return library.partition("\n")[0].partition(",")[0].strip("\0 \t")
-
-
-def _right_command(variable: str, library: str, size: str) -> str:
-    is_open_mpi = "Open MPI" in library
-    script = Path(sys.argv[0]).name or "script.py"
-    if variable.startswith("SLURM"):
-        return f"'srun --mpi={'pmix' if is_open_mpi else 'pmi2'} python {script}'"
-    beside = Path(sys.prefix, "bin", "mpirun")
-    mpirun = str(beside) if beside.exists() else "the mpirun of that library"
-    return f"'{mpirun} -n {size} python {script}'"
 
 
 def parse_devices(devices: Sequence[str]) -> list[tuple[str, int]]:

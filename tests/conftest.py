@@ -19,6 +19,7 @@ import mpidist
 
 sys.path.insert(0, str(Path(__file__).parent))
 import launching
+import slurm_cluster
 
 # Their assertions say what differs, as those of tests do
 pytest.register_assert_rewrite("hdf5_files", "hdf5_kinds", "hdf5_damage")
@@ -46,9 +47,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115
 
 
-def pytest_report_header() -> str:
+def pytest_report_header() -> list[str]:
     vendor = " ".join(map(str, MPI.get_vendor()))
-    return f"mpi: {WORLD.size} ranks, {vendor}"
+    missing = why_no_slurm()
+    slurm = f"none, its tests are skipped: {missing}" if missing else "two nodes"
+    return [f"mpi: {WORLD.size} ranks, {vendor}", f"slurm: {slurm}"]
 
 
 def pytest_collection_modifyitems(
@@ -90,6 +93,28 @@ def comm(request: pytest.FixtureRequest) -> Iterator[MPI.Intracomm]:
     yield comm
     comm.Barrier()
     comm.Free()
+
+
+def why_no_slurm() -> str | None:
+    """Return why the tests under Slurm cannot run, or None."""
+    if WORLD.size > 1:
+        return "they start ranks of their own, so run them in one process"
+    return slurm_cluster.what_is_missing()
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[slurm_cluster.Cluster]:
+    """A running Slurm of two nodes, for the tests of one process.
+
+    Where none can be had, tests are skipped; with MPIDIST_NEED_SLURM=1 they fail.
+    """
+    missing = why_no_slurm()
+    if missing and os.environ.get("MPIDIST_NEED_SLURM") == "1":
+        pytest.fail(missing)
+    if missing:
+        pytest.skip(missing)
+    with slurm_cluster.Cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ LAYERS = [
         "gpu.early",
         "memory.free_memory",
     ],
+    ["launch_check", "slurm_variables"],
+    ["cluster_resolver"],
     [
         "options",
         "input_options",
@@ -158,6 +160,7 @@ PACKAGES = ["mpidist", *(f"mpidist.{name}" for name in EMPTY)]
 OUTSIDE = {
     "mpi4py": {
         "banner",
+        "launch_check",
         "topology",
         "gpu.cuda_aware",
         "gpu.facts",
