@@ -197,14 +197,43 @@ def test_lists_of_hosts_are_expanded_as_slurm_does(slurm, text):
 
 def test_the_scripts_give_mpiruns_digits(slurm, submit, folder):
     arguments = ["--epochs=3", "--devices=CPU:0"]
-    command = [*launching.mpirun_command(2), sys.executable, "jobs/train_digits.py"]
-    expected = slurm.run(*command, *arguments, cwd=folder).split()[:2]
-    jobs = [submit(script, *arguments) for script in (WITH_SRUN, WITH_MPIRUN)]
-    for job in jobs:
+    expected = digits_of_mpirun(slurm, folder, arguments)
+    for number, script in enumerate((WITH_SRUN, WITH_MPIRUN)):
+        job = submit(script, *arguments, "--checkpoint-dir", f"run-{number}")
         assert job.wait()["JobState"] == "COMPLETED", job.output
-        # After the bars of progress, in the same file
-        found = re.search(r"(loss=\d\.\d{6}) (accuracy=\S+) \S+ ranks=4\n", job.output)
-        assert found.groups() == tuple(expected)
+        assert digits_in(job.output) == expected
+
+
+@pytest.mark.parametrize("how", ["pre-empted", "warned of the time limit"])
+def test_a_job_goes_on_where_it_was(slurm, submit, folder, how):
+    """The main job, by the script for srun; its digits are those of one that ran on."""
+    arguments = ["--epochs=20", "--devices=CPU:0", "--save-every=10"]
+    job = submit(WITH_SRUN, *arguments)
+    saved = folder / "run"
+    job.wait_until(lambda: list(saved.glob("ckpt-*.h5")), "a checkpoint is there")
+    if how == "pre-empted":
+        urgent = slurm.submit(
+            "--partition=high", "--nodes=2", "--exclusive", "--wrap=true", cwd=folder
+        )
+        assert urgent.wait()["JobState"] == "COMPLETED"
+    else:
+        slurm.run("scancel", "--signal=USR1", job.number)
+    ended = job.wait()
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), job.output
+    assert digits_in(job.output) == digits_of_mpirun(slurm, folder, arguments)
+
+
+def digits_of_mpirun(slurm, folder, arguments):
+    """Return loss and accuracy that the main job prints under mpirun."""
+    command = [*launching.mpirun_command(2), sys.executable, "jobs/train_digits.py"]
+    return tuple(slurm.run(*command, *arguments, cwd=folder).split()[:2])
+
+
+def digits_in(output):
+    """Return what the main job has printed, after the bars of progress."""
+    found = re.search(r"(loss=\d\.\d{6}) (accuracy=\S+) \S+ ranks=4\n", output)
+    assert found is not None, output
+    return found.groups()
 
 
 def test_the_script_for_the_other_mpi_fails_and_names_the_command(submit):
