@@ -181,6 +181,38 @@ def test_rows_of_files_arrive(strategy, comm, stream, tmp_path):
     assert sorted(total) == list(range(0, 60, 3))
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("chunks", [None, (3, 50_000), (2, 20_000), "gzip"])
+@pytest.mark.parametrize("files", [1, 3])
+def test_large_rows_of_files_arrive_as_they_were_read(
+    strategy, comm, stream, tmp_path, depth, chunks, files
+):
+    n, length = 24, 50_000
+    rows = np.arange(n)[:, None] * length + np.arange(length)
+    options = {"chunks": chunks}
+    if chunks == "gzip":
+        options = {"chunks": (5, length), "compression": "gzip"}
+    paths = [tmp_path / f"{i}.h5" for i in range(files)]
+    for part, path in zip(np.array_split(rows, files), paths, strict=True):
+        with h5py.File(path, "w") as file:
+            file.create_dataset("x", data=part, **options)
+            file["number"] = part[:, 0]
+    data = Dataset.from_hdf5(paths, ["x", "number"]).shuffle(seed=1).batch(4)
+    divided = strategy.experimental_distribute_dataset(data, reading_ahead(depth))
+    for _ in range(2):
+        kept = list(divided)
+        found = []
+        for batch in kept:
+            x, number = (on_host(stream, local(strategy, leaf)) for leaf in batch)
+            np.testing.assert_array_equal(x, rows[number // length])
+            found.extend((number // length).tolist())
+        total = [x for part in comm.allgather(found) for x in part]
+        assert sorted(total) == list(range(n))
+    # None of it was packed
+    assert set(stream.sent) & {8 * length * i for i in range(1, 5)}
+    assert max(s for s in stream.sent if s % (8 * length)) <= 4096
+
+
 def test_batches_that_are_kept_stay_as_they_are(strategy, comm, stream):
     n = comm.size
     divided = strategy.experimental_distribute_dataset(numbers(50 * n).batch(n))

@@ -23,7 +23,7 @@ def test_rows_are_those_of_the_arrays(shape, dtype):
         arrays.append(data.reshape(length, *shape))
     which = random.integers(0, 3, 50)
     rows = random.integers(0, 30, 50) % np.array([7, 1, 30])[which]
-    found = pick_rows(arrays, which, rows)
+    found = pick_rows(arrays, which, rows, Buffers())
     expected = [arrays[w][r] for w, r in zip(which, rows)]
     assert found.dtype == np.dtype(dtype)
     assert found.tobytes() == np.array(expected, dtype).tobytes()
@@ -33,7 +33,7 @@ def test_rows_are_those_of_the_arrays(shape, dtype):
 
 def test_rows_of_objects():
     arrays = [np.array(["a", "b"], object), np.array([None, 3], object)]
-    found = pick_rows(arrays, np.array([1, 0, 1]), np.array([1, 0, 0]))
+    found = pick_rows(arrays, np.array([1, 0, 1]), np.array([1, 0, 0]), Buffers())
     assert found.tolist() == [3, "a", None]
 
 

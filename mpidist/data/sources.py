@@ -11,10 +11,12 @@ import numpy.typing as npt
 from mpidist import nest
 from mpidist.block_order import Blocks
 from mpidist.errors import ArgumentError, DataError
+from mpidist.memory.buffers import Buffers
 
 __all__ = [
     "ArrayRows",
     "BlockSource",
+    "BufferedSource",
     "FileSource",
     "IndexedSource",
     "Positions",
@@ -59,6 +61,15 @@ class BlockSource(RowSource, Protocol):
 
         The threads end anyway.
         """
+
+
+@runtime_checkable
+class BufferedSource(RowSource, Protocol):
+    """Rows that are read into memory which is used again."""
+
+    @property
+    def buffers(self) -> Buffers:
+        """The memory."""
 
 
 @runtime_checkable

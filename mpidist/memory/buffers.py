@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Buffers"]
+__all__ = ["Allocate", "Buffers"]
+
+# Returns at least so many bytes of memory
+Allocate = Callable[[int], npt.NDArray[np.uint8]]
 
 # What Python counts for a buffer that only the list, a variable and the count refer to
 _FREE = 3
@@ -31,7 +35,9 @@ class Buffers:
     def __init__(self, count: int = 8) -> None:
         self._count = count
         self._buffers: list[npt.NDArray[np.uint8]] = []
-        self._lock = threading.Lock()
+        # The garbage collector may call `clear` in the middle of another method
+        self._lock = threading.RLock()
+        self._allocate: Allocate | None = None
         self._can_count = getattr(sys, "_is_gil_enabled", lambda: True)()
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
@@ -42,19 +48,32 @@ class Buffers:
         buffer = self._take(size_bytes)
         return buffer[:size_bytes].view(dtype).reshape(shape)
 
+    def allocate_by(self, allocate: Allocate) -> None:
+        """Take memory from `allocate` from now on; it may raise MemoryError."""
+        with self._lock:
+            if self._allocate is None:
+                self._buffers = []  # they are of other memory
+            self._allocate = allocate
+
     def clear(self) -> None:
         """Forget all buffers."""
-        with self._lock:
-            self._buffers.clear()
+        self._buffers = []
 
     def _take(self, size_bytes: int) -> npt.NDArray[np.uint8]:
         with self._lock:
-            for i in range(len(self._buffers)):
-                buffer = self._buffers[i]
+            buffers = self._buffers
+            for i in range(len(buffers)):
+                buffer = buffers[i]
                 is_fit = size_bytes <= buffer.size <= 2 * size_bytes
                 if is_fit and sys.getrefcount(buffer) == _FREE:
                     return buffer
-            buffer = np.empty(size_bytes, np.uint8)
+            allocate = self._allocate or _allocate
+        buffer = allocate(size_bytes)
+        with self._lock:
             self._buffers.append(buffer)
             del self._buffers[: -self._count]
-            return buffer
+        return buffer
+
+
+def _allocate(size_bytes: int) -> npt.NDArray[np.uint8]:
+    return np.empty(size_bytes, np.uint8)
