@@ -152,7 +152,7 @@ def test_too_little_memory_for_one_batch_of_many_is_met_at_that_batch(
 
     def pin(size, pin=stream.pin):
         pinned.append(size)
-        if len(pinned) == 3 and comm.rank == comm.size - 1:
+        if len(pinned) == 3 and comm.rank == 0:  # others may get no rows
             raise MemoryError("the host is full")
         return pin(size)
 
@@ -197,7 +197,7 @@ def test_large_rows_of_files_arrive_as_they_were_read(
         with h5py.File(path, "w") as file:
             file.create_dataset("x", data=part, **options)
             file["number"] = part[:, 0]
-    data = Dataset.from_hdf5(paths, ["x", "number"]).shuffle(seed=1).batch(4)
+    data = Dataset.from_hdf5(paths, ["x", "number"]).shuffle(seed=1).batch(12)
     divided = strategy.experimental_distribute_dataset(data, reading_ahead(depth))
     for _ in range(2):
         kept = list(divided)
@@ -209,7 +209,7 @@ def test_large_rows_of_files_arrive_as_they_were_read(
         total = [x for part in comm.allgather(found) for x in part]
         assert sorted(total) == list(range(n))
     # None of it was packed
-    assert set(stream.sent) & {8 * length * i for i in range(1, 5)}
+    assert set(stream.sent) & {8 * length * i for i in range(1, 13)}
     assert max(s for s in stream.sent if s % (8 * length)) <= 4096
 
 
@@ -283,7 +283,7 @@ def test_after_a_failure_the_step_can_be_read_again(strategy, comm, stream, dept
 
 def test_too_little_memory_on_one_rank_is_an_error_on_all(strategy, comm, stream):
     divided = strategy.experimental_distribute_dataset(numbers(32).batch(4))
-    if comm.rank == comm.size - 1:
+    if comm.rank == 0:  # others may get no rows
         stream.host.limit = 0
     iterator = iter(divided)
     with pytest.raises(MemoryError):

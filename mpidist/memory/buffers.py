@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -26,7 +27,8 @@ class Buffers:
     New memory costs as much time as copying rows into it. An array that NumPy makes of
     another one, however, refers to the one that has the memory; so when the count of
     references to that one falls back, neither the user nor a library has a view of it.
-    (Python without a global lock cannot tell this: there every array is new.)
+    (Python without a global lock cannot tell this: there every array is new.) Copies,
+    and those in a forked process, begin without memory.
 
     Args:
       count: how many arrays may have memory that is used again.
@@ -34,11 +36,19 @@ class Buffers:
 
     def __init__(self, count: int = 8) -> None:
         self._count = count
+        self._can_count = getattr(sys, "_is_gil_enabled", lambda: True)()
+        self._start()
+
+    def _start(self) -> None:
+        """Begin without memory."""
+        self._owner = os.getpid()
         self._buffers: list[npt.NDArray[np.uint8]] = []
+        self._allocate: Allocate | None = None
         # The garbage collector may call `clear` in the middle of another method
         self._lock = threading.RLock()
-        self._allocate: Allocate | None = None
-        self._can_count = getattr(sys, "_is_gil_enabled", lambda: True)()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Buffers, (self._count,)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return an array with any contents."""
@@ -60,6 +70,8 @@ class Buffers:
         self._buffers = []
 
     def _take(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+        if self._owner != os.getpid():  # a device's memory is not for forks
+            self._start()
         with self._lock:
             buffers = self._buffers
             for i in range(len(buffers)):

@@ -29,6 +29,7 @@ __all__ = ["Hdf5Rows"]
 
 Rows = npt.NDArray[np.int64]
 
+_LARGE_BYTES = 4 << 20  # so much of several files is worth several threads
 _READ_ERRORS = (OSError, KeyError, RuntimeError, ValueError)
 
 
@@ -163,10 +164,14 @@ class Hdf5Rows:
         leaves = [
             self.buffers.empty((rows.size, *c.row_shape), c.native) for c in columns
         ]
-        for part in parts:
+
+        def fill(part: Part) -> None:
             for field, leaf in enumerate(leaves):
                 found = self._read(part, field, blocks, self._scratch)
                 leaf[part.places] = found
+
+        is_large = sum(leaf.nbytes for leaf in leaves) >= _LARGE_BYTES
+        list((self._blocks.parallel if is_large else map)(fill, parts))
         return nest.unflatten(self._spec, leaves)
 
     def retain(self) -> None:
