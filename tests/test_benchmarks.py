@@ -29,6 +29,7 @@ def has(module):
     [
         ["bench_import.py", "--tries=1"],
         ["bench_inflate.py", "--tiny"],
+        ["bench_upload.py", "--tiny"],
         ["faults.py", "--tries=1", "--ranks=2"],
     ],
     ids=lambda command: command[0],
