@@ -22,6 +22,7 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
+import comparisons
 import h5py
 import measuring
 import numpy as np
@@ -147,7 +148,7 @@ def rivals(size: int, on_gpu: bool) -> Iterator[tuple[str, Callable[[], None]]]:
 
 def compare(
     strategy: mpidist.Strategy, folder: Path, case: str, options: argparse.Namespace
-) -> Iterator[measuring.Comparison]:
+) -> Iterator[comparisons.Comparison]:
     """Yield ours by each of the others, in GB/s."""
     on_gpu = strategy.extended.device.startswith("GPU")
     data, size = dataset(folder, case, options.mb << 20)
@@ -172,7 +173,7 @@ def compare(
             theirs[name].append(min(size, 256 << 20) / took / 1e9)
     for name, rates in theirs.items():
         target = 0.8 if on_gpu else None
-        yield measuring.Comparison(case, name, "GB/s", ours, rates, target)
+        yield comparisons.Comparison(case, name, "GB/s", ours, rates, target)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -192,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         instantly = _Instantly()
         copy_streams.copy_stream = lambda device: instantly
     strategy = mpidist.MirroredStrategy(communicator=MPI.COMM_SELF)
-    print(measuring.TABLE_HEAD, flush=True)
+    print(comparisons.TABLE_HEAD, flush=True)
     results = []
     with tempfile.TemporaryDirectory(dir=options.folder) as made:
         folder = Path(made)
