@@ -51,8 +51,11 @@ class CopyStream(Protocol):
     def holds(self, leaf: Any) -> bool:
         """Return whether `leaf` is an array on a device already."""
 
-    def send(self, host: npt.NDArray[np.uint8], staged: Any) -> None:
-        """Copy `host`, of `pin`, to the beginning of `staged`, of `reserve`."""
+    def send(self, host: npt.NDArray[np.uint8], staged: Any, start: int) -> None:
+        """Copy `host`, of `pin`, to `staged`, of `reserve`, from byte `start` on.
+
+        The caller must hold `host` until that is done.
+        """
 
     def send_array(self, array: Any, staged: Any, part: Part) -> None:
         """Copy `array`, which the calling thread's current stream makes, to a part.
@@ -149,10 +152,10 @@ class _CudaCopyStream:
         """See `CopyStream.holds`."""
         return arrays.is_device_array(leaf)
 
-    def send(self, host: npt.NDArray[np.uint8], staged: Any) -> None:
+    def send(self, host: npt.NDArray[np.uint8], staged: Any, start: int) -> None:
         """See `CopyStream.send`."""
         with self._device:
-            staged[: host.size].set(host, self._stream)
+            staged[start : start + host.size].set(host, self._stream)
 
     def send_array(self, array: Any, staged: Any, part: Part) -> None:
         """See `CopyStream.send_array`. The array may lie on another GPU."""

@@ -33,6 +33,7 @@ def has(module):
     [
         ["bench_import.py", "--tries=1"],
         ["bench_inflate.py", "--tiny"],
+        ["bench_upload.py", "--tiny"],
         ["faults.py", "--tries=1", "--ranks=2"],
     ],
     ids=lambda command: command[0],

@@ -85,7 +85,12 @@ LAYERS = [
         "data.file_names",
         "data.parallel",
     ],
-    ["data.hdf5.codec", "data.hdf5.block_cache", "data.hdf5.memory"],
+    [
+        "data.hdf5.codec",
+        "data.hdf5.copying",
+        "data.hdf5.block_cache",
+        "data.hdf5.memory",
+    ],
     ["data.hdf5.unfinished", "data.hdf5.layout", "data.hdf5.chunks"],
     ["data.hdf5.virtual", "data.hdf5.shard"],
     ["data.hdf5.index"],

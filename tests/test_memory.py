@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+
 import numpy as np
 import pytest
 
+from mpidist import Dataset
 from mpidist.data.hdf5.memory import pick_rows
 from mpidist.memory.buffers import Buffers
 
@@ -23,7 +27,7 @@ def test_rows_are_those_of_the_arrays(shape, dtype):
         arrays.append(data.reshape(length, *shape))
     which = random.integers(0, 3, 50)
     rows = random.integers(0, 30, 50) % np.array([7, 1, 30])[which]
-    found = pick_rows(arrays, which, rows)
+    found = pick_rows(arrays, which, rows, Buffers())
     expected = [arrays[w][r] for w, r in zip(which, rows)]
     assert found.dtype == np.dtype(dtype)
     assert found.tobytes() == np.array(expected, dtype).tobytes()
@@ -33,7 +37,7 @@ def test_rows_are_those_of_the_arrays(shape, dtype):
 
 def test_rows_of_objects():
     arrays = [np.array(["a", "b"], object), np.array([None, 3], object)]
-    found = pick_rows(arrays, np.array([1, 0, 1]), np.array([1, 0, 0]))
+    found = pick_rows(arrays, np.array([1, 0, 1]), np.array([1, 0, 0]), Buffers())
     assert found.tolist() == [3, "a", None]
 
 
@@ -68,3 +72,67 @@ def test_buffers_of_objects_and_of_nothing_are_new():
     buffers = Buffers()
     assert buffers.empty((2,), np.dtype(object)).tolist() == [None, None]
     assert buffers.empty((0, 5), np.dtype("f8")).shape == (0, 5)
+
+
+def test_memory_comes_from_who_is_told_to_allocate():
+    buffers, given = Buffers(), []
+
+    def allocate(size):
+        given.append(np.empty(size, np.uint8))
+        return given[-1]
+
+    buffers.empty((4,), np.dtype("f8"))
+    buffers.allocate_by(allocate)
+    array = buffers.empty((4,), np.dtype("f8"))
+    assert array.base is given[0]
+    buffers.allocate_by(allocate)
+    other = buffers.empty((4,), np.dtype("f8"))
+    assert other.base is given[1]
+
+
+def test_an_error_in_allocating_is_the_readers():
+    buffers, sizes = Buffers(), []
+
+    def allocate(size):
+        sizes.append(size)
+        if len(sizes) == 1:
+            raise MemoryError("it is full")
+        return np.empty(size, np.uint8)
+
+    buffers.allocate_by(allocate)
+    with pytest.raises(MemoryError, match="it is full"):
+        buffers.empty((4,), np.dtype("f8"))
+    assert buffers.empty((4,), np.dtype("f8")).shape == (4,)
+
+
+def test_copies_and_forks_begin_without_memory(monkeypatch):
+    buffers = Buffers()
+    buffers.allocate_by(lambda size: pytest.fail("it is for one process"))
+    copy = pickle.loads(pickle.dumps(buffers))
+    assert copy.empty((4,), np.dtype("f8")).shape == (4,)
+    pid = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+    assert buffers.empty((4,), np.dtype("f8")).shape == (4,)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(60_000).reshape(300, 200),
+        np.arange(60_000).reshape(200, 300).T,
+        np.arange(120_000.0).reshape(600, 200)[::2],
+        np.arange(60_000).astype(">i4").reshape(300, 2, 100),
+        np.ndarray((300, 200), "i8", bytes(range(241)) * 2000, offset=3),
+        np.arange(60_000).astype("U5").reshape(300, 200),
+        np.arange(60_000).astype(object).reshape(300, 200),
+    ],
+)
+def test_large_batches_of_arrays_in_memory(array):
+    """They are kept, while the memory of others is used again."""
+    whole = Dataset.from_tensor_slices(array).shuffle(seed=1).batch(100)
+    expected = [b.tolist() for b in Dataset.range(300).shuffle(seed=1).batch(100)]
+    kept = list(whole)
+    for batch in whole.repeat(3):
+        assert batch.dtype == array.dtype
+    for batch, numbers in zip(kept, expected, strict=True):
+        np.testing.assert_array_equal(batch, array[numbers])

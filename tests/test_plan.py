@@ -107,9 +107,9 @@ class Observed(collections.Counter):
         return take
 
     def wrap_gather(self, real):
-        def gather(file, offsets, size_bytes, parallel=map):
+        def gather(file, offsets, size_bytes, *others):
             self["bytes"] += offsets.size * size_bytes
-            return real(file, offsets, size_bytes, parallel)
+            return real(file, offsets, size_bytes, *others)
 
         return gather
 

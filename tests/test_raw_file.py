@@ -15,7 +15,7 @@ from hdf5_files import require_same
 
 import mpidist
 from mpidist import DataError, Dataset
-from mpidist.data.hdf5 import raw_file
+from mpidist.data.hdf5 import copying, raw_file
 from mpidist.data.hdf5.index import head_of
 from mpidist.data.hdf5.raw_file import RawFile
 from mpidist.memory.buffers import Buffers
@@ -54,38 +54,67 @@ def test_rows_at_any_offset(way, path, size, count):
         offsets[:3] = [SIZE - size, 0, SIZE - size]
     with ThreadPoolExecutor(3) as pool:
         for parallel in [map, pool.map]:
-            found = open_file(path).gather(offsets, size, parallel)
+            found = open_file(path).gather(offsets, size, Buffers(), parallel)
             assert [bytes(f) for f in found] == [data[o : o + size] for o in offsets]
 
 
-@pytest.mark.parametrize("size", [1, 3, 4096])
-def test_rows_side_by_side(way, path, size):
+@pytest.mark.parametrize("size", [1, 3, 4096, 50_000, 100_000, 1_499_000])
+def test_rows_side_by_side(way, path, size, monkeypatch):
+    monkeypatch.setattr(copying, "_PIECE_BYTES", 60_000)  # as with larger files
     data = np.frombuffer(path.read_bytes(), np.uint8)[101:]
     table = data[: len(data) // size * size].reshape(-1, size)
     rows = np.random.default_rng(0).integers(0, len(table), 200)
-    for wanted in [rows, np.sort(rows), rows[:0], np.array([len(table) - 1])]:
-        found = open_file(path).take(101, size, wanted, Buffers())
-        assert found.tobytes() == table[wanted].tobytes()
+    last, some = len(table) - 1, np.arange(len(table))[:40]
+    with ThreadPoolExecutor(3) as pool:
+        for wanted in [
+            rows,
+            np.sort(rows),
+            rows[:0],
+            np.array([last]),
+            some,
+            some[::-1],
+        ]:
+            for parallel in [map, pool.map]:
+                found = open_file(path).take(101, size, wanted, Buffers(), parallel)
+                assert found.tobytes() == table[wanted].tobytes()
+
+
+def test_a_kernel_that_reads_little_at_a_time(path, monkeypatch):
+    monkeypatch.setattr(raw_file, "_LOCAL_FILE_SYSTEMS", frozenset())
+    data, preadv = np.frombuffer(path.read_bytes(), np.uint8), os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, to, at: preadv(fd, [to[0][: 1 + len(to[0]) // 2]], at)
+    )
+    for rows in [np.arange(30), np.arange(30)[::-1]]:
+        found = open_file(path).take(0, 100_000, rows, Buffers())
+        assert found.tobytes() == data.reshape(30, -1)[rows].tobytes()
 
 
 def test_far_rows_are_read_in_more_calls_than_near_ones(path, monkeypatch):
     monkeypatch.setattr(raw_file, "_LOCAL_FILE_SYSTEMS", frozenset())
-    calls = []
-    file, pread = open_file(path), os.pread
-    monkeypatch.setattr(
-        os, "pread", lambda fd, size, at: calls.append(size) or pread(fd, size, at)
-    )
-    file.gather(np.arange(0, 30_000, 100), 10)
+    calls, file = [], open_file(path)
+
+    def note(name, size_of, read):
+        monkeypatch.setattr(
+            os, name, lambda fd, to, at: calls.append(size_of(to)) or read(fd, to, at)
+        )
+
+    note("pread", int, os.pread)
+    note("preadv", lambda views: sum(map(len, views)), os.preadv)
+    file.gather(np.arange(0, 30_000, 100), 10, Buffers())
     assert calls == [29_910]
     calls.clear()
-    file.gather(np.array([2_000_000, 0, 1_000_000]), 10)
+    file.gather(np.array([300, 100, 200, 400]), 100, Buffers())
+    assert calls == [400]
+    calls.clear()
+    file.gather(np.array([2_000_000, 0, 1_000_000]), 10, Buffers())
     assert calls == [10, 10, 10]
 
 
 def test_what_lies_beyond_the_end_is_an_error(way, path):
     file = open_file(path)
     with pytest.raises(DataError, match=f"bytes: has {SIZE} bytes, but data"):
-        file.gather(np.array([0, SIZE - 3]), 4)
+        file.gather(np.array([0, SIZE - 3]), 4, Buffers())
     with pytest.raises(DataError, match="bytes, but data"):
         file.take(0, 1000, np.array([1, SIZE // 1000]), Buffers())
     with pytest.raises(DataError, match="bytes, but data"):
@@ -112,7 +141,7 @@ def test_a_change_is_noticed(way, path, monkeypatch):
         file = open_file(path)
         change()
         for read in [
-            lambda f=file: f.gather(np.array([0]), 4),
+            lambda f=file: f.gather(np.array([0]), 4, Buffers()),
             lambda f=file: f.read(0, 4, bytes),
         ]:
             with pytest.raises(DataError, match=f"bytes: {message}"):
@@ -124,20 +153,20 @@ def test_a_network_file_system_is_asked_now_and_then(path, monkeypatch):
     file, fstat, calls = open_file(path), os.fstat, []
     monkeypatch.setattr(os, "fstat", lambda fd: calls.append(fd) or fstat(fd))
     for _ in range(100):
-        file.gather(np.array([5]), 4)
+        file.gather(np.array([5]), 4, Buffers())
     assert calls == []
     os.truncate(path, 6)
     with pytest.raises(DataError, match=r"ends after 6 bytes.*truncated"):
-        file.gather(np.array([5]), 4)
+        file.gather(np.array([5]), 4, Buffers())
 
 
 def test_writers_need_not_wait_when_nobody_reads(path):
     file = open_file(path)
-    file.gather(np.array([5]), 4)
+    file.gather(np.array([5]), 4, Buffers())
     assert fcntl.fcntl(file._descriptor, fcntl.F_GETLEASE) == fcntl.F_UNLCK
     with open(path, "r+b"):
         assert file._take_map() is None  # but reading goes on
-        assert len(file.gather(np.array([5]), 4)) == 1
+        assert len(file.gather(np.array([5]), 4, Buffers())) == 1
 
 
 def test_a_writer_waits_until_nobody_copies(path):
@@ -156,7 +185,7 @@ def test_a_writer_waits_until_nobody_copies(path):
         file._give_map_back()
         assert writer.wait() == 0
     with pytest.raises(DataError, match="was changed"):
-        file.gather(np.array([0]), 4)
+        file.gather(np.array([0]), 4, Buffers())
 
 
 @pytest.mark.parametrize("chunks", [None, (7, 5), (7, 2)])

@@ -15,7 +15,8 @@ from thread_streams import DeviceArray, ThreadCopyStream
 
 from mpidist import copy_streams
 from mpidist.gpu import devices
-from mpidist.uploads import Uploads, take
+from mpidist.memory.buffers import Buffers
+from mpidist.uploads import Uploads, page_locked, take
 
 Pair = collections.namedtuple("Pair", "x y")
 
@@ -377,6 +378,115 @@ def test_arrays_that_are_on_the_device_already(device, uploads):
         np.testing.assert_array_equal(device.read(batch["there"]), rows(step, 200))
         expected = rows(step, 30 + 10 * step)
         np.testing.assert_array_equal(device.read(batch["here"]), expected)
+
+
+LARGE = 50_000  # numbers: more than it is worth to pack
+
+
+def read(buffers, step, n=LARGE):
+    """What a reader would have read into memory that is used again."""
+    array = buffers.empty((n,), np.dtype(np.int64))
+    array[:] = rows(step, n)
+    return array
+
+
+@pytest.fixture
+def buffers(device):
+    buffers = Buffers()
+    buffers.allocate_by(page_locked(device.stream))
+    return buffers
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_what_was_read_into_page_locked_memory_arrives(device, uploads, buffers, ahead):
+    results, under_way = [], collections.deque()
+    for step in range(20 + ahead):
+        if step < 20:
+            under_way.append(uploads.upload((read(buffers, step), np.array(step))))
+        if step >= ahead:
+            x, number = take(under_way.popleft())
+            results.append((device.add_one(x), number))
+            del x
+    for step, (result, number) in enumerate(results):
+        np.testing.assert_array_equal(device.read(result), rows(step, LARGE) + 1)
+        assert device.read(number) == step
+
+
+def test_parts_of_page_locked_memory_arrive(device, uploads, buffers):
+    whole, shape = read(buffers, 7, 4 * LARGE), (100, 4 * LARGE // 100)
+    table = whole.reshape(shape)
+    batch = {
+        "first": whole[:LARGE],
+        "last": whole[3 * LARGE :].reshape(50, -1).view("f8"),
+        "few": whole[:5],
+        "none": whole[:0],
+        "turned": table.T,
+        "some": table[:, ::2],
+        "swapped": whole.view(">i8"),
+        "other": np.arange(LARGE),
+        "made": device.make(rows(3, LARGE)),
+    }
+    expected = {
+        name: np.array(leaf) for name, leaf in batch.items() if name != "made"
+    } | {"made": rows(3, LARGE)}
+    upload = uploads.upload(batch)
+    del batch, whole, table
+    for step in range(5):  # what is free is written again
+        uploads.upload(read(buffers, step, 4 * LARGE))
+    found = take(upload)
+    for name, values in expected.items():
+        np.testing.assert_array_equal(device.read(found[name]), values, name)
+        assert found[name].dtype == values.dtype.newbyteorder("=")
+
+
+def test_page_locked_memory_is_sent_as_it_lies_and_used_again(threads):
+    stream, buffers = threads.stream, Buffers()
+    buffers.allocate_by(page_locked(stream))
+    uploads = Uploads(stream)
+    for step in range(30):
+        take(uploads.upload(read(buffers, step)))
+    assert stream.sent == [8 * LARGE] * 30
+    # One is under way, another is filled meanwhile
+    assert len(stream.host.blocks) == 2
+    for step in range(3):
+        take(uploads.upload((read(buffers, step), np.arange(9), np.arange(3))))
+        assert stream.sent[-2:] == [2 * 256, 8 * LARGE]
+    uploads.close()
+    buffers.clear()
+    assert stream.host.is_all_free
+    assert stream.device.is_all_free
+
+
+def test_page_locked_memory_is_not_written_before_it_was_sent(threads):
+    stream, buffers = threads.stream, Buffers()
+    buffers.allocate_by(page_locked(stream))
+    uploads = Uploads(stream)
+    under_way = [uploads.upload(read(buffers, step)) for step in range(12)]
+    buffers.clear()  # as at the end of an epoch
+    uploads.close()
+    for _ in range(12):
+        block = stream.pin(8 * LARGE)
+        block[:] = 0xEE
+    for step, upload in enumerate(under_way):
+        np.testing.assert_array_equal(threads.read(take(upload)), rows(step, LARGE))
+
+
+def test_small_memory_is_not_page_locked(threads):
+    buffers, uploads = Buffers(), Uploads(threads.stream)
+    buffers.allocate_by(page_locked(threads.stream))
+    batch = read(buffers, 1, 100)
+    assert not threads.stream.host.blocks
+    np.testing.assert_array_equal(threads.read(take(uploads.upload(batch))), batch)
+    uploads.close()
+
+
+def test_page_locked_memory_comes_in_few_sizes(threads):
+    allocate, sizes = page_locked(threads.stream), set()
+    for size in range(1 << 20, 1 << 21, 1000):
+        memory = allocate(size)
+        assert size <= memory.size <= size * 9 / 8
+        sizes.add(memory.size)
+    assert len(sizes) <= 9
 
 
 def test_too_little_memory_is_an_error_and_smaller_batches_go_on(threads):

@@ -85,8 +85,11 @@ class Stream:
                 self._changed.notify_all()
 
 
-class Memory(np.ndarray):
+class Memory:
     """Bytes of a pool, which get back there when nobody in Python holds them."""
+
+    def __init__(self, block):
+        self.__array_interface__ = block.__array_interface__
 
 
 class Pool:
@@ -118,18 +121,22 @@ class Pool:
         else:
             block = np.full(size, 0xDB, np.uint8)
             self.blocks.append(block)
-        memory = block.view(Memory)
+        memory = Memory(block)
         weakref.finalize(memory, self.free.append, block)
-        return memory
+        return np.asarray(memory)
+
+    def bytes_of(self, array):
+        """The bytes at an address: they do not keep the memory, as no pointer does."""
+        start = array.ctypes.data
+        for block in self.blocks:
+            first = start - block.ctypes.data
+            if first >= 0 and first + array.nbytes <= block.size:
+                return block[first : first + array.nbytes]
+        raise AssertionError("it is not in this pool")
 
 
 class DeviceArray(np.ndarray):
     """What is on the device; to be read after `ThreadCopyStream.here` only."""
-
-
-def bytes_of(memory):
-    """The bytes at an address: they do not keep the memory, as no pointer does."""
-    return memory.view(np.ndarray)
 
 
 class ThreadCopyStream:
@@ -138,6 +145,8 @@ class ThreadCopyStream:
     Args:
       late: whether copies are done when somebody waits for them, and no sooner.
       late_here: so for the stream that is current in all threads, `here`.
+
+    `sent` has the sizes of what was sent.
     """
 
     def __init__(self, late=False, late_here=False):
@@ -145,6 +154,7 @@ class ThreadCopyStream:
         self.here = Stream(late_here)
         self.host = Pool()
         self.device = Pool()
+        self.sent = []
 
     def pin(self, size):
         return self.host.allocate(size)
@@ -155,8 +165,10 @@ class ThreadCopyStream:
     def holds(self, leaf):
         return isinstance(leaf, DeviceArray)
 
-    def send(self, host, staged):
-        self.copies.do(np.copyto, bytes_of(staged)[: host.size], bytes_of(host))
+    def send(self, host, staged, start):
+        place = self.device.bytes_of(staged)[start : start + host.size]
+        self.sent.append(host.size)
+        self.copies.do(np.copyto, place, self.host.bytes_of(host))
 
     def send_array(self, array, staged, part):
         self.copies.wait(self.here.record())
@@ -182,7 +194,6 @@ class ThreadCopyStream:
         self.here.end()
         self.copies.end()
 
-    @staticmethod
-    def _array(staged, part):
-        part_bytes = bytes_of(staged)[part.start : part.start + part.nbytes]
+    def _array(self, staged, part):
+        part_bytes = self.device.bytes_of(staged)[part.start : part.start + part.nbytes]
         return part_bytes.view(part.dtype).reshape(part.shape)

@@ -1,4 +1,4 @@
-"""One use of a pipeline's files: open while it lasts, closed when nobody reads."""
+"""One use of a pipeline: its files and buffers are there while somebody reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mpidist.data.pipeline import Pipeline
-from mpidist.data.sources import BlockSource
+from mpidist.data.sources import BlockSource, BufferedSource
 
 __all__ = ["Reading"]
 
@@ -23,6 +23,11 @@ class Reading:
 
     def __init__(self, pipeline: Pipeline):
         self._sources = [s for s in pipeline.sources if isinstance(s, BlockSource)]
+        self._buffers = [
+            s.buffers
+            for s in pipeline.sources
+            if isinstance(s, BufferedSource) and not isinstance(s, BlockSource)
+        ]
         self._lock = threading.Lock()
         self._going_on = 0
         self._is_closed = False
@@ -67,3 +72,5 @@ class Reading:
                 self._left_open = list(sources)
         for source in sources:
             source.release(keep_files)
+        for buffers in self._buffers:
+            buffers.clear()

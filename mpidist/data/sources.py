@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,10 +12,12 @@ import numpy.typing as npt
 from mpidist import nest
 from mpidist.block_order import Blocks
 from mpidist.errors import ArgumentError, DataError
+from mpidist.memory.buffers import Buffers
 
 __all__ = [
     "ArrayRows",
     "BlockSource",
+    "BufferedSource",
     "FileSource",
     "IndexedSource",
     "Positions",
@@ -62,6 +65,15 @@ class BlockSource(RowSource, Protocol):
 
 
 @runtime_checkable
+class BufferedSource(RowSource, Protocol):
+    """Rows that are read into memory which is used again."""
+
+    @property
+    def buffers(self) -> Buffers:
+        """The memory."""
+
+
+@runtime_checkable
 class IndexedSource(RowSource, Protocol):
     """Rows in files of which must be known where they lie."""
 
@@ -102,6 +114,10 @@ class FileSource(RowSource, Protocol):
         """
 
 
+# Memory for so much is worth to be used again
+_LARGE_BYTES = 256 << 10
+
+
 class ArrayRows:
     """Rows of arrays in memory. `name` is the function that messages speak of."""
 
@@ -118,13 +134,24 @@ class ArrayRows:
         self._arrays = nest.map_leaves(np.asarray, arrays)
         self._name = name
         self._length = int(shapes[0][0])
+        self.buffers = Buffers()
 
     def __len__(self) -> int:
         return self._length
 
     def read(self, rows: Positions) -> Any:
         """See `RowSource.read`."""
-        return nest.map_leaves(lambda a: a[rows], self._arrays)
+        return nest.map_leaves(lambda a: self._take(a, rows), self._arrays)
+
+    def _take(self, array: Any, rows: Positions) -> Any:
+        shape, flags = (rows.size, *array.shape[1:]), array.flags
+        is_large = math.prod(shape) * array.itemsize >= _LARGE_BYTES
+        # Of an array of another layout NumPy would make a copy, each time
+        if not (is_large and flags.c_contiguous and flags.aligned):
+            return array[rows]
+        found = self.buffers.empty(shape, array.dtype)
+        # "clip" writes to `found` at once; all rows exist
+        return array.take(rows, axis=0, out=found, mode="clip")
 
     def describe(self) -> str:
         """See `RowSource.describe`."""

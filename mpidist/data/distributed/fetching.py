@@ -7,7 +7,8 @@ from typing import Any
 from mpidist import arrays, copy_streams, nest, uploads
 from mpidist.data.distributed import feed
 from mpidist.data.distributed.feed import Feed, Group, Plan, Portion
-from mpidist.data.pipeline import Pass
+from mpidist.data.pipeline import Pass, Pipeline
+from mpidist.data.sources import BufferedSource
 
 __all__ = ["can_fail", "hand_out", "place", "start"]
 
@@ -18,7 +19,13 @@ def start(plan: Plan, order: Pass) -> Feed:
     if not plan.options.experimental_fetch_to_device:
         return source
     stream = copy_streams.copy_stream(plan.extended.device)
-    return source if stream is None else _Fetched(source, uploads.Uploads(stream))
+    if stream is None:
+        return source
+    if isinstance(plan.pipeline, Pipeline):
+        for rows in plan.pipeline.sources:
+            if isinstance(rows, BufferedSource):
+                rows.buffers.allocate_by(uploads.page_locked(stream))
+    return _Fetched(source, uploads.Uploads(stream))
 
 
 def hand_out(portion: Portion | None) -> Portion | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import h5py
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.data.hdf5 import codec
+from mpidist.data.hdf5.copying import Map
 from mpidist.data.hdf5.index import Column
 from mpidist.data.hdf5.raw_file import RawFile
 from mpidist.memory.buffers import Buffers
@@ -19,7 +20,6 @@ from mpidist.memory.buffers import Buffers
 __all__ = ["block_rows", "read_bytes", "read_by_h5py", "read_chunks"]
 
 Rows = npt.NDArray[np.int64]
-Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 # A gap between two wanted rows is read too if it is smaller: one call costs more
 _GAP_BYTES = 32 << 10
@@ -41,7 +41,7 @@ def read_bytes(
     pieces = pieces.view(column.dtype).reshape(-1, *column.chunk[1:])
     if column.chunk[1:] == column.row_shape:
         return pieces if column.is_native else pieces.astype(column.native)
-    found = np.empty((rows.size, *column.row_shape), column.native)
+    found = buffers.empty((rows.size, *column.row_shape), column.native)
     for number, (place, inside) in enumerate(_places(column)):
         part = pieces[number * rows.size : (number + 1) * rows.size]
         found[place] = part[inside]
@@ -62,11 +62,11 @@ def _gather(
     starts = column.offsets[numbers]
     offsets = starts + np.tile(inside * size_bytes, across)
     if not column.fill:
-        return file.gather(offsets, size_bytes, parallel)
+        return file.gather(offsets, size_bytes, buffers, parallel)
     written = starts >= 0
     fill = column.fill * (size_bytes // len(column.fill))
-    pieces = np.full(starts.size, np.void(fill))
-    pieces[written] = file.gather(offsets[written], size_bytes, parallel)
+    pieces = np.full((starts.size, size_bytes), np.frombuffer(fill, np.uint8))
+    pieces[written] = file.gather(offsets[written], size_bytes, buffers, parallel)
     return pieces
 
 

@@ -11,28 +11,33 @@ used.
 from __future__ import annotations
 
 import fcntl
-import itertools
 import mmap
 import os
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from mpidist.data.hdf5.copying import (
+    Bytes,
+    Map,
+    Offsets,
+    copy_rows,
+    items_of,
+    spans_of,
+    take_rows,
+)
 from mpidist.data.hdf5.index import head_of
 from mpidist.errors import DataError
 from mpidist.memory.buffers import Buffers
 
 __all__ = ["RawFile"]
 
-Bytes = npt.NDArray[np.uint8]
-Offsets = npt.NDArray[np.int64]
 T = TypeVar("T")
 _BYTE = np.dtype(np.uint8)
 
@@ -42,13 +47,8 @@ _LOCAL_FILE_SYSTEMS = frozenset(
 )
 # On a network file system asking for a file's size costs messages to its servers
 _CHECK_SECONDS = 60.0
-# Wanted bytes this near to each other are read in one call, up to this many
-_GAP_BYTES = 32 << 10
-_CALL_BYTES = 8 << 20
-# To wake a thread takes as long as copying 0.5 MB
-_PIECE_BYTES = 2 << 20
-
-Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+# Shorter rows are cheaper to move once more than to name to the kernel one by one
+_LONG_BYTES = 32 << 10
 
 
 class RawFile:
@@ -81,21 +81,24 @@ class RawFile:
         self._map_users = 0
 
     def gather(
-        self, offsets: Offsets, size_bytes: int, parallel: Map = map
-    ) -> npt.NDArray[np.void]:
-        """Return the `size_bytes` bytes at each offset, as an array `(offsets,)`.
+        self, offsets: Offsets, size_bytes: int, buffers: Buffers, parallel: Map = map
+    ) -> Bytes:
+        """Return the `size_bytes` bytes at each offset, `(offsets, size_bytes)`.
 
         Args:
           offsets: in any order; all bytes must lie in the file.
           size_bytes: of each.
+          buffers: one of which the result is in.
           parallel: `map`, or what maps in threads.
         """
         if offsets.size:
             self._require_inside(int(offsets.max()), size_bytes)
+        found: Bytes = buffers.empty((offsets.size, size_bytes), _BYTE)
         if (mapped := self._take_map()) is None:
-            return self._read_rows(offsets, size_bytes, parallel)
+            self._read_rows(offsets, found, parallel)
+            return found
         try:
-            found: npt.NDArray[np.void] = _items(mapped, size_bytes)[offsets]
+            copy_rows(mapped, offsets, found, parallel)
             return found
         finally:
             self._give_map_back()
@@ -107,25 +110,19 @@ class RawFile:
         rows: Offsets,
         buffers: Buffers,
         parallel: Map = map,
-    ) -> npt.NDArray[Any]:
+    ) -> Bytes:
         """Return the bytes of rows of `size_bytes` that lie side by side from `offset`.
 
-        Like `gather`, but faster, and into one of `buffers`.
+        Like `gather`, but faster.
         """
         last = int(rows.max()) if rows.size else 0
         self._require_inside(offset + last * size_bytes, size_bytes)
+        found: Bytes = buffers.empty((rows.size, size_bytes), _BYTE)
         if (mapped := self._take_map()) is None:
-            return self._read_rows(offset + rows * size_bytes, size_bytes, parallel)
+            self._read_rows(offset + rows * size_bytes, found, parallel)
+            return found
         try:
-            table = mapped[offset : offset + (last + 1) * size_bytes]
-            table = table.reshape(-1, size_bytes)
-            found: npt.NDArray[Any] = buffers.empty((rows.size, size_bytes), _BYTE)
-
-            def copy(piece: slice) -> None:
-                # "clip" writes to `found` at once; no row is beyond the last
-                table.take(rows[piece], axis=0, out=found[piece], mode="clip")
-
-            list(parallel(copy, _pieces(rows.size, size_bytes)))
+            take_rows(mapped, offset, rows, found, parallel)
             return found
         finally:
             self._give_map_back()
@@ -217,24 +214,36 @@ class RawFile:
             mmap.mmap(self._descriptor, length, prot=mmap.PROT_READ), np.uint8
         )
 
-    def _read_rows(
-        self, offsets: Offsets, size_bytes: int, parallel: Map
-    ) -> npt.NDArray[np.void]:
-        """Return what `gather` does, in few calls, in the order of the file."""
+    def _read_rows(self, offsets: Offsets, found: Bytes, parallel: Map) -> None:
+        """Do what `copy_rows` does, in few calls, in the order of the file."""
         self._check_now_and_then()
         order = np.argsort(offsets, kind="stable")
-        ordered = offsets[order]
-        found = np.empty(offsets.size, _item_type(size_bytes))
+        ordered, size_bytes = offsets[order], found.shape[1]
+        whole = found.view(np.dtype((np.void, size_bytes))).reshape(-1)
 
         def read(span: tuple[int, int]) -> None:
-            first, last = span
-            start = int(ordered[first])
-            data = self._pread(start, int(ordered[last - 1]) + size_bytes - start)
-            items = _items(np.frombuffer(data, np.uint8), size_bytes)
-            found[order[first:last]] = items[ordered[first:last] - start]
+            starts, places = ordered[slice(*span)], order[slice(*span)]
+            start = int(starts[0])
+            if (views := _side_by_side(found, starts, places)) is not None:
+                self._read_into(views, start)
+                return
+            data = self._pread(start, int(starts[-1]) + size_bytes - start)
+            items = items_of(np.frombuffer(data, np.uint8), size_bytes)
+            whole[places] = items[starts - start]
 
-        list(parallel(read, _spans(ordered, size_bytes)))
-        return found
+        list(parallel(read, spans_of(ordered, size_bytes)))
+
+    def _read_into(self, views: list[memoryview], offset: int) -> None:
+        """Fill memory with the bytes from `offset` on."""
+        while views:
+            count = os.preadv(self._descriptor, views, offset)
+            if not count:
+                raise self._truncated(offset)
+            offset += count
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:  # a signal, or more than the kernel reads at once
+                views[0] = views[0][count:]
 
     def _pread(self, offset: int, size_bytes: int) -> bytes | bytearray:
         data = os.pread(self._descriptor, size_bytes, offset)
@@ -246,11 +255,14 @@ class RawFile:
             data = os.pread(self._descriptor, missing, offset + len(parts))
             parts += data
         if len(parts) < size_bytes:
-            raise DataError(
-                f"{self._path}: ends after {offset + len(parts)} bytes, and had "
-                f"{self._size_bytes} when its index was read: it was truncated"
-            )
+            raise self._truncated(offset + len(parts))
         return parts
+
+    def _truncated(self, end: int) -> DataError:
+        return DataError(
+            f"{self._path}: ends after {end} bytes, and had {self._size_bytes} when "
+            "its index was read: it was truncated"
+        )
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
@@ -258,40 +270,25 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_size, status.st_mtime_ns, min(status.st_nlink, 1)
 
 
-def _item_type(size_bytes: int) -> np.dtype[np.void]:
-    return np.dtype((np.void, size_bytes))
+def _side_by_side(
+    found: Bytes, starts: Offsets, places: Offsets
+) -> list[memoryview] | None:
+    """Return where bytes that follow each other in a file go; None if they do not.
 
-
-def _items(data: npt.NDArray[np.uint8], size_bytes: int) -> npt.NDArray[np.void]:
-    """Return what starts at each byte of `data`, an array that overlaps itself."""
-    count = max(0, data.size - size_bytes + 1)
-    items: npt.NDArray[np.void] = np.ndarray(
-        (count,), _item_type(size_bytes), data, strides=(1,)
-    )
-    return items
-
-
-def _pieces(rows: int, size_bytes: int) -> list[slice]:
-    """Cut rows of `size_bytes` into pieces that are worth a thread of their own."""
-    count = max(1, round(rows * size_bytes / _PIECE_BYTES))
-    edges = [rows * i // count for i in range(count + 1)]
-    return [slice(*edge) for edge in itertools.pairwise(edges)]
-
-
-def _spans(ordered: Offsets, size_bytes: int) -> list[tuple[int, int]]:
-    """Cut increasing offsets where two are far apart, or a call would be too long."""
-    if not ordered.size:
-        return []
-    is_far = np.diff(ordered) - size_bytes > _GAP_BYTES
-    cuts = [0, *(np.flatnonzero(is_far) + 1).tolist(), ordered.size]
-    spans = []
-    for first, last in itertools.pairwise(cuts):
-        while first < last:
-            reach = int(ordered[first]) + max(_CALL_BYTES, size_bytes) - size_bytes
-            stop = min(last, int(np.searchsorted(ordered, reach, "right")))
-            spans.append((first, stop))
-            first = stop
-    return spans
+    Args:
+      found: `(rows, bytes)`, that they go to.
+      starts: of rows, in the order of the file.
+      places: of the same rows in `found`.
+    """
+    if starts.size == 1:
+        return [found[places[0]].data]
+    if (np.diff(starts) != found.shape[1]).any():
+        return None
+    if (np.diff(places) == 1).all():
+        return [found[places[0] : places[-1] + 1].reshape(-1).data]
+    if found.shape[1] < _LONG_BYTES:
+        return None
+    return [found[place].data for place in places.tolist()]
 
 
 def _file_system(device: int) -> str:

@@ -29,6 +29,7 @@ __all__ = ["Hdf5Rows"]
 
 Rows = npt.NDArray[np.int64]
 
+_LARGE_BYTES = 4 << 20  # so much of several files is worth several threads
 _READ_ERRORS = (OSError, KeyError, RuntimeError, ValueError)
 
 
@@ -66,7 +67,8 @@ class Hdf5Rows:
         self._lock = threading.RLock()
         self._users = 0
         self._open_files = OpenFiles()
-        self._buffers = Buffers()
+        self.buffers = Buffers()
+        self._scratch = Buffers()
         threads = self._threads or len(os.sched_getaffinity(0))
         self._blocks = BlockCache(threads, hdf5_parts.KEPT_BYTES)
 
@@ -156,14 +158,20 @@ class Hdf5Rows:
         blocks = self._blocks.get(needed, self._load_block) if needed else {}
         columns = layout.files[0].columns
         if len(parts) == 1:
-            leaves = [self._read(parts[0], i, blocks) for i in range(len(columns))]
+            fields = range(len(columns))
+            leaves = [self._read(parts[0], i, blocks, self.buffers) for i in fields]
             return nest.unflatten(self._spec, leaves)
         leaves = [
-            self._buffers.empty((rows.size, *c.row_shape), c.native) for c in columns
+            self.buffers.empty((rows.size, *c.row_shape), c.native) for c in columns
         ]
-        for part in parts:
+
+        def fill(part: Part) -> None:
             for field, leaf in enumerate(leaves):
-                leaf[part.places] = self._read(part, field, blocks)
+                found = self._read(part, field, blocks, self._scratch)
+                leaf[part.places] = found
+
+        is_large = sum(leaf.nbytes for leaf in leaves) >= _LARGE_BYTES
+        list((self._blocks.parallel if is_large else map)(fill, parts))
         return nest.unflatten(self._spec, leaves)
 
     def retain(self) -> None:
@@ -183,7 +191,8 @@ class Hdf5Rows:
     def close(self) -> None:
         """Close the files and end the threads; reading opens them again."""
         self._open_files.close()
-        self._buffers.clear()
+        self.buffers.clear()
+        self._scratch.clear()
         self._blocks.clear()
 
     def layout(self) -> Layout:
@@ -200,17 +209,19 @@ class Hdf5Rows:
     def _column(self, file: int, field: int) -> Column:
         return self.layout().files[file].columns[field]
 
-    def _read(self, part: Part, field: int, blocks: Mapping[Any, Any]) -> Any:
-        """Return the wanted rows of one dataset of one file."""
+    def _read(
+        self, part: Part, field: int, blocks: Mapping[Any, Any], buffers: Buffers
+    ) -> Any:
+        """Return the wanted rows of one dataset of one file, perhaps in a buffer."""
         column = self._column(part.file, field)
         if column.is_in_blocks:
-            return self._pick(part, field, blocks)
+            return self._pick(part, field, blocks, buffers)
 
         def read() -> Any:
             if column.way is Way.BYTES:
                 file = self._raw_file(part.file)
                 return hdf5_columns.read_bytes(
-                    column, file, part.rows, self._buffers, self._blocks.parallel
+                    column, file, part.rows, buffers, self._blocks.parallel
                 )
             return self._by_h5py(
                 part.file,
@@ -220,7 +231,9 @@ class Hdf5Rows:
 
         return self._explain(part.file, field, part.rows, read)
 
-    def _pick(self, part: Part, field: int, blocks: Mapping[Any, Any]) -> Any:
+    def _pick(
+        self, part: Part, field: int, blocks: Mapping[Any, Any], buffers: Buffers
+    ) -> Any:
         """Return the wanted rows out of decoded chunks."""
         column = self._column(part.file, field)
         if not part.rows.size:
@@ -228,7 +241,8 @@ class Hdf5Rows:
         numbers, inside = np.divmod(part.rows, column.chunk[0])
         distinct = np.unique(numbers)
         wanted = [blocks[part.file, field, number] for number in distinct.tolist()]
-        return pick_rows(wanted, np.searchsorted(distinct, numbers), inside)
+        which = np.searchsorted(distinct, numbers)
+        return pick_rows(wanted, which, inside, buffers)
 
     def _load_block(self, key: tuple[int, ...]) -> Any:
         """Return all rows of a row of chunks."""
@@ -276,7 +290,8 @@ class Hdf5Rows:
         return found.astype(column.native, copy=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_open_files", "_buffers", "_blocks", "_lock", "_owner", "_users"}
+        own = {"_open_files", "buffers", "_scratch", "_blocks", "_lock"}
+        own |= {"_owner", "_users"}
         return {k: v for k, v in self.__dict__.items() if k not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
