@@ -269,10 +269,10 @@ class CheckpointManager:
 
     def _update(self) -> None:
         """Learn what is in the folder now. Collective."""
-        self._last_saved = None
         self._found = self._agreement.root_only(
             f"{_CALL}.save", lambda: folders.find(self._directory, self._name)
         )
+        self._last_saved = None
 
     def _last_preserved(self) -> float:
         """Return when the last one was saved that was kept for its hours."""

@@ -139,15 +139,16 @@ class Saver:
         pending = self._pending
         if pending is None:  # on all ranks
             return
+        agreement = self._extended.agreement
+        pending.shard_is_done.wait()
+        # If some ranks do something else, all are as before
+        agreement.require_same(Call(_WAIT), is_patient=True)
         self._pending = None
         Saver.busy.remove(self)
         self._extended.closing.remove(self.wait)
-        pending.shard_is_done.wait()
-        agreement = self._extended.agreement
         is_complete = False
         try:
-            call = Call(_WAIT)
-            agreement.require_same(call, pending.shard_error, is_patient=True)
+            agreement.raise_together(_WAIT, pending.shard_error)
             agreement.root_only(_WAIT, pending.finish)
             is_complete = True
         finally:
