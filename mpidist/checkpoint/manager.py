@@ -13,7 +13,7 @@ from typing import Any
 
 from mpidist.checkpoint import folder as folders
 from mpidist.checkpoint.checkpoint import Checkpoint
-from mpidist.checkpoint.files import DamagedError, unwritable
+from mpidist.checkpoint.files import DamagedError, make_folder, unwritable
 from mpidist.checkpoint.folder import Saved
 from mpidist.checkpoint.saving import Saving
 from mpidist.errors import ArgumentError, ArgumentTypeError
@@ -263,7 +263,7 @@ class CheckpointManager:
     def _look_around(self) -> list[Saved]:
         """Return the checkpoints of the folder, once rests were removed. On rank 0."""
         with unwritable(self._directory):
-            self._directory.mkdir(parents=True, exist_ok=True)
+            make_folder(self._directory)
         folders.remove_rests(self._directory, self._name, Saving.in_use)
         return folders.find_sound(self._directory, self._name)
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from mpidist.agreement.calls import Call
 from mpidist.checkpoint.assembling import Copies, assemble
 from mpidist.checkpoint.collecting import collect
-from mpidist.checkpoint.files import unwritable
+from mpidist.checkpoint.files import make_folder, removal, unwritable
 from mpidist.checkpoint.folder import shard_name
 from mpidist.checkpoint.saving import Saving
 from mpidist.strategy import Strategy
@@ -46,7 +46,7 @@ class _Pending:
             self.shard_is_done.set()
         if self._is_first and self.shard_error is None:
             try:
-                self.saving.write_index(waits=True)
+                self.saving.write_index()
             except Exception as error:
                 self.index_error = error
 
@@ -149,6 +149,7 @@ class Saver:
         is_complete = False
         try:
             agreement.raise_together(_WAIT, pending.shard_error)
+            pending.saving.expect_shards()
             agreement.root_only(_WAIT, pending.finish)
             is_complete = True
         finally:
@@ -168,7 +169,8 @@ class Saver:
             self._extended.together(
                 Call(operation), saving.write_shard, is_patient=True
             )
-            agreement.root_only(operation, lambda: saving.write_index(waits=False))
+            saving.expect_shards()
+            agreement.root_only(operation, saving.write_index)
             is_complete = True
         finally:
             saving.end(is_complete)
@@ -182,6 +184,7 @@ def finish_all() -> None:
 
 def _begin(index: Path) -> str:
     """Return a token for this saving, once there is a folder for it."""
+    removal.wait()  # space of former checkpoints may be needed
     with unwritable(index):
-        index.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(index.parent)
     return secrets.token_hex(4)
