@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -87,9 +88,11 @@ class Saving:
             [shard.name for shard in shards],
         )
         self.index_tree = None
-        remove_other_shards(self.index, self.token)
-        if self.after is not None:
-            self.after()
+        # It is saved, whatever becomes of old ones
+        with contextlib.suppress(CheckpointError):
+            remove_other_shards(self.index, self.token)
+            if self.after is not None:
+                self.after()
 
     def expect_shards(self) -> None:
         """Say that all ranks have written theirs, so that they must be there."""
