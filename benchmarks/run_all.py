@@ -52,6 +52,8 @@ def commands(
     ]
     count = ["--count=100000"] if is_tiny else []
     yield [*ranks(2), str(HERE / "bench_large.py"), *count, output(f"large-{name}")]
+    checkpoints = str(HERE / "bench_checkpoint.py")
+    yield [*ranks(2), checkpoints, *tiny, output(f"checkpoint-{name}")]
     for number in (1, 2):
         stem = f"input-{name}-{number}rank{'s' if number > 1 else ''}"
         yield [*ranks(number), str(HERE / "bench_input.py"), *tiny, output(stem)]

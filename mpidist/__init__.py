@@ -139,6 +139,16 @@ Output
     Hdf5Writer                  not in TensorFlow: each rank appends rows to a file of
                                 its own; an index makes them one HDF5 dataset
 
+Saving and going on
+
+    tf.train.Checkpoint         Checkpoint: one HDF5 file, or one and shards; also nests
+                                of arrays, numbers and text, random generators, dataset
+                                iterators, objects with get_state and set_state; what is
+                                missing is an error, unless is_partial=True; nothing is
+                                restored later than at `restore`
+    tf.train.CheckpointManager  CheckpointManager: keep_every and is_background are new
+    tf.train.latest_checkpoint  latest_checkpoint: reads the folder
+
 Commands
 
     python -m mpidist plan      what each rank of a job will read; needs no MPI

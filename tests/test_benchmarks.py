@@ -106,6 +106,20 @@ def test_the_benchmark_of_large_arrays_checks_them(comm, mpirun, tmp_path):
         assert all(row["right"] for row in rows)
 
 
+def test_the_benchmark_of_checkpoints_compares_all_cases(comm, mpirun, tmp_path):
+    output = tmp_path / "checkpoint.json"
+    script = str(BENCHMARKS / "bench_checkpoint.py")
+    ranks = min(2, comm.size)
+    folder = f"--folder={tmp_path}"
+    ended = mpirun(ranks, script, "--tiny", folder, f"--output={output}")
+    assert ended.returncode == 0, ended.stderr
+    if comm.rank == 0:
+        found = json.loads(output.read_text())["comparisons"]
+        assert len(found) == 3
+        assert all(math.isfinite(c["ratio"]) for c in found)
+        assert [path.name for path in tmp_path.iterdir()] == [output.name]
+
+
 def test_all_benchmarks_run_by_one_command(comm, tmp_path):
     """Under the mpirun that belongs to this Python."""
     if comm.size != 2:
@@ -124,6 +138,7 @@ def test_all_benchmarks_run_by_one_command(comm, tmp_path):
         "model-x.json",
         "scaling-x.json",
         "large-x.json",
+        "checkpoint-x.json",
         "input-x-1rank.json",
         "input-x-2ranks.json",
     }

@@ -12,6 +12,7 @@ import mpidist
 from mpidist import CheckpointError
 from mpidist import VariableAggregation as Aggregation
 from mpidist import VariableSynchronization as Synchronization
+from mpidist.checkpoint import saving
 from mpidist.checkpoint.division import cut, shard_count
 from mpidist.checkpoint.layout import boxes
 
@@ -82,15 +83,15 @@ class State:
 
 
 def test_any_number_of_ranks_restores_what_another_saved(comm, mpi_tmp_path):
-    for saving in counts(comm):
-        path = mpi_tmp_path / f"by{saving}"
-        with strategy_of(comm, saving) as strategy:
+    for savers in counts(comm):
+        path = mpi_tmp_path / f"by{savers}"
+        with strategy_of(comm, savers) as strategy:
             if strategy is not None:
                 state = State(strategy, 1)
                 next(state.iterator)
                 state.checkpoint.write(path)
-        shards = len(list(mpi_tmp_path.glob(f"by{saving}-*.h5")))
-        assert shards == (saving if saving > 1 else 0)
+        shards = len(list(mpi_tmp_path.glob(f"by{savers}-*.h5")))
+        assert shards == (savers if savers > 1 else 0)
         with h5py.File(path.with_suffix(".h5")) as file:
             expected = np.random.default_rng(1).normal(size=LARGE)
             np.testing.assert_array_equal(file["variables/w"], expected)
@@ -135,9 +136,9 @@ def test_generators_at_another_number_of_ranks(comm, mpi_tmp_path, kind):
     """Ranks that were there go on; each new rank gets numbers of its own."""
     make = {"Generator": np.random.default_rng, "RandomState": np.random.RandomState}
     draws = {}
-    for saving in counts(comm):
-        path = mpi_tmp_path / f"{kind}{saving}"
-        with strategy_of(comm, saving) as strategy:
+    for savers in counts(comm):
+        path = mpi_tmp_path / f"{kind}{savers}"
+        with strategy_of(comm, savers) as strategy:
             if strategy is not None:
                 rng = make[kind](100 + comm.rank)
                 mpidist.Checkpoint(strategy=strategy, rng=rng).write(path)
@@ -148,15 +149,15 @@ def test_generators_at_another_number_of_ranks(comm, mpi_tmp_path, kind):
                     rng = make[kind](5)
                     mpidist.Checkpoint(strategy=strategy, rng=rng).restore(path)
                     drawn = rng.normal()
-                draws[saving, restoring] = comm.allgather(drawn)[:restoring]
-    for (saving, restoring), drawn in draws.items():
-        if saving == 1:  # the one state is that of all
+                draws[savers, restoring] = comm.allgather(drawn)[:restoring]
+    for (savers, restoring), drawn in draws.items():
+        if savers == 1:  # the one state is that of all
             assert drawn == [make[kind](100).normal()] * restoring
             continue
-        kept = min(saving, restoring)
+        kept = min(savers, restoring)
         assert drawn[:kept] == [make[kind](100 + r).normal() for r in range(kept)]
         assert len(set(drawn)) == restoring
-        longest = draws[saving, comm.size]
+        longest = draws[savers, comm.size]
         assert drawn == longest[:restoring]  # the same for the same states
 
 
@@ -183,6 +184,34 @@ def test_a_lost_or_foreign_shard_is_an_error(comm, strategy, mpi_tmp_path):
     with pytest.raises(CheckpointError, match="no such file"):
         checkpoint.restore(other)
     np.testing.assert_array_equal(w, large())
+
+
+def test_a_folder_that_is_not_shared_is_an_error(
+    comm, strategy, mpi_tmp_path, monkeypatch
+):
+    """Rank 0 looks for the shards of others until it must see them."""
+    if comm.size == 1:
+        pytest.skip("one rank writes no shards")
+    monkeypatch.setattr(saving, "VISIBLE_SECONDS", 0.1)
+    publish = saving.NewFile.publish
+    if comm.rank == 1:  # as if it were on the disk of another node
+        monkeypatch.setattr(saving.NewFile, "publish", saving.NewFile.discard)
+    for is_background in (False, True):
+        checkpoint = mpidist.Checkpoint(strategy=strategy, shard_bytes=SHARD, w=large())
+        manager = mpidist.CheckpointManager(
+            checkpoint, mpi_tmp_path, 1, is_background=is_background
+        )
+        with pytest.raises(CheckpointError, match=r"does not see .*-00001-of"):
+            manager.save()
+            manager.wait()
+        comm.Barrier()
+        assert not list(mpi_tmp_path.iterdir())
+        comm.Barrier()
+    monkeypatch.setattr(saving.NewFile, "publish", publish)
+    manager.save()
+    manager.wait()
+    assert manager.latest_checkpoint is not None
+    comm.Barrier()
 
 
 def test_shards_of_a_former_saving_are_removed(comm, strategy, mpi_tmp_path):

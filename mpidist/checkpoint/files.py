@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ __all__ = [
     "checked_read",
     "damage",
     "is_left_behind",
+    "make_folder",
+    "removal",
     "remove",
     "unwritable",
 ]
@@ -28,7 +31,7 @@ __all__ = [
 _numbers = itertools.count()
 _TEMPORARY = re.compile(r"(.+?\.h5)\.(.+)\.(\d+)\.(\d+)\.tmp")
 # So much is checked and written at once: it stays in the cache between the two
-_STEP_BYTES = 1 << 20
+_STEP_BYTES = 4 << 20
 
 
 class DamagedError(CheckpointError):
@@ -87,10 +90,50 @@ class NewFile:
             remove(self._temporary)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, that are missing."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
 def remove(path: Path) -> None:
     """Remove a file, as far as that is possible."""
     with contextlib.suppress(OSError):
         path.unlink()
+
+
+class Removal:
+    """Removes files, whose names go at once; their blocks are freed in a thread.
+
+    To free them can take as long as to write them.
+    """
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, as far as that is possible."""
+        try:
+            # The blocks stay while the file is open
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            remove(path)
+            return
+        remove(path)
+        thread = threading.Thread(target=os.close, args=(descriptor,), daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def wait(self) -> None:
+        """Wait until the space of the files is free."""
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+
+removal = Removal()
 
 
 def is_left_behind(name: str, of: re.Pattern[str]) -> bool:

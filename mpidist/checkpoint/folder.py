@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from mpidist.checkpoint.files import is_left_behind, remove
+from mpidist.checkpoint.files import is_left_behind, removal, remove
 from mpidist.checkpoint.reading import read_header, read_tree
 from mpidist.errors import CheckpointError
 
@@ -105,7 +105,7 @@ def next_serial(index: Path) -> int:
 
 def remove_checkpoint(index: Path) -> None:
     """Remove a checkpoint: its index first, so that there is never half of one."""
-    remove(index)
+    removal.remove(index)
     remove_other_shards(index, "")
 
 
@@ -115,7 +115,7 @@ def remove_other_shards(index: Path, token: str) -> None:
     for file in _names(index.parent):
         match = pattern.fullmatch(file)
         if match and match["token"] != token:
-            remove(index.parent / file)
+            removal.remove(index.parent / file)
 
 
 def remove_rests(folder: Path, name: str, in_use: Iterable[str] = ()) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpidist.checkpoint import folder as folders
 from mpidist.checkpoint.checkpoint import Checkpoint
-from mpidist.checkpoint.files import DamagedError, unwritable
+from mpidist.checkpoint.files import DamagedError, make_folder, unwritable
 from mpidist.checkpoint.folder import Saved
 from mpidist.checkpoint.saving import Saving
 from mpidist.errors import ArgumentError, ArgumentTypeError
@@ -266,16 +266,16 @@ class CheckpointManager:
     def _look_around(self) -> list[Saved]:
         """Return the checkpoints of the folder, once rests were removed. On rank 0."""
         with unwritable(self._directory):
-            self._directory.mkdir(parents=True, exist_ok=True)
+            make_folder(self._directory)
         folders.remove_rests(self._directory, self._name, Saving.in_use)
         return folders.find_sound(self._directory, self._name)
 
     def _update(self) -> None:
         """Learn what is in the folder now. Collective."""
-        self._last_saved = None
         self._found = self._agreement.root_only(
             f"{_CALL}.save", lambda: folders.find(self._directory, self._name)
         )
+        self._last_saved = None
 
     def _last_preserved(self) -> float:
         """Return when the last one was saved that was kept for its hours."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from mpidist.agreement.calls import Call
 from mpidist.checkpoint.assembling import Copies, assemble
 from mpidist.checkpoint.collecting import collect
-from mpidist.checkpoint.files import unwritable
+from mpidist.checkpoint.files import make_folder, removal, unwritable
 from mpidist.checkpoint.folder import shard_name
 from mpidist.checkpoint.saving import Saving
 from mpidist.strategy import Strategy
@@ -46,7 +46,7 @@ class _Pending:
             self.shard_is_done.set()
         if self._is_first and self.shard_error is None:
             try:
-                self.saving.write_index(waits=True)
+                self.saving.write_index()
             except Exception as error:
                 self.index_error = error
 
@@ -139,15 +139,17 @@ class Saver:
         pending = self._pending
         if pending is None:  # on all ranks
             return
+        agreement = self._extended.agreement
+        pending.shard_is_done.wait()
+        # If some ranks do something else, all are as before
+        agreement.require_same(Call(_WAIT), is_patient=True)
         self._pending = None
         Saver.busy.remove(self)
         self._extended.closing.remove(self.wait)
-        pending.shard_is_done.wait()
-        agreement = self._extended.agreement
         is_complete = False
         try:
-            call = Call(_WAIT)
-            agreement.require_same(call, pending.shard_error, is_patient=True)
+            agreement.raise_together(_WAIT, pending.shard_error)
+            pending.saving.expect_shards()
             agreement.root_only(_WAIT, pending.finish)
             is_complete = True
         finally:
@@ -167,7 +169,8 @@ class Saver:
             self._extended.together(
                 Call(operation), saving.write_shard, is_patient=True
             )
-            agreement.root_only(operation, lambda: saving.write_index(waits=False))
+            saving.expect_shards()
+            agreement.root_only(operation, saving.write_index)
             is_complete = True
         finally:
             saving.end(is_complete)
@@ -181,6 +184,7 @@ def finish_all() -> None:
 
 def _begin(index: Path) -> str:
     """Return a token for this saving, once there is a folder for it."""
+    removal.wait()  # space of former checkpoints may be needed
     with unwritable(index):
-        index.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(index.parent)
     return secrets.token_hex(4)

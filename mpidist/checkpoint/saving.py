@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,6 +53,7 @@ class Saving:
 
     def __post_init__(self) -> None:
         self._given_up = threading.Event()
+        self._shards_are_written = threading.Event()
         Saving.in_use.add(self.token)
 
     def write_shard(self) -> None:
@@ -66,18 +67,17 @@ class Saving:
             _write(path, self.shard_tree, {}, functools.partial(Header, 0))
         self.shard_tree = None
 
-    def write_index(self, waits: bool) -> None:
+    def write_index(self) -> None:
         """On rank 0, write the index, which makes the checkpoint complete.
 
-        Args:
-          waits: for shards of other ranks that are not there yet.
+        It waits for the shards of other ranks.
 
         Raises:
           CheckpointError: it cannot be written, or a shard does not appear.
         """
         if self.index_tree is None:
             return
-        shards = tuple(self._look_at(name, waits) for name in self.shard_names)
+        shards = tuple(self._look_at(name) for name in self.shard_names)
         with unwritable(self.index):
             serial = next_serial(self.index)
         _write(
@@ -88,9 +88,15 @@ class Saving:
             [shard.name for shard in shards],
         )
         self.index_tree = None
-        remove_other_shards(self.index, self.token)
-        if self.after is not None:
-            self.after()
+        # It is saved, whatever becomes of old ones
+        with contextlib.suppress(CheckpointError):
+            remove_other_shards(self.index, self.token)
+            if self.after is not None:
+                self.after()
+
+    def expect_shards(self) -> None:
+        """Say that all ranks have written theirs, so that they must be there."""
+        self._shards_are_written.set()
 
     def give_up(self) -> None:
         """Let `write_index` stop waiting: another rank has failed."""
@@ -103,20 +109,20 @@ class Saving:
         if self.shard_name is not None and not is_complete:
             remove(self.index.with_name(self.shard_name))
 
-    def _look_at(self, name: str, waits: bool) -> Shard:
+    def _look_at(self, name: str) -> Shard:
         """Return size and checksum of a shard, once it is there."""
         path = self.index.with_name(name)
-        deadline = time.monotonic() + VISIBLE_SECONDS
+        seconds = 0.0
         while not path.exists():
-            if self._given_up.is_set():
+            if self._given_up.wait(_LOOK_SECONDS):
                 raise CheckpointError(f"{self.index}: another rank's shard failed")
-            if not waits and time.monotonic() > deadline:
+            seconds += _LOOK_SECONDS * self._shards_are_written.is_set()
+            if seconds > VISIBLE_SECONDS:
                 raise CheckpointError(
                     f"{self.index.parent}: rank 0 does not see {name}, which another "
                     "rank wrote; all ranks need one folder on a file system that their "
                     "nodes share"
                 )
-            self._given_up.wait(_LOOK_SECONDS)
         with unwritable(path):
             return Shard(name, path.stat().st_size, header_crc32(path))
 
