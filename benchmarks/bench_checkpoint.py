@@ -25,7 +25,8 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
-from measuring import TABLE_HEAD, Comparison, describe_machine, save
+from comparisons import TABLE_HEAD, Comparison
+from measuring import describe_machine, save
 from mpi4py import MPI
 
 import mpidist

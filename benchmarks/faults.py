@@ -326,6 +326,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "outcomes": outcomes,
         }
         options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if any(o["detected"] < o["tries"] or o["processes_left"] for o in outcomes):
+        sys.exit("a fault was not detected, or processes were left behind")
 
 
 if __name__ == "__main__":

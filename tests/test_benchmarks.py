@@ -34,7 +34,7 @@ def has(module):
         ["bench_import.py", "--tries=1"],
         ["bench_inflate.py", "--tiny"],
         ["bench_upload.py", "--tiny"],
-        ["faults.py", "--tries=1", "--ranks=2"],
+        ["faults.py", "--tries=1", "--ranks=2", "SIGKILL", "SIGSTOP", "sys.exit"],
     ],
     ids=lambda command: command[0],
 )
@@ -104,6 +104,15 @@ def test_the_benchmark_of_large_arrays_checks_them(comm, mpirun, tmp_path):
         rows = json.loads(output.read_text())["rows"]
         assert len(rows) == 6
         assert all(row["right"] for row in rows)
+
+
+def test_jobs_that_are_killed_at_random_end_with_the_same_bits(comm):
+    if comm.size > 1:
+        pytest.skip("it starts jobs of 1, 2 and 3 ranks itself")
+    command = [sys.executable, str(BENCHMARKS / "resume.py"), "--kills=3"]
+    ended = launching.run([*command, "--epochs=6"], seconds=240)
+    assert ended.returncode == 0, ended.stderr
+    assert "largest_difference" in ended.stdout
 
 
 def test_the_benchmark_of_checkpoints_compares_all_cases(comm, mpirun, tmp_path):
