@@ -101,13 +101,13 @@ Communication
 
     ReduceOp                    or its name, `"sum"`, in any case
     CrossDeviceOps              one object for each strategy
-    HierarchicalCopyAllReduce   inside nodes first; arrays in host memory only
+    HierarchicalCopyAllReduce   inside nodes first; arrays on GPUs by way of the host
     ReductionToOneDevice        the device may be a replica's number
-    NcclAllReduce               refused: there is no NCCL transport in this version
+    NcclAllReduce               refused where replicas share a GPU, or have none
     MpiAllReduce                not in TensorFlow: the default, by MPI_Allreduce
     CommunicationOptions        results do not depend on them, but for compression
     GradientBuckets             not in TensorFlow: reduces while gradients are computed
-    CommunicationImplementation AUTO and MPI; no RING, NCCL (also named
+    CommunicationImplementation AUTO, MPI and NCCL; no RING (also named
                                 CollectiveCommunication in TensorFlow)
 
 Input
@@ -148,10 +148,14 @@ Saving and going on
                                 restored later than at `restore`
     tf.train.CheckpointManager  CheckpointManager: keep_every and is_background are new
     tf.train.latest_checkpoint  latest_checkpoint: reads the folder
+    PreemptionCheckpointHandler also the end of Slurm's time; exits with 99
+    TerminationConfig           termination_watcher_fn, exit_fn, grace_period, save_fn
 
 Commands
 
     python -m mpidist plan      what each rank of a job will read; needs no MPI
+    python -m mpidist tune      which transport is the fastest for which size
+    python -m mpidist diff      which collective was the first to differ; needs no MPI
 
 Absent
 

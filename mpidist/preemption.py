@@ -102,7 +102,7 @@ class PreemptionCheckpointHandler:
       >>> manager = mpidist.CheckpointManager(checkpoint, "run", max_to_keep=2)
       >>> handler = mpidist.PreemptionCheckpointHandler(None, manager)
       >>> for _ in range(3):
-      ...     _ = handler.run(strategy.run, lambda: w.assign_add(1.0))
+      ...     _ = handler.run(strategy.run, lambda: w.assign_add(np.ones(())))
       >>> handler.total_run_calls
       3
       >>> handler.close()
@@ -133,10 +133,12 @@ class PreemptionCheckpointHandler:
         self._end_time: float = self._group.agreement.root_only(
             _CALL, lambda: job_end_time(os.environ)
         )
-        if not hasattr(checkpoint, "total_run_calls"):
-            checkpoint.total_run_calls = 0
-        if self._manager is not None:
-            self._manager.restore_or_initialize()
+        path = None if self._manager is None else self._manager.restore_or_initialize()
+        # A checkpoint that was saved without a handler does not have it
+        counted = Checkpoint(strategy=checkpoint.strategy, total_run_calls=0)
+        if path is not None:
+            counted.restore(path, is_partial=True)
+        checkpoint.total_run_calls = counted.total_run_calls
         self._listen()
 
     def _check(self) -> None:

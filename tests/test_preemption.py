@@ -180,6 +180,17 @@ def test_the_latest_checkpoint_is_restored(comm, make):
     assert again.total_run_calls == 3
 
 
+def test_a_checkpoint_of_before_there_was_a_handler_is_restored(comm, strategy, make):
+    w, manager, handler = make()
+    handler.close()
+    handler.run(w.assign_add, 5)
+    plain = mpidist.Checkpoint(strategy=strategy, w=w)
+    mpidist.CheckpointManager(plain, manager.directory, max_to_keep=1).save()
+    v, _, again = make()
+    assert int(v.numpy()) == 5
+    assert again.total_run_calls == 0
+
+
 def test_what_is_not_a_manager_is_refused_on_all(comm, strategy):
     with pytest.raises(TypeError, match="CheckpointManager"):
         mpidist.PreemptionCheckpointHandler(None, object())
