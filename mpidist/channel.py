@@ -41,7 +41,8 @@ class Channel:
       topology: the nodes of these ranks.
       symmetric: the arrays that lie in memory of the node.
       gpus: of all ranks, where replicas are on GPUs.
-      is_patient: whether to leave the core to other threads while waiting.
+      is_beside: whether a thread uses it beside another channel of these ranks: it
+        leaves the core to others while it waits, and does without NCCL.
       results: see `Collectives`.
 
     Raises, on all ranks:
@@ -56,7 +57,7 @@ class Channel:
         symmetric: SymmetricMemory,
         gpus: GpuFacts | None = None,
         *,
-        is_patient: bool = False,
+        is_beside: bool = False,
         results: Results | None = None,
     ):
         payload_bytes = max(_PAYLOADS_BYTES // agreement.size, _LEAST_PAYLOAD_BYTES)
@@ -67,7 +68,7 @@ class Channel:
                 agreement,
                 topology.node,
                 _HEADER_BYTES + payload_bytes,
-                is_patient=is_patient,
+                is_patient=is_beside,
             )
         if self._board is not None and topology.is_one_node:
             agreement.comparison = BoardComparison(self._board, payload_bytes)
@@ -80,7 +81,10 @@ class Channel:
                 operation, lambda: find_table(table_path(), self.layout)
             )
         self._routes = agreement.block(
-            operation, lambda: Routes(agreement, self._board, table, library, gpus)
+            operation,
+            lambda: Routes(
+                agreement, self._board, table, library, gpus, has_nccl=not is_beside
+            ),
         )
         self.collectives = Collectives(
             agreement, self._routes, symmetric, results or Results()

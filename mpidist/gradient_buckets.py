@@ -99,7 +99,7 @@ class GradientBuckets:
                 group.topology,
                 group.symmetric_memory,
                 group.gpus,
-                is_patient=True,
+                is_beside=True,
                 results=self._results,
             )
         except Exception:  # it is raised on all ranks

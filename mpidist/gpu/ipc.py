@@ -14,6 +14,7 @@ __all__ = ["IpcBuffers", "share_buffers"]
 
 _CALL = "MirroredStrategy: memory that GPUs share"
 _MARK = 0x6D706964  # tells a buffer from other memory
+_abandoned: list[Any] = []
 
 
 class IpcBuffers:
@@ -42,7 +43,13 @@ class IpcBuffers:
                 self.arrays.append(cupy.ndarray((size,), np.uint8, memptr=pointer))
 
     def close(self) -> None:
-        """Unmap the others' buffers, then free this rank's. Collective."""
+        """Unmap the others' buffers, then free this rank's. Collective.
+
+        After a missed deadline nothing is freed: others may still read it.
+        """
+        if self._agreement.broken is not None:
+            _abandoned.append(self)
+            return
         _close(self._addresses)
         self.arrays.clear()
         # Memory that others have mapped must not be freed

@@ -33,6 +33,7 @@ class Routes:
       table: see `BySizeTransport`; None for `default_table`. All ranks pass the same.
       library: what `MPI.Get_library_version()` begins with.
       gpus: of all ranks, for a strategy on GPUs, which the table is for then.
+      has_nccl: whether NCCL may be used, which only one of several may.
 
     Raises:
       LaunchError: the table names a transport that is not there.
@@ -45,6 +46,7 @@ class Routes:
         table: Table | None = None,
         library: str = "",
         gpus: GpuFacts | None = None,
+        has_nccl: bool = True,
     ):
         transports: dict[str, Transport] = {
             "mpi": MpiTransport(agreement),
@@ -67,7 +69,7 @@ class Routes:
         self._device: Ways | None = None
         self._gpus: DeviceTransports | None = None
         if gpus is not None:
-            self._gpus = DeviceTransports(agreement, board, self._host, gpus)
+            self._gpus = DeviceTransports(agreement, board, self._host, gpus, has_nccl)
             by_name = self._gpus.by_name
             self.default_table = default_device_table(by_name)
             self._device = Ways(by_name, ORDERED, table or self.default_table)

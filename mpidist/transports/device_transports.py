@@ -30,6 +30,7 @@ class DeviceTransports:
       board: where the ranks of this node meet, if they share memory; borrowed.
       host: the transports of arrays on the host.
       gpus: of all ranks.
+      has_nccl: whether NCCL may be used.
 
     Attributes:
       by_name: the transports.
@@ -38,7 +39,12 @@ class DeviceTransports:
     """
 
     def __init__(
-        self, agreement: Agreement, board: Board | None, host: Ways, gpus: GpuFacts
+        self,
+        agreement: Agreement,
+        board: Board | None,
+        host: Ways,
+        gpus: GpuFacts,
+        has_nccl: bool,
     ):
         self.index = gpus.index
         self.missing: dict[str, str] = {}
@@ -56,7 +62,7 @@ class DeviceTransports:
         else:
             self.missing["device"] = gpus.support.why
         self._make_ipc(agreement, board)
-        self._make_nccl(agreement, gpus)
+        self._make_nccl(agreement, gpus, has_nccl)
 
     def _make_ipc(self, agreement: Agreement, board: Board | None) -> None:
         if board is None or board.size < agreement.size:
@@ -71,8 +77,10 @@ class DeviceTransports:
                 self._ipc = IpcTransport(agreement, board, buffers)
                 self.by_name["ipc"] = self._ipc
 
-    def _make_nccl(self, agreement: Agreement, gpus: GpuFacts) -> None:
-        if not gpus.nccl:
+    def _make_nccl(self, agreement: Agreement, gpus: GpuFacts, has_nccl: bool) -> None:
+        if not has_nccl:
+            self.missing["nccl"] = "another communicator of these ranks may use it"
+        elif not gpus.nccl:
             self.missing["nccl"] = "CuPy finds no NCCL; pip install nvidia-nccl-cu13"
         elif gpus.is_shared:
             self.missing["nccl"] = "ranks share a GPU, which NCCL refuses"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -38,6 +39,9 @@ _PARTS = {"complex64": "float32", "complex128": "float64"}
 class NcclTransport:
     """Collectives that GPUs do among themselves, in the order of the current stream.
 
+    Of two communicators, all ranks would have to use one after the other, in the same
+    order (NCCL's user guide): so there is one for each GPU at most.
+
     Args:
       agreement: of all ranks, each with a GPU of its own. Collective to make.
     """
@@ -50,6 +54,8 @@ class NcclTransport:
         from cupy.cuda import nccl
 
         self._agreement = agreement
+        # Its first calls would wait for the other ranks, whatever the deadline
+        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         number = agreement.root_only("NcclTransport", nccl.get_unique_id)
         self._nccl = nccl
         self._comm = nccl.NcclCommunicator(agreement.size, number, agreement.rank)
@@ -95,18 +101,15 @@ class NcclTransport:
         send, receive = bytes_of(send), bytes_of(receive)
         sizes = [count * width for count in counts]
         starts = [0, *itertools.accumulate(sizes)]
+        kind, stream = _TYPES["uint8"], _stream()
         self._nccl.groupStart()
-        for root, (start, size) in enumerate(zip(starts, sizes)):
-            if size:
-                self._comm.broadcast(
-                    send.data.ptr,
-                    receive.data.ptr + start,
-                    size,
-                    _TYPES["uint8"],
-                    root,
-                    _stream(),
-                )
-        self._nccl.groupEnd()
+        try:
+            for root, (start, size) in enumerate(zip(starts, sizes)):
+                to = receive.data.ptr + start
+                if size:
+                    self._comm.broadcast(send.data.ptr, to, size, kind, root, stream)
+        finally:
+            self._nccl.groupEnd()
         self._wait("all_gather", deadline)
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
@@ -121,6 +124,7 @@ class NcclTransport:
             return
         done = record()
         while not done.done:
+            self._comm.check_async_error()
             if time.monotonic() > deadline:
                 self._comm.abort()
                 self._agreement.give_up(operation, deadline)
