@@ -156,7 +156,7 @@ class PreemptionCheckpointHandler:
             self._former[number] = signal.signal(number, self._note_signal)
         if self._config.termination_watcher_fn is not None:
             watcher = threading.Thread(
-                target=self._watch, name="mpidist-termination", daemon=True
+                target=self._watch, name="watch-termination", daemon=True
             )
             watcher.start()
 

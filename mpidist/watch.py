@@ -70,7 +70,7 @@ class Watch(threading.Thread):
     """
 
     def __init__(self, limit_seconds: float):
-        super().__init__(name="mpidist-watch", daemon=True)
+        super().__init__(name="watch-mpidist", daemon=True)
         self._limit = limit_seconds
         self._pid = os.getpid()
         self._silent_until = 0.0
