@@ -7,7 +7,6 @@ import functools
 import os
 import socket
 import sys
-import time
 from pathlib import Path
 
 from mpidist.doctor.examination import STARTING, Request, examine
@@ -19,8 +18,6 @@ from mpidist.doctor.supervisor import Watched, watch
 __all__ = ["run"]
 
 _ALLOWED = "MPIDIST_ALLOW_SINGLETON"
-# mpirun kills the ranks that still run when one ends with an error, and says 9
-_OTHERS_END_SECONDS = 0.5
 
 
 def run(request: Request, json_file: str | None) -> int:
@@ -30,15 +27,20 @@ def run(request: Request, json_file: str | None) -> int:
       request: what to examine.
       json_file: where to write JSON, "-" for the standard output, None for a table.
     """
-    watched = watch(functools.partial(examine, request))
-    if not _is_speaker(watched):
+
+    def report(watched: Watched) -> int:
+        return _print(watched.rows, watched.size, json_file)
+
+    watched = watch(functools.partial(examine, request), report)
+    if watched.status is not None or not _is_speaker(watched):
         if watched.has_failed:
             _complain(watched)
-        return 0  # the one that speaks says so too; launchers end jobs on the first
+        # One that fails early says 0, as launchers end all, also the one that prints
+        return watched.status or 0
     if watched.has_failed and watched.stage == STARTING:
         again = functools.partial(examine, request, no_mpi=watched.rows[-1])
-        watched = watch(again)
-    return _print(watched.rows, watched.size, json_file)
+        watched = watch(again, report)
+    return report(watched) if watched.status is None else watched.status
 
 
 def _is_speaker(watched: Watched) -> bool:
@@ -71,6 +73,4 @@ def _print(rows: list[Finding], size: int | None, json_file: str | None) -> int:
     except OSError as error:
         print(f"python -m mpidist doctor: error: {error}", file=sys.stderr)
         status = 1
-    if status and size is not None and size > 1:
-        time.sleep(_OTHERS_END_SECONDS)
     return status

@@ -16,7 +16,7 @@ from mpidist.doctor.judging import RankFacts
 from mpidist.doctor.launch_checks import is_silent
 from mpidist.doctor.node_checks import find_node
 from mpidist.doctor.path_checks import Paths
-from mpidist.doctor.python_checks import find_python
+from mpidist.doctor.python_checks import NEEDED, find_python, try_import
 from mpidist.doctor.supervisor import Outlet
 from mpidist.doctor.workers import Worker
 
@@ -26,10 +26,13 @@ if TYPE_CHECKING:
 __all__ = ["STARTING", "Request", "examine"]
 
 STARTING = "starting MPI"
-_START_SECONDS = 60.0
 _TRIAL_SECONDS = 130.0  # the trials of `gpu.trial` end by themselves
-_MARGIN_SECONDS = 10.0
-_LOOKS = {"python": find_python, "hdf5": find_hdf5, "gpus": gpu_checks.find_gpus}
+_MARGIN_SECONDS = 5.0
+_NO_MPI_REMEDY = (
+    "pip install mpidist[mpich], or mpi4py with the MPI of the site; the loader must "
+    "find libmpi (MPI4PY_LIBMPI, LD_LIBRARY_PATH)"
+)
+_LOOKS = {"hdf5": find_hdf5, "gpus": gpu_checks.find_gpus}
 
 
 class Request(NamedTuple):
@@ -60,31 +63,50 @@ def examine(request: Request, outlet: Outlet, no_mpi: Finding | None = None) -> 
     job: Job | None = None
     try:
         examination = _Examination(request, outlet, paths, facts)
+        outlet.rows(judging.judge_processes({0: facts}))
+        no_mpi = no_mpi or _find_obstacle(facts)
         if no_mpi is None:
-            outlet.rows(judging.judge_processes({0: facts}))
             job = examination.start(environ)
         else:
             examination.first.append(no_mpi)
         if job is not None and job.size == 1 and is_silent(environ):
             return
         examination.go_on(job)
+        examination.end(job)
     finally:
         paths.close()
     if job is not None:
-        outlet.stage("ending MPI", request.seconds)
         job.close()
 
 
 def _look(seconds: float) -> dict[str, Any]:
     """Return the facts that need no other rank, by name."""
-    workers = {name: Worker() for name in _LOOKS}
-    for name, worker in workers.items():
-        worker.ask(_LOOKS[name])
+    workers = {name: Worker() for name in (*_LOOKS, *NEEDED)}
+    for name, look in _LOOKS.items():
+        workers[name].ask(look)
+    for name in NEEDED:
+        workers[name].ask(try_import, name)
     deadline = time.monotonic() + seconds
     found = {name: worker.answer(deadline) for name, worker in workers.items()}
     for worker in workers.values():
         worker.close()
-    return found
+    packages = {name: found.pop(name) for name in NEEDED}
+    return {"python": find_python(packages), **found}
+
+
+def _find_obstacle(facts: RankFacts) -> Finding | None:
+    """Return a row if this process would not live to start MPI."""
+    python = facts.python
+    if isinstance(python, Failure):
+        return None
+    broken = [
+        n for n, version in python.packages.items() if isinstance(version, Failure)
+    ]
+    needed = [name for name in broken if name != "deflate"]  # only files need that
+    if not needed:
+        return None
+    found = f"not tried, as {', '.join(needed)} cannot be imported"
+    return Finding(Status.FAIL, STARTING, found, "see the rows below")
 
 
 class _Examination:
@@ -104,18 +126,16 @@ class _Examination:
 
     def start(self, environ: Mapping[str, str]) -> Job | None:
         """Start MPI; return None, and add a row, where that raises. Collective."""
-        limit = self._request.seconds + _START_SECONDS
+        limit = 4 * self._request.seconds  # others may come later by one
         self._outlet.stage(STARTING, limit + _MARGIN_SECONDS)
         try:
-            from mpidist import mpi_settings  # noqa: F401, I001 - before MPI starts
+            from mpidist import mpi_settings  # noqa: F401 - before MPI starts
             from mpidist.doctor.job import Job
 
             job = Job(limit)
         except Exception as error:
-            remedy = "pip install mpidist[mpich], or mpi4py with the MPI of the site; "
-            remedy += "the loader must find libmpi (MPI4PY_LIBMPI, LD_LIBRARY_PATH)"
             found = describe_error(error)
-            self.first.append(Finding(Status.FAIL, STARTING, found, remedy))
+            self.first.append(Finding(Status.FAIL, STARTING, found, _NO_MPI_REMEDY))
             return None
         self._outlet.size(job.size)
         self._outlet.rank(job.rank)
@@ -141,6 +161,17 @@ class _Examination:
         self._choose_gpus(job)
         if job.size > 1:
             self._measure(job)
+
+    def end(self, job: Job | None) -> None:
+        """Let rank 0 report, and all end with the same status. Collective.
+
+        Some launchers lose the status of one rank among others, or kill the others.
+        """
+        limit = self._request.seconds + _MARGIN_SECONDS
+        self._outlet.stage("ending", 2 * limit)
+        status = self._outlet.report() if job is None or job.rank == 0 else 0
+        if job is not None:
+            self._outlet.status(job.share("ending", status, limit))
 
     def _step(
         self, job: Job, name: str, limit: float, do: Callable[[], object]
@@ -196,7 +227,8 @@ class _Examination:
         kinds = (judging.are_gpus_usable(self._everyone), self._is_aware())
         use_gpus, is_aware = job.share("measuring", kinds, limit)
         choice = self._facts.choice
-        for gpu in [None, choice.index] if use_gpus else [None]:
+        index = choice.number if isinstance(choice, GpuChoice) else None
+        for gpu in [None, index] if use_gpus else [None]:
             kind = "CPU" if gpu is None else "GPU"
             self._outlet.stage(f"all_reduce, {kind}", limit)
             speed = _attempt(measure, job.comm, gpu, is_aware)
@@ -233,7 +265,7 @@ def _choose(job: Job, found: GpuFacts) -> GpuChoice:
         return choice
     library = MPI.Get_library_version().partition("\n")[0].rstrip("\0 ")
     asked = cuda_aware.ask(library, os.environ)
-    choice = choice._replace(asked=asked and tuple(asked))
+    choice = choice._replace(asked=asked and (asked.is_aware, asked.why))
     # One rank of each node tries, unless MPI says that it would crash
     if job.local_rank == 0 and (asked is None or asked.is_aware):
         choice = choice._replace(tried=trial.run(index))

@@ -13,6 +13,7 @@ __all__ = [
     "all_same",
     "by_rank",
     "describe_error",
+    "name_each",
     "name_ranks",
     "worst",
 ]
@@ -79,6 +80,13 @@ def by_rank(values: Mapping[int, Any]) -> str:
     texts = [f"{name_ranks(found)}: {text}" for text, found in ranks.items()]
     more = f"; and {len(texts) - _SHOWN_VALUES} more" * (len(texts) > _SHOWN_VALUES)
     return "; ".join(texts[:_SHOWN_VALUES]) + more
+
+
+def name_each(values: Mapping[int, Any]) -> str:
+    """Return values with the ranks that have them, also where they are the same."""
+    if len({str(value) for value in values.values()}) > 1:
+        return by_rank(values)
+    return f"{name_ranks(values)}: {next(iter(values.values()))}"
 
 
 def all_same(

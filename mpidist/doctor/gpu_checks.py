@@ -46,14 +46,14 @@ class GpuChoice(NamedTuple):
 
     Args:
       host: the node.
-      index: of the GPU among those that the rank sees.
+      number: of the GPU among those that the rank sees.
       pci, uuid, name: what it is.
       asked: what the MPI library says of its CUDA support; None if nothing.
       tried: what came of trying it; None where another rank tried.
     """
 
     host: str
-    index: int
+    number: int
     pci: str
     uuid: str
     name: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -14,6 +14,7 @@ from mpidist.agreement.agree import Agreement
 from mpidist.doctor.launch_checks import LaunchFacts, find_launched
 from mpidist.errors import LaunchError
 from mpidist.topology import Topology, check_launch
+from mpidist.transports.table_file import short_name
 
 __all__ = ["Job"]
 
@@ -34,7 +35,7 @@ class Job:
         comm, request = MPI.COMM_WORLD.Idup()
         waiting.wait(request, time.monotonic() + seconds, "starting")
         waiting.close()
-        self.comm = cast(MPI.Intracomm, comm)
+        self.comm = comm
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._agreement = Agreement(self.comm)
@@ -57,7 +58,7 @@ class Job:
             self.size,
             MPI.Get_processor_name(),
             self._node,
-            library.partition("\n")[0].partition(",")[0].strip("\0 \t"),
+            " ".join(short_name(library).split()),
             ".".join(map(str, MPI.Get_version())),
             (
                 MPI.THREAD_SINGLE,
@@ -98,7 +99,7 @@ class Job:
         if self.rank:
             return []
         ends = np.cumsum(sizes)
-        return [pickle.loads(everything[e - n : e]) for n, e in zip(sizes, ends)]
+        return [pickle.loads(everything[e - n : e].data) for n, e in zip(sizes, ends)]
 
     def share(self, what: str, value: Any, seconds: float) -> Any:
         """Return rank 0's value. Collective.
@@ -113,7 +114,7 @@ class Job:
         if self.rank:
             data = np.empty(int(size[0]), np.uint8)
         self._agreement.wait(self.comm.Ibcast(data), deadline, what)
-        return pickle.loads(data)
+        return pickle.loads(data.data)
 
     def close(self) -> None:
         """End MPI. Collective."""

@@ -14,7 +14,14 @@ from mpidist.doctor import (
     path_checks,
     python_checks,
 )
-from mpidist.doctor.finding import Failure, Finding, Status, by_rank, describe_error
+from mpidist.doctor.finding import (
+    Failure,
+    Finding,
+    Status,
+    by_rank,
+    describe_error,
+    name_each,
+)
 from mpidist.doctor.gpu_checks import GpuChoice, GpuFacts
 from mpidist.doctor.hdf5_checks import Hdf5Facts
 from mpidist.doctor.launch_checks import LaunchFacts
@@ -120,7 +127,7 @@ def _judge_paths(
     rows = []
     for number, path in enumerate(paths):
         reports = {r: f.paths[number] for r, f in everyone.items() if f.paths}
-        rows += _guard(path, path_checks.check_path, path, reports, locking)
+        rows += _guard(path, path_checks.check_path, reports, path, locking)
     return rows
 
 
@@ -140,9 +147,8 @@ def _split(
     good = {r: f for r, f in found.items() if f is not None and r not in failures}
     if not failures:
         return [], good
-    text = by_rank(failures) if good or len(failures) == 1 else by_rank(failures)
-    if good:
-        text = f"{text} (not on all ranks)"
+    is_everywhere = len(failures) == len(everyone)
+    text = by_rank(failures) if is_everywhere else name_each(failures)
     return [Finding(Status.FAIL, _TITLES[name], text, _BROKEN)], good
 
 
@@ -151,8 +157,7 @@ def _guard(
 ) -> list[Finding]:
     """Return a check's rows, of which there are none without facts."""
     try:
-        first = facts if isinstance(facts, Mapping) else more[0]
-        return check(facts, *more) if first else []
+        return check(facts, *more) if facts else []
     except Exception as error:
         what = _TITLES.get(name, name)
         text = f"the check itself failed: {describe_error(error)}"

@@ -1,8 +1,8 @@
 """Locks on files, tried: one process holds them, and others must see that.
 
-Three kinds, which a file system may treat differently: fcntl's, flock's, and HDF5's own,
-which is a flock that HDF5 takes when it opens a file, unless HDF5_USE_FILE_LOCKING says
-otherwise. Only a `Worker` calls these functions.
+Three kinds, which a file system may treat differently: fcntl's, flock's, and HDF5's
+own, which is a flock that HDF5 takes when it opens a file, unless HDF5_USE_FILE_LOCKING
+says otherwise. Only a `Worker` calls these functions.
 """
 
 from __future__ import annotations

@@ -75,7 +75,9 @@ def check_binding(
     facts: Mapping[int, NodeFacts], nodes: Iterable[list[int]]
 ) -> list[Finding]:
     """Return a row; `facts` by rank, `nodes` the ranks of each node."""
-    crowded, oversubscribed, siblings = [], [], []
+    crowded: list[str] = []
+    oversubscribed: list[str] = []
+    siblings: list[str] = []
     for ranks in _known(nodes, facts):
         masks = {rank: set(facts[rank].cores) for rank in ranks}
         everywhere = set().union(*masks.values())
@@ -115,7 +117,7 @@ def _known(
 
 
 def _crowds(masks: Mapping[int, set[int]]) -> Iterator[tuple[set[int], list[int]]]:
-    """Yield sets of cores, and the ranks that have no others and are more than these."""
+    """Yield sets of cores, and the ranks, more than these, that have no others."""
     for mask in {frozenset(mask) for mask in masks.values()}:
         inside = [rank for rank, own in masks.items() if own <= mask]
         if len(inside) > len(mask):
@@ -146,7 +148,7 @@ def check_threads(
         if sum(counts.values()) > len(cores) and len(ranks) > 1:
             each = max(1, len(cores) // len(ranks))
             text = f"{sum(counts.values())} threads of {name_ranks(ranks)} on "
-            too_many.append((f"{text}{len(cores)} cores", each))
+            too_many.append((f"{text}{_name_cores(cores)}", each))
     if bad:
         text = by_rank({rank: "=".join(pair) for rank, pair in bad.items()})
         remedy = "set it to a number of threads, such as 1"

@@ -9,14 +9,21 @@ from typing import Any, NamedTuple
 
 from mpidist.doctor import file_systems, locks
 from mpidist.doctor.file_systems import PathFacts
-from mpidist.doctor.finding import Failure, Finding, Status, by_rank, name_ranks
+from mpidist.doctor.finding import (
+    Failure,
+    Finding,
+    Status,
+    by_rank,
+    name_each,
+    name_ranks,
+)
 from mpidist.doctor.workers import Worker
 from mpidist.memory.free_memory import as_text
 
 __all__ = ["PathReport", "Paths", "check_path"]
 
-# Errors of a folder that is only to be read
-_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+# Where no file can be made, errors that have other reasons than whose the folder is
+_TROUBLES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENFILE)
 _LOCKING = "HDF5_USE_FILE_LOCKING"
 _LITTLE = 0.01
 
@@ -143,13 +150,13 @@ class Paths:
 
 
 def check_path(
-    path: str, reports: Mapping[int, PathReport], locking: str | None
+    reports: Mapping[int, PathReport], path: str, locking: str | None
 ) -> list[Finding]:
     """Return rows on one path.
 
     Args:
-      path: its name, for the rows.
       reports: by rank.
+      path: its name, for the rows.
       locking: the variable HDF5_USE_FILE_LOCKING.
     """
     errors = {}
@@ -159,8 +166,8 @@ def check_path(
         if text:
             errors[rank] = text
     if errors:
-        ranks = "" if len(errors) == len(reports) else f" of {name_ranks(reports)}"
-        found = f"{by_rank(errors) if not ranks else _each(errors)}{ranks}"
+        is_everywhere = len(errors) == len(reports)
+        found = by_rank(errors) if is_everywhere else name_each(errors)
         remedy = (
             "correct the path, or see that it is mounted, and answers, on every node"
         )
@@ -176,13 +183,6 @@ def check_path(
     held = next((r.held for r in reports.values() if r.held is not None), None)
     seen = {rank: r.seen for rank, r in reports.items() if r.seen is not None}
     return rows + _check_locks(path, held, seen, locking)
-
-
-def _each(errors: Mapping[int, str]) -> str:
-    """Return what is wrong with the ranks' names, also where it is the same for all."""
-    if len(set(errors.values())) > 1:
-        return by_rank(errors)
-    return f"{name_ranks(errors)}: {next(iter(errors.values()))}"
 
 
 def _describe(path: str, facts: Mapping[int, PathFacts]) -> Finding:
@@ -218,7 +218,7 @@ def _check_opening(
         f"a file is damaged, or being written; if locking is refused set {_LOCKING}"
     )
     return [
-        Finding(Status.FAIL, f"{path}: HDF5", _each(wrong), f"{remedy}=BEST_EFFORT")
+        Finding(Status.FAIL, f"{path}: HDF5", name_each(wrong), f"{remedy}=BEST_EFFORT")
     ]
 
 
@@ -236,17 +236,17 @@ def _check_writing(
     for rank, found in outcomes.items():
         if isinstance(found, Failure):
             broken[rank] = found.text
-        elif -found[0] in _READ_ONLY:
+        elif found[0] < 0 and -found[0] not in _TROUBLES:
             read_only[rank] = found[1]
         elif found[0]:
             broken[rank] = found[1]
     if broken:
         remedy = "checkpoints would be lost: make room, or use another file system"
-        return [Finding(Status.FAIL, what, _each(broken), remedy)]
+        return [Finding(Status.FAIL, what, name_each(broken), remedy)]
     if read_only:
         remedy = "data can be read there; choose another folder for checkpoints and "
         remedy += "Hdf5Writer, or change who may write"
-        return [Finding(Status.WARN, what, _each(read_only), remedy)]
+        return [Finding(Status.WARN, what, name_each(read_only), remedy)]
     if not outcomes:
         return []
     found_text = "write, fsync, rename and memory maps work"
@@ -256,22 +256,23 @@ def _check_writing(
 def _check_locks(
     path: str,
     held: dict[str, tuple[str, str]] | Failure | None,
-    seen: Mapping[int, dict[str, str] | Failure],
+    answers: Mapping[int, dict[str, str] | Failure],
     locking: str | None,
 ) -> list[Finding]:
     """Return rows on the locks that one rank held and others should have seen."""
     what = f"{path}: locks"
-    failed = {r: s.text for r, s in seen.items() if isinstance(s, Failure)}
+    failed = {r: s.text for r, s in answers.items() if isinstance(s, Failure)}
+    seen = {r: s for r, s in answers.items() if not isinstance(s, Failure)}
     if isinstance(held, Failure):
         failed[0] = held.text
     remedy = f"set {_LOCKING}=FALSE, so that HDF5 does not ask for locks"
     if failed or isinstance(held, Failure):
-        return [Finding(Status.FAIL, what, _each(failed), remedy)]
+        return [Finding(Status.FAIL, what, name_each(failed), remedy)]
     if held is None:
         return []
     good, rows = [], []
     for kind, (_, refused) in held.items():
-        said = {r: s[kind] for r, s in seen.items() if kind in s}  # type: ignore[operator, index]  # Failures are out
+        said = {r: found[kind] for r, found in seen.items() if kind in found}
         row = _check_lock(what, kind, refused, said, locking)
         if row is None:
             good.append(kind)
@@ -297,7 +298,7 @@ def _check_lock(
         texts = {0: refused} if refused else said
         status = Status.FAIL if kind == "HDF5" else Status.WARN
         remedy += is_ours if kind == "HDF5" else ""
-        return Finding(status, what, f"{kind} is refused: {_each(texts)}", remedy)
+        return Finding(status, what, f"{kind} is refused: {name_each(texts)}", remedy)
     hidden = [rank for rank, text in said.items() if text == locks.HIDDEN]
     if hidden:
         text = f"{name_ranks(hidden)} do not see the files of rank 0"

@@ -1,4 +1,4 @@
-"""Python, the packages that mpidist needs, and the environment, the same on all ranks."""
+"""Python, the packages that mpidist needs, and the environment, alike on all ranks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,27 @@ from typing import NamedTuple
 
 from mpidist._version import __version__
 from mpidist.doctor.finding import (
+    Failure,
     Finding,
     Status,
     all_same,
     by_rank,
     describe_error,
+    name_each,
 )
 
-__all__ = ["PythonFacts", "check_environment", "check_python", "find_python"]
+__all__ = [
+    "NEEDED",
+    "PythonFacts",
+    "check_environment",
+    "check_python",
+    "choose_variables",
+    "find_python",
+    "try_import",
+]
 
-_NEEDED = ("numpy", "h5py", "mpi4py", "deflate", "optree")
+NEEDED = ("numpy", "h5py", "mpi4py", "deflate", "optree")
 _ONE_PYTHON = "start all ranks with one Python of one environment, on every node"
-_NOT_THERE = "not installed"
 # What changes how ranks work together, and should be the same on all of them
 _PREFIXES = (
     "FI_",
@@ -61,27 +70,23 @@ class PythonFacts(NamedTuple):
       executable: of Python.
       mpidist: version and folder.
       packages: versions, or what keeps them from being imported, by name.
-      broken: the names of packages that cannot be imported.
       environment: the variables that should be the same on all ranks.
     """
 
     python: str
     executable: str
     mpidist: str
-    packages: dict[str, str]
-    broken: tuple[str, ...]
+    packages: dict[str, str | Failure]
     environment: dict[str, str]
 
 
-def find_python() -> PythonFacts:
-    """Return this process's; imports packages, which takes a second."""
-    packages = {name: _try_import(name) for name in _NEEDED}
+def find_python(packages: dict[str, str | Failure]) -> PythonFacts:
+    """Return this process's; `packages` holds what `try_import` gives for each."""
     return PythonFacts(
         f"{platform.python_version()} ({platform.python_implementation()})",
         sys.executable,
         f"{__version__} in {Path(__file__).parents[1]}",
-        {name: version for name, (version, _) in packages.items()},
-        tuple(name for name, (_, is_good) in packages.items() if not is_good),
+        packages,
         choose_variables(os.environ),
     )
 
@@ -96,18 +101,15 @@ def choose_variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _try_import(name: str) -> tuple[str, bool]:
-    """Return a package's version, and True; or what is wrong, and False."""
+def try_import(name: str) -> str | Failure:
+    """Return a package's version. It may crash, so only a `Worker` calls it."""
     try:
         importlib.import_module(name)
-        return importlib.metadata.version(name), True
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "of unknown version", True
+        return "of unknown version"
     except ModuleNotFoundError as error:
-        is_absent = error.name == name
-        return _NOT_THERE if is_absent else describe_error(error), False
-    except Exception as error:
-        return describe_error(error), False
+        return Failure("not installed" if error.name == name else describe_error(error))
 
 
 def check_python(facts: Mapping[int, PythonFacts]) -> list[Finding]:
@@ -137,11 +139,14 @@ def check_python(facts: Mapping[int, PythonFacts]) -> list[Finding]:
 def _check_packages(facts: Mapping[int, PythonFacts]) -> list[Finding]:
     """Return one row for all packages that are well, and one for each other."""
     rows, good = [], []
-    for name in _NEEDED:
-        found = {rank: fact.packages[name] for rank, fact in facts.items()}
-        if any(name in fact.broken for fact in facts.values()):
+    for name in NEEDED:
+        found = {
+            rank: version.text if isinstance(version, Failure) else version
+            for rank, version in ((r, f.packages[name]) for r, f in facts.items())
+        }
+        if any(isinstance(f.packages[name], Failure) for f in facts.values()):
             remedy = f"{sys.executable} -m pip install {name}"
-            rows.append(Finding(Status.FAIL, name, by_rank(found), remedy))
+            rows.append(Finding(Status.FAIL, name, name_each(found), remedy))
         elif len(set(found.values())) > 1:
             rows.append(Finding(Status.FAIL, name, by_rank(found), _ONE_PYTHON))
         else:

@@ -51,6 +51,15 @@ class Outlet:
         """Say all that was found so far."""
         self._connection.send(("rows", rows))
 
+    def report(self) -> int:
+        """Let the parent report the rows, which are all; return the exit status."""
+        self._connection.send(("report", None))
+        return int(self._connection.recv())
+
+    def status(self, status: int) -> None:
+        """Say what exit status all ranks agreed on."""
+        self._connection.send(("status", status))
+
 
 class Watched:
     """What came of an examination.
@@ -59,10 +68,15 @@ class Watched:
       rows: what it found, the last of them perhaps that it failed.
       rank, size: what MPI said; None if it did not get so far.
       stage: what it was at.
+      status: the exit status that ranks agreed on; None if they did not get so far.
       has_failed: whether it did not come to its end.
+
+    To make one, `report` is what writes the rows, and returns an exit status.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, report: Callable[[Watched], int]) -> None:
+        self._report = report
+        self.status: int | None = None
         self.rows: list[Finding] = []
         self.rank: int | None = None
         self.size: int | None = None
@@ -72,9 +86,13 @@ class Watched:
         self._limit = time.monotonic() + _END_SECONDS
         self._seconds = _END_SECONDS
 
-    def take(self, kind: str, value: Any) -> None:
-        """Take note of a message of the child's `Outlet`."""
-        if kind == "stage":
+    def take(self, connection: Connection[Any, Any]) -> None:
+        """Take note of a message of the child's `Outlet`, or answer it."""
+        kind, value = connection.recv()
+        if kind == "report":
+            self.status = self._report(self)
+            connection.send(self.status)
+        elif kind == "stage":
             self.stage, self._seconds = value
             self._limit = time.monotonic() + self._seconds
         else:
@@ -111,14 +129,20 @@ _REMEDIES = {
 }
 
 
-def watch(examine: Callable[[Outlet], None], watched: Watched | None = None) -> Watched:
+def watch(
+    examine: Callable[[Outlet], None], report: Callable[[Watched], int]
+) -> Watched:
     """Run `examine` in a forked process, and return what came of it.
 
     It ends with that process, or when a stage lasts longer than was said, or when a
     launcher (SIGTERM) or the user wants it to end. Must be called without threads.
+
+    Args:
+      examine: looks, and tells an Outlet.
+      report: writes all rows, and returns the exit status.
     """
-    watched = watched or Watched()
-    messages, theirs = Pipe(duplex=False)
+    watched = Watched(report)
+    messages, theirs = Pipe()
     errors, their_errors = os.pipe()
     parent = os.getpid()
     pid = os.fork()
@@ -192,7 +216,7 @@ def _drain(
         seconds = 0
         try:
             if messages in ready:
-                watched.take(*messages.recv())
+                watched.take(messages)
         except EOFError:
             open_ends.remove(messages)
         if errors in ready:
