@@ -72,6 +72,7 @@ def examine(request: Request, outlet: Outlet, no_mpi: Finding | None = None) -> 
         if job is not None and job.size == 1 and is_silent(environ):
             return
         examination.go_on(job)
+        paths.close()
         examination.end(job)
     finally:
         paths.close()
@@ -171,7 +172,8 @@ class _Examination:
         self._outlet.stage("ending", 2 * limit)
         status = self._outlet.report() if job is None or job.rank == 0 else 0
         if job is not None:
-            self._outlet.status(job.share("ending", status, limit))
+            status = job.share("ending", status, limit)
+        self._outlet.status(status)
 
     def _step(
         self, job: Job, name: str, limit: float, do: Callable[[], object]

@@ -57,8 +57,20 @@ class Outlet:
         return int(self._connection.recv())
 
     def status(self, status: int) -> None:
-        """Say what exit status all ranks agreed on."""
+        """Say what exit status all ranks agreed on, before they end MPI.
+
+        MPICH's mpirun kills the processes that still run a moment after another one
+        has ended MPI and itself. So there it is the children, whom it does not know,
+        that end MPI, when their parents, whom it knows, are gone.
+        """
+        if not _is_hydra():
+            self._connection.send(("status", status))
+            return
+        _end_with_parent(0)
+        signal.alarm(int(_END_SECONDS))
         self._connection.send(("status", status))
+        with contextlib.suppress(EOFError, OSError):
+            self._connection.recv()
 
 
 class Watched:
@@ -90,8 +102,7 @@ class Watched:
         """Take note of a message of the child's `Outlet`, or answer it."""
         kind, value = connection.recv()
         if kind == "report":
-            self.status = self._report(self)
-            connection.send(self.status)
+            connection.send(self._report(self))
         elif kind == "stage":
             self.stage, self._seconds = value
             self._limit = time.monotonic() + self._seconds
@@ -172,8 +183,7 @@ def _run(
     """Examine, in the child. What libraries print goes to the parent, as stderr."""
     status = 1
     try:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        _end_with_parent(signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
         for stream in (1, 2):
@@ -202,6 +212,9 @@ def _follow(
             elif code:
                 watched.fail(f"the process ended with {code}")
             return True
+        if watched.status is not None and _is_hydra():
+            sys.stdout.flush()
+            os._exit(watched.status)
         if watched.is_late():
             watched.fail_late()
             return False
@@ -245,6 +258,17 @@ def _endable() -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+def _end_with_parent(number: int) -> None:
+    """Let the system send this process a signal when its parent ends; 0 for none."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, number)
+
+
+def _is_hydra() -> bool:
+    """Return whether MPICH's mpirun, or one like it, started this process."""
+    return "PMI_FD" in os.environ and "MPI_LOCALNRANKS" in os.environ
 
 
 def _kill(pid: int) -> None:
