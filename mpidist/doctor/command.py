@@ -17,8 +17,6 @@ from mpidist.doctor.supervisor import Watched, watch
 
 __all__ = ["run"]
 
-_ALLOWED = "MPIDIST_ALLOW_SINGLETON"
-
 
 def run(request: Request, json_file: str | None) -> int:
     """Examine, print a table on rank 0, and return the exit status. Collective.
@@ -33,8 +31,7 @@ def run(request: Request, json_file: str | None) -> int:
 
     watched = watch(functools.partial(examine, request), report)
     if watched.status is not None or not _is_speaker(watched):
-        if watched.has_failed:
-            _complain(watched)
+        _complain(watched)
         # One that fails early says 0, as launchers end all, also the one that prints
         return watched.status or 0
     if watched.has_failed and watched.stage == STARTING:
@@ -47,13 +44,18 @@ def _is_speaker(watched: Watched) -> bool:
     """Return whether this process prints: rank 0, or who the launcher says would be."""
     if watched.size is not None and watched.size > 1:
         return watched.rank == 0
-    return os.environ.get(_ALLOWED) == "1" or not is_silent(os.environ)
+    return not is_silent(os.environ)
 
 
 def _complain(watched: Watched) -> None:
-    """Write one line on a failure here, which the others may not hear of."""
+    """Write one line on what keeps this process from others, who may not hear of it."""
     who = f"process {os.getpid()}" if watched.rank is None else f"rank {watched.rank}"
-    row = watched.rows[-1]
+    rows = watched.rows[-1:] if watched.has_failed else watched.rows
+    row = next(
+        (row for row in rows if watched.has_failed or row.what == STARTING), None
+    )
+    if row is None:
+        return
     line = f"mpidist doctor: {who} on {socket.gethostname()}: {row.what}: {row.found}\n"
     with contextlib.suppress(OSError):
         sys.stderr.write(line)

@@ -69,7 +69,8 @@ def examine(request: Request, outlet: Outlet, no_mpi: Finding | None = None) -> 
             job = examination.start(environ)
         else:
             examination.first.append(no_mpi)
-        if job is not None and job.size == 1 and is_silent(environ):
+        if (job is None or job.size == 1) and is_silent(environ):
+            outlet.rows(examination.first)
             return
         examination.go_on(job)
         paths.close()

@@ -20,6 +20,7 @@ __all__ = [
     "check_mpi",
     "check_nodes",
     "find_launched",
+    "is_silent",
 ]
 
 # Rank and size as launchers tell them. Slurm's come last: under an mpirun in its job
@@ -94,6 +95,8 @@ def find_launched(environ: Mapping[str, str]) -> list[Launched]:
 
 def is_silent(environ: Mapping[str, str]) -> bool:
     """Return whether a launcher says that another process speaks for this one."""
+    if environ.get(_ALLOWED) == "1":
+        return False
     found = find_launched(environ)
     return bool(found) and 0 < found[0].rank < found[0].size
 

@@ -12,28 +12,23 @@ from mpidist.doctor.finding import Finding, Status, worst
 __all__ = ["to_json", "to_text"]
 
 _WIDTH = 88
+_NAME_WIDTH = 28
 
 
 def to_text(findings: Sequence[Finding]) -> str:
     """Return a table of lines: status, what, found, and the remedy below."""
-    name_width = max(len(finding.what) for finding in findings)
+    rows = [finding._replace(what=_printable(finding.what)) for finding in findings]
+    name_width = min(max(len(row.what) for row in rows), _NAME_WIDTH)
     left = " " * (6 + name_width + 2)
     lines = []
-    for status, what, found, remedy in findings:
+    for status, what, found, remedy in rows:
         head = f"{status.name:4}  {what:{name_width}}  "
-        lines += textwrap.wrap(
-            _printable(found) or "-",
-            _WIDTH,
-            initial_indent=head,
-            subsequent_indent=left,
-        )
+        if len(what) > name_width:
+            lines.append(head.rstrip())
+            head = left
+        lines += _wrap(head, left, found or "-")
         if remedy:
-            lines += textwrap.wrap(
-                _printable(remedy),
-                _WIDTH,
-                initial_indent=f"{left}-> ",
-                subsequent_indent=f"{left}   ",
-            )
+            lines += _wrap(f"{left}-> ", f"{left}   ", remedy)
     counts = [
         f"{sum(finding.status == status for finding in findings)} {status.name}"
         for status in Status
@@ -52,6 +47,13 @@ def to_json(findings: Sequence[Finding], ranks: int | None) -> str:
         ],
     }
     return json.dumps(report, indent=1)
+
+
+def _wrap(first: str, others: str, text: str) -> list[str]:
+    """Return lines that begin with `first`, and then with `others`."""
+    return textwrap.wrap(
+        _printable(text), _WIDTH, initial_indent=first, subsequent_indent=others
+    ) or [first.rstrip()]
 
 
 def _printable(text: str) -> str:

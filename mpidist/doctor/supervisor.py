@@ -7,7 +7,6 @@ child examines and tells what it found so far; the parent tells the user.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -20,13 +19,13 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from mpidist.doctor.finding import Finding, Status, describe_error
+from mpidist.doctor.workers import end_with_parent
 
 __all__ = ["Outlet", "Watched", "watch"]
 
 _END_SECONDS = 10.0
 _LOOK_SECONDS = 0.05
 _KEPT_LINES = 6
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 class Outlet:
@@ -66,7 +65,7 @@ class Outlet:
         if not _is_hydra():
             self._connection.send(("status", status))
             return
-        _end_with_parent(0)
+        end_with_parent(0)
         signal.alarm(int(_END_SECONDS))
         self._connection.send(("status", status))
         with contextlib.suppress(EOFError, OSError):
@@ -183,7 +182,7 @@ def _run(
     """Examine, in the child. What libraries print goes to the parent, as stderr."""
     status = 1
     try:
-        _end_with_parent(signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
         for stream in (1, 2):
@@ -258,12 +257,6 @@ def _endable() -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
-
-
-def _end_with_parent(number: int) -> None:
-    """Let the system send this process a signal when its parent ends; 0 for none."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, number)
 
 
 def _is_hydra() -> bool:

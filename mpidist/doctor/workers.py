@@ -8,6 +8,7 @@ before this one has started MPI, CUDA or a thread.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
@@ -18,11 +19,12 @@ from typing import Any, ClassVar
 
 from mpidist.doctor.finding import Failure, describe_error
 
-__all__ = ["Worker", "cleanups"]
+__all__ = ["Worker", "cleanups", "end_with_parent"]
 
 # What a function leaves to be done when its worker ends; in the worker
 cleanups = contextlib.ExitStack()
 _END_SECONDS = 1.0
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 class Worker:
@@ -98,11 +100,20 @@ def _has_ended(pid: int, seconds: float | None) -> tuple[bool, int]:
         time.sleep(0.002)
 
 
+def end_with_parent(number: int) -> None:
+    """Let the system send this process a signal when its parent ends; 0 for none."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)
+
+
 def _serve(connection: Connection[Any, Any], others: list[Connection[Any, Any]]) -> Any:
     """Call what is asked for, until nobody asks any more. Does not return."""
     try:
         for other in others:
             other.close()
+        # Where it waits for a file, it would not see that nobody asks any more
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        end_with_parent(signal.SIGTERM)
         # Libraries that load MPI must not start it: this process is no rank
         os.environ["MPI4PY_RC_INITIALIZE"] = "false"
         while True:
