@@ -50,6 +50,7 @@ class Report:
     def __init__(self, ended):
         self.ended = ended
         assert "Traceback" not in ended.stdout + ended.stderr, ended
+        assert ended.stdout, ended
         # Launchers may write behind it that the job has failed
         self.all, _ = json.JSONDecoder().raw_decode(ended.stdout)
         self.rows = {row["what"]: row for row in self.all["findings"]}
@@ -318,7 +319,7 @@ def test_mpi_that_does_not_start(fake, tmp_path, ranks, text, expected):
     fake("mpi4py.MPI", text)
     environment = {"PYTHONPATH": path, "FIFO": str(tmp_path / "fifo")}
     if ranks:
-        report = together(ranks, {"1": environment}, seconds="1")
+        report = together(ranks, {"1": environment}, seconds="1.5")
         assert report("starting MPI", "FAIL")
         assert expected in report.ended.stderr
     else:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 from mpidist.doctor.examination import STARTING, Request, examine
@@ -29,15 +29,22 @@ def run(request: Request, json_file: str | None) -> int:
     def report(watched: Watched) -> int:
         return _print(watched.rows, watched.size, json_file)
 
-    watched = watch(functools.partial(examine, request), report)
-    if watched.status is not None or not _is_speaker(watched):
-        _complain(watched)
-        # One that fails early says 0, as launchers end all, also the one that prints
-        return watched.status or 0
-    if watched.has_failed and watched.stage == STARTING:
-        again = functools.partial(examine, request, no_mpi=watched.rows[-1])
-        watched = watch(again, report)
-    return report(watched) if watched.status is None else watched.status
+    with contextlib.closing(watch(partial(examine, request), report)) as watched:
+        if watched.status is not None or not _is_speaker(watched):
+            _complain(watched)
+            # One that fails says 0, as launchers end all then, also the one that prints
+            return watched.status or 0
+        if watched.stage != STARTING or not watched.has_failed or _is_hurried(watched):
+            return report(watched)
+        # Without MPI, what is there can be looked at still
+        again = partial(examine, request, no_mpi=watched.rows[-1])
+        with contextlib.closing(watch(again, report)) as second:
+            return report(second) if second.status is None else second.status
+
+
+def _is_hurried(watched: Watched) -> bool:
+    """Return whether Open MPI's mpirun is about to end the job, as the child died."""
+    return not watched.pid and "PMIX_RANK" in os.environ
 
 
 def _is_speaker(watched: Watched) -> bool:

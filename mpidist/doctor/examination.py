@@ -27,7 +27,7 @@ __all__ = ["STARTING", "Request", "examine"]
 
 STARTING = "starting MPI"
 _TRIAL_SECONDS = 130.0  # the trials of `gpu.trial` end by themselves
-_MARGIN_SECONDS = 5.0
+_MARGIN_SECONDS = 3.0
 _NO_MPI_REMEDY = (
     "pip install mpidist[mpich], or mpi4py with the MPI of the site; the loader must "
     "find libmpi (MPI4PY_LIBMPI, LD_LIBRARY_PATH)"

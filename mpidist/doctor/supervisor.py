@@ -26,6 +26,7 @@ __all__ = ["Outlet", "Watched", "watch"]
 _END_SECONDS = 10.0
 _LOOK_SECONDS = 0.05
 _KEPT_LINES = 6
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 class Outlet:
@@ -81,6 +82,7 @@ class Watched:
       stage: what it was at.
       status: the exit status that ranks agreed on; None if they did not get so far.
       has_failed: whether it did not come to its end.
+      pid: of the child, as long as it runs.
 
     To make one, `report` is what writes the rows, and returns an exit status.
     """
@@ -88,6 +90,7 @@ class Watched:
     def __init__(self, report: Callable[[Watched], int]) -> None:
         self._report = report
         self.status: int | None = None
+        self.pid = 0
         self.rows: list[Finding] = []
         self.rank: int | None = None
         self.size: int | None = None
@@ -96,6 +99,12 @@ class Watched:
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._limit = time.monotonic() + _END_SECONDS
         self._seconds = _END_SECONDS
+
+    def close(self) -> None:
+        """End the child, if it has not ended: launchers may end the job for that."""
+        if self.pid:
+            _kill(self.pid)
+        self.pid = 0
 
     def take(self, connection: Connection[Any, Any]) -> None:
         """Take note of a message of the child's `Outlet`, or answer it."""
@@ -142,10 +151,11 @@ _REMEDIES = {
 def watch(
     examine: Callable[[Outlet], None], report: Callable[[Watched], int]
 ) -> Watched:
-    """Run `examine` in a forked process, and return what came of it.
+    """Run `examine` in a forked process, and return what came of it. Close that.
 
     It ends with that process, or when a stage lasts longer than was said, or when a
-    launcher (SIGTERM) or the user wants it to end. Must be called without threads.
+    launcher (SIGTERM) or the user wants it to end; from then on these signals are
+    ignored, so that the outcome can still be told. Must be called without threads.
 
     Args:
       examine: looks, and tells an Outlet.
@@ -162,15 +172,14 @@ def watch(
         _run(examine, Outlet(theirs), their_errors, parent)
     theirs.close()
     os.close(their_errors)
-    has_ended = False
+    watched.pid = pid
     try:
         with _endable():
-            has_ended = _follow(watched, pid, messages, errors)
+            if _follow(watched, pid, messages, errors):
+                watched.pid = 0
     except _EndedError as ended:
         watched.fail(f"ended by {ended}, which the launcher or a user sent")
     finally:
-        if not has_ended:
-            _kill(pid)
         messages.close()
         os.close(errors)
     return watched
@@ -182,6 +191,8 @@ def _run(
     """Examine, in the child. What libraries print goes to the parent, as stderr."""
     status = 1
     try:
+        for number in _ENDING:
+            signal.signal(number, signal.SIG_DFL)
         end_with_parent(signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
@@ -245,18 +256,18 @@ class _EndedError(BaseException):
 
 @contextlib.contextmanager
 def _endable() -> Iterator[None]:
-    """Make signals that ask for an end raise an _EndedError."""
+    """Make signals that ask for an end raise an _EndedError, and ignore them later."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise _EndedError(signal.Signals(number).name)
 
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, end) for number in numbers]
+    for number in _ENDING:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+        for number in _ENDING:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _is_hydra() -> bool:

@@ -113,6 +113,7 @@ def _serve(connection: Connection[Any, Any], others: list[Connection[Any, Any]])
             other.close()
         # Where it waits for a file, it would not see that nobody asks any more
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it has files to remove
         end_with_parent(signal.SIGTERM)
         # Libraries that load MPI must not start it: this process is no rank
         os.environ["MPI4PY_RC_INITIALIZE"] = "false"
