@@ -363,7 +363,8 @@ def test_nodes_that_are_pretended():
     report = together(3, {}, MPIDIST_RANKS_PER_NODE="2")
     assert "2 nodes" in report("nodes", "WARN")
     report = together(2, {}, MPIDIST_RANKS_PER_NODE="none")
-    assert "must be a positive number" in report("starting MPI", "FAIL")
+    assert "MPIDIST_RANKS_PER_NODE=none" in report("nodes", "FAIL")
+    assert "must be a positive number" in report("all_reduce, CPU", "FAIL")
 
 
 @pytest.mark.parametrize(
@@ -432,3 +433,26 @@ def test_any_arguments(arguments):
     assert ended.returncode in (0, 1, 2)
     assert "Traceback" not in ended.stderr
     assert (ended.returncode == 2) == ("usage: " in ended.stderr)
+
+
+_LOSE = """
+import os, sys
+ask = os.sched_getaffinity
+
+def lose(pid):
+    if "mpi4py.MPI" in sys.modules:
+        os.kill(os.getpid(), {number})
+    return ask(pid)
+
+os.sched_getaffinity = lose
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_while_it_is_examined(fake, number):
+    """After MPI has started: when it looks at its cores."""
+    path = fake("sitecustomize", _LOSE.format(number=int(number)))
+    report = together(2, {"1": {"PYTHONPATH": path}}, seconds="1")
+    (row,) = [r for r in report.rows.values() if r["what"] == "gathering facts"]
+    assert row["status"] == "FAIL"
+    assert "rank 1 did not arrive" in row["found"] or "ended by SIGTERM" in row["found"]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from mpidist.doctor.report import to_json, to_text
 from mpidist.doctor.supervisor import Watched, watch
 
 __all__ = ["run"]
+
+# How long the others may take to say what they found, in terms of each check's time
+_LINGERING = 7
 
 
 def run(request: Request, json_file: str | None) -> int:
@@ -32,6 +36,9 @@ def run(request: Request, json_file: str | None) -> int:
     with contextlib.closing(watch(partial(examine, request), report)) as watched:
         if watched.status is not None or not _is_speaker(watched):
             _complain(watched)
+            if watched.status is None and watched.rank:
+                # Launchers end all when one has ended without ending MPI
+                time.sleep(_LINGERING * request.seconds)
             # One that fails says 0, as launchers end all then, also the one that prints
             return watched.status or 0
         if watched.stage != STARTING or not watched.has_failed or _is_hurried(watched):

@@ -169,6 +169,10 @@ def check_nodes(facts: Mapping[int, LaunchFacts]) -> list[Finding]:
     shown = "; ".join(texts[:8]) + "; ..." * (len(texts) > 8)
     found = f"{len(nodes)} node{'s' * (len(nodes) > 1)} ({shown})"
     pretended = {fact.pretended for fact in facts.values()} - {""}
+    wrong = {text for text in pretended if not text.isdecimal() or int(text) < 1}
+    if wrong:
+        remedy = "unset it: strategies refuse it"
+        return [Finding(Status.FAIL, "nodes", f"{_PRETENDED}={wrong.pop()}", remedy)]
     if pretended:
         found += f", as {_PRETENDED}={pretended.pop()} pretends"
         remedy = "unset it: it is for tests, and keeps ranks from sharing memory"
