@@ -154,6 +154,7 @@ Saving and going on
 Commands
 
     python -m mpidist plan      what each rank of a job will read; needs no MPI
+    python -m mpidist doctor    what is wrong with the place where a job is to run
     python -m mpidist tune      which transport is the fastest for which size
     python -m mpidist diff      which collective was the first to differ; needs no MPI
 

@@ -28,6 +28,15 @@ collectives there, and leaves them if the job does not end well. This names the 
 call that differs between ranks, and the ranks that did not come to the last one."""
 _DIFF_END = """Exit status: 0 if all ranks did the same and ended it; 1 if not; 2 if the
 dumps cannot be read."""
+_DOCTOR = """Say what is wrong with the place where a job is to run.
+
+Runs as the job would, or alone, for a minute at most if all is well:
+  mpirun -n 8 python -m mpidist doctor --paths /data/train.h5 /scratch/checkpoints
+Looks at Python, MPI and the launcher, nodes and cores, GPUs, HDF5, files, their locks,
+and the speed of all_reduce, on all ranks. Small files are written where the paths are,
+and removed."""
+_DOCTOR_END = """Exit status: 0 if all rows are OK or WARN; 1 if one is FAIL; 2 if the
+arguments cannot be used. (Launchers may give another number than 1.)"""
 _PLAN_END = """Exit status: 0 if there is a plan; 1 if a file or a dataset is missing,
 cannot be read, or does not fit the others; 2 if the arguments cannot be used."""
 
@@ -62,6 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     diff.add_argument("dumps", nargs="+", type=Path, help="folders, or files")
     diff.set_defaults(run=_diff, shuffle=True)
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what is wrong with the place where a job is to run",
+        description=_DOCTOR,
+        epilog=_DOCTOR_END,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_doctor_arguments(doctor)
+    doctor.set_defaults(run=_doctor, shuffle=True)
     given = parser.parse_args(arguments)
     if not given.shuffle and not (given.seed is given.window_chunks is None):
         plan.error("--seed and --window-chunks need --shuffle")
@@ -178,6 +196,54 @@ def _plan(given: argparse.Namespace) -> int:
         return 1 if isinstance(error, DataError) else 2
     print(to_json(plan) if given.json else to_text(plan))
     return 0
+
+
+def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--paths",
+        nargs="+",
+        default=["."],
+        type=_path,
+        metavar="PATH",
+        help="folders and files of the job (default: the current folder)",
+    )
+    add(
+        "--json",
+        nargs="?",
+        const="-",
+        type=_path,
+        metavar="FILE",
+        help="print JSON instead of a table, or write it to FILE",
+    )
+    add(
+        "--seconds",
+        type=_seconds,
+        default=20.0,
+        metavar="N",
+        help="how long each check may take (default 20)",
+    )
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    """Examine, and print what was found."""
+    from mpidist.doctor.command import run
+    from mpidist.doctor.examination import Request
+
+    return run(Request(tuple(dict.fromkeys(given.paths)), given.seconds), given.json)
+
+
+def _path(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must name a path, not ''")
+    return text
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 3600:
+        raise argparse.ArgumentTypeError(f"must be > 0 and <= 3600, not {text}")
+    return number
 
 
 def _positive(text: str) -> int:

@@ -57,11 +57,18 @@ def pytest_report_header() -> list[str]:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out what three ranks would do alike: tests that do not communicate."""
+    """Leave out what three ranks would do as two: what does not communicate.
+
+    Nor do tests that start jobs of their own.
+    """
     if WORLD.size > 2:
-        alike = [item for item in items if "comm" not in item.fixturenames]
-        config.hook.pytest_deselected(items=alike)
-        items[:] = [item for item in items if "comm" in item.fixturenames]
+        kept = [
+            item
+            for item in items
+            if "comm" in item.fixturenames and "mpirun" not in item.fixturenames
+        ]
+        config.hook.pytest_deselected(items=[i for i in items if i not in kept])
+        items[:] = kept
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,6 +16,7 @@ from mpidist.gpu.devices import (
     require_own_gpus,
     shared_gpus,
 )
+from mpidist.gpu.runtime_facts import nccl_version
 
 __all__ = ["GpuFacts", "GpuRequest", "find_facts"]
 
@@ -65,7 +66,7 @@ def find_facts(agreement: Agreement, index: int, request: GpuRequest) -> GpuFact
 
     def look() -> tuple[GpuIdentity, bool, int]:
         identity = identify_gpu(index, MPI.Get_processor_name())
-        return identity, request.allow_shared or _is_sharing_allowed(), _nccl_version()
+        return identity, request.allow_shared or _is_sharing_allowed(), nccl_version()
 
     mine = agreement.prepare(_CALL, look)
     everyone = agreement.gather(_CALL, mine)
@@ -89,13 +90,3 @@ def _is_sharing_allowed() -> bool:
     if text not in ("0", "1", ""):
         raise LaunchError(f"{_ALLOW_SHARED} must be 0 or 1, not {text!r}")
     return text == "1"
-
-
-def _nccl_version() -> int:
-    """Return the version of NCCL that CuPy has; 0 without."""
-    try:
-        from cupy.cuda import nccl
-
-        return int(nccl.get_version())
-    except (ImportError, AttributeError, RuntimeError):
-        return 0

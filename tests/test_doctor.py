@@ -1,0 +1,458 @@
+"""`python -m mpidist doctor`, run for real, on places that are made bad for it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import launching
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import mpidist
+from mpidist.__main__ import main
+
+DOCTOR = ["-m", "mpidist", "doctor"]
+LIBRARY = str(Path(mpidist.__file__).parents[1])
+CORES = sorted(os.sched_getaffinity(0))
+
+# Runs a command with other variables, or bound to a core, on some ranks
+WRAPPER = """
+import json, os, sys
+names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+rank = next(os.environ[name] for name in names if name in os.environ)
+changes = json.loads(sys.argv[1])
+for name, value in {**changes.get("all", {}), **changes.get(rank, {})}.items():
+    if name == "core":
+        os.sched_setaffinity(0, [value])
+    elif name == "alone":  # as if the launcher spoke another protocol
+        for key in list(os.environ):
+            if key.startswith(("PMI", "OMPI_COMM", "OMPI_UNI", "PMIX", "PRTE", "HYD")):
+                del os.environ[key]
+        os.environ.update(SLURM_PROCID=rank, SLURM_STEP_NUM_TASKS=value)
+    else:
+        os.environ[name] = value
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+class Report:
+    """What a run of the doctor said."""
+
+    def __init__(self, ended):
+        self.ended = ended
+        assert "Traceback" not in ended.stdout + ended.stderr, ended
+        assert ended.stdout, ended
+        # Launchers may write behind it that the job has failed
+        self.all, _ = json.JSONDecoder().raw_decode(ended.stdout)
+        self.rows = {row["what"]: row for row in self.all["findings"]}
+        failed = [row for row in self.rows.values() if row["status"] == "FAIL"]
+        assert bool(failed) == (ended.returncode != 0), ended
+        assert self.all["status"] == max(
+            (row["status"] for row in self.rows.values()),
+            key=["OK", "WARN", "FAIL"].index,
+        )
+        for row in self.rows.values():
+            assert row["status"] == "OK" or row["remedy"], row
+
+    def __call__(self, what, status):
+        """Return what was found, which must have the status."""
+        row = self.rows[what]
+        assert row["status"] == status, row
+        return row["found"]
+
+
+def alone(*arguments, seconds="10", **environment):
+    command = [sys.executable, *DOCTOR, "--json", "--seconds", seconds, *arguments]
+    environment.setdefault("PYTHONPATH", LIBRARY)
+    return Report(launching.run(command, **environment))
+
+
+def together(ranks, changes, *arguments, seconds="10", **environment):
+    command = [*launching.mpirun_command(ranks), sys.executable]
+    if changes:
+        command += ["-c", WRAPPER, json.dumps(changes)]
+    command += [*DOCTOR, "--json", "--seconds", seconds, *arguments]
+    return Report(launching.run(command, **{"PYTHONPATH": LIBRARY} | environment))
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """Makes a module that stands before the real one; returns a PYTHONPATH."""
+
+    def make(name, text):
+        path = tmp_path / "fake" / f"{name.replace('.', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return f"{tmp_path / 'fake'}{os.pathsep}{LIBRARY}"
+
+    return make
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 2, 3])
+def test_all_is_well(tmp_path, ranks):
+    """Ranks that share cores are not, but that is the machine's, not the doctor's."""
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        file["x"] = 1
+    where = ["--paths", str(tmp_path), str(path)]
+    report = together(ranks, {}, *where) if ranks else alone(*where)
+    assert report.all["ranks"] == max(1, ranks)
+    ill = {what for what, row in report.rows.items() if row["status"] == "FAIL"}
+    assert ill <= {"binding"}
+    assert report.all["mpidist"] == mpidist.__version__
+    assert f"{ranks} ranks" in report("launcher", "OK") or ranks < 2
+    assert mpidist.__version__ in report("mpidist", "OK")
+    assert "gzip, shuffle, fletcher32" in report("HDF5's filters", "OK")
+    assert report(f"{path}: HDF5", "OK") == "can be read"
+    for place in (tmp_path, path):
+        assert "fcntl, flock, HDF5" in report(f"{place}: locks", "OK")
+        assert report(f"{place}: writing", "OK")
+    assert ("all_reduce, CPU" in report.rows) == (ranks > 1)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_table_says_the_same():
+    command = [sys.executable, *DOCTOR]
+    ended = launching.run(command, PYTHONPATH=LIBRARY, MPI4PY_RC_THREAD_LEVEL="single")
+    assert ended.returncode == 1
+    lines = ended.stdout.splitlines()
+    assert all(len(line) <= 88 for line in lines)
+    (bad,) = (line for line in lines if line.startswith("FAIL"))
+    assert "MPI_THREAD_SINGLE" in bad
+    assert "-> unset MPI4PY_RC_THREAD_LEVEL" in ended.stdout
+    assert lines[-1].endswith("1 FAIL")
+
+
+def test_json_goes_to_a_file(tmp_path):
+    path = tmp_path / "report.json"
+    command = [sys.executable, *DOCTOR, "--json", str(path)]
+    ended = launching.run(command, PYTHONPATH=LIBRARY)
+    assert ended.stdout == ""
+    assert json.loads(path.read_text())["ranks"] == 1
+    command[-1] = str(tmp_path / "no" / "report.json")
+    ended = launching.run(command, PYTHONPATH=LIBRARY)
+    assert ended.returncode == 1
+    assert "error: " in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_bad_paths(tmp_path, ranks):
+    fifo, damaged, ring = tmp_path / "fifo", tmp_path / "bad.h5", tmp_path / "ring"
+    os.mkfifo(fifo)
+    damaged.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(100))
+    ring.symlink_to(ring)
+    missing = tmp_path / "missing"
+    paths = list(map(str, [fifo, damaged, ring, missing, "/proc"]))
+    report = (
+        together(ranks, {}, "--paths", *paths) if ranks else alone("--paths", *paths)
+    )
+    assert "neither a file nor a folder" in report(str(fifo), "FAIL")
+    assert "No such file" in report(str(missing), "FAIL")
+    assert report(str(ring), "FAIL")
+    assert report(f"{damaged}: HDF5", "FAIL")
+    assert report("/proc", "OK").startswith("proc (")
+    assert report("/proc: writing", "WARN")
+    assert "/proc: locks" not in report.rows
+
+
+def test_folders_that_only_some_ranks_see(tmp_path):
+    """A relative path, as another rank has another working folder."""
+    (tmp_path / "here").mkdir()
+    changes = {"all": {"PYTHONPATH": LIBRARY}}
+    script = WRAPPER.replace("os.execv", f"os.chdir({str(tmp_path)!r} if rank == '0' "
+                             "else '/'); os.execv")  # fmt: skip
+    command = [*launching.mpirun_command(2), sys.executable, "-c", script]
+    command += [json.dumps(changes), *DOCTOR, "--json", "--paths", "here"]
+    report = Report(launching.run(command))
+    assert "rank 1: No such file" in report("here", "FAIL")
+
+
+def test_a_read_only_file_system(tmp_path):
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    full, fixed = tmp_path / "full", tmp_path / "fixed"
+    full.mkdir()
+    fixed.mkdir()
+    script = f"""mount -t tmpfs -o size=64k x {full} && mount -t tmpfs -o ro x {fixed}
+        head -c 64k /dev/zero >{full}/zeros
+        HOME={fixed} {sys.executable} -m mpidist doctor --json --paths {full} {fixed}"""
+    command = ["unshare", "-m", "sh", "-c", script]
+    report = Report(launching.run(command, PYTHONPATH=LIBRARY))
+    assert "tmpfs" in report(str(full), "WARN")
+    assert "No space left" in report(f"{full}: writing", "FAIL")
+    assert "Read-only file system" in report(f"{fixed}: writing", "WARN")
+
+
+def test_little_shared_memory():
+    """So little that MPI itself may crash, or use none."""
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    script = f"""mount -t tmpfs -o size=1m x /dev/shm
+        {sys.executable} -m mpidist doctor --json"""
+    ended = launching.run(["unshare", "-m", "sh", "-c", script], PYTHONPATH=LIBRARY)
+    found = Report(ended)("shared memory (/dev/shm)", "FAIL")
+    assert found.endswith("of 1 MiB")
+
+
+@pytest.fixture
+def dead_folder(tmp_path):
+    """A folder on a file system of which nothing ever answers."""
+    folder = tmp_path / "dead"
+    folder.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        server = os.open("/dev/fuse", os.O_RDWR)
+    except OSError:
+        pytest.skip("there is no /dev/fuse for this user")
+    options = f"fd={server},rootmode=40000,user_id=0,group_id=0".encode()
+    if libc.mount(b"dead", os.fsencode(folder), b"fuse.dead", 6, options):
+        os.close(server)
+        pytest.skip("mounting needs root")
+    yield folder
+    os.close(server)  # which ends what waits there
+    assert libc.umount2(os.fsencode(folder), 2) == 0
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_dead_file_system_does_not_stop_it(dead_folder, tmp_path, ranks):
+    where = ["--paths", str(dead_folder), str(tmp_path)]
+    report = (
+        together(ranks, {}, *where, seconds="2")
+        if ranks
+        else alone(*where, seconds="2")
+    )
+    assert "no answer" in report(str(dead_folder), "FAIL")
+    assert report(f"{tmp_path}: locks", "OK")
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_two_ranks_on_one_core():
+    report = together(2, {"all": {"core": CORES[1]}})
+    assert f"ranks 0-1 on core {CORES[1]}" in report("binding", "FAIL")
+    report = together(2, {"0": {"core": CORES[0]}, "1": {"core": CORES[1]}})
+    assert report.rows["binding"]["status"] != "FAIL"
+    assert report("threads", "OK") == "1 per rank"
+
+
+def test_more_threads_than_cores():
+    threads = "64"
+    report = together(2, {}, OMP_NUM_THREADS=threads)
+    assert "128 threads of ranks 0-1" in report("threads", "WARN")
+    report = alone(OMP_NUM_THREADS="many")
+    assert "OMP_NUM_THREADS=many" in report("threads", "WARN")
+
+
+def test_variables_that_differ_between_ranks(tmp_path):
+    changes = {
+        "0": {"PYTHONHASHSEED": "1", "MPIDIST_CUDA_AWARE": "0"},
+        "1": {"PYTHONHASHSEED": "2"},
+    }
+    report = together(3, changes)
+    found = report("PYTHONHASHSEED", "WARN")
+    assert found == "rank 0: 1; rank 1: 2; rank 2: not set"
+    assert report("MPIDIST_CUDA_AWARE", "FAIL") == "rank 0: 0; ranks 1-2: not set"
+
+
+def test_a_launcher_that_started_more_than_mpi_sees():
+    environment = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
+    report = alone(**environment)
+    assert "SLURM_STEP_NUM_TASKS=4" in report("launcher", "FAIL")
+    allowed = alone(**environment, MPIDIST_ALLOW_SINGLETON="1")
+    assert allowed("launcher", "WARN")
+
+
+def test_processes_that_mpi_does_not_join_print_once():
+    """As under an srun with the wrong --mpi=."""
+    report = together(3, {"all": {"alone": "3"}})
+    assert "MPI sees 1 process" in report("launcher", "FAIL")
+    assert report.ended.stdout.count('"findings"') == 1
+
+
+def test_no_mpi():
+    environment = {"MPI4PY_LIBMPI": "/nonexistent"}
+    for report in (alone(**environment), together(2, {}, **environment)):
+        assert "/nonexistent" in report("starting MPI", "FAIL")
+        assert report.all["ranks"] is None
+        assert report(".: locks", "OK")  # the rest is looked at
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import os; os.abort()", "ended by SIGABRT"),
+        ("raise OSError('no\\nlibrary')", "OSError: no library"),
+        ("import os; os.open(os.environ['FIFO'], os.O_RDONLY)", "no answer in"),
+    ],
+)
+def test_a_broken_package(fake, tmp_path, text, expected):
+    os.mkfifo(tmp_path / "fifo")
+    path = fake("optree", text)
+    report = alone(PYTHONPATH=path, FIFO=str(tmp_path / "fifo"), seconds="2")
+    assert expected in report("optree", "FAIL")
+    assert "optree" in report("starting MPI", "FAIL")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text", "expected"),
+    [
+        (0, "import os; os.abort()", "ended by SIGABRT"),
+        (0, "import os; os._exit(3)", "ended with 3"),
+        (0, "import os; os.open(os.environ['FIFO'], os.O_RDONLY)", "no end in"),
+        (2, "import os; os.abort()", "ended by SIGABRT"),
+        (2, "raise ImportError('no MPI')", "no MPI"),
+    ],
+)
+def test_mpi_that_does_not_start(fake, tmp_path, ranks, text, expected):
+    """On two ranks, on rank 1, of which rank 0 only knows that it does not come."""
+    os.mkfifo(tmp_path / "fifo")
+    path = fake("mpi4py.__init__", "")
+    fake("mpi4py.MPI", text)
+    environment = {"PYTHONPATH": path, "FIFO": str(tmp_path / "fifo")}
+    if ranks:
+        report = together(ranks, {"1": environment}, seconds="1.5")
+        assert report("starting MPI", "FAIL")
+        assert expected in report.ended.stderr
+    else:
+        assert expected in alone(**environment, seconds="1")("starting MPI", "FAIL")
+
+
+def test_no_process_stays_when_it_is_ended(fake, tmp_path):
+    fifo, pid_file = tmp_path / "fifo", tmp_path / "pid"
+    os.mkfifo(fifo)
+    text = f"import os; open({str(pid_file)!r}, 'w').write(str(os.getpid())); "
+    path = fake("optree", text + f"open({str(fifo)!r})")
+    environment = launching.clean_environment() | {"PYTHONPATH": path}
+    process = subprocess.Popen(
+        [sys.executable, *DOCTOR, "--json"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with open(fifo, "w"):  # when somebody opens it to read
+        worker = os.pidfd_open(int(pid_file.read_text()))
+        os.set_blocking(worker, False)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+        ended = subprocess.CompletedProcess([], process.returncode, out, err)
+        report = Report(ended)
+        assert "ended by SIGTERM" in report("looking at this process", "FAIL")
+    assert select.select([worker], [], [], 30)[0]
+    os.close(worker)
+
+
+def test_locks_that_hdf5_does_not_take():
+    report = alone(HDF5_USE_FILE_LOCKING="FALSE")
+    assert report("HDF5_USE_FILE_LOCKING", "OK") == "FALSE"
+    assert "does not lock" in report(".: locks", "OK")
+    report = alone(HDF5_USE_FILE_LOCKING="perhaps")
+    assert "perhaps" in report("HDF5_USE_FILE_LOCKING", "WARN")
+
+
+def test_nodes_that_are_pretended():
+    report = together(3, {}, MPIDIST_RANKS_PER_NODE="2")
+    assert "2 nodes" in report("nodes", "WARN")
+    report = together(2, {}, MPIDIST_RANKS_PER_NODE="none")
+    assert "MPIDIST_RANKS_PER_NODE=none" in report("nodes", "FAIL")
+    assert "must be a positive number" in report("all_reduce, CPU", "FAIL")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--seconds", "0"],
+        ["--seconds", "nan"],
+        ["--seconds", "inf"],
+        ["--seconds", "soon"],
+        ["--seconds"],
+        ["--paths"],
+        ["--paths", ""],
+        ["--json", ""],
+        ["extra"],
+    ],
+)
+def test_bad_arguments(capsys, arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", *arguments])
+    assert caught.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+_NUMBERS = st.sampled_from(["0", "1", "2", "-1", "", "x", "1e9", "9" * 30, "\u0663"])
+_VARIABLES = st.sampled_from(
+    [
+        "CUDA_VISIBLE_DEVICES",
+        "FLUX_TASK_RANK",
+        "HDF5_PLUGIN_PATH",
+        "HDF5_USE_FILE_LOCKING",
+        "MPIDIST_ALLOW_SINGLETON",
+        "MPIDIST_CUDA_AWARE",
+        "MPIDIST_RANKS_PER_NODE",
+        "MPIDIST_TRANSPORTS",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMP_NUM_THREADS",
+        "PMI_FD",
+        "PMI_SIZE",
+        "SLURM_STEP_ID",
+        "SLURM_STEP_NUM_TASKS",
+        "XDG_CACHE_HOME",
+    ]
+)
+
+
+@settings(
+    max_examples=6,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)
+@given(st.dictionaries(_VARIABLES, _NUMBERS, max_size=6))
+def test_any_environment(environment):
+    alone(seconds="3", **environment)
+
+
+_WORDS = st.sampled_from(["--paths", "--json", "--seconds", "-", "1e3", "/", "--"])
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(st.lists(_WORDS, max_size=4))
+def test_any_arguments(arguments):
+    command = [sys.executable, *DOCTOR, *arguments]
+    ended = launching.run(command, PYTHONPATH=LIBRARY)
+    assert ended.returncode in (0, 1, 2)
+    assert "Traceback" not in ended.stderr
+    assert (ended.returncode == 2) == ("usage: " in ended.stderr)
+
+
+_LOSE = """
+import os, sys
+ask = os.sched_getaffinity
+
+def lose(pid):
+    if "mpi4py.MPI" in sys.modules:
+        os.kill(os.getpid(), {number})
+    return ask(pid)
+
+os.sched_getaffinity = lose
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_while_it_is_examined(fake, number):
+    """After MPI has started: when it looks at its cores."""
+    path = fake("sitecustomize", _LOSE.format(number=int(number)))
+    report = together(2, {"1": {"PYTHONPATH": path}}, seconds="1")
+    (row,) = [r for r in report.rows.values() if r["what"] == "gathering facts"]
+    assert row["status"] == "FAIL"
+    assert "rank 1 did not arrive" in row["found"] or "ended by SIGTERM" in row["found"]
