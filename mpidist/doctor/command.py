@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import time
@@ -35,10 +36,8 @@ def run(request: Request, json_file: str | None) -> int:
 
     with contextlib.closing(watch(partial(examine, request), report)) as watched:
         if watched.status is not None or not _is_speaker(watched):
-            _complain(watched)
-            if watched.status is None and watched.rank:
-                # Launchers end all when one has ended without ending MPI
-                time.sleep(_LINGERING * request.seconds)
+            if _complain(watched):
+                _linger(watched, _LINGERING * request.seconds)
             # One that fails says 0, as launchers end all then, also the one that prints
             return watched.status or 0
         if watched.stage != STARTING or not watched.has_failed or _is_hurried(watched):
@@ -61,19 +60,31 @@ def _is_speaker(watched: Watched) -> bool:
     return not is_silent(os.environ)
 
 
-def _complain(watched: Watched) -> None:
-    """Write one line on what keeps this process from others, who may not hear of it."""
+def _complain(watched: Watched) -> bool:
+    """Write one line on what keeps this process from others; return if there is any."""
     who = f"process {os.getpid()}" if watched.rank is None else f"rank {watched.rank}"
     rows = watched.rows[-1:] if watched.has_failed else watched.rows
     row = next(
         (row for row in rows if watched.has_failed or row.what == STARTING), None
     )
     if row is None:
-        return
+        return False
     line = f"mpidist doctor: {who} on {socket.gethostname()}: {row.what}: {row.found}\n"
     with contextlib.suppress(OSError):
         sys.stderr.write(line)
         sys.stderr.flush()
+    return True
+
+
+def _linger(watched: Watched, seconds: float) -> None:
+    """Wait, or mpirun ends the job, also the process that prints.
+
+    It does so when a process ends without ending MPI; Open MPI's also if that has not
+    started MPI, but others have.
+    """
+    if watched.rank is not None or "OMPI_COMM_WORLD_SIZE" in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(seconds)
 
 
 def _print(rows: list[Finding], size: int | None, json_file: str | None) -> int:
