@@ -511,7 +511,7 @@ def test_a_gpu_is_chosen_before_mpi_starts(mpirun):
     """By Open MPI and MPICH's variables; so that MPI finds a context."""
     ended = mpirun(2, EARLY)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["chosen"] * 2
+    assert ended.stdout.count("chosen") == 2
     ended = mpirun(2, EARLY, MPIDIST_BIND_GPU="0")
     assert "AssertionError: (201," in ended.stderr  # CUDA_ERROR_INVALID_CONTEXT
 
