@@ -115,13 +115,14 @@ def compare(flights: Sequence[Flight]) -> tuple[list[str], bool]:
     """Return what is to be said, line by line, and whether all ranks did the same."""
     lines: list[str] = []
     is_same = True
-    channels = sorted({flight.channel for flight in flights})
+    channels = sorted({(flight.channel, flight.members) for flight in flights})
     for channel in channels:
-        found = [flight for flight in flights if flight.channel == channel]
+        found = [f for f in flights if (f.channel, f.members) == channel]
         found.sort(key=lambda flight: flight.rank)
         said, same = _compare_channel(found)
-        ranks = len(found[0].members)
-        lines += [f"communicator {channel}, {ranks} ranks:", *(f"  {s}" for s in said)]
+        number, members = channel
+        head = f"communicator {number}, {len(members)} ranks:"
+        lines += [head, *(f"  {text}" for text in said)]
         is_same = is_same and same
     return lines, is_same
 

@@ -54,13 +54,15 @@ class Agreement:
         self.calls = 0
         self.broken: str | None = None
         self._waiting = Waiting(comm)
-        self.recorder = Recorder(Agreement.made, comm)
+        # Ranks may have made unlike numbers, of other communicators
+        channel = comm.allreduce(Agreement.made, MPI.MAX)
+        self.recorder = Recorder(channel, comm)
         self._begin = self.recorder.begin
         self.turns = Turns(self.recorder.end)
         self.places = Places()
         self._thread = ThreadState()
         if self.size > 1:
-            Agreement.made += 1
+            Agreement.made = channel + 1
             Agreement.in_use.append(self)
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
 A ring has `CALLS` rows of `WORDS` integers of 64 bits: the number of the call, from 1;
 its kind, a line of the other file, from 0; when it began, and when it ended or 0, in
 nanoseconds on the clock of time.monotonic. The other file has a line of JSON of the
-rank, and then one for each kind.
+rank, and then one for each kind. Their names have the number of the communicator, which
+others of other ranks may have too, and the rank in the world.
 """
 
 from __future__ import annotations
