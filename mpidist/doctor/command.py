@@ -35,11 +35,14 @@ def run(request: Request, json_file: str | None) -> int:
         return _print(watched.rows, watched.size, json_file)
 
     with contextlib.closing(watch(partial(examine, request), report)) as watched:
-        if watched.status is not None or not _is_speaker(watched):
+        if watched.status is not None:
+            if watched.has_failed:  # when all was printed
+                _complain(watched)
+            return watched.status
+        if not _is_speaker(watched):
             if _complain(watched):
                 _linger(watched, _LINGERING * request.seconds)
-            # One that fails says 0, as launchers end all then, also the one that prints
-            return watched.status or 0
+            return 0  # or launchers end all, also the one that prints
         if watched.stage != STARTING or not watched.has_failed or _is_hurried(watched):
             return report(watched)
         # Without MPI, what is there can be looked at still
