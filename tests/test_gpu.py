@@ -100,6 +100,15 @@ def test_reductions(comm, strategy, options, dtype, op):
         assert np.array_equal(mine.get(), everyone[comm.rank])
 
 
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("shape", [(), (1, 1), (2, 0, 3), (4, 1, 2)])
+def test_shapes_stay(comm, strategy, options, op, shape):
+    for _ in range(2):
+        got = all_reduce(strategy, op, cupy.full(shape, comm.rank + 1.0), options)
+        total = sum(range(1, comm.size + 1)) / (comm.size if op == "MEAN" else 1)
+        require_equal(got, np.full(shape, total))
+
+
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_narrow_numbers_are_added_up_in_float32(comm, strategy, options, name):
     ml_dtypes = pytest.importorskip("ml_dtypes")

@@ -45,7 +45,8 @@ class SmallCopies:
             if value.nbytes:
                 source, to = value.data.ptr, address + start
                 runtime.memcpyAsync(to, source, value.nbytes, _TO_HOST, stream.ptr)
-            found[j] = host[start:stop].view(value.dtype).reshape(value.shape)
+            # Not its own shape: CuPy makes one dimension of none
+            found[j] = host[start:stop].view(value.dtype).reshape(values[j].shape)
         stream.synchronize()
         if self._stream is not None and self._stream != stream:
             self._stream.synchronize()  # it may still read what `up` has given it
