@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 __all__ = ["main"]
 
@@ -45,46 +46,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return the exit status."""
     parser = argparse.ArgumentParser("python -m mpidist")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    plan = commands.add_parser(
-        "plan",
-        help="show what each rank of a job will read, without MPI",
-        description=_PLAN,
-        epilog=_PLAN_END,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    plan_help = "show what each rank of a job will read, without MPI"
+    plan = _add_command(commands, "plan", _plan, plan_help, _PLAN, _PLAN_END)
+    plan.set_defaults(usage_error=plan.error)
     _add_plan_arguments(plan)
-    plan.set_defaults(run=_plan)
-    tune = commands.add_parser(
-        "tune",
-        help="measure which way of communication is the fastest, under mpirun",
-        description=_TUNE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_tune_arguments(tune)
-    tune.set_defaults(run=_tune, shuffle=True)
-    diff = commands.add_parser(
-        "diff",
-        help="name the first collective in which ranks differed, without MPI",
-        description=_DIFF,
-        epilog=_DIFF_END,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    tune_help = "measure which way of communication is the fastest, under mpirun"
+    _add_tune_arguments(_add_command(commands, "tune", _tune, tune_help, _TUNE))
+    diff_help = "name the first collective in which ranks differed, without MPI"
+    diff = _add_command(commands, "diff", _diff, diff_help, _DIFF, _DIFF_END)
     diff.add_argument("dumps", nargs="+", type=Path, help="folders, or files")
-    diff.set_defaults(run=_diff, shuffle=True)
-    doctor = commands.add_parser(
-        "doctor",
-        help="say what is wrong with the place where a job is to run",
-        description=_DOCTOR,
-        epilog=_DOCTOR_END,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    doctor_help = "say what is wrong with the place where a job is to run"
+    _add_doctor_arguments(
+        _add_command(commands, "doctor", _doctor, doctor_help, _DOCTOR, _DOCTOR_END)
     )
-    _add_doctor_arguments(doctor)
-    doctor.set_defaults(run=_doctor, shuffle=True)
     given = parser.parse_args(arguments)
-    if not given.shuffle and not (given.seed is given.window_chunks is None):
-        plan.error("--seed and --window-chunks need --shuffle")
     status: int = given.run(given)
     return status
+
+
+def _add_command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    description: str,
+    end: str = "",
+) -> argparse.ArgumentParser:
+    """Return the parser of a command, which `run` does and gives its exit status."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=end,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
 
 
 def _add_tune_arguments(parser: argparse.ArgumentParser) -> None:
@@ -170,6 +167,8 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _plan(given: argparse.Namespace) -> int:
     """Print a plan, and return the exit status."""
+    if not given.shuffle and not (given.seed is given.window_chunks is None):
+        given.usage_error("--seed and --window-chunks need --shuffle")
     # Not before the arguments are known to be good: these take most of a second
     from mpidist.data.plan.input_plan import make_plan
     from mpidist.data.plan.parts import Request

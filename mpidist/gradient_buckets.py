@@ -109,7 +109,7 @@ class GradientBuckets:
         self._is_threaded = self._can_be_threaded()
         self._side: SideStream | None = None
         if self._is_threaded and group.gpus is not None:
-            self._side = SideStream()
+            self._side = self._agreement.prepare(_CALL, SideStream)
         group.closing.append(self.close)
 
     def _can_be_threaded(self) -> bool:

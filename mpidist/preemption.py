@@ -205,7 +205,7 @@ class PreemptionCheckpointHandler:
         mine = np.array([self._must_end(now)], np.int64)
         if not self._group.reduce(_CALL, "SUM", mine)[0]:
             return
-        self._save(*args, **kwargs)
+        self._group.agreement.block(_CALL, lambda: self._save(*args, **kwargs))
         if self._config.exit_fn is None:
             # One that comes late must not end this rank otherwise, on its way out
             for number in self._former:

@@ -290,3 +290,24 @@ def test_a_folder_that_cannot_be_used_raises_on_all(strategy, comm, mpi_tmp_path
         make(strategy, mpi_tmp_path / "file")
     with pytest.raises(CheckpointError, match="cannot be written"):
         mpidist.Checkpoint(strategy=strategy, x=1).write(mpi_tmp_path / "file" / "x")
+
+
+@pytest.mark.parametrize("culprit", [0, -1])
+@pytest.mark.parametrize("which", ["init_fn", "step_counter"])
+def test_a_function_that_raises_on_one_rank_raises_on_all(
+    comm, strategy, tmp_path, which, culprit
+):
+    def fail():
+        if comm.rank == culprit % comm.size:
+            raise ZeroDivisionError("the reason")
+        return 1
+
+    checkpoint = mpidist.Checkpoint(strategy=strategy, step=1)
+    folder = comm.bcast(tmp_path) / "run"
+    manager = mpidist.CheckpointManager(checkpoint, folder, 2, **{which: fail})
+    with pytest.raises(ZeroDivisionError, match="the reason"):
+        if which == "init_fn":
+            manager.restore_or_initialize()
+        else:
+            manager.save()
+    assert strategy.reduce("SUM", 1) == comm.size

@@ -48,7 +48,7 @@ def tried(monkeypatch):
 
     def run(index):
         calls.append(index)
-        return True, "tried on two ranks"
+        return trial.Outcome(True, "tried on two ranks", True)
 
     monkeypatch.setattr(trial, "run", run)
     return calls
@@ -100,6 +100,39 @@ def test_unknown_is_tried_once_and_kept(comm, agreement, cache, tried, monkeypat
     ((key, (is_aware, _)),) = json.loads(cache.read_text()).items()
     assert key.endswith("| CUDA 13000 | H100")
     assert is_aware
+
+
+@pytest.mark.parametrize("is_certain", [False, True])
+def test_only_what_is_certain_is_kept(agreement, cache, monkeypatch, is_certain):
+    """A machine that was busy must not count as one without CUDA for ever."""
+    outcome = trial.Outcome(False, "no end after 60 s", is_certain)
+    monkeypatch.setattr(trial, "run", lambda index: outcome)
+    monkeypatch.setattr(cuda_aware, "ask", lambda *_: None)
+    support = find_support(agreement, None, GPU, index=0)
+    assert support == Support(False, "no end after 60 s")
+    agreement.comm.Barrier()
+    assert cache.exists() is is_certain
+
+
+def test_nothing_is_tried_where_the_user_says_it(agreement, cache, tried, monkeypatch):
+    """A trial may be what the user wants to avoid."""
+    monkeypatch.setattr(cuda_aware, "ask", lambda *_: None)
+    support = find_support(agreement, True, GPU, index=0)
+    assert support == Support(True, "cuda_aware=True, where nothing else is known")
+    assert not tried
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_library_that_cannot_be_asked_on_one_rank_is_an_error_on_all(
+    agreement, cache, monkeypatch
+):
+    def ask(*_):
+        if agreement.rank == agreement.size - 1:
+            raise OSError("the reason")
+
+    monkeypatch.setattr(cuda_aware, "ask", ask)
+    with pytest.raises(OSError, match="the reason"):
+        find_support(agreement, None, GPU, index=0)
 
 
 def test_each_model_of_gpu_is_tried(comm, agreement, cache, tried, monkeypatch):
@@ -227,7 +260,7 @@ def test_a_trial_tells_what_this_library_can(comm):
     """It ends well, or it crashed; either way this process goes on."""
     if not gpu_count():
         pytest.skip("needs a GPU and CuPy")
-    is_aware, why = trial.run(0)
+    is_aware, why, _ = trial.run(0)
     assert "tried" in why
     answer = ask(MPI.Get_library_version(), os.environ)
     if is_aware:

@@ -74,7 +74,7 @@ def test_a_library_without_cuda_crashes_in_a_trial_only(environment):
     """The MPI of these tests; the process that tries goes on."""
     script = (
         "from mpidist.gpu import trial; "
-        "answer = trial.run(0); print('the answer is', *answer)"
+        "answer = trial.run(0); print('the answer is', *answer[:2])"
     )
     path = {"LD_LIBRARY_PATH": environment["LD_LIBRARY_PATH"]}
     ended = launching.run([sys.executable, "-c", script], **path)

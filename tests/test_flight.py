@@ -118,6 +118,40 @@ def test_as_many_calls_as_there_is_room_for_are_kept(comm, monkeypatch, tmp_path
     assert not list(folder.iterdir())
 
 
+def test_a_call_is_seen_whole_or_not_at_all(comm, agreement, monkeypatch):
+    """The watchdog may look in the middle of `begin`, and ends jobs by what it sees."""
+    from mpidist.agreement import recorder as module
+    from mpidist.agreement.calls import Call
+
+    seen = []
+    pack = module._PACK_INTO
+
+    def look_then_pack(*arguments):
+        seen.append(agreement.recorder.last())
+        pack(*arguments)
+
+    monkeypatch.setattr(module, "_PACK_INTO", look_then_pack)
+    for n in range(3):
+        agreement.recorder.begin(n + 1, Call(f"call {n}"), n)
+        agreement.recorder.end()
+    operations = [entry and entry.operation for entry in seen]
+    assert operations == [None, "call 0", "call 1"]
+
+
+def test_kinds_of_calls_that_never_come_again_are_forgotten(agreement, monkeypatch):
+    from mpidist.agreement import recorder as module
+    from mpidist.agreement.calls import Call
+
+    monkeypatch.setattr(module, "_MOST_KINDS", CALLS + 100)
+    recorder = agreement.recorder
+    for n in range(5 * CALLS):
+        recorder.begin(n + 1, Call(f"call {n}"), n)
+        assert recorder.last().operation == f"call {n}"
+        recorder.end()
+    assert len(recorder._texts) <= CALLS + 100
+    assert recorder.before_last().operation == f"call {5 * CALLS - 2}"
+
+
 def test_a_folder_that_cannot_be_written_is_a_warning(comm, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("MPIDIST_DUMPS", str(tmp_path / "file"))

@@ -168,6 +168,19 @@ def test_another_way_to_save(comm, make):
     assert manager.checkpoints == []
 
 
+@pytest.mark.parametrize("culprit", [0, -1])
+def test_a_save_fn_that_raises_on_one_rank_raises_on_all(comm, make, culprit):
+    def save():
+        if comm.rank == culprit % comm.size:
+            raise ZeroDivisionError("the reason")
+
+    _w, _, handler = make(save_fn=save, exit_fn=lambda: None)
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(ZeroDivisionError, match="the reason"):
+        handler.save_checkpoint_if_preempted()
+    assert comm.allreduce(1) == comm.size
+
+
 def test_the_latest_checkpoint_is_restored(comm, make):
     w, manager, handler = make()
     for _ in range(3):

@@ -80,7 +80,8 @@ class Recorder:
         if comm.Get_size() > 1 and os.environ.get(_DUMPS):
             self._folder = Path(os.environ[_DUMPS])
         self._kinds: dict[Any, int] = {}
-        self._texts: list[tuple[Call, str]] = []
+        self._made = 0  # kinds, of which the last are known
+        self._texts: dict[int, tuple[Call, str]] = {}
         self._codes: list[Any] = []
         self._depths: dict[int, int] = {}
         self._place = -WORDS
@@ -134,8 +135,9 @@ class Recorder:
         except (KeyError, ValueError):
             kind = self._note(call, digest)
         place = self._place + WORDS
-        self._place = place = 0 if place == WORDS * CALLS else place
+        place = 0 if place == WORDS * CALLS else place
         _PACK_INTO(self._buffer, 8 * place, number, kind, begun, 0)
+        self._place = place  # not before: other threads look there
 
     def end(self) -> None:
         """Note that the call is over."""
@@ -147,23 +149,31 @@ class Recorder:
         depth, frame = 2, _getframe(2)
         while frame.f_back is not None and is_own_code(frame.f_code):
             depth, frame = depth + 1, frame.f_back
-        if len(self._kinds) >= _MOST_KINDS:
-            self._kinds.clear()
-            self._depths.clear()
+        if len(self._texts) >= _MOST_KINDS:
+            self._forget_kinds()
         self._depths[digest] = depth - 1  # as `begin` counts
         key = digest, id(frame.f_code), frame.f_lasti
         kind = self._kinds.get(key)
         if kind is not None:
             return kind
-        kind = self._kinds[key] = len(self._texts)
+        kind = self._kinds[key] = self._made
+        self._made += 1
         site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        self._texts.append((call, site))
+        self._texts[kind] = call, site
         self._codes.append(frame.f_code)  # kept, so that its id stays its own
         if self._calls is not None:
             agreed = call.describe()
             text = {"operation": call.operation, "site": site, "agreed": agreed}
             self._calls.write(json.dumps(text) + "\n")
         return kind
+
+    def _forget_kinds(self) -> None:
+        """Forget all kinds of calls but those that the ring has."""
+        self._kinds.clear()
+        self._depths.clear()
+        self._codes.clear()
+        kept = set(self._words[KIND::WORDS])
+        self._texts = {k: text for k, text in self._texts.items() if k in kept}
 
     def last(self) -> Entry | None:
         """Return the last call, if there was one."""

@@ -183,12 +183,12 @@ class CheckpointManager:
         Raises, on all ranks: what `Checkpoint.write` raises. With `is_background` also
           what kept the last checkpoint from being written.
         """
-        step = self._step()
+        call = f"{_CALL}.save"
+        step = self._agreement.prepare(call, self._step)
         if check_interval and self._interval is not None and step is not None:
             is_early = self._last_step is not None
             if is_early and step < (self._last_step or 0) + self._interval:
                 return None
-        call = f"{_CALL}.save"
         number = self._agreement.prepare(call, lambda: _number(checkpoint_number))
         self.wait()
         self._save_began = time.monotonic()
@@ -238,7 +238,7 @@ class CheckpointManager:
                 self._last_step = self._step()
                 return path
         if self._init_fn is not None:
-            self._init_fn()
+            self._agreement.block(f"{_CALL}.init_fn", self._init_fn)
         if self._interval is not None:
             self._last_step = self._step()
         return None

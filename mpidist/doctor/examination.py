@@ -271,5 +271,5 @@ def _choose(job: Job, found: GpuFacts) -> GpuChoice:
     choice = choice._replace(asked=asked and (asked.is_aware, asked.why))
     # One rank of each node tries, unless MPI says that it would crash
     if job.local_rank == 0 and (asked is None or asked.is_aware):
-        choice = choice._replace(tried=trial.run(index))
+        choice = choice._replace(tried=trial.run(index)[:2])
     return choice

@@ -57,9 +57,11 @@ def find_support(
     Raises, on all ranks:
       LaunchError: the variable is neither 0 nor 1; it, or the option, differs.
     """
-    override = agreement.prepare(_CALL, lambda: _override(asked_for, os.environ))
     library = MPI.Get_library_version().partition("\n")[0].rstrip("\0 ")
-    answer = ask(library, os.environ)
+    override, answer = agreement.prepare(
+        _CALL,
+        lambda: (_override(asked_for, os.environ), ask(library, os.environ)),
+    )
     key = f"{library} | CUDA {identity.driver} | {identity.name}"
     everyone = agreement.gather(_CALL, (override, answer, key))
     overrides = {found for found, _, _ in everyone}
@@ -71,17 +73,21 @@ def find_support(
     # One rank tries for all with the same GPU and library
     keys = [found for _, _, found in everyone]
     is_first = keys.index(key) == agreement.rank
-    if answer is None or answer.is_aware:
+    if override is None and (answer is None or answer.is_aware):
         own = agreement.prepare(
             _CALL, lambda: _cached_trial(key, index) if is_first else None
         )
         answer = own or answer
     found = [a for a in agreement.gather(_CALL, answer) if a is not None]
-    worst = min(found, key=lambda support: support.is_aware)
+    worst = min(found, key=lambda support: support.is_aware, default=None)
     if override is None:
+        assert worst is not None  # the first rank has tried
         return worst
-    says = "it is" if worst.is_aware else "it is not"
-    return Support(override[0], f"{override[1]}, where otherwise {says}: {worst.why}")
+    says = "nothing else is known"
+    if worst is not None:
+        is_aware = "it is" if worst.is_aware else "it is not"
+        says = f"otherwise {is_aware}: {worst.why}"
+    return Support(override[0], f"{override[1]}, where {says}")
 
 
 def _override(
@@ -142,8 +148,9 @@ def _cached_trial(key: str, index: int) -> Support:
     known = _read(path)
     if key in known:
         return Support(known[key][0], f"{known[key][1]} ({path})")
-    is_aware, why = trial.run(index)
-    _write(path, {**known, key: [is_aware, why]})
+    is_aware, why, is_certain = trial.run(index)
+    if is_certain:
+        _write(path, {**known, key: [is_aware, why]})
     return Support(is_aware, why)
 
 

@@ -14,14 +14,15 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DeviceArray", "library_path", "run", "use_gpu"]
+__all__ = ["DeviceArray", "Outcome", "library_path", "run", "use_gpu"]
 
 _SECONDS = 60
+_CRASH = "it ended by"
 _DONE = "mpidist: MPI took addresses of GPU memory"
 # Where a job would find that it is a part of this one
 _LAUNCHERS = (
@@ -49,22 +50,37 @@ _LAUNCHERS = (
 _KEPT = ("PRTE_PREFIX", "PMIX_PREFIX")
 
 
-def run(index: int) -> tuple[bool, str]:
-    """Return whether MPI takes addresses of GPU `index`, and what came of it."""
+class Outcome(NamedTuple):
+    """What came of trying.
+
+    Args:
+      is_aware: whether MPI took addresses of a GPU.
+      why: what happened.
+      is_certain: whether it would happen again, on a machine less busy, too.
+    """
+
+    is_aware: bool
+    why: str
+    is_certain: bool
+
+
+def run(index: int) -> Outcome:
+    """Return whether MPI takes addresses of GPU `index`."""
     environ = _clean(os.environ)
     # Not as a module: mpidist would start MPI before the GPU is chosen
     start = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
     program = [sys.executable, "-c", start, str(index)]
     alone = _run_one(program, environ)
     if alone:
-        return False, f"tried on one rank: {alone}"
+        return Outcome(False, f"tried on one rank: {alone}", _CRASH in alone)
     mpirun = _mpirun(library_path())
     if mpirun is None:
-        return True, "tried on one rank"
+        return Outcome(True, "tried on one rank", True)
     together = _run_one([str(mpirun), "-n", "2", *program], environ)
     if together:
-        return False, f"tried by {mpirun} on two ranks: {together}"
-    return True, "tried on two ranks"
+        why = f"tried by {mpirun} on two ranks: {together}"
+        return Outcome(False, why, _CRASH in together)
+    return Outcome(True, "tried on two ranks", True)
 
 
 def _run_one(command: list[str], environ: Mapping[str, str]) -> str:
@@ -87,7 +103,7 @@ def _run_one(command: list[str], environ: Mapping[str, str]) -> str:
     if _DONE in out and process.returncode == 0:
         return ""
     if process.returncode < 0:
-        return f"it ended by {signal.Signals(-process.returncode).name}"
+        return f"{_CRASH} {signal.Signals(-process.returncode).name}"
     lines = [line for line in err.splitlines() if line.strip()]
     last = lines[-1].strip() if lines else "nothing on stderr"
     return f"it ended with {process.returncode}: {last}"
