@@ -150,6 +150,7 @@ Saving and going on
     tf.train.latest_checkpoint  latest_checkpoint: reads the folder
     PreemptionCheckpointHandler also the end of Slurm's time; exits with 99
     TerminationConfig           termination_watcher_fn, exit_fn, grace_period, save_fn
+    run_elastic                 not in TensorFlow: goes on without ranks that have died
 
 Commands
 
@@ -207,6 +208,7 @@ if not commands.is_command():
     from mpidist.data.distributed.optional import Optional
     from mpidist.data.local_iterator import DatasetIterator
     from mpidist.data.spec import TensorSpec
+    from mpidist.elastic import run_elastic
     from mpidist.errors import (
         ArgumentError,
         ArgumentTypeError,
@@ -221,6 +223,7 @@ if not commands.is_command():
         MismatchError,
         MpidistError,
         OutOfRangeError,
+        RankLostError,
         RemoteError,
         UnsupportedError,
     )
@@ -302,6 +305,7 @@ __all__ = [
     "OutOfRangeError",
     "PerReplica",
     "PreemptionCheckpointHandler",
+    "RankLostError",
     "ReduceOp",
     "ReductionToOneDevice",
     "RemoteError",
@@ -326,4 +330,5 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "latest_checkpoint",
+    "run_elastic",
 ]

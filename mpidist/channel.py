@@ -61,6 +61,7 @@ class Channel:
         results: Results | None = None,
     ):
         payload_bytes = max(_PAYLOADS_BYTES // agreement.size, _LEAST_PAYLOAD_BYTES)
+        self._agreement = agreement
         self._board = None
         if topology.has_neighbours:
             self._board = make_board(
@@ -91,7 +92,12 @@ class Channel:
         )
 
     def close(self) -> None:
-        """Free memory and communicators. Collective."""
+        """Free memory and communicators. Collective.
+
+        Where ranks have died they stay: it takes all to free a window of MPI.
+        """
+        if self._agreement.losses.ranks:
+            return
         self._routes.close()
         if self._board is not None:
             self._board.close()

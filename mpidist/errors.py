@@ -12,6 +12,7 @@
     ├── CollectiveError (RuntimeError)   a collective could not be carried out
     │   ├── DivergenceError              replicas called different collectives
     │   ├── DeadlineError (TimeoutError) a replica did not arrive in time
+    │   ├── RankLostError                ranks have died; see `run_elastic`
     │   └── RemoteError                  another replica failed
     ├── UnsupportedError (NotImplementedError)  tf.distribute has it no more than we do
     ├── DataError                        data are missing, unlike, damaged or unwritable
@@ -39,6 +40,7 @@ __all__ = [
     "MismatchError",
     "MpidistError",
     "OutOfRangeError",
+    "RankLostError",
     "RemoteError",
     "UnsupportedError",
 ]
@@ -82,6 +84,16 @@ class DivergenceError(CollectiveError):
 
 class DeadlineError(CollectiveError, TimeoutError):
     """A replica did not arrive within `CommunicationOptions.timeout_seconds`."""
+
+
+class RankLostError(CollectiveError):
+    """Ranks have died, and MPI goes on without them; `run_elastic` can, too.
+
+    Attributes:
+      ranks: their numbers in the strategy's communicator.
+    """
+
+    ranks: tuple[int, ...] = ()
 
 
 class RemoteError(CollectiveError):

@@ -91,7 +91,9 @@ class GradientBuckets:
         self._step: BucketStep | None = None
         self._is_closed = False
         self._results = StepResults()
-        self._own = Agreement(group.topology.comm.Dup())
+        losses = group.topology.losses
+        comm = losses.add(group.topology.comm.Dup())
+        self._own = Agreement(comm, losses=losses)
         try:
             self._channel = Channel(
                 _CALL,
@@ -104,7 +106,7 @@ class GradientBuckets:
             )
         except Exception:  # it is raised on all ranks
             self._own.close()
-            self._own.comm.Free()
+            self._own.losses.free(self._own.comm)
             raise
         self._is_threaded = self._can_be_threaded()
         self._side: SideStream | None = None
@@ -268,4 +270,4 @@ class GradientBuckets:
             self._group.closing.remove(self.close)
             self._own.close()
             self._channel.close()
-            self._own.comm.Free()
+            self._own.losses.free(self._own.comm)

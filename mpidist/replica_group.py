@@ -50,7 +50,7 @@ class ReplicaGroup:
         gpu_request: GpuRequest | None = None,
     ):
         self.topology = Topology.create(communicator)
-        self.agreement = Agreement(self.topology.comm)
+        self.agreement = Agreement(self.topology.comm, losses=self.topology.losses)
         self.node_memory = NodeMemory(self.topology, self.agreement)
         self.symmetric_memory = SymmetricMemory(self.agreement, self.topology.node)
         self.replica_id = self.topology.rank
@@ -62,10 +62,13 @@ class ReplicaGroup:
         self.gpus: GpuFacts | None = None
         try:
             self._set_up(devices, cross_device_ops, gpu_request or GpuRequest())
-        except Exception:  # it is raised on all ranks
+        except Exception as error:  # it is raised on all ranks
+            translated = self.topology.losses.translate(error)
             self.agreement.close()
             self._close_channel()
             self.topology.close()
+            if translated is not error:
+                raise translated from error
             raise
 
     def _set_up(
@@ -128,6 +131,8 @@ class ReplicaGroup:
 
     def close(self) -> None:
         """Free communicators and caches; a second call does nothing. Collective."""
+        if self.agreement.losses.ranks:  # nothing can be freed together
+            self.topology.closed = True
         if not self.topology.closed:
             while self.closing:
                 self.closing[-1]()

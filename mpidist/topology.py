@@ -10,6 +10,7 @@ from typing import cast
 
 from mpi4py import MPI
 
+from mpidist.agreement.losses import Losses
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, LaunchError
 from mpidist.gpu.devices import gpu_count, use_gpu
 from mpidist.launch_check import check_launch
@@ -95,6 +96,7 @@ class Topology:
     rank: int
     size: int
     local_rank: int
+    losses: Losses  # of ranks of `comm`
     closed: bool = False
     devices: tuple[str, ...] = ()  # of all ranks
     node_sizes: tuple[int, ...] = ()  # how many ranks each node has, ascending
@@ -112,6 +114,7 @@ class Topology:
             library = MPI.Get_library_version()
             check_launch(os.environ, communicator.Get_size(), library)
         comm = communicator.Dup()
+        losses = Losses(comm)
         node = _ranks_that_share_memory(comm)
         if pretended := _pretended_ranks_per_node(os.environ, comm):
             whole = node
@@ -119,10 +122,11 @@ class Topology:
             whole.Free()
         return cls(
             comm=comm,
-            node=node,
+            node=losses.add(node),
             rank=comm.Get_rank(),
             size=comm.Get_size(),
             local_rank=node.Get_rank(),
+            losses=losses,
         )
 
     @property
@@ -144,8 +148,9 @@ class Topology:
         """Free the communicators; a second call does nothing. Collective."""
         if not self.closed:
             self.closed = True
-            self.node.Free()
-            self.comm.Free()
+            self.losses.close()
+            for comm in (self.node, self.comm):
+                self.losses.free(comm)
 
     def bind_device(self, devices: Sequence[str] | None) -> str:
         """Choose this rank's device, make it current if it is a GPU, return its name.

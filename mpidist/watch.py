@@ -2,7 +2,8 @@
 
 It names ranks that are slow, and ends the job where a rank has died, was stopped or
 never comes. It does nothing in the calls themselves, and needs no messages: what it
-looks at is the flight recorder, and who has come to the call.
+looks at is the flight recorder, and who has come to the call. Where MPI goes on without
+ranks that die (see `losses`), it asks MPI who has died.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from mpi4py import MPI
 
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import name_ranks
+from mpidist.agreement.losses import Losses, can_survive
 from mpidist.agreement.recorder import Entry
 from mpidist.errors import LaunchError
 
@@ -26,6 +28,7 @@ __all__ = ["Watch", "hang_seconds", "start_watch"]
 _HANG = "MPIDIST_HANG_SECONDS"
 _DEFAULT_SECONDS = 1800.0
 _LOOK_SECONDS = 1.0
+_LOOK_FOR_DEAD_SECONDS = 0.02
 # A rank is slow that others wait for so long, and so many times as long as they took
 _SLOW_SECONDS = 5.0
 _SLOW_TIMES = 20
@@ -77,8 +80,13 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         """Look at all communicators for as long as the program runs."""
+        pause = min(_LOOK_SECONDS, self._limit / 4)
+        survives = can_survive()
         while os.getpid() == self._pid:
-            time.sleep(min(_LOOK_SECONDS, self._limit / 4))
+            if survives:
+                _look_for_dead(pause)
+            else:
+                time.sleep(pause)
             for agreement in list(Agreement.in_use):
                 self.look(agreement, time.monotonic())
 
@@ -99,6 +107,15 @@ class Watch(threading.Thread):
             come = set(range(agreement.size)) - set(missing)
             if min(come) == agreement.rank:
                 _say(_slow_text(agreement, entry, waited, busy, missing))
+
+
+def _look_for_dead(seconds: float) -> None:
+    """Ask MPI for so long, again and again, who has died."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not MPI.Is_finalized():
+        time.sleep(min(_LOOK_FOR_DEAD_SECONDS, seconds))
+        if Losses.in_use:
+            Losses.look()
 
 
 def _slow_text(

@@ -16,18 +16,18 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 from mpi4py import MPI
 
 from mpidist.agreement.board import Board
-from mpidist.agreement.calls import (
-    Call,
-    Record,
-    call_site,
-    digest,
-    dump_error,
-    name_ranks,
-    report_error,
-)
+from mpidist.agreement.calls import Call, digest
 from mpidist.agreement.claims import Claim, ThreadState
 from mpidist.agreement.comparing import Comparison, MpiComparison, Telling
-from mpidist.agreement.disagreement import forget_locals, no_such_thread, raise_by
+from mpidist.agreement.disagreement import (
+    forget_locals,
+    no_such_thread,
+    not_arrived,
+    not_finished,
+    raise_by,
+    record_of,
+)
+from mpidist.agreement.losses import Losses
 from mpidist.agreement.places import Places
 from mpidist.agreement.recorder import Recorder
 from mpidist.agreement.turns import Turns
@@ -40,14 +40,27 @@ T = TypeVar("T")
 
 
 class Agreement:
-    """The agreement of all ranks of one communicator, which must be private to it."""
+    """The agreement of all ranks of one communicator, which must be private to it.
+
+    Args:
+      comm: the communicator.
+      comparison: how ranks are compared; by MPI if it is None.
+      losses: of these ranks; None for those of `comm` alone.
+    """
 
     # Those of this process in the order of their making, which is that of all ranks
     in_use: ClassVar[list[Agreement]] = []
     made: ClassVar[int] = 0  # of more than one rank
 
-    def __init__(self, comm: MPI.Intracomm, comparison: Comparison | None = None):
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        comparison: Comparison | None = None,
+        losses: Losses | None = None,
+    ):
         self.comm = comm
+        self.losses = losses or Losses(comm)
+        self._own_losses = None if losses else self.losses
         self.comparison = comparison or MpiComparison(comm)
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
@@ -58,7 +71,7 @@ class Agreement:
         channel = comm.allreduce(Agreement.made, MPI.MAX)
         self.recorder = Recorder(channel, comm)
         self._begin = self.recorder.begin
-        self.turns = Turns(self.recorder.end)
+        self.turns = Turns(self.recorder.end, self.losses.translate)
         self.places = Places()
         self._thread = ThreadState()
         if self.size > 1:
@@ -69,7 +82,10 @@ class Agreement:
         """Forget it, before its communicator is freed."""
         if self in Agreement.in_use:
             Agreement.in_use.remove(self)
-        self.recorder.close(is_kept=self.broken is not None)
+        is_kept = self.broken is not None or self.losses.ranks != ()
+        self.recorder.close(is_kept)
+        if self._own_losses is not None:
+            self._own_losses.close()
 
     def require_same(
         self,
@@ -164,6 +180,8 @@ class Agreement:
     def _is_agreed(self, claim: Claim) -> bool:
         """Tell the other ranks, and return whether all said the same."""
         call, thread, error, timeout, is_patient, payload, place = claim
+        if self.losses.ranks:
+            raise self.losses.error() from error
         if self.broken is not None:
             raise error or CollectiveError(
                 f"this strategy cannot communicate any more: {self.broken}"
@@ -315,45 +333,27 @@ class Agreement:
 
     def give_up(self, operation: str, deadline: float) -> NoReturn:
         """Raise a DeadlineError, where nobody knows who is missing; see `wait`."""
-        seconds = time.monotonic() - deadline
-        self.broken = (
-            f"{operation} (called at {call_site()}) did not finish on rank "
-            f"{self.rank}, {seconds:.1f} s after its deadline"
-        )
+        self.broken = not_finished(self.rank, operation, deadline)
         raise DeadlineError(self.broken)
 
     def _break_off(
         self, late: LateError, operation: str, seconds: float | None
     ) -> NoReturn:
-        (missing,) = late.args
-        reason = f"{name_ranks(missing)} did not arrive"
-        self.broken = (
-            f"rank {self.rank} waited {seconds:g} s in {operation} (called at "
-            f"{call_site()}), but {reason if missing else 'it did not finish'}"
-        )
+        self.broken = not_arrived(self.rank, operation, seconds, *late.args)
         raise DeadlineError(self.broken) from None
 
     def _resolve(self, claim: Claim) -> str:
         """Return the thread whose turn it is, or raise what keeps the ranks apart."""
-        call, error = claim.call, claim.error
-        record = Record(
-            call.operation,
-            call.describe() | self.places.describe(),
-            call_site(),
-            dump_error(error),
-            report_error(error),
-            getattr(error, "origin_rank", self.rank),
-            self._thread.depth,
-            claim.thread,
-        )
+        depth = self._thread.depth
+        record = record_of(claim, self.places.describe(), self.rank, depth)
         records = self.comm.allgather(record)
         if any(r.thread != records[0].thread for r in records):
             return str(records[0].thread)
         try:
-            raise_by(records, error, self.rank, self.calls)
+            raise_by(records, claim.error, self.rank, self.calls)
         except Exception as raised:
             # Some ranks have left blocks in which others are: those must follow
             outermost = min(r.depth for r in records)
-            if outermost < self._thread.depth:
+            if outermost < depth:
                 self._thread.unwinding = (outermost, raised)
             raise

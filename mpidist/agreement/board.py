@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
+from mpidist.agreement.losses import Losses
 from mpidist.agreement.waiting import LateError
 
 __all__ = ["Board"]
@@ -40,6 +41,7 @@ class Board:
       slot_bytes: of each of three more pieces of memory of each rank, see `slots`.
       names: the numbers by which errors call the ranks.
       is_patient: whether to leave the core to other threads while waiting.
+      losses: knows when one of the ranks has died.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class Board:
         slot_bytes: int = 0,
         names: Sequence[int] | None = None,
         is_patient: bool = False,
+        losses: Losses | None = None,
     ):
         self._comm = comm
+        self._losses = losses
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._names = list(range(self.size) if names is None else names)
         self.page_bytes = -(-page_bytes // _LINE_BYTES) * _LINE_BYTES
@@ -101,6 +105,7 @@ class Board:
 
         Raises:
           LateError: it is over; says who has not come.
+        RankLostError: a rank has died.
         """
         self.meetings = meeting = self.meetings + 1
         self._window.Sync()
@@ -123,10 +128,16 @@ class Board:
                 os.sched_yield()  # no sleep is as short
             else:
                 time.sleep(min((now - start) / 4, _PAUSE_SECONDS))
-                self._comm.Iprobe()
+                self._let_mpi_work()
             now = time.monotonic()
             if deadline is not None and now > deadline:
                 raise LateError(self._missing(meeting))
+
+    def _let_mpi_work(self) -> None:
+        """Let MPI pass messages on; raise a RankLostError if a rank has died."""
+        if self._losses is not None:
+            self._losses.require_none()
+        self._comm.Iprobe()
 
     def missing(self) -> list[int]:
         """Return which ranks have not come to this rank's last meeting. Any thread."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -13,14 +14,47 @@ from mpidist.agreement.calls import (
     Record,
     call_site,
     differences,
+    dump_error,
     group_by_rank,
     load_error,
+    name_ranks,
+    report_error,
 )
+from mpidist.agreement.claims import Claim
 from mpidist.errors import DivergenceError, MismatchError, RemoteError
 
-__all__ = ["forget_locals", "no_such_thread", "raise_by"]
+__all__ = [
+    "forget_locals",
+    "no_such_thread",
+    "not_arrived",
+    "not_finished",
+    "raise_by",
+    "record_of",
+]
 
 _FOLDER = str(Path(__file__).parent) + os.sep
+
+
+def record_of(claim: Claim, places: dict[str, str], rank: int, depth: int) -> Record:
+    """Return what a rank tells the others of what it is about to do.
+
+    Args:
+      claim: what it is about to do.
+      places: where ranks are that must be at the same place.
+      rank: this one.
+      depth: in how many blocks it is.
+    """
+    call, error = claim.call, claim.error
+    return Record(
+        call.operation,
+        call.describe() | places,
+        call_site(),
+        dump_error(error),
+        report_error(error),
+        getattr(error, "origin_rank", rank),
+        depth,
+        claim.thread,
+    )
 
 
 def raise_by(
@@ -76,6 +110,26 @@ def no_such_thread(call: Call, rank: int, thread: str) -> DivergenceError:
     return DivergenceError(
         f"rank {rank} is in {call.operation} at {call_site()}, and has no other thread "
         f"that could join the call that other ranks make in {name}"
+    )
+
+
+def not_arrived(
+    rank: int, operation: str, seconds: float | None, missing: Sequence[int]
+) -> str:
+    """Say that a rank has waited for `missing` ranks in vain."""
+    reason = f"{name_ranks(missing)} did not arrive" if missing else "it did not finish"
+    return (
+        f"rank {rank} waited {seconds:g} s in {operation} (called at {call_site()}), "
+        f"but {reason}"
+    )
+
+
+def not_finished(rank: int, operation: str, deadline: float) -> str:
+    """Say that a call has not ended, where nobody knows who is missing."""
+    seconds = time.monotonic() - deadline
+    return (
+        f"{operation} (called at {call_site()}) did not finish on rank {rank}, "
+        f"{seconds:.1f} s after its deadline"
     )
 
 

@@ -24,10 +24,16 @@ class Turns:
 
     Args:
       on_end: called at the end of each collective.
+      translate: called with what a collective raised; returns what is raised instead.
     """
 
-    def __init__(self, on_end: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        on_end: Callable[[], None] | None = None,
+        translate: Callable[[BaseException], BaseException] | None = None,
+    ) -> None:
         self._on_end = on_end
+        self._translate = translate
         self._condition = threading.Condition(threading.RLock())
         self._creator = threading.get_ident()
         self._next: str | None = None
@@ -50,7 +56,9 @@ class Turns:
                 self._condition.wait()
         self._entered += 1
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
         self._entered -= 1
         if not self._entered:
             if self._on_end is not None:
@@ -59,6 +67,10 @@ class Turns:
                 self._next = None
                 self._condition.notify_all()
         self._condition.release()
+        if error is not None and self._translate is not None:
+            translated = self._translate(error)
+            if translated is not error:
+                raise translated from error
 
     def yield_to(self, thread: str, timeout: float | None = None) -> bool:
         """Wait until `thread` has had a turn; return False if it cannot come any more.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Mapping
@@ -14,9 +15,10 @@ from mpidist.checkpoint.collecting import collect
 from mpidist.checkpoint.files import make_folder, removal, unwritable
 from mpidist.checkpoint.folder import shard_name
 from mpidist.checkpoint.saving import Saving
+from mpidist.errors import RankLostError
 from mpidist.strategy import Strategy
 
-__all__ = ["Saver", "finish_all"]
+__all__ = ["Saver", "finish_all", "finish_lost"]
 
 _WAIT = "waiting for a checkpoint"
 
@@ -71,6 +73,11 @@ class Saver:
         self._strategy = strategy
         self._pending: _Pending | None = None
         self._copies = Copies()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether ranks of the strategy have died."""
+        return self._extended.agreement.losses.ranks != ()
 
     def save(
         self,
@@ -141,8 +148,9 @@ class Saver:
             return
         agreement = self._extended.agreement
         pending.shard_is_done.wait()
-        # If some ranks do something else, all are as before
-        agreement.require_same(Call(_WAIT), is_patient=True)
+        if not agreement.losses.ranks:
+            # If some ranks do something else, all are as before
+            agreement.require_same(Call(_WAIT), is_patient=True)
         self._pending = None
         Saver.busy.remove(self)
         self._extended.closing.remove(self.wait)
@@ -152,6 +160,9 @@ class Saver:
             pending.saving.expect_shards()
             agreement.root_only(_WAIT, pending.finish)
             is_complete = True
+        except RankLostError:
+            is_complete = True  # perhaps; who restores removes what is of no use
+            raise
         finally:
             pending.saving.give_up()
             pending.thread.join()
@@ -172,6 +183,9 @@ class Saver:
             saving.expect_shards()
             agreement.root_only(operation, saving.write_index)
             is_complete = True
+        except RankLostError:
+            is_complete = True  # perhaps, see `wait`
+            raise
         finally:
             saving.end(is_complete)
 
@@ -180,6 +194,17 @@ def finish_all() -> None:
     """Wait for all that is being saved, at the end of the program. Collective."""
     while Saver.busy:
         Saver.busy[0].wait()
+
+
+def finish_lost() -> None:
+    """Let go of what was being saved by strategies whose ranks have died.
+
+    What is complete, or can be, stays. Not collective.
+    """
+    for saver in list(Saver.busy):
+        if saver.is_lost:
+            with contextlib.suppress(RankLostError):
+                saver.wait()
 
 
 def _begin(index: Path) -> str:

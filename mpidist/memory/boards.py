@@ -42,7 +42,10 @@ def make_board(
     if not short:
         names = node.group.Translate_ranks(None, agreement.comm.group)
         return agreement.block(
-            operation, lambda: Board(node, page_bytes, _SLOT_BYTES, names, is_patient)
+            operation,
+            lambda: Board(
+                node, page_bytes, _SLOT_BYTES, names, is_patient, agreement.losses
+            ),
         )
     if agreement.rank == 0:
         needed, free = short[0]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-__all__ = ["as_text", "free_bytes"]
+__all__ = ["as_text", "free_bytes", "give_back"]
 
 # Control groups of both versions: where they are, and their files for the limit, for
 # what is in use, and for how much of that are cached files, which can be dropped
@@ -45,6 +48,29 @@ def free_bytes(is_shared: bool, root: Path = Path("/")) -> dict[str, int]:
                 free.get("the job's control group", 1 << 63), _free_in(folder, *names)
             )
     return free
+
+
+def give_back(array: Any) -> None:
+    """Give the pages of an array back, in memory that processes share (Linux).
+
+    It must not be used any more: who reads it finds zeros. What shares a page with
+    something else stays.
+
+    Args:
+      array: contiguous, of NumPy.
+    """
+    if not hasattr(mmap, "MADV_REMOVE"):
+        return
+    first: int = array.__array_interface__["data"][0]
+    start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (first + array.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if size > 0:
+        libc = ctypes.CDLL(None)
+        libc.madvise(
+            ctypes.c_void_p(start),
+            ctypes.c_size_t(size),
+            ctypes.c_int(mmap.MADV_REMOVE),
+        )
 
 
 def as_text(count: float) -> str:

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import Call
 from mpidist.errors import ArgumentError, LaunchError
-from mpidist.memory.free_memory import as_text, free_bytes
+from mpidist.memory.free_memory import as_text, free_bytes, give_back
 from mpidist.memory.storage import Field, Storage, make_arrays
 from mpidist.topology import Topology
 
@@ -57,6 +57,7 @@ class NodeMemory:
         self._agreement = agreement
         self._shares: dict[int, _Share] = {}
         self._numbers = itertools.count()
+        agreement.losses.at_end.append(self._abandon)
 
     def __len__(self) -> int:
         return len(self._shares)
@@ -126,6 +127,15 @@ class NodeMemory:
         """Free all storages, once no thread uses them. Collective."""
         while self._shares:
             self._shares.pop(min(self._shares)).free()
+
+    def _abandon(self) -> None:
+        """Give the memory back where windows cannot be freed: ranks have died."""
+        while self._shares:
+            share = self._shares.popitem()[1]
+            arrays = share.storage.close()
+            if share.window is not None:
+                for array in arrays:
+                    give_back(array)
 
     def _require_possible(self, fields: Sequence[Field], total: int) -> None:
         is_shared = self._topology.node.Get_size() > 1

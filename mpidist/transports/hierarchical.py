@@ -39,11 +39,13 @@ class HierarchicalTransport(SharedTransport):
         color = board.rank if board.rank < adders else MPI.UNDEFINED
         like = agreement.comm.Split(color, agreement.rank)
         self._like = cast(MPI.Intracomm, like)
+        if self._like != MPI.COMM_NULL:
+            agreement.losses.add(self._like)
 
     def close(self) -> None:
         """Free the communicator. Collective."""
         if self._like != MPI.COMM_NULL:
-            self._like.Free()
+            self._agreement.losses.free(self._like)
 
     def _add_other_nodes(self, total: Any) -> Any:
         return self._like.Iallreduce(MPI.IN_PLACE, total, MPI.SUM)

@@ -59,6 +59,8 @@ class NcclTransport:
         number = agreement.root_only("NcclTransport", nccl.get_unique_id)
         self._nccl = nccl
         self._comm = nccl.NcclCommunicator(agreement.size, number, agreement.rank)
+        # Streams would wait for the GPUs of dead ranks for ever
+        agreement.losses.react(self._comm.abort)
 
     def close(self) -> None:
         """Free the communicator. Collective."""

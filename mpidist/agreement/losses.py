@@ -1,0 +1,154 @@
+"""Ranks that die while MPI goes on without them: ULFM, User-Level Failure Mitigation.
+
+Below `mpirun --with-ft ulfm`, Open MPI does not end a job in which a rank dies. Calls
+that need the dead rank raise, but ranks that raised never come to calls in which others
+wait. So, when a rank of a strategy has died, all communicators of the strategy are
+revoked (MPI_Comm_revoke), and waits in shared memory end: all ranks raise. Elsewhere
+no rank is ever found dead, because the launcher ends the job.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import ClassVar
+
+from mpi4py import MPI
+
+from mpidist.agreement.calls import name_ranks
+from mpidist.errors import RankLostError
+
+__all__ = ["Losses", "can_survive", "is_loss"]
+
+_ENABLED = "OMPI_MCA_mpi_ft_enable"
+_CLASSES = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+# How long it may take until a rank hears who died, once MPI says that somebody did
+_HEAR_SECONDS = 10.0
+_PAUSE_SECONDS = 0.005
+
+
+def can_survive() -> bool:
+    """Return whether MPI goes on when a rank dies; the same on all ranks of a job."""
+    is_enabled = os.environ.get(_ENABLED, "").lower() in ("1", "true", "yes")
+    return is_enabled and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+
+def is_loss(error: BaseException) -> bool:
+    """Return whether MPI says by this error that a rank has died."""
+    if not isinstance(error, MPI.Exception) or not can_survive():
+        return False
+    return error.Get_error_class() in _CLASSES
+
+
+class Losses:
+    """Which ranks have died, and what is of no use without them.
+
+    Attributes:
+      ranks: of the communicator, that are known to have died.
+      at_end: called, in this order, when all survivors have left what they did
+        together, so that memory can be given back. They do not communicate.
+
+    Args:
+      comm: of all ranks; not freed by this.
+    """
+
+    in_use: ClassVar[list[Losses]] = []  # that watch over more than one rank
+    # While a communicator is revoked it must not be freed
+    _guard: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, comm: MPI.Intracomm):
+        self.ranks: tuple[int, ...] = ()
+        self.at_end: list[Callable[[], None]] = []
+        self._comms = [comm]
+        self._reactions: list[Callable[[], None]] = []
+        world = comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
+        self._ranks = {number: rank for rank, number in enumerate(world)}
+        if comm.Get_size() > 1:
+            Losses.in_use.append(self)
+
+    def close(self) -> None:
+        """Watch no longer; a second call does nothing. Not collective."""
+        if self in Losses.in_use:
+            Losses.in_use.remove(self)
+
+    def add(self, comm: MPI.Intracomm) -> MPI.Intracomm:
+        """Watch over a communicator of some of these ranks, too; return it."""
+        with Losses._guard:
+            self._comms.append(comm)
+            if self.ranks:
+                comm.Revoke()
+        return comm
+
+    def free(self, comm: MPI.Intracomm) -> None:
+        """Free a communicator that was added. Collective over it."""
+        with Losses._guard:
+            self._comms.remove(comm)
+        if not self.ranks:
+            comm.Free()
+
+    def react(self, fn: Callable[[], None]) -> None:
+        """Call a function, from any thread, as soon as a rank has died."""
+        self._reactions.append(fn)
+
+    @staticmethod
+    def look() -> None:
+        """Ask MPI who has died, and revoke what is of no use any more. Any thread."""
+        MPI.COMM_SELF.Iprobe()  # else MPI may not look
+        group = MPI.COMM_WORLD.Get_failed()
+        dead = set(group.Translate_ranks(None, MPI.COMM_WORLD.group))
+        group.Free()
+        if dead:
+            for losses in list(Losses.in_use):
+                losses._note(dead)
+
+    def _note(self, dead: set[int]) -> None:
+        ranks = tuple(sorted(self._ranks[n] for n in dead & self._ranks.keys()))
+        with Losses._guard:
+            is_first = bool(ranks) and not self.ranks
+            self.ranks = ranks
+            if is_first:
+                for comm in self._comms:
+                    comm.Revoke()
+        if is_first:
+            for fn in self._reactions:
+                fn()
+
+    def require_none(self) -> None:
+        """Raise a RankLostError if a rank has died."""
+        if self.ranks:
+            raise self.error()
+
+    def error(self) -> RankLostError:
+        """Return the error that says who has died."""
+        names = name_ranks(list(self.ranks))
+        have = "have" if len(self.ranks) > 1 else "has"
+        found = RankLostError(
+            f"{names} of {len(self._ranks)} {have} died (killed, crashed, or the node "
+            "failed), so this strategy cannot communicate any more"
+        )
+        found.ranks = self.ranks
+        return found
+
+    def translate(self, error: BaseException) -> BaseException:
+        """Return a RankLostError for what MPI raised when a rank had died.
+
+        Other errors are returned as they are.
+        """
+        if not is_loss(error):
+            return error
+        return self.error() if self.wait_for_names() else error
+
+    def wait_for_names(self) -> bool:
+        """Wait until it is known who has died; return whether any of these ranks.
+
+        For who knows that somebody has: a rank that heard of it sooner may have revoked
+        the communicator.
+        """
+        end = time.monotonic() + _HEAR_SECONDS
+        Losses.look()
+        while not self.ranks and time.monotonic() < end:
+            time.sleep(_PAUSE_SECONDS)
+            Losses.look()
+        return self.ranks != ()
