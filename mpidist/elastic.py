@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import numpy as np
 from mpi4py import MPI
 
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import name_ranks
-from mpidist.agreement.losses import Losses, can_survive, is_loss
+from mpidist.agreement.losses import Losses, agree, can_survive
 from mpidist.checkpoint.saver import finish_lost
-from mpidist.errors import ArgumentError, RankLostError
+from mpidist.errors import ArgumentError, DeadlineError, RankLostError
 from mpidist.launch_check import check_launch
 from mpidist.mirrored_strategy import MirroredStrategy
 from mpidist.strategy import Strategy
@@ -25,7 +23,6 @@ from mpidist.watch import end_job, hang_seconds
 __all__ = ["run_elastic"]
 
 T = TypeVar("T")
-_PAUSE_SECONDS = 1e-3
 
 
 def run_elastic(
@@ -100,27 +97,12 @@ def _try_with(
     try:
         results = [train(make_strategy(communicator=crew))]
     except Exception as error:
-        if not _is_by_loss(error, losses):
+        if losses.check(error) is error:  # nobody has died
             raise
         _forget(error)
     is_done = _agree(crew, bool(results))
     _let_go(losses)
     return results if is_done else []
-
-
-def _is_by_loss(error: BaseException, losses: Losses) -> bool:
-    """Return whether an error came because ranks have died."""
-    seen: list[BaseException] = []
-    pending: list[BaseException | None] = [error]
-    while pending:
-        found = pending.pop()
-        if found is None or found in seen:
-            continue
-        seen.append(found)
-        if isinstance(found, RankLostError) or is_loss(found):
-            return losses.wait_for_names()
-        pending += [found.__cause__, found.__context__]
-    return False
 
 
 def _forget(error: BaseException) -> None:
@@ -134,35 +116,14 @@ def _forget(error: BaseException) -> None:
         found = found.__cause__ or found.__context__
 
 
-def _agree(comm: MPI.Intracomm, is_done: bool) -> bool:
-    """Return whether all survivors have ended what they did. Collective over those.
-
-    MPI_Comm_agree lets all have the same answer, or the same error: which is that some
-    rank had not heard of a death before.
-    """
-    limit = hang_seconds(os.environ)
-    while True:
-        comm.Ack_failed()
-        flag = np.array([is_done], np.intc)
-        try:
-            _wait(comm.Iagree(flag), limit)
-            return bool(flag[0])
-        except MPI.Exception as error:
-            if not is_loss(error):
-                raise
-
-
-def _wait(request: MPI.Request, limit_seconds: float) -> None:
-    start = now = time.monotonic()
-    while not request.Test():
-        if now - start > limit_seconds:
-            rank = MPI.COMM_WORLD.Get_rank()
-            end_job(
-                f"mpidist: rank {rank} has waited {now - start:.1f} s for others to "
-                "leave run_elastic's function. The job ends"
-            )
-        time.sleep(min((now - start) / 4, _PAUSE_SECONDS))
-        now = time.monotonic()
+def _agree(crew: MPI.Intracomm, is_done: bool) -> bool:
+    """Return whether all survivors have ended `train`. Collective over those."""
+    try:
+        return agree(crew, is_done, hang_seconds(os.environ))
+    except DeadlineError as error:
+        rank = MPI.COMM_WORLD.Get_rank()
+        end_job(f"mpidist: rank {rank} has left run_elastic's function, and {error}")
+        raise
 
 
 def _let_go(losses: Losses) -> None:

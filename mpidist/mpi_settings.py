@@ -16,6 +16,11 @@ __all__: list[str] = []
 # Open MPI writes to stderr that a way to make windows cannot be used, and takes another
 os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
 
+# Where ranks have died, Open MPI sometimes waits for them at its end. (Programs end
+# together without: see `launch.leave_together`.)
+if os.environ.get("OMPI_MCA_mpi_ft_enable"):  # noqa: SIM112 - its own spelling
+    os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
+
 # What srun offered mpirun's daemons is not for the ranks: MPICH ends if it finds both
 if "MPI_LOCALNRANKS" in os.environ:
     os.environ.pop("PMIX_NAMESPACE", None)

@@ -63,12 +63,12 @@ class ReplicaGroup:
         try:
             self._set_up(devices, cross_device_ops, gpu_request or GpuRequest())
         except Exception as error:  # it is raised on all ranks
-            translated = self.topology.losses.translate(error)
+            found = self.topology.losses.check(error)
             self.agreement.close()
             self._close_channel()
             self.topology.close()
-            if translated is not error:
-                raise translated from error
+            if found is not error and found is not None:
+                raise found from error
             raise
 
     def _set_up(

@@ -71,7 +71,8 @@ class Agreement:
         channel = comm.allreduce(Agreement.made, MPI.MAX)
         self.recorder = Recorder(channel, comm)
         self._begin = self.recorder.begin
-        self.turns = Turns(self.recorder.end, self.losses.translate)
+        check = self.losses.check if self.losses.is_needed else None
+        self.turns = Turns(self.recorder.end, check)
         self.places = Places()
         self._thread = ThreadState()
         if self.size > 1:

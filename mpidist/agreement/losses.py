@@ -9,16 +9,18 @@ no rank is ever found dead, because the launcher ends the job.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from typing import ClassVar
 
+import numpy as np
 from mpi4py import MPI
 
 from mpidist.agreement.calls import name_ranks
-from mpidist.errors import RankLostError
+from mpidist.errors import DeadlineError, RankLostError
 
 __all__ = ["Losses", "can_survive", "is_loss"]
 
@@ -27,6 +29,7 @@ _CLASSES = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 # How long it may take until a rank hears who died, once MPI says that somebody did
 _HEAR_SECONDS = 10.0
 _PAUSE_SECONDS = 0.005
+_LONG_PAUSE_SECONDS = 0.001
 
 
 def can_survive() -> bool:
@@ -42,16 +45,46 @@ def is_loss(error: BaseException) -> bool:
     return error.Get_error_class() in _CLASSES
 
 
+def agree(comm: MPI.Intracomm, is_well: bool, limit_seconds: float = math.inf) -> bool:
+    """Return whether all ranks of a communicator that live say so. Collective.
+
+    Others may have died, or it may have been revoked: MPI_Comm_agree lets all have one
+    answer, or one error, which is that some rank had not heard of a death before.
+
+    Raises:
+      DeadlineError: others did not come within `limit_seconds`.
+    """
+    start = now = time.monotonic()
+    while True:
+        comm.Ack_failed()
+        flag = np.array([is_well], np.intc)
+        request = comm.Iagree(flag)
+        try:
+            while not request.Test():
+                time.sleep(min((now - start) / 4, _LONG_PAUSE_SECONDS))
+                now = time.monotonic()
+                if now - start > limit_seconds:
+                    raise DeadlineError(f"waited {now - start:.1f} s for other ranks")
+            return bool(flag[0])
+        except MPI.Exception as error:
+            if not is_loss(error):
+                raise
+
+
 class Losses:
     """Which ranks have died, and what is of no use without them.
 
     Attributes:
+      is_needed: whether MPI goes on when ranks die, and there are several.
       ranks: of the communicator, that are known to have died.
       at_end: called, in this order, when all survivors have left what they did
         together, so that memory can be given back. They do not communicate.
 
+    Collective to make, as one that is still being made on another rank must not be
+    revoked: Open MPI 5 crashes there then.
+
     Args:
-      comm: of all ranks; not freed by this.
+      comm: of all ranks, new; not freed by this.
     """
 
     in_use: ClassVar[list[Losses]] = []  # that watch over more than one rank
@@ -63,9 +96,12 @@ class Losses:
         self.at_end: list[Callable[[], None]] = []
         self._comms = [comm]
         self._reactions: list[Callable[[], None]] = []
+        self.is_needed = comm.Get_size() > 1 and can_survive()
+        if self.is_needed:
+            agree(comm, True)
         world = comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
         self._ranks = {number: rank for rank, number in enumerate(world)}
-        if comm.Get_size() > 1:
+        if self.is_needed:
             Losses.in_use.append(self)
 
     def close(self) -> None:
@@ -74,7 +110,12 @@ class Losses:
             Losses.in_use.remove(self)
 
     def add(self, comm: MPI.Intracomm) -> MPI.Intracomm:
-        """Watch over a communicator of some of these ranks, too; return it."""
+        """Watch over a new communicator of some of these ranks, too; return it.
+
+        Collective over it.
+        """
+        if self.is_needed:
+            agree(comm, True)
         with Losses._guard:
             self._comms.append(comm)
             if self.ranks:
@@ -131,24 +172,29 @@ class Losses:
         found.ranks = self.ranks
         return found
 
-    def translate(self, error: BaseException) -> BaseException:
-        """Return a RankLostError for what MPI raised when a rank had died.
+    def check(self, error: BaseException | None) -> BaseException | None:
+        """Return a RankLostError if a rank has died, whatever it led to, else `error`.
 
-        Other errors are returned as they are.
+        For the end of what ranks did together: collectives of Open MPI 5 that a death
+        or MPI_Comm_revoke interrupts do not all say so, but may leave garbage behind.
         """
-        if not is_loss(error):
-            return error
-        return self.error() if self.wait_for_names() else error
+        if error is not None and is_loss(error):
+            self.wait_for_names()
+        elif self.is_needed and not self.ranks:
+            Losses.look()
+            with Losses._guard:
+                is_revoked = any(comm.Is_revoked() for comm in self._comms)
+            if is_revoked:
+                self.wait_for_names()
+        return self.error() if self.ranks else error
 
-    def wait_for_names(self) -> bool:
-        """Wait until it is known who has died; return whether any of these ranks.
+    def wait_for_names(self) -> None:
+        """Wait until it is known who has died, by who knows that somebody has.
 
-        For who knows that somebody has: a rank that heard of it sooner may have revoked
-        the communicator.
+        A rank that heard of it sooner may have revoked a communicator.
         """
         end = time.monotonic() + _HEAR_SECONDS
         Losses.look()
         while not self.ranks and time.monotonic() < end:
             time.sleep(_PAUSE_SECONDS)
             Losses.look()
-        return self.ranks != ()

@@ -24,16 +24,17 @@ class Turns:
 
     Args:
       on_end: called at the end of each collective.
-      translate: called with what a collective raised; returns what is raised instead.
+      check: called at the end of each collective with what it raised, or None; returns
+        what is to be raised.
     """
 
     def __init__(
         self,
         on_end: Callable[[], None] | None = None,
-        translate: Callable[[BaseException], BaseException] | None = None,
+        check: Callable[[BaseException | None], BaseException | None] | None = None,
     ) -> None:
         self._on_end = on_end
-        self._translate = translate
+        self._check = check
         self._condition = threading.Condition(threading.RLock())
         self._creator = threading.get_ident()
         self._next: str | None = None
@@ -67,10 +68,10 @@ class Turns:
                 self._next = None
                 self._condition.notify_all()
         self._condition.release()
-        if error is not None and self._translate is not None:
-            translated = self._translate(error)
-            if translated is not error:
-                raise translated from error
+        if self._check is not None:
+            found = self._check(error)
+            if found is not None and found is not error:
+                raise found from error
 
     def yield_to(self, thread: str, timeout: float | None = None) -> bool:
         """Wait until `thread` has had a turn; return False if it cannot come any more.
