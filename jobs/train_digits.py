@@ -15,7 +15,8 @@ order of summation shows in the 16th digit, of which six are printed.
 With --checkpoint-dir it saves now and then, while it goes on, and when it is about to
 be ended (SIGTERM, SIGUSR1, the end of its time in Slurm): then it exits with 99, which
 asks for a requeue. The next job goes on where the last checkpoint was, in the middle of
-an epoch, on as many ranks as there are, and ends with the same result.
+an epoch, on as many ranks as there are, and ends with the same result. Below Open MPI's
+`mpirun --with-ft ulfm` those that are left go on so when a rank dies.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -48,7 +50,14 @@ TEST_ROWS = 360
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the whole job."""
     options = parse(arguments)
-    strategy = mpidist.MirroredStrategy(devices=options.devices)
+    mpidist.run_elastic(
+        functools.partial(work, options),
+        functools.partial(mpidist.MirroredStrategy, options.devices),
+    )
+
+
+def work(options: argparse.Namespace, strategy: mpidist.Strategy) -> None:
+    """Train on all ranks; once more on those that are left, if some die."""
     is_first = strategy.extended.replica_id == 0
     train_files, test_files = prepare_data(strategy, options.data_dir)
     train = read(strategy, train_files, options, shuffle=True)

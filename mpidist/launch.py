@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from types import TracebackType
@@ -16,6 +18,7 @@ from mpi4py import MPI
 
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import Call
+from mpidist.agreement.losses import Losses, has_lost, is_last
 from mpidist.checkpoint.saver import finish_all
 from mpidist.errors import MpidistError, RemoteError
 
@@ -25,6 +28,7 @@ __all__ = ["abort_on_exception", "leave_together"]
 # that reports waits for others that fail in the same way, so that they stay silent
 _GRACE_SECONDS = 1.0
 _REPORT_SECONDS = 0.3
+_FINALIZE_SECONDS = 3.0
 _previous_hook = sys.excepthook
 
 
@@ -59,10 +63,25 @@ def _leave(pid: int) -> None:
             agreement.require_same(Call("the end of the program"))
         for agreement in list(Agreement.in_use):
             agreement.close()
+        if has_lost():
+            _finalize_in_time()
     except MpidistError as error:
         time.sleep(_GRACE_SECONDS)  # the others report
         _write(f"{_head()}{type(error).__name__}: {error}\n")
         _abort()
+
+
+def _finalize_in_time() -> None:
+    """End MPI where ranks have died, which Open MPI 5 sometimes waits for, for ever.
+
+    Unless `mpi_settings` came in time. The program ends while a thread waits.
+    """
+    Losses.stop_looking()
+    # By ctypes, since mpi4py would keep all other threads waiting
+    finalize = ctypes.CDLL(MPI.__file__).MPI_Finalize
+    ending = threading.Thread(target=finalize, daemon=True)
+    ending.start()
+    ending.join(_FINALIZE_SECONDS)
 
 
 def _report_and_abort(
@@ -83,7 +102,8 @@ def _report_and_abort(
 
 def _abort() -> NoReturn:
     """End the job. MPICH below srun tells srun so, and returns from MPI_Abort."""
-    MPI.COMM_WORLD.Abort(1)
+    if not is_last():
+        MPI.COMM_WORLD.Abort(1)
     os._exit(1)
 
 

@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import name_ranks
-from mpidist.agreement.losses import Losses, can_survive
+from mpidist.agreement.losses import Losses, can_survive, is_last
 from mpidist.agreement.recorder import Entry
 from mpidist.errors import LaunchError
 
@@ -147,7 +147,7 @@ def _hang_text(
 def end_job(text: str) -> None:
     """Say why, and end all ranks of the job, from any thread."""
     _say(text)
-    if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+    if MPI.Query_thread() == MPI.THREAD_MULTIPLE and not is_last():
         # Abort itself may wait for what hangs
         threading.Thread(target=_exit_later, daemon=True).start()
         MPI.COMM_WORLD.Abort(1)

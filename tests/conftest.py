@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,16 +137,21 @@ def mpirun(comm: MPI.Intracomm) -> Callable[..., subprocess.CompletedProcess[str
     """A function that runs a Python script under mpirun, once for all ranks of a test.
 
     `mpirun(ranks, "script.py", "argument", VARIABLE="value")`; a script is a path, or
-    the text of one if it holds a newline.
+    the text of one if it holds a newline. `options` are mpirun's.
     """
 
     def start(
-        ranks: int, script: str, *arguments: str, **environment: str
+        ranks: int,
+        script: str,
+        *arguments: str,
+        options: Sequence[str] = (),
+        **environment: str,
     ) -> subprocess.CompletedProcess[str]:
         result: Any = None
         if comm.rank == 0:
             code = ["-c", script] if "\n" in script else [script]
-            command = [*launching.mpirun_command(ranks), sys.executable, *code]
+            mpirun = launching.mpirun_command(ranks, *options)
+            command = [*mpirun, sys.executable, *code]
             try:
                 result = launching.run([*command, *arguments], **environment)
             except AssertionError as error:

@@ -49,13 +49,18 @@ def clean_environment() -> dict[str, str]:
     } | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
-def mpirun_command(ranks: int) -> list[str]:
+def is_open_mpi() -> bool:
+    """Return whether this is Open MPI."""
+    return "Open MPI" in MPI.Get_library_version()
+
+
+def mpirun_command(ranks: int, *options: str) -> list[str]:
     """Return the beginning of a command line that starts `ranks` ranks."""
     beside = Path(sys.prefix, "bin", "mpirun")
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     assert mpirun is not None, "there is no mpirun"
-    is_open_mpi = "Open MPI" in MPI.Get_library_version()
-    return [mpirun, *(["--oversubscribe"] if is_open_mpi else []), "-n", str(ranks)]
+    crowd = ["--oversubscribe"] if is_open_mpi() else []
+    return [mpirun, *crowd, *options, "-n", str(ranks)]
 
 
 def run(

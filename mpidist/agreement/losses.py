@@ -22,7 +22,7 @@ from mpi4py import MPI
 from mpidist.agreement.calls import name_ranks
 from mpidist.errors import DeadlineError, RankLostError
 
-__all__ = ["Losses", "can_survive", "is_loss"]
+__all__ = ["Losses", "agree", "can_survive", "has_lost", "is_last"]
 
 _ENABLED = "OMPI_MCA_mpi_ft_enable"
 _CLASSES = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
@@ -38,11 +38,26 @@ def can_survive() -> bool:
     return is_enabled and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
-def is_loss(error: BaseException) -> bool:
+def _is_loss(error: BaseException) -> bool:
     """Return whether MPI says by this error that a rank has died."""
     if not isinstance(error, MPI.Exception) or not can_survive():
         return False
     return error.Get_error_class() in _CLASSES
+
+
+def has_lost() -> bool:
+    """Return whether any rank of the job has died, and others went on."""
+    return can_survive() and MPI.COMM_WORLD.Get_failed().Get_size() > 0
+
+
+def is_last() -> bool:
+    """Return whether all other ranks of the job have died.
+
+    MPI_Abort of Open MPI 5 lets mpirun end with 0 then, but an exit code is kept.
+    """
+    if not has_lost():
+        return False
+    return MPI.COMM_WORLD.Get_failed().Get_size() == MPI.COMM_WORLD.Get_size() - 1
 
 
 def agree(comm: MPI.Intracomm, is_well: bool, limit_seconds: float = math.inf) -> bool:
@@ -67,7 +82,7 @@ def agree(comm: MPI.Intracomm, is_well: bool, limit_seconds: float = math.inf) -
                     raise DeadlineError(f"waited {now - start:.1f} s for other ranks")
             return bool(flag[0])
         except MPI.Exception as error:
-            if not is_loss(error):
+            if not _is_loss(error):
                 raise
 
 
@@ -90,6 +105,8 @@ class Losses:
     in_use: ClassVar[list[Losses]] = []  # that watch over more than one rank
     # While a communicator is revoked it must not be freed
     _guard: ClassVar[threading.Lock] = threading.Lock()
+    _looking: ClassVar[threading.Lock] = threading.Lock()
+    _is_over: ClassVar[bool] = False
 
     def __init__(self, comm: MPI.Intracomm):
         self.ranks: tuple[int, ...] = ()
@@ -136,13 +153,22 @@ class Losses:
     @staticmethod
     def look() -> None:
         """Ask MPI who has died, and revoke what is of no use any more. Any thread."""
-        MPI.COMM_SELF.Iprobe()  # else MPI may not look
-        group = MPI.COMM_WORLD.Get_failed()
-        dead = set(group.Translate_ranks(None, MPI.COMM_WORLD.group))
-        group.Free()
+        dead: set[int] = set()
+        with Losses._looking:
+            if not Losses._is_over:
+                MPI.COMM_SELF.Iprobe()  # else MPI may not look
+                group = MPI.COMM_WORLD.Get_failed()
+                dead.update(group.Translate_ranks(None, MPI.COMM_WORLD.group))
+                group.Free()
         if dead:
             for losses in list(Losses.in_use):
                 losses._note(dead)
+
+    @staticmethod
+    def stop_looking() -> None:
+        """Ask MPI no more, which is about to end."""
+        with Losses._looking:
+            Losses._is_over = True
 
     def _note(self, dead: set[int]) -> None:
         ranks = tuple(sorted(self._ranks[n] for n in dead & self._ranks.keys()))
@@ -178,7 +204,7 @@ class Losses:
         For the end of what ranks did together: collectives of Open MPI 5 that a death
         or MPI_Comm_revoke interrupts do not all say so, but may leave garbage behind.
         """
-        if error is not None and is_loss(error):
+        if error is not None and _is_loss(error):
             self.wait_for_names()
         elif self.is_needed and not self.ranks:
             Losses.look()
