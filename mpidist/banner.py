@@ -1,23 +1,25 @@
-"""One line at the start of a job, of what it runs on and how its ranks communicate."""
+"""Lines at the start of a job: what it runs on, and how it reads its first dataset."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 from mpi4py import MPI
 
 from mpidist._version import __version__
+from mpidist.agreement.losses import can_survive
 from mpidist.gpu.facts import GpuFacts
 from mpidist.memory.free_memory import as_text
 from mpidist.replica_group import ReplicaGroup
 from mpidist.transports.by_size import Table
 from mpidist.transports.table_file import short_name
 
-__all__ = ["banner", "show_banner"]
+__all__ = ["banner", "show_banner", "show_input"]
 
 _SHOW = "MPIDIST_BANNER"
-_shown: list[str] = []
+_shown: set[str] = set()
 
 
 def show_banner(group: ReplicaGroup) -> None:
@@ -25,11 +27,25 @@ def show_banner(group: ReplicaGroup) -> None:
 
     Not collective. The variable MPIDIST_BANNER=0 keeps it from that.
     """
-    if group.num_replicas == 1 or _shown:
+    _show_once(group, "banner", lambda: banner(group))
+
+
+def show_input(group: ReplicaGroup, describe: Callable[[], str]) -> None:
+    """Print how the first dataset is divided, in the same way.
+
+    Args:
+      group: of the replicas.
+      describe: returns the text.
+    """
+    _show_once(group, "input", lambda: f"mpidist: the first dataset: {describe()}")
+
+
+def _show_once(group: ReplicaGroup, kind: str, describe: Callable[[], str]) -> None:
+    if group.num_replicas == 1 or kind in _shown:
         return
-    _shown.append(banner(group))
+    _shown.add(kind)
     if group.replica_id == 0 and os.environ.get(_SHOW) != "0":
-        print(_shown[0], file=sys.stderr, flush=True)
+        print(describe(), file=sys.stderr, flush=True)
 
 
 def banner(group: ReplicaGroup) -> str:
@@ -45,6 +61,8 @@ def banner(group: ReplicaGroup) -> str:
     if group.gpus is not None:
         is_aware = "" if group.gpus.support.is_aware else "not "
         parts.append(f"MPI is {is_aware}CUDA-aware ({group.gpus.support.why})")
+    survives = "goes on, with run_elastic," if can_survive() else "ends"
+    parts.append(f"the job {survives} if a rank dies")
     return f"mpidist {__version__}: {'; '.join(parts)}"
 
 

@@ -71,7 +71,7 @@ def run_elastic(
     check_launch(os.environ, world.Get_size(), MPI.Get_library_version())
     if not can_survive() or world.Get_size() == 1:
         return train(make_strategy(communicator=world))
-    crew = world.Dup()
+    crew = _shrink(world)  # some may have died already
     while crew.Get_size() >= min_replicas:
         results = _try_with(crew, train, make_strategy)
         if results:
@@ -101,6 +101,10 @@ def _try_with(
             raise
         _forget(error)
     is_done = _agree(crew, bool(results))
+    if is_done:
+        Losses.look()
+    else:
+        losses.wait_for_names()
     _let_go(losses)
     return results if is_done else []
 
@@ -144,7 +148,7 @@ def _shrink(crew: MPI.Intracomm) -> MPI.Intracomm:
     left = cast(MPI.Intracomm, crew.Shrink())
     here = set(left.group.Translate_ranks(None, crew.group))
     dead = [rank for rank in range(crew.Get_size()) if rank not in here]
-    if left.Get_rank() == 0:
+    if dead and left.Get_rank() == 0:
         print(
             f"mpidist: {name_ranks(dead)} of {crew.Get_size()} died; "
             f"{left.Get_size()} go on",

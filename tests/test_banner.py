@@ -1,21 +1,24 @@
-"""The line at the start of a job."""
+"""The lines at the start of a job."""
 
 from __future__ import annotations
 
 import sys
 
+import h5py
 import launching
 import numpy as np
 import pytest
 
 import mpidist
 from mpidist.banner import banner
+from mpidist.data.distributed.summary import summarize
 
 SCRIPT = """
 import mpidist
 
 for _ in range(2):
     strategy = mpidist.MirroredStrategy(["CPU:0"])
+    strategy.experimental_distribute_dataset(mpidist.Dataset.range(8).batch(4))
     strategy.experimental_finalize()
 """
 
@@ -38,9 +41,57 @@ def test_it_counts_nodes(comm, monkeypatch):
     strategy.experimental_finalize()
 
 
-@pytest.mark.parametrize(("ranks", "lines"), [(1, 0), (2, 1)])
+def test_it_says_what_happens_if_a_rank_dies(strategy, monkeypatch):
+    monkeypatch.delenv("OMPI_MCA_mpi_ft_enable", raising=False)
+    assert banner(strategy.extended).endswith("; the job ends if a rank dies")
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (
+            lambda folder: mpidist.Dataset.from_hdf5(f"{folder}/*.h5", ["x"]).batch(64),
+            "2 HDF5 files, 1,005 rows, 16 steps, 64 rows in each, 32 for a replica",
+        ),
+        (
+            lambda _: mpidist.Dataset.range(1).batch(3),
+            "1 row, 1 step, 3 rows in each, 2 for a replica",
+        ),
+        (
+            lambda _: mpidist.Dataset.range(9).batch(3).repeat(),
+            "9 rows, steps without a known end, 3 rows in each, 2 for a replica",
+        ),
+        (
+            lambda _: mpidist.Dataset.from_generator(lambda: iter(range(9))).batch(2),
+            "steps without a known end, 2 rows in each, 1 for a replica",
+        ),
+        (
+            lambda folder: (
+                mpidist.Dataset.from_hdf5(f"{folder}/*.h5", ["x"])
+                .batch(64)
+                .with_options(mpidist.Options(mpidist.AutoShardPolicy.FILE))
+            ),
+            "1 HDF5 file, 500 rows, 16 steps, as replica 0 sees it: each reads its own",
+        ),
+    ],
+)
+def test_the_first_dataset_has_a_line_of_its_own(comm, strategy, tmp_path, make, line):
+    if comm.size != 2:
+        pytest.skip("for two replicas")
+    folder = comm.bcast(tmp_path)
+    if comm.rank == 0:
+        for name, rows in [("a", 500), ("b", 505)]:
+            with h5py.File(folder / f"{name}.h5", "w") as file:
+                file["x"] = np.zeros(rows)
+    comm.Barrier()
+    data = strategy.experimental_distribute_dataset(make(folder))
+    if comm.rank == 0:
+        assert summarize(data._plan) == line
+
+
+@pytest.mark.parametrize(("ranks", "lines"), [(1, 0), (2, 2)])
 @pytest.mark.parametrize("is_silent", [False, True])
-def test_it_is_printed_once_by_one_rank(mpirun, ranks, lines, is_silent):
+def test_they_are_printed_once_by_one_rank(mpirun, ranks, lines, is_silent):
     environment = {"MPIDIST_BANNER": "0"} if is_silent else {}
     ended = mpirun(ranks, SCRIPT, **environment)
     assert ended.returncode == 0, ended.stderr

@@ -126,7 +126,12 @@ LAYERS = [
     ["data.distributed.index_sharing", "data.distributed.shared_caches"],
     ["updates", "data.distributed.feed", "audit"],
     ["variables", "multi_step"],
-    ["data.distributed.kinds", "data.distributed.ahead", "data.distributed.fetching"],
+    [
+        "data.distributed.kinds",
+        "data.distributed.ahead",
+        "data.distributed.fetching",
+        "data.distributed.summary",
+    ],
     ["data.distributed.iterator", "data.plan.dry_rows", "data.plan.parts"],
     ["data.plan.shares", "data.plan.notes"],
     ["data.plan.estimates", "data.plan.text"],

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpidist import nest
 from mpidist.agreement.calls import Call
+from mpidist.banner import show_input
 from mpidist.data.dataset import (
     UNKNOWN_CARDINALITY,
     Dataset,
@@ -23,6 +24,7 @@ from mpidist.data.distributed.feed import Plan
 from mpidist.data.distributed.index_sharing import index_own_files, share_indexes
 from mpidist.data.distributed.iterator import DistributedIterator
 from mpidist.data.distributed.shared_caches import require_shareable, share
+from mpidist.data.distributed.summary import summarize
 from mpidist.data.pipeline import Pass, Pipeline
 from mpidist.data.policies import count_steps, divide, is_global
 from mpidist.data.state import Origin, Passes
@@ -95,6 +97,7 @@ class DistributedDataset:
     def __init__(self, plan: Plan, entropy: int):
         self._plan = plan
         self._passes = Passes(entropy)
+        show_input(plan.extended, lambda: summarize(plan))
 
     @classmethod
     def of_global_batches(
