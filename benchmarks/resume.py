@@ -1,12 +1,16 @@
 """Kill jobs at random moments, and look whether any row or step is lost.
 
-    python benchmarks/resume.py [--kills 100] [--seed 0] [--json FILE]
+    python benchmarks/resume.py [--kills 100] [--seed 0] [--elastic] [--json FILE]
 
 `jobs/train_digits.py --checkpoint-dir` is started under the mpirun of this environment,
 and after a random time a fault happens: SIGKILL to one rank, to all, or to mpirun;
 SIGTERM to one rank or to mpirun. It is started again, perhaps with another number of
 ranks, until it ends by itself. The weights that it then has are compared with those of
 a job that nobody disturbed: of the same number of ranks each bit, else 1e-6.
+
+With --elastic, below Open MPI, ranks are killed one after the other, and those that are
+left go on (`mpirun --with-ft ulfm`). Another start is needed where Open MPI lets ranks
+crash with the dead, and is counted.
 """
 
 from __future__ import annotations
@@ -35,16 +39,19 @@ import launching
 JOB = str(Path(__file__).parents[1] / "jobs" / "train_digits.py")
 RANKS = (1, 2, 3)
 FAULTS = ("kill a rank", "kill all ranks", "kill mpirun", "end a rank", "end mpirun")
+MOST_ELASTIC = 4
 LIMIT_SECONDS = 120
 
 
-def start(ranks: int, folder: Path, epochs: int) -> subprocess.Popen[str]:
-    """Start the job; it saves and goes on in `folder`."""
+def start(
+    ranks: int, folder: Path, epochs: int, options: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """Start the job; it saves and goes on in `folder`. The options are mpirun's."""
     arguments = ["--data-dir", str(folder.parent / "data"), "--epochs", str(epochs)]
     arguments += ["--checkpoint-dir", str(folder), "--save-every", "15"]
     environment = {**launching.clean_environment(), "TQDM_DISABLE": "1"}
     return subprocess.Popen(
-        [*launching.mpirun_command(ranks), sys.executable, JOB, *arguments],
+        [*launching.mpirun_command(ranks, *options), sys.executable, JOB, *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -157,9 +164,32 @@ def disturb(
     raise AssertionError("it never ends")
 
 
+def disturb_elastic(
+    folder: Path, epochs: int, seconds: float, random: np.random.Generator
+) -> tuple[list[str], set[int]]:
+    """Run a job to its end, of which ranks die and others go on; see `disturb`."""
+    ranks = int(random.integers(2, MOST_ELASTIC + 1))
+    faults: list[str] = []
+    for _ in range(10):
+        job = start(ranks, folder, epochs, ["--with-ft", "ulfm"])
+        for _ in range(random.integers(1, ranks)):
+            try:
+                job.wait(random.uniform(0.1, seconds))
+            except subprocess.TimeoutExpired:
+                if ranks_of(job.pid):
+                    faults.append("kill a rank")
+                    cause(faults[-1], job, random)
+        code, out = await_end(job)
+        if code == 0 and "loss=" in out:
+            return faults, {ranks, 0}  # not one number of ranks
+        print(f"started again, exit code {code}", flush=True)
+        faults.append("start again")
+    raise AssertionError(f"it never ends: exit code {code}\n{out}")
+
+
 def compare(found: Any, expected: dict[int, Any], used: set[int]) -> float:
     """Return the largest difference; 0.0 is required for one number of ranks."""
-    wanted = expected[min(used)]
+    wanted = next(expected[ranks] for ranks in RANKS if ranks in used or 0 in used)
     assert found.keys() == wanted.keys()
     largest = max(float(np.abs(found[k] - wanted[k]).max()) for k in wanted)
     if len(used) == 1:
@@ -173,6 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--epochs", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--elastic", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     random = np.random.default_rng(options.seed)
@@ -183,7 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         expected, seconds = undisturbed(Path(name), options.epochs)
         while sum(faults.values()) < options.kills:
             folder = Path(name, f"job-{sum(jobs.values())}", "run")
-            happened, used = disturb(folder, options.epochs, seconds, random)
+            one_job = disturb_elastic if options.elastic else disturb
+            happened, used = one_job(folder, options.epochs, seconds, random)
             difference = compare(weights_in(folder), expected, used)
             largest = max(largest, difference)
             faults.update(happened)

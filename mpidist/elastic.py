@@ -15,10 +15,11 @@ from mpidist.agreement.calls import name_ranks
 from mpidist.agreement.losses import Losses, agree, can_survive
 from mpidist.checkpoint.saver import finish_lost
 from mpidist.errors import ArgumentError, DeadlineError, RankLostError
+from mpidist.hang_limit import hang_seconds
 from mpidist.launch_check import check_launch
 from mpidist.mirrored_strategy import MirroredStrategy
 from mpidist.strategy import Strategy
-from mpidist.watch import end_job, hang_seconds
+from mpidist.watch import end_job
 
 __all__ = ["run_elastic"]
 

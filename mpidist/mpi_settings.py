@@ -6,19 +6,26 @@ the program has imported mpi4py before, they come too late, and do no harm.
 
 from __future__ import annotations
 
+import faulthandler
+import importlib
 import os
+import sys
 
 from mpidist import launch_check
 from mpidist.gpu import early
+from mpidist.hang_limit import hang_seconds
 
 __all__: list[str] = []
+
+_START_SECONDS = 300.0
 
 # Open MPI writes to stderr that a way to make windows cannot be used, and takes another
 os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
 
-# Where ranks have died, Open MPI sometimes waits for them at its end. (Programs end
-# together without: see `launch.leave_together`.)
-if os.environ.get("OMPI_MCA_mpi_ft_enable"):  # noqa: SIM112 - its own spelling
+is_elastic = bool(os.environ.get("OMPI_MCA_mpi_ft_enable"))  # noqa: SIM112
+if is_elastic:
+    # Where ranks have died, Open MPI sometimes waits for them at its end. (Programs end
+    # together without: see `launch.leave_together`.)
     os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
 
 # What srun offered mpirun's daemons is not for the ranks: MPICH ends if it finds both
@@ -30,3 +37,10 @@ early.choose_early(os.environ)
 
 # Last, since it may start MPI
 launch_check.start_below_pmix(os.environ)
+
+# Of a rank that dies before MPI has started nobody hears: the others would wait for it
+if is_elastic and "mpi4py.MPI" not in sys.modules:
+    limit = min(hang_seconds(os.environ), _START_SECONDS)
+    faulthandler.dump_traceback_later(limit, exit=True)
+    importlib.import_module("mpi4py.MPI")
+    faulthandler.cancel_dump_traceback_later()

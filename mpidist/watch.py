@@ -8,12 +8,10 @@ ranks that die (see `losses`), it asks MPI who has died.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
 
 from mpi4py import MPI
 
@@ -21,12 +19,10 @@ from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import name_ranks
 from mpidist.agreement.losses import Losses, can_survive, is_last
 from mpidist.agreement.recorder import Entry
-from mpidist.errors import LaunchError
+from mpidist.hang_limit import HANG_SECONDS, hang_seconds
 
-__all__ = ["Watch", "hang_seconds", "start_watch"]
+__all__ = ["Watch", "end_job", "start_watch"]
 
-_HANG = "MPIDIST_HANG_SECONDS"
-_DEFAULT_SECONDS = 1800.0
 _LOOK_SECONDS = 1.0
 _LOOK_FOR_DEAD_SECONDS = 0.02
 # A rank is slow that others wait for so long, and so many times as long as they took
@@ -34,24 +30,6 @@ _SLOW_SECONDS = 5.0
 _SLOW_TIMES = 20
 _SAY_AGAIN_SECONDS = 600.0
 _ABORT_SECONDS = 5.0
-
-
-def hang_seconds(environ: Mapping[str, str]) -> float:
-    """Return how long a rank may wait in one collective; math.inf for ever.
-
-    Raises:
-      LaunchError: MPIDIST_HANG_SECONDS is no number of seconds.
-    """
-    text = environ.get(_HANG) or str(_DEFAULT_SECONDS)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not seconds >= 0:
-        raise LaunchError(
-            f"{_HANG} must be a number of seconds, or 0 to wait for ever, not {text!r}"
-        )
-    return seconds or math.inf
 
 
 def start_watch() -> None:
@@ -140,7 +118,7 @@ def _hang_text(
     return (
         f"mpidist: rank {agreement.rank} of {agreement.size} has waited {waited:.1f} s "
         f"in {entry.operation} (call {entry.number}, at {entry.site}), more than "
-        f"{_HANG} allows: {reason}. The job ends"
+        f"{HANG_SECONDS} allows: {reason}. The job ends"
     )
 
 

@@ -162,6 +162,21 @@ sys.stdout.write(f"{{size}} done\\n")
 
 
 @needs_ulfm
+def test_a_death_before_mpi_has_started_ends_the_job(mpirun):
+    """Open MPI would wait for ever."""
+    script = """
+import os, signal
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+import mpidist
+mpidist.run_elastic(lambda strategy: strategy.reduce("SUM", 1))
+"""
+    ended = mpirun(3, script, options=ULFM, MPIDIST_HANG_SECONDS="4")
+    assert ended.returncode != 0
+    assert "mpi_settings.py" in ended.stderr
+
+
+@needs_ulfm
 def test_without_run_elastic_the_job_ends(mpirun):
     script = f"""{PROLOGUE}
 strategy = mpidist.MirroredStrategy()

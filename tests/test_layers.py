@@ -26,7 +26,7 @@ LAYERS = [
         "memory.free_memory",
         "doctor.finding",
     ],
-    ["launch_check", "slurm_variables"],
+    ["launch_check", "slurm_variables", "hang_limit"],
     ["cluster_resolver"],
     [
         "options",

@@ -7,7 +7,7 @@ import math
 import pytest
 
 import mpidist
-from mpidist.watch import hang_seconds
+from mpidist.hang_limit import hang_seconds
 
 PROLOGUE = """
 import os, signal, sys, threading, time
