@@ -41,6 +41,7 @@ RANKS = (1, 2, 3)
 FAULTS = ("kill a rank", "kill all ranks", "kill mpirun", "end a rank", "end mpirun")
 MOST_ELASTIC = 4
 LIMIT_SECONDS = 120
+HANG_SECONDS = 30  # also where a rank dies while MPI starts
 
 
 def start(
@@ -49,7 +50,11 @@ def start(
     """Start the job; it saves and goes on in `folder`. The options are mpirun's."""
     arguments = ["--data-dir", str(folder.parent / "data"), "--epochs", str(epochs)]
     arguments += ["--checkpoint-dir", str(folder), "--save-every", "15"]
-    environment = {**launching.clean_environment(), "TQDM_DISABLE": "1"}
+    environment = {
+        **launching.clean_environment(),
+        "TQDM_DISABLE": "1",
+        "MPIDIST_HANG_SECONDS": str(HANG_SECONDS),
+    }
     return subprocess.Popen(
         [*launching.mpirun_command(ranks, *options), sys.executable, JOB, *arguments],
         env=environment,
