@@ -8,9 +8,9 @@ SIGTERM to one rank or to mpirun. It is started again, perhaps with another numb
 ranks, until it ends by itself. The weights that it then has are compared with those of
 a job that nobody disturbed: of the same number of ranks each bit, else 1e-6.
 
-With --elastic, below Open MPI, ranks are killed one after the other, and those that are
-left go on (`mpirun --with-ft ulfm`). Another start is needed where Open MPI lets ranks
-crash with the dead, and is counted.
+With --elastic, below Open MPI, ranks are killed one after the other, once the first save
+has begun, and those that are left go on (`mpirun --with-ft ulfm`). Another start is needed
+where Open MPI lets ranks crash with the dead, and is counted.
 """
 
 from __future__ import annotations
@@ -177,6 +177,8 @@ def disturb_elastic(
     faults: list[str] = []
     for _ in range(10):
         job = start(ranks, folder, epochs, ["--with-ft", "ulfm"])
+        while not folder.exists() and job.poll() is None:
+            time.sleep(0.01)
         for _ in range(random.integers(1, ranks)):
             try:
                 job.wait(random.uniform(0.1, seconds))
@@ -187,7 +189,7 @@ def disturb_elastic(
         code, out = await_end(job)
         if code == 0 and "loss=" in out:
             return faults, {ranks, 0}  # not one number of ranks
-        print(f"started again, exit code {code}", flush=True)
+        print(f"started again, exit code {code}:\n{out[-2000:]}", flush=True)
         faults.append("start again")
     raise AssertionError(f"it never ends: exit code {code}\n{out}")
 

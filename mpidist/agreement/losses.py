@@ -140,9 +140,10 @@ class Losses:
         return comm
 
     def free(self, comm: MPI.Intracomm) -> None:
-        """Free a communicator that was added. Collective over it."""
+        """Free a communicator, which was perhaps added. Collective over it."""
         with Losses._guard:
-            self._comms.remove(comm)
+            if comm in self._comms:
+                self._comms.remove(comm)
         if not self.ranks:
             comm.Free()
 
