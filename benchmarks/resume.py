@@ -8,8 +8,8 @@ SIGTERM to one rank or to mpirun. It is started again, perhaps with another numb
 ranks, until it ends by itself. The weights that it then has are compared with those of
 a job that nobody disturbed: of the same number of ranks each bit, else 1e-6.
 
-With --elastic, below Open MPI, ranks are killed one after the other, once the first save
-has begun, and those that are left go on (`mpirun --with-ft ulfm`). Another start is needed
+With --elastic, below Open MPI, ranks are killed one after the other, once training has
+begun, and those that are left go on (`mpirun --with-ft ulfm`). Another start is needed
 where Open MPI lets ranks crash with the dead, and is counted.
 """
 
