@@ -181,7 +181,7 @@ def disturb_elastic(
             time.sleep(0.01)
         for _ in range(random.integers(1, ranks)):
             try:
-                job.wait(random.uniform(0.1, seconds))
+                job.wait(random.uniform(0, seconds / 3))
             except subprocess.TimeoutExpired:
                 if ranks_of(job.pid):
                     faults.append("kill a rank")

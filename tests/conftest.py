@@ -57,15 +57,19 @@ def pytest_report_header() -> list[str]:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out what three ranks would do as two: what does not communicate.
+    """Mark what ranks do together, and what starts jobs of its own.
 
-    Nor do tests that start jobs of their own.
+    Three ranks would do as two what is not the former, or is the latter: left out.
     """
+    for item in items:
+        for name in ("comm", "mpirun"):
+            if name in item.fixturenames:
+                item.add_marker(name)
     if WORLD.size > 2:
         kept = [
             item
             for item in items
-            if "comm" in item.fixturenames and "mpirun" not in item.fixturenames
+            if item.get_closest_marker("comm") and not item.get_closest_marker("mpirun")
         ]
         config.hook.pytest_deselected(items=[i for i in items if i not in kept])
         items[:] = kept
