@@ -21,6 +21,7 @@ from mpidist.agreement.calls import Call
 from mpidist.agreement.losses import Losses, has_lost, is_last
 from mpidist.checkpoint.saver import finish_all
 from mpidist.errors import MpidistError, RemoteError
+from mpidist.gpu.devices import current_gpu, use_gpu
 
 __all__ = ["abort_on_exception", "leave_together"]
 
@@ -77,8 +78,14 @@ def _finalize_in_time() -> None:
     Unless `mpi_settings` came in time. The program ends while a thread waits.
     """
     Losses.stop_looking()
-    # By ctypes, since mpi4py would keep all other threads waiting
-    finalize = ctypes.CDLL(MPI.__file__).MPI_Finalize
+    gpu = current_gpu()
+
+    def finalize() -> None:
+        if gpu is not None:
+            use_gpu(gpu)  # where MPI has memory and streams
+        # By ctypes, since mpi4py would keep all other threads waiting
+        ctypes.CDLL(MPI.__file__).MPI_Finalize()
+
     ending = threading.Thread(target=finalize, daemon=True)
     ending.start()
     ending.join(_FINALIZE_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from mpidist.errors import LaunchError
 
 __all__ = [
     "GpuIdentity",
+    "current_gpu",
     "gpu_count",
     "identify_gpu",
     "require_own_gpus",
@@ -47,6 +49,15 @@ def gpu_count() -> int:
         return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError:
         return 0
+
+
+def current_gpu() -> int | None:
+    """Return this thread's current GPU; None where CuPy is not in use."""
+    if "cupy" not in sys.modules or gpu_count() == 0:
+        return None
+    import cupy
+
+    return int(cupy.cuda.runtime.getDevice())
 
 
 def use_gpu(index: int) -> None:
