@@ -52,9 +52,27 @@ def who(text):
     return sorted(found, key=lambda fields: fields["rank"])
 
 
-def by_mpirun(script):
+ELASTIC = """
+import os, signal
+import mpidist
+from mpi4py import MPI
+
+def train(strategy):
+    for step in range(10):
+        size = strategy.num_replicas_in_sync
+        if step == 5 and MPI.COMM_WORLD.rank == 2 and size == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        total = strategy.reduce("SUM", MPI.COMM_WORLD.rank)
+    print(f"{size} replicas, sum {total};", flush=True)
+
+mpidist.run_elastic(train)
+"""
+
+
+def by_mpirun(script, *options):
     """Return a command line; in an allocation mpirun knows how many fit on a node."""
-    return f"{launching.mpirun_command(4)[0]} -n 4 {sys.executable} {script}"
+    mpirun, words = launching.mpirun_command(4)[0], " ".join(options)
+    return f"{mpirun} {words} -n 4 {sys.executable} {script}"
 
 
 @pytest.fixture
@@ -159,6 +177,21 @@ def test_mpirun_in_an_allocation_makes_one_world(slurm, folder, nodes, default):
     assert {fields["nodes"] for fields in ranks} == {str(nodes)}
     # Slurm's variables describe mpirun's daemons, so nothing is told from them
     assert {fields["address"] for fields in ranks} == {"None"}
+
+
+@pytest.mark.skipif(not IS_OPEN_MPI, reason="this MPI ends a job in which a rank dies")
+def test_others_go_on_without_a_rank_that_died_on_another_node(slurm, folder):
+    (folder / "elastic.py").write_text(ELASTIC)
+    job = slurm.submit(
+        "--nodes=2",
+        "--ntasks-per-node=2",
+        f"--wrap={by_mpirun('elastic.py', '--with-ft', 'ulfm')}",
+        cwd=folder,
+        SLURM_MPI_TYPE="none",
+    )
+    assert job.wait()["JobState"] == "COMPLETED", job.output
+    assert job.output.count("3 replicas, sum 4;") == 3
+    assert "rank 2 of 4 died; 3 go on" in job.output
 
 
 @pytest.mark.parametrize(
