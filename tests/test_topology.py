@@ -79,3 +79,26 @@ def test_jobs_that_connect_are_nodes_of_their_own(comm, tmp_path):
         "client 2 (1, 2) hierarchical, mpi",
         "server 0 (1, 2) hierarchical, mpi",
     ]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells")
+def test_mpi_leaves_nothing_behind_when_a_job_is_killed(mpirun):
+    """No memory of its own has a name once there is a strategy, and MPI still works."""
+    script = """
+import re, sys
+import numpy as np
+import mpidist
+
+strategy = mpidist.MirroredStrategy(["CPU:0"])
+maps = open("/proc/self/maps").read()
+named = re.findall(r"/dev/shm/(?:mpich|sm_|osc|ucx)\\S+$", maps, re.MULTILINE)
+options = mpidist.CommunicationOptions(implementation="MPI")
+def step():
+    context = mpidist.get_replica_context()
+    return context.all_reduce("SUM", np.ones(1_000_000), options)
+(total,) = strategy.experimental_local_results(strategy.run(step))
+sys.stdout.write(f"{named} {total.sum()}\\n")
+"""
+    ended = mpirun(3, script)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "[] 3000000.0\n" * 3
