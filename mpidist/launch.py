@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from mpi4py import MPI
 
+from mpidist.agreement import peers
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import Call
 from mpidist.agreement.losses import Losses, has_lost, is_last
@@ -58,6 +59,7 @@ def leave_together() -> None:
 def _leave(pid: int) -> None:
     if os.getpid() != pid or MPI.Is_finalized():  # a forked child is no rank
         return
+    peers.stop()
     try:
         finish_all()
         for agreement in list(Agreement.in_use):

@@ -51,6 +51,7 @@ class ReplicaGroup:
     ):
         self.topology = Topology.create(communicator)
         self.agreement = Agreement(self.topology.comm, losses=self.topology.losses)
+        self.agreement.pids = self.topology.pids
         self.node_memory = NodeMemory(self.topology, self.agreement)
         self.symmetric_memory = SymmetricMemory(self.agreement, self.topology.node)
         self.replica_id = self.topology.rank

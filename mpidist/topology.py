@@ -11,6 +11,7 @@ from typing import cast
 from mpi4py import MPI
 
 from mpidist.agreement.losses import Losses
+from mpidist.agreement.peers import learn_pids
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, LaunchError
 from mpidist.gpu.devices import gpu_count, use_gpu
 from mpidist.launch_check import check_launch
@@ -98,6 +99,7 @@ class Topology:
     size: int
     local_rank: int
     losses: Losses  # of ranks of `comm`
+    pids: dict[int, int]  # of the other ranks of this node, see `learn_pids`
     closed: bool = False
     devices: tuple[str, ...] = ()  # of all ranks
     node_sizes: tuple[int, ...] = ()  # how many ranks each node has, ascending
@@ -129,6 +131,7 @@ class Topology:
             size=comm.Get_size(),
             local_rank=node.Get_rank(),
             losses=losses,
+            pids=learn_pids(comm, node),
         )
 
     @property

@@ -15,6 +15,7 @@ import time
 
 from mpi4py import MPI
 
+from mpidist.agreement import peers
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import name_ranks
 from mpidist.agreement.losses import Losses, can_survive, is_last
@@ -30,6 +31,7 @@ _SLOW_SECONDS = 5.0
 _SLOW_TIMES = 20
 _SAY_AGAIN_SECONDS = 600.0
 _ABORT_SECONDS = 5.0
+_LAUNCHER_SECONDS = 2.0
 
 
 def start_watch() -> None:
@@ -55,6 +57,7 @@ class Watch(threading.Thread):
         self._limit = limit_seconds
         self._pid = os.getpid()
         self._silent_until = 0.0
+        self._missed_since: float | None = None
 
     def run(self) -> None:
         """Look at all communicators for as long as the program runs."""
@@ -67,6 +70,8 @@ class Watch(threading.Thread):
                 time.sleep(pause)
             for agreement in list(Agreement.in_use):
                 self.look(agreement, time.monotonic())
+                if not survives:
+                    self.look_for_ended(agreement, time.monotonic())
 
     def look(self, agreement: Agreement, now: float) -> None:
         """Look at what a rank waits for, if it does."""
@@ -86,6 +91,20 @@ class Watch(threading.Thread):
             if min(come) == agreement.rank:
                 _say(_slow_text(agreement, entry, waited, busy, missing))
 
+    def look_for_ended(self, agreement: Agreement, now: float) -> None:
+        """End the job if a process of this node has ended before its time.
+
+        At the end of the program all ranks meet, see `launch.leave_together`. Launchers
+        are left some time to say more, and to end the job themselves.
+        """
+        gone = peers.ended(agreement.pids)
+        if not gone or MPI.Is_finalized():
+            return
+        if self._missed_since is None:
+            self._missed_since = now
+        elif now - self._missed_since > _LAUNCHER_SECONDS:
+            end_job(_ended_text(agreement, gone))
+
 
 def _look_for_dead(seconds: float) -> None:
     """Ask MPI for so long, again and again, who has died."""
@@ -103,6 +122,16 @@ def _slow_text(
         f"mpidist: {name_ranks(missing)} slow: rank {agreement.rank} has waited "
         f"{waited:.1f} s in {entry.operation} (called at {entry.site}), after "
         f"{busy:.1f} s of its own work"
+    )
+
+
+def _ended_text(agreement: Agreement, gone: list[int]) -> str:
+    has = "has" if len(gone) == 1 else "have"
+    entry = agreement.recorder.last()
+    call = "" if entry is None else f", whose last call is {entry.operation}"
+    return (
+        f"mpidist: {name_ranks(gone)} of {agreement.size} {has} ended (killed, crashed "
+        f"or by os._exit), says rank {agreement.rank}{call}. The job ends"
     )
 
 

@@ -60,7 +60,7 @@ LAYERS = [
         "agreement.places",
         "copy_streams",
     ],
-    ["agreement.losses"],
+    ["agreement.losses", "agreement.peers"],
     [
         "collectives.leaves",
         "uploads",
@@ -198,6 +198,7 @@ OUTSIDE = {
         "agreement.waiting",
         "agreement.board",
         "agreement.losses",
+        "agreement.peers",
         "elastic",
         "agreement.comparing",
         "agreement.agree",

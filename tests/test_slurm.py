@@ -290,6 +290,8 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback(submit_stepping, scr
 def test_a_rank_that_dies_ends_the_job(submit_stepping, script):
     job = submit_stepping(script, "die")
     assert job.wait()["JobState"] == "FAILED", job.output
+    if script == "train.sbatch":  # by pmi2 Slurm hears of it late
+        assert "rank 1 of 4 has ended (killed, crashed or by os._exit)" in job.output
 
 
 def test_a_cancelled_job_ends_and_does_not_come_back(submit_stepping, slurm):

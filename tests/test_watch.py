@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+import select
+import subprocess
+import sys
 
 import pytest
 
 import mpidist
+from mpidist.agreement import peers
 from mpidist.hang_limit import hang_seconds
 
 PROLOGUE = """
@@ -85,6 +90,28 @@ def test_a_job_that_would_hang_ends_and_says_why(mpirun, case, collective, nodes
     assert "<string>:" in ended.stderr or "-c" in ended.stderr
     if case == "an exception in a thread":
         assert "KeyError: 'the reason'" in ended.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux tells")
+def test_a_process_that_has_ended_is_noticed(monkeypatch):
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        descriptor = os.pidfd_open(process.pid)
+        monkeypatch.setitem(peers._descriptors, process.pid, descriptor)
+        assert peers.ended({3: process.pid}) == []
+        process.kill()
+        select.select([descriptor], [], [], 60)
+        assert peers.ended({3: process.pid}) == [3]
+        monkeypatch.setattr(peers, "_is_stopped", True)
+        assert peers.ended({3: process.pid}) == []
+    os.close(descriptor)
+
+
+def test_ranks_know_the_processes_of_their_node(comm, strategy):
+    pids = comm.allgather(os.getpid())
+    others = {rank: pid for rank, pid in enumerate(pids) if rank != comm.rank}
+    assert strategy.extended.agreement.pids == others
+    assert peers.ended(others) == []
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -66,6 +66,7 @@ class Agreement:
         self.size = comm.Get_size()
         self.calls = 0
         self.broken: str | None = None
+        self.pids: dict[int, int] = {}  # of ranks that can be watched
         self._waiting = Waiting(comm)
         # Ranks may have made unlike numbers, of other communicators
         channel = comm.allreduce(Agreement.made, MPI.MAX)
@@ -83,8 +84,7 @@ class Agreement:
         """Forget it, before its communicator is freed."""
         if self in Agreement.in_use:
             Agreement.in_use.remove(self)
-        is_kept = self.broken is not None or self.losses.ranks != ()
-        self.recorder.close(is_kept)
+        self.recorder.close(self.broken is not None or self.losses.ranks != ())
         if self._own_losses is not None:
             self._own_losses.close()
 
