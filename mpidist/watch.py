@@ -109,7 +109,7 @@ class Watch(threading.Thread):
 def _look_for_dead(seconds: float) -> None:
     """Ask MPI for so long, again and again, who has died."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end and not MPI.Is_finalized():
+    while time.monotonic() < end:
         time.sleep(min(_LOOK_FOR_DEAD_SECONDS, seconds))
         if Losses.in_use:
             Losses.look()

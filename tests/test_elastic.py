@@ -6,6 +6,7 @@ import mmap
 import tempfile
 from pathlib import Path
 
+import h5py
 import launching
 import numpy as np
 import pytest
@@ -159,6 +160,30 @@ sys.stdout.write(f"{{size}} done\\n")
     assert "rank 1 of 4 died; 3 go on" in ended.stderr
     assert "rank 1 of 3 died; 2 go on" in ended.stderr
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
+
+
+@needs_ulfm
+def test_rows_are_written_once(mpirun, tmp_path):
+    script = f"""{PROLOGUE}
+calls = []
+def train(strategy):
+    calls.append(strategy)
+    sums = strategy.symmetric_like(np.zeros(1000))
+    data = mpidist.Dataset.range(60).batch(6)
+    with mpidist.Hdf5Writer(strategy, {str(tmp_path / "rows.h5")!r}) as writer:
+        for batch in strategy.experimental_distribute_dataset(data):
+            if len(calls) == 1 and rank == 2 and 34 in batch.values[0]:
+                die()
+            context = mpidist.get_replica_context
+            strategy.run(lambda: context().all_reduce("SUM", sums))
+            writer.append({{"x": batch}})
+mpidist.run_elastic(train)
+"""
+    ended = mpirun(3, script, options=ULFM)
+    assert ended.returncode == 0, ended.stderr
+    assert "rank 2 of 3 died; 2 go on" in ended.stderr
+    with h5py.File(tmp_path / "rows.h5") as file:
+        assert sorted(file["x"][...]) == list(range(60))
 
 
 @needs_ulfm

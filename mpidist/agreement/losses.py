@@ -156,7 +156,7 @@ class Losses:
         """Ask MPI who has died, and revoke what is of no use any more. Any thread."""
         dead: set[int] = set()
         with Losses._looking:
-            if not Losses._is_over:
+            if not Losses._is_over and not MPI.Is_finalized():
                 MPI.COMM_SELF.Iprobe()  # else MPI may not look
                 group = MPI.COMM_WORLD.Get_failed()
                 dead.update(group.Translate_ranks(None, MPI.COMM_WORLD.group))
@@ -167,7 +167,7 @@ class Losses:
 
     @staticmethod
     def stop_looking() -> None:
-        """Ask MPI no more, which is about to end."""
+        """Ask MPI no more, not even if it has ended: it is about to, in a thread."""
         with Losses._looking:
             Losses._is_over = True
 
