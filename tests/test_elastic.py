@@ -163,14 +163,15 @@ sys.stdout.write(f"{{size}} done\\n")
 
 
 @needs_ulfm
-def test_rows_are_written_once(mpirun, tmp_path):
+def test_rows_are_written_once(comm, mpirun, tmp_path):
+    path = comm.bcast(tmp_path) / "rows.h5"
     script = f"""{PROLOGUE}
 calls = []
 def train(strategy):
     calls.append(strategy)
     sums = strategy.symmetric_like(np.zeros(1000))
     data = mpidist.Dataset.range(60).batch(6)
-    with mpidist.Hdf5Writer(strategy, {str(tmp_path / "rows.h5")!r}) as writer:
+    with mpidist.Hdf5Writer(strategy, {str(path)!r}) as writer:
         for batch in strategy.experimental_distribute_dataset(data):
             if len(calls) == 1 and rank == 2 and 34 in batch.values[0]:
                 die()
@@ -182,7 +183,7 @@ mpidist.run_elastic(train)
     ended = mpirun(3, script, options=ULFM)
     assert ended.returncode == 0, ended.stderr
     assert "rank 2 of 3 died; 2 go on" in ended.stderr
-    with h5py.File(tmp_path / "rows.h5") as file:
+    with h5py.File(path) as file:
         assert sorted(file["x"][...]) == list(range(60))
 
 
