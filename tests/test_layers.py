@@ -26,7 +26,8 @@ LAYERS = [
         "memory.free_memory",
         "doctor.finding",
     ],
-    ["launch_check", "slurm_variables", "hang_limit"],
+    ["checks", "switches", "slurm_variables", "hang_limit"],
+    ["launch_check"],
     ["cluster_resolver"],
     [
         "options",
