@@ -235,7 +235,8 @@ class _Gpus(NamedTuple):
         if per_task is None:
             per_task = len(visible) if are_bound else per_node // tasks
         if per_node < 0 or per_task < 0:
-            raise ArgumentError(f"no {min(per_node, per_task)} GPUs can be had")
+            fewest = checks.shown(min(per_node, per_task))
+            raise ArgumentError(f"no {fewest} GPUs can be had")
         if tasks * per_task > per_node:
             raise LaunchError(
                 f"{tasks} tasks on a node with {per_task} GPUs each need more than the "

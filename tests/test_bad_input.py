@@ -44,7 +44,19 @@ class Unspeakable:
 
 def junk():
     """Values that hardly any argument can be."""
-    yield from (None, True, 0, -1, 3, 2**70, -(2**70), 10**5000, 1.5, math.nan)
+    yield from (
+        None,
+        True,
+        0,
+        -1,
+        3,
+        2**70,
+        -(2**70),
+        10**5000,
+        -(10**5000),
+        1.5,
+        math.nan,
+    )
     yield from (math.inf, -math.inf, 1j, "", "x", "\xe9\0", "\ud800", "x" * 5000, b"x")
     yield from ([], [1], [None], {}, {"a": 1}, {2: "a"}, (), (1, 2), {1}, frozenset())
     yield from (object(), Unspeakable(), Ellipsis, range(3), Path("/nope"))
@@ -639,3 +651,29 @@ def test_calls_that_cannot_be_kept_are_a_warning(comm, tmp_path, monkeypatch):
             strategy = mpidist.MirroredStrategy(["CPU:0"], communicator=comm)
         assert strategy.reduce("SUM", 1) == comm.size
         strategy.experimental_finalize()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "jobs",
+        "port_base",
+        "gpus_per_node|GPUs",
+        "gpus_per_task|GPUs",
+        "tasks_per_node",
+        "auto_set_gpu",
+    ],
+)
+def test_what_a_resolver_cannot_use_is_named(monkeypatch, name):
+    for variable, text in {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "node1",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+    }.items():
+        monkeypatch.setenv(variable, text)
+    argument = name.partition("|")[0]
+    values = [*junk(), {"worker": "2"}, {"worker": -1}, {"worker": 2.0}]
+    for value in values:
+        text, _ = outcome(lambda j=value: mpidist.SlurmClusterResolver(**{argument: j}))
+        assert text is None or re.search(f"{name}|tasks", text)
