@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mpidist import checks
 from mpidist.errors import ArgumentTypeError, DTypeError
 from mpidist.values import ArrayView, DistributedValues, local_component
 
@@ -73,7 +74,7 @@ def to_array(value: Any, name: str = "value") -> Any:
         array = np.asarray(memoryview(value))
     else:
         raise ArgumentTypeError(
-            f"{name} must be an array or a number, not {value!r} "
+            f"{name} must be an array or a number, not {checks.shown(value)} "
             f"({type(value).__module__}.{type(value).__qualname__})"
         )
     if array.dtype.hasobject:

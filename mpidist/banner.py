@@ -13,12 +13,12 @@ from mpidist.agreement.losses import can_survive
 from mpidist.gpu.facts import GpuFacts
 from mpidist.memory.free_memory import as_text
 from mpidist.replica_group import ReplicaGroup
+from mpidist.switches import BANNER
 from mpidist.transports.by_size import Table
 from mpidist.transports.table_file import short_name
 
 __all__ = ["banner", "show_banner", "show_input"]
 
-_SHOW = "MPIDIST_BANNER"
 _shown: set[str] = set()
 
 
@@ -44,7 +44,8 @@ def _show_once(group: ReplicaGroup, kind: str, describe: Callable[[], str]) -> N
     if group.num_replicas == 1 or kind in _shown:
         return
     _shown.add(kind)
-    if group.replica_id == 0 and os.environ.get(_SHOW) != "0":
+    # What is neither 0 nor 1 was refused when the strategy was made, on all ranks
+    if group.replica_id == 0 and os.environ.get(BANNER) != "0":
         print(describe(), file=sys.stderr, flush=True)
 
 

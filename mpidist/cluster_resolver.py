@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from mpidist import checks
 from mpidist.errors import ArgumentError, ArgumentTypeError, LaunchError
 from mpidist.slurm_variables import (
     expand_hosts,
@@ -121,18 +122,18 @@ class SlurmClusterResolver:
         rpc_layer: str | None = "grpc",
     ):
         self._rank = read_number("SLURM_PROCID")
-        self._port_base = port_base
+        self._port_base = checks.integer("port_base", port_base, 0)
         self._tasks = _tasks_of_hosts(tasks_per_node)
         if jobs is None:
             jobs = {"worker": read_number("SLURM_STEP_NUM_TASKS")}
         elif not isinstance(jobs, Mapping):
             raise ArgumentTypeError(
-                f"jobs must be numbers of tasks by name, not {jobs!r}"
+                f"jobs must be numbers of tasks by name, not {checks.shown(jobs)}"
             )
-        self._jobs = dict(jobs)
+        self._jobs = _numbers_of("jobs", jobs)
         self._require_tasks(sum(self._jobs.values()), sum(self._tasks.values()))
         self._gpus = _Gpus.find(gpus_per_node, gpus_per_task, max(self._tasks.values()))
-        self._auto_set_gpu = auto_set_gpu
+        self._auto_set_gpu = checks.switch("auto_set_gpu", auto_set_gpu)
         self.task_type: str | None = None
         self.task_id: int | None = None
         self.rpc_layer = rpc_layer
@@ -222,6 +223,8 @@ class _Gpus(NamedTuple):
         Raises:
           LaunchError: `tasks` tasks on a node need more than it has.
         """
+        per_node = checks.optional_integer("gpus_per_node", per_node)
+        per_task = checks.optional_integer("gpus_per_task", per_task)
         text = os.environ.get(_VISIBLE, "")
         visible = [name.strip() for name in text.split(",") if name.strip()]
         given = os.environ.get("SLURM_GPUS_ON_NODE", "")
@@ -232,7 +235,8 @@ class _Gpus(NamedTuple):
         if per_task is None:
             per_task = len(visible) if are_bound else per_node // tasks
         if per_node < 0 or per_task < 0:
-            raise ArgumentError(f"no {min(per_node, per_task)} GPUs can be had")
+            fewest = checks.shown(min(per_node, per_task))
+            raise ArgumentError(f"no {fewest} GPUs can be had")
         if tasks * per_task > per_node:
             raise LaunchError(
                 f"{tasks} tasks on a node with {per_task} GPUs each need more than the "
@@ -276,11 +280,20 @@ def _tasks_of_hosts(asked: int | Mapping[str, int] | None) -> dict[str, int]:
     node9, so that there a rank may be given another's address.)
     """
     if isinstance(asked, Mapping):
-        return dict(asked)
+        return _numbers_of("tasks_per_node", asked)
+    asked = checks.optional_integer("tasks_per_node", asked, 1)
     hosts = expand_hosts(read_variable("SLURM_STEP_NODELIST"))
     if asked is not None:
-        return dict.fromkeys(hosts, int(asked))
+        return dict.fromkeys(hosts, asked)
     tasks = expand_tasks(read_variable("SLURM_STEP_TASKS_PER_NODE"))
     if len(tasks) != len(hosts):
         raise LaunchError(f"Slurm names {len(hosts)} hosts, and tasks of {len(tasks)}")
     return dict(zip(hosts, tasks, strict=True))
+
+
+def _numbers_of(argument: str, tasks: Mapping[str, int]) -> dict[str, int]:
+    """Return how many tasks each job or host has."""
+    return {
+        name: checks.integer(f"{argument}[{name!r}]", count, 0)
+        for name, count in tasks.items()
+    }

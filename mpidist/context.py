@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpidist.errors import ContextError
+from mpidist import checks
+from mpidist.errors import ArgumentTypeError, ContextError
 from mpidist.options import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Make `strategy` current in this thread, as if everything were in its scope.
 
     None makes the default strategy current again. Not collective. Raises ContextError
-    inside a scope or a replica function.
+    inside a scope or a replica function, ArgumentTypeError for what is no strategy.
 
     Example:
       >>> mpidist.experimental_set_strategy(strategy)
@@ -99,6 +100,10 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         raise ContextError(
             "experimental_set_strategy was called inside a strategy's scope; call it "
             "at the top level of the program"
+        )
+    if strategy is not None and not hasattr(strategy, "extended"):
+        raise ArgumentTypeError(
+            f"strategy must be a Strategy or None, not {checks.shown(strategy)}"
         )
     is_default = strategy is None or strategy is _default[0]
     _stack.base = None if strategy is None or is_default else _Frame(strategy, None)

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from mpidist import arrays, nest
+from mpidist import arrays, checks, nest
 from mpidist.agreement.calls import Call
 from mpidist.collectives.collectives import Collectives
 from mpidist.errors import (
@@ -273,12 +273,14 @@ class MpiAllReduce(CrossDeviceOps):
 def _values_of(pairs: Pairs) -> list[Any]:
     """Return the values of `(value, destinations)` pairs, which are checked."""
     if not isinstance(pairs, list | tuple):
-        raise ArgumentError(f"value_destination_pairs must be a list, not {pairs!r}")
+        raise ArgumentError(
+            f"value_destination_pairs must be a list, not {checks.shown(pairs)}"
+        )
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ArgumentError(
                 "each element of value_destination_pairs must be a tuple of size 2, "
-                f"not {pair!r}"
+                f"not {checks.shown(pair)}"
             )
         _require_destinations(pair[1])
     return [value for value, _ in pairs]
@@ -294,5 +296,5 @@ def _require_destinations(destinations: Any) -> None:
     if not is_good:
         raise ArgumentError(
             "destinations must be a device string, a list of them that is not empty, "
-            f"or a value that lies there, not {destinations!r}"
+            f"or a value that lies there, not {checks.shown(destinations)}"
         )

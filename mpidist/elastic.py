@@ -10,11 +10,12 @@ from typing import Any, TypeVar, cast
 
 from mpi4py import MPI
 
+from mpidist import checks
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import name_ranks
 from mpidist.agreement.losses import Losses, agree, can_survive
 from mpidist.checkpoint.saver import finish_lost
-from mpidist.errors import ArgumentError, DeadlineError, RankLostError
+from mpidist.errors import DeadlineError, RankLostError
 from mpidist.hang_limit import hang_seconds
 from mpidist.launch_check import check_launch
 from mpidist.mirrored_strategy import MirroredStrategy
@@ -53,6 +54,7 @@ def run_elastic(
 
     Raises, on all ranks:
       ArgumentError: min_replicas < 1.
+      ArgumentTypeError: no functions, no integer.
       RankLostError: fewer than `min_replicas` ranks are left.
       What `train` raises.
 
@@ -66,8 +68,9 @@ def run_elastic(
       >>> int(mpidist.run_elastic(train))
       2
     """
-    if min_replicas < 1:
-        raise ArgumentError(f"min_replicas must be >= 1, not {min_replicas}")
+    checks.function("train", train)
+    checks.function("make_strategy", make_strategy)
+    min_replicas = checks.integer("min_replicas", min_replicas, 1)
     world = MPI.COMM_WORLD
     check_launch(os.environ, world.Get_size(), MPI.Get_library_version())
     if not can_survive() or world.Get_size() == 1:

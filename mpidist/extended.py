@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from mpidist import audit
+from mpidist import audit, checks
 from mpidist.agreement.calls import Call
 from mpidist.context import (
     ReplicaContext,
@@ -114,9 +114,8 @@ class StrategyExtended(ReplicaGroup):
     def _replica(
         self, fn: Callable[..., Any], args: Arguments, kwargs: dict[str, Any] | None
     ) -> Any:
-        if not isinstance(args, tuple | list):
-            raise ArgumentError(f"args must be a tuple or a list, not {args!r}")
-        args, kwargs = select_replica((tuple(args), dict(kwargs or {})))
+        checks.function("fn", fn)
+        args, kwargs = select_replica(checks.call_arguments(args, kwargs))
         with enter(self.strategy, self._replica_context):
             result = fn(*args, **kwargs)
         return regroup(result, self.replica_id, self.num_replicas)
@@ -132,8 +131,10 @@ class StrategyExtended(ReplicaGroup):
         self.agreement.require_same(Call("merge_call"))
 
         def merge() -> Any:
+            checks.function("merge_fn", merge_fn)
+            given = checks.call_arguments(args, kwargs)
             merged_args, merged_kwargs = regroup(
-                (tuple(args), dict(kwargs or {})), self.replica_id, self.num_replicas
+                given, self.replica_id, self.num_replicas
             )
             with enter(self.strategy):
                 return merge_fn(self.strategy, *merged_args, **merged_kwargs)
@@ -162,7 +163,7 @@ class StrategyExtended(ReplicaGroup):
           group: True returns None (TensorFlow's grouped op), False what `fn` returned.
 
         Raises ContextError in replica context (there, use `merge_call`), and for a
-        variable of another strategy.
+        variable of another strategy; ArgumentTypeError for what is no function.
 
         Example:
           >>> with strategy.scope():
@@ -177,8 +178,11 @@ class StrategyExtended(ReplicaGroup):
         elif isinstance(var, Mirrored):
             target = var.values[0]
         else:
-            raise ContextError(f"update: {var!r} is not a variable of this strategy")
-        args, kwargs = select_replica((tuple(args), dict(kwargs or {})))
+            raise ContextError(
+                f"update: {checks.shown(var)} is not a variable of this strategy"
+            )
+        checks.function("fn", fn)
+        args, kwargs = select_replica(checks.call_arguments(args, kwargs))
         with enter(self.strategy, updating=True):
             result = fn(target, *args, **kwargs)
         return None if group else result
@@ -263,7 +267,8 @@ class StrategyExtended(ReplicaGroup):
         `colocate_with` is what `non_slot_devices` returned; the rest is as in `update`.
         """
         require_cross_replica(self.strategy, "update_non_slot")
-        args, kwargs = select_replica((tuple(args), dict(kwargs or {})))
+        checks.function("fn", fn)
+        args, kwargs = select_replica(checks.call_arguments(args, kwargs))
         with enter(self.strategy, updating=True):
             result = fn(*args, **kwargs)
         return None if group else result
@@ -298,7 +303,7 @@ class StrategyExtended(ReplicaGroup):
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ArgumentError(
                 "colocate_vars_with needs a variable that was created under this "
-                f"strategy, not {colocate_with_variable!r}"
+                f"strategy, not {checks.shown(colocate_with_variable)}"
             )
         manager: AbstractContextManager[None] = nullcontext()
         return manager
@@ -323,8 +328,16 @@ class StrategyExtended(ReplicaGroup):
           iterations: how many steps; 0 takes none.
           initial_loop_values: outputs by name that hold until a step sets them.
         """
-        require_cross_replica(self.strategy, "experimental_run_steps_on_iterator")
-        context = MultiStepContext(initial_loop_values)
+        call = "experimental_run_steps_on_iterator"
+        require_cross_replica(self.strategy, call)
+
+        def prepare() -> MultiStepContext:
+            checks.function("fn", fn)
+            checks.function("iterator.get_next", getattr(iterator, "get_next", None))
+            checks.integer("iterations", iterations, 0)
+            return MultiStepContext(initial_loop_values)
+
+        context = self.agreement.prepare(call, prepare)
         with self.strategy.scope():
             for _ in range(iterations):
                 fn(context, iterator.get_next())

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpidist import arrays, nest
+from mpidist import arrays, checks, nest
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import Call, digest
 from mpidist.channel import Channel
@@ -68,10 +68,11 @@ class GradientBuckets:
         group.topology.require_open()
         self._group = group
         self._agreement = group.agreement
-        self._options = options or CommunicationOptions()
-        self._bucket_bytes = self._options.bytes_per_pack or _BUCKET_BYTES
+        self._options = CommunicationOptions() if options is None else options
 
         def prepare() -> None:
+            checks.instance("options", self._options, CommunicationOptions)
+            self._bucket_bytes = self._options.bytes_per_pack or _BUCKET_BYTES
             self._op = ReduceOp.parse(reduce_op)
             _, self._spec, given = to_arrays(like)
             check_each(
@@ -182,11 +183,13 @@ class GradientBuckets:
         """
         if self._step is None:
             raise ContextError("GradientBuckets.put belongs inside `with buckets:`")
-        if key not in self._leaves_of:
+        try:
+            numbers, spec = self._leaves_of[key]
+        except (KeyError, TypeError):  # or it cannot be a key at all
             raise ArgumentError(
-                f"no gradient has the key {key!r}, but {list(self._leaves_of)}"
-            )
-        numbers, spec = self._leaves_of[key]
+                f"no gradient has the key {checks.shown(key)}, but "
+                f"{list(self._leaves_of)}"
+            ) from None
         _, found, given = to_arrays(value)
         if found != spec:
             raise ArgumentError(f"gradient {key!r} must be like {spec}, not {found}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
+from mpidist import checks
 from mpidist.agreement.calls import Call
 from mpidist.data.hdf5.layout import Field, Storage, clean_name, common_fields
 from mpidist.data.hdf5.shard import Shard
@@ -105,16 +106,18 @@ class Hdf5Writer:
         overwrite: bool = False,
     ):
         if not isinstance(strategy, Strategy):
-            raise ArgumentTypeError(f"{_OPEN} needs a strategy, not {strategy!r}")
+            raise ArgumentTypeError(
+                f"{_OPEN} needs a strategy, not {checks.shown(strategy)}"
+            )
         self._extended = strategy.extended
         self._extended.topology.require_open()
         self._shard: Shard | None = None
         self._index: Unfinished | None = None
-        self._overwrite = bool(overwrite)
         self._closed = False
 
         def check() -> tuple[Path, str, Storage]:
-            storage = Storage(chunk_rows, compression, compression_level, bool(shuffle))
+            self._overwrite = checks.switch("overwrite", overwrite)
+            storage = Storage(chunk_rows, compression, compression_level, shuffle)
             return _check_path(path), clean_name(dataset), storage
 
         agreement = self._extended.agreement
@@ -274,11 +277,12 @@ class Hdf5Writer:
 
 
 def _check_path(path: str | os.PathLike[str]) -> Path:
+    checked = Path(checks.path("path", path))
     try:
-        checked = Path(os.fsdecode(path))
-    except TypeError as error:
-        raise ArgumentTypeError(f"path must be a path, not {path!r}") from error
-    if not checked.name or checked.is_dir():
+        is_folder = checked.is_dir()
+    except OSError as error:  # such as of a name that is too long
+        raise DataError(f"path cannot be used: {error}") from None
+    if not checked.name or is_folder:
         raise ArgumentError(f"path must name a file, not {str(path)!r}")
     return checked
 

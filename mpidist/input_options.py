@@ -5,9 +5,18 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from mpidist import checks
 from mpidist.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["AutoShardPolicy", "InputOptions", "InputReplicationMode", "Options"]
+__all__ = [
+    "MOST_BUFFERED",
+    "AutoShardPolicy",
+    "InputOptions",
+    "InputReplicationMode",
+    "Options",
+]
+
+MOST_BUFFERED = 1 << 16  # elements that are read ahead
 
 
 class AutoShardPolicy(enum.IntEnum):
@@ -67,7 +76,9 @@ class InputOptions:
         and again in the GPU's.
 
     Raises:
-      ArgumentError: a buffer size < 0; the dataset is to be placed on the device.
+      ArgumentError: a buffer size < 0 or > 65536; the dataset is to be placed on the
+        device.
+      ArgumentTypeError: a buffer size that is no integer; neither True nor False.
 
     Example:
       >>> data = mpidist.Dataset.from_tensor_slices(np.arange(4)).batch(4)
@@ -85,18 +96,19 @@ class InputOptions:
     experimental_per_replica_buffer_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.experimental_per_replica_buffer_size < 0:
-            raise ArgumentError(
-                "experimental_per_replica_buffer_size must be >= 0, not "
-                f"{self.experimental_per_replica_buffer_size}"
-            )
+        name = "experimental_per_replica_buffer_size"
+        size = self.experimental_per_replica_buffer_size
+        size = checks.integer(name, size, 0, most=MOST_BUFFERED)
+        object.__setattr__(self, name, size)
+        checks.switch("experimental_fetch_to_device", self.experimental_fetch_to_device)
         if self.experimental_replication_mode is not InputReplicationMode.PER_WORKER:
             raise ArgumentError(
                 "experimental_replication_mode must be InputReplicationMode."
-                f"PER_WORKER, not {self.experimental_replication_mode}: every worker "
-                "is one replica"
+                f"PER_WORKER, not {checks.shown(self.experimental_replication_mode)}: "
+                "every worker is one replica"
             )
-        if self.experimental_place_dataset_on_device:
+        name = "experimental_place_dataset_on_device"
+        if checks.switch(name, self.experimental_place_dataset_on_device):
             raise ArgumentError(
                 "experimental_place_dataset_on_device=True is not possible: HDF5 is "
                 "read on the host; leave it False"
@@ -122,5 +134,5 @@ class Options:
         if not isinstance(self.auto_shard_policy, AutoShardPolicy):
             raise ArgumentTypeError(
                 "auto_shard_policy must be an AutoShardPolicy, not "
-                f"{self.auto_shard_policy!r}"
+                f"{checks.shown(self.auto_shard_policy)}"
             )

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpidist.errors import LaunchError
+from mpidist.switches import ALLOW_SINGLETON, read_switch
 
 __all__ = ["check_launch", "start_below_pmix"]
 
-_OVERRIDE = "MPIDIST_ALLOW_SINGLETON"
 _OFFERED = "SLURM_MPI_TYPE"  # what srun was asked for by --mpi
 
 
@@ -40,9 +40,10 @@ def check_launch(environ: Mapping[str, str], world_size: int, library: str) -> N
 
     Raises:
       LaunchError: names the command that works. Not raised when the variable
-        MPIDIST_ALLOW_SINGLETON is 1 (for one process on purpose, inside a job).
+        MPIDIST_ALLOW_SINGLETON is 1 (for one process on purpose, inside a job). That is
+        neither 0 nor 1.
     """
-    if world_size > 1 or environ.get(_OVERRIDE) == "1":
+    if world_size > 1 or read_switch(environ, ALLOW_SINGLETON):
         return
     started = _find_launcher(environ)
     if started is not None and started.processes > 1:
@@ -50,7 +51,7 @@ def check_launch(environ: Mapping[str, str], world_size: int, library: str) -> N
             f"{started.launcher} started {started.processes} processes "
             f"({started.variable}={started.processes}), but MPI sees one: each would "
             f"do the whole job. {_remedy(environ, started, library)} For one process "
-            f"on purpose set {_OVERRIDE}=1."
+            f"on purpose set {ALLOW_SINGLETON}=1."
         )
 
 

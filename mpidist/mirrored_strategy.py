@@ -43,10 +43,12 @@ class MirroredStrategy(StrategyV1):
     Raises, on all replicas:
       ArgumentError: no devices, or malformed ones.
       LaunchError: the launcher started several processes but MPI sees one; a GPU that
-        cannot be used, or that ranks share; a `cross_device_ops` without its hardware.
+        cannot be used, or that ranks share; a `cross_device_ops` without its hardware;
+        a variable of mpidist that is neither 0 nor 1, on any rank.
       MismatchError: kinds of `cross_device_ops` or of devices differ between ranks.
       ContextError: `cross_device_ops` belongs to another strategy already.
-      ArgumentTypeError: `cross_device_ops` is no CrossDeviceOps.
+      ArgumentTypeError: `cross_device_ops` is no CrossDeviceOps; neither True nor
+        False. (Where `communicator` is none, only on the ranks that passed it.)
 
     Example:
       >>> strategy = mpidist.MirroredStrategy(["CPU:0"])
@@ -65,13 +67,13 @@ class MirroredStrategy(StrategyV1):
         allow_shared_gpu: bool = False,
         cuda_aware: bool | None = None,
     ):
-        self._devices = None if devices is None else copy.copy(devices)
         self._gpu_request = GpuRequest(allow_shared_gpu, cuda_aware)
         super().__init__(
             lambda strategy: StrategyExtended(
                 strategy, devices, cross_device_ops, communicator, self._gpu_request
             )
         )
+        self._devices = None if devices is None else copy.copy(devices)
         show_banner(self.extended)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MirroredStrategy:

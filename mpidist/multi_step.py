@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from mpidist import checks
 from mpidist.context import get_strategy
+from mpidist.errors import ArgumentTypeError
 from mpidist.options import ReduceOp
 
 __all__ = ["MultiStepContext"]
@@ -28,7 +31,12 @@ class MultiStepContext:
     """
 
     def __init__(self, initial_loop_values: Any = None):
-        self.last_step_outputs: dict[str, Any] = dict(initial_loop_values or {})
+        values = {} if initial_loop_values is None else initial_loop_values
+        if not isinstance(values, Mapping):
+            raise ArgumentTypeError(
+                f"initial_loop_values must be a dict, not {checks.shown(values)}"
+            )
+        self.last_step_outputs: dict[str, Any] = dict(values)
         self.non_tensor_outputs: dict[str, Any] = {}
 
     def set_last_step_output(

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import importlib.util
 
+from mpidist import checks
 from mpidist.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -45,14 +46,14 @@ class ReduceOp(enum.Enum):
             return op
         if not isinstance(op, str):
             raise ArgumentTypeError(
-                f"reduce_op must be a ReduceOp or its name, not {op!r} "
+                f"reduce_op must be a ReduceOp or its name, not {checks.shown(op)} "
                 f"({type(op).__name__})"
             )
         try:
             return cls[op.upper()]
         except KeyError:
             raise ArgumentError(
-                f"reduce_op must be 'SUM' or 'MEAN', not {op!r}"
+                f"reduce_op must be 'SUM' or 'MEAN', not {checks.shown(op)}"
             ) from None
 
     @staticmethod
@@ -62,6 +63,7 @@ class ReduceOp(enum.Enum):
         Raises:
           ArgumentError: NONE and ONLY_FIRST_REPLICA have none.
         """
+        checks.instance("aggregation", aggregation, VariableAggregation)
         if aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
             return ReduceOp[aggregation.name]
         raise ArgumentError(
@@ -144,7 +146,8 @@ class CommunicationImplementation(enum.Enum):
         if name not in cls.__members__:
             known = ", ".join(cls.__members__)
             raise ArgumentError(
-                f"implementation must be one of {known}, not {implementation!r}"
+                f"implementation must be one of {known}, not "
+                f"{checks.shown(implementation)}"
             )
         return cls[name]
 
@@ -193,35 +196,27 @@ class CommunicationOptions:
     compression: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.bytes_per_pack, bool) or not isinstance(
-            self.bytes_per_pack, int
-        ):
-            raise ArgumentTypeError(
-                f"bytes_per_pack must be an integer, not {self.bytes_per_pack!r}"
-            )
         seconds = self.timeout_seconds
-        if seconds is not None and not isinstance(seconds, int | float):
-            raise ArgumentTypeError(
-                f"timeout_seconds must be a number, not {seconds!r}"
-            )
-        if self.bytes_per_pack < 0:
-            raise ArgumentError(
-                f"bytes_per_pack must be >= 0, not {self.bytes_per_pack}"
-            )
-        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
-            raise ArgumentError(
-                f"timeout_seconds must be > 0 or None, not {self.timeout_seconds}"
-            )
-        implementation = CommunicationImplementation.parse(self.implementation)
-        object.__setattr__(self, "implementation", implementation)
-        if not isinstance(self.reproducible, bool):
-            raise ArgumentTypeError(
-                f"reproducible must be True or False, not {self.reproducible!r}"
-            )
-        if self.compression not in (None, "float16", "bfloat16"):
+        if seconds is not None:
+            seconds = checks.number("timeout_seconds", seconds, "> 0", " or None")
+        # As Python's own, since the ranks compare them as text
+        checked = {
+            "bytes_per_pack": checks.integer("bytes_per_pack", self.bytes_per_pack, 0),
+            "timeout_seconds": seconds,
+            "implementation": CommunicationImplementation.parse(self.implementation),
+            "reproducible": checks.switch("reproducible", self.reproducible),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        self._check_compression()
+
+    def _check_compression(self) -> None:
+        given = self.compression
+        is_text = given is None or isinstance(given, str)
+        if not is_text or given not in (None, "float16", "bfloat16"):
             raise ArgumentError(
                 "compression must be None, 'float16' or 'bfloat16', not "
-                f"{self.compression!r}"
+                f"{checks.shown(given)}"
             )
         has_dtypes = importlib.util.find_spec("ml_dtypes") is not None
         if self.compression == "bfloat16" and not has_dtypes:
@@ -243,3 +238,7 @@ class RunOptions:
 
     experimental_enable_dynamic_batch_size: bool = True
     experimental_bucketizing_dynamic_shape: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            checks.switch(field.name, getattr(self, field.name))

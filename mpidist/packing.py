@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mpidist import arrays
-from mpidist.errors import ArgumentError, ArgumentTypeError
+from mpidist import arrays, checks
+from mpidist.errors import ArgumentError
 
 __all__ = [
     "Axis",
@@ -36,7 +35,9 @@ def normalize_axes(axis: Axis, ndim: int, name: str = "value") -> tuple[int, ...
     several: Sequence[Any] = axis if isinstance(axis, list | tuple) else [axis]
     normal = tuple(normalize_axis(i, ndim, name) for i in several)
     if not normal or len(set(normal)) < len(normal):
-        raise ArgumentError(f"axis must name each dimension once, not {axis!r}")
+        raise ArgumentError(
+            f"axis must name each dimension once, not {checks.shown(axis)}"
+        )
     return normal
 
 
@@ -47,15 +48,11 @@ def normalize_axis(axis: int, ndim: int, name: str = "value") -> int:
       ArgumentError: out of range.
       ArgumentTypeError: not an integer.
     """
-    try:
-        number = operator.index(axis)
-    except TypeError:
-        number = None
-    if number is None or isinstance(axis, bool):
-        raise ArgumentTypeError(f"axis must be an integer, not {axis!r}")
+    number = checks.integer("axis", axis)
     if not -ndim <= number < ndim:
         raise ArgumentError(
-            f"axis {axis} is out of range for {name}, which has {ndim} dimensions"
+            f"axis {checks.shown(number)} is out of range for {name}, which has {ndim} "
+            "dimensions"
         )
     return number % ndim
 

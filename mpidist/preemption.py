@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from mpidist import checks
 from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.manager import CheckpointManager
-from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError
+from mpidist.errors import ArgumentTypeError, ContextError
 
 __all__ = ["PreemptionCheckpointHandler", "RESTART_EXIT_CODE", "TerminationConfig"]
 
@@ -51,7 +52,7 @@ class TerminationConfig:
 
     Raises:
       ArgumentError: grace_period < 0.
-      ArgumentTypeError: what should be a function is none.
+      ArgumentTypeError: what should be a function, or a number, is none.
 
     Example:
       >>> mpidist.TerminationConfig(grace_period=30.0).grace_period
@@ -65,13 +66,9 @@ class TerminationConfig:
 
     def __post_init__(self) -> None:
         for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
-            function = getattr(self, name)
-            if function is not None and not callable(function):
-                raise ArgumentTypeError(f"{name} must be a function, not {function!r}")
-        if self.grace_period is not None and not self.grace_period >= 0:
-            raise ArgumentError(
-                f"grace_period must be >= 0 seconds or None, not {self.grace_period}"
-            )
+            checks.optional_function(name, getattr(self, name))
+        if self.grace_period is not None:
+            checks.number("grace_period", self.grace_period, ">= 0", " seconds or None")
 
 
 class PreemptionCheckpointHandler:
@@ -114,14 +111,17 @@ class PreemptionCheckpointHandler:
         checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
         termination_config: TerminationConfig | None = None,
     ):
-        self._config = termination_config or TerminationConfig()
         given = checkpoint_or_checkpoint_manager
         self._manager = given if isinstance(given, CheckpointManager) else None
         checkpoint = given.checkpoint if isinstance(given, CheckpointManager) else given
         if not isinstance(checkpoint, Checkpoint):
             raise ArgumentTypeError(
-                f"{_CALL} needs a CheckpointManager or a Checkpoint, not {given!r}"
+                f"{_CALL} needs a CheckpointManager or a Checkpoint, as "
+                f"checkpoint_or_checkpoint_manager, not {checks.shown(given)}"
             )
+        self._config = TerminationConfig()
+        if termination_config is not None:
+            self._config = termination_config
         self._group = checkpoint.strategy.extended
         self._group.agreement.prepare(_CALL, self._check)
         self._checkpoint = checkpoint
@@ -142,6 +142,7 @@ class PreemptionCheckpointHandler:
         self._listen()
 
     def _check(self) -> None:
+        checks.instance("termination_config", self._config, TerminationConfig)
         if self._manager is None and self._config.save_fn is None:
             raise ArgumentTypeError(
                 f"{_CALL} needs a CheckpointManager, or a save_fn for a Checkpoint"

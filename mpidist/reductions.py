@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist import arrays
+from mpidist import arrays, checks
 from mpidist.collectives.collectives import Collectives
 from mpidist.cross_device_ops import MpiAllReduce
 from mpidist.errors import ArgumentError, LaunchError
@@ -43,7 +43,7 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
     """
 
     def __init__(self, num_packs: int = 1):
-        self._num_packs = _checked_packs(num_packs)
+        self._num_packs = checks.integer("num_packs", num_packs, 0)
         self._transport: Transport | None = None
 
     def bind(self, collectives: Collectives, topology: Topology) -> None:
@@ -88,7 +88,7 @@ class NcclAllReduce(MpiAllReduce):
     """
 
     def __init__(self, num_packs: int = 1):
-        self._num_packs = _checked_packs(num_packs)
+        self._num_packs = checks.integer("num_packs", num_packs, 0)
 
     def bind(self, collectives: Collectives, topology: Topology) -> None:
         """See `CrossDeviceOps.bind`."""
@@ -136,7 +136,10 @@ class ReductionToOneDevice(MpiAllReduce):
         accumulation_fn: Callable[[list[Any]], Any] | None = None,
     ):
         self._device = reduce_to_device
-        self._accumulate = accumulation_fn
+        if not isinstance(reduce_to_device, str):
+            name, also = "reduce_to_device", ", a device or None"
+            self._device = checks.optional_integer(name, reduce_to_device, 0, also)
+        self._accumulate = checks.optional_function("accumulation_fn", accumulation_fn)
         self._root = 0
 
     def describe(self) -> str:
@@ -184,12 +187,6 @@ class ReductionToOneDevice(MpiAllReduce):
                 f"{values[0].shape}"
             )
         return total.astype(values[0].dtype, copy=False)
-
-
-def _checked_packs(num_packs: int) -> int:
-    if num_packs < 0:
-        raise ArgumentError(f"num_packs must be >= 0, not {num_packs}")
-    return num_packs
 
 
 def _with_packs(

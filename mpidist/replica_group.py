@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -10,13 +11,12 @@ from typing import Any, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from mpidist import arrays, nest
+from mpidist import arrays, checks, nest
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import Call
 from mpidist.channel import Channel
 from mpidist.collectives.leaves import to_arrays
 from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
-from mpidist.errors import ArgumentTypeError
 from mpidist.gpu.devices import use_gpu
 from mpidist.gpu.facts import GpuFacts, GpuRequest, find_facts
 from mpidist.memory.node_memory import NodeMemory
@@ -24,6 +24,7 @@ from mpidist.memory.storage import Field
 from mpidist.memory.symmetric import SymmetricMemory
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.packing import Axis
+from mpidist.switches import require_switches
 from mpidist.topology import Topology
 
 __all__ = ["ReplicaGroup"]
@@ -62,7 +63,7 @@ class ReplicaGroup:
         self._channel: Channel | None = None
         self.gpus: GpuFacts | None = None
         try:
-            self._set_up(devices, cross_device_ops, gpu_request or GpuRequest())
+            self._set_up(devices, cross_device_ops, gpu_request)
         except Exception as error:  # it is raised on all ranks
             found = self.topology.losses.check(error)
             self.agreement.close()
@@ -76,17 +77,17 @@ class ReplicaGroup:
         self,
         devices: Sequence[str] | None,
         cross_device_ops: CrossDeviceOps | None,
-        gpu_request: GpuRequest,
+        gpu_request: GpuRequest | None,
     ) -> None:
         call = "MirroredStrategy"
 
         def prepare() -> tuple[str, CrossDeviceOps]:
+            if gpu_request is not None:  # else it is made by `import mpidist`
+                gpu_request.check()
+                require_switches(os.environ)
             device = self.topology.bind_device(devices)
             ops = MpiAllReduce() if cross_device_ops is None else cross_device_ops
-            if not isinstance(ops, CrossDeviceOps):
-                raise ArgumentTypeError(
-                    f"cross_device_ops must be a CrossDeviceOps, not {ops!r}"
-                )
+            checks.instance("cross_device_ops", ops, CrossDeviceOps)
             ops.require_unbound()
             return device, ops
 
@@ -103,7 +104,8 @@ class ReplicaGroup:
         sizes = sorted(size for _, rank, size in everyone if rank == 0)
         self.topology.node_sizes = tuple(sizes)
         if self._gpu_index is not None:
-            self.gpus = find_facts(self.agreement, self._gpu_index, gpu_request)
+            request = gpu_request or GpuRequest()
+            self.gpus = find_facts(self.agreement, self._gpu_index, request)
         self._channel = Channel(
             call, self.agreement, self.topology, self.symmetric_memory, self.gpus
         )

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpidist import nest
+from mpidist import checks, nest
 from mpidist.agreement.calls import Call
 from mpidist.cluster_resolver import SlurmClusterResolver, below_srun
-from mpidist.context import (
-    Scope,
-    get_replica_context,
-    require_cross_replica,
-)
+from mpidist.context import Scope, get_replica_context, require_cross_replica
 from mpidist.data.dataset import DatasetLike
 from mpidist.data.distributed.datasets import DistributedDataset, InputContext
 from mpidist.errors import ContextError
@@ -99,7 +95,7 @@ class Strategy:
           as they are); the bare result with one replica.
 
         Raises, on all replicas:
-          ArgumentError: args is neither a tuple nor a list.
+          ArgumentError, ArgumentTypeError: no function, or args, kwargs or options.
           ContextError: called from replica context or under another strategy.
           What `fn` raises on any replica, of the same type.
 
@@ -111,6 +107,10 @@ class Strategy:
           12.0
         """
         require_cross_replica(self, "run")
+        if options is not None:
+            self._extended.agreement.prepare(
+                "run", lambda: checks.instance("options", options, RunOptions)
+            )
         return self._extended.run_replicas(fn, args, kwargs)
 
     def reduce(
@@ -292,7 +292,8 @@ class Strategy:
         extended = self._extended
         where = ValueContext(extended.replica_id, extended.num_replicas)
         call = Call("experimental_distribute_values_from_function")
-        value = extended.together(call, lambda: value_fn(where))
+        fn = checks.function
+        value = extended.together(call, lambda: fn("value_fn", value_fn)(where))
         return nest.map_leaves(
             lambda leaf: PerReplica((leaf,), (extended.replica_id,)), value
         )

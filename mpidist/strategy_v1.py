@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
+from mpidist import checks
 from mpidist.context import require_cross_replica
 from mpidist.data.dataset import Dataset, DatasetLike
 from mpidist.data.distributed.datasets import InputContext
@@ -81,8 +82,13 @@ class StrategyV1(Strategy):
         `get_next` does, on all replicas.
         """
         require_cross_replica(self, "experimental_run")
-        args = () if input_iterator is None else (input_iterator.get_next(),)
-        return self.run(fn, args)
+        if input_iterator is None:
+            return self.run(fn)
+        self.extended.agreement.prepare(
+            "experimental_run",
+            lambda: checks.instance("input_iterator", input_iterator, InputIterator),
+        )
+        return self.run(fn, (input_iterator.get_next(),))
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: Any = None
@@ -114,7 +120,9 @@ class StrategyV1(Strategy):
           ArgumentTypeError: it is no mapping.
         """
         if not isinstance(config_proto, Mapping):
-            raise ArgumentTypeError(f"config must be a mapping, not {config_proto!r}")
+            raise ArgumentTypeError(
+                f"config_proto must be a mapping, not {checks.shown(config_proto)}"
+            )
         updated: Any = copy.deepcopy(config_proto)
         extended = self.extended
         updated["num_replicas"] = extended.num_replicas

@@ -10,6 +10,7 @@ from typing import cast
 
 from mpi4py import MPI
 
+from mpidist import checks
 from mpidist.agreement.losses import Losses
 from mpidist.agreement.peers import learn_pids
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, LaunchError
@@ -20,7 +21,10 @@ from mpidist.memory.mpi_segments import remove_names
 __all__ = ["Topology", "job_size", "parse_devices"]
 
 _RANKS_PER_NODE = "MPIDIST_RANKS_PER_NODE"
-_DEVICE = re.compile(r"(?:/.*/)?(?:device:|/)?(?P<kind>CPU|GPU):(?P<index>\d+)", re.I)
+_MOST_DIGITS = 10
+_DEVICE = re.compile(
+    r"(?:/.*/)?(?:device:|/)?(?P<kind>CPU|GPU):(?P<index>\d{1,9})", re.I
+)
 
 
 def job_size() -> int:
@@ -37,7 +41,8 @@ def parse_devices(devices: Sequence[str]) -> list[tuple[str, int]]:
     """
     if isinstance(devices, str) or not isinstance(devices, Sequence):
         raise ArgumentTypeError(
-            f"devices must be a list of strings like 'GPU:0', not {devices!r}"
+            "devices must be a list of strings like 'GPU:0', not "
+            f"{checks.shown(devices)}"
         )
     if not devices:
         raise ArgumentError(
@@ -49,11 +54,14 @@ def parse_devices(devices: Sequence[str]) -> list[tuple[str, int]]:
         match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
         if match is None:
             raise ArgumentError(
-                f"devices must hold strings like 'GPU:0' or 'CPU:0', not {device!r}"
+                "devices must hold strings like 'GPU:0' or 'CPU:0', not "
+                f"{checks.shown(device)}"
             )
         parsed.append((match["kind"].upper(), int(match["index"])))
     if len(parsed) > 1 and len(set(parsed)) < len(parsed):
-        raise ArgumentError(f"devices must not name a device twice: {list(devices)}")
+        raise ArgumentError(
+            f"devices must not name a device twice: {checks.shown(list(devices))}"
+        )
     return parsed
 
 
@@ -64,11 +72,14 @@ def _pretended_ranks_per_node(
 
     For tests: one machine is then taken for several. Collective.
     """
-    asked = environ.get(_RANKS_PER_NODE)
-    is_good = asked is None or (asked.isdecimal() and int(asked) > 0)
+    asked = environ.get(_RANKS_PER_NODE) or None
+    # Python refuses to read numbers of some thousand digits
+    is_number = asked is not None and asked.isdecimal() and len(asked) < _MOST_DIGITS
+    is_good = asked is None or (is_number and int(asked) > 0)
     if not comm.allreduce(is_good, MPI.LAND):
         raise LaunchError(
-            f"{_RANKS_PER_NODE} must be a positive number on all ranks, not {asked!r}"
+            f"{_RANKS_PER_NODE} must be a positive number on all ranks, not "
+            f"{checks.shown(asked)}"
         )
     return None if asked is None else int(asked)
 
@@ -109,6 +120,7 @@ class Topology:
         """Duplicate `communicator` (COMM_WORLD by default). Collective over it.
 
         Raises:
+          ArgumentError, ArgumentTypeError: `communicator` is none, or was freed.
           LaunchError: MPI sees one process where the launcher started several; on all
             ranks if MPIDIST_RANKS_PER_NODE is no positive number on one.
         """
@@ -116,6 +128,13 @@ class Topology:
             communicator = MPI.COMM_WORLD
             library = MPI.Get_library_version()
             check_launch(os.environ, communicator.Get_size(), library)
+        if not isinstance(communicator, MPI.Intracomm):
+            raise ArgumentTypeError(
+                "communicator must be an mpi4py.MPI.Intracomm, not "
+                f"{checks.shown(communicator)}"
+            )
+        if communicator == MPI.COMM_NULL:
+            raise ArgumentError("communicator must not be MPI.COMM_NULL, or freed")
         comm = communicator.Dup()
         losses = Losses(comm)
         node = _ranks_that_share_memory(comm)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist import arrays, context
+from mpidist import arrays, checks, context
 from mpidist.errors import ArgumentError, ContextError, DTypeError, UnsupportedError
 from mpidist.options import ReduceOp, VariableAggregation
 from mpidist.values import ArrayView, DistributedValues, IndexedSlices, Mirrored
@@ -106,9 +106,9 @@ def _combine(variable: Variable, call: str, value: Any) -> Any:
         return converted
     if is_number:
         raise ArgumentError(
-            f"{call}: the Python number {value!r} is refused, since the aggregation is "
-            "SUM and it is unclear whether each replica gives it or all together; pass "
-            "an array"
+            f"{call}: the Python number {checks.shown(value)} is refused, since the "
+            "aggregation is SUM and it is unclear whether each replica gives it or all "
+            "together; pass an array"
         )
     op = ReduceOp.from_variable_aggregation(variable.aggregation)
     return extended.reduce(call, op, converted)
@@ -190,7 +190,9 @@ def _loses(value: complex, dtype: np.dtype[Any]) -> bool:
 def _checked_slices(variable: Variable, delta: IndexedSlices) -> tuple[Any, Any]:
     """Return indices `(n,)` and rows `(n, *shape)` that fit the variable."""
     if not isinstance(delta, IndexedSlices):
-        raise ArgumentError(f"{variable.name}: IndexedSlices are needed, not {delta!r}")
+        raise ArgumentError(
+            f"{variable.name}: IndexedSlices are needed, not {checks.shown(delta)}"
+        )
     indices = arrays.to_tensor(delta.indices, "indices").reshape(-1)
     rows = _converted(variable, delta.values)
     if indices.dtype.kind not in "iu" and indices.size:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from mpidist import checks
 from mpidist.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -36,7 +37,7 @@ class DistributedValues:
       replica_ids: whose they are, by default 0, 1, ...
 
     Raises:
-      ArgumentTypeError: for this class itself.
+      ArgumentTypeError: for this class itself; no tuple or list of values or ids.
       ArgumentError: no values, or another number of replica ids.
 
     Example:
@@ -52,11 +53,15 @@ class DistributedValues:
             raise ArgumentTypeError(
                 "DistributedValues is a base class; make a PerReplica or a Mirrored"
             )
-        self._values = tuple(values)
-        if not self._values:
+        if not isinstance(values, tuple):
+            values = _as_tuple("values", values)
+        if not values:
             raise ArgumentError("values must hold at least one component, not ()")
-        ids = range(len(self._values)) if replica_ids is None else replica_ids
-        self._replica_ids = tuple(ids)
+        if replica_ids is None:
+            replica_ids = tuple(range(len(values)))
+        elif not isinstance(replica_ids, tuple):
+            replica_ids = _as_tuple("replica_ids", replica_ids)
+        self._values, self._replica_ids = values, replica_ids
         if len(self._replica_ids) != len(self._values):
             raise ArgumentError(
                 f"{len(self._values)} values came with {len(self._replica_ids)} "
@@ -77,6 +82,14 @@ class DistributedValues:
         pairs = zip(self._replica_ids, self._values, strict=True)
         lines = ",\n".join(f"  {replica}: {value!r}" for replica, value in pairs)
         return f"{type(self).__name__}:{{\n{lines}\n}}"
+
+
+def _as_tuple(name: str, items: Any) -> tuple[Any, ...]:
+    if isinstance(items, Sequence) and not isinstance(items, str | bytes):
+        return tuple(items)
+    raise ArgumentTypeError(
+        f"{name} must be a tuple, one for each replica, not {checks.shown(items)}"
+    )
 
 
 class PerReplica(DistributedValues):

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from mpidist import arrays, context, updates
-from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError
+from mpidist import arrays, checks, context, updates
+from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, DTypeError
 from mpidist.options import ReduceOp, VariableAggregation, VariableSynchronization
 from mpidist.values import ArrayView, DistributedValues, IndexedSlices
 
@@ -52,7 +52,8 @@ class Variable(ArrayView, DistributedValues):
 
     Raises, on all replicas:
       ArgumentError: synchronization NONE.
-      ArgumentTypeError: `initial_value` is no array, number or list of numbers.
+      ArgumentTypeError: `initial_value` is no array, number or list of numbers; an
+        argument of another type.
       MismatchError: initial values of unlike shapes or dtypes.
       What `initial_value` raises on any replica.
 
@@ -80,7 +81,7 @@ class Variable(ArrayView, DistributedValues):
             synchronization = VariableSynchronization.ON_WRITE
         self._strategy = context.get_strategy()
         number = self._strategy.extended.register(self)
-        self._name = f"Variable_{number}" if name is None else name
+        self._name = name if isinstance(name, str) else f"Variable_{number}"
         self._trainable = trainable
         self._synchronization = synchronization
         self._aggregation = aggregation
@@ -89,7 +90,7 @@ class Variable(ArrayView, DistributedValues):
         call = f"Variable {self._name}"
 
         def prepare() -> Any:
-            _require_kinds(synchronization, aggregation)
+            _require_kinds(name, trainable, synchronization, aggregation)
             return arrays.to_device(_first(initial_value, dtype), extended.device)
 
         first = extended.agreement.prepare(call, prepare)
@@ -321,19 +322,33 @@ class Variable(ArrayView, DistributedValues):
         )
 
 
-def _require_kinds(synchronization: Any, aggregation: Any) -> None:
+def _require_kinds(
+    name: Any, trainable: Any, synchronization: Any, aggregation: Any
+) -> None:
+    if name is not None and not isinstance(name, str):
+        raise ArgumentTypeError(f"name must be a str or None, not {checks.shown(name)}")
+    if trainable is not None:  # as it may be in TensorFlow
+        checks.switch("trainable", trainable)
     if synchronization is VariableSynchronization.NONE:
         raise ArgumentError(
             "synchronization NONE is not supported; use AUTO, ON_WRITE or ON_READ"
         )
-    if not isinstance(synchronization, VariableSynchronization):
-        raise ArgumentTypeError(f"synchronization is {synchronization!r}")
-    if not isinstance(aggregation, VariableAggregation):
-        raise ArgumentTypeError(f"aggregation is {aggregation!r}")
+    checks.instance("synchronization", synchronization, VariableSynchronization)
+    checks.instance("aggregation", aggregation, VariableAggregation)
 
 
 def _first(initial_value: Any, dtype: Any) -> Any:
     if callable(initial_value) and not hasattr(initial_value, "shape"):
         initial_value = initial_value()
     array = arrays.to_tensor(initial_value, "initial_value")
-    return array.astype(array.dtype if dtype is None else dtype, copy=False)
+    if dtype is None:
+        return array
+    found = checks.dtype("dtype", dtype)
+    if found.hasobject:
+        raise DTypeError(f"dtype must not be one of Python objects, as {found} is")
+    try:
+        return array.astype(found, copy=False)
+    except (TypeError, ValueError) as error:
+        raise DTypeError(
+            f"dtype {found} does not fit initial_value, of {array.dtype}: {error}"
+        ) from error

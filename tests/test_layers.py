@@ -27,7 +27,8 @@ LAYERS = [
         "memory.mpi_segments",
         "doctor.finding",
     ],
-    ["launch_check", "slurm_variables", "hang_limit"],
+    ["checks", "switches", "slurm_variables", "hang_limit"],
+    ["launch_check"],
     ["cluster_resolver"],
     [
         "options",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import operator
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from mpidist import checks
 from mpidist._version import __version__
 from mpidist.checkpoint.folder import SUFFIX, index_path
 from mpidist.checkpoint.names import escape
@@ -92,13 +93,13 @@ class Checkpoint(Tracked):
         **objects: Any,
     ):
         if strategy is not None and not isinstance(strategy, Strategy):
-            raise ArgumentTypeError(f"strategy must be a Strategy, not {strategy!r}")
+            raise ArgumentTypeError(
+                f"strategy must be a Strategy, not {checks.shown(strategy)}"
+            )
         if strategy is None and has_strategy():
             strategy = get_strategy()
         self._strategy = strategy
-        self._shard_bytes = operator.index(shard_bytes)
-        if self._shard_bytes < 1:
-            raise ArgumentError(f"shard_bytes must be >= 1, not {shard_bytes}")
+        self._shard_bytes = checks.integer("shard_bytes", shard_bytes, 1)
         self._saver: Saver | None = None
         self._objects: dict[str, Any] = {_COUNTER: 0}
         for name, value in objects.items():
@@ -142,7 +143,7 @@ class Checkpoint(Tracked):
         Raises, on all ranks:
           CheckpointError: it cannot be written. What was there before still is.
           MismatchError: ranks have unlike objects, or other numbers or arrays.
-          ArgumentTypeError, ArgumentError: an object that cannot be saved.
+          ArgumentTypeError, ArgumentError: no path; an object that cannot be saved.
           ContextError: a variable of another strategy; called in replica context.
           What `get_state` of an object raises on any rank.
         """
@@ -184,6 +185,7 @@ class Checkpoint(Tracked):
             it, or has another shape or dtype; another number of ranks has saved states
             of their own. The message names file, object, what was expected, and found.
           MismatchError: the ranks call it with unlike arguments.
+          ArgumentTypeError, ArgumentError: no path; is_partial is no bool.
           ContextError: a variable of another strategy; called in replica context.
           What `set_state` of an object raises on any rank.
         """
@@ -202,7 +204,8 @@ class Checkpoint(Tracked):
         """Do what `write` does, for any public call; see `Saver.save`."""
         require_cross_replica(self.strategy, operation)
         now = datetime.datetime.now(datetime.timezone.utc)
-        index = index_path(file_prefix)
+        prepare = self.strategy.extended.agreement.prepare
+        index = prepare(operation, lambda: index_path(file_prefix, "file_prefix"))
         self.saver.save(
             operation,
             index,
@@ -226,13 +229,15 @@ class Checkpoint(Tracked):
         **options: Any,
     ) -> str:
         """Do what `save` does, for any public call; `number` stands for the counter."""
+        prepare = self.strategy.extended.agreement.prepare
+        path = prepare(operation, lambda: checks.path("file_prefix", file_prefix))
         before = self.save_counter
         self._objects[_COUNTER] = before + 1
         if number is None:
             number = before + 1
-        prefix = os.fspath(file_prefix).removesuffix(SUFFIX)
         try:
-            return self.write_as(operation, f"{prefix}-{number}", **options)
+            path = f"{path.removesuffix(SUFFIX)}-{number}"
+            return self.write_as(operation, path, **options)
         except BaseException:
             self._objects[_COUNTER] = before
             raise
@@ -248,8 +253,13 @@ class Checkpoint(Tracked):
         self, operation: str, path: str | os.PathLike[str], is_partial: bool
     ) -> LoadStatus:
         require_cross_replica(self.strategy, operation)
+
+        def prepare() -> Path:
+            checks.switch("is_partial", is_partial)
+            return index_path(path, "save_path")
+
+        index = self.strategy.extended.agreement.prepare(operation, prepare)
         self.saver.wait()
-        index = index_path(path)
         found = restore(self.strategy, operation, index, self, is_partial)
         return LoadStatus(str(index), found.missing, found.unused)
 

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from mpidist import checks
 from mpidist.checkpoint.files import is_left_behind, removal, remove
 from mpidist.checkpoint.reading import read_header, read_tree
-from mpidist.errors import CheckpointError
+from mpidist.errors import ArgumentError, CheckpointError
 
 __all__ = [
     "SUFFIX",
@@ -23,11 +24,13 @@ __all__ = [
     "remove_checkpoint",
     "remove_other_shards",
     "remove_rests",
+    "require_name",
     "shard_name",
     "warn_skipped",
 ]
 
 SUFFIX = ".h5"
+_LONGEST = 128  # name of checkpoints, in bytes: those of their files have more
 _SHARD = r"-(?P<token>[0-9a-f]{8})-\d{5,}-of-\d{5,}"
 
 
@@ -40,10 +43,28 @@ class Saved(NamedTuple):
     modified: float  # seconds since 1970
 
 
-def index_path(path: str | os.PathLike[str]) -> Path:
-    """Return the file that a path with or without its suffix stands for."""
-    text = os.fspath(path)
+def index_path(path: str | os.PathLike[str], argument: str) -> Path:
+    """Return the file that a path with or without its suffix stands for.
+
+    Raises:
+      ArgumentError, ArgumentTypeError: it is no path; they name the argument.
+    """
+    text = checks.path(argument, path)
     return Path(text if text.endswith(SUFFIX) else text + SUFFIX).absolute()
+
+
+def require_name(name: str) -> str:
+    """Return the name of checkpoints if files can begin with it.
+
+    Raises:
+      ArgumentError: they cannot.
+    """
+    is_name = isinstance(name, str) and "/" not in name
+    if not is_name or len(os.fsencode(checks.path("checkpoint_name", name))) > _LONGEST:
+        raise ArgumentError(
+            f"checkpoint_name must be the name of a file, not {checks.shown(name)}"
+        )
+    return name
 
 
 def shard_name(index: Path, token: str, rank: int, ranks: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
 import time
 from collections.abc import Callable
@@ -11,12 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mpidist import checks
 from mpidist.checkpoint import folder as folders
 from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.files import DamagedError, make_folder, unwritable
 from mpidist.checkpoint.folder import Saved
 from mpidist.checkpoint.saving import Saving
 from mpidist.errors import ArgumentError, ArgumentTypeError
+from mpidist.variables import Variable
 
 __all__ = ["CheckpointManager", "latest_checkpoint"]
 
@@ -32,6 +33,7 @@ def latest_checkpoint(
     the bytes of large arrays are checked not here, but when they are restored.
 
     Raises:
+      ArgumentError, ArgumentTypeError: no path, or no name of files.
       CheckpointError: the folder cannot be read.
 
     Example:
@@ -40,7 +42,8 @@ def latest_checkpoint(
       >>> mpidist.latest_checkpoint("runs") == path
       True
     """
-    found = folders.find_sound(Path(checkpoint_dir).absolute(), checkpoint_name)
+    folder = Path(checks.path("checkpoint_dir", checkpoint_dir)).absolute()
+    found = folders.find_sound(folder, folders.require_name(checkpoint_name))
     return str(found[-1].path) if found else None
 
 
@@ -101,28 +104,30 @@ class CheckpointManager:
         is_background: bool = False,
     ):
         if not isinstance(checkpoint, Checkpoint):
-            raise ArgumentTypeError(f"{_CALL} needs a Checkpoint, not {checkpoint!r}")
+            raise ArgumentTypeError(
+                f"{_CALL} needs a Checkpoint as checkpoint, not "
+                f"{checks.shown(checkpoint)}"
+            )
         self._checkpoint = checkpoint
         self._strategy = checkpoint.strategy
         self._agreement = self._strategy.extended.agreement
 
         def check() -> None:
-            _require_positive("max_to_keep", max_to_keep)
-            _require_positive("keep_every", keep_every)
-            _require_positive("checkpoint_interval", checkpoint_interval)
+            checks.optional_integer("max_to_keep", max_to_keep, 1)
+            checks.optional_integer("keep_every", keep_every, 1)
+            checks.optional_integer("checkpoint_interval", checkpoint_interval, 1)
+            checks.optional_function("init_fn", init_fn)
+            checks.switch("is_background", is_background)
             if checkpoint_interval is not None and step_counter is None:
                 raise ArgumentError("checkpoint_interval needs a step_counter")
             hours = keep_checkpoint_every_n_hours
-            if hours is not None and not hours > 0:
-                raise ArgumentError(
-                    f"keep_checkpoint_every_n_hours must be > 0, not {hours}"
-                )
-            name = checkpoint_name
-            if not isinstance(name, str) or not name or "/" in name or "\0" in name:
-                raise ArgumentError(
-                    f"checkpoint_name must be the name of a file, not {name!r}"
-                )
-            self._directory = Path(os.fsdecode(directory)).absolute()
+            if hours is not None:
+                checks.number("keep_checkpoint_every_n_hours", hours, "> 0")
+            folders.require_name(checkpoint_name)
+            self._directory = Path(checks.path("directory", directory)).absolute()
+            if not (callable(step_counter) or isinstance(step_counter, Variable)):
+                also = ", a variable, a function or None"
+                checks.optional_integer("step_counter", step_counter, None, also)
 
         self._agreement.prepare(_CALL, check)
         self._max_to_keep = max_to_keep
@@ -184,12 +189,18 @@ class CheckpointManager:
           what kept the last checkpoint from being written.
         """
         call = f"{_CALL}.save"
-        step = self._agreement.prepare(call, self._step)
+
+        def prepare() -> tuple[int | None, int | None]:
+            checks.switch("check_interval", check_interval)
+            name = "checkpoint_number"
+            number = checks.optional_integer(name, checkpoint_number, 0, "")
+            return number, self._step()
+
+        number, step = self._agreement.prepare(call, prepare)
         if check_interval and self._interval is not None and step is not None:
             is_early = self._last_step is not None
             if is_early and step < (self._last_step or 0) + self._interval:
                 return None
-        number = self._agreement.prepare(call, lambda: _number(checkpoint_number))
         self.wait()
         self._save_began = time.monotonic()
         path = self._checkpoint.save_as(
@@ -316,18 +327,10 @@ class CheckpointManager:
         counter = self._step_counter
         if counter is None:
             return None
-        return int(counter() if callable(counter) else counter)
-
-
-def _number(number: Any) -> int | None:
-    if number is None:
-        return None
-    found = operator.index(number)
-    if found < 0:
-        raise ArgumentError(f"checkpoint_number must be >= 0, not {found}")
-    return found
-
-
-def _require_positive(name: str, value: int | None) -> None:
-    if value is not None and operator.index(value) < 1:
-        raise ArgumentError(f"{name} must be >= 1 or None, not {value}")
+        found = counter() if callable(counter) else counter
+        try:
+            return int(found)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ArgumentError(
+                f"step_counter must give one whole number, not {checks.shown(found)}"
+            ) from error

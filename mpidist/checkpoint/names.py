@@ -6,6 +6,7 @@ import re
 import urllib.parse
 from typing import Any
 
+from mpidist import checks
 from mpidist.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["Path", "as_name", "escape", "readable", "unescape"]
@@ -51,7 +52,8 @@ def as_name(key: Any, path: Path) -> str:
     if type(key) is int:
         return str(key)
     raise ArgumentTypeError(
-        f"{readable(path)}: the key {key!r} of a dict must be a str or an int"
+        f"{readable(path)}: the key {checks.shown(key)} of a dict must be a str or an "
+        "int"
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mpidist import checks
 from mpidist.checkpoint import generators
 from mpidist.checkpoint.names import Path, readable
 from mpidist.checkpoint.tree import (
@@ -145,4 +146,6 @@ def strategy_of(value: Any) -> Strategy | None:
 def require_saveable(value: Any, name: str) -> None:
     """Raise an ArgumentTypeError for classes and functions, which are no state."""
     if isinstance(value, type) or (callable(value) and not has_state(value)):
-        raise ArgumentTypeError(f"{name!r} is {value!r}, which has no state to save")
+        raise ArgumentTypeError(
+            f"{name!r} is {checks.shown(value)}, which has no state to save"
+        )

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist import arithmetic, arrays, nest, packing
+from mpidist import arithmetic, arrays, checks, nest, packing
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import Call
 from mpidist.collectives.gathering import Gathers
@@ -100,7 +100,7 @@ class Collectives:
             if known is not None:
                 call, number, op = known.call, known.number, known.op
                 return self.reduce_again(call, number, op, [value], _DEFAULT)[0]
-        options = options or _DEFAULT
+        options = _DEFAULT if options is None else options
 
         def prepare() -> tuple[ReduceOp, list[Any], nest.Spec, list[Any]]:
             op = ReduceOp.parse(reduce_op)
@@ -131,6 +131,7 @@ class Collectives:
         self, value: Any, options: CommunicationOptions = _DEFAULT
     ) -> tuple[list[Any], nest.Spec, list[Any]]:
         """Return what `to_arrays` does, if there are transports for the arrays."""
+        checks.instance("options", options, CommunicationOptions)
         leaves, spec, given = to_arrays(value)
         if self.size > 1:
             check_each(given, spec, self.routes.require_reachable)
@@ -243,7 +244,7 @@ class Collectives:
         range or a sum of integers that does not fit their dtype, and
         ArgumentTypeError for an axis that is no integer.
         """
-        options = options or _DEFAULT
+        options = _DEFAULT if options is None else options
 
         def prepare() -> Any:
             op = ReduceOp.parse(reduce_op)
@@ -296,7 +297,7 @@ class Collectives:
         Raises, on all ranks: see `all_reduce`; ArgumentError also for values without
         dimensions and an axis out of range.
         """
-        options = options or _DEFAULT
+        options = _DEFAULT if options is None else options
 
         def prepare() -> tuple[list[Any], nest.Spec, list[Any], list[int]]:
             leaves, spec, given = self._take(value, options)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mpidist import nest
+from mpidist import checks, nest
 from mpidist.data.file_names import check_names, list_files
 from mpidist.data.hdf5.rows import Hdf5Rows
 from mpidist.data.local_iterator import DatasetIterator
@@ -22,7 +21,8 @@ from mpidist.data.state import Passes
 from mpidist.data.steps import concatenate, steps_of
 from mpidist.data.stream import UNKNOWN_CARDINALITY, Generated, Stream
 from mpidist.errors import ArgumentError, ArgumentTypeError
-from mpidist.input_options import Options
+from mpidist.input_options import MOST_BUFFERED, Options
+from mpidist.values import DistributedValues
 
 __all__ = [
     "INFINITE_CARDINALITY",
@@ -32,6 +32,8 @@ __all__ = [
     "as_dataset",
     "require_length",
 ]
+
+_LARGEST_SEED = 1 << 256
 
 
 class Dataset:
@@ -94,8 +96,13 @@ class Dataset:
         Args:
           *args: `stop`; or `start, stop`; or `start, stop, step`.
           output_type: the dtype of the numbers.
+
+        Raises:
+          ArgumentError: a step of 0.
+          ArgumentTypeError: no integers, or not one to three; no dtype.
         """
-        return Dataset(Rows(RangeRows(range(*args), output_type)))
+        dtype = checks.dtype("output_type", output_type)
+        return Dataset(Rows(RangeRows.of(args, dtype)))
 
     @staticmethod
     def from_generator(
@@ -168,9 +175,8 @@ class Dataset:
             and batches, are computed ahead. This helps where `map_func` waits, or is
             in functions that let other threads run, as many of NumPy are.
         """
-        if not callable(map_func):
-            raise ArgumentTypeError(f"map_func must be callable, not {map_func!r}")
-        return self._then(self._steps.map, map_func, count_threads(num_parallel_calls))
+        function = checks.function("map_func", map_func)
+        return self._then(self._steps.map, function, count_threads(num_parallel_calls))
 
     def shuffle(
         self,
@@ -195,7 +201,7 @@ class Dataset:
 
         Args:
           buffer_size: None or >= 1; needed for a generator.
-          seed: any integer. None draws one, which all replicas share.
+          seed: an integer of up to 256 bits. None draws one, which all replicas share.
           reshuffle_each_iteration: whether each epoch has another order.
           window_chunks: how many chunks are mixed at a time, over all replicas; at
             least one for each 16 to 32 rows of a batch are. 0 always permutes exactly;
@@ -203,13 +209,12 @@ class Dataset:
             are compressed, and else permutes exactly. A number mixes that many
             everywhere; uncompressed rows count as chunks of 1 MiB if they have none.
         """
-        seed = None if seed is None else operator.index(seed)
-        if buffer_size is not None and buffer_size < 1:
-            raise ArgumentError(f"buffer_size must be >= 1 or None, not {buffer_size}")
-        if window_chunks is not None and operator.index(window_chunks) < 0:
-            raise ArgumentError(f"window_chunks must be >= 0, not {window_chunks}")
-        step, reshuffle = self._steps.shuffle, reshuffle_each_iteration
-        return self._then(step, buffer_size, seed, reshuffle, window_chunks)
+        size = checks.optional_integer("buffer_size", buffer_size, 1)
+        most = _LARGEST_SEED
+        seed = checks.optional_integer("seed", seed, -most, " or None", most)
+        chunks = checks.optional_integer("window_chunks", window_chunks, 0, "")
+        reshuffle = checks.switch("reshuffle_each_iteration", reshuffle_each_iteration)
+        return self._then(self._steps.shuffle, size, seed, reshuffle, chunks)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
         """Return a dataset of batches: arrays `(batch_size, *shape)`.
@@ -218,36 +223,38 @@ class Dataset:
           batch_size: rows per batch; the last batch of an epoch may have fewer.
           drop_remainder: leave that last, smaller batch out.
         """
-        if operator.index(batch_size) < 1:
-            raise ArgumentError(f"batch_size must be >= 1, not {batch_size}")
-        return self._then(self._steps.batch, batch_size, drop_remainder)
+        size = checks.integer("batch_size", batch_size, 1)
+        drop_remainder = checks.switch("drop_remainder", drop_remainder)
+        return self._then(self._steps.batch, size, drop_remainder)
 
     def repeat(self, count: int | None = None) -> Dataset:
         """Return a dataset that goes through this one `count` times, None for ever.
 
         Shuffles before it give another order each time.
         """
+        count = checks.optional_integer("count", count)
         if count == -1:  # TensorFlow's other word for it
             count = None
-        if count is not None and count < 0:
-            raise ArgumentError(f"count must be >= 0, or None, not {count}")
+        count = checks.optional_integer("count", count, 0, ", or None")
         return self._then(self._steps.repeat, count)
 
     def take(self, count: int) -> Dataset:
         """Return a dataset of the first `count` elements; -1 takes all."""
-        if operator.index(count) < -1:
-            raise ArgumentError(f"count must be >= 0, or -1 for all, not {count}")
-        return self._then(self._steps.window, 0, None if count == -1 else count)
+        if checks.integer("count", count) == -1:
+            return self._then(self._steps.window, 0, None)
+        count = checks.integer("count", count, 0, ", or -1 for all")
+        return self._then(self._steps.window, 0, count)
 
     def skip(self, count: int) -> Dataset:
         """Return a dataset of all elements but the first `count`."""
-        if operator.index(count) < 0:
-            raise ArgumentError(f"count must be >= 0, not {count}")
-        return self._then(self._steps.window, count, None)
+        start = checks.integer("count", count, 0)
+        return self._then(self._steps.window, start, None)
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Return a dataset of every `num_shards`-th element, from `index` on."""
-        if not 0 <= index < num_shards:
+        num_shards = checks.integer("num_shards", num_shards, 1)
+        index = checks.integer("index", index, 0)
+        if index >= num_shards:
             raise ArgumentError(f"index must be in 0..{num_shards - 1}, not {index}")
         return self._then(self._steps.shard, num_shards, index)
 
@@ -290,15 +297,15 @@ class Dataset:
         Steps after it undo it, and distributed datasets read ahead as their
         `InputOptions` say. -1 (TensorFlow's AUTOTUNE) lets mpidist choose.
         """
-        if operator.index(buffer_size) < -1:
-            raise ArgumentError(f"buffer_size must be >= 0 or -1, not {buffer_size}")
-        ahead = 2 if buffer_size == -1 else buffer_size
+        ahead = checks.integer("buffer_size", buffer_size)
+        if ahead == -1:
+            ahead = 2
+        ahead = checks.integer("buffer_size", ahead, 0, " or -1", MOST_BUFFERED)
         return Dataset(self._pipeline, self._options, ahead)
 
     def with_options(self, options: Options) -> Dataset:
         """Return this dataset with `options`, which steps after it keep."""
-        if not isinstance(options, Options):
-            raise ArgumentTypeError(f"options must be mpidist.Options, not {options!r}")
+        options = checks.instance("options", options, Options)
         return Dataset(self._pipeline, options, self._read_ahead)
 
     def options(self) -> Options:
@@ -334,12 +341,12 @@ def as_dataset(value: Any, call: str) -> Dataset:
     """
     if isinstance(value, Dataset):
         return value
-    is_element = isinstance(value, str | bytes | tuple | Mapping)
-    is_element = is_element or hasattr(value, "shape")
+    elements = str, bytes, tuple, Mapping, Set, DistributedValues
+    is_element = isinstance(value, elements) or hasattr(value, "shape")
     if is_element or not (callable(value) or isinstance(value, Iterable)):
         raise ArgumentTypeError(
             f"{call} needs a mpidist.Dataset, an iterable of batches, or a function "
-            f"that returns one, not {value!r}"
+            f"that returns one, not {checks.shown(value)}"
         )
     return Dataset(Generated(value, is_batched=True))
 

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
+from typing import Any
 
+from mpidist import checks
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 
 __all__ = ["check_names", "list_files"]
+
+_LONGEST = 4096  # of a name in a file, in bytes, with its groups
 
 
 def list_files(
     files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
 ) -> list[Path]:
     """Return the files that a path, a pattern or several paths name."""
-    if not isinstance(files, str | os.PathLike):
-        paths = [Path(file).absolute() for file in files]
+    if not isinstance(files, str | bytes | os.PathLike):
+        several = _listed("files must be a path, a pattern or a list of paths", files)
+        paths = [Path(checks.path("each of files", f)).absolute() for f in several]
         if not paths:
             raise ArgumentError("files must name at least one file, not []")
         return paths
-    pattern = os.fspath(files)
+    pattern = checks.path("files", files)
     if not glob.has_magic(pattern) or os.path.exists(pattern):
         return [Path(pattern).absolute()]
     found = sorted(glob.glob(pattern))
@@ -35,12 +40,39 @@ def check_names(
 ) -> str | tuple[str, ...] | dict[str, str]:
     """Return the names of HDF5 datasets in the structure of the elements."""
     if isinstance(datasets, str):
+        _require_name(datasets)
         return datasets
-    names = dict(datasets) if isinstance(datasets, Mapping) else tuple(datasets)
+    if isinstance(datasets, Mapping):
+        names: dict[str, str] | tuple[str, ...] = dict(datasets)
+    else:
+        must = "datasets must be a name, or a list or dict of names"
+        names = tuple(_listed(must, datasets))
     several = list(names.values()) if isinstance(names, dict) else names
     if not several:
         raise ArgumentError("datasets must name at least one HDF5 dataset")
     for name in several:
-        if not isinstance(name, str):
-            raise ArgumentTypeError(f"datasets must hold names, not {name!r}")
+        _require_name(name)
     return names
+
+
+def _listed(must: str, given: Any) -> list[Any]:
+    """Return what an iterable has; a set's order is not the same on all ranks."""
+    try:
+        if not isinstance(given, Set | Mapping | bytes):
+            return list(given)
+    except (TypeError, ArgumentError) as error:  # the latter of a PerReplica
+        raise ArgumentTypeError(f"{must}, not {checks.shown(given)}") from error
+    raise ArgumentTypeError(f"{must}, not {checks.shown(given)}")
+
+
+def _require_name(name: Any) -> None:
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"datasets must hold names, not {checks.shown(name)}")
+    try:
+        is_good = name != "" and len(name.encode()) < _LONGEST and "\0" not in name
+    except UnicodeEncodeError:
+        is_good = False
+    if not is_good:
+        raise ArgumentError(
+            f"datasets must hold names of HDF5, not {checks.shown(name)}"
+        )

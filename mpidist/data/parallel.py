@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import collections
-import operator
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from mpidist.errors import ArgumentError
+from mpidist import checks
 
 __all__ = ["call_ahead", "call_all", "count_threads", "share_calls"]
 
 _NAME = "mpidist-map"
+_MOST_THREADS = 4096
 
 
 def count_threads(num_parallel_calls: int | None) -> int:
     """Return how many threads the argument of `Dataset.map` asks for.
 
     Raises:
-      ArgumentError: it is neither None, nor -1, nor positive.
+      ArgumentError: it is neither None, nor -1, nor positive; or it is > 4096.
+      ArgumentTypeError: it is neither None nor an integer.
     """
-    if num_parallel_calls is None:
+    also = ", or -1 for one per core, or None"
+    count = checks.optional_integer("num_parallel_calls", num_parallel_calls, -1, also)
+    if count is None:
         return 1
-    count = operator.index(num_parallel_calls)
     if count == -1:
         return len(os.sched_getaffinity(0))
-    if count < 1:
-        raise ArgumentError(
-            "num_parallel_calls must be >= 1, or -1 for one per core, or None, not "
-            f"{num_parallel_calls}"
-        )
-    return count
+    return checks.integer("num_parallel_calls", count, 1, also, _MOST_THREADS)
 
 
 def call_all(fn: Callable[[Any], Any], items: Sequence[Any], threads: int) -> list[Any]:

@@ -9,10 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from mpidist import nest
+from mpidist import checks, nest
 from mpidist.block_order import Blocks
-from mpidist.errors import ArgumentError, DataError
+from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.memory.buffers import Buffers
+from mpidist.values import PerReplica
 
 __all__ = [
     "ArrayRows",
@@ -123,8 +124,8 @@ class ArrayRows:
 
     def __init__(self, arrays: Any, name: str = "from_tensor_slices"):
         leaves, _ = nest.flatten(arrays)
-        if not leaves:
-            raise ArgumentError(f"{name} needs at least one array")
+        if not leaves or any(isinstance(leaf, PerReplica) for leaf in leaves):
+            raise ArgumentError(f"{name} needs at least one array, and no PerReplica")
         shapes = [np.shape(leaf) for leaf in leaves]
         if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
             raise ArgumentError(
@@ -165,6 +166,31 @@ class RangeRows:
     def __init__(self, numbers: range, dtype: npt.DTypeLike):
         self._numbers = numbers
         self._dtype = np.dtype(dtype)
+
+    @classmethod
+    def of(cls, args: Sequence[Any], dtype: npt.DTypeLike) -> RangeRows:
+        """Return the numbers of the range that these arguments of `range` stand for.
+
+        Raises:
+          ArgumentError: a step of 0, or numbers of more than 64 bits.
+          ArgumentTypeError: not one to three arguments, or no integers.
+        """
+        names = ["stop"] if len(args) == 1 else ["start", "stop", "step"]
+        if not 1 <= len(args) <= len(names):
+            raise ArgumentTypeError(
+                "range takes stop, or start, stop, or start, stop, step, not "
+                f"{len(args)} arguments"
+            )
+        for name, value in zip(names, args):
+            checks.integer(name, value, -checks.LARGEST)
+        if len(args) == 3 and args[2] == 0:
+            raise ArgumentError("step must not be 0")
+        numbers = range(*args)
+        try:
+            len(numbers)
+        except OverflowError:
+            raise ArgumentError(f"stop is too far from start: {numbers}") from None
+        return cls(numbers, dtype)
 
     def __len__(self) -> int:
         return len(self._numbers)

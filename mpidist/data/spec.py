@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpidist import nest
+from mpidist import checks, nest
+from mpidist.errors import ArgumentTypeError
 
 __all__ = ["TensorSpec", "batch_of", "spec_of"]
 
@@ -20,6 +21,10 @@ class TensorSpec:
       shape: with None for a length that may differ from element to element.
       dtype: a NumPy dtype, or what makes one.
 
+    Raises:
+      ArgumentError: a length below 0.
+      ArgumentTypeError: no tuple or list of lengths; no dtype.
+
     Example:
       >>> mpidist.Dataset.range(4).batch(2).element_spec
       TensorSpec(shape=(None,), dtype=int64)
@@ -29,8 +34,13 @@ class TensorSpec:
     dtype: np.dtype[Any]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
-        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        if not isinstance(self.shape, tuple | list):
+            raise ArgumentTypeError(
+                f"shape must be a tuple of lengths, not {checks.shown(self.shape)}"
+            )
+        shape = (checks.optional_integer("each of shape", n, 0) for n in self.shape)
+        object.__setattr__(self, "shape", tuple(shape))
+        object.__setattr__(self, "dtype", checks.dtype("dtype", self.dtype))
 
     def __repr__(self) -> str:
         return f"TensorSpec(shape={self.shape}, dtype={self.dtype.name})"

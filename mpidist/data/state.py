@@ -17,6 +17,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mpidist import checks
 from mpidist.data.pipeline import Pass, Pipeline
 from mpidist.data.stream import Stream
 from mpidist.errors import ArgumentError, ArgumentTypeError
@@ -135,12 +136,13 @@ def _require_integers(state: Any) -> dict[str, int]:
     """Return `state` if it has the integers of a state."""
     if not isinstance(state, Mapping):
         raise ArgumentTypeError(
-            f"set_state needs the dict that get_state returned, not {state!r}"
+            "set_state needs the dict that get_state returned, not "
+            f"{checks.shown(state)}"
         )
     if state.get("version") != _VERSION:
         raise ArgumentError(
-            f"the state's version is {state.get('version')!r}; this mpidist reads "
-            f"version {_VERSION}"
+            f"the state's version is {checks.shown(state.get('version'))}; this "
+            f"mpidist reads version {_VERSION}"
         )
     if different := sorted(map(str, state.keys() ^ set(_KEYS))):
         raise ArgumentError(

@@ -9,15 +9,17 @@ import contextlib
 import copy
 import itertools
 import types
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from typing import Any
 
+from mpidist import checks
 from mpidist.data.parallel import call_ahead
 from mpidist.data.pipeline import Pass, Pipeline
 from mpidist.data.reading import Reading
 from mpidist.data.sources import as_element
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
+from mpidist.values import DistributedValues
 
 __all__ = ["UNKNOWN_CARDINALITY", "Generated", "InOrder", "Step", "Stream"]
 
@@ -237,9 +239,13 @@ def _require_source(generator: Any) -> None:
     """Raise if `generator` cannot be iterated over again and again."""
     if callable(generator):
         return
-    if not isinstance(generator, Iterable) or isinstance(generator, str | bytes):
+    # The order of a set is not the same on all ranks
+    wrong = str, bytes, Mapping, Set, DistributedValues
+    is_many = isinstance(generator, Iterable) and getattr(generator, "ndim", 1) > 0
+    if not is_many or isinstance(generator, wrong):
         raise ArgumentTypeError(
-            f"generator must be a function that returns an iterable, not {generator!r}"
+            "generator must be a function that returns an iterable, not "
+            f"{checks.shown(generator)}"
         )
     if isinstance(generator, Iterator):
         raise ArgumentError(

@@ -21,10 +21,10 @@ from mpidist.agreement.agree import Agreement
 from mpidist.errors import LaunchError
 from mpidist.gpu import trial
 from mpidist.gpu.devices import GpuIdentity
+from mpidist.switches import CUDA_AWARE, read_switch
 
 __all__ = ["Support", "ask", "cache_path", "find_support"]
 
-_OVERRIDE = "MPIDIST_CUDA_AWARE"
 _CALL = "MirroredStrategy: whether MPI is CUDA-aware"
 # MPIX_GPU_SUPPORT_CUDA of MPICH
 _CUDA_KIND = 0
@@ -67,7 +67,7 @@ def find_support(
     overrides = {found for found, _, _ in everyone}
     if len(overrides) > 1:
         raise LaunchError(
-            f"ranks say different things of MPI's CUDA support ({_OVERRIDE}, or "
+            f"ranks say different things of MPI's CUDA support ({CUDA_AWARE}, or "
             f"cuda_aware=): {sorted(map(str, overrides))}"
         )
     # One rank tries for all with the same GPU and library
@@ -96,12 +96,8 @@ def _override(
     """Return what the user says, and where."""
     if asked_for is not None:
         return asked_for, f"cuda_aware={asked_for}"
-    text = environ.get(_OVERRIDE)
-    if text in (None, ""):
-        return None
-    if text not in ("0", "1"):
-        raise LaunchError(f"{_OVERRIDE} must be 0 or 1, not {text!r}")
-    return text == "1", f"{_OVERRIDE}={text}"
+    is_aware = read_switch(environ, CUDA_AWARE)
+    return None if is_aware is None else (is_aware, f"{CUDA_AWARE}={int(is_aware)}")
 
 
 def ask(library: str, environ: Mapping[str, str]) -> Support | None:

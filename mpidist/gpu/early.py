@@ -33,7 +33,8 @@ def choose_early(environ: Mapping[str, str]) -> int | None:
     """Make this process's likely GPU the current one; return its number, or None.
 
     Nothing is done without CuPy, without a driver, after MPI has started, where no
-    launcher tells a local rank, or where the variable MPIDIST_BIND_GPU is 0.
+    launcher tells a local rank, or where the variable MPIDIST_BIND_GPU is 0. (What is
+    neither 0 nor 1 is refused later, when all ranks can be told.)
 
     Args:
       environ: the environment variables of this process.

@@ -7,8 +7,8 @@ import os
 
 from mpi4py import MPI
 
+from mpidist import checks
 from mpidist.agreement.agree import Agreement
-from mpidist.errors import LaunchError
 from mpidist.gpu.cuda_aware import Support, find_support
 from mpidist.gpu.devices import (
     GpuIdentity,
@@ -17,11 +17,11 @@ from mpidist.gpu.devices import (
     shared_gpus,
 )
 from mpidist.gpu.runtime_facts import nccl_version
+from mpidist.switches import ALLOW_SHARED_GPU, read_switch
 
 __all__ = ["GpuFacts", "GpuRequest", "find_facts"]
 
 _CALL = "MirroredStrategy: GPUs"
-_ALLOW_SHARED = "MPIDIST_ALLOW_SHARED_GPU"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,12 @@ class GpuRequest:
 
     allow_shared: bool = False
     cuda_aware: bool | None = None
+
+    def check(self) -> None:
+        """Raise an ArgumentTypeError if these are not True or False."""
+        checks.switch("allow_shared_gpu", self.allow_shared)
+        if self.cuda_aware is not None:
+            checks.switch("cuda_aware", self.cuda_aware)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +72,8 @@ def find_facts(agreement: Agreement, index: int, request: GpuRequest) -> GpuFact
 
     def look() -> tuple[GpuIdentity, bool, int]:
         identity = identify_gpu(index, MPI.Get_processor_name())
-        return identity, request.allow_shared or _is_sharing_allowed(), nccl_version()
+        is_allowed = read_switch(os.environ, ALLOW_SHARED_GPU) or False
+        return identity, request.allow_shared or is_allowed, nccl_version()
 
     mine = agreement.prepare(_CALL, look)
     everyone = agreement.gather(_CALL, mine)
@@ -83,10 +90,3 @@ def find_facts(agreement: Agreement, index: int, request: GpuRequest) -> GpuFact
         support,
         min(version for _, _, version in everyone),
     )
-
-
-def _is_sharing_allowed() -> bool:
-    text = os.environ.get(_ALLOW_SHARED, "0")
-    if text not in ("0", "1", ""):
-        raise LaunchError(f"{_ALLOW_SHARED} must be 0 or 1, not {text!r}")
-    return text == "1"

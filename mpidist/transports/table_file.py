@@ -29,6 +29,8 @@ __all__ = ["Layout", "find_table", "short_name", "table_path", "write_table"]
 
 _FORMAT = 1
 _PATH = "MPIDIST_TRANSPORTS"
+# What parsing raises of other files
+_NO_TABLES = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 _METHODS = ("allreduce", "allgatherv", "broadcast")
 
 
@@ -100,16 +102,26 @@ def write_table(path: Path, layout: Layout, table: Table, note: Any) -> None:
 
 def _read(path: Path) -> list[tuple[Layout, Table]]:
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is no plain file")  # and may be one that never ends
         return _parse(path.read_text())
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise LaunchError(f"the transports of {path} cannot be read: {error}") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise LaunchError(
-            f"{path} is no file of transports ({error!r}); delete it, or let "
-            "`python -m mpidist tune` write it again"
+            f"the transports of {path} cannot be read{_said_by(path)}: {error}"
         ) from None
+    except (*_NO_TABLES, RecursionError) as error:
+        raise LaunchError(
+            f"{path}{_said_by(path)} is no file of transports ({error!r}); delete it, "
+            "or let `python -m mpidist tune` write it again"
+        ) from None
+
+
+def _said_by(path: Path) -> str:
+    """Say which variable names the file, if one does."""
+    named = os.environ.get(_PATH)
+    return f" ({_PATH})" if named and Path(named) == path else ""
 
 
 def _parse(text: str) -> list[tuple[Layout, Table]]:

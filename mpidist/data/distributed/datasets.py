@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpidist import nest
+from mpidist import checks, nest
 from mpidist.agreement.calls import Call
 from mpidist.banner import show_input
 from mpidist.data.dataset import (
@@ -48,6 +48,10 @@ class InputContext:
       input_pipeline_id: the number of this one.
       num_replicas_in_sync: the number of replicas.
 
+    Raises:
+      ArgumentError: a number is too small.
+      ArgumentTypeError: no integers.
+
     Example:
       >>> context = mpidist.InputContext(2, 1, 2)
       >>> context.get_per_replica_batch_size(64)
@@ -60,12 +64,19 @@ class InputContext:
     input_pipeline_id: int = 0
     num_replicas_in_sync: int = 1
 
+    def __post_init__(self) -> None:
+        checks.integer("num_input_pipelines", self.num_input_pipelines, 1)
+        checks.integer("input_pipeline_id", self.input_pipeline_id, 0)
+        checks.integer("num_replicas_in_sync", self.num_replicas_in_sync, 1)
+
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Return the batch size of one replica.
 
         Raises:
-          ArgumentError: it is no whole number.
+          ArgumentError: it is no whole number, or < 1.
+          ArgumentTypeError: `global_batch_size` is no integer.
         """
+        global_batch_size = checks.integer("global_batch_size", global_batch_size, 1)
         replicas = self.num_replicas_in_sync
         if global_batch_size % replicas:
             sizes = " or ".join(map(str, even_sizes(global_batch_size, replicas)))
@@ -111,6 +122,7 @@ class DistributedDataset:
         extended.topology.require_open()
 
         def choose() -> tuple[Pipeline | Stream, AutoShardPolicy]:
+            _require_options(options)
             whole = _as_dataset(dataset, call)
             _require_batches(whole, call)
             policy = whole.options().auto_shard_policy
@@ -166,7 +178,8 @@ class DistributedDataset:
         )
 
         def make() -> Dataset:
-            return _as_dataset(dataset_fn(where), call)
+            _require_options(options)
+            return _as_dataset(checks.function("dataset_fn", dataset_fn)(where), call)
 
         dataset = extended.together(Call(call), make)
         return cls._of_own_batches(extended, dataset.pipeline, options, call)
@@ -235,6 +248,11 @@ def _as_dataset(value: Any, call: str) -> Dataset:
     if isinstance(value, DistributedDataset | DistributedIterator):
         raise ArgumentTypeError(f"{call}: {value!r} is distributed already")
     return as_dataset(value, call)
+
+
+def _require_options(options: Any) -> None:
+    if options is not None:
+        checks.instance("options", options, InputOptions)
 
 
 def _require_batches(dataset: Dataset, call: str) -> None:

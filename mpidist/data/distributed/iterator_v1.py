@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from mpidist import checks
 from mpidist.agreement.calls import Call
 from mpidist.data.dataset import Dataset, DatasetLike, as_dataset
 from mpidist.data.distributed.datasets import DistributedDataset, InputContext
@@ -140,7 +141,7 @@ def from_input_fn(
         if replication_mode is not InputReplicationMode.PER_WORKER:
             raise ArgumentError(
                 f"replication_mode must be InputReplicationMode.PER_WORKER, not "
-                f"{replication_mode!r}"
+                f"{checks.shown(replication_mode)}"
             )
         return _make(input_fn, where, call)
 
@@ -154,7 +155,7 @@ def _make(
     input_fn: Callable[[InputContext], Any], where: InputContext, call: str
 ) -> tuple[Dataset, InputOptions]:
     """Return what `input_fn` made as a dataset, and how to read it."""
-    made = input_fn(where)
+    made = checks.function("input_fn", input_fn)(where)
     if callable(made) and not inspect.isgeneratorfunction(made):
         batches = _Calls(input_fn, where, made)
         # Called when a batch is asked for, and no sooner

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from mpidist import arrays
+from mpidist import arrays, checks
 from mpidist.agreement.calls import group_by_rank
 from mpidist.errors import (
     ArgumentError,
@@ -70,18 +69,29 @@ class Storage:
     shuffle: bool = False
 
     def __post_init__(self) -> None:
-        if self.chunk_rows is not None and operator.index(self.chunk_rows) < 1:
-            raise ArgumentError(f"chunk_rows must be >= 1, not {self.chunk_rows}")
-        if self.compression not in (None, "gzip"):
-            raise ArgumentError(
-                f"compression must be None or 'gzip', not {self.compression!r}"
+        # As Python's own, since the ranks compare them as text
+        if self.chunk_rows is not None:
+            rows = checks.integer(
+                "chunk_rows", self.chunk_rows, 1, most=LARGEST_CHUNK_BYTES
             )
-        level = self.compression_level
+            object.__setattr__(self, "chunk_rows", rows)
+        is_text = isinstance(self.compression, str)
+        if self.compression is not None and not (
+            is_text and self.compression == "gzip"
+        ):
+            raise ArgumentError(
+                "compression must be None or 'gzip', not "
+                f"{checks.shown(self.compression)}"
+            )
+        name = "compression_level"
+        level = checks.optional_integer(name, self.compression_level)
         if level is not None and not (self.compression and level in range(10)):
             raise ArgumentError(
                 "compression_level must be 0..9, with compression='gzip', or None, "
-                f"not {level!r} with compression={self.compression!r}"
+                f"not {checks.shown(level)} with compression={self.compression!r}"
             )
+        object.__setattr__(self, name, level)
+        object.__setattr__(self, "shuffle", checks.switch("shuffle", self.shuffle))
 
     @property
     def filters(self) -> dict[str, Any]:
@@ -135,7 +145,9 @@ def clean_name(name: str) -> str:
       ArgumentError: no name, or one that HDF5 takes otherwise.
     """
     if not isinstance(name, str):
-        raise ArgumentTypeError(f"the name of a dataset must be a str, not {name!r}")
+        raise ArgumentTypeError(
+            f"the name of a dataset must be a str, not {checks.shown(name)}"
+        )
     parts = [part for part in name.split("/") if part]
     if not parts or "." in parts or "\0" in name:
         raise ArgumentError(f"{name!r} cannot be the name of an HDF5 dataset")
