@@ -13,6 +13,7 @@ import pytest
 
 import mpidist
 from mpidist.agreement.losses import can_survive
+from mpidist.gpu.devices import gpu_count
 from mpidist.memory.free_memory import give_back
 
 ULFM = ("--with-ft", "ulfm")
@@ -160,6 +161,41 @@ sys.stdout.write(f"{{size}} done\\n")
     assert "rank 1 of 4 died; 3 go on" in ended.stderr
     assert "rank 1 of 3 died; 2 go on" in ended.stderr
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
+
+
+@needs_ulfm
+@pytest.mark.gpu
+@pytest.mark.skipif(gpu_count() == 0, reason="needs a GPU and CuPy")
+@pytest.mark.parametrize("implementation", ["AUTO", "MPI", "NCCL"])
+def test_survivors_go_on_with_their_gpus(mpirun, implementation):
+    """A rank dies while others reduce on their GPUs."""
+    ranks = 3
+    if implementation == "NCCL" and gpu_count() < ranks:
+        pytest.skip("NCCL needs a GPU for each rank")
+    script = f"""{PROLOGUE}
+import threading
+import cupy
+
+sizes = []
+options = mpidist.CommunicationOptions(implementation={implementation!r})
+def step():
+    x = cupy.ones(300_000)
+    return mpidist.get_replica_context().all_reduce("SUM", x, options)
+def train(strategy):
+    sizes.append(strategy.num_replicas_in_sync)
+    if rank == 1:
+        threading.Timer(0.2, die).start()
+    while True:
+        (total,) = strategy.experimental_local_results(strategy.run(step))
+        assert (total == sizes[-1]).all()
+        if len(sizes) == 2:
+            return
+mpidist.run_elastic(train)
+sys.stdout.write(f"{{sizes}}\\n")
+"""
+    ended = mpirun(ranks, script, options=ULFM, MPIDIST_ALLOW_SHARED_GPU="1")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "[3, 2]\n" * 2
 
 
 @needs_ulfm
