@@ -63,8 +63,8 @@ class Fault:
       says: what its output must match.
       is_hang: whether nothing but the watchdog can notice it.
       is_interrupted: whether mpirun gets a Ctrl-C then.
-      is_survived: whether the others go on (below Open MPI, which other MPI libraries
-        are not tried with).
+      is_survived: whether the job goes on, and ends well.
+      needs_ulfm: whether only Open MPI can do that, which is asked for it.
     """
 
     script: str
@@ -72,6 +72,7 @@ class Fault:
     is_hang: bool = False
     is_interrupted: bool = False
     is_survived: bool = False
+    needs_ulfm: bool = False
 
 
 def on_rank_1(action: str) -> str:
@@ -95,7 +96,10 @@ NOT_COME = r"rank 1 did not come\. The job ends"
 FAULTS = {
     "SIGKILL": Fault(on_rank_1("os.kill(os.getpid(), signal.SIGKILL)"), r"(?i)kill"),
     "SIGKILL, the others go on": Fault(
-        GO_ON, r"rank 1 of \d+ died; .* replicas at the end", is_survived=True
+        GO_ON,
+        r"rank 1 of \d+ died; .* replicas at the end",
+        is_survived=True,
+        needs_ulfm=True,
     ),
     "SIGSEGV": Fault(on_rank_1("os.kill(os.getpid(), signal.SIGSEGV)"), r"(?i)seg"),
     "SIGSTOP": Fault(on_rank_1("os.kill(os.getpid(), signal.SIGSTOP)"), NOT_COME, True),
@@ -167,6 +171,9 @@ for batch in strategy.experimental_distribute_dataset(data):
         r"data-1\.h5",
     ),
     "never comes": Fault(on_rank_1("threading.Event().wait()"), NOT_COME, is_hang=True),
+    "a rank is slow, and named": Fault(
+        on_rank_1("time.sleep(7)"), "mpidist: rank 1 slow", is_survived=True
+    ),
     "MPI_Abort": Fault(on_rank_1("MPI.COMM_WORLD.Abort(7)"), r"(?i)abort"),
     "Ctrl-C at the launcher": Fault(
         f"while True:\n    {REDUCE}", "", is_interrupted=True
@@ -212,12 +219,12 @@ def run(fault: Fault, ranks: int) -> Try:
     ):
         environment = {
             **launching.clean_environment(),
-            "MPIDIST_HANG_SECONDS": str(HANG_SECONDS),
+            "MPIDIST_HANG_SECONDS": "60" if fault.is_survived else str(HANG_SECONDS),
             "TMPDIR": folder,
             "MPIDIST_FAULTS": folder,  # tells the job's processes from others
         }
         script = PROLOGUE + fault.script
-        options = ("--with-ft", "ulfm") if fault.is_survived else ()
+        options = ("--with-ft", "ulfm") if fault.needs_ulfm else ()
         job = subprocess.Popen(
             [*launching.mpirun_command(ranks, *options), sys.executable, "-c", script],
             env=environment,
@@ -317,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = [
         name
         for name, fault in FAULTS.items()
-        if launching.is_open_mpi() or not fault.is_survived
+        if launching.is_open_mpi() or not fault.needs_ulfm
     ]
     parser.add_argument("faults", nargs="*", metavar="FAULT", default=known)
     parser.add_argument("--ranks", type=int, default=3)
