@@ -40,12 +40,10 @@ buckets = strategy.gradient_buckets([symmetric])
 with buckets:
     buckets.put(0, symmetric)
 assert (buckets.result[0] == sum(range(ranks))).all()
-print(
-    role,
-    comm.rank,
-    strategy.extended.topology.node_sizes,
-    strategy.extended.collectives.transport.name,
-)
+sizes = strategy.extended.topology.node_sizes
+name = strategy.extended.collectives.transport.name
+# In one piece: print may write several, which others' come between
+sys.stdout.write(f"{role} {comm.rank} {sizes} {name}\n")
 strategy.experimental_finalize()
 comm.Free()
 link.Disconnect()
