@@ -123,7 +123,7 @@ def _remedy(environ: Mapping[str, str], started: _Launched, library: str) -> str
 
 
 def _right_command(environ: Mapping[str, str], started: _Launched, library: str) -> str:
-    script = Path(sys.argv[0]).name or "script.py"
+    script = _script()
     if started.launcher == "srun":
         protocol = _protocol_of(library)
         if environ.get(_OFFERED) != protocol:
@@ -134,6 +134,14 @@ def _right_command(environ: Mapping[str, str], started: _Launched, library: str)
     beside = Path(sys.prefix, "bin", "mpirun")
     mpirun = str(beside) if beside.exists() else "the mpirun of that library"
     return f"'{mpirun} -n {started.processes} python {script}'{where}"
+
+
+def _script() -> str:
+    """Return what stands behind `python` in the command line of this program."""
+    path = Path(sys.argv[0])
+    if path.name == "__main__.py":  # python -m
+        return " ".join(["-m", path.parent.name, *sys.argv[1:2]])
+    return path.name or "script.py"
 
 
 def _protocol_of(library: str) -> str:

@@ -145,6 +145,25 @@ def test_srun_makes_one_world_or_is_refused_by_name(slurm, protocol):
         assert f"'srun --mpi={PROTOCOL} python " in ended.stderr
 
 
+@pytest.mark.parametrize("protocol", [PROTOCOL, "none"])
+def test_the_doctor_under_srun(slurm, protocol):
+    ended = slurm.srun(
+        "--nodes=2",
+        "--ntasks-per-node=2",
+        f"--mpi={protocol}",
+        *(sys.executable, "-m", "mpidist", "doctor"),
+    )
+    if protocol == PROTOCOL:
+        assert ended.returncode == 0, ended.stdout
+        assert "MPI sees 4" in ended.stdout
+        assert "2 nodes" in ended.stdout
+    else:
+        words = " ".join(ended.stdout.split())
+        assert ended.returncode != 0
+        assert "FAIL launcher MPI sees 1 process" in words
+        assert f"'srun --mpi={PROTOCOL} python -m mpidist doctor'" in words
+
+
 def test_local_ranks_follow_the_nodes_not_their_numbers(slurm):
     ended = slurm.srun(
         "--nodes=2",
