@@ -17,8 +17,9 @@ from typing import NamedTuple
 from mpidist.errors import LaunchError
 from mpidist.switches import ALLOW_SINGLETON, read_switch
 
-__all__ = ["check_launch", "start_below_pmix"]
+__all__ = ["check_launch", "is_elastic", "start_below_pmix"]
 
+_ELASTIC = "OMPI_MCA_mpi_ft_enable"
 _OFFERED = "SLURM_MPI_TYPE"  # what srun was asked for by --mpi
 
 
@@ -53,6 +54,11 @@ def check_launch(environ: Mapping[str, str], world_size: int, library: str) -> N
             f"do the whole job. {_remedy(environ, started, library)} For one process "
             f"on purpose set {ALLOW_SINGLETON}=1."
         )
+
+
+def is_elastic(environ: Mapping[str, str]) -> bool:
+    """Return whether Open MPI was asked to go on when ranks die: `--with-ft ulfm`."""
+    return environ.get(_ELASTIC, "").lower() in ("1", "true", "yes")
 
 
 def start_below_pmix(environ: Mapping[str, str]) -> None:

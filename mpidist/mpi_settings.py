@@ -22,8 +22,7 @@ _START_SECONDS = 300.0
 # Open MPI writes to stderr that a way to make windows cannot be used, and takes another
 os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
 
-is_elastic = bool(os.environ.get("OMPI_MCA_mpi_ft_enable"))  # noqa: SIM112
-if is_elastic:
+if launch_check.is_elastic(os.environ):
     # Where ranks have died, Open MPI sometimes waits for them at its end. (Programs end
     # together without: see `launch.leave_together`.)
     os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
@@ -39,7 +38,7 @@ early.choose_early(os.environ)
 launch_check.start_below_pmix(os.environ)
 
 # Of a rank that dies before MPI has started nobody hears: the others would wait for it
-if is_elastic and "mpi4py.MPI" not in sys.modules:
+if launch_check.is_elastic(os.environ) and "mpi4py.MPI" not in sys.modules:
     limit = min(hang_seconds(os.environ), _START_SECONDS)
     faulthandler.dump_traceback_later(limit, exit=True)
     importlib.import_module("mpi4py.MPI")

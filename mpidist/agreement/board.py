@@ -105,7 +105,7 @@ class Board:
 
         Raises:
           LateError: it is over; says who has not come.
-        RankLostError: a rank has died.
+          RankLostError: a rank has died.
         """
         self.meetings = meeting = self.meetings + 1
         self._window.Sync()

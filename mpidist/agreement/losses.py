@@ -21,10 +21,10 @@ from mpi4py import MPI
 
 from mpidist.agreement.calls import name_ranks
 from mpidist.errors import DeadlineError, RankLostError
+from mpidist.launch_check import is_elastic
 
 __all__ = ["Losses", "agree", "can_survive", "has_lost", "is_last"]
 
-_ENABLED = "OMPI_MCA_mpi_ft_enable"
 _CLASSES = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 # How long it may take until a rank hears who died, once MPI says that somebody did
 _HEAR_SECONDS = 10.0
@@ -34,8 +34,7 @@ _LONG_PAUSE_SECONDS = 0.001
 
 def can_survive() -> bool:
     """Return whether MPI goes on when a rank dies; the same on all ranks of a job."""
-    is_enabled = os.environ.get(_ENABLED, "").lower() in ("1", "true", "yes")
-    return is_enabled and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    return is_elastic(os.environ) and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
 def _is_loss(error: BaseException) -> bool:
