@@ -19,6 +19,7 @@ from mpi4py import MPI
 from mpidist.agreement import peers
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import Call
+from mpidist.agreement.forks import is_forked
 from mpidist.agreement.losses import Losses, has_lost, is_last
 from mpidist.checkpoint.saver import finish_all
 from mpidist.errors import MpidistError, RemoteError
@@ -96,7 +97,7 @@ def _finalize_in_time() -> None:
 def _report_and_abort(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    if not _in_job() or hasattr(sys, "ps1") or sys.flags.interactive:
+    if not _in_job() or is_forked() or hasattr(sys, "ps1") or sys.flags.interactive:
         _previous_hook(kind, error, trace)
         return
     # An error raised on all ranks is reported by the one where it came up

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from mpidist import arrays, checks, nest
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import Call
+from mpidist.agreement.forks import is_forked
 from mpidist.channel import Channel
 from mpidist.collectives.leaves import to_arrays
 from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
@@ -134,7 +135,7 @@ class ReplicaGroup:
 
     def close(self) -> None:
         """Free communicators and caches; a second call does nothing. Collective."""
-        if self.agreement.losses.ranks:  # nothing can be freed together
+        if self.agreement.losses.ranks or is_forked():  # nothing can be freed together
             self.topology.closed = True
         if not self.topology.closed:
             while self.closing:

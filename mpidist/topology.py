@@ -11,6 +11,7 @@ from typing import cast
 from mpi4py import MPI
 
 from mpidist import checks
+from mpidist.agreement.forks import FORKED, is_forked
 from mpidist.agreement.losses import Losses
 from mpidist.agreement.peers import learn_pids
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, LaunchError
@@ -121,9 +122,12 @@ class Topology:
 
         Raises:
           ArgumentError, ArgumentTypeError: `communicator` is none, or was freed.
+          ContextError: this process was forked from a rank.
           LaunchError: MPI sees one process where the launcher started several; on all
             ranks if MPIDIST_RANKS_PER_NODE is no positive number on one.
         """
+        if is_forked():
+            raise ContextError(FORKED)
         if communicator is None:
             communicator = MPI.COMM_WORLD
             library = MPI.Get_library_version()

@@ -58,6 +58,8 @@ class Watch(threading.Thread):
         self._pid = os.getpid()
         self._silent_until = 0.0
         self._missed_since: float | None = None
+        # The call, and the communicator, of which another rank was seen to have left
+        self._left: tuple[Agreement, int] | None = None
 
     def run(self) -> None:
         """Look at all communicators for as long as the program runs."""
@@ -82,6 +84,7 @@ class Watch(threading.Thread):
         missing = agreement.comparison.missing()
         if waited > self._limit:
             end_job(_hang_text(agreement, entry, waited, missing))
+        self._look_for_departure(agreement, entry)
         former = agreement.recorder.before_last()
         busy = 0.0 if former is None else entry.begun - (former.ended or former.begun)
         is_slow = waited > max(_SLOW_SECONDS, _SLOW_TIMES * busy)
@@ -90,6 +93,19 @@ class Watch(threading.Thread):
             come = set(range(agreement.size)) - set(missing)
             if min(come) == agreement.rank:
                 _say(_slow_text(agreement, entry, waited, busy, missing))
+
+    def _look_for_departure(self, agreement: Agreement, entry: Entry) -> None:
+        """End the job if this rank waits inside MPI for one that has left.
+
+        Elsewhere this rank looks itself, so it is left some time to do so.
+        """
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            return
+        reason = agreement.departures.find()
+        call = agreement, entry.number
+        if reason is not None and self._left == call:
+            end_job(_left_text(agreement, entry, reason))
+        self._left = None if reason is None else call
 
     def look_for_ended(self, agreement: Agreement, now: float) -> None:
         """End the job if a process of this node has ended before its time.
@@ -132,6 +148,14 @@ def _ended_text(agreement: Agreement, gone: list[int]) -> str:
     return (
         f"mpidist: {name_ranks(gone)} of {agreement.size} {has} ended (killed, crashed "
         f"or by os._exit), says rank {agreement.rank}{call}. The job ends"
+    )
+
+
+def _left_text(agreement: Agreement, entry: Entry, reason: str) -> str:
+    return (
+        f"mpidist: rank {agreement.rank} of {agreement.size} waits inside MPI, in "
+        f"{entry.operation} (call {entry.number}, at {entry.site}), for a rank that "
+        f"does not come: {reason}. The job ends"
     )
 
 

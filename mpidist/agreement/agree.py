@@ -19,14 +19,17 @@ from mpidist.agreement.board import Board
 from mpidist.agreement.calls import Call, digest
 from mpidist.agreement.claims import Claim, ThreadState
 from mpidist.agreement.comparing import Comparison, MpiComparison, Telling
+from mpidist.agreement.departures import Departures
 from mpidist.agreement.disagreement import (
     forget_locals,
+    left,
     no_such_thread,
     not_arrived,
     not_finished,
     raise_by,
     record_of,
 )
+from mpidist.agreement.forks import FORKED, call_in_child
 from mpidist.agreement.losses import Losses
 from mpidist.agreement.places import Places
 from mpidist.agreement.recorder import Recorder
@@ -61,19 +64,21 @@ class Agreement:
         self.comm = comm
         self.losses = losses or Losses(comm)
         self._own_losses = None if losses else self.losses
-        self.comparison = comparison or MpiComparison(comm)
+        self.departures = Departures(comm)
+        self.comparison = comparison or MpiComparison(comm, self.departures)
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self.calls = 0
         self.broken: str | None = None
         self.pids: dict[int, int] = {}  # of ranks that can be watched
-        self._waiting = Waiting(comm)
+        self._agreed_id = 0  # of an error that is raised on all ranks
+        self._waiting = Waiting(comm, self.departures)
         # Ranks may have made unlike numbers, of other communicators
         channel = comm.allreduce(Agreement.made, MPI.MAX)
         self.recorder = Recorder(channel, comm)
         self._begin = self.recorder.begin
         check = self.losses.check if self.losses.is_needed else None
-        self.turns = Turns(self.recorder.end, check)
+        self.turns = Turns(self.recorder.end, check, self._on_error)
         self.places = Places()
         self._thread = ThreadState()
         if self.size > 1:
@@ -183,10 +188,7 @@ class Agreement:
         call, thread, error, timeout, is_patient, payload, place = claim
         if self.losses.ranks:
             raise self.losses.error() from error
-        if self.broken is not None:
-            raise error or CollectiveError(
-                f"this strategy cannot communicate any more: {self.broken}"
-            )
+        self._require_unbroken(error)
         if thread:
             call = call._replace(options=(*call.options, ("thread", thread)))
         number = digest(call)
@@ -201,6 +203,44 @@ class Agreement:
             return self.comparison.is_same(telling)
         except LateError as late:
             self._break_off(late, call.operation, timeout)
+
+    def _require_unbroken(self, error: Exception | None) -> None:
+        """Raise `error`, or a CollectiveError, if this rank cannot communicate."""
+        if self.broken is not None:
+            raise error or CollectiveError(
+                f"this strategy cannot communicate any more: {self.broken}"
+            )
+
+    def _on_error(self, error: BaseException) -> None:
+        """Mark the strategy as broken unless all ranks raise this error.
+
+        Else the others are in the middle of this collective, or in the next one, and
+        another call of this rank would be taken for theirs.
+        """
+        agreed, self._agreed_id = self._agreed_id, 0
+        unwinding = self._thread.unwinding
+        if id(error) == agreed or (unwinding is not None and error is unwinding[1]):
+            return
+        self.leave(error)
+
+    def leave(self, error: BaseException) -> None:
+        """Mark the strategy as broken, as this rank alone left a collective."""
+        if self.size == 1 or self.broken is not None:
+            return
+        if self.losses.is_needed:
+            self.losses.check(error)
+            if self.losses.ranks:
+                return
+        reason = self.departures.find()
+        if reason is None:
+            self._break(left(self.rank, error, self.recorder.last()))
+        else:
+            self.broken = reason
+
+    def _break(self, reason: str, is_deadline: bool = False) -> None:
+        """Mark the strategy as broken on this rank, and let the others know."""
+        self.broken = reason
+        self.departures.announce(reason, is_deadline)
 
     def raise_together(
         self, operation: str, error: Exception | None, timeout: float | None = None
@@ -243,11 +283,13 @@ class Agreement:
 
         `timeout` is that of `require_same`.
 
-        What is no Exception, such as a KeyboardInterrupt, is raised here alone.
+        What is no Exception, such as a KeyboardInterrupt, is raised here alone. If not
+        all ranks leave by one, their next collective is an error on all.
         """
         state = self._thread
         state.depth -= 1
         if error is not None and not isinstance(error, Exception):
+            self.places.add("the number of interrupted calls", 1)
             raise error
         if state.unwinding is not None:
             # The others left it when this rank was inside
@@ -272,6 +314,9 @@ class Agreement:
                 forget_locals(raised)
                 raise
             raise
+        except BaseException as error:
+            self.leave(error)
+            raise
 
     def root_only(self, operation: str, fn: Callable[[], T], root: int = 0) -> T:
         """Return what `fn()` returns on rank `root`, which alone calls it. Collective.
@@ -287,6 +332,7 @@ class Agreement:
         with self.turns:
             self.require_same(Call(operation, (("root", root),)), error)
             if self.size > 1:
+                self.departures.require_none()
                 payload = self.comm.bcast(payload, root)
         return pickle.loads(payload)  # type: ignore[no-any-return]
 
@@ -300,6 +346,7 @@ class Agreement:
             self.require_same(Call(operation))
             if self.size == 1:
                 return [value]
+            self.departures.require_none()
             return [pickle.loads(data) for data in self.comm.allgather(payload)]
 
     def wait(
@@ -334,19 +381,22 @@ class Agreement:
 
     def give_up(self, operation: str, deadline: float) -> NoReturn:
         """Raise a DeadlineError, where nobody knows who is missing; see `wait`."""
-        self.broken = not_finished(self.rank, operation, deadline)
-        raise DeadlineError(self.broken)
+        reason = not_finished(self.rank, operation, deadline)
+        self._break(reason, is_deadline=True)
+        raise DeadlineError(reason)
 
     def _break_off(
         self, late: LateError, operation: str, seconds: float | None
     ) -> NoReturn:
-        self.broken = not_arrived(self.rank, operation, seconds, *late.args)
-        raise DeadlineError(self.broken) from None
+        reason = not_arrived(self.rank, operation, seconds, *late.args)
+        self._break(reason, is_deadline=True)
+        raise DeadlineError(reason) from None
 
     def _resolve(self, claim: Claim) -> str:
         """Return the thread whose turn it is, or raise what keeps the ranks apart."""
         depth = self._thread.depth
         record = record_of(claim, self.places.describe(), self.rank, depth)
+        self.departures.require_none()
         records = self.comm.allgather(record)
         if any(r.thread != records[0].thread for r in records):
             return str(records[0].thread)
@@ -357,4 +407,15 @@ class Agreement:
             outermost = min(r.depth for r in records)
             if outermost < depth:
                 self._thread.unwinding = (outermost, raised)
+            self._agreed_id = id(raised)
             raise
+
+
+def _disown() -> None:
+    """Let a forked process have no part in any collective, nor wait for a thread."""
+    for agreement in Agreement.in_use:
+        agreement.broken = FORKED
+        agreement.turns.reset()
+
+
+call_in_child(_disown)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
+from mpidist.agreement.departures import Departures
 from mpidist.agreement.losses import Losses
 from mpidist.agreement.waiting import LateError
 
@@ -42,6 +43,7 @@ class Board:
       names: the numbers by which errors call the ranks.
       is_patient: whether to leave the core to other threads while waiting.
       losses: knows when one of the ranks has died.
+      departures: knows when one of the ranks has left a collective.
     """
 
     def __init__(
@@ -52,9 +54,11 @@ class Board:
         names: Sequence[int] | None = None,
         is_patient: bool = False,
         losses: Losses | None = None,
+        departures: Departures | None = None,
     ):
         self._comm = comm
         self._losses = losses
+        self._departures = departures
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._names = list(range(self.size) if names is None else names)
         self.page_bytes = -(-page_bytes // _LINE_BYTES) * _LINE_BYTES
@@ -106,6 +110,7 @@ class Board:
         Raises:
           LateError: it is over; says who has not come.
           RankLostError: a rank has died.
+          CollectiveError: see `Departures.require_none`.
         """
         self.meetings = meeting = self.meetings + 1
         self._window.Sync()
@@ -134,10 +139,13 @@ class Board:
                 raise LateError(self._missing(meeting))
 
     def _let_mpi_work(self) -> None:
-        """Let MPI pass messages on; raise a RankLostError if a rank has died."""
+        """Let MPI make progress; raise if a rank has died, or left a collective."""
         if self._losses is not None:
             self._losses.require_none()
-        self._comm.Iprobe()
+        if self._departures is None:
+            self._comm.Iprobe()
+        else:
+            self._departures.require_none()
 
     def missing(self) -> list[int]:
         """Return which ranks have not come to this rank's last meeting. Any thread."""

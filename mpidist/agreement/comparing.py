@@ -10,6 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.agreement.board import Board
+from mpidist.agreement.departures import Departures
 from mpidist.agreement.waiting import Waiting
 
 __all__ = ["BoardComparison", "Comparison", "MpiComparison", "Telling"]
@@ -83,9 +84,10 @@ class MpiComparison:
     is_same_place = False
     payload_bytes = 0
 
-    def __init__(self, comm: MPI.Intracomm):
+    def __init__(self, comm: MPI.Intracomm, departures: Departures):
         self._comm = comm
-        self._waiting = Waiting(comm)
+        self._departures = departures
+        self._waiting = Waiting(comm, departures)
         self._calls = 0
         self._mine = np.zeros(5, np.int64)
         self._highest = np.zeros(5, np.int64)
@@ -100,6 +102,9 @@ class MpiComparison:
         request = self._comm.Iallreduce(mine, highest, MPI.MAX)
         deadline = math.inf if telling.deadline is None else telling.deadline
         self._waiting.wait(request, deadline, self._calls, telling.is_patient)
+        # A rank that came before this one may have left since, so what follows would
+        # wait for it
+        self._departures.require_none()
         self.is_same_place = bool(place != 0 and highest[2] == -highest[3])
         return bool(highest[4] == 0 and highest[0] == -highest[1])
 

@@ -21,10 +21,12 @@ from mpidist.agreement.calls import (
     report_error,
 )
 from mpidist.agreement.claims import Claim
+from mpidist.agreement.recorder import Entry
 from mpidist.errors import DivergenceError, MismatchError, RemoteError
 
 __all__ = [
     "forget_locals",
+    "left",
     "no_such_thread",
     "not_arrived",
     "not_finished",
@@ -102,6 +104,15 @@ def _raise_failure(
             origin = first.origin if is_copy else rank
             error.origin_rank = origin  # type: ignore[attr-defined]
     raise error
+
+
+def left(rank: int, error: BaseException, last: Entry | None) -> str:
+    """Describe how a rank has left its last call by an error of its own."""
+    operation, site = "a collective", call_site()
+    if last is not None and last.ended is None:
+        operation, site = last.operation, last.site
+    reason = type(error).__name__ + (f": {error}" if str(error) else "")
+    return f"rank {rank} left {operation} (called at {site}) by {reason}"
 
 
 def no_such_thread(call: Call, rank: int, thread: str) -> DivergenceError:

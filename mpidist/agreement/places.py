@@ -34,6 +34,10 @@ class Places:
         self._places[name] = place
         self._digest = None
 
+    def add(self, name: str, count: int) -> None:
+        """Note that this rank is `count` farther in `name` than before."""
+        self.note(name, self._places.get(name, 0) + count)
+
     def forget(self, name: str) -> None:
         """Say that this rank is through with `name`, if it has begun with it."""
         if self._places.pop(name, None) is not None:

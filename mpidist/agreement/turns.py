@@ -26,17 +26,24 @@ class Turns:
       on_end: called at the end of each collective.
       check: called at the end of each collective with what it raised, or None; returns
         what is to be raised.
+      on_error: called with what a collective raised, before another one can begin.
     """
 
     def __init__(
         self,
         on_end: Callable[[], None] | None = None,
         check: Callable[[BaseException | None], BaseException | None] | None = None,
+        on_error: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._on_end = on_end
         self._check = check
-        self._condition = threading.Condition(threading.RLock())
+        self._on_error = on_error
         self._creator = threading.get_ident()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all threads, as they do not exist in a forked process."""
+        self._condition = threading.Condition(threading.RLock())
         self._next: str | None = None
         self._entered = 0
 
@@ -52,22 +59,32 @@ class Turns:
 
     def __enter__(self) -> None:
         self._condition.acquire()
-        if self._next is not None:
-            while not self._entered and self._next not in (None, self.thread()):
-                self._condition.wait()
-        self._entered += 1
+        try:
+            if self._next is not None:
+                while not self._entered and self._next not in (None, self.thread()):
+                    self._condition.wait()
+            self._entered += 1
+        except BaseException as error:  # of a signal handler
+            if self._on_error is not None:
+                self._on_error(error)
+            self._condition.release()
+            raise
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
-        self._entered -= 1
-        if not self._entered:
-            if self._on_end is not None:
-                self._on_end()
-            if self._next is not None:
-                self._next = None
-                self._condition.notify_all()
-        self._condition.release()
+        try:
+            if self._entered == 1:
+                if error is not None and self._on_error is not None:
+                    self._on_error(error)
+                if self._on_end is not None:
+                    self._on_end()
+                if self._next is not None:
+                    self._next = None
+                    self._condition.notify_all()
+        finally:  # also when a signal handler raises here
+            self._entered -= 1
+            self._condition.release()
         if self._check is not None:
             found = self._check(error)
             if found is not None and found is not error:

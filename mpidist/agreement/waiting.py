@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpidist.agreement.departures import Departures
+
 __all__ = ["LateError", "Waiting"]
 
 _HERE_TAG = 1
@@ -28,10 +30,15 @@ class Waiting:
     A rank that has waited for a second, or half of its time, tells the others so. Thus
     those that wait know who has come. The processor is left to others soon: each sleep
     is a small part of the time before it, so that little is lost in the end.
+
+    Args:
+      comm: the communicator.
+      departures: of ranks of `comm`, for whom nobody must wait.
     """
 
-    def __init__(self, comm: MPI.Intracomm):
+    def __init__(self, comm: MPI.Intracomm, departures: Departures):
         self._comm = comm
+        self._departures = departures
         self._rank = comm.Get_rank()
         self._abandoned: list[Any] = []  # MPI may still read and write these
         self._sent: list[tuple[Any, list[MPI.Request]]] = []
@@ -61,6 +68,7 @@ class Waiting:
 
         Raises:
           LateError: it is over. The communicator cannot be used afterwards.
+          CollectiveError: see `Departures.require_none`.
         """
         if call % _COLLECT_CALLS == 0:  # a rank that never waits has to do it, too
             self._collect(set(), call)
@@ -86,6 +94,11 @@ class Waiting:
             if now > deadline:
                 self._abandoned.append(request)
                 raise LateError(sorted({*range(self._comm.Get_size())} - arrived))
+            try:
+                self._departures.require_none()
+            except BaseException:
+                self._abandoned.append(request)
+                raise
             time.sleep(min((now - start) / 4, _PAUSE_SECONDS))
             now = time.monotonic()
 

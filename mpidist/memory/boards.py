@@ -44,7 +44,13 @@ def make_board(
         return agreement.block(
             operation,
             lambda: Board(
-                node, page_bytes, _SLOT_BYTES, names, is_patient, agreement.losses
+                node,
+                page_bytes,
+                _SLOT_BYTES,
+                names,
+                is_patient,
+                agreement.losses,
+                agreement.departures,
             ),
         )
     if agreement.rank == 0:
