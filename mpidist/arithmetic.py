@@ -124,5 +124,8 @@ def narrow(pair: tuple[Any, np.dtype[Any]], name: str) -> Any:
 
 
 def contiguous(array: Any, dtype: np.dtype[Any]) -> Any:
-    """Return `array` in C order and in `dtype`; copies only if it must."""
-    return array.astype(dtype, order="C", copy=False)
+    """Return `array` in C order, aligned, and in `dtype`; copies only if it must."""
+    found = array.astype(dtype, order="C", copy=False)
+    if isinstance(found, np.ndarray) and not found.flags.aligned:
+        return found.copy()  # MPI cannot move it where it lies
+    return found

@@ -236,8 +236,10 @@ class CrossDeviceOps:
     ) -> list[Any]:
         collectives = self.collectives
         values = collectives.agreement.prepare(operation, lambda: _values_of(pairs))
+        is_plain = type(self) is MpiAllReduce
+        reduce_arrays = None if is_plain else self.reduce_checked
         results = collectives.all_reduce(
-            operation, reduce_op, values, options, self.reduce_checked
+            operation, reduce_op, values, options, reduce_arrays
         )
         return [self._mirrored(result) for result in results]
 

@@ -14,7 +14,7 @@ from mpidist import arrays, checks
 from mpidist.collectives.collectives import Collectives
 from mpidist.cross_device_ops import MpiAllReduce
 from mpidist.errors import ArgumentError, LaunchError
-from mpidist.options import CommunicationOptions
+from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.topology import Topology
 from mpidist.transports import Transport
 from mpidist.transports.staging import StagingTransport
@@ -150,6 +150,18 @@ class ReductionToOneDevice(MpiAllReduce):
         """See `CrossDeviceOps.bind`."""
         super().bind(collectives, topology)
         self._root = _replica_on(self._device, topology.devices)
+
+    def reduce_checked(
+        self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """See `CrossDeviceOps.reduce_checked`."""
+        # What is refused here, or raised by `accumulation_fn`, is raised on all ranks
+        return self.collectives.agreement.block(
+            type(self).__qualname__,
+            lambda: self.collectives.reduce_arrays(
+                op, values, options, self.sum_arrays
+            ),
+        )
 
     def sum_arrays(
         self, values: Sequence[Any], options: CommunicationOptions

@@ -171,7 +171,11 @@ class ReplicaGroup:
         """Return the reduction of `value` over an axis and all replicas."""
         self.topology.require_open()
         return self.collectives.reduce_over_axis(
-            operation, reduce_op, value, axis, sum_arrays=self._sum
+            operation,
+            reduce_op,
+            value,
+            axis,
+            sum_arrays=None if self._reduce_arrays is None else self._sum,
         )
 
     def gather(

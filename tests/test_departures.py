@@ -251,3 +251,95 @@ def test_ranks_that_are_interrupted_in_run_together_go_on(strategy):
     with pytest.raises(KeyboardInterrupt):
         strategy.run(step)
     assert strategy.reduce("SUM", 1.0) == strategy.num_replicas_in_sync
+
+
+# A rank without memory for a result; ranks do other things at the same time
+SHORT = (
+    BEGIN
+    + """
+import resource
+
+def outcome(fn):
+    try:
+        return f"{fn():g}"
+    except Exception as error:
+        return type(error).__name__
+
+n = 8 << 20
+value, wide = np.ones(n), np.ones((2, n // 2))
+parts = {"a": np.ones(n // 2), "b": np.ones(n // 2)}
+options = mpidist.CommunicationOptions(implementation=implementation)
+context = mpidist.get_replica_context
+
+def in_run(fn):
+    return lambda: strategy.run(fn).values[0]
+
+calls = {
+    "reduce": lambda: strategy.reduce("SUM", value)[-1],
+    "reduce of a nest": lambda: strategy.reduce("SUM", parts)["b"][-1],
+    "reduce over an axis": lambda: strategy.reduce("SUM", wide, axis=0)[-1],
+    "all_reduce": in_run(lambda: context().all_reduce("SUM", value, options)[-1]),
+    "all_reduce of a nest": in_run(
+        lambda: context().all_reduce("SUM", parts, options)["b"][-1]
+    ),
+    "gather": lambda: strategy.gather(value, 0)[-1],
+    "all_gather": in_run(lambda: context().all_gather(value, 0, options)[-1]),
+    "broadcast": lambda: strategy.extended.broadcast_to(value, "CPU:0")[-1],
+}
+strategy.reduce("SUM", np.ones(n >> 3))  # threads and buffers that come with the first
+for name, call in calls.items():
+    if rank == 1:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        limit = used + (n << 1), resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    say(f"{name}: {outcome(call)}")
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_AS, [resource.RLIM_INFINITY] * 2)
+    say(f"then {strategy.reduce('SUM', 1.0):g}")
+"""
+)
+
+
+@pytest.mark.parametrize("implementation", ["AUTO", "MPI"])
+def test_a_rank_without_memory_for_a_result_is_an_error_on_all(mpirun, implementation):
+    ended = mpirun(2, SHORT, implementation, "0")
+    assert ended.returncode == 0, ended.stderr
+    lines = [line for line in ended.stdout.splitlines() if not line.endswith("then 2")]
+    assert len(lines) == 16
+    assert all(re.search(r": (MemoryError|_ArrayMemoryError)$", line) for line in lines)
+
+
+MISALIGNED = """
+import numpy as np
+import mpidist
+
+strategy = mpidist.MirroredStrategy(["CPU:0"])
+rank, ranks = strategy.extended.replica_id, strategy.num_replicas_in_sync
+for n in (3, 100_000):
+    value = np.arange(float(n)) + rank
+    if rank == 1:
+        value = np.frombuffer(b"x" + value.tobytes(), np.uint8)[1:].view(np.float64)
+        assert not value.flags.aligned
+    total = ranks * np.arange(float(n)) + sum(range(ranks))
+    columns = np.stack([np.arange(float(n)) + r for r in range(ranks)], 1)
+    for implementation in ("AUTO", "MPI"):
+        options = mpidist.CommunicationOptions(implementation=implementation)
+        context = mpidist.get_replica_context
+        for _ in range(3):
+            found = strategy.run(lambda: context().all_reduce("SUM", value, options))
+            assert (found.values[0] == total).all()
+            found = strategy.run(
+                lambda: context().all_gather(value[:, None], 1, options)
+            )
+            assert (found.values[0] == columns).all()
+    assert (strategy.reduce("SUM", value[None], axis=0) == total).all()
+    first = strategy.extended.broadcast_to(value, "CPU:0")
+    assert (first.values[0] == np.arange(float(n))).all()
+"""
+
+
+@pytest.mark.parametrize("ranks_per_node", ["", "1"])
+def test_misaligned_arrays_of_one_rank_are_reduced(mpirun, ranks_per_node):
+    ended = mpirun(2, MISALIGNED, MPIDIST_RANKS_PER_NODE=ranks_per_node)
+    assert ended.returncode == 0, ended.stderr

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,22 @@ _GPU_ARRAYS = 8
 _GPU_BYTES = 16 << 10
 
 
+class _Summands(NamedTuple):
+    """What a reduction adds up; made before the ranks agree.
+
+    Args:
+      out: the dtypes of the results.
+      partial: what this rank contributes.
+      packs: of these arrays, see `Sums.reserve`; empty where they travel otherwise.
+      place: see `Sums.place_of`.
+    """
+
+    out: Sequence[Any]
+    partial: Sequence[Any]
+    packs: Sequence[Any] = ()
+    place: int = 0
+
+
 class Collectives:
     """The collectives of one strategy.
 
@@ -67,7 +83,7 @@ class Collectives:
         self.routes = routes
         self.transport = routes.default
         self.size = agreement.size
-        self._gathers = Gathers(self.size, routes, results)
+        self._gathers = Gathers(agreement, routes, results)
         self.sums = Sums(self.size, routes, symmetric, results)
         self._copies = SmallCopies()
         self._repeated = RepeatedReductions(agreement, self._copies)
@@ -102,27 +118,35 @@ class Collectives:
                 return self.reduce_again(call, number, op, [value], _DEFAULT)[0]
         options = _DEFAULT if options is None else options
 
-        def prepare() -> tuple[ReduceOp, list[Any], nest.Spec, list[Any]]:
+        def prepare() -> Any:
             op = ReduceOp.parse(reduce_op)
             leaves, spec, given = self._take(value, options)
             check_each(given, spec, lambda a, name: arrays.summable(a.dtype, name))
-            return op, leaves, spec, given
+            fits = reduce_arrays is None and self._fits(op, given, options)
+            summands = None
+            if fits:
+                summands = self._small_summands(op, given)
+            elif reduce_arrays is None:
+                summands = self._summands(op, given, options)
+            return op, leaves, spec, given, fits, summands
 
         with self.agreement.turns:
-            op, leaves, spec, given = self.agreement.prepare(operation, prepare)
+            prepared = self.agreement.prepare(operation, prepare)
+            op, leaves, spec, given, fits, summands = prepared
             agreed = (("reduce_op", op.name), *_agreed(options))
             call = Call(operation, agreed, spec, describe(given))
-            fits = reduce_arrays is None and self._fits(op, given, options)
+            timeout = options.timeout_seconds
             if fits:
-                results = self._reduce_small(op, given, call, options)
-            else:
-                place = 0 if reduce_arrays else self.sums.place_of(given, options)
+                results = self._reduce_small(op, given, summands, call, timeout)
+            elif reduce_arrays is None:
+                place = summands.place
                 is_symmetric = self.agreement.require_same(
-                    call, timeout=options.timeout_seconds, place=place
+                    call, timeout=timeout, place=place
                 )
-                if reduce_arrays is None and is_symmetric:
-                    reduce_arrays = self._reduce_symmetric
-                results = (reduce_arrays or self.reduce_arrays)(op, given, options)
+                results = self._reduce(op, summands, options, is_symmetric)
+            else:
+                self.agreement.require_same(call, timeout=timeout)
+                results = reduce_arrays(op, given, options)
         if is_plain:
             self._repeated.remember(call, reduce_op, value, fits)
         return nest.unflatten(spec, map(arrays.like, results, leaves))
@@ -157,25 +181,65 @@ class Collectives:
             return False
         return arithmetic.bound_bytes(op, given) <= limit
 
+    def _small_summands(self, op: ReduceOp, given: Sequence[Any]) -> _Summands:
+        """Return what small arrays add up from, on the host. Not collective."""
+        out, partial = arithmetic.to_add(op, given)
+        if any(map(arrays.is_device_array, given)):
+            partial = self._copies.down(partial)
+        return _Summands(out, partial)
+
     def _reduce_small(
         self,
         op: ReduceOp,
         given: Sequence[Any],
+        summands: _Summands,
         call: Call,
-        options: CommunicationOptions,
+        timeout: float | None,
     ) -> list[Any]:
-        """Return the reductions of small arrays, added up in rank order."""
-        out, partial = arithmetic.to_add(op, given)
-        is_on_gpu = any(map(arrays.is_device_array, given))
-        if is_on_gpu:
-            partial = self._copies.down(partial)
-        agreement, timeout = self.agreement, options.timeout_seconds
+        """Return the reductions of small arrays, added up in rank order. Collective."""
+        agreement, partial = self.agreement, summands.partial
         agreement.require_same(call, timeout=timeout, payload=partial)
         totals = list(
             map(arithmetic.add_in_order, agreement.comparison.payloads(partial))
         )
-        results = arithmetic.finish(op, totals, out, self.size)
+        results = arithmetic.finish(op, totals, summands.out, self.size)
+        is_on_gpu = any(map(arrays.is_device_array, given))
         return self._copies.up(results, given) if is_on_gpu else results
+
+    def _summands(
+        self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    ) -> _Summands:
+        """Return what arrays add up from, and memory for the sums. Not collective."""
+        # Where nothing is sent, nothing needs to be narrow
+        compression = options.compression if self.size > 1 else None
+        out, partial = arithmetic.to_add(op, values, compression)
+        if self.size == 1:
+            return _Summands(out, partial)
+        place = self.sums.place_of(partial, options)
+        packs = self.sums.reserve(partial, options, is_symmetric=place != 0)
+        return _Summands(out, partial, packs, place)
+
+    def _reduce(
+        self,
+        op: ReduceOp,
+        summands: _Summands,
+        options: CommunicationOptions,
+        is_symmetric: bool,
+    ) -> list[Any]:
+        """Return the reductions of arrays on which the ranks have agreed. Collective.
+
+        Args:
+          op: the operation.
+          summands: the arrays.
+          options: see `CommunicationOptions`.
+          is_symmetric: whether all ranks have passed the same place.
+        """
+        if self.size == 1 or (summands.place and not is_symmetric):
+            # Other ranks have passed other arrays, which are not symmetric to these
+            totals = self.sums.sum_arrays(summands.partial, options)
+        else:
+            totals = self.sums.sum_packs(summands.packs, options)
+        return arithmetic.finish(op, totals, summands.out, self.size)
 
     def reduce_arrays(
         self,
@@ -212,16 +276,12 @@ class Collectives:
           options: see `CommunicationOptions`.
         """
         with self.agreement.turns:
-            place = self.sums.place_of(values, options)
+            summands = self.agreement.prepare(
+                call.operation, lambda: self._summands(op, values, options)
+            )
             timeout = options.timeout_seconds
-            is_symmetric = self.agreement.compare(call, number, place, timeout)
-            reduce = self._reduce_symmetric if is_symmetric else self.reduce_arrays
-            return reduce(op, values, options)
-
-    def _reduce_symmetric(
-        self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
-    ) -> list[Any]:
-        return self.reduce_arrays(op, values, options, self.sums.sum_symmetric)
+            is_symmetric = self.agreement.compare(call, number, summands.place, timeout)
+            return self._reduce(op, summands, options, is_symmetric)
 
     def reduce_over_axis(
         self,
@@ -254,21 +314,29 @@ class Collectives:
                 given, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
             )
             partial = [arithmetic.sum_over(a, drop) for a, drop in zip(given, axes)]
-            return op, leaves, spec, given, axes, partial
+            described = tuple(
+                (a.dtype, *rest) for a, (_, *rest) in zip(given, describe(partial))
+            )
+            # Sums and lengths travel together
+            lengths = [
+                math.prod(a.shape[i] for i in drop) for a, drop in zip(given, axes)
+            ]
+            partial.append(np.array(lengths))
+            packs: Sequence[Any] = ()
+            if sum_arrays is None and self.size > 1:
+                packs = self.sums.reserve(partial, options)
+            return op, leaves, spec, given, axes, described, partial, packs
 
-        prepared = self.agreement.prepare(operation, prepare)
-        op, leaves, spec, given, axes, partial = prepared
-        described = tuple(
-            (a.dtype, *rest) for a, (_, *rest) in zip(given, describe(partial))
-        )
-        agreed = (("reduce_op", op.name), _axes(axes), *_agreed(options))
-        call = Call(operation, agreed, spec, described)
-        # Sums and lengths travel together
-        lengths = [math.prod(a.shape[i] for i in drop) for a, drop in zip(given, axes)]
-        partial.append(np.array(lengths))
         with self.agreement.turns:
+            prepared = self.agreement.prepare(operation, prepare)
+            op, leaves, spec, given, axes, described, partial, packs = prepared
+            agreed = (("reduce_op", op.name), _axes(axes), *_agreed(options))
+            call = Call(operation, agreed, spec, described)
             self.agreement.require_same(call, timeout=options.timeout_seconds)
-            totals = (sum_arrays or self.sums.sum_arrays)(partial, options)
+            if packs:
+                totals = self.sums.sum_packs(packs, options)
+            else:
+                totals = (sum_arrays or self.sums.sum_arrays)(partial, options)
         *totals, total_lengths = totals
         if op is ReduceOp.MEAN:
             results = [
@@ -312,7 +380,7 @@ class Collectives:
             agreed = (_axes(axes), *_agreed(options))
             call = Call(operation, agreed, spec, described)
             self.agreement.require_same(call, timeout=options.timeout_seconds)
-            results = self._gathers.gather(given, axes, options)
+            results = self._gathers.gather(operation, given, axes, options)
         return nest.unflatten(spec, map(arrays.like, results, leaves))
 
     def broadcast(self, operation: str, value: Any, root: int = 0) -> Any:
@@ -320,13 +388,15 @@ class Collectives:
 
         Every rank passes a value of the same structure, shapes and dtypes.
         """
+
+        def prepare() -> tuple[list[Any], nest.Spec, list[Any]]:
+            leaves, spec, given = self._take(value)
+            return leaves, spec, [array.copy(order="C") for array in given]
+
         with self.agreement.turns:
-            leaves, spec, given = self.agreement.prepare(
-                operation, lambda: self._take(value)
-            )
-            call = Call(operation, (), spec, describe(given))
+            leaves, spec, results = self.agreement.prepare(operation, prepare)
+            call = Call(operation, (), spec, describe(results))
             self.agreement.require_same(call)
-            results = [array.copy(order="C") for array in given]
             for result in results:
                 if self.size > 1:
                     is_device = arrays.is_device_array(result)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidist import arithmetic, arrays, packing
+from mpidist.agreement.agree import Agreement
+from mpidist.agreement.calls import Call
 from mpidist.collectives.options_of import deadline_of, implementation_of, is_direct
 from mpidist.collectives.results import Results
 from mpidist.options import CommunicationOptions
@@ -20,63 +22,126 @@ __all__ = ["Gathers"]
 _LARGE_BYTES = 256 << 10
 
 
+class _Pack(NamedTuple):
+    """Arrays of one dtype that are gathered together, and memory for the result.
+
+    Args:
+      members: which of the arrays that were passed they are.
+      send: these arrays, one behind the other.
+      received: memory for those of all ranks.
+      in_places: whether each rank puts its part where it belongs in the result.
+    """
+
+    members: Sequence[int]
+    send: Any
+    received: Any
+    in_places: bool
+
+
 class Gathers:
     """The gathers of one strategy.
 
     Args:
-      ranks: how many there are; one does not communicate.
+      agreement: of all ranks; one does not communicate.
       routes: the transports.
       results: gives memory for what is returned.
     """
 
-    def __init__(self, ranks: int, routes: Routes, results: Results):
-        self._ranks = ranks
+    def __init__(self, agreement: Agreement, routes: Routes, results: Results):
+        self._agreement = agreement
+        self._ranks = agreement.size
         self._routes = routes
         self._results = results
 
     def gather(
-        self, given: Sequence[Any], axes: Sequence[int], options: CommunicationOptions
+        self,
+        operation: str,
+        given: Sequence[Any],
+        axes: Sequence[int],
+        options: CommunicationOptions,
     ) -> list[Any]:
         """Return the arrays of all ranks one behind the other. Collective.
 
-        The lengths of all arrays travel first, together.
+        The lengths of all arrays travel first, together. For large results the ranks
+        then agree that all have memory for them.
 
         Args:
+          operation: the public call that this is, for messages.
           given: arrays whose dtypes and other dimensions agree on all ranks.
           axes: of each array.
           options: see `CommunicationOptions`.
         """
         deadline = deadline_of(options)
         lengths = self._gather_lengths(given, axes, options, deadline)
-        results: list[Any] = [None] * len(given)
         # Packs must be the same on all ranks, so sizes are those of the results
         widths = [
             math.prod(packing.without(a.shape, (i,))) * a.dtype.itemsize
             for a, i in zip(given, axes)
         ]
         sizes = (lengths.sum(axis=0) * widths).tolist()
-        rest = []
-        for j, (value, axis) in enumerate(zip(given, axes, strict=True)):
-            is_large = sizes[j] >= _LARGE_BYTES and _outer(value, axis) > 1
-            if is_large and self._can_place(value, options):
-                results[j] = self._place(value, axis, lengths[:, j], deadline)
-            else:
-                rest.append(j)
-        packs = packing.groups(
-            [given[j] for j in rest], [sizes[j] for j in rest], options.bytes_per_pack
-        )
+
+        def reserve() -> list[_Pack]:
+            return self._reserve(given, axes, sizes, options)
+
+        if self._ranks > 1 and sum(sizes) >= _LARGE_BYTES:
+            packs = self._agreement.prepare(operation, reserve)
+            call = Call(operation, (("step", "gathering"),))
+            self._agreement.require_same(call, timeout=options.timeout_seconds)
+        else:
+            packs = reserve()
+        results: list[Any] = [None] * len(given)
         for pack in packs:
-            members = [rest[j] for j in pack]
+            members = pack.members
+            values = [given[j] for j in members]
+            along = [axes[j] for j in members]
+            if pack.in_places:
+                (j,) = members
+                results[j] = self._place(
+                    pack, values[0], along[0], lengths[:, j], deadline
+                )
+                continue
             gathered = self._gather_pack(
-                [given[j] for j in members],
-                [axes[j] for j in members],
-                lengths[:, members],
-                options,
-                deadline,
+                pack, values, along, lengths[:, members], options, deadline
             )
             for j, result in zip(members, gathered, strict=True):
                 results[j] = result
         return results
+
+    def _reserve(
+        self,
+        given: Sequence[Any],
+        axes: Sequence[int],
+        sizes: Sequence[int],
+        options: CommunicationOptions,
+    ) -> list[_Pack]:
+        """Take the memory that gathers need. Not collective.
+
+        Args:
+          given: the arrays.
+          axes: of each array.
+          sizes: of the results, in bytes.
+          options: see `CommunicationOptions`.
+        """
+        packs, rest = [], []
+        for j, (value, axis) in enumerate(zip(given, axes, strict=True)):
+            is_large = sizes[j] >= _LARGE_BYTES and _outer(value, axis) > 1
+            if is_large and self._can_place(value, options):
+                received = self._results.empty(sizes[j] // value.dtype.itemsize, value)
+                send = arithmetic.contiguous(value, value.dtype)
+                packs.append(_Pack([j], send, received, True))
+            else:
+                rest.append(j)
+        groups = packing.groups(
+            [given[j] for j in rest], [sizes[j] for j in rest], options.bytes_per_pack
+        )
+        for numbers in groups:
+            members = [rest[k] for k in numbers]
+            values = [given[j] for j in members]
+            send = packing.pack([arithmetic.contiguous(v, v.dtype) for v in values])
+            size_bytes = sum(sizes[j] for j in members)
+            count = size_bytes // max(send.dtype.itemsize, 1)
+            packs.append(_Pack(members, send, self._results.empty(count, send), False))
+        return packs
 
     def _gather_lengths(
         self,
@@ -108,16 +173,16 @@ class Gathers:
         return isinstance(value, np.ndarray) and value.dtype.itemsize < _LARGE_BYTES
 
     def _place(
-        self, value: Any, axis: int, lengths: Any, deadline: float | None
+        self, pack: _Pack, value: Any, axis: int, lengths: Any, deadline: float | None
     ) -> Any:
         """Return a gathered array, of parts that are put into their places at once."""
         shape = packing.with_length(value.shape, axis, int(lengths.sum()))
-        received = self._results.empty(math.prod(shape), value)
+        received = pack.received
         outer = _outer(value, axis)
         inner = math.prod(value.shape[axis + 1 :])
         assert self._routes.in_node is not None
         self._routes.in_node.allgather_columns(
-            arithmetic.contiguous(value, value.dtype).reshape(outer, -1),
+            pack.send.reshape(outer, -1),
             received.reshape(outer, -1),
             (lengths * inner).tolist(),
             deadline,
@@ -126,6 +191,7 @@ class Gathers:
 
     def _gather_pack(
         self,
+        pack: _Pack,
         values: Sequence[Any],
         axes: Sequence[int],
         lengths: Any,
@@ -140,13 +206,12 @@ class Gathers:
             math.prod(packing.without(v.shape, (i,))) for v, i in zip(values, axes)
         ]
         counts = (lengths * widths).sum(axis=1).tolist()
-        pack = packing.pack([arithmetic.contiguous(v, v.dtype) for v in values])
-        received = self._results.empty(sum(counts), pack)
+        send, received = pack.send, pack.received
         if len(counts) == 1:
-            received[...] = pack.reshape(-1)
+            received[...] = send.reshape(-1)
         else:
-            way = self._transport(pack, options)
-            way.allgatherv(pack, received, counts, deadline)
+            way = self._transport(send, options)
+            way.allgatherv(send, received, counts, deadline)
         if len(values) == 1 and _outer(values[0], axes[0]) == 1:
             # Already in the order of the result
             total = int(lengths[:, 0].sum())

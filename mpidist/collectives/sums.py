@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,22 @@ from mpidist.options import CommunicationOptions
 from mpidist.transports import Routes, Transport
 
 __all__ = ["Sums"]
+
+
+class _Pack(NamedTuple):
+    """Arrays of one dtype that are summed together, and memory for their sums.
+
+    Args:
+      members: which of the arrays that were passed they are.
+      sends: these arrays.
+      total: where their sums go, one behind the other.
+      transport: what moves them; None where they lie in memory of the node.
+    """
+
+    members: Sequence[int]
+    sends: Sequence[Any]
+    total: Any
+    transport: Transport | None
 
 
 class Sums:
@@ -66,61 +82,94 @@ class Sums:
         """
         if self._ranks == 1:
             return [value.copy() for value in values]
-        totals: list[Any] = [None] * len(values)
-        sizes = [value.nbytes for value in values]
-        for members in packing.groups(values, sizes, options.bytes_per_pack):
-            sends = [values[j] for j in members]
-            total = self._sum_pack(sends, options, transport)
-            shapes = [send.shape for send in sends]
-            for j, part in zip(members, packing.unpack(total, shapes), strict=True):
-                totals[j] = part
-        return totals
+        return self.sum_packs(self.reserve(values, options, transport), options)
 
-    def _sum_pack(
+    def reserve(
         self,
-        sends: Sequence[Any],
+        values: Sequence[Any],
         options: CommunicationOptions,
-        transport: Transport | None,
-    ) -> Any:
-        """Return the sums of arrays of one dtype, one behind the other."""
-        size, dtype = sum(send.size for send in sends), sends[0].dtype
-        is_narrow = arrays.is_float16(dtype)
-        is_ordered = options.reproducible or is_narrow
-        is_device = arrays.is_device_array(sends[0])
+        transport: Transport | None = None,
+        is_symmetric: bool = False,
+    ) -> list[_Pack]:
+        """Take the memory that sums need, and choose the way. Not collective.
+
+        What may fail on one rank alone fails here, where the ranks have not agreed yet.
+
+        Args:
+          values: contiguous arrays.
+          options: see `CommunicationOptions`.
+          transport: what moves them, if it can.
+          is_symmetric: whether to leave those that are symmetric where they lie.
+        """
+        near: list[int] = []
+        if is_symmetric:
+            places = map(self._symmetric.everyone, values)
+            near = [j for j, place in enumerate(places) if place is not None]
+        far = [j for j in range(len(values)) if j not in set(near)]
+        packs = []
+        for chosen, size_bytes in ((near, 0), (far, options.bytes_per_pack)):
+            given = [values[j] for j in chosen]
+            sizes = [value.nbytes for value in given]
+            for numbers in packing.groups(given, sizes, size_bytes):
+                sends = [given[k] for k in numbers]
+                dtype = np.float32 if arrays.is_float16(sends[0].dtype) else None
+                size = sum(send.size for send in sends)
+                total = self._results.empty(size, sends[0], dtype)
+                members = [chosen[k] for k in numbers]
+                way = None
+                if chosen is far:
+                    way = self._transport_for(sends[0], options, transport)
+                packs.append(_Pack(members, sends, total, way))
+        return packs
+
+    def _transport_for(
+        self, send: Any, options: CommunicationOptions, transport: Transport | None
+    ) -> Transport:
+        is_ordered = options.reproducible or arrays.is_float16(send.dtype)
+        is_device = arrays.is_device_array(send)
         way = transport
         if way is None or way.device != is_device or (is_ordered > way.is_ordered):
             way = self.transport(options, is_ordered, is_device)
-        total = self._results.empty(size, sends[0], np.float32 if is_narrow else None)
-        with np.errstate(over="ignore"):  # what is too large for float16 is inf
-            way.allreduce_packed(sends, total, deadline_of(options))
-            if is_narrow:  # totals may have been, on the way, so all are
-                total = total.astype(dtype).astype(np.float32)
-        return total
+        return way
 
-    def sum_symmetric(
-        self, values: Sequence[Any], options: CommunicationOptions
+    def sum_packs(
+        self, packs: Sequence[_Pack], options: CommunicationOptions
     ) -> list[Any]:
-        """Do what `sum_arrays` does where some arrays are symmetric, on all ranks."""
-        everyone = [self._symmetric.everyone(value) for value in values]
-        near = [j for j, found in enumerate(everyone) if found is not None]
-        far = [j for j, found in enumerate(everyone) if found is None]
-        totals: list[Any] = [None] * len(values)
-        # One piece of memory for all of a dtype: it may be that of former results
-        sizes = [values[j].nbytes for j in near]
-        for members in packing.groups([values[j] for j in near], sizes, 0):
-            own = [near[k] for k in members]
-            size = sum(values[j].size for j in own)
-            total = self._results.empty(size, values[own[0]])
-            shapes = [values[j].shape for j in own]
-            for j, part in zip(own, packing.unpack(total, shapes), strict=True):
+        """Return the sums of the arrays that were passed to `reserve`. Collective."""
+        totals: dict[int, Any] = {}
+        deadline = deadline_of(options)
+        near = []
+        for pack in packs:
+            if pack.transport is not None:
+                self._sum_pack(pack, pack.transport, deadline)
+            shapes = [send.shape for send in pack.sends]
+            parts = packing.unpack(pack.total, shapes)
+            for j, send, part in zip(pack.members, pack.sends, parts, strict=True):
                 totals[j] = part
+                if pack.transport is None:
+                    near.append((send, part))
+        if near:
+            self._sum_symmetric(near, deadline)
+        return [totals[j] for j in range(len(totals))]
+
+    def _sum_pack(
+        self, pack: _Pack, transport: Transport, deadline: float | None
+    ) -> None:
+        """Put the sums of arrays of one dtype into their memory."""
+        dtype = pack.sends[0].dtype
+        with np.errstate(over="ignore"):  # what is too large for float16 is inf
+            transport.allreduce_packed(pack.sends, pack.total, deadline)
+            if arrays.is_float16(dtype):  # totals may have been, on the way, so all are
+                pack.total[...] = pack.total.astype(dtype)
+
+    def _sum_symmetric(
+        self, pairs: Sequence[tuple[Any, Any]], deadline: float | None
+    ) -> None:
+        """Put the sums of symmetric arrays into others."""
+        everyone = [self._symmetric.everyone(send) for send, _ in pairs]
         assert self._routes.in_node is not None
         self._routes.in_node.allreduce_symmetric(
             [found for found in everyone if found is not None],
-            [totals[j] for j in near],
-            deadline_of(options),
+            [total for _, total in pairs],
+            deadline,
         )
-        others = self.sum_arrays([values[j] for j in far], options)
-        for j, total in zip(far, others, strict=True):
-            totals[j] = total
-        return totals

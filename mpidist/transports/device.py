@@ -108,6 +108,7 @@ class DeviceMpiTransport(MpiTransport):
     """
 
     device = True
+    packs_in_place = False
 
     def __init__(self, agreement: Agreement, adder: DeviceTransport):
         super().__init__(agreement)

@@ -29,6 +29,7 @@ class MpiTransport:
     name = "mpi"
     device = False
     is_ordered = False
+    packs_in_place = True  # in the memory of the result
 
     def __init__(self, agreement: Agreement, most_bytes: int = _MOST_BYTES):
         self._agreement = agreement
@@ -49,6 +50,7 @@ class MpiTransport:
     def _allreduce(self, send: Any, receive: Any, deadline: float | None) -> None:
         comm = self._comm
         if deadline is None:
+            self._agreement.departures.require_none()
             comm.Allreduce(send, receive, MPI.SUM)
         else:
             self._wait(comm.Iallreduce(send, receive, MPI.SUM), deadline, "all_reduce")
@@ -57,7 +59,14 @@ class MpiTransport:
         self, sends: Sequence[Any], receive: Any, deadline: float | None
     ) -> None:
         """See `Transport.allreduce_packed`."""
-        self.allreduce_sum(packing.pack(sends), receive, deadline)
+        if len(sends) == 1 or not self.packs_in_place:
+            self.allreduce_sum(packing.pack(sends), receive, deadline)
+            return
+        np.concatenate([send.reshape(-1) for send in sends], out=receive)
+        step = max(1, self._most_bytes // receive.dtype.itemsize)
+        for start in range(0, receive.size, step):
+            piece = receive[start : start + step]
+            self._allreduce(MPI.IN_PLACE, piece, deadline)
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
@@ -72,6 +81,7 @@ class MpiTransport:
             return
         comm, specs = self._comm, ([send, MPI.BYTE], [receive, bytes_from, MPI.BYTE])
         if deadline is None:
+            self._agreement.departures.require_none()
             comm.Allgatherv(*specs)
         else:
             self._wait(comm.Iallgatherv(*specs), deadline, "all_gather")
@@ -98,6 +108,7 @@ class MpiTransport:
         for start in range(0, buffer.size, self._most_bytes):
             spec = [buffer[start : start + self._most_bytes], MPI.BYTE]
             if deadline is None:
+                self._agreement.departures.require_none()
                 comm.Bcast(spec, root)
             else:
                 self._wait(comm.Ibcast(spec, root), deadline, operation)

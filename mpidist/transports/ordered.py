@@ -35,6 +35,7 @@ class OrderedTransport(MpiTransport):
 
     name = "ordered"
     is_ordered = True
+    packs_in_place = False
 
     def __init__(self, agreement: Agreement, block_bytes: int = _BLOCK_BYTES):
         super().__init__(agreement)
@@ -77,6 +78,7 @@ class OrderedTransport(MpiTransport):
         send_spec = [bytes_of(send), [n * width for n in counts], MPI.BYTE]
         receive_spec = [bytes_of(receive), [mine * width] * len(counts), MPI.BYTE]
         if deadline is None:
+            self._agreement.departures.require_none()
             self._comm.Alltoallv(send_spec, receive_spec)
             return
         request = self._comm.Ialltoallv(send_spec, receive_spec)
