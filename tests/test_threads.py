@@ -90,3 +90,55 @@ def test_a_thread_that_other_ranks_do_not_have_is_an_error_on_all(strategy):
     else:
         with pytest.raises(mpidist.DivergenceError, match="no other thread"):
             strategy.reduce("SUM", 1)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_threads_of_the_same_name_are_an_error_on_all(comm, strategy):
+    """Also on ranks that have one of them, and when the other has ended."""
+    n = strategy.num_replicas_in_sync
+    count = 2 if strategy.extended.replica_id == 0 else 1
+    results = []
+    are_there = threading.Barrier(count)
+
+    def work():
+        are_there.wait()
+        try:
+            results.append(strategy.reduce("SUM", 1.0))
+        except mpidist.ContextError as error:
+            results.append(error)
+
+    def start(count):
+        threads = [threading.Thread(target=work, name="same") for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    threads = start(count)
+    if count == 1:  # it makes as many calls
+        for thread in threads:
+            thread.join()
+        threads = start(1)
+    for thread in threads:
+        thread.join()
+    assert len(results) == 2
+    for error in results:
+        assert isinstance(error, mpidist.ContextError), error
+        assert "the name 'same', which another thread" in str(error)
+    assert run_all({"other": lambda: strategy.reduce("SUM", 1)}) == {"other": n}
+    assert strategy.reduce("SUM", 1) == n
+    comm.Barrier()
+
+
+def test_a_thread_without_a_name_is_not_the_main_one(strategy):
+    n = strategy.num_replicas_in_sync
+    results = []
+
+    def work():
+        results.extend(strategy.reduce("SUM", np.full(3, 2.0)) for _ in range(20))
+
+    thread = threading.Thread(target=work, name="")
+    thread.start()
+    main = [strategy.reduce("SUM", np.ones(3)) for _ in range(20)]
+    thread.join()
+    assert [a.tolist() for a in main] == [[n] * 3] * 20
+    assert [a.tolist() for a in results] == [[2 * n] * 3] * 20

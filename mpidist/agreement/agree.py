@@ -129,6 +129,8 @@ class Agreement:
             return place != 0
         with self.turns:
             thread = self.turns.thread()
+            if thread and error is None:
+                error = self.turns.ambiguity(call.operation)
             claim = Claim(call, thread, error, timeout, is_patient, payload, place)
             if not self._is_agreed(claim):
                 self._settle(claim)

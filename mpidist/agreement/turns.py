@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from mpidist.errors import ContextError
+
 __all__ = ["Turns"]
 
 _LOOK_AGAIN_SECONDS = 0.05
@@ -39,6 +41,9 @@ class Turns:
         self._check = check
         self._on_error = on_error
         self._creator = threading.get_ident()
+        # Names that several threads have had at the same time: ranks may mean unlike
+        # ones by them, also when all but one have ended
+        self._ambiguous: set[str] = set()
         self.reset()
 
     def reset(self) -> None:
@@ -51,7 +56,28 @@ class Turns:
         """Return this thread's name, the same on all ranks; "" for the first thread."""
         if _get_ident() == self._creator:
             return ""
-        return threading.current_thread().name
+        return threading.current_thread().name or "a thread without a name"
+
+    def ambiguity(self, operation: str) -> ContextError | None:
+        """Return an error if other ranks cannot tell which thread this one is.
+
+        That is so if another thread of this rank has its name, or had it at a call.
+
+        Args:
+          operation: the call that this thread makes.
+        """
+        thread = threading.current_thread()
+        if thread.ident == self._creator:
+            return None
+        if sum(t.name == thread.name for t in threading.enumerate()) > 1:
+            self._ambiguous.add(thread.name)
+        if thread.name not in self._ambiguous:
+            return None
+        return ContextError(
+            f"{operation} is called in a thread with the name {thread.name!r}, which "
+            "another thread of the rank has, too; give each thread that communicates a "
+            "name of its own, the same on all ranks"
+        )
 
     def adopt(self) -> None:
         """Take the calling thread for the first one from now on: its name is ""."""
