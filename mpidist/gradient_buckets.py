@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
@@ -27,6 +29,90 @@ __all__ = ["GradientBuckets"]
 
 _CALL = "GradientBuckets"
 _BUCKET_BYTES = 8 << 20  # unless options say otherwise
+_COLLECT_AT = 16
+
+
+class _Side:
+    """A communicator, its channel, and how a thread uses them. Collective to make.
+
+    Args:
+      group: whose ranks take part; not kept, as this outlives it.
+    """
+
+    def __init__(self, group: ReplicaGroup):
+        losses = group.topology.losses
+        self._losses = losses
+        self.results = StepResults()
+        comm = losses.add(group.topology.comm.Dup())
+        self.agreement = Agreement(comm, losses=losses)
+        try:
+            self.channel = Channel(
+                _CALL,
+                self.agreement,
+                group.topology,
+                group.symmetric_memory,
+                group.gpus,
+                is_beside=True,
+                results=self.results,
+            )
+        except Exception:  # it is raised on all ranks
+            self.agreement.close()
+            losses.free(comm)
+            raise
+        # The buckets that use it; None if they were closed
+        self.owner: weakref.ref[GradientBuckets] | None = None
+
+    def is_dropped(self) -> bool:
+        """Return whether nobody uses it on this rank, and others can."""
+        is_used = self.owner is not None and self.owner() is not None
+        return not is_used and self.agreement.broken is None
+
+    def close(self) -> None:
+        """Free it. Collective."""
+        self.agreement.close()
+        self.channel.close()
+        self._losses.free(self.agreement.comm)
+
+
+class _Sides:
+    """As many as the buckets of one strategy that are in use at the same time.
+
+    Buckets that were dropped without `close` are gone at another moment on each rank,
+    so who makes new ones looks which sides all ranks can do without.
+
+    Args:
+      closing: what is called when the strategy is closed.
+    """
+
+    def __init__(self, closing: list[Callable[[], None]]):
+        self._sides: list[_Side] = []
+        self._closing = closing
+        closing.append(self.close)
+        self._collect_at = _COLLECT_AT
+
+    def __len__(self) -> int:
+        return len(self._sides)
+
+    def take(self, group: ReplicaGroup, owner: GradientBuckets) -> _Side:
+        """Return a side for its new owner. Collective."""
+        if len(self._sides) >= self._collect_at:
+            gc.collect()
+            self._collect_at *= 2
+        dropped = {j for j, side in enumerate(self._sides) if side.is_dropped()}
+        everywhere = set.intersection(*group.agreement.gather(_CALL, dropped))
+        if everywhere:
+            side = self._sides[min(everywhere)]
+        else:
+            side = _Side(group)
+            self._sides.append(side)
+        side.owner = weakref.ref(owner)
+        return side
+
+    def close(self) -> None:
+        """Free all. Collective."""
+        self._closing.remove(self.close)
+        while self._sides:
+            self._sides.pop().close()
 
 
 class GradientBuckets:
@@ -91,29 +177,14 @@ class GradientBuckets:
         self._has_order = False
         self._step: BucketStep | None = None
         self._is_closed = False
-        self._results = StepResults()
-        losses = group.topology.losses
-        comm = losses.add(group.topology.comm.Dup())
-        self._own = Agreement(comm, losses=losses)
-        try:
-            self._channel = Channel(
-                _CALL,
-                self._own,
-                group.topology,
-                group.symmetric_memory,
-                group.gpus,
-                is_beside=True,
-                results=self._results,
-            )
-        except Exception:  # it is raised on all ranks
-            self._own.close()
-            self._own.losses.free(self._own.comm)
-            raise
+        if group.sides is None:
+            group.sides = _Sides(group.closing)
+        self._used: _Side = group.sides.take(group, self)
+        self._own, self._results = self._used.agreement, self._used.results
         self._is_threaded = self._can_be_threaded()
         self._side: SideStream | None = None
         if self._is_threaded and group.gpus is not None:
             self._side = self._agreement.prepare(_CALL, SideStream)
-        group.closing.append(self.close)
 
     def _can_be_threaded(self) -> bool:
         if self._own.size == 1:
@@ -144,7 +215,7 @@ class GradientBuckets:
         Raises, on all replicas:
           ContextError: a step has begun already; it is closed.
         """
-        if self._is_closed:  # on all replicas
+        if self._is_closed or self._group.topology.closed:  # on all replicas
             raise ContextError("these GradientBuckets are closed")
         operation = f"{_CALL}.__enter__"
         step = self._agreement.prepare(operation, self._begin)
@@ -259,18 +330,16 @@ class GradientBuckets:
         call, number = self._calls[bucket]
         if error is not None:
             self._own.raise_together(call.operation, error)
-        collectives, options = self._channel.collectives, self._options
+        collectives, options = self._used.channel.collectives, self._options
         with nullcontext() if self._side is None else self._side.work(made):
             return collectives.reduce_again(call, number, self._op, values, options)
 
     def close(self) -> None:
-        """Free the communicator and buffers; a second call does nothing. Collective.
+        """Let others use the communicator; a second call does nothing. Collective.
 
-        The end of the strategy does it, too.
+        The end of the strategy does it, too. Buckets that are dropped instead are found
+        when others are made.
         """
         if not self._is_closed:
             self._is_closed = True
-            self._group.closing.remove(self.close)
-            self._own.close()
-            self._channel.close()
-            self._own.losses.free(self._own.comm)
+            self._used.owner = None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import gc
+import itertools
 import os
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -32,6 +36,79 @@ __all__ = ["ReplicaGroup"]
 
 T = TypeVar("T")
 _SAMPLED_BYTES = 1 << 16
+_COLLECT_AT = 64
+# The number of a communicator, and who is in it: the same on all of its ranks
+_Key = tuple[int, tuple[int, ...]]
+
+
+@dataclasses.dataclass
+class _Resources:
+    """What a strategy has of MPI, which its ranks must free together.
+
+    It outlives a strategy that nobody has finalized, until all its ranks have dropped
+    it and make another one: that is where they meet.
+    """
+
+    owner: weakref.ref[ReplicaGroup]
+    topology: Topology
+    agreement: Agreement
+    node_memory: NodeMemory
+    # What else is to be closed with the strategy, in the same order on all ranks
+    closing: list[Callable[[], None]]
+    ops: CrossDeviceOps | None = None
+    channel: Channel | None = None
+
+    in_use: ClassVar[dict[_Key, _Resources]] = {}
+    _collect_at: ClassVar[int] = _COLLECT_AT
+
+    def register(self) -> None:
+        """Let these resources be freed when all ranks have dropped the strategy."""
+        members = self.topology.comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
+        key = self.agreement.recorder.channel, tuple(members)
+        _Resources.in_use[key] = self
+
+    def free(self) -> None:
+        """Free all; a second call does nothing. Collective."""
+        if self.agreement.losses.ranks or is_forked():  # they cannot be freed together
+            self.topology.closed = True
+        if not self.topology.closed:
+            while self.closing:
+                self.closing[-1]()
+            self.node_memory.close()
+            self.agreement.close()
+            if self.ops is not None:
+                self.ops.close()
+            if self.channel is not None:
+                self.channel.close()
+            self.topology.close()
+        kept = _Resources.in_use.items()
+        _Resources.in_use = {key: found for key, found in kept if found is not self}
+
+    @classmethod
+    def list_dropped(cls) -> list[_Key]:
+        """Return which strategies this rank has dropped, and can still communicate."""
+        if len(cls.in_use) >= cls._collect_at:
+            gc.collect()  # strategies are in circles of references
+            alive = sum(found.owner() is not None for found in cls.in_use.values())
+            cls._collect_at = max(_COLLECT_AT, 2 * alive)
+        return [
+            key
+            for key, found in cls.in_use.items()
+            if found.owner() is None and found.agreement.broken is None
+        ]
+
+    @classmethod
+    def free_dropped(cls, dropped: Sequence[Sequence[_Key]]) -> None:
+        """Free strategies that all their ranks have dropped. Collective.
+
+        Args:
+          dropped: what `list_dropped` returned on each rank that calls this.
+        """
+        counts = collections.Counter(itertools.chain.from_iterable(dropped))
+        for key, count in sorted(counts.items()):
+            _, members = key
+            if count == len(members) and key in cls.in_use:
+                cls.in_use[key].free()
 
 
 class ReplicaGroup:
@@ -59,16 +136,23 @@ class ReplicaGroup:
         self.replica_id = self.topology.rank
         self.num_replicas = self.topology.size
         self._variables: list[weakref.ref[Any]] = []
-        # What else is to be closed with the strategy, in the same order on all ranks
         self.closing: list[Callable[[], None]] = []
-        self._channel: Channel | None = None
+        self._resources = _Resources(
+            weakref.ref(self),
+            self.topology,
+            self.agreement,
+            self.node_memory,
+            self.closing,
+        )
+        self.sides: Any = None  # see gradient_buckets
         self.gpus: GpuFacts | None = None
         try:
             self._set_up(devices, cross_device_ops, gpu_request)
         except Exception as error:  # it is raised on all ranks
             found = self.topology.losses.check(error)
             self.agreement.close()
-            self._close_channel()
+            if self._resources.channel is not None:
+                self._resources.channel.close()
             self.topology.close()
             if found is not error and found is not None:
                 raise found from error
@@ -99,25 +183,29 @@ class ReplicaGroup:
         )
         self.agreement.require_same(Call(call, kinds))
         node = self.topology.node
-        mine = self.device, node.Get_rank(), node.Get_size()
-        everyone = self.agreement.gather(call, mine)
+        place = self.device, node.Get_rank(), node.Get_size()
+        found = self.agreement.gather(call, (place, _Resources.list_dropped()))
+        _Resources.free_dropped([dropped for _, dropped in found])
+        everyone = [place for place, _ in found]
         self.topology.devices = tuple(device for device, _, _ in everyone)
         sizes = sorted(size for _, rank, size in everyone if rank == 0)
         self.topology.node_sizes = tuple(sizes)
         if self._gpu_index is not None:
             request = gpu_request or GpuRequest()
             self.gpus = find_facts(self.agreement, self._gpu_index, request)
-        self._channel = Channel(
+        channel = self._resources.channel = Channel(
             call, self.agreement, self.topology, self.symmetric_memory, self.gpus
         )
-        self.layout = self._channel.layout
-        self.collectives = self._channel.collectives
+        self.layout = channel.layout
+        self.collectives = channel.collectives
         is_plain = type(self.cross_device_ops) is MpiAllReduce
         self._reduce_arrays = None if is_plain else self.cross_device_ops.reduce_checked
         # What is bound is alike on all ranks, so all can, or none
         self.agreement.block(
             call, lambda: self.cross_device_ops.bind(self.collectives, self.topology)
         )
+        self._resources.ops = self.cross_device_ops
+        self._resources.register()
 
     def register(self, variable: Any) -> int:
         """Take note of a variable; return how many there were before. Not collective.
@@ -135,21 +223,7 @@ class ReplicaGroup:
 
     def close(self) -> None:
         """Free communicators and caches; a second call does nothing. Collective."""
-        if self.agreement.losses.ranks or is_forked():  # nothing can be freed together
-            self.topology.closed = True
-        if not self.topology.closed:
-            while self.closing:
-                self.closing[-1]()
-            self.node_memory.close()
-            self.agreement.close()
-            self.cross_device_ops.close()
-            self._close_channel()
-            self.topology.close()
-
-    def _close_channel(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        self._resources.free()
 
     def reduce(
         self,

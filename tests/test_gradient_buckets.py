@@ -356,3 +356,32 @@ def test_each_leaf_is_in_one_bucket(sizes, bucket_bytes, random):
     for bucket in buckets:
         assert len(bucket) == 1 or sum(sizes[j] for j in bucket) <= bucket_bytes
     assert all(buckets)
+
+
+def test_dropped_buckets_lend_their_communicator_to_others(comm, strategy):
+    """However the ranks drop them: at once, later, or by `close`."""
+    kept = strategy.gradient_buckets([np.zeros(3)])
+    sometimes = []
+    for step in range(40):
+        if step % (comm.rank + 2) == 0:
+            sometimes.clear()
+        buckets = strategy.gradient_buckets([np.zeros(3)], "SUM")
+        sometimes.append(buckets)
+        with buckets, kept:
+            kept.put(0, np.full(3, 1.0))
+            buckets.put(0, np.full(3, float(step)))
+        assert buckets.result[0].tolist() == [step * comm.size] * 3
+        assert kept.result[0].tolist() == [comm.size] * 3
+        if step % 3 == 0:
+            buckets.close()
+    assert len(strategy.extended.sides) <= 2 + 2 * comm.size
+
+
+def test_buckets_without_gradients(strategy):
+    for nothing in ({}, [], {"a": []}):
+        with strategy.gradient_buckets(nothing) as buckets:
+            pass
+        assert buckets.result == nothing
+        with buckets:  # now in the order of the first step
+            pass
+        assert buckets.result == nothing

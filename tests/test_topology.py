@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,8 @@ import pytest
 from mpi4py import MPI
 
 import mpidist
+from mpidist import replica_group
+from mpidist.replica_group import _Resources
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -88,6 +91,8 @@ def test_mpi_leaves_nothing_behind_when_a_job_is_killed(mpirun):
 import re, sys
 import numpy as np
 import mpidist
+from mpidist import replica_group
+from mpidist.replica_group import _Resources
 
 strategy = mpidist.MirroredStrategy(["CPU:0"])
 maps = open("/proc/self/maps").read()
@@ -102,3 +107,38 @@ sys.stdout.write(f"{named} {total.sum()}\\n")
     ended = mpirun(3, script)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "[] 3000000.0\n" * 3
+
+
+def test_strategies_that_all_ranks_have_dropped_are_freed(comm, monkeypatch):
+    monkeypatch.setattr(_Resources, "_collect_at", 8)
+    monkeypatch.setattr(replica_group, "_COLLECT_AT", 8)
+    kept = mpidist.MirroredStrategy(communicator=comm)
+    before = len(_Resources.in_use)
+    on_rank_0 = []
+    for step in range(60):
+        strategy = mpidist.MirroredStrategy(communicator=comm)
+        assert strategy.reduce("SUM", step) == step * comm.size
+        if comm.rank == 0 and step < 5:
+            on_rank_0.append(strategy)
+    assert len(_Resources.in_use) < before + 40
+    assert kept.reduce("SUM", 1) == comm.size
+    # None was freed that some rank has kept
+    of_all = [key for key in _Resources.in_use if len(key[1]) == comm.size]
+    assert comm.allgather(of_all) == [of_all] * comm.size
+    assert not any(kept.extended.topology.closed for kept in on_rank_0)
+
+
+def test_strategies_of_some_ranks_are_freed_by_them(comm, monkeypatch):
+    """Ranks that were not in a strategy know nothing of it."""
+    monkeypatch.setattr(_Resources, "_collect_at", 1)
+    monkeypatch.setattr(replica_group, "_COLLECT_AT", 1)
+    part = comm.Split(comm.rank % 2, comm.rank)
+    for _ in range(3 + comm.rank % 2):
+        mpidist.MirroredStrategy(communicator=part).reduce("SUM", 1)
+    gc.collect()
+    for _ in range(2):
+        strategy = mpidist.MirroredStrategy(communicator=comm)
+        assert strategy.reduce("SUM", 1) == comm.size
+    assert not _Resources.list_dropped()
+    strategy.experimental_finalize()
+    part.Free()

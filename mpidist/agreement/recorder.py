@@ -74,7 +74,7 @@ class Recorder:
     """
 
     def __init__(self, channel: int, comm: MPI.Intracomm):
-        self._channel, self._rank = channel, comm.Get_rank()
+        self.channel, self._rank = channel, comm.Get_rank()
         self._file_number = MPI.COMM_WORLD.Get_rank()
         self._folder = None
         if comm.Get_size() > 1 and os.environ.get(_DUMPS):
@@ -102,14 +102,14 @@ class Recorder:
     def _open(self, folder: Path, members: Sequence[int]) -> mmap.mmap:
         """Make the files; return the ring."""
         folder.mkdir(parents=True, exist_ok=True)
-        with ring_path(folder, self._channel, self._file_number).open("wb+") as ring:
+        with ring_path(folder, self.channel, self._file_number).open("wb+") as ring:
             ring.truncate(_BYTES)
             mapped = mmap.mmap(ring.fileno(), _BYTES)
-        path = calls_path(folder, self._channel, self._file_number)
+        path = calls_path(folder, self.channel, self._file_number)
         self._calls = path.open("w", buffering=1)
         header = {
             "format": 1,
-            "channel": self._channel,
+            "channel": self.channel,
             "rank": self._rank,
             "members": list(members),
             "host": socket.gethostname(),
@@ -205,4 +205,4 @@ class Recorder:
             if not is_kept:
                 assert self._folder is not None
                 for path in (ring_path, calls_path):
-                    path(self._folder, self._channel, self._file_number).unlink(True)
+                    path(self._folder, self.channel, self._file_number).unlink(True)

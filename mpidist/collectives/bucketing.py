@@ -28,6 +28,8 @@ def divide(
       order: all numbers; which comes first.
       bucket_bytes: how much a bucket holds; larger arrays have one of their own.
     """
+    if not order:
+        return []
     small_bytes = bucket_bytes // 4
     last = _count_fitting([sizes[j] for j in reversed(order)], small_bytes)
     edge = len(order) - last
