@@ -11,7 +11,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from h5py import h5s
+from h5py import h5d, h5p, h5s, h5t
 from hdf5_files import Recipe, require_rows, require_same, rows_of, whole
 from hdf5_kinds import (
     CHUNKED,
@@ -54,6 +54,25 @@ def test_types_that_h5py_has_names_for(tmp_path, kind, filters):
             for name in ["whole", "x"]:
                 file[name][...] = data.astype(file[name][...].dtype)
     require_all(tmp_path / "a.h5", ["whole", "x"])
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_an_array_type_of_arrays(tmp_path, order):
+    inner = h5t.array_create(h5t.py_create(np.dtype(f"{order}f8")), (6, 3))
+    outer = h5t.array_create(inner, (4,))
+    data = np.arange(ROWS * 2 * 4 * 6 * 3.0).reshape(ROWS, 2, 4, 6, 3)
+    data = data.astype(f"{order}f8")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        space = h5s.create_simple((ROWS, 2))
+        for name, chunk in [("whole", None), ("chunked", (5, 2)), ("gzip", (5, 1))]:
+            properties = h5p.create(h5p.DATASET_CREATE)
+            if chunk:
+                properties.set_chunk(chunk)
+            if name == "gzip":
+                properties.set_deflate(4)
+            made = h5d.create(file.id, name.encode(), outer, space, properties)
+            made.write(h5s.ALL, h5s.ALL, data, mtype=outer)
+    require_all(tmp_path / "a.h5", ["whole", "chunked", "gzip"])
 
 
 @pytest.mark.parametrize("chunks", [None, (4,)])

@@ -247,8 +247,11 @@ def kind_of(dataset: h5py.Dataset) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
     A dataset of HDF5's array type is read with more dimensions than it has.
     """
-    base, more = dataset.dtype.subdtype or (dataset.dtype, ())
-    return (*dataset.shape, *more), base
+    dtype, shape = dataset.dtype, dataset.shape
+    while dtype.subdtype is not None:  # arrays of arrays have several
+        dtype, more = dtype.subdtype
+        shape = (*shape, *more)
+    return shape, dtype
 
 
 def _is_being_written(path: Path) -> bool:
