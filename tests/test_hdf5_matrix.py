@@ -33,6 +33,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist import DataError, Dataset
+from mpidist.data.hdf5 import chunks as hdf5_chunks
+from mpidist.data.hdf5.index import Way, index_file
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, *ODD])
@@ -309,6 +311,35 @@ def test_every_kind_of_file(tmp_path, option):
         with open(path, "r+b") as file:
             file.write(b"#!/bin/sh what users put before a HDF5 file")
     require_all(path, ["compact", "chunks", "gzip", "contiguous"])
+
+
+def test_chunks_after_a_user_block_are_left_to_a_hdf5_that_does_not_locate_them(
+    tmp_path, monkeypatch
+):
+    """As HDF5 1.14.0 to 1.14.3, with which the test above shows the rows."""
+    for name, size in [("block.h5", 512), ("plain.h5", 0)]:
+        with h5py.File(tmp_path / name, "w", userblock_size=size) as file:
+            Recipe((4, 2, 2)).write(file, INTEGERS, "chunks")
+            Recipe().write(file, INTEGERS, "contiguous")
+    found = hdf5_chunks._offsets_include_user_block()
+    with h5py.File(tmp_path / "block.h5") as file:
+        offset = file["chunks"].id.get_chunk_info(0).byte_offset
+    data = (tmp_path / "block.h5").read_bytes()[offset:]
+    assert data.startswith(INTEGERS[:4, :2, :2].tobytes()) is found
+
+    for is_included in (True, False):
+        monkeypatch.setattr(
+            hdf5_chunks,
+            "_offsets_include_user_block",
+            lambda answer=is_included: answer,
+        )
+        for name in ("block.h5", "plain.h5"):
+            index = index_file(tmp_path / name, ["chunks", "contiguous"])
+            is_left = name == "block.h5" and not is_included
+            ways = [Way.H5PY_CHUNKS if is_left else Way.BYTES, Way.BYTES]
+            assert [column.way for column in index.columns] == ways
+            assert ("after a user block" in index.columns[0].why) is is_left
+    require_all(tmp_path / "block.h5", ["chunks", "contiguous"])
 
 
 def test_paths_of_any_characters_and_links_to_files(tmp_path):

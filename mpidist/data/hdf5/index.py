@@ -294,6 +294,9 @@ def _chunked(name: str, dataset: h5py.Dataset) -> Column | str:
     if (filters := hdf5_chunks.filters_of(dataset)) is None:
         names = ", ".join(hdf5_chunks.filter_names(dataset))
         return f"filters that only HDF5 undoes: {names}"
+    if hdf5_chunks.skips_user_block(dataset.file):
+        version = h5py.version.hdf5_version
+        return f"chunks after a user block, which HDF5 {version} does not locate"
     if (table := hdf5_chunks.table_of(dataset)) is None:
         return "an index of chunks that HDF5 does not tell, or that is mostly empty"
     return Column(
