@@ -104,6 +104,23 @@ def test_endless_repeats_of_nothing_end():
     assert lists(numbers(2).repeat(-1).skip(1).take(2)) == [1, 0]
 
 
+@pytest.mark.parametrize("make", [numbers, Dataset.range])
+def test_repetitions_of_repetitions_never_repeat_an_order(make):
+    dataset = make(40).shuffle(40, seed=1).repeat().take(60).repeat().take(130)
+    iterators = [lists(dataset) for _ in range(3)]
+    assert len({tuple(rows) for rows in iterators}) == 3
+    laps = [tuple(rows[i : i + 40]) for rows in iterators for i in (0, 60)]
+    assert len(set(laps)) == len(laps)
+    assert all(sorted(lap) == list(range(40)) for lap in laps)
+
+
+def test_seeds_of_256_bits_are_told_apart():
+    seeds = [0, 1, -1, 2**64 - 1, 2**64, 2**64 + 1, -(2**64), 2**256, -(2**256)]
+    for make in (numbers, Dataset.range):
+        orders = [tuple(lists(make(40).shuffle(40, seed=seed))) for seed in seeds]
+        assert len(set(orders)) == len(seeds)
+
+
 def test_a_shuffle_is_the_same_for_one_seed_and_epoch():
     one, two = (numbers(20).shuffle(4, seed=3) for _ in range(2))
     epochs = [(lists(one), lists(two)) for _ in range(3)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mpidist import sharding
 from mpidist.data.batching import call_mapped
 from mpidist.data.ordering import lap_pass
 from mpidist.data.parallel import call_ahead
@@ -23,8 +24,6 @@ from mpidist.data.stream import Step, Stream
 from mpidist.errors import ArgumentError, DataError
 
 __all__ = ["Batch", "Concatenate", "Map", "Repeat", "Shard", "Shuffle", "Window"]
-
-_WORD = 2**64 - 1
 
 
 class Map(Step):
@@ -111,7 +110,7 @@ class Shuffle(Step):
     def iterate(self, order: Pass) -> Iterator[Any]:
         seed = order.entropy if self._seed is None else self._seed
         epoch = order.epoch if self._reshuffle else 0
-        random = np.random.default_rng([seed & _WORD, epoch])
+        random = np.random.default_rng([sharding.to_word(seed), epoch])
         elements = self._parent.iterate(order)
         buffer = list(itertools.islice(elements, self._buffer_size))
         for element in elements:
