@@ -26,15 +26,17 @@ from mpidist.data.hdf5 import chunks as hdf5_chunks
 from mpidist.data.hdf5.codec import Filter
 from mpidist.data.hdf5.virtual import missing_sources
 from mpidist.errors import DataError
+from mpidist.regular_files import open_regular, require_regular
 
 __all__ = [
     "Column",
     "FileIndex",
+    "FileState",
     "Way",
-    "head_of",
     "index_file",
     "kind_of",
     "open_hdf5",
+    "state_of",
 ]
 
 Offsets = npt.NDArray[np.int64]
@@ -126,24 +128,74 @@ class Column:
 
 
 @dataclasses.dataclass(frozen=True)
+class FileState:
+    """What a file was when it was opened, to tell whether it is the same later.
+
+    Args:
+      path: of the file.
+      node: the name of the node on which it was opened.
+      device: the number of its file system there.
+      inode: its number in the file system.
+      size_bytes: of the file.
+      mtime_ns: when it was last modified.
+      head: a checksum of its first bytes.
+    """
+
+    path: Path
+    node: str
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+    head: int
+
+    def changes_to(self, now: FileState, is_shared: bool) -> list[str]:
+        """Return what differs in another state of the same file, in words.
+
+        Nodes, and ranks with paths of their own, may have copies of a file, which have
+        other inodes and times.
+
+        Args:
+          now: the other state.
+          is_shared: whether its file system is one of several nodes.
+        """
+        found = []
+        if now.size_bytes != self.size_bytes:
+            found.append(f"it has {now.size_bytes} bytes instead of {self.size_bytes}")
+        if now.head != self.head:
+            found.append("it starts with other bytes")
+        is_here = (now.node, now.device) == (self.node, self.device)
+        if now.path != self.path or not (is_here or is_shared):
+            return found
+        if is_here and now.inode != self.inode:
+            found.append(f"it has inode {now.inode} instead of {self.inode}")
+        elif now.inode == self.inode and now.mtime_ns != self.mtime_ns:
+            found.append(
+                f"it was modified at {now.mtime_ns} instead of {self.mtime_ns} ns"
+            )
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
 class FileIndex:
     """The datasets of one file, all with the same number of rows.
 
     Args:
-      path: of the file, as the rank knows it that has read the index.
-      size_bytes: of the file.
-      head: a checksum of the file's first bytes, to know the same file again.
+      state: of the file, when the index was read.
       rows: of each dataset.
       columns: one for each dataset that was asked for.
       is_being_written: whether this process itself has it open to write.
     """
 
-    path: Path
-    size_bytes: int
-    head: int
+    state: FileState
     rows: int
     columns: tuple[Column, ...]
     is_being_written: bool = False
+
+    @property
+    def path(self) -> Path:
+        """The path of the file, as the rank knows it that has read the index."""
+        return self.state.path
 
 
 def index_file(path: Path, names: Sequence[str]) -> FileIndex:
@@ -154,8 +206,11 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
         numbers of rows.
     """
     try:
-        with open(path, "rb", buffering=0) as raw:
-            size_bytes, head = os.fstat(raw.fileno()).st_size, head_of(raw.fileno())
+        descriptor = open_regular(path)
+        try:
+            state = state_of(path, descriptor)
+        finally:
+            os.close(descriptor)
         with open_hdf5(path) as file:
             columns = tuple(_column(path, file, name) for name in names)
             missing = missing_sources([file[name] for name in names])
@@ -170,16 +225,26 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
         pairs = ", ".join(f"{c.name!r} has {c.shape[0]}" for c in columns)
         raise DataError(f"{path}: the datasets have unequal rows: {pairs}")
     is_being_written = _is_being_written(path)
-    return FileIndex(path, size_bytes, head, lengths[0], columns, is_being_written)
+    return FileIndex(state, lengths[0], columns, is_being_written)
 
 
-def head_of(descriptor: int) -> int:
-    """Return a checksum of a file's first bytes."""
-    return zlib.crc32(os.pread(descriptor, _HEAD_BYTES, 0))
+def state_of(path: Path, descriptor: int) -> FileState:
+    """Return the state of the open file that `path` has led to."""
+    status = os.fstat(descriptor)
+    return FileState(
+        path,
+        os.uname().nodename,
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        zlib.crc32(os.pread(descriptor, _HEAD_BYTES, 0)),
+    )
 
 
 def open_hdf5(path: Path) -> h5py.File:
     """Open a file to read, without locks, which fail on many network file systems."""
+    require_regular(path)
     for locking in (False, "best-effort", True):
         try:
             return h5py.File(path, "r", locking=locking)

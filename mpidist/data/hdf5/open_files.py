@@ -12,7 +12,13 @@ from typing import Any
 import h5py
 import numpy as np
 
-from mpidist.data.hdf5.index import Column, FileIndex, kind_of, open_hdf5
+from mpidist.data.hdf5.index import (
+    Column,
+    FileIndex,
+    FileState,
+    kind_of,
+    open_hdf5,
+)
 from mpidist.data.hdf5.raw_file import RawFile
 from mpidist.errors import DataError
 
@@ -27,13 +33,15 @@ class OpenFiles:
     def __init__(self) -> None:
         self._raw: collections.OrderedDict[Path, Any] = collections.OrderedDict()
         self._hdf5: collections.OrderedDict[Path, Any] = collections.OrderedDict()
+        # What files were when this process first opened them: kept when they are closed
+        self._states: dict[Path, FileState] = {}
         self._lock = threading.RLock()
 
     def raw(self, path: Path, index: FileIndex) -> RawFile:
-        """Return a file as bytes; it must be the one with this index."""
-        file: RawFile = self._opened(
-            self._raw, path, lambda: RawFile(path, index.size_bytes, index.head)
-        )
+        """Return a file as bytes; it must be the one with this index, unchanged."""
+        expected = self._states.get(path, index.state)
+        file: RawFile = self._opened(self._raw, path, lambda: RawFile(path, expected))
+        self._states.setdefault(path, file.state)
         return file
 
     def by_h5py(
