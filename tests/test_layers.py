@@ -53,7 +53,7 @@ LAYERS = [
     ["doctor.locks"],
     ["doctor.path_checks"],
     ["doctor.judging"],
-    ["arrays", "regrouping", "block_order"],
+    ["arrays", "regrouping", "block_order", "data.ownership"],
     [
         "arithmetic",
         "packing",

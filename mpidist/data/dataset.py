@@ -113,7 +113,8 @@ class Dataset:
         Args:
           generator: a function that returns an iterable, called for each iteration; or
             an iterable that starts again each time, such as a list. It yields nests of
-            arrays and numbers; tuples and dicts are structure, lists are arrays.
+            arrays and numbers; tuples and dicts are structure, lists are arrays. It
+            may fill and yield the same array again: elements are copied.
 
         Divided over replicas, every replica goes through all of it, so it must yield
         the same on each.
@@ -168,7 +169,7 @@ class Dataset:
         a generator's dataset it sees whole batches, on every replica.)
 
         Args:
-          map_func: of an element.
+          map_func: of an element. It may fill and return the same array again.
           num_parallel_calls: in how many threads it is called at the same time; -1
             (TensorFlow's AUTOTUNE) for one per core; None for one by one. The order
             stays. The rows of a batch are spread over the threads; single elements,
