@@ -254,6 +254,54 @@ def test_concatenate(first, second):
         first(3).concatenate(second(3).batch(2))
 
 
+UNLIKE = {
+    "element has dtype int64 in the first and float64": (
+        lambda: np.full(3, 2**53 + 1),
+        lambda: np.ones(3),
+    ),
+    "structures": (lambda: np.ones(3), lambda: (np.ones(3), np.ones(3))),
+    r"element\['x'\] has dtype int32": (
+        lambda: {"x": np.ones(3, "i4"), "y": np.ones(3)},
+        lambda: {"x": np.ones(3, "u4"), "y": np.ones(3)},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", UNLIKE)
+@pytest.mark.parametrize("size", [None, 2])
+def test_unlike_elements_are_not_concatenated(message, size):
+    """At once where it is known, else before the first element of the second."""
+    first, second = (
+        Dataset.from_tensor_slices(make()).shuffle(seed=1) for make in UNLIKE[message]
+    )
+
+    def prepare(dataset):
+        return dataset if size is None else dataset.batch(size)
+
+    with pytest.raises(TypeError, match=message):
+        prepare(first).concatenate(prepare(second).repeat())
+    same = second.map(lambda *e: e if len(e) > 1 else e[0])
+    for _ in range(2):
+        late = prepare(first).concatenate(prepare(same))
+        with pytest.raises(TypeError, match=message):
+            next(iter(late.shuffle(5)))
+        with pytest.raises(TypeError, match=message):
+            _ = late.batch(3).element_spec
+    generated = Dataset.from_generator(list(same))
+    for one, other in [(generated, first), (first.take(1), same)]:
+        both = prepare(one).concatenate(prepare(other))
+        with pytest.raises(TypeError, match="concatenate needs datasets"):
+            lists(both)
+
+
+def test_strings_and_shapes_may_differ():
+    texts = [Dataset.from_tensor_slices(np.array(t)) for t in (["a"], ["bcd", "e"])]
+    both = texts[0].concatenate(texts[1])
+    assert lists(both.batch(3)) == [["a", "bcd", "e"]]
+    shapes = [Dataset.from_tensors(np.arange(n)) for n in (2, 3)]
+    assert lists(shapes[0].concatenate(shapes[1])) == [[0, 1], [0, 1, 2]]
+
+
 def test_concatenated_datasets_can_be_read_anywhere():
     dataset = Dataset.range(4).concatenate(Dataset.range(10, 14))
     assert sorted(lists(dataset.shuffle(seed=1))) == [0, 1, 2, 3, 10, 11, 12, 13]

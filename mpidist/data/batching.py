@@ -33,6 +33,10 @@ class Map(Step):
     def parallel_calls(self) -> int:
         return max(self._parent.parallel_calls, self._threads)
 
+    @property
+    def has_known_spec(self) -> bool:
+        return False
+
     def describe(self) -> str:
         return f"{self._parent.describe()}.map"
 

@@ -264,6 +264,8 @@ class Dataset:
 
         Raises:
           ArgumentError: one is batched and the other is not.
+          ArgumentTypeError: their elements have unlike structures or dtypes; where
+            files or functions must be asked for them, when the result is first used.
         """
         first, second = self._pipeline, as_dataset(dataset, "concatenate")._pipeline
         if first.is_batched != second.is_batched:

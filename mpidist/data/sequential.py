@@ -18,8 +18,8 @@ from mpidist.data.batching import call_mapped
 from mpidist.data.ordering import lap_pass
 from mpidist.data.parallel import call_ahead
 from mpidist.data.pipeline import Pass
-from mpidist.data.sources import stack
-from mpidist.data.spec import batch_of
+from mpidist.data.sources import as_element, stack
+from mpidist.data.spec import batch_of, require_like, spec_of
 from mpidist.data.stream import Step, Stream
 from mpidist.errors import ArgumentError, DataError
 
@@ -199,8 +199,20 @@ class Concatenate(Stream):
         return Concatenate(self._first.rebatch(workers), self._second.rebatch(workers))
 
     def iterate(self, order: Pass) -> Iterator[Any]:
-        yield from self._first.iterate(order)
-        yield from self._second.iterate(order)
+        spec = None
+        first, second = self._first.iterate(order), self._second.iterate(order)
+        for element in itertools.islice(first, 1):
+            spec = self._spec_of(element)
+            yield element
+        yield from first
+        for element in itertools.islice(second, 1):
+            if spec is not None:
+                require_like(spec, self._spec_of(element))
+            yield element
+        yield from second
+
+    def _spec_of(self, element: Any) -> Any:
+        return spec_of(as_element(element), self.is_batched)
 
     def example(self) -> Any:
         try:
