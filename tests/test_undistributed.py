@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 SCRIPT = """
-import sys, warnings
-import numpy as np
+import warnings
+from mpi4py import MPI
 import mpidist
 from mpidist import AutoShardPolicy, Dataset, Options
 
@@ -45,7 +45,8 @@ with warnings.catch_warnings(record=True) as caught:
             list(Dataset.from_generator(generate))
     found = [str(w.message) for w in caught]
     assert [w.filename for w in caught] == [__file__] * len(caught), caught[0].filename
-print(f"rank {rank}: {len(found)}", *found)
+for line in MPI.COMM_WORLD.gather(f"rank {rank}: {len(found)} {found}") or ():
+    print(line)
 """
 
 
@@ -57,9 +58,9 @@ def test_one_rank_warns_once(mpirun, tmp_path, comm, ranks):
     assert result.returncode == 0, result.stderr
     lines = sorted(line for line in result.stdout.splitlines() if "rank " in line)
     if ranks == 1:
-        assert lines == ["rank 0: 0"]
+        assert lines == ["rank 0: 0 []"]
         return
-    assert (lines[0], lines[2]) == ("rank 0: 0", "rank 2: 0")
+    assert (lines[0], lines[2]) == ("rank 0: 0 []", "rank 2: 0 []")
     for words in ["rank 1: 1 ", "the 3 ranks", "AutoShardPolicy.OFF"]:
         assert words in lines[1]
     assert "strategy.experimental_distribute_dataset(dataset)" in lines[1]
