@@ -104,6 +104,7 @@ LAYERS = [
     [
         "data.hdf5.codec",
         "data.hdf5.copying",
+        "data.hdf5.other_files",
         "data.hdf5.block_cache",
         "data.hdf5.memory",
     ],
@@ -243,6 +244,7 @@ OUTSIDE = {
         "data.hdf5.index",
         "data.hdf5.layout",
         "data.hdf5.names",
+        "data.hdf5.other_files",
         "data.hdf5.shard",
         "data.hdf5.virtual",
         "data.hdf5.open_files",

@@ -24,6 +24,10 @@ import numpy.typing as npt
 
 from mpidist.data.hdf5 import chunks as hdf5_chunks
 from mpidist.data.hdf5.codec import Filter
+from mpidist.data.hdf5.other_files import (
+    require_regular_links,
+    require_regular_storage,
+)
 from mpidist.data.hdf5.virtual import missing_sources
 from mpidist.errors import DataError
 from mpidist.regular_files import open_regular, require_regular
@@ -212,8 +216,11 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
         finally:
             os.close(descriptor)
         with open_hdf5(path) as file:
-            columns = tuple(_column(path, file, name) for name in names)
-            missing = missing_sources([file[name] for name in names])
+            datasets = [_dataset(path, file, name) for name in names]
+            missing = missing_sources(datasets)
+            columns = tuple(
+                map(functools.partial(_column, path, file), names, datasets)
+            )
     except (OSError, RuntimeError) as error:
         raise DataError(f"{path}: cannot be opened as HDF5: {error}") from error
     if missing:
@@ -256,7 +263,9 @@ def open_hdf5(path: Path) -> h5py.File:
     raise refused
 
 
-def _column(path: Path, file: h5py.File, name: str) -> Column:
+def _dataset(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
+    """Return a dataset of which HDF5 finds the rows in regular files only."""
+    require_regular_links(file, name)
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
         raise DataError(
@@ -264,6 +273,11 @@ def _column(path: Path, file: h5py.File, name: str) -> Column:
             f"{', '.join(sorted(file)) or 'none'} (a group or a broken link "
             "is no dataset)"
         )
+    require_regular_storage(dataset)
+    return dataset
+
+
+def _column(path: Path, file: h5py.File, name: str, dataset: h5py.Dataset) -> Column:
     if dataset.ndim == 0 or dataset.shape is None:
         raise DataError(f"{path}: dataset {name!r} is a scalar, without rows")
     try:
