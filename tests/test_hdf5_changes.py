@@ -35,6 +35,7 @@ from hdf5_files import Recipe, require_same
 
 from mpidist import DataError, Dataset
 from mpidist.data.distributed import feed
+from mpidist.data.hdf5 import open_files
 from mpidist.data.hdf5.rows import Hdf5Rows
 
 
@@ -187,6 +188,51 @@ def test_one_of_many_files_that_is_rewritten_in_place_between_epochs(
         error = failure_of(strategy, comm, lambda: list(divided))
         require_names(error, paths[0], "x")
     require_usable(strategy)
+
+
+@pytest.mark.parametrize("few", [0, 16])
+@pytest.mark.parametrize("change", ["rewritten", "replaced"])
+def test_a_file_that_rows_are_in_by_a_link_or_as_a_source(
+    strategy, comm, mpi_tmp_path, monkeypatch, change, few
+):
+    monkeypatch.setattr(open_files, "_FEW_FILES", few)
+    data, path = wide(8), mpi_tmp_path / "a.h5"
+    source = mpi_tmp_path / "source.h5"
+
+    def write(data, target=source):
+        with h5py.File(target, "w") as file:
+            file["x"] = data
+
+    def write_links():
+        write(data)
+        os.utime(source, (1, 1))
+        with h5py.File(path, "w") as file:
+            file["link"] = h5py.ExternalLink("source.h5", "x")
+            layout = h5py.VirtualLayout(data.shape, data.dtype)
+            layout[...] = h5py.VirtualSource("source.h5", "x", data.shape)
+            file.create_virtual_dataset("virtual", layout)
+
+    def change_source():
+        if change == "rewritten":
+            before = source.read_bytes()
+            source.write_bytes(before.replace(data[3].tobytes(), data[4].tobytes()))
+        else:
+            write(-data, mpi_tmp_path / "new.h5")
+            os.utime(mpi_tmp_path / "new.h5", (1, 1))
+            os.replace(mpi_tmp_path / "new.h5", source)
+
+    on_root(comm, write_links)
+    names = ["link", "virtual"]
+    both = [divide(strategy, Dataset.from_hdf5(path, name), 4) for name in names]
+    for divided in both:
+        for step, batch in enumerate(divided):
+            require_same(mine(strategy, batch), slice_of(data, strategy, step, 4))
+    on_root(comm, change_source)
+    for name, divided in zip(names, both, strict=True):
+        for _ in range(2):
+            error = failure_of(strategy, comm, lambda divided=divided: list(divided))
+            require_names(error, path, name)
+            assert str(source) in str(error)
 
 
 def test_a_file_that_is_replaced_before_it_is_opened_again(tmp_path):

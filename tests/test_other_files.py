@@ -11,6 +11,7 @@ import socket
 import h5py
 import numpy as np
 import pytest
+from hdf5_damage import on_root
 
 from mpidist import DataError, Dataset
 from mpidist.data.hdf5.names import choose_datasets
@@ -22,7 +23,7 @@ import mpidist
 
 strategy = mpidist.MirroredStrategy()
 file, names = sys.argv[1], sys.argv[2:]
-for file, name in [(sys.argv[1], n) for n in names] + [(n, "x") for n in names]:
+for file, name in [(file, n) for n in names] + [(n, "x") for n in names]:
     dataset = mpidist.Dataset.from_hdf5(file, name).batch(2)
     try:
         list(strategy.experimental_distribute_dataset(dataset))
@@ -33,6 +34,17 @@ for file, name in [(sys.argv[1], n) for n in names] + [(n, "x") for n in names]:
     for rank, text in enumerate(MPI.COMM_WORLD.gather((name, message)) or ()):
         print(rank, file, *text)
 """
+
+
+NAMES = [
+    "external link",
+    "group/soft link",
+    "hard link/soft link",
+    "link to a link",
+    "link to a group/link",
+    "virtual",
+    "storage",
+]
 
 
 def write_links(path, target):
@@ -49,33 +61,29 @@ def write_links(path, target):
         layout[:] = h5py.VirtualSource(target, "x", (4,))
         file.create_virtual_dataset("virtual", layout)
         file.create_dataset("storage", (4,), "i4", external=[(target, 0, 16)])
-    return [
-        "external link",
-        "group/soft link",
-        "hard link/soft link",
-        "link to a link",
-        "link to a group/link",
-        "virtual",
-        "storage",
-    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_no_regular_file_is_refused_on_all_ranks(mpirun, mpi_tmp_path, ranks):
+def test_what_is_no_regular_file_is_refused_on_all_ranks(
+    mpirun, comm, mpi_tmp_path, ranks
+):
     folder = mpi_tmp_path
-    if not (folder / "fifo").exists():
+
+    def prepare():
         os.mkfifo(folder / "fifo")
         (folder / "to a fifo").symlink_to("fifo")
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(str(folder / "socket"))
-    (folder / "script.py").write_text(SCRIPT)
-    names = write_links(folder / "a.h5", "fifo")
+        (folder / "script.py").write_text(SCRIPT)
+        write_links(folder / "a.h5", "fifo")
+
+    on_root(comm, prepare)
     others = [str(folder / name) for name in ("fifo", "to a fifo", "socket")]
-    arguments = [str(folder / "a.h5"), *names, *others, "/dev/zero"]
+    arguments = [str(folder / "a.h5"), *NAMES, *others, "/dev/zero"]
     result = mpirun(ranks, str(folder / "script.py"), *arguments)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    for name in names:
+    for name in NAMES:
         found = [line for line in lines if f"a.h5 {name} " in line]
         assert len(found) == ranks, result.stdout
         assert all("is a FIFO, and must be a regular file" in line for line in found)
@@ -91,12 +99,12 @@ def test_what_leads_to_regular_files_is_read(tmp_path, monkeypatch):
     data = np.arange(4, dtype="i4")
     with h5py.File(tmp_path / "there.h5", "w") as file:
         file["x"] = data
-    names = write_links(tmp_path / "a.h5", "there.h5")[:-1]
+    write_links(tmp_path / "a.h5", "there.h5")
     with h5py.File(tmp_path / "a.h5", "a") as file:
         file["absolute"] = h5py.ExternalLink(f"/nowhere/{tmp_path.name}/there.h5", "x")
         file["loop"] = h5py.SoftLink("loop")
         file["around"] = h5py.SoftLink("/hard link/../group/./soft link")
-    for name in [*names, "absolute"]:
+    for name in [*NAMES[:-1], "absolute"]:
         (rows,) = Dataset.from_hdf5(tmp_path / "a.h5", name).batch(4)
         np.testing.assert_array_equal(rows, data)
     for name in ["loop", "around", "group/nothing", "virtual/x", "link to a group/no"]:

@@ -24,10 +24,7 @@ import numpy.typing as npt
 
 from mpidist.data.hdf5 import chunks as hdf5_chunks
 from mpidist.data.hdf5.codec import Filter
-from mpidist.data.hdf5.other_files import (
-    require_regular_links,
-    require_regular_storage,
-)
+from mpidist.data.hdf5.other_files import find_linked, find_storage
 from mpidist.data.hdf5.virtual import missing_sources
 from mpidist.errors import DataError
 from mpidist.regular_files import open_regular, require_regular
@@ -189,12 +186,14 @@ class FileIndex:
       rows: of each dataset.
       columns: one for each dataset that was asked for.
       is_being_written: whether this process itself has it open to write.
+      others: the states of other files that rows lie in, by links or as sources.
     """
 
     state: FileState
     rows: int
     columns: tuple[Column, ...]
     is_being_written: bool = False
+    others: tuple[FileState, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -216,8 +215,10 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
         finally:
             os.close(descriptor)
         with open_hdf5(path) as file:
-            datasets = [_dataset(path, file, name) for name in names]
-            missing = missing_sources(datasets)
+            others: list[str] = []
+            datasets = [_dataset(path, file, name, others) for name in names]
+            missing = missing_sources(datasets, others)
+            states = tuple(state_of(Path(other)) for other in dict.fromkeys(others))
             columns = tuple(
                 map(functools.partial(_column, path, file), names, datasets)
             )
@@ -232,12 +233,16 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
         pairs = ", ".join(f"{c.name!r} has {c.shape[0]}" for c in columns)
         raise DataError(f"{path}: the datasets have unequal rows: {pairs}")
     is_being_written = _is_being_written(path)
-    return FileIndex(state, lengths[0], columns, is_being_written)
+    return FileIndex(state, lengths[0], columns, is_being_written, states)
 
 
-def state_of(path: Path, descriptor: int) -> FileState:
-    """Return the state of the open file that `path` has led to."""
-    status = os.fstat(descriptor)
+def state_of(path: Path, descriptor: int | None = None) -> FileState:
+    """Return the state of the open file that `path` has led to.
+
+    Without a descriptor, of the file that it leads to now, whose bytes are not read.
+    """
+    status = os.stat(path) if descriptor is None else os.fstat(descriptor)
+    head = b"" if descriptor is None else os.pread(descriptor, _HEAD_BYTES, 0)
     return FileState(
         path,
         os.uname().nodename,
@@ -245,7 +250,7 @@ def state_of(path: Path, descriptor: int) -> FileState:
         status.st_ino,
         status.st_size,
         status.st_mtime_ns,
-        zlib.crc32(os.pread(descriptor, _HEAD_BYTES, 0)),
+        zlib.crc32(head),
     )
 
 
@@ -263,9 +268,9 @@ def open_hdf5(path: Path) -> h5py.File:
     raise refused
 
 
-def _dataset(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
-    """Return a dataset of which HDF5 finds the rows in regular files only."""
-    require_regular_links(file, name)
+def _dataset(path: Path, file: h5py.File, name: str, others: list[str]) -> h5py.Dataset:
+    """Return a dataset; add other files that it lies in, which must be regular."""
+    others += find_linked(file, name)
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
         raise DataError(
@@ -273,7 +278,7 @@ def _dataset(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
             f"{', '.join(sorted(file)) or 'none'} (a group or a broken link "
             "is no dataset)"
         )
-    require_regular_storage(dataset)
+    others += find_storage(dataset)
     return dataset
 
 

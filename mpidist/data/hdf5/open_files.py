@@ -18,6 +18,7 @@ from mpidist.data.hdf5.index import (
     FileState,
     kind_of,
     open_hdf5,
+    state_of,
 )
 from mpidist.data.hdf5.raw_file import RawFile
 from mpidist.errors import DataError
@@ -25,6 +26,7 @@ from mpidist.errors import DataError
 __all__ = ["OpenFiles"]
 
 _OPEN_FILES = 128
+_FEW_FILES = 16  # are checked at each read
 
 
 class OpenFiles:
@@ -35,6 +37,9 @@ class OpenFiles:
         self._hdf5: collections.OrderedDict[Path, Any] = collections.OrderedDict()
         # What files were when this process first opened them: kept when they are closed
         self._states: dict[Path, FileState] = {}
+        self._other_states: dict[Path, FileState] = {}
+        # Whose many other files were checked since `check_others`
+        self._checked: set[Path] = set()
         self._lock = threading.RLock()
 
     def raw(self, path: Path, index: FileIndex) -> RawFile:
@@ -60,7 +65,29 @@ class OpenFiles:
             if not index.is_being_written:
                 # HDF5 gives zeros for what lies behind the end of a file
                 self.raw(path, index).require_unchanged()
+                self._require_others_unchanged(path, index)
             return found
+
+    def check_others(self) -> None:
+        """Check all other files that rows lie in once more, where they are many."""
+        with self._lock:
+            self._checked.clear()
+
+    def _require_others_unchanged(self, path: Path, index: FileIndex) -> None:
+        """Raise a DataError if a file has changed that a link or a source leads to."""
+        # Where a rank has a path of its own, so may the others be
+        if path != index.path or path in self._checked:
+            return
+        for before in index.others:
+            expected = self._other_states.setdefault(before.path, before)
+            if changes := expected.changes_to(state_of(before.path), is_shared=False):
+                raise DataError(
+                    f"{before.path}, which it leads to, was changed: "
+                    f"{', '.join(changes)}; a file must not change while it is read; "
+                    "make a new dataset to read it as it is now"
+                )
+        if len(index.others) > _FEW_FILES:
+            self._checked.add(path)
 
     def _by_h5py(
         self, path: Path, column: Column, read: Callable[[h5py.Dataset], Any]

@@ -14,7 +14,7 @@ from h5py import h5g, h5l, h5o
 
 from mpidist.regular_files import require_regular
 
-__all__ = ["find_sources", "require_regular_links", "require_regular_storage"]
+__all__ = ["find_linked", "find_sources", "find_storage"]
 
 _LINKS = "HDF5_EXT_PREFIX"
 _SOURCES = "HDF5_VDS_PREFIX"
@@ -22,8 +22,8 @@ _STORAGE = "HDF5_EXTFILE_PREFIX"
 _MOST_LINKS = 64  # HDF5 follows 16 if it is not told otherwise
 
 
-def require_regular_links(file: h5py.File, name: str, links: int = _MOST_LINKS) -> None:
-    """Raise if a link on the way to an object leads to what is no regular file.
+def find_linked(file: h5py.File, name: str, links: int = _MOST_LINKS) -> list[str]:
+    """Return the other files on the way to an object, by external links.
 
     Args:
       file: in which the way begins.
@@ -31,7 +31,7 @@ def require_regular_links(file: h5py.File, name: str, links: int = _MOST_LINKS) 
       links: how many may be followed.
 
     Raises:
-      OSError: names what the link leads to.
+      OSError: one is no regular file.
     """
     root = h5g.open(file.id, b"/")
     place, parts = root, name.encode().split(b"/")
@@ -40,7 +40,7 @@ def require_regular_links(file: h5py.File, name: str, links: int = _MOST_LINKS) 
         if part in (b"", b"."):
             continue
         if not isinstance(place, h5g.GroupID) or not place.links.exists(part):
-            return
+            break
         kind = place.links.get_info(part).type
         if kind == h5l.TYPE_HARD:
             place = h5o.open(place, part)
@@ -52,14 +52,14 @@ def require_regular_links(file: h5py.File, name: str, links: int = _MOST_LINKS) 
         elif kind == h5l.TYPE_EXTERNAL:
             other, target = place.links.get_val(part)
             rest = os.fsdecode(b"/".join([target, *parts]))
-            _follow(_find(os.fsdecode(other), file, _LINKS), rest, links - 1)
-            return
+            return _follow(_find(os.fsdecode(other), file, _LINKS), rest, links - 1)
         else:
-            return  # of a type that only its own library follows
+            break  # of a type that only its own library follows
+    return []
 
 
 def find_sources(dataset: h5py.Dataset, name: str) -> list[str]:
-    """Return where the file `name` is that a virtual dataset has rows in.
+    """Return where the file `name` may be that a virtual dataset has rows in.
 
     Raises:
       OSError: it is no regular file.
@@ -67,36 +67,42 @@ def find_sources(dataset: h5py.Dataset, name: str) -> list[str]:
     return _find(name, dataset.file, _SOURCES)
 
 
-def require_regular_storage(dataset: h5py.Dataset) -> None:
-    """Raise if a dataset has its rows in what is no regular file.
+def find_storage(dataset: h5py.Dataset) -> list[str]:
+    """Return the files of external storage, and of sources that have a number.
 
     Raises:
-      OSError: names it.
+      OSError: one is no regular file.
     """
+    found = []
     for name, _, _ in dataset.external or ():
-        _find(name, dataset.file, _STORAGE)
+        found += _find(name, dataset.file, _STORAGE)[:1]
     if dataset.is_virtual:
         for name in {source.file_name for source in dataset.virtual_sources()}:
             if "%b" in name.replace("%%", ""):  # the number of a block
-                _find(name, dataset.file, _SOURCES, is_numbered=True)
+                found += _find(name, dataset.file, _SOURCES, is_numbered=True)
+    return found
 
 
-def _follow(paths: list[str], name: str, links: int) -> None:
-    """Check the links on the way to an object in the first file that can be opened."""
+def _follow(paths: list[str], name: str, links: int) -> list[str]:
+    """Return the first file that can be opened, and those on the way from there."""
     for path in paths:
         try:
             file = h5py.File(path, "r", locking=False)
         except OSError:  # HDF5 tries the next one
             continue
         with file:
-            require_regular_links(file, name, links)
-        return
+            return [path, *find_linked(file, name, links)]
+    return []
 
 
 def _find(
     name: str, file: h5py.File, prefix: str, is_numbered: bool = False
 ) -> list[str]:
-    """Return the files that HDF5 may open by a name in `file`, all regular."""
+    """Return the files that HDF5 may open by a name in `file`, in its order.
+
+    Raises:
+      OSError: one is no regular file.
+    """
     path = Path(file.filename)
     prefixes = [
         folder.replace("${ORIGIN}", str(path.parent))
@@ -111,6 +117,7 @@ def _find(
             glob.escape(p).replace("%%", "%").replace("%b", "*") for p in places
         ]
         places = [found for pattern in patterns for found in glob.glob(pattern)]
+    places = list(dict.fromkeys(map(os.path.abspath, places)))
     found = [p for p in places if os.path.exists(p) and not os.path.isdir(p)]
     for place in found:
         require_regular(place)

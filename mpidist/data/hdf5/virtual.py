@@ -102,10 +102,14 @@ def _write_dataset(
     file.require_group(f"/{group}").create_virtual_dataset(leaf, layout)
 
 
-def missing_sources(datasets: Sequence[h5py.Dataset]) -> list[str]:
+def missing_sources(datasets: Sequence[h5py.Dataset], found: list[str]) -> list[str]:
     """Return the files that virtual datasets of one file need and that are not there.
 
     HDF5 itself would give fill values for their rows, without a word.
+
+    Args:
+      datasets: of one file.
+      found: gets the paths of the files that are there.
 
     Raises:
       OSError: one is no regular file.
@@ -119,7 +123,11 @@ def missing_sources(datasets: Sequence[h5py.Dataset]) -> list[str]:
     # A dot is the file itself, and %b the number of a block
     plain = sorted(n for n in names if n != "." and "%b" not in n.replace("%%", ""))
     files = [name.replace("%%", "%") for name in plain]
-    missing = [name for name in files if not find_sources(datasets[0], name)]
+    missing = []
+    for name in files:
+        paths = find_sources(datasets[0], name)
+        found += paths[:1]
+        missing += [] if paths else [name]
     return [] if "HDF5_VDS_PREFIX" in os.environ else missing
 
 
