@@ -29,7 +29,8 @@ class AutoShardPolicy(enum.IntEnum):
     (shuffle, take, repeat, ...) is done on these rows alone, and a batch size of n
     becomes ceil(n / workers). Workers whose rows run out get batches of zero rows.
 
-    OFF gives every worker all rows, in batches of ceil(n / workers) rows.
+    OFF gives every worker all rows, in batches of ceil(n / workers) rows. It also says
+    of a dataset that is not distributed that each rank is to read all of it.
 
     Example:
       >>> options = mpidist.Options(mpidist.AutoShardPolicy.OFF)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 import operator
 
@@ -22,6 +23,7 @@ __all__ = [
     "even_sizes",
     "mix_seed",
     "replica_slice",
+    "to_word",
 ]
 
 Indices = npt.NDArray[np.int64]
@@ -190,11 +192,18 @@ def _block(permutation: Permutation, number: int) -> Indices:
 
 def _keys(seed: int, epoch: int, count: int) -> Words:
     """Return `count` pseudo-random words: SplitMix64 from a hash of seed and epoch."""
-    mask = 2**64 - 1
-    start_words = [operator.index(seed) & mask, operator.index(epoch) & mask]
-    words = np.array(start_words, np.uint64)
+    words = np.array([to_word(seed), to_word(epoch)], np.uint64)
     start = _mix(_mix(words[:1]) + words[1:])
     return _mix(start + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
+
+
+def to_word(number: int) -> int:
+    """Return 64 bits of an integer: the integer itself if it fits, else a hash."""
+    number = operator.index(number)
+    if 0 <= number < 1 << 64:
+        return number
+    digest = hashlib.blake2b(str(number).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _mix(x: Words) -> Words:

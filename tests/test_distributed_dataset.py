@@ -11,7 +11,7 @@ from all_ranks import in_order, local, on_all_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidist import Dataset, InputContext
+from mpidist import AutoShardPolicy, Dataset, InputContext, Options
 from mpidist.data.pipeline import Pass, Rows
 from mpidist.sharding import Permutation
 
@@ -275,3 +275,24 @@ def test_parts_of_all_replicas_cover_the_files(
         assert in_order(steps) == order[:kept]
         share = -(-batch_size // replicas)
         assert all(len(part) <= share for parts in steps for part in parts)
+
+
+@pytest.mark.parametrize("policy", ["AUTO", "OFF"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_unlike_datasets_are_not_concatenated_on_any_replica(strategy, policy, size):
+    """Also where a replica would read rows of one of them only."""
+    options = Options(AutoShardPolicy[policy])
+    wide, narrow = (
+        Dataset.range(4).map(lambda i, dtype=dtype: i.astype(dtype)).batch(size)
+        for dtype in ("f8", "i4")
+    )
+    dataset = wide.concatenate(narrow).with_options(options)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="float64 in the first and int32"):
+            next(iter(divided))
+    generated = Dataset.from_generator(lambda: iter(range(4))).batch(size)
+    both = generated.concatenate(wide)
+    divided = strategy.experimental_distribute_dataset(both)
+    with pytest.raises(TypeError, match="int64 in the first and float64"):
+        list(divided)

@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
+import h5py
 import launching
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from hdf5_files import Recipe, require_same
 
 from mpidist import DataError, Dataset
 from mpidist.data.distributed import feed
+from mpidist.data.hdf5 import open_files
 from mpidist.data.hdf5.rows import Hdf5Rows
 
 
@@ -153,6 +155,107 @@ def test_a_file_that_is_replaced_or_removed_while_it_is_read(
         if step is not None:
             require_names(error, path)
         iterator.close()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "compact"])
+def test_one_of_many_files_that_is_rewritten_in_place_between_epochs(
+    strategy, comm, mpi_tmp_path, layout
+):
+    """More files than stay open; by bytes, and by h5py."""
+    paths = [mpi_tmp_path / f"{i:03}.h5" for i in range(130)]
+    data = np.arange(1, 1 + 260 * 2048, dtype="i4").reshape(130, 2, 2048)
+
+    def write():
+        for path, rows in zip(paths, data, strict=True):
+            with h5py.File(path, "w") as file:  # of a version without checksums
+                Recipe(layout).write(file, rows)
+            os.utime(path, (1, 1))
+
+    def rewrite(path):
+        before = path.read_bytes()
+        after = before.replace(data[0, 1].tobytes(), bytes(data[0, 1].nbytes))
+        assert len(after) == len(before)
+        assert after != before
+        path.write_bytes(after)
+
+    on_root(comm, write)
+    divided = divide(strategy, Dataset.from_hdf5(paths, "x"), 26)
+    for step, batch in enumerate(divided):
+        expected = slice_of(data.reshape(260, 2048), strategy, step, 26)
+        require_same(mine(strategy, batch), expected)
+    on_root(comm, rewrite, paths[0])
+    for _ in range(3):  # each time again
+        error = failure_of(strategy, comm, lambda: list(divided))
+        require_names(error, paths[0], "x")
+    require_usable(strategy)
+
+
+@pytest.mark.parametrize("few", [0, 16])
+@pytest.mark.parametrize("change", ["rewritten", "replaced"])
+def test_a_file_that_rows_are_in_by_a_link_or_as_a_source(
+    strategy, comm, mpi_tmp_path, monkeypatch, change, few
+):
+    monkeypatch.setattr(open_files, "_FEW_FILES", few)
+    data, path = wide(8), mpi_tmp_path / "a.h5"
+    source = mpi_tmp_path / "source.h5"
+
+    def write(data, target=source):
+        with h5py.File(target, "w") as file:
+            file["x"] = data
+
+    def write_links():
+        write(data)
+        os.utime(source, (1, 1))
+        with h5py.File(path, "w") as file:
+            file["link"] = h5py.ExternalLink("source.h5", "x")
+            layout = h5py.VirtualLayout(data.shape, data.dtype)
+            layout[...] = h5py.VirtualSource("source.h5", "x", data.shape)
+            file.create_virtual_dataset("virtual", layout)
+
+    def change_source():
+        if change == "rewritten":
+            before = source.read_bytes()
+            source.write_bytes(before.replace(data[3].tobytes(), data[4].tobytes()))
+        else:
+            write(-data, mpi_tmp_path / "new.h5")
+            os.utime(mpi_tmp_path / "new.h5", (1, 1))
+            os.replace(mpi_tmp_path / "new.h5", source)
+
+    on_root(comm, write_links)
+    names = ["link", "virtual"]
+    both = [divide(strategy, Dataset.from_hdf5(path, name), 4) for name in names]
+    for divided in both:
+        for step, batch in enumerate(divided):
+            require_same(mine(strategy, batch), slice_of(data, strategy, step, 4))
+    on_root(comm, change_source)
+    for name, divided in zip(names, both, strict=True):
+        for _ in range(2):
+            error = failure_of(strategy, comm, lambda divided=divided: list(divided))
+            require_names(error, path, name)
+            assert str(source) in str(error)
+
+
+def test_a_file_that_is_replaced_before_it_is_opened_again(tmp_path):
+    data, path = wide(8), tmp_path / "a.h5"
+    write_wide(path, Recipe(), data)
+    (tmp_path / "link.h5").symlink_to(path)
+    for change in ["by a rename", "by a link"]:
+        source = Hdf5Rows([tmp_path / "link.h5"], "x")
+        require_same(source.read(np.arange(8)), data)
+        source.close()
+        write_wide(tmp_path / "new.h5", Recipe(), -data)
+        times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+        os.utime(tmp_path / "new.h5", ns=times)
+        if change == "by a rename":
+            os.replace(tmp_path / "new.h5", path)
+        else:
+            (tmp_path / "link.h5").unlink()
+            (tmp_path / "link.h5").symlink_to("new.h5")
+        for _ in range(2):
+            with pytest.raises(DataError, match=r"instead of .*make a new dataset"):
+                source.read(np.arange(8))
+            source.close()
+        data = -data
 
 
 @pytest.mark.mpi(min_size=2)

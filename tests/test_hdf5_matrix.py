@@ -11,7 +11,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from h5py import h5s
+from h5py import h5d, h5p, h5s, h5t
 from hdf5_files import Recipe, require_rows, require_same, rows_of, whole
 from hdf5_kinds import (
     CHUNKED,
@@ -33,6 +33,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist import DataError, Dataset
+from mpidist.data.hdf5 import chunks as hdf5_chunks
+from mpidist.data.hdf5.index import Way, index_file
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, *ODD])
@@ -54,6 +56,25 @@ def test_types_that_h5py_has_names_for(tmp_path, kind, filters):
             for name in ["whole", "x"]:
                 file[name][...] = data.astype(file[name][...].dtype)
     require_all(tmp_path / "a.h5", ["whole", "x"])
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_an_array_type_of_arrays(tmp_path, order):
+    inner = h5t.array_create(h5t.py_create(np.dtype(f"{order}f8")), (6, 3))
+    outer = h5t.array_create(inner, (4,))
+    data = np.arange(ROWS * 2 * 4 * 6 * 3.0).reshape(ROWS, 2, 4, 6, 3)
+    data = data.astype(f"{order}f8")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        space = h5s.create_simple((ROWS, 2))
+        for name, chunk in [("whole", None), ("chunked", (5, 2)), ("gzip", (5, 1))]:
+            properties = h5p.create(h5p.DATASET_CREATE)
+            if chunk:
+                properties.set_chunk(chunk)
+            if name == "gzip":
+                properties.set_deflate(4)
+            made = h5d.create(file.id, name.encode(), outer, space, properties)
+            made.write(h5s.ALL, h5s.ALL, data, mtype=outer)
+    require_all(tmp_path / "a.h5", ["whole", "chunked", "gzip"])
 
 
 @pytest.mark.parametrize("chunks", [None, (4,)])
@@ -290,6 +311,35 @@ def test_every_kind_of_file(tmp_path, option):
         with open(path, "r+b") as file:
             file.write(b"#!/bin/sh what users put before a HDF5 file")
     require_all(path, ["compact", "chunks", "gzip", "contiguous"])
+
+
+def test_chunks_after_a_user_block_are_left_to_a_hdf5_that_does_not_locate_them(
+    tmp_path, monkeypatch
+):
+    """As HDF5 1.14.0 to 1.14.3, with which the test above shows the rows."""
+    for name, size in [("block.h5", 512), ("plain.h5", 0)]:
+        with h5py.File(tmp_path / name, "w", userblock_size=size) as file:
+            Recipe((4, 2, 2)).write(file, INTEGERS, "chunks")
+            Recipe().write(file, INTEGERS, "contiguous")
+    found = hdf5_chunks._offsets_include_user_block()
+    with h5py.File(tmp_path / "block.h5") as file:
+        offset = file["chunks"].id.get_chunk_info(0).byte_offset
+    data = (tmp_path / "block.h5").read_bytes()[offset:]
+    assert data.startswith(INTEGERS[:4, :2, :2].tobytes()) is found
+
+    for is_included in (True, False):
+        monkeypatch.setattr(
+            hdf5_chunks,
+            "_offsets_include_user_block",
+            lambda answer=is_included: answer,
+        )
+        for name in ("block.h5", "plain.h5"):
+            index = index_file(tmp_path / name, ["chunks", "contiguous"])
+            is_left = name == "block.h5" and not is_included
+            ways = [Way.H5PY_CHUNKS if is_left else Way.BYTES, Way.BYTES]
+            assert [column.way for column in index.columns] == ways
+            assert ("after a user block" in index.columns[0].why) is is_left
+    require_all(tmp_path / "block.h5", ["chunks", "contiguous"])
 
 
 def test_paths_of_any_characters_and_links_to_files(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 import subprocess
@@ -16,7 +17,7 @@ from hdf5_files import require_same
 import mpidist
 from mpidist import DataError, Dataset
 from mpidist.data.hdf5 import copying, raw_file
-from mpidist.data.hdf5.index import head_of
+from mpidist.data.hdf5.index import state_of
 from mpidist.data.hdf5.raw_file import RawFile
 from mpidist.memory.buffers import Buffers
 
@@ -42,7 +43,7 @@ def path(tmp_path):
 
 def open_file(path):
     with open(path, "rb") as file:
-        return RawFile(path, path.stat().st_size, head_of(file.fileno()))
+        return RawFile(path, state_of(path, file.fileno()))
 
 
 @pytest.mark.parametrize("size", [1, 3, 4096, 100_000])
@@ -122,12 +123,53 @@ def test_what_lies_beyond_the_end_is_an_error(way, path):
 
 
 def test_another_file_of_the_same_name_is_not_read(path):
+    os.utime(path, (1, 1))
+    data = path.read_bytes()
     with open(path, "rb") as file:
-        size, head = SIZE, head_of(file.fileno())
-    for other in [b"x" * SIZE, path.read_bytes() + b"x"]:
-        path.write_bytes(other)
-        with pytest.raises(DataError, match="is not the file whose index was read"):
-            RawFile(path, size, head)
+        before = state_of(path, file.fileno())
+    with path.open("r+b") as file:  # in place, behind what the checksum is of
+        file.seek(SIZE // 2)
+        file.write(bytes(9))
+    changes = [
+        (lambda: None, "modified at"),
+        (lambda: path.write_bytes(b"x" * SIZE), "starts with other bytes"),
+        (lambda: path.write_bytes(data + b"x"), f"{SIZE + 1} bytes instead of {SIZE}"),
+        (lambda: replace(path, data), "inode"),
+    ]
+    for change, message in changes:
+        change()
+        with pytest.raises(
+            DataError, match=f"is not the file whose index was read.*{message}.*dataset"
+        ):
+            RawFile(path, before)
+
+
+def replace(path, data):
+    """Replace a file by another one with the same modification time."""
+    other = path.with_name("other")
+    other.write_bytes(data)
+    os.utime(other, (1, 1))
+    os.replace(other, path)
+
+
+def test_copies_of_a_file_are_known_by_size_and_beginning(path):
+    """Other nodes may have copies, and ranks may have paths of their own."""
+    with open(path, "rb") as file:
+        here = state_of(path, file.fileno())
+    later = dataclasses.replace(here, inode=here.inode + 1, mtime_ns=here.mtime_ns + 1)
+    elsewhere = dataclasses.replace(later, node="another node")
+    assert here.changes_to(here, is_shared=True) == []
+    for is_shared in (False, True):
+        assert here.changes_to(elsewhere, is_shared) == []
+        own = dataclasses.replace(later, path=path.with_name("copy"))
+        assert here.changes_to(own, is_shared) == []
+        cut = dataclasses.replace(elsewhere, size_bytes=3)
+        (change,) = here.changes_to(cut, is_shared)
+        assert "3 bytes" in change
+    # On a file system of several nodes the same inode is the same file
+    same = dataclasses.replace(elsewhere, inode=here.inode)
+    assert here.changes_to(same, is_shared=False) == []
+    assert "modified" in here.changes_to(same, is_shared=True)[0]
 
 
 def test_a_change_is_noticed(way, path, monkeypatch):

@@ -85,7 +85,7 @@ def test_one_position_may_be_a_number():
 
 
 def test_seeds_and_epochs_have_orders_of_their_own():
-    seeds = [0, 1, 2, -1, 2**40, 2**63]
+    seeds = [0, 1, 2, -1, 2**40, 2**63, 2**64 - 1, 2**64, -(2**64), 2**255, -(2**256)]
     orders = [tuple(permuted(50, s, e)) for s in seeds for e in range(20)]
     assert len(set(orders)) == len(orders)
     assert tuple(permuted(50, 2, 7)) == tuple(permuted(50, 2, 7))
@@ -175,3 +175,10 @@ def test_the_orders_stay_as_they_are_in_the_next_version():
     long = Permutation(10**12, seed=1, epoch=2)
     expected = [195562354369, 776341267812, 385729802432, 155196533829]
     assert long(np.arange(4)).tolist() == expected
+
+
+def test_epochs_of_any_size_have_orders_of_their_own():
+    epochs = [e << shift for e in (1, 2, 3) for shift in (0, 40, 64, 80, 120)]
+    for length in (50, 1 << 17):  # with a table, and without
+        orders = {tuple(Permutation(length, 1, e)(np.arange(50))) for e in epochs}
+        assert len(orders) == len(epochs)

@@ -104,6 +104,23 @@ def test_endless_repeats_of_nothing_end():
     assert lists(numbers(2).repeat(-1).skip(1).take(2)) == [1, 0]
 
 
+@pytest.mark.parametrize("make", [numbers, Dataset.range])
+def test_repetitions_of_repetitions_never_repeat_an_order(make):
+    dataset = make(40).shuffle(40, seed=1).repeat().take(60).repeat().take(130)
+    iterators = [lists(dataset) for _ in range(3)]
+    assert len({tuple(rows) for rows in iterators}) == 3
+    laps = [tuple(rows[i : i + 40]) for rows in iterators for i in (0, 60)]
+    assert len(set(laps)) == len(laps)
+    assert all(sorted(lap) == list(range(40)) for lap in laps)
+
+
+def test_seeds_of_256_bits_are_told_apart():
+    seeds = [0, 1, -1, 2**64 - 1, 2**64, 2**64 + 1, -(2**64), 2**256, -(2**256)]
+    for make in (numbers, Dataset.range):
+        orders = [tuple(lists(make(40).shuffle(40, seed=seed))) for seed in seeds]
+        assert len(set(orders)) == len(seeds)
+
+
 def test_a_shuffle_is_the_same_for_one_seed_and_epoch():
     one, two = (numbers(20).shuffle(4, seed=3) for _ in range(2))
     epochs = [(lists(one), lists(two)) for _ in range(3)]
@@ -235,6 +252,54 @@ def test_concatenate(first, second):
     assert dataset.cardinality() == (7 if is_known else -2)
     with pytest.raises(ValueError, match="two datasets of batches"):
         first(3).concatenate(second(3).batch(2))
+
+
+UNLIKE = {
+    "element has dtype int64 in the first and float64": (
+        lambda: np.full(3, 2**53 + 1),
+        lambda: np.ones(3),
+    ),
+    "structures": (lambda: np.ones(3), lambda: (np.ones(3), np.ones(3))),
+    r"element\['x'\] has dtype int32": (
+        lambda: {"x": np.ones(3, "i4"), "y": np.ones(3)},
+        lambda: {"x": np.ones(3, "u4"), "y": np.ones(3)},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", UNLIKE)
+@pytest.mark.parametrize("size", [None, 2])
+def test_unlike_elements_are_not_concatenated(message, size):
+    """At once where it is known, else before the first element of the second."""
+    first, second = (
+        Dataset.from_tensor_slices(make()).shuffle(seed=1) for make in UNLIKE[message]
+    )
+
+    def prepare(dataset):
+        return dataset if size is None else dataset.batch(size)
+
+    with pytest.raises(TypeError, match=message):
+        prepare(first).concatenate(prepare(second).repeat())
+    same = second.map(lambda *e: e if len(e) > 1 else e[0])
+    for _ in range(2):
+        late = prepare(first).concatenate(prepare(same))
+        with pytest.raises(TypeError, match=message):
+            next(iter(late.shuffle(5)))
+        with pytest.raises(TypeError, match=message):
+            _ = late.batch(3).element_spec
+    generated = Dataset.from_generator(list(same))
+    for one, other in [(generated, first), (first.take(1), same)]:
+        both = prepare(one).concatenate(prepare(other))
+        with pytest.raises(TypeError, match="concatenate needs datasets"):
+            lists(both)
+
+
+def test_strings_and_shapes_may_differ():
+    texts = [Dataset.from_tensor_slices(np.array(t)) for t in (["a"], ["bcd", "e"])]
+    both = texts[0].concatenate(texts[1])
+    assert lists(both.batch(3)) == [["a", "bcd", "e"]]
+    shapes = [Dataset.from_tensors(np.arange(n)) for n in (2, 3)]
+    assert lists(shapes[0].concatenate(shapes[1])) == [[0, 1], [0, 1, 2]]
 
 
 def test_concatenated_datasets_can_be_read_anywhere():

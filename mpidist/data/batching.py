@@ -10,6 +10,7 @@ import numpy as np
 
 from mpidist import nest, sharding
 from mpidist.block_order import BlockOrder, Blocks
+from mpidist.data.ownership import owned
 from mpidist.data.parallel import call_all
 from mpidist.data.pipeline import Pass, Pipeline, Step
 from mpidist.data.sources import Positions, from_lists, stack
@@ -31,6 +32,10 @@ class Map(Step):
     @property
     def parallel_calls(self) -> int:
         return max(self._parent.parallel_calls, self._threads)
+
+    @property
+    def has_known_spec(self) -> bool:
+        return False
 
     def describe(self) -> str:
         return f"{self._parent.describe()}.map"
@@ -185,9 +190,15 @@ class Batch(Step):
 
 
 def call_mapped(fn: Callable[..., Any], element: Any) -> Any:
-    """Return `fn(element)`; a tuple is passed as arguments."""
+    """Return `fn(element)`; a tuple is passed as arguments.
+
+    Nobody but the caller has its arrays, unless they are those of the element.
+    """
     arguments = element if type(element) is tuple else (element,)
     try:
-        return from_lists(fn(*arguments))
+        holder = [fn(*arguments)]
     except StopIteration as error:  # it would end an iteration, silently
         raise RuntimeError("a mapped function raised StopIteration") from error
+    if type(holder[0]) is not np.ndarray:
+        holder.append(from_lists(holder.pop()))
+    return owned(holder, arguments)

@@ -18,10 +18,11 @@ from mpidist.data.parallel import count_threads
 from mpidist.data.pipeline import INFINITE_CARDINALITY, Pipeline, Rows
 from mpidist.data.sources import ArrayRows, RangeRows, as_element, from_lists
 from mpidist.data.state import Passes
-from mpidist.data.steps import concatenate, steps_of
+from mpidist.data.steps import concatenate, is_sharded, steps_of
 from mpidist.data.stream import UNKNOWN_CARDINALITY, Generated, Stream
+from mpidist.data.undistributed import warn_undistributed
 from mpidist.errors import ArgumentError, ArgumentTypeError
-from mpidist.input_options import MOST_BUFFERED, Options
+from mpidist.input_options import MOST_BUFFERED, AutoShardPolicy, Options
 from mpidist.values import DistributedValues
 
 __all__ = [
@@ -43,7 +44,9 @@ class Dataset:
     before it is iterated over, and nothing here communicates.
 
     Iterating over a dataset gives all its elements in this process; give it to
-    `Strategy.experimental_distribute_dataset` to divide them over the replicas.
+    `Strategy.experimental_distribute_dataset` to divide them over the replicas. (In a
+    job of several ranks a warning says so once, unless the dataset has the option
+    AutoShardPolicy.OFF, or was divided by `shard`.)
 
     Example:
       >>> rows = mpidist.Dataset.from_tensor_slices((np.arange(5), np.ones(5)))
@@ -113,7 +116,8 @@ class Dataset:
         Args:
           generator: a function that returns an iterable, called for each iteration; or
             an iterable that starts again each time, such as a list. It yields nests of
-            arrays and numbers; tuples and dicts are structure, lists are arrays.
+            arrays and numbers; tuples and dicts are structure, lists are arrays. It
+            may fill and yield the same array again: elements are copied.
 
         Divided over replicas, every replica goes through all of it, so it must yield
         the same on each.
@@ -168,7 +172,7 @@ class Dataset:
         a generator's dataset it sees whole batches, on every replica.)
 
         Args:
-          map_func: of an element.
+          map_func: of an element. It may fill and return the same array again.
           num_parallel_calls: in how many threads it is called at the same time; -1
             (TensorFlow's AUTOTUNE) for one per core; None for one by one. The order
             stays. The rows of a batch are spread over the threads; single elements,
@@ -263,6 +267,8 @@ class Dataset:
 
         Raises:
           ArgumentError: one is batched and the other is not.
+          ArgumentTypeError: their elements have unlike structures or dtypes; where
+            files or functions must be asked for them, when the result is first used.
         """
         first, second = self._pipeline, as_dataset(dataset, "concatenate")._pipeline
         if first.is_batched != second.is_batched:
@@ -323,6 +329,9 @@ class Dataset:
         return require_length(self.cardinality())
 
     def __iter__(self) -> DatasetIterator:
+        is_meant = self._options.auto_shard_policy is AutoShardPolicy.OFF
+        if not (is_meant or is_sharded(self._pipeline)):
+            warn_undistributed()
         return DatasetIterator(self._pipeline, self._passes, self._read_ahead)
 
     def _then(self, step: Callable[..., Any], *arguments: Any) -> Dataset:

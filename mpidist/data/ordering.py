@@ -17,6 +17,7 @@ from mpidist import nest, sharding
 from mpidist.block_order import BlockOrder, Blocks
 from mpidist.data.pipeline import Pass, Pipeline, Step
 from mpidist.data.sources import Positions, RowSource
+from mpidist.data.spec import require_like
 from mpidist.errors import ArgumentError, DataError
 
 __all__ = ["Concatenate", "Repeat", "Shard", "Shuffle", "Window", "lap_pass"]
@@ -203,6 +204,15 @@ class Concatenate(Pipeline):
     def __init__(self, first: Pipeline, second: Pipeline):
         self._first = first
         self._second = second
+        self._is_checked = False
+        if self.has_known_spec:
+            self._require_like()
+
+    def _require_like(self) -> None:
+        """Raise if the elements of both differ; nothing else is read before."""
+        if not self._is_checked:
+            require_like(self._first.element_spec(), self._second.element_spec())
+            self._is_checked = True
 
     @property
     def length(self) -> int | None:
@@ -225,6 +235,10 @@ class Concatenate(Pipeline):
     @property
     def file_count(self) -> int:
         return min(self._first.file_count, self._second.file_count)
+
+    @property
+    def has_known_spec(self) -> bool:
+        return self._first.has_known_spec and self._second.has_known_spec
 
     @property
     def sources(self) -> list[RowSource]:
@@ -280,10 +294,12 @@ class Concatenate(Pipeline):
         return self._second, i - before
 
     def element(self, order: Pass, i: int) -> Any:
+        self._require_like()
         pipeline, i = self._find(i)
         return pipeline.element(order, i)
 
     def elements(self, order: Pass, positions: Positions) -> Any:
+        self._require_like()
         before = self._first.length
         if before is None or positions.size == 0 or positions.max() < before:
             return self._first.elements(order, positions)
@@ -299,10 +315,12 @@ class Concatenate(Pipeline):
         return pipeline.rows_in(order, i)
 
     def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
+        self._require_like()
         pipeline, i = self._find(i)
         return pipeline.part(order, i, replicas, replica)
 
     def example(self, order: Pass) -> Any:
+        self._require_like()
         return self._first.example(order)
 
 

@@ -84,6 +84,11 @@ class Pipeline:
         raise NotImplementedError  # pragma: no cover
 
     @property
+    def has_known_spec(self) -> bool:
+        """Whether `element_spec` needs neither a file nor a function of the user."""
+        return False
+
+    @property
     def sources(self) -> list[RowSource]:
         """Where the rows come from."""
         raise NotImplementedError  # pragma: no cover
@@ -189,6 +194,10 @@ class Rows(Pipeline):
         return self._source.file_count if isinstance(self._source, FileSource) else 0
 
     @property
+    def has_known_spec(self) -> bool:
+        return self.file_count == 0
+
+    @property
     def sources(self) -> list[RowSource]:
         return [self._source]
 
@@ -255,6 +264,10 @@ class Step(Pipeline):
     @property
     def file_count(self) -> int:
         return self._parent.file_count
+
+    @property
+    def has_known_spec(self) -> bool:
+        return self._parent.has_known_spec
 
     @property
     def sources(self) -> list[RowSource]:

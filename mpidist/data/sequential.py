@@ -13,18 +13,17 @@ from typing import Any
 
 import numpy as np
 
+from mpidist import sharding
 from mpidist.data.batching import call_mapped
 from mpidist.data.ordering import lap_pass
 from mpidist.data.parallel import call_ahead
 from mpidist.data.pipeline import Pass
-from mpidist.data.sources import stack
-from mpidist.data.spec import batch_of
+from mpidist.data.sources import as_element, stack
+from mpidist.data.spec import batch_of, require_like, spec_of
 from mpidist.data.stream import Step, Stream
 from mpidist.errors import ArgumentError, DataError
 
 __all__ = ["Batch", "Concatenate", "Map", "Repeat", "Shard", "Shuffle", "Window"]
-
-_WORD = 2**64 - 1
 
 
 class Map(Step):
@@ -111,7 +110,7 @@ class Shuffle(Step):
     def iterate(self, order: Pass) -> Iterator[Any]:
         seed = order.entropy if self._seed is None else self._seed
         epoch = order.epoch if self._reshuffle else 0
-        random = np.random.default_rng([seed & _WORD, epoch])
+        random = np.random.default_rng([sharding.to_word(seed), epoch])
         elements = self._parent.iterate(order)
         buffer = list(itertools.islice(elements, self._buffer_size))
         for element in elements:
@@ -200,8 +199,20 @@ class Concatenate(Stream):
         return Concatenate(self._first.rebatch(workers), self._second.rebatch(workers))
 
     def iterate(self, order: Pass) -> Iterator[Any]:
-        yield from self._first.iterate(order)
-        yield from self._second.iterate(order)
+        spec = None
+        first, second = self._first.iterate(order), self._second.iterate(order)
+        for element in itertools.islice(first, 1):
+            spec = self._spec_of(element)
+            yield element
+        yield from first
+        for element in itertools.islice(second, 1):
+            if spec is not None:
+                require_like(spec, self._spec_of(element))
+            yield element
+        yield from second
+
+    def _spec_of(self, element: Any) -> Any:
+        return spec_of(as_element(element), self.is_batched)
 
     def example(self) -> Any:
         try:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from mpidist import checks, nest
 from mpidist.block_order import Blocks
+from mpidist.data.ownership import owned
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.memory.buffers import Buffers
 from mpidist.values import PerReplica
@@ -27,6 +28,7 @@ __all__ = [
     "as_element",
     "from_lists",
     "stack",
+    "take_element",
 ]
 
 Positions = npt.NDArray[np.int64]
@@ -223,6 +225,20 @@ def as_element(value: Any) -> Any:
       DataError: a leaf is no array, number or text.
     """
     return nest.map_leaves(_as_array, from_lists(value))
+
+
+def take_element(holder: list[Any]) -> Any:
+    """Return what `as_element` does, with arrays that nobody else changes.
+
+    Args:
+      holder: a list of the value alone, which is taken out of it: references to the
+        value are counted.
+
+    Raises:
+      DataError: a leaf is no array, number or text.
+    """
+    holder.append(from_lists(holder.pop()))
+    return owned(holder, convert=_as_array)
 
 
 def _as_array(leaf: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from mpidist import checks, nest
 from mpidist.errors import ArgumentTypeError
 
-__all__ = ["TensorSpec", "batch_of", "spec_of"]
+__all__ = ["TensorSpec", "batch_of", "require_like", "spec_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,3 +60,28 @@ def spec_of(element: Any, is_batch: bool) -> Any:
 def batch_of(spec: Any) -> Any:
     """Return the nest of TensorSpec of batches of elements like `spec`."""
     return nest.map_leaves(lambda s: TensorSpec((None, *s.shape), s.dtype), spec)
+
+
+def require_like(first: Any, second: Any) -> None:
+    """Raise unless elements of two nests of TensorSpec can be in one dataset.
+
+    Shapes may differ, and lengths of strings.
+
+    Raises:
+      ArgumentTypeError: names the first difference.
+    """
+    needs = "concatenate needs datasets whose elements have the same structure and "
+    specs, structure = nest.flatten(first)
+    others, other_structure = nest.flatten(second)
+    if structure != other_structure:
+        raise ArgumentTypeError(
+            f"{needs}dtypes, not the structures {structure} and {other_structure}"
+        )
+    names = nest.leaf_names(structure, "element")
+    for name, spec, other in zip(names, specs, others, strict=True):
+        are_strings = spec.dtype.kind == other.dtype.kind in ("S", "U")
+        if spec.dtype != other.dtype and not are_strings:
+            raise ArgumentTypeError(
+                f"{needs}dtypes, but {name} has dtype {spec.dtype.name} in the first "
+                f"and {other.dtype.name} in the second; convert one of them by map()"
+            )

@@ -11,7 +11,14 @@ from mpidist.data import batching, caching, ordering, sequential
 from mpidist.data.pipeline import Pipeline
 from mpidist.data.stream import InOrder, Stream
 
-__all__ = ["Steps", "concatenate", "in_order", "read_ahead", "steps_of"]
+__all__ = [
+    "Steps",
+    "concatenate",
+    "in_order",
+    "is_sharded",
+    "read_ahead",
+    "steps_of",
+]
 
 _END = object()
 
@@ -51,6 +58,18 @@ _IN_ORDER = Steps(
 def steps_of(pipeline: Pipeline | Stream) -> Steps:
     """Return the steps that may come after `pipeline`."""
     return _IN_ORDER if isinstance(pipeline, Stream) else _ANY_ELEMENT
+
+
+def is_sharded(steps: Pipeline | Stream) -> bool:
+    """Return whether one of the steps is a shard."""
+    found = [isinstance(steps, ordering.Shard | sequential.Shard)]
+
+    def look(parent: Any) -> Any:
+        found.append(is_sharded(parent))
+        return parent
+
+    steps.over(look)
+    return any(found)
 
 
 def in_order(pipeline: Pipeline | Stream) -> Stream:

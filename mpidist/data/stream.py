@@ -16,7 +16,7 @@ from mpidist import checks
 from mpidist.data.parallel import call_ahead
 from mpidist.data.pipeline import Pass, Pipeline
 from mpidist.data.reading import Reading
-from mpidist.data.sources import as_element
+from mpidist.data.sources import as_element, take_element
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.values import DistributedValues
@@ -24,6 +24,7 @@ from mpidist.values import DistributedValues
 __all__ = ["UNKNOWN_CARDINALITY", "Generated", "InOrder", "Step", "Stream"]
 
 UNKNOWN_CARDINALITY = -2
+_END = object()
 
 
 class Stream:
@@ -124,7 +125,9 @@ class Generated(Stream):
     def iterate(self, order: Pass) -> Generator[Any, None, None]:
         elements = self._start()
         try:
-            yield from map(as_element, elements)
+            # Held by a list alone, so that arrays which nobody else has can be told
+            while (holder := [next(elements, _END)])[0] is not _END:
+                yield take_element(holder)
         finally:
             if isinstance(elements, types.GeneratorType):
                 elements.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import math
 from typing import Any, NamedTuple
 
@@ -11,7 +13,14 @@ import numpy.typing as npt
 
 from mpidist.data.hdf5.codec import Filter, can_decode
 
-__all__ = ["UNWRITTEN", "ChunkTable", "filter_names", "filters_of", "table_of"]
+__all__ = [
+    "UNWRITTEN",
+    "ChunkTable",
+    "filter_names",
+    "filters_of",
+    "skips_user_block",
+    "table_of",
+]
 
 Numbers = npt.NDArray[np.int64]
 
@@ -50,6 +59,28 @@ def filter_names(dataset: h5py.Dataset) -> list[str]:
     properties = dataset.id.get_create_plist()
     found = [properties.get_filter(i) for i in range(properties.get_nfilters())]
     return [name.decode(errors="replace") or str(code) for code, _, _, name in found]
+
+
+def skips_user_block(file: h5py.File) -> bool:
+    """Return whether HDF5 gives chunks of `file` offsets without its user block.
+
+    HDF5 1.14.0 to 1.14.3 do so. Which HDF5 h5py runs with, and with which patches, is
+    known at run time only.
+    """
+    return file.userblock_size > 0 and not _offsets_include_user_block()
+
+
+@functools.cache
+def _offsets_include_user_block() -> bool:
+    """Return whether a chunk after a user block is where HDF5 says that it is."""
+    image, data = io.BytesIO(), np.arange(1, 17, dtype=np.uint8)
+    found: list[int] = []
+    with h5py.File(image, "w", userblock_size=512) as file:
+        dataset = file.create_dataset("x", data=data, chunks=data.shape)
+        file.flush()
+        dataset.id.chunk_iter(lambda chunk: found.append(chunk.byte_offset))
+    (offset,) = found
+    return image.getvalue()[offset : offset + data.size] == data.tobytes()
 
 
 def table_of(dataset: h5py.Dataset) -> ChunkTable | None:

@@ -24,17 +24,20 @@ import numpy.typing as npt
 
 from mpidist.data.hdf5 import chunks as hdf5_chunks
 from mpidist.data.hdf5.codec import Filter
+from mpidist.data.hdf5.other_files import find_linked, find_storage
 from mpidist.data.hdf5.virtual import missing_sources
 from mpidist.errors import DataError
+from mpidist.regular_files import open_regular, require_regular
 
 __all__ = [
     "Column",
     "FileIndex",
+    "FileState",
     "Way",
-    "head_of",
     "index_file",
     "kind_of",
     "open_hdf5",
+    "state_of",
 ]
 
 Offsets = npt.NDArray[np.int64]
@@ -126,24 +129,76 @@ class Column:
 
 
 @dataclasses.dataclass(frozen=True)
+class FileState:
+    """What a file was when it was opened, to tell whether it is the same later.
+
+    Args:
+      path: of the file.
+      node: the name of the node on which it was opened.
+      device: the number of its file system there.
+      inode: its number in the file system.
+      size_bytes: of the file.
+      mtime_ns: when it was last modified.
+      head: a checksum of its first bytes.
+    """
+
+    path: Path
+    node: str
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+    head: int
+
+    def changes_to(self, now: FileState, is_shared: bool) -> list[str]:
+        """Return what differs in another state of the same file, in words.
+
+        Nodes, and ranks with paths of their own, may have copies of a file, which have
+        other inodes and times.
+
+        Args:
+          now: the other state.
+          is_shared: whether its file system is one of several nodes.
+        """
+        found = []
+        if now.size_bytes != self.size_bytes:
+            found.append(f"it has {now.size_bytes} bytes instead of {self.size_bytes}")
+        if now.head != self.head:
+            found.append("it starts with other bytes")
+        is_here = (now.node, now.device) == (self.node, self.device)
+        if now.path != self.path or not (is_here or is_shared):
+            return found
+        if is_here and now.inode != self.inode:
+            found.append(f"it has inode {now.inode} instead of {self.inode}")
+        elif now.inode == self.inode and now.mtime_ns != self.mtime_ns:
+            found.append(
+                f"it was modified at {now.mtime_ns} instead of {self.mtime_ns} ns"
+            )
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
 class FileIndex:
     """The datasets of one file, all with the same number of rows.
 
     Args:
-      path: of the file, as the rank knows it that has read the index.
-      size_bytes: of the file.
-      head: a checksum of the file's first bytes, to know the same file again.
+      state: of the file, when the index was read.
       rows: of each dataset.
       columns: one for each dataset that was asked for.
       is_being_written: whether this process itself has it open to write.
+      others: the states of other files that rows lie in, by links or as sources.
     """
 
-    path: Path
-    size_bytes: int
-    head: int
+    state: FileState
     rows: int
     columns: tuple[Column, ...]
     is_being_written: bool = False
+    others: tuple[FileState, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """The path of the file, as the rank knows it that has read the index."""
+        return self.state.path
 
 
 def index_file(path: Path, names: Sequence[str]) -> FileIndex:
@@ -154,11 +209,19 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
         numbers of rows.
     """
     try:
-        with open(path, "rb", buffering=0) as raw:
-            size_bytes, head = os.fstat(raw.fileno()).st_size, head_of(raw.fileno())
+        descriptor = open_regular(path)
+        try:
+            state = state_of(path, descriptor)
+        finally:
+            os.close(descriptor)
         with open_hdf5(path) as file:
-            columns = tuple(_column(path, file, name) for name in names)
-            missing = missing_sources([file[name] for name in names])
+            others: list[str] = []
+            datasets = [_dataset(path, file, name, others) for name in names]
+            missing = missing_sources(datasets, others)
+            states = tuple(state_of(Path(other)) for other in dict.fromkeys(others))
+            columns = tuple(
+                map(functools.partial(_column, path, file), names, datasets)
+            )
     except (OSError, RuntimeError) as error:
         raise DataError(f"{path}: cannot be opened as HDF5: {error}") from error
     if missing:
@@ -170,16 +233,30 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
         pairs = ", ".join(f"{c.name!r} has {c.shape[0]}" for c in columns)
         raise DataError(f"{path}: the datasets have unequal rows: {pairs}")
     is_being_written = _is_being_written(path)
-    return FileIndex(path, size_bytes, head, lengths[0], columns, is_being_written)
+    return FileIndex(state, lengths[0], columns, is_being_written, states)
 
 
-def head_of(descriptor: int) -> int:
-    """Return a checksum of a file's first bytes."""
-    return zlib.crc32(os.pread(descriptor, _HEAD_BYTES, 0))
+def state_of(path: Path, descriptor: int | None = None) -> FileState:
+    """Return the state of the open file that `path` has led to.
+
+    Without a descriptor, of the file that it leads to now, whose bytes are not read.
+    """
+    status = os.stat(path) if descriptor is None else os.fstat(descriptor)
+    head = b"" if descriptor is None else os.pread(descriptor, _HEAD_BYTES, 0)
+    return FileState(
+        path,
+        os.uname().nodename,
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        zlib.crc32(head),
+    )
 
 
 def open_hdf5(path: Path) -> h5py.File:
     """Open a file to read, without locks, which fail on many network file systems."""
+    require_regular(path)
     for locking in (False, "best-effort", True):
         try:
             return h5py.File(path, "r", locking=locking)
@@ -191,7 +268,9 @@ def open_hdf5(path: Path) -> h5py.File:
     raise refused
 
 
-def _column(path: Path, file: h5py.File, name: str) -> Column:
+def _dataset(path: Path, file: h5py.File, name: str, others: list[str]) -> h5py.Dataset:
+    """Return a dataset; add other files that it lies in, which must be regular."""
+    others += find_linked(file, name)
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
         raise DataError(
@@ -199,6 +278,11 @@ def _column(path: Path, file: h5py.File, name: str) -> Column:
             f"{', '.join(sorted(file)) or 'none'} (a group or a broken link "
             "is no dataset)"
         )
+    others += find_storage(dataset)
+    return dataset
+
+
+def _column(path: Path, file: h5py.File, name: str, dataset: h5py.Dataset) -> Column:
     if dataset.ndim == 0 or dataset.shape is None:
         raise DataError(f"{path}: dataset {name!r} is a scalar, without rows")
     try:
@@ -247,8 +331,11 @@ def kind_of(dataset: h5py.Dataset) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
     A dataset of HDF5's array type is read with more dimensions than it has.
     """
-    base, more = dataset.dtype.subdtype or (dataset.dtype, ())
-    return (*dataset.shape, *more), base
+    dtype, shape = dataset.dtype, dataset.shape
+    while dtype.subdtype is not None:  # arrays of arrays have several
+        dtype, more = dtype.subdtype
+        shape = (*shape, *more)
+    return shape, dtype
 
 
 def _is_being_written(path: Path) -> bool:
@@ -291,6 +378,9 @@ def _chunked(name: str, dataset: h5py.Dataset) -> Column | str:
     if (filters := hdf5_chunks.filters_of(dataset)) is None:
         names = ", ".join(hdf5_chunks.filter_names(dataset))
         return f"filters that only HDF5 undoes: {names}"
+    if hdf5_chunks.skips_user_block(dataset.file):
+        version = h5py.version.hdf5_version
+        return f"chunks after a user block, which HDF5 {version} does not locate"
     if (table := hdf5_chunks.table_of(dataset)) is None:
         return "an index of chunks that HDF5 does not tell, or that is mostly empty"
     return Column(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import os
 from pathlib import Path
 
 import h5py
 
 from mpidist.data.hdf5.index import kind_of, open_hdf5
 from mpidist.errors import DataError
+from mpidist.regular_files import open_regular
 
 __all__ = ["choose_datasets"]
 
@@ -40,7 +42,7 @@ def choose_datasets(path: Path) -> tuple[list[str], list[str]]:
         sizes[name] = item.size * dtype.itemsize
 
     try:
-        open(path, "rb").close()  # says shortly what HDF5 says at length
+        os.close(open_regular(path))  # says shortly what HDF5 says at length
         with open_hdf5(path) as file:
             file.visititems(visit)
     except (OSError, RuntimeError) as error:

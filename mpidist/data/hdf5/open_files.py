@@ -12,13 +12,21 @@ from typing import Any
 import h5py
 import numpy as np
 
-from mpidist.data.hdf5.index import Column, FileIndex, kind_of, open_hdf5
+from mpidist.data.hdf5.index import (
+    Column,
+    FileIndex,
+    FileState,
+    kind_of,
+    open_hdf5,
+    state_of,
+)
 from mpidist.data.hdf5.raw_file import RawFile
 from mpidist.errors import DataError
 
 __all__ = ["OpenFiles"]
 
 _OPEN_FILES = 128
+_FEW_FILES = 16  # are checked at each read
 
 
 class OpenFiles:
@@ -27,13 +35,18 @@ class OpenFiles:
     def __init__(self) -> None:
         self._raw: collections.OrderedDict[Path, Any] = collections.OrderedDict()
         self._hdf5: collections.OrderedDict[Path, Any] = collections.OrderedDict()
+        # What files were when this process first opened them: kept when they are closed
+        self._states: dict[Path, FileState] = {}
+        self._other_states: dict[Path, FileState] = {}
+        # Whose many other files were checked since `check_others`
+        self._checked: set[Path] = set()
         self._lock = threading.RLock()
 
     def raw(self, path: Path, index: FileIndex) -> RawFile:
-        """Return a file as bytes; it must be the one with this index."""
-        file: RawFile = self._opened(
-            self._raw, path, lambda: RawFile(path, index.size_bytes, index.head)
-        )
+        """Return a file as bytes; it must be the one with this index, unchanged."""
+        expected = self._states.get(path, index.state)
+        file: RawFile = self._opened(self._raw, path, lambda: RawFile(path, expected))
+        self._states.setdefault(path, file.state)
         return file
 
     def by_h5py(
@@ -52,7 +65,29 @@ class OpenFiles:
             if not index.is_being_written:
                 # HDF5 gives zeros for what lies behind the end of a file
                 self.raw(path, index).require_unchanged()
+                self._require_others_unchanged(path, index)
             return found
+
+    def check_others(self) -> None:
+        """Check all other files that rows lie in once more, where they are many."""
+        with self._lock:
+            self._checked.clear()
+
+    def _require_others_unchanged(self, path: Path, index: FileIndex) -> None:
+        """Raise a DataError if a file has changed that a link or a source leads to."""
+        # Where a rank has a path of its own, so may the others be
+        if path != index.path or path in self._checked:
+            return
+        for before in index.others:
+            expected = self._other_states.setdefault(before.path, before)
+            if changes := expected.changes_to(state_of(before.path), is_shared=False):
+                raise DataError(
+                    f"{before.path}, which it leads to, was changed: "
+                    f"{', '.join(changes)}; a file must not change while it is read; "
+                    "make a new dataset to read it as it is now"
+                )
+        if len(index.others) > _FEW_FILES:
+            self._checked.add(path)
 
     def _by_h5py(
         self, path: Path, column: Column, read: Callable[[h5py.Dataset], Any]

@@ -32,9 +32,10 @@ from mpidist.data.hdf5.copying import (
     spans_of,
     take_rows,
 )
-from mpidist.data.hdf5.index import head_of
+from mpidist.data.hdf5.index import FileState, state_of
 from mpidist.errors import DataError
 from mpidist.memory.buffers import Buffers
+from mpidist.regular_files import open_regular
 
 __all__ = ["RawFile"]
 
@@ -56,25 +57,27 @@ class RawFile:
 
     Args:
       path: of the file.
-      size_bytes: which the file must have.
-      head: which `head_of` must give.
+      expected: the state that the file must have.
+
+    Raises:
+      DataError: it has another one.
+      OSError: it cannot be opened, or is no regular file.
     """
 
-    def __init__(self, path: Path, size_bytes: int, head: int):
+    def __init__(self, path: Path, expected: FileState):
         self._path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = open_regular(path)
         weakref.finalize(self, os.close, self._descriptor)
-        self._size_bytes = size_bytes
-        status = os.fstat(self._descriptor)
-        if status.st_size != size_bytes or head_of(self._descriptor) != head:
+        self.state = state_of(path, self._descriptor)
+        self._size_bytes = self.state.size_bytes
+        self._is_local = _file_system(self.state.device) in _LOCAL_FILE_SYSTEMS
+        if changes := expected.changes_to(self.state, not self._is_local):
             raise DataError(
-                f"{path}: is not the file whose index was read: it has "
-                f"{status.st_size} bytes instead of {size_bytes}, or another start; "
+                f"{path}: is not the file whose index was read: {', '.join(changes)}; "
                 "a file must not change while it is read, and must be the same on all "
-                "nodes"
+                "nodes; make a new dataset to read it as it is now"
             )
-        self._identity = _identity(status)
-        self._is_local = _file_system(status.st_dev) in _LOCAL_FILE_SYSTEMS
+        self._identity = _identity(os.fstat(self._descriptor))
         self._checked = time.monotonic()
         self._lock = threading.Lock()
         self._map = self._map_bytes() if self._is_local else None

@@ -178,6 +178,7 @@ class Hdf5Rows:
         """See `BlockSource.retain`."""
         with self._lock:
             self._users += 1
+        self._open_files.check_others()
 
     def release(self, keep_files: bool = False) -> None:
         """See `BlockSource.release`."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import h5py
 
 from mpidist.data.hdf5.layout import Field
+from mpidist.data.hdf5.other_files import find_sources
 from mpidist.data.hdf5.unfinished import Unfinished, sync_folder
 from mpidist.errors import ArgumentError
 
@@ -101,13 +102,18 @@ def _write_dataset(
     file.require_group(f"/{group}").create_virtual_dataset(leaf, layout)
 
 
-def missing_sources(datasets: Sequence[h5py.Dataset]) -> list[str]:
+def missing_sources(datasets: Sequence[h5py.Dataset], found: list[str]) -> list[str]:
     """Return the files that virtual datasets of one file need and that are not there.
 
     HDF5 itself would give fill values for their rows, without a word.
+
+    Args:
+      datasets: of one file.
+      found: gets the paths of the files that are there.
+
+    Raises:
+      OSError: one is no regular file.
     """
-    if "HDF5_VDS_PREFIX" in os.environ:
-        return []
     names = {
         source.file_name
         for dataset in datasets
@@ -116,15 +122,13 @@ def missing_sources(datasets: Sequence[h5py.Dataset]) -> list[str]:
     }
     # A dot is the file itself, and %b the number of a block
     plain = sorted(n for n in names if n != "." and "%b" not in n.replace("%%", ""))
-    path = Path(datasets[0].file.filename)
     files = [name.replace("%%", "%") for name in plain]
-    return [name for name in files if not _exists(name, path)]
-
-
-def _exists(name: str, index: Path) -> bool:
-    """Return whether HDF5 would find a source file."""
-    folders = (index.parent, Path(), index.resolve().parent)
-    return any((folder / name).exists() for folder in folders)
+    missing = []
+    for name in files:
+        paths = find_sources(datasets[0], name)
+        found += paths[:1]
+        missing += [] if paths else [name]
+    return [] if "HDF5_VDS_PREFIX" in os.environ else missing
 
 
 def _escape(name: str) -> str:

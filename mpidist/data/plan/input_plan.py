@@ -83,7 +83,7 @@ def _dataset(request: Request, source: DryRows) -> Dataset:
 
 def _source(source: DryRows, names: Sequence[str], others: Sequence[str]) -> SourcePart:
     files = source.layout.files
-    sizes: Mapping[Path, int] = {file.path: file.size_bytes for file in files}
+    sizes: Mapping[Path, int] = {file.path: file.state.size_bytes for file in files}
     fields = zip(*(file.columns for file in files), strict=True)
     datasets = tuple(_dataset_part(*one) for one in zip(names, fields, strict=True))
     return SourcePart(

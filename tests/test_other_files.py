@@ -1,0 +1,122 @@
+"""Data files, and files that they lead to, that are no regular files: refused.
+
+Opening a FIFO waits for a writer, so all of it is done in a job of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import h5py
+import numpy as np
+import pytest
+from hdf5_damage import on_root
+
+from mpidist import DataError, Dataset
+from mpidist.data.hdf5.names import choose_datasets
+
+SCRIPT = """
+import sys
+from mpi4py import MPI
+import mpidist
+
+strategy = mpidist.MirroredStrategy()
+file, names = sys.argv[1], sys.argv[2:]
+for file, name in [(file, n) for n in names] + [(n, "x") for n in names]:
+    dataset = mpidist.Dataset.from_hdf5(file, name).batch(2)
+    try:
+        list(strategy.experimental_distribute_dataset(dataset))
+    except mpidist.DataError as error:
+        message = str(error)
+    else:
+        message = "read"
+    for rank, text in enumerate(MPI.COMM_WORLD.gather((name, message)) or ()):
+        print(rank, file, *text)
+"""
+
+
+NAMES = [
+    "external link",
+    "group/soft link",
+    "hard link/soft link",
+    "link to a link",
+    "link to a group/link",
+    "virtual",
+    "storage",
+]
+
+
+def write_links(path, target):
+    """Write a file of datasets whose rows, or which themselves, are in another one."""
+    with h5py.File(path.with_name("between.h5"), "w") as file:
+        file["link"] = h5py.ExternalLink(target, "x")
+    with h5py.File(path, "w") as file:
+        file["external link"] = h5py.ExternalLink(target, "x")
+        file["group/soft link"] = h5py.SoftLink("/external link")
+        file["hard link"] = file["group"]
+        file["link to a link"] = h5py.ExternalLink("between.h5", "link")
+        file["link to a group"] = h5py.ExternalLink("between.h5", "/")
+        layout = h5py.VirtualLayout((4,), "i4", (None,))
+        layout[:] = h5py.VirtualSource(target, "x", (4,))
+        file.create_virtual_dataset("virtual", layout)
+        file.create_dataset("storage", (4,), "i4", external=[(target, 0, 16)])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_no_regular_file_is_refused_on_all_ranks(
+    mpirun, comm, mpi_tmp_path, ranks
+):
+    folder = mpi_tmp_path
+
+    def prepare():
+        os.mkfifo(folder / "fifo")
+        (folder / "to a fifo").symlink_to("fifo")
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(folder / "socket"))
+        (folder / "script.py").write_text(SCRIPT)
+        write_links(folder / "a.h5", "fifo")
+
+    on_root(comm, prepare)
+    others = [str(folder / name) for name in ("fifo", "to a fifo", "socket")]
+    arguments = [str(folder / "a.h5"), *NAMES, *others, "/dev/zero"]
+    result = mpirun(ranks, str(folder / "script.py"), *arguments)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    for name in NAMES:
+        found = [line for line in lines if f"a.h5 {name} " in line]
+        assert len(found) == ranks, result.stdout
+        assert all("is a FIFO, and must be a regular file" in line for line in found)
+    for name, kind in zip([*others, "/dev/zero"], ["FIFO"] * 2 + ["socket", "device"]):
+        found = [line for line in lines if f" {name} x " in line]
+        assert len(found) == ranks, result.stdout
+        assert all(kind in line and name in line for line in found), found
+    with pytest.raises(DataError, match="is a FIFO"):
+        choose_datasets(folder / "fifo")
+
+
+def test_what_leads_to_regular_files_is_read(tmp_path, monkeypatch):
+    data = np.arange(4, dtype="i4")
+    with h5py.File(tmp_path / "there.h5", "w") as file:
+        file["x"] = data
+    write_links(tmp_path / "a.h5", "there.h5")
+    with h5py.File(tmp_path / "a.h5", "a") as file:
+        file["absolute"] = h5py.ExternalLink(f"/nowhere/{tmp_path.name}/there.h5", "x")
+        file["loop"] = h5py.SoftLink("loop")
+        file["around"] = h5py.SoftLink("/hard link/../group/./soft link")
+    for name in [*NAMES[:-1], "absolute"]:
+        (rows,) = Dataset.from_hdf5(tmp_path / "a.h5", name).batch(4)
+        np.testing.assert_array_equal(rows, data)
+    for name in ["loop", "around", "group/nothing", "virtual/x", "link to a group/no"]:
+        with pytest.raises(DataError, match=r"there is no dataset|too many links"):
+            list(Dataset.from_hdf5(tmp_path / "a.h5", name))
+    # Where HDF5 looks first
+    (tmp_path / "first").mkdir()
+    os.mkfifo(tmp_path / "first" / "there.h5")
+    for variable, name in [
+        ("HDF5_EXT_PREFIX", "external link"),
+        ("HDF5_VDS_PREFIX", "virtual"),
+    ]:
+        monkeypatch.setenv(variable, f"/nowhere:{tmp_path / 'first'}")
+        with pytest.raises(DataError, match=r"first/there\.h5"):
+            list(Dataset.from_hdf5(tmp_path / "a.h5", name))
