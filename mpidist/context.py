@@ -254,6 +254,7 @@ class ReplicaContext:
           MismatchError: structures, shapes, dtypes or `reduce_op` differ.
           DTypeError: a dtype, such as bool, that cannot be added up.
           ArgumentError, ArgumentTypeError: an unknown `reduce_op`; no array or number.
+          ArgumentError: a sum of integers that does not fit their dtype.
           DivergenceError: a replica called something else.
 
         Example:

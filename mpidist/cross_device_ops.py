@@ -257,11 +257,15 @@ class MpiAllReduce(CrossDeviceOps):
       array([1., 3.])
     """
 
+    is_sum = True  # whether `sum_arrays` adds arrays up, and does nothing else
+
     def reduce_checked(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> list[Any]:
         """See `CrossDeviceOps.reduce_checked`."""
-        return self.collectives.reduce_arrays(op, values, options, self.sum_arrays)
+        return self.collectives.reduce_arrays(
+            op, values, options, self.sum_arrays, self.is_sum
+        )
 
     def sum_arrays(
         self, values: Sequence[Any], options: CommunicationOptions

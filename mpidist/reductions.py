@@ -140,6 +140,7 @@ class ReductionToOneDevice(MpiAllReduce):
             name, also = "reduce_to_device", ", a device or None"
             self._device = checks.optional_integer(name, reduce_to_device, 0, also)
         self._accumulate = checks.optional_function("accumulation_fn", accumulation_fn)
+        self.is_sum = accumulation_fn is None
         self._root = 0
 
     def describe(self) -> str:

@@ -240,7 +240,10 @@ class ReplicaGroup:
         self.agreement.require_same(Call(operation, (), spec, described))
 
     def _sum(self, values: Sequence[Any], options: CommunicationOptions) -> list[Any]:
-        return self.cross_device_ops.reduce_checked(ReduceOp.SUM, values, options)
+        ops = self.cross_device_ops
+        if isinstance(ops, MpiAllReduce):
+            return ops.sum_arrays(values, options)
+        return ops.reduce_checked(ReduceOp.SUM, values, options)
 
 
 def _sample(array: Any) -> str:

@@ -135,7 +135,8 @@ class Strategy:
           every replica is nan.
 
         Raises, on all replicas:
-          ArgumentError: an unknown operation; an axis out of range.
+          ArgumentError: an unknown operation; an axis out of range; a sum of integers
+            that does not fit their dtype.
           ArgumentTypeError: reduce_op or axis of another type; no array or number.
           DTypeError: a dtype that cannot be added up, such as bool.
           MismatchError: structures, dtypes or shapes differ.

@@ -90,7 +90,8 @@ class Collectives:
           reduce_arrays: what does the work, once all is checked: by default
             `reduce_arrays`.
 
-        Raises, on all ranks: see `Agreement.require_same` and `arrays.to_array`.
+        Raises, on all ranks: see `Agreement.require_same` and `arrays.to_array`; also
+          ArgumentError for a sum of integers that does not fit their dtype.
         """
         is_plain = options is None and reduce_arrays is None
         if is_plain:
@@ -174,6 +175,10 @@ class Collectives:
         totals = list(
             map(arithmetic.add_in_order, agreement.comparison.payloads(partial))
         )
+        if arithmetic.is_integer_sum(op, out):
+            assert call.spec is not None
+            pairs = list(zip(totals, agreement.comparison.payloads(partial)))
+            check_each(pairs, call.spec, arithmetic.check_sum)
         results = arithmetic.finish(op, totals, out, self.size)
         return self._copies.up(results, given) if is_on_gpu else results
 
@@ -183,16 +188,48 @@ class Collectives:
         values: Sequence[Any],
         options: CommunicationOptions,
         sum_arrays: Summation | None = None,
+        is_sum: bool = True,
     ) -> list[Any]:
         """Return the reductions of arrays that were checked before.
 
         float16 and bfloat16 are added up in float32, the mean of integers in float64.
+
+        Raises, on all ranks: ArgumentError for a sum of integers that does not fit
+          their dtype, unless `sum_arrays` does something else (`is_sum` is False).
         """
         # Where nothing is sent, nothing needs to be narrow
         compression = options.compression if self.size > 1 else None
         out, partial = arithmetic.to_add(op, values, compression)
-        totals = (sum_arrays or self.sums.sum_arrays)(partial, options)
+        sum_arrays = sum_arrays or self.sums.sum_arrays
+        if is_sum and self.size > 1 and arithmetic.is_integer_sum(op, out):
+            totals = self._sum_integers(partial, options, sum_arrays)
+        else:
+            totals = sum_arrays(partial, options)
         return arithmetic.finish(op, totals, out, self.size)
+
+    def _sum_integers(
+        self,
+        partial: Sequence[Any],
+        options: CommunicationOptions,
+        sum_arrays: Summation,
+    ) -> list[Any]:
+        """Return sums, some of integers, or raise on all ranks if those do not fit.
+
+        Along with them ranks count who has numbers so large that a sum might not fit.
+        Only then all are added up once more, in float64.
+        """
+        is_large = any(arithmetic.may_overflow(a, self.size) for a in partial)
+        # Not an integer, so that it is in no pack with large arrays of them
+        count = np.array([is_large], np.float64)
+        *totals, count = sum_arrays([*partial, count], options)
+        if count[0]:
+            integers = [j for j, a in enumerate(partial) if a.dtype.kind in "iu"]
+            wide = [partial[j].astype(np.float64) for j in integers]
+            for j, rough in zip(integers, sum_arrays(wide, options), strict=True):
+                name = "value" if len(partial) == 1 else f"array {j} of the value"
+                what = f"the sum of {name} over all replicas"
+                arithmetic.require_fit(totals[j], rough, what)
+        return totals
 
     def reduce_again(
         self,
@@ -238,7 +275,7 @@ class Collectives:
         dimensions must agree. A mean is the sum of all elements over the sum of all
         lengths, and nan where that is zero. Floating values are added up in double
         precision, integers in 64 bits; the result has the dtype of `value` (a mean of
-        integers is float64).
+        integers is float64, and of 64-bit ones added up in it, as NumPy does).
 
         Raises, on all ranks: see `all_reduce`; also ArgumentError for an axis out of
         range or a sum of integers that does not fit their dtype, and
@@ -253,11 +290,13 @@ class Collectives:
             axes = check_each(
                 given, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
             )
-            partial = [arithmetic.sum_over(a, drop) for a, drop in zip(given, axes)]
-            return op, leaves, spec, given, axes, partial
+            pairs = list(zip(given, axes))
+            partial = [arithmetic.sum_over(op, a, drop) for a, drop in pairs]
+            rough = [arithmetic.rough_sum_over(op, a, drop) for a, drop in pairs]
+            return op, leaves, spec, given, axes, partial, rough
 
         prepared = self.agreement.prepare(operation, prepare)
-        op, leaves, spec, given, axes, partial = prepared
+        op, leaves, spec, given, axes, partial, rough = prepared
         described = tuple(
             (a.dtype, *rest) for a, (_, *rest) in zip(given, describe(partial))
         )
@@ -265,19 +304,21 @@ class Collectives:
         call = Call(operation, agreed, spec, described)
         # Sums and lengths travel together
         lengths = [math.prod(a.shape[i] for i in drop) for a, drop in zip(given, axes)]
-        partial.append(np.array(lengths))
+        sent = [*partial, np.array(lengths), *(r for r in rough if r is not None)]
         with self.agreement.turns:
             self.agreement.require_same(call, timeout=options.timeout_seconds)
-            totals = (sum_arrays or self.sums.sum_arrays)(partial, options)
-        *totals, total_lengths = totals
+            sums = iter((sum_arrays or self.sums.sum_arrays)(sent, options))
+        totals = [next(sums) for _ in partial]
+        total_lengths = next(sums)
+        rough = [None if r is None else next(sums) for r in rough]
         if op is ReduceOp.MEAN:
             results = [
                 arithmetic.mean_of(total, length, a.dtype)
                 for total, length, a in zip(totals, total_lengths.tolist(), given)
             ]
         else:
-            pairs = [(total, a.dtype) for total, a in zip(totals, given)]
-            results = check_each(pairs, spec, arithmetic.narrow)
+            found = [(*sums, a.dtype) for *sums, a in zip(totals, rough, given)]
+            results = check_each(found, spec, arithmetic.narrow)
         # As NumPy's sum does, give an array scalar where no dimension is left
         results = [arrays.like(r[()], leaf) for r, leaf in zip(results, leaves)]
         return nest.unflatten(spec, results)
