@@ -149,8 +149,7 @@ def require_fit(total: Any, rough: Any, what: str) -> None:
     place = f" in element {index}" if index else ""
     wider = np.dtype(np.int64 if dtype.itemsize < 8 else np.float64)
     raise ArgumentError(
-        f"{what} is {exact}{place}, which does not fit {dtype.name}; cast it to "
-        f"{wider.name} first"
+        f"{what} is {exact}{place}, which does not fit {dtype.name}; use {wider.name}"
     )
 
 

@@ -12,6 +12,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mpidist import arrays, checks, nest
 from mpidist.agreement.calls import Call
 from mpidist.collectives.collectives import Collectives
@@ -225,7 +227,7 @@ class CrossDeviceOps:
         else:
             pairs = [(value, destinations) for value in per_replica]
             results = self.batch_reduce_implementation(op, pairs, options)
-        return [arrays.to_array(result) for result in results]
+        return [_own(arrays.to_array(result)) for result in results]
 
     def _reduce_pairs(
         self,
@@ -272,6 +274,12 @@ class MpiAllReduce(CrossDeviceOps):
     ) -> list[Any]:
         """Return the sums of contiguous arrays that are known to agree. Collective."""
         return self.collectives.sums.sum_arrays(values, options)
+
+
+def _own(array: Any) -> Any:
+    """Return an array that can be changed, as the components of `Mirrored` cannot."""
+    is_read_only = isinstance(array, np.ndarray) and not array.flags.writeable
+    return array.copy() if is_read_only else array
 
 
 def _values_of(pairs: Pairs) -> list[Any]:
