@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 import zlib
@@ -57,7 +58,9 @@ class ReplicaGroup:
         self.symmetric_memory = SymmetricMemory(self.agreement, self.topology.node)
         self.replica_id = self.topology.rank
         self.num_replicas = self.topology.size
-        self._variables: list[weakref.ref[Any]] = []
+        self._numbers = itertools.count()
+        self._variables: weakref.WeakValueDictionary[int, Any]
+        self._variables = weakref.WeakValueDictionary()
         # What else is to be closed with the strategy, in the same order on all ranks
         self.closing: list[Callable[[], None]] = []
         self._channel: Channel | None = None
@@ -123,14 +126,14 @@ class ReplicaGroup:
 
         Variables are made in the same order on all replicas, so the numbers agree.
         """
-        self._variables.append(weakref.ref(variable))
-        return len(self._variables) - 1
+        number = next(self._numbers)
+        self._variables[number] = variable
+        return number
 
     @property
     def variables(self) -> dict[int, Any]:
         """The variables that still exist in this process, by their number."""
-        alive = ((i, reference()) for i, reference in enumerate(self._variables))
-        return {i: variable for i, variable in alive if variable is not None}
+        return dict(self._variables.items())
 
     def close(self) -> None:
         """Free communicators and caches; a second call does nothing. Collective."""
