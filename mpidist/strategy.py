@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from mpidist import checks, nest
 from mpidist.agreement.calls import Call
@@ -349,6 +349,12 @@ class Strategy:
         require_cross_replica(self, "experimental_finalize")
         self._extended.close()
         return []
+
+    def __reduce__(self) -> NoReturn:
+        raise ContextError(
+            f"a {type(self).__name__} cannot be pickled: its communicators belong to "
+            "the ranks of this job; make one where it is needed"
+        )
 
     def __repr__(self) -> str:
         return (

@@ -86,6 +86,12 @@ class DistributedValues:
         return f"{type(self).__name__}:{{\n{lines}\n}}"
 
 
+_ADVICE = (
+    "Use strategy.reduce or strategy.gather to combine them, or "
+    "strategy.experimental_local_results to look at this process's own"
+)
+
+
 def _as_tuple(name: str, items: Any) -> tuple[Any, ...]:
     if isinstance(items, Sequence) and not isinstance(items, str | bytes):
         return tuple(items)
@@ -116,16 +122,27 @@ class PerReplica(DistributedValues):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise ArgumentError(
             "a PerReplica value is not one array: its components differ from replica "
-            f"to replica ({self!r} here). Use strategy.reduce or strategy.gather to "
-            "combine them, or strategy.experimental_local_results to look at this "
-            "process's own"
+            f"to replica ({self!r} here). {_ADVICE}"
         )
 
+    def __getattr__(self, name: str) -> NoReturn:
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        is_of_arrays = hasattr(np.ndarray, name) or name == "numpy"
+        if is_of_arrays and not name.startswith("_"):
+            text = f"{text}: its components differ from replica to replica. {_ADVICE}"
+        raise AttributeError(text, name=name, obj=self)
+
+    def __format__(self, spec: str) -> str:
+        return self._refuse() if spec else str(self)
+
     __array__ = __array_ufunc__ = __array_function__ = _refuse
-    __len__ = __getitem__ = __iter__ = __float__ = __int__ = __complex__ = _refuse
+    __len__ = __getitem__ = __setitem__ = __iter__ = __contains__ = _refuse
+    __reversed__ = __round__ = __float__ = __int__ = __complex__ = _refuse
     __index__ = __bool__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
+    __divmod__ = __rdivmod__ = __lshift__ = __rlshift__ = _refuse
+    __rshift__ = __rrshift__ = __invert__ = _refuse
     __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __pos__ = __abs__ = _refuse
@@ -267,10 +284,10 @@ class Mirrored(ArrayView, DistributedValues):
         return type(self), (self._values, self._replica_ids)
 
     def __copy__(self) -> Mirrored:
-        return Mirrored(self._values, self._replica_ids)
+        return type(self)(self._values, self._replica_ids)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mirrored:
-        return Mirrored(copy.deepcopy(self._values, memo), self._replica_ids)
+        return type(self)(copy.deepcopy(self._values, memo), self._replica_ids)
 
     def __repr__(self) -> str:
         return DistributedValues.__repr__(self)

@@ -307,6 +307,12 @@ class Variable(ArrayView, DistributedValues):
             "copy.deepcopy, or read its value"
         )
 
+    def __reduce__(self) -> NoReturn:
+        raise ContextError(
+            f"{self._name} cannot be pickled: it belongs to the ranks of this job; "
+            "save it with mpidist.Checkpoint, or pickle its value"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """Return a variable of the same strategy with a state of its own.
 

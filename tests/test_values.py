@@ -50,12 +50,34 @@ def test_as_many_components_as_replica_ids():
         lambda v: v[0],
         lambda v: v > 0,
         lambda v: np.concatenate([v, v]),
+        lambda v: divmod(v, 2),
+        lambda v: divmod(2, v),
+        lambda v: v << 1,
+        lambda v: 1 >> v,
+        lambda v: ~v,
+        round,
+        lambda v: f"{v:.2f}",
+        lambda v: operator.setitem(v, 0, 1),
+        lambda v: 1.0 in v,
+        reversed,
     ],
 )
 def test_a_per_replica_value_is_not_an_array(use):
     value = mpidist.PerReplica((np.ones(2),), (0,))
     with pytest.raises(ValueError, match=r"reduce.*gather.*local_results"):
         use(value)
+
+
+@pytest.mark.parametrize("name", ["item", "numpy", "shape", "mean", "T"])
+def test_a_per_replica_value_has_no_attributes_of_arrays(name):
+    value = mpidist.PerReplica((np.ones(2),), (0,))
+    match = f"no attribute '{name}': .*reduce.*gather.*local_results"
+    with pytest.raises(AttributeError, match=match):
+        getattr(value, name)
+    assert not hasattr(value, "__array_interface__")
+    with pytest.raises(AttributeError, match=r"no attribute 'losses'$"):
+        value.losses  # noqa: B018
+    assert f"{value}" == str(value)
 
 
 def test_per_replica_values_compare_and_hash_by_identity():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import tracemalloc
 
 import numpy as np
@@ -247,3 +248,14 @@ def test_variables_that_are_dropped_leave_nothing(strategy):
     ]
     assert list(extended.variables.values()) == [*kept, twin, last]
     assert len(set(extended.agreement.gather("names", last.name))) == 1
+
+
+def test_what_belongs_to_this_process_cannot_be_pickled(strategy):
+    w = make(strategy, name="w")
+    with pytest.raises(mpidist.ContextError, match=r"w cannot be pickled.*Checkpoint"):
+        pickle.dumps({"w": w})
+    for value in (strategy, mpidist.get_strategy()):
+        with pytest.raises(mpidist.ContextError, match=r"Strategy cannot be pickled"):
+            pickle.dumps(value)
+    with pytest.raises(mpidist.ContextError, match="cannot be pickled"):
+        strategy.run(lambda: pickle.dumps(mpidist.get_replica_context()))
