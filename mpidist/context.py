@@ -28,6 +28,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "in_replica_of",
     "in_update",
     "require_cross_replica",
     "set_default_strategy",
@@ -156,6 +157,12 @@ def in_cross_replica_context() -> bool:
       (False,)
     """
     return _stack.top.replica is None
+
+
+def in_replica_of(strategy: Strategy) -> bool:
+    """Return whether the current context is a replica's, of this strategy."""
+    replica = _stack.top.replica
+    return replica is not None and replica.strategy is strategy
 
 
 def in_update() -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from mpidist import checks, nest
 from mpidist.agreement.calls import Call
 from mpidist.cluster_resolver import SlurmClusterResolver, below_srun
-from mpidist.context import Scope, get_replica_context, require_cross_replica
+from mpidist.context import Scope, in_replica_of, require_cross_replica
 from mpidist.data.dataset import DatasetLike
 from mpidist.data.distributed.datasets import DistributedDataset, InputContext
 from mpidist.errors import ContextError
@@ -183,8 +183,7 @@ class Strategy:
           array([[0, 0],
                  [1, 1]])
         """
-        replica = get_replica_context()
-        if replica is not None and replica.strategy is self:
+        if in_replica_of(self):
             raise ContextError(
                 "gather was called in replica context; there, use "
                 "get_replica_context().all_gather"
@@ -224,8 +223,7 @@ class Strategy:
           array([[4., 4., 4.],
                  [4., 4., 4.]])
         """
-        replica = get_replica_context()
-        if replica is None or replica.strategy is not self:
+        if not in_replica_of(self):
             require_cross_replica(self, "symmetric_like")
         return self._extended.symmetric_like("symmetric_like", value)
 

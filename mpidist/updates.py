@@ -27,19 +27,18 @@ _SPARSE_SUMS = ("scatter_add", "scatter_sub")
 
 def is_local(variable: Variable) -> bool:
     """Return whether the current context concerns this replica's copy alone."""
-    replica = context.get_replica_context()
-    is_own = replica is not None and replica.strategy is variable.distribute_strategy
-    return context.in_update() or is_own
+    strategy = variable.distribute_strategy
+    return context.in_update() or context.in_replica_of(strategy)
 
 
 def update(variable: Variable, operation: str, apply: Apply, value: Any) -> Variable:
     """Put `apply(old copy, value)` in place of the copies, as the context demands."""
     _require_strategy(variable)
-    call = f"{operation} of {variable.name}"
     if context.in_update() or (is_local(variable) and variable.on_read):
-        new = _applied(variable, call, apply, value)
+        new = _applied(variable, operation, apply, value)
     elif is_local(variable):
-        new = _applied(variable, call, apply, _combine(variable, call, value))
+        combined = _combine(variable, f"{operation} of {variable.name}", value)
+        new = _applied(variable, operation, apply, combined)
     else:
         new = _applied_everywhere(variable, operation, apply, value)
     variable.replace_local(new)
@@ -82,7 +81,7 @@ def scatter(
             ufunc.at(new, indices, rows)
         return new
 
-    variable.replace_local(_applied(variable, call, put, rows))
+    variable.replace_local(_applied(variable, operation, put, rows))
     return variable
 
 
@@ -134,13 +133,13 @@ def _require_aggregation(variable: Variable, call: str) -> None:
         )
 
 
-def _applied(variable: Variable, call: str, apply: Apply, value: Any) -> Any:
+def _applied(variable: Variable, operation: str, apply: Apply, value: Any) -> Any:
     """Return `apply(old copy, value)`; integers must not overflow."""
     old, given = variable.local, _converted(variable, value)
     new = apply(old, given)
-    if old.dtype.kind in "iu" and not call.startswith("assign of"):
+    if old.dtype.kind in "iu" and operation != "assign":
         rough = apply(old.astype(np.float64), given.astype(np.float64))
-        arithmetic.require_fit(new, rough, call)
+        arithmetic.require_fit(new, rough, f"{operation} of {variable.name}")
     return new
 
 
@@ -162,7 +161,7 @@ def _applied_everywhere(
         own = converted
         if is_sum:
             own = share(converted, extended.num_replicas, extended.replica_id)
-        return converted, _applied(variable, call, apply, own)
+        return converted, _applied(variable, operation, apply, own)
 
     is_sum = variable.on_read and variable.aggregation is VariableAggregation.SUM
     if is_sum and operation != "assign":
