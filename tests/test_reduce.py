@@ -451,8 +451,8 @@ WAYS = {
 }
 
 
-OVERFLOWS = [(way, dtype) for way in WAYS for dtype in ("i8", "u1")]
-OVERFLOWS += [("reduce", "u8"), ("reduce", "i4")]
+OVERFLOWS = [(way, dtype) for way in WAYS for dtype in ("i8", "i1")]
+OVERFLOWS += [("reduce", "u8"), ("reduce", "u4"), ("by MPI", "u1"), ("by MPI", "i2")]
 
 
 @pytest.mark.parametrize(("way", "dtype"), OVERFLOWS)

@@ -226,6 +226,9 @@ class Collectives:
             integers = [j for j, a in enumerate(partial) if a.dtype.kind in "iu"]
             wide = [partial[j].astype(np.float64) for j in integers]
             for j, rough in zip(integers, sum_arrays(wide, options), strict=True):
+                dtype = partial[j].dtype
+                if dtype.itemsize < 8:  # exact; Open MPI saturates sums of few bits
+                    totals[j] = rough.astype(np.int64).astype(dtype)
                 name = "value" if len(partial) == 1 else f"array {j} of the value"
                 what = f"the sum of {name} over all replicas"
                 arithmetic.require_fit(totals[j], rough, what)
