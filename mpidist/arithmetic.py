@@ -17,10 +17,15 @@ from mpidist.options import ReduceOp
 __all__ = [
     "add_in_order",
     "bound_bytes",
+    "check_sum",
     "contiguous",
     "finish",
+    "is_integer_sum",
+    "may_overflow",
     "mean_of",
     "narrow",
+    "require_fit",
+    "rough_sum_over",
     "sum_over",
     "to_add",
 ]
@@ -89,18 +94,93 @@ def add_in_order(parts: Sequence[Any], out: Any = None) -> Any:
     return total
 
 
-def sum_over(array: Any, axes: tuple[int, ...]) -> Any:
-    """Return this rank's sum over `axes`, wide and in C order."""
-    wide = _wide(array.dtype)
+def is_integer_sum(op: ReduceOp, dtypes: Sequence[np.dtype[Any]]) -> bool:
+    """Return whether a reduction to these dtypes may overflow, as integers do."""
+    return op is ReduceOp.SUM and any(dtype.kind in "iu" for dtype in dtypes)
+
+
+def may_overflow(array: Any, ranks: int) -> bool:
+    """Return whether integers are so large that a sum over all ranks may not fit."""
+    if array.dtype.kind not in "iu" or not array.size:
+        return False
+    bound = np.iinfo(array.dtype).max // ranks
+    return bool(array.max() > bound or array.min() < -bound)
+
+
+def check_sum(pair: tuple[Any, Sequence[Any]], name: str) -> Any:
+    """Return the sum of all ranks' arrays, if integers have not overflowed in it.
+
+    Args:
+      pair: the sum, and the arrays.
+      name: of the value, for messages.
+
+    Raises:
+      ArgumentError: see `require_fit`.
+    """
+    total, parts = pair
+    if total.dtype.kind not in "iu":
+        return total
+    if total.size == 1 and sum([part.item() for part in parts]) == total.item():
+        return total
+    rough = add_in_order(parts, np.empty(total.shape, np.float64))
+    # To compare bytes is the fastest for small arrays; sums above 2**53 are rounded
+    if rough.tobytes() != total.astype(np.float64).tobytes():
+        require_fit(total, rough, f"the sum of {name} over all replicas")
+    return total
+
+
+def require_fit(total: Any, rough: Any, what: str) -> None:
+    """Raise an ArgumentError if integers have overflowed.
+
+    Args:
+      total: integers, modulo 2 to the power of their bits.
+      rough: the same in float64, which does not overflow: its error is far below half
+        of what an overflow takes away.
+      what: they are, for messages.
+    """
+    dtype = total.dtype
+    span = 1 << 8 * dtype.itemsize
+    lost = arrays.namespace(total).rint((rough - total) / float(span))
+    if not lost.any():
+        return
+    lost, total = arrays.to_host(lost), arrays.to_host(total)
+    index = tuple(int(i) for i in np.argwhere(lost)[0])
+    exact = int(total[index]) + int(lost[index]) * span
+    place = f" in element {index}" if index else ""
+    wider = np.dtype(np.int64 if dtype.itemsize < 8 else np.float64)
+    raise ArgumentError(
+        f"{what} is {exact}{place}, which does not fit {dtype.name}; use {wider.name}"
+    )
+
+
+def sum_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
+    """Return this rank's sum over `axes`, wide and in C order.
+
+    Sums of 64-bit integers may have overflowed: see `rough_sum_over`.
+    """
+    return _sum_in(_wide(op, array.dtype), array, axes)
+
+
+def rough_sum_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
+    """Return what `sum_over` does in float64, if that may overflow; else None."""
+    if op is ReduceOp.SUM and array.dtype.kind in "iu" and array.dtype.itemsize == 8:
+        return _sum_in(np.dtype(np.float64), array, axes)
+    return None
+
+
+def _sum_in(wide: np.dtype[Any], array: Any, axes: tuple[int, ...]) -> Any:
     total = arrays.namespace(array).asarray(array.sum(axis=axes, dtype=wide))
     return contiguous(total, wide)
 
 
-def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which sums over an axis are formed."""
-    if dtype.kind in "iu":
+def _wide(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which sums over an axis are formed.
+
+    It is NumPy's for the mean of 64-bit integers, whose sum need not fit.
+    """
+    if dtype.kind in "iu" and (op is ReduceOp.SUM or dtype.itemsize < 8):
         return np.dtype(f"{dtype.kind}8")
-    return np.result_type(arrays.accumulator_dtype(dtype), np.float64)
+    return np.result_type(arrays.mean_dtype(dtype), np.float64)
 
 
 def mean_of(total: Any, length: int, dtype: np.dtype[Any]) -> Any:
@@ -110,10 +190,18 @@ def mean_of(total: Any, length: int, dtype: np.dtype[Any]) -> Any:
     return mean.astype(arrays.mean_dtype(dtype), copy=False)
 
 
-def narrow(pair: tuple[Any, np.dtype[Any]], name: str) -> Any:
-    """Return a total in the dtype of what was summed; integers must fit."""
-    total, dtype = pair
-    if dtype.kind in "iu" and total.size:
+def narrow(found: tuple[Any, Any, np.dtype[Any]], name: str) -> Any:
+    """Return a total in the dtype of what was summed; integers must fit.
+
+    Args:
+      found: the total, what there is of it in float64 (see `rough_sum_over`), and the
+        dtype.
+      name: of the value, for messages.
+    """
+    total, rough, dtype = found
+    if rough is not None:
+        require_fit(total, rough, f"the sum of {name}")
+    elif dtype.kind in "iu" and total.size:
         limits = np.iinfo(dtype)
         if total.min() < limits.min or total.max() > limits.max:
             raise ArgumentError(

@@ -25,6 +25,7 @@ __all__ = [
     "like",
     "mean_dtype",
     "namespace",
+    "require_range",
     "summable",
     "synchronize",
     "to_array",
@@ -62,6 +63,8 @@ def to_array(value: Any, name: str = "value") -> Any:
         array = to_array(array, name)
     elif isinstance(value, (np.ndarray, np.generic, *_PYTHON_NUMBERS)):
         array = np.asarray(value)
+        if isinstance(value, int) and array.dtype.hasobject:
+            raise DTypeError(f"{name} is {checks.shown(value)}: more than 64 bits")
     elif is_device_array(value):
         return value
     elif _is_on_gpu(value):
@@ -213,6 +216,20 @@ def accumulator_dtype(dtype: np.dtype[Any], name: str = "value") -> np.dtype[Any
 def summable(dtype: np.dtype[Any], name: str = "value") -> None:
     """Raise a DTypeError if values of `dtype` cannot be added."""
     accumulator_dtype(dtype, name)
+
+
+def require_range(array: Any, dtype: np.dtype[Any], name: str) -> None:
+    """Raise a DTypeError if a cast to an integer `dtype` would wrap around."""
+    if dtype.kind not in "iu" or array.dtype.kind not in "iuf" or not array.size:
+        return
+    if np.can_cast(array.dtype, dtype):
+        return
+    limits, least, most = np.iinfo(dtype), array.min(), array.max()
+    if not (least >= limits.min and most <= limits.max):  # perhaps not a number
+        raise DTypeError(
+            f"{name} is {least}..{most}, which does not fit {dtype.name} "
+            f"({limits.min}..{limits.max})"
+        )
 
 
 def mean_dtype(dtype: np.dtype[Any], name: str = "value") -> np.dtype[Any]:

@@ -23,10 +23,12 @@ __all__ = [
     "Scope",
     "enter",
     "experimental_set_strategy",
+    "explain",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "in_replica_of",
     "in_update",
     "require_cross_replica",
     "set_default_strategy",
@@ -45,6 +47,7 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
         self.base: _Frame | None = None
+        self.had_no_replica = False  # `get_replica_context` has returned None
 
     @property
     def top(self) -> _Frame:
@@ -60,10 +63,10 @@ _default: list[Strategy] = []
 _default_replica: list[ReplicaContext] = []
 
 
-def set_default_strategy(strategy: Strategy) -> None:
-    """Make `strategy` the one that holds outside all scopes."""
+def set_default_strategy(strategy: Strategy, ranks: int) -> None:
+    """Make `strategy` the one that holds outside all scopes, in a job of `ranks`."""
     _default[:] = [strategy]
-    _default_replica[:] = [ReplicaContext(strategy, 0)]
+    _default_replica[:] = [_DefaultReplicaContext(strategy, ranks)]
 
 
 def get_strategy() -> Strategy:
@@ -112,13 +115,36 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 def get_replica_context() -> ReplicaContext | None:
     """Return the current replica's context, None in cross-replica context.
 
-    Outside all scopes it is that of the default strategy: replica 0 of 1.
+    Outside all scopes it is that of the default strategy: replica 0 of 1. In a job of
+    several ranks its collectives are a ContextError there: they would reduce over one
+    process, where all are meant.
 
     Example:
       >>> strategy.run(mpidist.get_replica_context).values  # on replica 0
       (<ReplicaContext of replica 0 of 2>,)
     """
-    return _stack.top.replica
+    replica = _stack.top.replica
+    if replica is None:
+        _stack.had_no_replica = True
+    return replica
+
+
+def explain(error: BaseException | None) -> None:
+    """Say in the message of an AttributeError what to do, if it is one of this kind.
+
+    It is where a program uses the None that `get_replica_context` has returned.
+    """
+    if not isinstance(error, AttributeError) or error.obj is not None:
+        return
+    name = error.name or ""
+    is_known = not name.startswith("_") and hasattr(ReplicaContext, name)
+    hint = "get_replica_context() is None"
+    if is_known and _stack.had_no_replica and hint not in str(error):
+        error.args = (
+            f"{error}: {hint} in cross-replica context (in strategy.scope, and in "
+            "functions passed to merge_call and update). Use it in a function that "
+            "strategy.run runs; here, strategy.reduce and strategy.gather",
+        )
 
 
 def in_cross_replica_context() -> bool:
@@ -131,6 +157,12 @@ def in_cross_replica_context() -> bool:
       (False,)
     """
     return _stack.top.replica is None
+
+
+def in_replica_of(strategy: Strategy) -> bool:
+    """Return whether the current context is a replica's, of this strategy."""
+    replica = _stack.top.replica
+    return replica is not None and replica.strategy is strategy
 
 
 def in_update() -> bool:
@@ -147,6 +179,9 @@ def enter(
     _stack.frames.append(frame)
     try:
         yield
+    except AttributeError as error:
+        explain(error)
+        raise
     finally:
         if not _stack.frames or _stack.frames[-1] is not frame:
             raise ContextError("scope nesting error: a scope was left inside out")
@@ -172,8 +207,11 @@ def require_cross_replica(strategy: Strategy, call: str) -> None:
         )
 
 
-class Scope:
-    """What `Strategy.scope` returns; may be entered again, nested, and kept."""
+class Scope(threading.local):
+    """What `Strategy.scope` returns; may be entered again, nested, and kept.
+
+    Each thread that enters it has its own `_entered`, as it has its own stack.
+    """
 
     def __init__(self, strategy: Strategy):
         self._strategy = strategy
@@ -186,7 +224,8 @@ class Scope:
         self._entered.append(frame)
         return self._strategy
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        explain(error)
         frame = self._entered.pop()
         is_innermost = bool(_stack.frames) and _stack.frames[-1] is frame
         _stack.frames[:] = [f for f in _stack.frames if f is not frame]
@@ -254,6 +293,7 @@ class ReplicaContext:
           MismatchError: structures, shapes, dtypes or `reduce_op` differ.
           DTypeError: a dtype, such as bool, that cannot be added up.
           ArgumentError, ArgumentTypeError: an unknown `reduce_op`; no array or number.
+          ArgumentError: a sum of integers that does not fit their dtype.
           DivergenceError: a replica called something else.
 
         Example:
@@ -332,3 +372,27 @@ class ReplicaContext:
             f"<{type(self).__name__} of replica {self._replica_id} of "
             f"{self.num_replicas_in_sync}>"
         )
+
+
+class _DefaultReplicaContext(ReplicaContext):
+    """What holds outside all scopes, where nobody has asked for the default strategy.
+
+    Args:
+      strategy: the default one.
+      ranks: of the job.
+    """
+
+    def __init__(self, strategy: Strategy, ranks: int):
+        super().__init__(strategy, 0)
+        self._ranks = ranks
+
+    def _require_current(self, call: str) -> None:
+        super()._require_current(call)
+        if self._ranks > 1:
+            raise ContextError(
+                f"{call} was called outside strategy.run, where it would combine what "
+                f"this process has with nothing: there is one replica, of "
+                f"{self._ranks} in this job. Call it in a function that strategy.run "
+                "runs; to mean this process alone, one that "
+                "mpidist.get_strategy().run runs outside all scopes"
+            )

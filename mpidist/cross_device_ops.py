@@ -12,6 +12,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mpidist import arrays, checks, nest
 from mpidist.agreement.calls import Call
 from mpidist.collectives.collectives import Collectives
@@ -225,7 +227,7 @@ class CrossDeviceOps:
         else:
             pairs = [(value, destinations) for value in per_replica]
             results = self.batch_reduce_implementation(op, pairs, options)
-        return [arrays.to_array(result) for result in results]
+        return [_own(arrays.to_array(result)) for result in results]
 
     def _reduce_pairs(
         self,
@@ -259,17 +261,27 @@ class MpiAllReduce(CrossDeviceOps):
       array([1., 3.])
     """
 
+    is_sum = True  # whether `sum_arrays` adds arrays up, and does nothing else
+
     def reduce_checked(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> list[Any]:
         """See `CrossDeviceOps.reduce_checked`."""
-        return self.collectives.reduce_arrays(op, values, options, self.sum_arrays)
+        return self.collectives.reduce_arrays(
+            op, values, options, self.sum_arrays, self.is_sum
+        )
 
     def sum_arrays(
         self, values: Sequence[Any], options: CommunicationOptions
     ) -> list[Any]:
         """Return the sums of contiguous arrays that are known to agree. Collective."""
         return self.collectives.sums.sum_arrays(values, options)
+
+
+def _own(array: Any) -> Any:
+    """Return an array that can be changed, as the components of `Mirrored` cannot."""
+    is_read_only = isinstance(array, np.ndarray) and not array.flags.writeable
+    return array.copy() if is_read_only else array
 
 
 def _values_of(pairs: Pairs) -> list[Any]:

@@ -156,7 +156,7 @@ class StrategyExtended(ReplicaGroup):
         reduced values. Distributed values in `args` become this replica's component.
 
         Args:
-          var: a variable of this strategy, or a mirrored value.
+          var: a variable of this strategy, or a mirrored value (read-only arrays).
           fn: called as `fn(var, *args, **kwargs)` in cross-replica context.
           args: a tuple or list, nested.
           kwargs: likewise.

@@ -22,6 +22,7 @@ from mpidist.agreement.calls import Call
 from mpidist.agreement.forks import is_forked
 from mpidist.agreement.losses import Losses, has_lost, is_last
 from mpidist.checkpoint.saver import finish_all
+from mpidist.context import explain
 from mpidist.errors import MpidistError, RemoteError
 from mpidist.gpu.devices import current_gpu, use_gpu
 
@@ -97,6 +98,7 @@ def _finalize_in_time() -> None:
 def _report_and_abort(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
+    explain(error)
     if not _in_job() or is_forked() or hasattr(sys, "ps1") or sys.flags.interactive:
         _previous_hook(kind, error, trace)
         return

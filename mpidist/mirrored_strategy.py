@@ -115,4 +115,4 @@ class _DefaultStrategy(StrategyV1):
         return []
 
 
-set_default_strategy(_DefaultStrategy())
+set_default_strategy(_DefaultStrategy(), MPI.COMM_WORLD.Get_size())

@@ -140,6 +140,7 @@ class ReductionToOneDevice(MpiAllReduce):
             name, also = "reduce_to_device", ", a device or None"
             self._device = checks.optional_integer(name, reduce_to_device, 0, also)
         self._accumulate = checks.optional_function("accumulation_fn", accumulation_fn)
+        self.is_sum = accumulation_fn is None
         self._root = 0
 
     def describe(self) -> str:
@@ -156,11 +157,9 @@ class ReductionToOneDevice(MpiAllReduce):
     ) -> list[Any]:
         """See `CrossDeviceOps.reduce_checked`."""
         # What is refused here, or raised by `accumulation_fn`, is raised on all ranks
+        reduce = super().reduce_checked
         return self.collectives.agreement.block(
-            type(self).__qualname__,
-            lambda: self.collectives.reduce_arrays(
-                op, values, options, self.sum_arrays
-            ),
+            type(self).__qualname__, lambda: reduce(op, values, options)
         )
 
     def sum_arrays(

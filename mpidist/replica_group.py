@@ -135,7 +135,9 @@ class ReplicaGroup:
         self.symmetric_memory = SymmetricMemory(self.agreement, self.topology.node)
         self.replica_id = self.topology.rank
         self.num_replicas = self.topology.size
-        self._variables: list[weakref.ref[Any]] = []
+        self._numbers = itertools.count()
+        self._variables: weakref.WeakValueDictionary[int, Any]
+        self._variables = weakref.WeakValueDictionary()
         self.closing: list[Callable[[], None]] = []
         self._resources = _Resources(
             weakref.ref(self),
@@ -212,14 +214,14 @@ class ReplicaGroup:
 
         Variables are made in the same order on all replicas, so the numbers agree.
         """
-        self._variables.append(weakref.ref(variable))
-        return len(self._variables) - 1
+        number = next(self._numbers)
+        self._variables[number] = variable
+        return number
 
     @property
     def variables(self) -> dict[int, Any]:
         """The variables that still exist in this process, by their number."""
-        alive = ((i, reference()) for i, reference in enumerate(self._variables))
-        return {i: variable for i, variable in alive if variable is not None}
+        return dict(self._variables.items())
 
     def close(self) -> None:
         """Free communicators and caches; a second call does nothing. Collective."""
@@ -319,7 +321,10 @@ class ReplicaGroup:
         self.agreement.require_same(Call(operation, (), spec, described))
 
     def _sum(self, values: Sequence[Any], options: CommunicationOptions) -> list[Any]:
-        return self.cross_device_ops.reduce_checked(ReduceOp.SUM, values, options)
+        ops = self.cross_device_ops
+        if isinstance(ops, MpiAllReduce):
+            return ops.sum_arrays(values, options)
+        return ops.reduce_checked(ReduceOp.SUM, values, options)
 
 
 def _sample(array: Any) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from mpidist import checks, nest
 from mpidist.agreement.calls import Call
 from mpidist.cluster_resolver import SlurmClusterResolver, below_srun
-from mpidist.context import Scope, get_replica_context, require_cross_replica
+from mpidist.context import Scope, in_replica_of, require_cross_replica
 from mpidist.data.dataset import DatasetLike
 from mpidist.data.distributed.datasets import DistributedDataset, InputContext
 from mpidist.errors import ContextError
@@ -135,7 +135,8 @@ class Strategy:
           every replica is nan.
 
         Raises, on all replicas:
-          ArgumentError: an unknown operation; an axis out of range.
+          ArgumentError: an unknown operation; an axis out of range; a sum of integers
+            that does not fit their dtype.
           ArgumentTypeError: reduce_op or axis of another type; no array or number.
           DTypeError: a dtype that cannot be added up, such as bool.
           MismatchError: structures, dtypes or shapes differ.
@@ -182,8 +183,7 @@ class Strategy:
           array([[0, 0],
                  [1, 1]])
         """
-        replica = get_replica_context()
-        if replica is not None and replica.strategy is self:
+        if in_replica_of(self):
             raise ContextError(
                 "gather was called in replica context; there, use "
                 "get_replica_context().all_gather"
@@ -223,8 +223,7 @@ class Strategy:
           array([[4., 4., 4.],
                  [4., 4., 4.]])
         """
-        replica = get_replica_context()
-        if replica is None or replica.strategy is not self:
+        if not in_replica_of(self):
             require_cross_replica(self, "symmetric_like")
         return self._extended.symmetric_like("symmetric_like", value)
 
@@ -348,6 +347,12 @@ class Strategy:
         require_cross_replica(self, "experimental_finalize")
         self._extended.close()
         return []
+
+    def __reduce__(self) -> NoReturn:
+        raise ContextError(
+            f"a {type(self).__name__} cannot be pickled: its communicators belong to "
+            "the ranks of this job; make one where it is needed"
+        )
 
     def __repr__(self) -> str:
         return (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist import arrays, checks, context
+from mpidist import arithmetic, arrays, checks, context
 from mpidist.errors import ArgumentError, ContextError, DTypeError, UnsupportedError
 from mpidist.options import ReduceOp, VariableAggregation
 from mpidist.values import ArrayView, DistributedValues, IndexedSlices, Mirrored
@@ -27,22 +27,21 @@ _SPARSE_SUMS = ("scatter_add", "scatter_sub")
 
 def is_local(variable: Variable) -> bool:
     """Return whether the current context concerns this replica's copy alone."""
-    replica = context.get_replica_context()
-    is_own = replica is not None and replica.strategy is variable.distribute_strategy
-    return context.in_update() or is_own
+    strategy = variable.distribute_strategy
+    return context.in_update() or context.in_replica_of(strategy)
 
 
 def update(variable: Variable, operation: str, apply: Apply, value: Any) -> Variable:
     """Put `apply(old copy, value)` in place of the copies, as the context demands."""
     _require_strategy(variable)
-    call = f"{operation} of {variable.name}"
     if context.in_update() or (is_local(variable) and variable.on_read):
-        combined = value
+        new = _applied(variable, operation, apply, value)
     elif is_local(variable):
-        combined = _combine(variable, call, value)
+        combined = _combine(variable, f"{operation} of {variable.name}", value)
+        new = _applied(variable, operation, apply, combined)
     else:
-        combined = _same_everywhere(variable, operation, value)
-    variable.replace_local(apply(variable.local, _converted(variable, combined)))
+        new = _applied_everywhere(variable, operation, apply, value)
+    variable.replace_local(new)
     return variable
 
 
@@ -73,12 +72,16 @@ def scatter(
         else:
             extended.require_equal(call, slices)
     indices, rows = slices
-    new = variable.local.copy()
-    if ufunc is None:
-        new[indices] = rows
-    else:
-        ufunc.at(new, indices, rows)
-    variable.replace_local(new)
+
+    def put(old: Any, rows: Any) -> Any:
+        new = old.copy()
+        if ufunc is None:
+            new[indices] = rows
+        else:
+            ufunc.at(new, indices, rows)
+        return new
+
+    variable.replace_local(_applied(variable, operation, put, rows))
     return variable
 
 
@@ -130,19 +133,35 @@ def _require_aggregation(variable: Variable, call: str) -> None:
         )
 
 
-def _same_everywhere(variable: Variable, operation: str, value: Any) -> Any:
-    """Return this replica's part of a value that all replicas give alike."""
+def _applied(variable: Variable, operation: str, apply: Apply, value: Any) -> Any:
+    """Return `apply(old copy, value)`; integers must not overflow."""
+    old, given = variable.local, _converted(variable, value)
+    new = apply(old, given)
+    if old.dtype.kind in "iu" and operation != "assign":
+        rough = apply(old.astype(np.float64), given.astype(np.float64))
+        arithmetic.require_fit(new, rough, f"{operation} of {variable.name}")
+    return new
+
+
+def _applied_everywhere(
+    variable: Variable, operation: str, apply: Apply, value: Any
+) -> Any:
+    """Return this replica's new copy for a value that all replicas give alike."""
     call = f"{operation} of {variable.name}"
     extended = variable.distribute_strategy.extended
 
-    def convert() -> Any:
+    def convert() -> tuple[Any, Any]:
         if isinstance(value, DistributedValues) and not isinstance(value, ArrayView):
             raise ArgumentError(
                 f"{call}: a {type(value).__name__} is refused in cross-replica "
                 "context, where all copies must get the same value; reduce it first"
             )
         plain = value.values[0] if isinstance(value, Mirrored) else value
-        return _converted(variable, plain)
+        converted = _converted(variable, plain)
+        own = converted
+        if is_sum:
+            own = share(converted, extended.num_replicas, extended.replica_id)
+        return converted, _applied(variable, operation, apply, own)
 
     is_sum = variable.on_read and variable.aggregation is VariableAggregation.SUM
     if is_sum and operation != "assign":
@@ -150,17 +169,17 @@ def _same_everywhere(variable: Variable, operation: str, value: Any) -> Any:
             f"{call} in cross-replica context is refused: it is ON_READ with "
             "aggregation SUM; call assign, or do it in replica context"
         )
-    converted = extended.agreement.prepare(call, convert)
+    # Copies of ON_READ variables differ, so that of one replica alone may overflow
+    converted, new = extended.agreement.prepare(call, convert)
     extended.require_equal(call, converted)
-    if not is_sum:
-        return converted
-    return share(converted, extended.num_replicas, extended.replica_id)
+    return new
 
 
 def share(value: Any, replicas: int, replica: int) -> Any:
     """Return this replica's share of a total; the shares of all add up to it."""
     if value.dtype.kind in "iu":
-        quotient, rest = np.divmod(value, replicas)
+        wide = value.astype(f"{value.dtype.kind}8")  # replicas need not fit its dtype
+        quotient, rest = np.divmod(wide, replicas)
         return (quotient + (replica < rest)).astype(value.dtype)
     return (value / replicas).astype(value.dtype)
 
@@ -176,13 +195,16 @@ def _converted(variable: Variable, value: Any) -> Any:
             f"a value of dtype {array.dtype.name} cannot be put into {variable.name}, "
             f"which has dtype {variable.dtype.name}; cast it first"
         )
+    arrays.require_range(array, variable.dtype, f"the value for {variable.name}")
     array = array.astype(variable.dtype, copy=False)
     return arrays.to_device_like(array, variable.local)
 
 
 def _loses(value: complex, dtype: np.dtype[Any]) -> bool:
     """Return whether a cast of a Python number to `dtype` could change its value."""
-    if dtype.kind not in "iub":
+    if dtype.kind == "b":
+        return value not in (0, 1) or not isinstance(value, int)
+    if dtype.kind not in "iu":
         return isinstance(value, complex) and dtype.kind != "c"
     return not isinstance(value, int)
 

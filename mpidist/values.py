@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from mpidist import checks
+from mpidist import checks, nest
 from mpidist.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Mirrored",
     "PerReplica",
     "local_component",
+    "make_read_only",
 ]
 
 
@@ -84,6 +86,12 @@ class DistributedValues:
         return f"{type(self).__name__}:{{\n{lines}\n}}"
 
 
+_ADVICE = (
+    "Use strategy.reduce or strategy.gather to combine them, or "
+    "strategy.experimental_local_results to look at this process's own"
+)
+
+
 def _as_tuple(name: str, items: Any) -> tuple[Any, ...]:
     if isinstance(items, Sequence) and not isinstance(items, str | bytes):
         return tuple(items)
@@ -98,7 +106,8 @@ class PerReplica(DistributedValues):
     Iterating a distributed dataset and `Strategy.run` make them. They are taken apart
     by `Strategy.reduce`, `Strategy.gather`, `Strategy.experimental_local_results` and,
     as arguments, by `Strategy.run`. Any other use as an array is a ValueError, since
-    each process would compute with another number.
+    each process would compute with another number; so is a comparison with one. Two
+    `PerReplica` values are equal if they are the same object.
 
     Example:
       >>> value = strategy.run(lambda: np.arange(3))
@@ -113,19 +122,39 @@ class PerReplica(DistributedValues):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise ArgumentError(
             "a PerReplica value is not one array: its components differ from replica "
-            f"to replica ({self!r} here). Use strategy.reduce or strategy.gather to "
-            "combine them, or strategy.experimental_local_results to look at this "
-            "process's own"
+            f"to replica ({self!r} here). {_ADVICE}"
         )
 
+    def __getattr__(self, name: str) -> NoReturn:
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        is_of_arrays = hasattr(np.ndarray, name) or name == "numpy"
+        if is_of_arrays and not name.startswith("_"):
+            text = f"{text}: its components differ from replica to replica. {_ADVICE}"
+        raise AttributeError(text, name=name, obj=self)
+
+    def __format__(self, spec: str) -> str:
+        return self._refuse() if spec else str(self)
+
     __array__ = __array_ufunc__ = __array_function__ = _refuse
-    __len__ = __getitem__ = __iter__ = __float__ = __int__ = __complex__ = _refuse
+    __len__ = __getitem__ = __setitem__ = __iter__ = __contains__ = _refuse
+    __reversed__ = __round__ = __float__ = __int__ = __complex__ = _refuse
     __index__ = __bool__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
+    __divmod__ = __rdivmod__ = __lshift__ = __rlshift__ = _refuse
+    __rshift__ = __rrshift__ = __invert__ = _refuse
     __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __pos__ = __abs__ = _refuse
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, PerReplica):
+            return self is other
+        is_number = isinstance(other, numbers.Number | list | tuple)
+        if is_number or hasattr(other, "__array__"):
+            self._refuse()
+        return NotImplemented
 
 
 class ArrayView(NDArrayOperatorsMixin):
@@ -183,6 +212,8 @@ class ArrayView(NDArrayOperatorsMixin):
     ) -> Any:
         if "out" in kwargs and any(isinstance(o, ArrayView) for o in kwargs["out"]):
             self._refuse_in_place(ufunc.__name__)
+        if method == "at" and isinstance(inputs[0], ArrayView):
+            self._refuse_in_place(f"{ufunc.__name__}.at")
         plain = [x._array() if isinstance(x, ArrayView) else x for x in inputs]
         return getattr(ufunc, method)(*plain, **kwargs)
 
@@ -193,16 +224,13 @@ class ArrayView(NDArrayOperatorsMixin):
         )
 
     def __getitem__(self, key: Any) -> Any:
-        part = self._array()[key]
-        if isinstance(part, np.ndarray) and np.may_share_memory(part, self._array()):
-            part.flags.writeable = False
-        return part
+        return self._array()[key]
 
     def __len__(self) -> int:
         return len(self._array())
 
     def __iter__(self) -> Iterator[Any]:
-        return (self[i] for i in range(len(self)))
+        return iter(self._array())
 
     def __bool__(self) -> bool:
         return bool(self._array())
@@ -227,7 +255,8 @@ class Mirrored(ArrayView, DistributedValues):
     """A value that is equal on every replica; reads use this process's component.
 
     It works as an array of the component's shape and dtype (`x * 2`, `np.exp(x)`,
-    `x[0]`), of which NumPy arrays made from it are read-only.
+    `x[0]`). NumPy arrays in it are read-only: to change one replica's alone would be a
+    mistake. (CuPy has no read-only arrays; do not change those in place.)
 
     Example:
       >>> total = strategy.extended.reduce_to("SUM", np.ones(3), "CPU:0")
@@ -239,6 +268,10 @@ class Mirrored(ArrayView, DistributedValues):
 
     __hash__ = object.__hash__
 
+    def __init__(self, values: Sequence[Any], replica_ids: Sequence[int] | None = None):
+        super().__init__(values, replica_ids)
+        self._values = tuple(map(_read_only_view, self._values))
+
     def _array(self) -> Any:
         return self._values[0]
 
@@ -247,14 +280,32 @@ class Mirrored(ArrayView, DistributedValues):
             raise AttributeError(name)
         return getattr(self._values[0], name)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._values, self._replica_ids)
+
     def __copy__(self) -> Mirrored:
-        return Mirrored(self._values, self._replica_ids)
+        return type(self)(self._values, self._replica_ids)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mirrored:
-        return Mirrored(copy.deepcopy(self._values, memo), self._replica_ids)
+        return type(self)(copy.deepcopy(self._values, memo), self._replica_ids)
 
     def __repr__(self) -> str:
         return DistributedValues.__repr__(self)
+
+
+def make_read_only(array: Any) -> Any:
+    """Return `array`, which cannot be changed in place any more if it is NumPy's."""
+    if isinstance(array, np.ndarray):
+        array.flags.writeable = False
+    return array
+
+
+def _read_only_view(value: Any) -> Any:
+    """Return read-only views of NumPy arrays in a nest; everything else as it is."""
+    if not isinstance(value, np.ndarray):
+        is_nest = isinstance(value, dict | list | tuple)
+        return nest.map_leaves(_read_only_view, value) if is_nest else value
+    return make_read_only(value.view()) if value.flags.writeable else value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,8 @@
                                                          else the same value to all
 
 A copy is never changed in place: an assignment puts a new array in its place. So what
-was read stays as it was.
+was read stays as it was. NumPy arrays are read-only; CuPy has none that are, so on a
+GPU nothing keeps a program from changing the array that it has read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ import numpy as np
 from mpidist import arrays, checks, context, updates
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, DTypeError
 from mpidist.options import ReduceOp, VariableAggregation, VariableSynchronization
-from mpidist.values import ArrayView, DistributedValues, IndexedSlices
+from mpidist.values import (
+    ArrayView,
+    DistributedValues,
+    IndexedSlices,
+    make_read_only,
+)
 
 if TYPE_CHECKING:
     from mpidist.strategy import Strategy
@@ -95,7 +101,7 @@ class Variable(ArrayView, DistributedValues):
 
         first = extended.agreement.prepare(call, prepare)
         local = extended.broadcast_from_first(call, first)
-        super().__init__((local,), (extended.replica_id,))
+        super().__init__((make_read_only(local),), (extended.replica_id,))
 
     @property
     def name(self) -> str:
@@ -138,10 +144,7 @@ class Variable(ArrayView, DistributedValues):
         Not collective, but for an ON_READ variable in cross-replica context; there,
         ArgumentError on all replicas if its aggregation is NONE.
         """
-        view = self._array().view()
-        if isinstance(view, np.ndarray):
-            view.flags.writeable = False
-        return view
+        return make_read_only(self._array().view())
 
     read_value = value
 
@@ -161,8 +164,9 @@ class Variable(ArrayView, DistributedValues):
         Raises, on all replicas where it is collective:
           ArgumentError: another shape; a `PerReplica` in cross-replica context; in
             replica context an aggregation that is NONE, SUM of a Python number, MEAN of
-            an integer variable.
-          DTypeError: a value that cannot be cast to the variable's dtype safely.
+            an integer variable; a result of integers that does not fit the dtype.
+          DTypeError: a value that cannot be cast to the variable's dtype safely; an
+            integer that does not fit it.
           ArgumentTypeError: no array or number.
           ContextError: under another strategy.
           MismatchError: in cross-replica context, values that differ, on all replicas.
@@ -266,11 +270,13 @@ class Variable(ArrayView, DistributedValues):
             )
         extended = self._strategy.extended
         if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return extended.broadcast_from_first(
+            value = extended.broadcast_from_first(
                 f"read of {self._name}", self._values[0]
             )
-        op = ReduceOp.from_variable_aggregation(self._aggregation)
-        return extended.reduce(f"read of {self._name}", op, self._values[0])
+        else:
+            op = ReduceOp.from_variable_aggregation(self._aggregation)
+            value = extended.reduce(f"read of {self._name}", op, self._values[0])
+        return make_read_only(value)
 
     @property
     def local(self) -> Any:
@@ -278,13 +284,13 @@ class Variable(ArrayView, DistributedValues):
         return self._values[0]
 
     def replace_local(self, array: Any) -> None:
-        """Put `array`, which is kept, in place of this replica's copy."""
+        """Put `array`, which is kept and read-only then, in place of this copy."""
         array = arrays.namespace(self.local).asarray(array)
         if array.shape != self.shape:
             raise ArgumentError(
                 f"{self._name} has shape {self.shape}; {array.shape} does not fit it"
             )
-        self._values = (array.astype(self.dtype, copy=False),)
+        self._values = (make_read_only(array.astype(self.dtype, copy=False)),)
 
     def _refuse_in_place(self, operation: str) -> NoReturn:
         raise ArgumentTypeError(
@@ -301,6 +307,12 @@ class Variable(ArrayView, DistributedValues):
             "copy.deepcopy, or read its value"
         )
 
+    def __reduce__(self) -> NoReturn:
+        raise ContextError(
+            f"{self._name} cannot be pickled: it belongs to the ranks of this job; "
+            "save it with mpidist.Checkpoint, or pickle its value"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """Return a variable of the same strategy with a state of its own.
 
@@ -309,7 +321,7 @@ class Variable(ArrayView, DistributedValues):
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
-        twin._values = (self.local.copy(),)
+        twin._values = (make_read_only(self.local.copy()),)
         self._strategy.extended.register(twin)
         return twin
 
@@ -346,6 +358,7 @@ def _first(initial_value: Any, dtype: Any) -> Any:
     found = checks.dtype("dtype", dtype)
     if found.hasobject:
         raise DTypeError(f"dtype must not be one of Python objects, as {found} is")
+    arrays.require_range(array, found, "initial_value")
     try:
         return array.astype(found, copy=False)
     except (TypeError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import threading
 
 import numpy as np
@@ -359,3 +360,78 @@ def test_some_replicas_in_run_and_others_not_raise_and_go_on(strategy):
     with pytest.raises(mpidist.DivergenceError, match=r"reduce at .*all_reduce at "):
         strategy.reduce("SUM", 1.0) if is_first else strategy.run(step)
     assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
+
+
+COLLECTIVES = {
+    "all_reduce": lambda context: context.all_reduce("SUM", 3),
+    "all_gather": lambda context: context.all_gather(np.array([3]), 0)[0],
+    "merge_call": lambda context: context.merge_call(lambda strategy: 3),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_outside_run_are_refused_where_there_are_several_ranks(comm, name):
+    def call():
+        return COLLECTIVES[name](mpidist.get_replica_context())
+
+    if comm.size > 1:
+        with pytest.raises(mpidist.ContextError, match=rf"{name} .*strategy\.run"):
+            call()
+        with pytest.raises(mpidist.ContextError, match=f"of {comm.size} in this job"):
+            run_in_thread(call)
+    else:
+        assert call() == 3
+    # The default strategy was asked for
+    assert mpidist.get_strategy().run(call) == 3
+
+
+def run_in_thread(call):
+    """Run a function in a thread of its own, which no context has been entered in."""
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        return threads.submit(call).result()
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_what_to_do_without_a_replica_context_is_said(strategy, name):
+    def call(*_):
+        return COLLECTIVES[name](mpidist.get_replica_context())
+
+    with strategy.scope():
+        v = mpidist.Variable(1.0)
+    match = rf"has no attribute '{name}'.*cross-replica context.*strategy\.run"
+    with pytest.raises(AttributeError, match=match), strategy.scope():
+        call()
+    with pytest.raises(AttributeError, match=match):
+        strategy.run(lambda: mpidist.get_replica_context().merge_call(call))
+    with pytest.raises(AttributeError, match=match) as info:
+        strategy.extended.update(v, call)
+    assert str(info.value).count("strategy.run") == 1
+    with pytest.raises(AttributeError, match=r"'upper'$"), strategy.scope():
+        None.upper()
+    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
+
+
+SET = """
+import mpidist
+
+mpidist.experimental_set_strategy(mpidist.MirroredStrategy())
+mpidist.get_replica_context().all_reduce("SUM", 1.0)
+"""
+
+
+def test_what_to_do_without_a_replica_context_is_said_at_the_end(mpirun):
+    result = mpirun(2, SET)
+    assert result.returncode != 0
+    line = "AttributeError: 'NoneType' object has no attribute 'all_reduce': "
+    assert line + "get_replica_context() is None" in result.stderr
+
+
+def test_a_scope_may_be_entered_by_several_threads(strategy):
+    scope = strategy.scope()
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        other.submit(scope.__enter__).result()
+        with scope:
+            other.submit(scope.__exit__, None, None, None).result()
+            assert mpidist.has_strategy()
+        assert not other.submit(mpidist.has_strategy).result()
+    assert not mpidist.has_strategy()

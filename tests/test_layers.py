@@ -28,7 +28,7 @@ LAYERS = [
         "memory.mpi_segments",
         "doctor.finding",
     ],
-    ["checks", "switches", "slurm_variables", "hang_limit"],
+    ["checks", "nest", "switches", "slurm_variables", "hang_limit"],
     ["launch_check"],
     ["cluster_resolver"],
     [
@@ -36,7 +36,6 @@ LAYERS = [
         "input_options",
         "value_context",
         "values",
-        "nest",
         "sharding",
         "memory.storage",
         "mpi_settings",

@@ -361,3 +361,163 @@ def test_an_operation_that_is_no_name_is_refused_on_all(comm, strategy, bad):
         assert strategy.reduce("SUM", value).tolist() == [comm.size] * 3
         with pytest.raises(mpidist.ArgumentTypeError, match="reduce_op must be"):
             strategy.reduce(bad if comm.rank == 0 else "SUM", value)
+
+
+@pytest.mark.parametrize("dtype", ["i8", "u8"])
+def test_64_bit_integers_over_an_axis_whose_sum_does_not_fit(strategy, dtype):
+    n, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
+    most = np.iinfo(dtype).max
+    value = np.array([[most, 1]] * (rank + 2), dtype)
+    rows = np.concatenate([np.array([[most, 1]] * (r + 2), dtype) for r in range(n)])
+    mean = strategy.reduce("MEAN", value, axis=0)
+    np.testing.assert_allclose(mean, rows.mean(axis=0), rtol=1e-15, strict=True)
+    total = f"{most * len(rows)} in element (0,), which does not fit {rows.dtype}"
+    with pytest.raises(mpidist.ArgumentError) as info:
+        strategy.reduce("SUM", {"a": value, "b": 1.5 * value}, axis=0)
+    assert f"the sum of value['a'] is {total}" in str(info.value)
+    # Partial sums may overflow where the sum of all fits
+    value = np.array([most, 1] if rank == 0 else [0], dtype)
+    if dtype == "i8":
+        value[-1] = -1 if rank == n - 1 else 0
+        assert strategy.reduce("SUM", value, axis=0) == most - 1
+    assert strategy.reduce("SUM", value[: int(rank == 0)], axis=0) == most
+
+
+def reduce_in(strategy, options):
+    return functools.partial(all_reduce, strategy, options=options)
+
+
+def reduce_packed(strategy):
+    """A reduction of an array that is packed with others, as `reduce(op, value)`."""
+
+    def reduce(op, value):
+        nest = {"f": np.ones(3), "v": value, "w": value[:1] * 0}
+        return strategy.reduce(op, nest)["v"]
+
+    return reduce
+
+
+def reduce_in_buckets(strategy):
+    """A reduction by gradient buckets, as `reduce(op, value)`."""
+
+    def reduce(op, value):
+        buckets = strategy.gradient_buckets([value], op)
+        try:
+            with buckets:
+                buckets.put(0, value)
+            return buckets.result[0]
+        finally:
+            buckets.close()
+
+    return reduce
+
+
+def reduce_symmetric(strategy):
+    """A reduction of a symmetric array, as `reduce(op, value)`."""
+
+    def reduce(op, value):
+        own = strategy.symmetric_like(value)
+        own[...] = value
+        return strategy.reduce(op, own)
+
+    return reduce
+
+
+def reduce_on_read(strategy):
+    """The reading of an ON_READ variable, as `reduce(op, value)`."""
+
+    def reduce(op, value):
+        with strategy.scope():
+            w = mpidist.Variable(
+                np.zeros_like(value, "f8" if op == "MEAN" else None),
+                synchronization=mpidist.VariableSynchronization.ON_READ,
+                aggregation=mpidist.VariableAggregation[op],
+            )
+        strategy.run(lambda: w.assign(value))
+        return w.value()
+
+    return reduce
+
+
+BY_MPI = CommunicationOptions(implementation="MPI")
+WAYS = {
+    "reduce": lambda strategy: strategy.reduce,
+    "all_reduce": lambda strategy: reduce_in(strategy, None),
+    "by MPI": lambda strategy: reduce_in(strategy, BY_MPI),
+    "by MPI, packed": reduce_packed,
+    "symmetric": reduce_symmetric,
+    "in buckets": reduce_in_buckets,
+    "on read": reduce_on_read,
+}
+
+
+OVERFLOWS = [(way, dtype) for way in WAYS for dtype in ("i8", "i1")]
+OVERFLOWS += [("reduce", "u8"), ("reduce", "u4"), ("by MPI", "u1"), ("by MPI", "i2")]
+
+
+@pytest.mark.parametrize(("way", "dtype"), OVERFLOWS)
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_a_sum_of_integers_that_does_not_fit_is_an_error(strategy, dtype, count, way):
+    limits, rank = np.iinfo(dtype), strategy.extended.replica_id
+    n, last = strategy.num_replicas_in_sync, strategy.num_replicas_in_sync - 1
+    value, expected = np.zeros(count, dtype), np.zeros(count, dtype)
+    reduce = WAYS[way](strategy)
+    # The limit itself fits
+    value[-1] = limits.max - last if rank == 0 else 1
+    expected[-1] = limits.max
+    for _ in range(3):
+        check(reduce("SUM", value), expected)
+    # Means do, too
+    value[-1] = limits.max
+    mean = reduce("MEAN", value)
+    np.testing.assert_allclose(mean[-1], float(limits.max), rtol=1e-15)
+    if n == 1:
+        return
+    value[-1] = limits.max - last + 1 if rank == 0 else 1
+    place = rf"is {limits.max + 1} in element \({count - 1},\), which does not fit"
+    for _ in range(2):
+        with pytest.raises(mpidist.ArgumentError, match=place):
+            reduce("SUM", value)
+    if limits.min < 0:
+        value[-1] = limits.min
+        with pytest.raises(mpidist.ArgumentError, match=f"is {limits.min * n} in"):
+            reduce("SUM", value)
+    if limits.min < 0 and n > 2:  # partial sums do not fit, that of all does
+        value[-1] = limits.max if rank < 2 else -limits.max * (rank == last)
+        check(reduce("SUM", value), expected)
+    assert strategy.reduce("SUM", 1) == n
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("number", [2**62 + 2**61, np.int8(100), np.uint64(2**63)])
+def test_a_sum_of_integer_numbers_that_does_not_fit_is_an_error(strategy, number):
+    with pytest.raises(mpidist.ArgumentError, match=r"is \d+, which does not fit"):
+        strategy.reduce("SUM", number)
+
+
+@pytest.mark.parametrize("name", ["ReductionToOneDevice", "HierarchicalCopyAllReduce"])
+def test_sums_of_integers_by_other_ops_are_checked(comm, name):
+    strategy = mpidist.MirroredStrategy(
+        communicator=comm, cross_device_ops=getattr(mpidist, name)()
+    )
+    value = np.array([np.iinfo("i8").max, 1])
+    if comm.size > 1:
+        with pytest.raises(mpidist.ArgumentError, match="does not fit int64"):
+            strategy.reduce("SUM", value)
+    check(strategy.reduce("SUM", value[1:]), np.array([comm.size]))
+    strategy.experimental_finalize()
+
+
+def test_an_accumulation_function_gets_no_other_arrays(comm):
+    shapes = []
+
+    def accumulate(values):
+        shapes.append(values[0].shape)
+        return np.max(values, axis=0)
+
+    ops = mpidist.ReductionToOneDevice(accumulation_fn=accumulate)
+    strategy = mpidist.MirroredStrategy(communicator=comm, cross_device_ops=ops)
+    value = np.full(3, np.iinfo("i8").max)
+    check(strategy.reduce("SUM", value), value)
+    assert set(shapes) <= {(3,)}
+    strategy.experimental_finalize()

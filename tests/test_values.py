@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import pickle
 
 import numpy as np
 import pytest
@@ -49,12 +50,34 @@ def test_as_many_components_as_replica_ids():
         lambda v: v[0],
         lambda v: v > 0,
         lambda v: np.concatenate([v, v]),
+        lambda v: divmod(v, 2),
+        lambda v: divmod(2, v),
+        lambda v: v << 1,
+        lambda v: 1 >> v,
+        lambda v: ~v,
+        round,
+        lambda v: f"{v:.2f}",
+        lambda v: operator.setitem(v, 0, 1),
+        lambda v: 1.0 in v,
+        reversed,
     ],
 )
 def test_a_per_replica_value_is_not_an_array(use):
     value = mpidist.PerReplica((np.ones(2),), (0,))
     with pytest.raises(ValueError, match=r"reduce.*gather.*local_results"):
         use(value)
+
+
+@pytest.mark.parametrize("name", ["item", "numpy", "shape", "mean", "T"])
+def test_a_per_replica_value_has_no_attributes_of_arrays(name):
+    value = mpidist.PerReplica((np.ones(2),), (0,))
+    match = f"no attribute '{name}': .*reduce.*gather.*local_results"
+    with pytest.raises(AttributeError, match=match):
+        getattr(value, name)
+    assert not hasattr(value, "__array_interface__")
+    with pytest.raises(AttributeError, match=r"no attribute 'losses'$"):
+        value.losses  # noqa: B018
+    assert f"{value}" == str(value)
 
 
 def test_per_replica_values_compare_and_hash_by_identity():
@@ -110,3 +133,82 @@ def test_copies_of_mirrored_values():
     assert deep.values[0] is not value.values[0]
     assert deep.replica_ids == (2,)
     np.testing.assert_array_equal(deep, value)
+
+
+@pytest.mark.parametrize("other", [1.0, 1, True, np.float64(1), np.ones(1), [1.0]])
+def test_a_per_replica_value_is_not_compared_with_an_array(other):
+    value = mpidist.PerReplica((1.0,))
+    for compare in (
+        lambda: value == other,
+        lambda: other == value,
+        lambda: value != other,
+        lambda: value in [other],
+        lambda: value == mpidist.Mirrored((other,)),
+    ):
+        with pytest.raises(ValueError, match=r"reduce.*gather.*local_results"):
+            compare()
+    assert value in [value, other]
+    assert value not in (None, "loss", mpidist.PerReplica((1.0,)))
+    assert {value: 1}[value] == 1
+
+
+IN_PLACE = {
+    "item of the component": lambda v: v.values[0].__setitem__(0, 9),
+    "transposed": lambda v: v.T.__setitem__((0, 0), 9),
+    "add.at": lambda v: np.add.at(v, 0, 9),
+    "out": lambda v: np.negative(v, out=v),
+    "reduction's out": lambda v: np.add.reduce(np.ones((2, 2)), axis=0, out=v[0]),
+    "asarray": lambda v: np.asarray(v).fill(9),
+    "row": lambda v: v[0].fill(9),
+    "copyto": lambda v: np.copyto(np.asarray(v), 9),
+}
+METHODS = {
+    "sort": lambda v: v.sort(axis=0),
+    "fill": lambda v: v.fill(9),
+    "flat": lambda v: v.flat.__setitem__(0, 9),
+    "itemset": lambda v: v.data.__setitem__((0, 0), 9.0),
+    "real": lambda v: v.real.__setitem__(0, 9),
+    "item": lambda v: operator.setitem(v, 0, 9),
+    "reshape": lambda v: v.reshape(-1).__setitem__(0, 9),
+    "partition": lambda v: v.partition(1),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE | METHODS)
+def test_mirrored_values_cannot_be_changed_in_place(change):
+    array = np.array([[3.0, 2.0], [1.0, 0.0]])
+    given = array.copy()
+    value = mpidist.Mirrored((given,), (0,))
+    with pytest.raises((TypeError, ValueError)):
+        (IN_PLACE | METHODS)[change](value)
+    np.testing.assert_array_equal(value, array)
+    given[0, 0] = 3.0  # the caller's own array stays as it was
+
+
+@pytest.mark.parametrize("change", IN_PLACE)
+def test_variables_cannot_be_changed_in_place(strategy, change):
+    array = np.array([[3.0, 2.0], [1.0, 0.0]])
+    on_read = mpidist.VariableSynchronization.ON_READ
+    mean = mpidist.VariableAggregation.MEAN
+    with strategy.scope():
+        w = mpidist.Variable(np.zeros((2, 2)))
+        r = mpidist.Variable(array, synchronization=on_read, aggregation=mean)
+    variables = [
+        w.assign(array),
+        copy.deepcopy(w),
+        mpidist.Variable(array),
+        w.assign_sub(array).assign_add(array),
+        r,
+    ]
+    w.scatter_add(mpidist.IndexedSlices(array[:1] * 0, np.array([0])))
+    for variable in variables:
+        with pytest.raises((TypeError, ValueError)):
+            strategy.run(lambda v=variable: IN_PLACE[change](v))
+        np.testing.assert_array_equal(variable, array)
+
+
+def test_mirrored_values_are_read_only_after_pickling():
+    value = pickle.loads(pickle.dumps(mpidist.Mirrored((np.zeros(3),), (2,))))
+    assert value.replica_ids == (2,)
+    with pytest.raises(ValueError, match="read-only"):
+        value.values[0][0] = 1

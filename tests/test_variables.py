@@ -10,6 +10,7 @@ import pytest
 import mpidist
 from mpidist import VariableAggregation as Aggregation
 from mpidist import VariableSynchronization as Synchronization
+from mpidist import updates
 
 NONE, SUM, MEAN, FIRST = (
     Aggregation.NONE,
@@ -295,3 +296,94 @@ def test_under_another_strategy_a_variable_is_refused(strategy, comm):
 def test_a_shallow_copy_is_refused(strategy):
     with pytest.raises(RuntimeError, match="deepcopy"):
         copy.copy(make(strategy))
+
+
+# Integers that do not fit
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "method"),
+    [
+        ("i1", 300, "assign"),
+        ("i1", -129, "assign"),
+        ("u1", -1, "assign"),
+        ("u1", -1, "assign_add"),
+        ("u8", -1, "assign_sub"),
+        ("i8", 2**63, "assign"),
+        ("i8", 2**70, "assign"),
+        ("u1", np.int64(256), "assign"),
+        ("i1", np.array([1, 128]), "assign"),
+        ("i4", [2**31, 0], "assign"),
+        ("i8", np.array([2**63, 0], "u8"), "assign"),
+        ("i1", np.array([100, 0], "i1"), "assign_add"),
+        ("u1", np.array([201, 0], "u1"), "assign_sub"),
+        ("i8", np.array([2**63 - 1, 0]), "assign_add"),
+    ],
+)
+@pytest.mark.parametrize("on_read", [False, True])
+def test_integers_that_do_not_fit_are_refused(strategy, dtype, value, method, on_read):
+    w = make(strategy, np.array([100, 1], dtype), FIRST, on_read)
+    is_last = strategy.extended.replica_id == strategy.num_replicas_in_sync - 1
+    kind, match = mpidist.DTypeError, r"does not fit|which has dtype|64 bits"
+    if isinstance(value, np.ndarray) and method != "assign":
+        kind = mpidist.ArgumentError  # the value fits, but not the result
+    with pytest.raises(kind, match=match):
+        getattr(w, method)(value)
+    with pytest.raises(kind, match=match):
+        strategy.run(lambda: getattr(w, method)(value))
+    if method == "assign":  # by one replica alone
+        with pytest.raises(kind, match=match):
+            w.assign(value if is_last else np.ones(2, dtype))
+    assert w.numpy().tolist() == [100, 1]
+    # What fits is taken, whatever its dtype
+    w.assign(np.array([127, 0], f"{dtype[0]}8"))
+    assert w.numpy().tolist() == [127, 0]
+    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
+
+
+def test_scatters_of_integers_that_do_not_fit_are_refused(strategy):
+    w = make(strategy, np.array([100, 1], "i1"))
+    for method, row in (("add", 28), ("sub", -28), ("update", 128), ("mul", 2)):
+        delta = mpidist.IndexedSlices(np.array([row]), np.array([0]))
+        with pytest.raises((TypeError, ValueError), match="does not fit int8"):
+            getattr(w, f"scatter_{method}")(delta)
+    assert w.numpy().tolist() == [100, 1]
+    delta = mpidist.IndexedSlices(np.array([27]), np.array([0]))
+    assert w.scatter_add(delta).numpy().tolist() == [127, 1]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_copy_of_one_replica_that_does_not_fit_is_an_error_on_all(strategy):
+    w = make(strategy, np.array([0], "i1"), FIRST, on_read=True)
+    rank = strategy.extended.replica_id
+    strategy.run(lambda: w.assign(np.array([100 * rank], "i1")[:1]) if rank < 2 else w)
+    with pytest.raises(mpidist.ArgumentError, match=r"is 200 .*does not fit int8"):
+        w.assign_add(np.array([100]))
+    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
+
+
+def test_a_boolean_variable_takes_no_other_numbers(strategy):
+    w = make(strategy, np.array([True, False]))
+    with pytest.raises(mpidist.DTypeError, match="has dtype bool"):
+        w.assign(np.array([2, 3]))
+    with pytest.raises(mpidist.DTypeError, match="has dtype bool"):
+        make(strategy, True).assign(2)
+    assert make(strategy, True).assign(0).numpy() == np.False_
+
+
+@pytest.mark.parametrize("initial", [300, np.array([300]), [-129], 2**70, 1e9, np.nan])
+def test_initial_values_that_do_not_fit_are_refused(strategy, initial):
+    with pytest.raises(mpidist.DTypeError, match=r"does not fit int8|64 bits"):
+        make(strategy, initial, dtype="i1")
+
+
+@pytest.mark.parametrize("replicas", [2, 128, 200, 300, 70_000])
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i8", "u8", "f4"])
+def test_shares_of_a_total_add_up_to_it(dtype, replicas):
+    limits = np.iinfo(dtype) if dtype != "f4" else np.finfo(dtype)
+    total = np.array([limits.max, 1, 0, limits.min], dtype)
+    ranks = range(0, replicas, max(1, replicas // 300))
+    shares = [updates.share(total, replicas, r) for r in ranks]
+    assert {share.dtype for share in shares} == {total.dtype}
+    if dtype != "f4" and len(shares) == replicas:
+        assert [sum(s.tolist()[j] for s in shares) for j in range(4)] == total.tolist()

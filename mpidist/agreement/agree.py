@@ -35,7 +35,7 @@ from mpidist.agreement.places import Places
 from mpidist.agreement.recorder import Recorder
 from mpidist.agreement.turns import Turns
 from mpidist.agreement.waiting import LateError, Waiting
-from mpidist.errors import CollectiveError, DeadlineError
+from mpidist.errors import CollectiveError, DeadlineError, MpidistError
 
 __all__ = ["Agreement"]
 
@@ -225,6 +225,17 @@ class Agreement:
             return
         self.leave(error)
 
+    def same_on_all(self) -> _SameOnAll:
+        """Return a context for checks of what all ranks have alike, in a collective.
+
+        An error in it is raised on all ranks, so it breaks nothing.
+        """
+        return _SameOnAll(self)
+
+    def note_agreed(self, error: BaseException) -> None:
+        """Note that this error leaves the collective on all ranks."""
+        self._agreed_id = id(error)
+
     def leave(self, error: BaseException) -> None:
         """Mark the strategy as broken, as this rank alone left a collective."""
         if self.size == 1 or self.broken is not None:
@@ -409,8 +420,24 @@ class Agreement:
             outermost = min(r.depth for r in records)
             if outermost < depth:
                 self._thread.unwinding = (outermost, raised)
-            self._agreed_id = id(raised)
+            self.note_agreed(raised)
             raise
+
+
+class _SameOnAll:
+    """See `Agreement.same_on_all`."""
+
+    def __init__(self, agreement: Agreement):
+        self._agreement = agreement
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        if isinstance(error, MpidistError):
+            self._agreement.note_agreed(error)
 
 
 def _disown() -> None:

@@ -106,7 +106,8 @@ class Collectives:
           reduce_arrays: what does the work, once all is checked: by default
             `reduce_arrays`.
 
-        Raises, on all ranks: see `Agreement.require_same` and `arrays.to_array`.
+        Raises, on all ranks: see `Agreement.require_same` and `arrays.to_array`; also
+          ArgumentError for a sum of integers that does not fit their dtype.
         """
         is_plain = options is None and reduce_arrays is None
         if is_plain:
@@ -202,6 +203,11 @@ class Collectives:
         totals = list(
             map(arithmetic.add_in_order, agreement.comparison.payloads(partial))
         )
+        if arithmetic.is_integer_sum(op, summands.out):
+            assert call.spec is not None
+            pairs = list(zip(totals, agreement.comparison.payloads(partial)))
+            with agreement.same_on_all():
+                check_each(pairs, call.spec, arithmetic.check_sum)
         results = arithmetic.finish(op, totals, summands.out, self.size)
         is_on_gpu = any(map(arrays.is_device_array, given))
         return self._copies.up(results, given) if is_on_gpu else results
@@ -215,6 +221,8 @@ class Collectives:
         out, partial = arithmetic.to_add(op, values, compression)
         if self.size == 1:
             return _Summands(out, partial)
+        if arithmetic.is_integer_sum(op, out):
+            partial.append(self._count_large(partial))
         place = self.sums.place_of(partial, options)
         packs = self.sums.reserve(partial, options, is_symmetric=place != 0)
         return _Summands(out, partial, packs, place)
@@ -239,6 +247,11 @@ class Collectives:
             totals = self.sums.sum_arrays(summands.partial, options)
         else:
             totals = self.sums.sum_packs(summands.packs, options)
+        if self.size > 1 and arithmetic.is_integer_sum(op, summands.out):
+            self._check_integers(
+                summands.partial, totals, options, self.sums.sum_arrays
+            )
+            del totals[-1]
         return arithmetic.finish(op, totals, summands.out, self.size)
 
     def reduce_arrays(
@@ -247,16 +260,63 @@ class Collectives:
         values: Sequence[Any],
         options: CommunicationOptions,
         sum_arrays: Summation | None = None,
+        is_sum: bool = True,
     ) -> list[Any]:
         """Return the reductions of arrays that were checked before.
 
         float16 and bfloat16 are added up in float32, the mean of integers in float64.
+
+        Raises, on all ranks: ArgumentError for a sum of integers that does not fit
+          their dtype, unless `sum_arrays` does something else (`is_sum` is False).
         """
         # Where nothing is sent, nothing needs to be narrow
         compression = options.compression if self.size > 1 else None
         out, partial = arithmetic.to_add(op, values, compression)
-        totals = (sum_arrays or self.sums.sum_arrays)(partial, options)
+        sum_arrays = sum_arrays or self.sums.sum_arrays
+        if is_sum and self.size > 1 and arithmetic.is_integer_sum(op, out):
+            partial.append(self._count_large(partial))
+            totals = sum_arrays(partial, options)
+            self._check_integers(partial, totals, options, sum_arrays)
+            del totals[-1]
+        else:
+            totals = sum_arrays(partial, options)
         return arithmetic.finish(op, totals, out, self.size)
+
+    def _count_large(self, partial: Sequence[Any]) -> Any:
+        """Return 1 if sums of integers over all ranks may not fit, as far as is known.
+
+        Ranks add that up along with the arrays. (It is no integer, so that it is in no
+        pack with large arrays of them.)
+        """
+        is_large = any(arithmetic.may_overflow(a, self.size) for a in partial)
+        return np.array([is_large], np.float64)
+
+    def _check_integers(
+        self,
+        partial: Sequence[Any],
+        totals: Sequence[Any],
+        options: CommunicationOptions,
+        sum_arrays: Summation,
+    ) -> None:
+        """Raise, on all ranks, if sums of integers do not fit. Collective.
+
+        Only where some rank has large ones all are added up once more, in float64.
+
+        Args:
+          partial: what was added up; behind all arrays what `_count_large` returned.
+          totals: the sums.
+          options: see `CommunicationOptions`.
+          sum_arrays: adds arrays up.
+        """
+        if not totals[-1][0]:
+            return
+        integers = [j for j, a in enumerate(partial) if a.dtype.kind in "iu"]
+        wide = [partial[j].astype(np.float64) for j in integers]
+        for j, rough in zip(integers, sum_arrays(wide, options), strict=True):
+            name = "value" if len(partial) == 2 else f"array {j} of the value"
+            what = f"the sum of {name} over all replicas"
+            with self.agreement.same_on_all():
+                arithmetic.require_fit(totals[j], rough, what)
 
     def reduce_again(
         self,
@@ -298,7 +358,7 @@ class Collectives:
         dimensions must agree. A mean is the sum of all elements over the sum of all
         lengths, and nan where that is zero. Floating values are added up in double
         precision, integers in 64 bits; the result has the dtype of `value` (a mean of
-        integers is float64).
+        integers is float64, and of 64-bit ones added up in it, as NumPy does).
 
         Raises, on all ranks: see `all_reduce`; also ArgumentError for an axis out of
         range or a sum of integers that does not fit their dtype, and
@@ -313,39 +373,42 @@ class Collectives:
             axes = check_each(
                 given, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
             )
-            partial = [arithmetic.sum_over(a, drop) for a, drop in zip(given, axes)]
+            pairs = list(zip(given, axes))
+            partial = [arithmetic.sum_over(op, a, drop) for a, drop in pairs]
+            rough = [arithmetic.rough_sum_over(op, a, drop) for a, drop in pairs]
             described = tuple(
                 (a.dtype, *rest) for a, (_, *rest) in zip(given, describe(partial))
             )
             # Sums and lengths travel together
-            lengths = [
-                math.prod(a.shape[i] for i in drop) for a, drop in zip(given, axes)
-            ]
-            partial.append(np.array(lengths))
+            lengths = [math.prod(a.shape[i] for i in drop) for a, drop in pairs]
+            sent = [*partial, np.array(lengths), *(r for r in rough if r is not None)]
             packs: Sequence[Any] = ()
             if sum_arrays is None and self.size > 1:
-                packs = self.sums.reserve(partial, options)
-            return op, leaves, spec, given, axes, described, partial, packs
+                packs = self.sums.reserve(sent, options)
+            return op, leaves, spec, given, axes, described, rough, sent, packs
 
         with self.agreement.turns:
             prepared = self.agreement.prepare(operation, prepare)
-            op, leaves, spec, given, axes, described, partial, packs = prepared
+            op, leaves, spec, given, axes, described, rough, sent, packs = prepared
             agreed = (("reduce_op", op.name), _axes(axes), *_agreed(options))
             call = Call(operation, agreed, spec, described)
             self.agreement.require_same(call, timeout=options.timeout_seconds)
             if packs:
                 totals = self.sums.sum_packs(packs, options)
             else:
-                totals = (sum_arrays or self.sums.sum_arrays)(partial, options)
-        *totals, total_lengths = totals
+                totals = (sum_arrays or self.sums.sum_arrays)(sent, options)
+        sums = iter(totals)
+        totals = [next(sums) for _ in given]
+        total_lengths = next(sums)
+        rough = [None if r is None else next(sums) for r in rough]
         if op is ReduceOp.MEAN:
             results = [
                 arithmetic.mean_of(total, length, a.dtype)
                 for total, length, a in zip(totals, total_lengths.tolist(), given)
             ]
         else:
-            pairs = [(total, a.dtype) for total, a in zip(totals, given)]
-            results = check_each(pairs, spec, arithmetic.narrow)
+            found = [(*sums, a.dtype) for *sums, a in zip(totals, rough, given)]
+            results = check_each(found, spec, arithmetic.narrow)
         # As NumPy's sum does, give an array scalar where no dimension is left
         results = [arrays.like(r[()], leaf) for r, leaf in zip(results, leaves)]
         return nest.unflatten(spec, results)

@@ -29,12 +29,14 @@ class Known(NamedTuple):
       number: its digest.
       fits: whether the ranks exchange the arrays while they compare.
       op: the operation.
+      is_integer_sum: whether it may overflow.
     """
 
     call: Call
     number: int
     fits: bool
     op: ReduceOp
+    is_integer_sum: bool
 
 
 class RepeatedReductions:
@@ -66,7 +68,8 @@ class RepeatedReductions:
         is_simple = out == [value.dtype] and partial[0].dtype == value.dtype
         if is_simple and len(self._known) < _MOST:
             key = call.operation, reduce_op, type(value), value.dtype, value.shape
-            self._known[key] = Known(call, digest(call), fits, op)
+            may_overflow = arithmetic.is_integer_sum(op, out)
+            self._known[key] = Known(call, digest(call), fits, op, may_overflow)
 
     def reduce_small(self, known: Known, value: Any) -> Any:
         """Return the reduction of an array for a call that `fits`. Collective."""
@@ -75,6 +78,9 @@ class RepeatedReductions:
             send = self._copies.down([value])[0] if is_on_gpu else value
             parts = self._agreement.exchange(known.call, known.number, send)
             total = arithmetic.add_in_order(parts)
+            if known.is_integer_sum:
+                with self._agreement.same_on_all():
+                    arithmetic.check_sum((total, parts), "value")
             if known.op is ReduceOp.MEAN:
                 total /= self._agreement.size
             return self._copies.up([total], [value])[0] if is_on_gpu else total
