@@ -20,6 +20,7 @@ LAYERS = [
         "memory.buffers",
         "commands",
         "errors",
+        "notices",
         "agreement.flight_files",
         "gpu.early",
         "gpu.runtime_facts",

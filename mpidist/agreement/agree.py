@@ -189,10 +189,10 @@ class Agreement:
             )
         if thread:
             call = call._replace(options=(*call.options, ("thread", thread)))
-        number = digest(call)
+        number = digest(call.without_step())
         self.calls += 1
         self._begin(self.calls, call, number)
-        number ^= self.places.digest
+        number ^= self.places.digest ^ call.step_digest()
         deadline = None if timeout is None else time.monotonic() + timeout
         telling = Telling(
             number, error is not None, payload, deadline, is_patient, place
