@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import TracebackType
@@ -14,12 +13,14 @@ from mpi4py import MPI
 from mpidist import arrays, checks, nest
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import Call, digest
+from mpidist.agreement.pending import Pending
 from mpidist.channel import Channel
 from mpidist.collectives.bucketing import BucketStep, divide, leaves_by_key
 from mpidist.collectives.leaves import check_each, to_arrays
 from mpidist.collectives.results import StepResults
 from mpidist.errors import ArgumentError, ContextError
 from mpidist.gpu.streams import SideStream, record
+from mpidist.notices import warn
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replica_group import ReplicaGroup
 
@@ -93,7 +94,8 @@ class GradientBuckets:
         self._is_closed = False
         self._results = StepResults()
         losses = group.topology.losses
-        comm = losses.add(group.topology.comm.Dup())
+        with Pending("making a communicator", group.topology.comm):
+            comm = losses.add(group.topology.comm.Dup())
         self._own = Agreement(comm, losses=losses)
         try:
             self._channel = Channel(
@@ -121,11 +123,10 @@ class GradientBuckets:
         levels = self._agreement.gather(_CALL, MPI.Query_thread())
         is_threaded = min(levels) == MPI.THREAD_MULTIPLE
         if not is_threaded and self._own.rank == 0:
-            warnings.warn(
+            warn(
                 "GradientBuckets reduces at the end of each step, not beside the "
                 "backward pass: MPI was initialised with less than "
                 "MPI_THREAD_MULTIPLE (see mpi4py.rc.thread_level)",
-                RuntimeWarning,
                 stacklevel=2,
             )
         return is_threaded

@@ -11,8 +11,10 @@ from typing import cast
 from mpi4py import MPI
 
 from mpidist import checks
+from mpidist.agreement.calls import group_by_rank
 from mpidist.agreement.losses import Losses
 from mpidist.agreement.peers import learn_pids
+from mpidist.agreement.pending import Pending
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, LaunchError
 from mpidist.gpu.devices import gpu_count, use_gpu
 from mpidist.launch_check import check_launch
@@ -72,14 +74,18 @@ def _pretended_ranks_per_node(
 
     For tests: one machine is then taken for several. Collective.
     """
+    if comm.Get_size() == 1:  # such as the default strategy's, made by one rank alone
+        return None
     asked = environ.get(_RANKS_PER_NODE) or None
+    everyone = comm.allgather(asked)
     # Python refuses to read numbers of some thousand digits
     is_number = asked is not None and asked.isdecimal() and len(asked) < _MOST_DIGITS
     is_good = asked is None or (is_number and int(asked) > 0)
-    if not comm.allreduce(is_good, MPI.LAND):
+    if not is_good or any(other != asked for other in everyone):
+        texts = [checks.shown(other) for other in everyone]
         raise LaunchError(
-            f"{_RANKS_PER_NODE} must be a positive number on all ranks, not "
-            f"{checks.shown(asked)}"
+            f"{_RANKS_PER_NODE} must be the same positive number on all ranks, or not "
+            f"set on any; it is {group_by_rank(texts)}"
         )
     return None if asked is None else int(asked)
 
@@ -122,7 +128,7 @@ class Topology:
         Raises:
           ArgumentError, ArgumentTypeError: `communicator` is none, or was freed.
           LaunchError: MPI sees one process where the launcher started several; on all
-            ranks if MPIDIST_RANKS_PER_NODE is no positive number on one.
+            ranks if MPIDIST_RANKS_PER_NODE is no positive number, or differs.
         """
         if communicator is None:
             communicator = MPI.COMM_WORLD
@@ -135,6 +141,11 @@ class Topology:
             )
         if communicator == MPI.COMM_NULL:
             raise ArgumentError("communicator must not be MPI.COMM_NULL, or freed")
+        with Pending("making a strategy", communicator):
+            return cls._of_duplicate(communicator)
+
+    @classmethod
+    def _of_duplicate(cls, communicator: MPI.Intracomm) -> Topology:
         comm = communicator.Dup()
         losses = Losses(comm)
         node = _ranks_that_share_memory(comm)

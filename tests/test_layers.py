@@ -62,7 +62,8 @@ LAYERS = [
         "agreement.places",
         "copy_streams",
     ],
-    ["agreement.losses", "agreement.peers"],
+    ["agreement.pending", "agreement.peers"],
+    ["agreement.losses"],
     [
         "collectives.leaves",
         "uploads",
@@ -201,6 +202,7 @@ OUTSIDE = {
         "agreement.board",
         "agreement.losses",
         "agreement.peers",
+        "agreement.pending",
         "elastic",
         "agreement.comparing",
         "agreement.agree",

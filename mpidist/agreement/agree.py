@@ -28,6 +28,7 @@ from mpidist.agreement.disagreement import (
     record_of,
 )
 from mpidist.agreement.losses import Losses
+from mpidist.agreement.pending import Pending
 from mpidist.agreement.places import Places
 from mpidist.agreement.recorder import Recorder
 from mpidist.agreement.turns import Turns
@@ -69,7 +70,8 @@ class Agreement:
         self.pids: dict[int, int] = {}  # of ranks that can be watched
         self._waiting = Waiting(comm)
         # Ranks may have made unlike numbers, of other communicators
-        channel = comm.allreduce(Agreement.made, MPI.MAX)
+        with Pending("making a communicator's agreement", comm):
+            channel = comm.allreduce(Agreement.made, MPI.MAX)
         self.recorder = Recorder(channel, comm)
         self._begin = self.recorder.begin
         check = self.losses.check if self.losses.is_needed else None
