@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -283,7 +281,7 @@ def test_too_little_memory_is_an_error_on_all(comm, strategy, monkeypatch, culpr
     assert shared_files() == []
 
 
-def fail(path):
+def fail(*_, **__):
     raise OSError("no mapping")
 
 
@@ -302,22 +300,68 @@ def test_under_another_strategy_they_are_refused(comm, strategy):
     other.experimental_finalize()
 
 
+# Where ranks do not see each other's processes: in containers
+HIDDEN = """
+from mpidist.memory import symmetric
+symmetric._open_of_process = lambda node: -1
+"""
+
+
 @pytest.mark.mpi(min_size=2)
-def test_memory_of_killed_ranks_is_given_back(comm, tmp_path):
-    """The file has no name any more, so the system frees it with the processes."""
-    if comm.rank == 0:
-        script = tmp_path / "script.py"
-        script.write_text(
-            "import os, signal, numpy as np, mpidist\n"
-            "a = mpidist.MirroredStrategy().symmetric_like(np.zeros(1000))\n"
-            "os.kill(os.getpid(), signal.SIGKILL)\n"
-        )
-        environ = {
-            k: v
-            for k, v in os.environ.items()
-            if not k.startswith(("PMI", "OMPI", "PMIX", "MPI", "HYDRA"))
-        }
-        ended = subprocess.run([sys.executable, script], env=environ, timeout=60)
-        assert ended.returncode == -9
+def test_ranks_that_do_not_see_each_other_have_them_too(comm, strategy, monkeypatch):
+    monkeypatch.setattr(symmetric, "_open_of_process", lambda node: -1)
+    value = strategy.symmetric_like(np.zeros(LARGE))
+    assert shared_files() == []
+    value[...] = comm.rank + 1
+    assert (strategy.reduce("SUM", value) == sum(range(comm.size + 1))).all()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("culprit", [0, -1])
+def test_a_rank_that_cannot_open_the_file(comm, strategy, monkeypatch, culprit):
+    monkeypatch.setattr(symmetric, "_open_of_process", lambda node: -1)
+    if comm.rank == culprit % comm.size:
+        name = "tempfile.mkstemp" if comm.rank == 0 else "os.open"
+        monkeypatch.setattr(f"mpidist.memory.symmetric.{name}", fail)
+    with pytest.raises((OSError, mpidist.RemoteError), match="no mapping"):
+        strategy.symmetric_like(np.zeros(10))
+    monkeypatch.undo()
     comm.Barrier()
     assert shared_files() == []
+    assert strategy.symmetric_like(np.zeros(10)).sum() == 0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_process_of_another_is_not_taken(comm, strategy, monkeypatch):
+    """In another namespace the number of a process is that of another one."""
+    if comm.rank == 0:
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+    value = strategy.symmetric_like(np.zeros(10))
+    value[...] = comm.rank
+    assert strategy.reduce("SUM", value)[0] == sum(range(comm.size))
+
+
+@pytest.mark.parametrize("way", ["", HIDDEN], ids=["by process", "by name"])
+def test_memory_of_killed_ranks_is_given_back(mpirun, way):
+    """All are killed while the pages are reserved, which takes longest."""
+    script = f"""
+import os, signal
+import numpy as np, mpidist
+{way}
+strategy = mpidist.MirroredStrategy(["CPU:0"])
+pids = strategy.extended.topology.pids
+if strategy.extended.replica_id == 0:
+    reserve = os.posix_fallocate
+    def kill(*arguments):
+        reserve(*arguments)
+        for pid in [*pids.values(), os.getpid()]:
+            os.kill(pid, signal.SIGKILL)
+    os.posix_fallocate = kill
+print("begun", flush=True)
+strategy.symmetric_like(np.zeros(1000))
+"""
+    before = set(shared_files())
+    ended = mpirun(2, script)
+    assert ended.returncode != 0
+    assert ended.stdout.count("begun") == 2
+    assert set(shared_files()) <= before

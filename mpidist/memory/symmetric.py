@@ -8,6 +8,7 @@ when all processes have ended, however they end.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -82,24 +83,26 @@ class SymmetricMemory:
         *starts, end = _offsets(fields)
         part_bytes = -(-end // _PAGE_BYTES) * _PAGE_BYTES
         node, rank = self._node, self._node.Get_rank()
-        path, error, root = "", None, None
+        size_bytes = part_bytes * node.Get_size()
+        root = None
+        file, is_named, error = _open_together(node)
         try:
             try:
-                if rank == 0:
-                    path = _create(part_bytes * node.Get_size())
+                if rank == 0 and error is None:
+                    _reserve(file, size_bytes, is_named)
             except Exception as caught:
                 error = caught
-            path = node.bcast(path)
+            is_reserved = node.bcast(error is None)
             try:
-                if path:
-                    root = _map(path)
+                if is_reserved and error is None:
+                    root = _map(file, size_bytes)
             except Exception as caught:
                 error = caught
-            # All have opened it, or all raise
+            # All have mapped it, or all raise
             self._agreement.require_same(Call(operation), error)
         finally:
-            if path and rank == 0:
-                Path(path).unlink(missing_ok=True)
+            if file >= 0:
+                os.close(file)
         assert root is not None
         self._register(root, rank * part_bytes, part_bytes)
         mine = root[rank * part_bytes :]
@@ -165,35 +168,82 @@ def _offsets(fields: Sequence[Field]) -> Iterator[int]:
     yield start
 
 
-def _create(size_bytes: int) -> str:
-    """Return the path of a new file in memory, all of whose pages are there."""
-    limits = free_bytes(is_shared=True).items()
+def _open_together(node: MPI.Intracomm) -> tuple[int, bool, Exception | None]:
+    """Open one new, empty file in memory on all ranks of a node. Collective over it.
+
+    It has no name when this returns. So nothing stays when all ranks are killed; but if
+    they do not see each other's processes, an empty file may, if that happens between
+    its making and its opening.
+
+    Returns:
+      A descriptor, or -1; whether the file was made in a folder, whose file system has
+      limits of its own; and this rank's error, if any.
+    """
+    file = _open_of_process(node)
+    if node.allreduce(file >= 0, MPI.LAND):
+        return file, False, None
+    if file >= 0:
+        os.close(file)
+    file, path, error = -1, "", None
+    try:
+        if node.Get_rank() == 0:
+            folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+            file, path = tempfile.mkstemp(prefix="mpidist-", dir=folder)
+    except OSError as caught:
+        error = caught
+    try:
+        path = node.bcast(path)
+        try:
+            if path and node.Get_rank() > 0:
+                file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as caught:
+            error = caught
+        node.Barrier()
+    finally:
+        if path and node.Get_rank() == 0:
+            Path(path).unlink(missing_ok=True)
+    return file, True, error
+
+
+def _open_of_process(node: MPI.Intracomm) -> int:
+    """Open a new file that never has a name, by the node's first process; -1 if not.
+
+    Collective over the node. The others open what /proc shows of that process, if it is
+    the file that is meant: in another namespace the number is that of another process.
+    """
+    file, found = -1, None
+    try:
+        if node.Get_rank() == 0 and hasattr(os, "memfd_create"):
+            file = os.memfd_create("mpidist")
+            found = f"/proc/{os.getpid()}/fd/{file}", os.fstat(file)
+    except OSError:  # not allowed
+        file = -1
+    found = node.bcast(found)
+    if found is not None and node.Get_rank() > 0:
+        path, status = found
+        with contextlib.suppress(OSError):
+            # Other files may do something when they are opened
+            if os.path.samestat(os.stat(path), status):
+                file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    return file
+
+
+def _reserve(file: int, size_bytes: int, is_named: bool) -> None:
+    """Make a file so large, with all of its pages: else they might end in SIGBUS."""
+    limits = free_bytes(is_shared=is_named).items()
     where, free = min(limits, key=lambda item: item[1], default=("", 1 << 63))
     if size_bytes > free:
+        more = ". A container may be given more: --shm-size" if is_named else ""
         raise ArgumentError(
             f"symmetric arrays need {as_text(size_bytes)} on this node, but {where} "
-            f"has {as_text(free)} left. A container may be given more: --shm-size"
+            f"has {as_text(free)} left{more}"
         )
-    folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    file, path = tempfile.mkstemp(prefix="mpidist-", dir=folder)
-    try:
-        os.posix_fallocate(file, 0, size_bytes)
-    except BaseException:
-        Path(path).unlink()
-        raise
-    finally:
-        os.close(file)
-    return path
+    os.posix_fallocate(file, 0, size_bytes)
 
 
-def _map(path: str) -> Any:
+def _map(file: int, size_bytes: int) -> Any:
     """Return the bytes of a file, shared with others that map it."""
-    file = os.open(path, os.O_RDWR)
-    try:
-        memory = mmap.mmap(file, 0)
-    finally:
-        os.close(file)
-    return np.frombuffer(memory, np.uint8)
+    return np.frombuffer(mmap.mmap(file, size_bytes), np.uint8)
 
 
 def _view(memory: Any, start: int, shape: tuple[int, ...], dtype: Any) -> Any:
