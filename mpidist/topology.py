@@ -82,10 +82,10 @@ def _pretended_ranks_per_node(
     is_number = asked is not None and asked.isdecimal() and len(asked) < _MOST_DIGITS
     is_good = asked is None or (is_number and int(asked) > 0)
     if not is_good or any(other != asked for other in everyone):
-        texts = [checks.shown(other) for other in everyone]
+        texts = ["not set" if t is None else checks.shown(t) for t in everyone]
         raise LaunchError(
-            f"{_RANKS_PER_NODE} must be the same positive number on all ranks, or not "
-            f"set on any; it is {group_by_rank(texts)}"
+            f"{_RANKS_PER_NODE} must be a positive number, the same on all ranks; it "
+            f"is {group_by_rank(texts)}"
         )
     return None if asked is None else int(asked)
 

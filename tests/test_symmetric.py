@@ -300,16 +300,16 @@ def test_under_another_strategy_they_are_refused(comm, strategy):
     other.experimental_finalize()
 
 
-# Where ranks do not see each other's processes: in containers
+# Where ranks cannot pass files: in containers with networks of their own
 HIDDEN = """
 from mpidist.memory import symmetric
-symmetric._open_of_process = lambda node: -1
+symmetric._pass_file = lambda node: -1
 """
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_that_do_not_see_each_other_have_them_too(comm, strategy, monkeypatch):
-    monkeypatch.setattr(symmetric, "_open_of_process", lambda node: -1)
+def test_ranks_that_cannot_pass_files_have_them_too(comm, strategy, monkeypatch):
+    monkeypatch.setattr(symmetric, "_pass_file", lambda node: -1)
     value = strategy.symmetric_like(np.zeros(LARGE))
     assert shared_files() == []
     value[...] = comm.rank + 1
@@ -319,7 +319,7 @@ def test_ranks_that_do_not_see_each_other_have_them_too(comm, strategy, monkeypa
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("culprit", [0, -1])
 def test_a_rank_that_cannot_open_the_file(comm, strategy, monkeypatch, culprit):
-    monkeypatch.setattr(symmetric, "_open_of_process", lambda node: -1)
+    monkeypatch.setattr(symmetric, "_pass_file", lambda node: -1)
     if comm.rank == culprit % comm.size:
         name = "tempfile.mkstemp" if comm.rank == 0 else "os.open"
         monkeypatch.setattr(f"mpidist.memory.symmetric.{name}", fail)
@@ -332,16 +332,39 @@ def test_a_rank_that_cannot_open_the_file(comm, strategy, monkeypatch, culprit):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_process_of_another_is_not_taken(comm, strategy, monkeypatch):
-    """In another namespace the number of a process is that of another one."""
-    if comm.rank == 0:
-        monkeypatch.setattr(os, "getpid", lambda: 1)
+@pytest.mark.parametrize("what", ["os.memfd_create", "socket.socket", "os.fstat"])
+@pytest.mark.parametrize("culprit", [0, -1])
+def test_whatever_fails_on_one_rank(comm, strategy, monkeypatch, culprit, what):
+    if comm.rank == culprit % comm.size:
+        monkeypatch.setattr(f"mpidist.memory.symmetric.{what}", fail)
     value = strategy.symmetric_like(np.zeros(10))
+    monkeypatch.undo()
     value[...] = comm.rank
     assert strategy.reduce("SUM", value)[0] == sum(range(comm.size))
 
 
-@pytest.mark.parametrize("way", ["", HIDDEN], ids=["by process", "by name"])
+@pytest.mark.mpi(min_size=2)
+def test_no_descriptor_stays(comm, strategy):
+    """What is mapped has one, and no other process that this one starts inherits it."""
+    strategy.symmetric_like(np.zeros(10))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        strategy.symmetric_like(np.zeros(10))
+    assert len(os.listdir("/proc/self/fd")) == before
+    kept = strategy.symmetric_like(np.zeros(10))
+    mine = [fd for fd in os.listdir("/proc/self/fd") if is_memory(int(fd))]
+    assert not any(os.get_inheritable(int(fd)) for fd in mine)
+    del kept
+
+
+def is_memory(descriptor):
+    try:
+        return "memfd:mpidist" in os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:  # that of the listing
+        return False
+
+
+@pytest.mark.parametrize("way", ["", HIDDEN], ids=["passed", "by name"])
 def test_memory_of_killed_ranks_is_given_back(mpirun, way):
     """All are killed while the pages are reserved, which takes longest."""
     script = f"""

@@ -12,6 +12,7 @@ import contextlib
 import math
 import mmap
 import os
+import socket
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
@@ -171,15 +172,15 @@ def _offsets(fields: Sequence[Field]) -> Iterator[int]:
 def _open_together(node: MPI.Intracomm) -> tuple[int, bool, Exception | None]:
     """Open one new, empty file in memory on all ranks of a node. Collective over it.
 
-    It has no name when this returns. So nothing stays when all ranks are killed; but if
-    they do not see each other's processes, an empty file may, if that happens between
-    its making and its opening.
+    It has no name when this returns, so nothing stays when all ranks are killed. Where
+    ranks cannot pass it to each other (containers with networks of their own), it had
+    one, and the empty file stays if they are killed in that instant.
 
     Returns:
       A descriptor, or -1; whether the file was made in a folder, whose file system has
       limits of its own; and this rank's error, if any.
     """
-    file = _open_of_process(node)
+    file = _pass_file(node)
     if node.allreduce(file >= 0, MPI.LAND):
         return file, False, None
     if file >= 0:
@@ -205,27 +206,43 @@ def _open_together(node: MPI.Intracomm) -> tuple[int, bool, Exception | None]:
     return file, True, error
 
 
-def _open_of_process(node: MPI.Intracomm) -> int:
-    """Open a new file that never has a name, by the node's first process; -1 if not.
+def _pass_file(node: MPI.Intracomm) -> int:
+    """Make a file that never has a name, and pass it from rank 0 to all; -1 if not.
 
-    Collective over the node. The others open what /proc shows of that process, if it is
-    the file that is meant: in another namespace the number is that of another process.
+    Collective over the node. By messages of local sockets (SCM_RIGHTS), whose addresses
+    vanish with their processes; there are no connections, so nobody waits for others.
     """
-    file, found = -1, None
-    try:
-        if node.Get_rank() == 0 and hasattr(os, "memfd_create"):
-            file = os.memfd_create("mpidist")
-            found = f"/proc/{os.getpid()}/fd/{file}", os.fstat(file)
-    except OSError:  # not allowed
-        file = -1
-    found = node.bcast(found)
-    if found is not None and node.Get_rank() > 0:
-        path, status = found
-        with contextlib.suppress(OSError):
-            # Other files may do something when they are opened
-            if os.path.samestat(os.stat(path), status):
-                file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    file, status, rank = -1, None, node.Get_rank()
+    with contextlib.ExitStack() as stack:
+        own, address = None, b""
+        with contextlib.suppress(OSError, AttributeError):  # not allowed, or no Linux
+            if rank == 0:
+                file = os.memfd_create("mpidist")
+                status = os.fstat(file)
+            own = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            own.setblocking(False)
+            own.bind("")  # the system chooses an abstract address
+            address = own.getsockname()
+        addresses = node.gather(address)
+        if addresses is not None and own is not None and file >= 0:
+            for other in addresses[1:]:
+                with contextlib.suppress(OSError):
+                    socket.send_fds(own, [b"file"], [file], 0, other)
+        status = node.bcast(status)  # after that all messages are there
+        if rank > 0 and own is not None and status is not None:
+            with contextlib.suppress(OSError):
+                file = _receive(own, status)
     return file
+
+
+def _receive(own: socket.socket, status: os.stat_result) -> int:
+    """Return the file of this status that was sent to a socket; -1 if it is another."""
+    _, files, _, _ = socket.recv_fds(own, 4, 1, socket.MSG_CMSG_CLOEXEC)
+    for file in files:
+        if os.path.samestat(os.fstat(file), status):
+            return file
+        os.close(file)
+    return -1
 
 
 def _reserve(file: int, size_bytes: int, is_named: bool) -> None:
