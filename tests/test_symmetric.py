@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import re
 import weakref
 from pathlib import Path
 
@@ -246,8 +248,19 @@ def test_they_outlive_the_strategy(comm):
 
 
 def shared_files():
-    folder = Path("/dev/shm")
-    return sorted(folder.glob("mpidist-*")) if folder.is_dir() else []
+    """Return the files with names that this process has open or mapped.
+
+    Other jobs may have some in the same folder at any time.
+    """
+    descriptors = Path("/proc/self/fd")
+    if not descriptors.is_dir():
+        return []
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    found = [line.split(maxsplit=5)[-1] for line in lines]
+    for descriptor in descriptors.iterdir():
+        with contextlib.suppress(OSError):  # that of the listing
+            found.append(os.readlink(descriptor))
+    return [f for f in found if re.search(r"/mpidist-\w{8}$", f)]
 
 
 @pytest.mark.mpi(min_size=2)
@@ -305,6 +318,17 @@ HIDDEN = """
 from mpidist.memory import symmetric
 symmetric._pass_file = lambda node: -1
 """
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux has such files")
+def test_the_file_never_has_a_name(comm, strategy):
+    kept = strategy.symmetric_like(np.zeros(10))
+    maps = Path("/proc/self/maps").read_text()
+    assert "/memfd:mpidist" in maps
+    assert "/dev/shm/mpidist-" not in maps
+    del kept
+    comm.Barrier()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -383,8 +407,9 @@ if strategy.extended.replica_id == 0:
 print("begun", flush=True)
 strategy.symmetric_like(np.zeros(1000))
 """
-    before = set(shared_files())
+    folder = Path("/dev/shm")
+    before = set(folder.glob("mpidist-*"))
     ended = mpirun(2, script)
     assert ended.returncode != 0
     assert ended.stdout.count("begun") == 2
-    assert set(shared_files()) <= before
+    assert set(folder.glob("mpidist-*")) <= before

@@ -14,6 +14,7 @@ import pytest
 import mpidist
 from mpidist.agreement import peers
 from mpidist.hang_limit import hang_seconds
+from mpidist.watch import Watch
 
 PROLOGUE = """
 import os, signal, sys, threading, time
@@ -252,3 +253,36 @@ except mpidist.LaunchError as error:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("MPIDIST_RANKS_PER_NODE must be") == 2
     assert ended.stdout.count(f"'{text}' on rank 1") == 2
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count():
+    """Batch systems stop whole jobs, for hours, and let them go on."""
+    watch = Watch(10.0)
+    watch._looked = 100.0
+    watch.note_stop(1.0, 101.5)
+    assert watch.waited(begun=100.0, now=101.5) == 1.5
+    watch.note_stop(1.0, 7102.5)  # 7,000 s later than it would be
+    assert watch.waited(begun=100.0, now=7102.5) == pytest.approx(2.5)
+    assert watch.waited(begun=7102.5, now=7110.0) == 7.5
+    watch.note_stop(1.0, 8103.5)
+    assert watch.waited(begun=100.0, now=8103.5) == pytest.approx(3.5)
+
+
+def test_the_watchdog_goes_on_after_an_error(monkeypatch):
+    """What it looks at may be freed at the same time."""
+    looks = []
+
+    class Enough(BaseException):
+        """Ends the loop."""
+
+    def look(self, survives):
+        looks.append(survives)
+        if len(looks) == 3:
+            raise Enough
+        raise AttributeError("freed")
+
+    monkeypatch.setattr(Watch, "look_at_all", look)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with pytest.raises(Enough):
+        Watch(10.0).run()
+    assert len(looks) == 3

@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 import socket
+import struct
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
@@ -225,9 +226,11 @@ def _pass_file(node: MPI.Intracomm) -> int:
             address = own.getsockname()
         addresses = node.gather(address)
         if addresses is not None and own is not None and file >= 0:
+            # `socket.send_fds` ignores its address
+            rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", file)
             for other in addresses[1:]:
                 with contextlib.suppress(OSError):
-                    socket.send_fds(own, [b"file"], [file], 0, other)
+                    own.sendmsg([b"file"], [rights], 0, other)
         status = node.bcast(status)  # after that all messages are there
         if rank > 0 and own is not None and status is not None:
             with contextlib.suppress(OSError):
