@@ -226,7 +226,7 @@ def _pass_file(node: MPI.Intracomm) -> int:
             address = own.getsockname()
         addresses = node.gather(address)
         if addresses is not None and own is not None and file >= 0:
-            # `socket.send_fds` ignores its address
+            # Not `socket.send_fds`, which ignores the address
             rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", file)
             for other in addresses[1:]:
                 with contextlib.suppress(OSError):
@@ -240,11 +240,14 @@ def _pass_file(node: MPI.Intracomm) -> int:
 
 def _receive(own: socket.socket, status: os.stat_result) -> int:
     """Return the file of this status that was sent to a socket; -1 if it is another."""
-    _, files, _, _ = socket.recv_fds(own, 4, 1, socket.MSG_CMSG_CLOEXEC)
-    for file in files:
-        if os.path.samestat(os.fstat(file), status):
-            return file
-        os.close(file)
+    room = socket.CMSG_LEN(struct.calcsize("i"))
+    _, ancillary, _, _ = own.recvmsg(4, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            (file,) = struct.unpack("i", data)
+            if os.path.samestat(os.stat(file), status):
+                return int(file)
+            os.close(file)
     return -1
 
 
