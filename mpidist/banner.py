@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 
 from mpi4py import MPI
@@ -12,6 +11,7 @@ from mpidist._version import __version__
 from mpidist.agreement.losses import can_survive
 from mpidist.gpu.facts import GpuFacts
 from mpidist.memory.free_memory import as_text
+from mpidist.notices import print_notice
 from mpidist.replica_group import ReplicaGroup
 from mpidist.switches import BANNER
 from mpidist.transports.by_size import Table
@@ -46,7 +46,7 @@ def _show_once(group: ReplicaGroup, kind: str, describe: Callable[[], str]) -> N
     _shown.add(kind)
     # What is neither 0 nor 1 was refused when the strategy was made, on all ranks
     if group.replica_id == 0 and os.environ.get(BANNER) != "0":
-        print(describe(), file=sys.stderr, flush=True)
+        print_notice(describe())
 
 
 def banner(group: ReplicaGroup) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -19,6 +18,7 @@ from mpidist.errors import DeadlineError, RankLostError
 from mpidist.hang_limit import hang_seconds
 from mpidist.launch_check import check_launch
 from mpidist.mirrored_strategy import MirroredStrategy
+from mpidist.notices import print_notice
 from mpidist.strategy import Strategy
 from mpidist.watch import end_job
 
@@ -153,10 +153,8 @@ def _shrink(crew: MPI.Intracomm) -> MPI.Intracomm:
     here = set(left.group.Translate_ranks(None, crew.group))
     dead = [rank for rank in range(crew.Get_size()) if rank not in here]
     if dead and left.Get_rank() == 0:
-        print(
+        print_notice(
             f"mpidist: {name_ranks(dead)} of {crew.Get_size()} died; "
-            f"{left.Get_size()} go on",
-            file=sys.stderr,
-            flush=True,
+            f"{left.Get_size()} go on"
         )
     return left

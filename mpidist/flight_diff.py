@@ -4,20 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidist.agreement.calls import group_by_rank, name_ranks
-from mpidist.agreement.flight_files import BEGUN, ENDED, KIND, NUMBER, WORDS
+from mpidist.agreement.flight_files import (
+    BEGUN,
+    ENDED,
+    FORMAT,
+    KIND,
+    NUMBER,
+    STEP,
+    WORDS,
+)
 from mpidist.errors import DataError
 
 __all__ = ["Flight", "compare", "read_flights"]
 
-_FORMAT = 1
 _SUFFIX = ".jsonl"
+
+
+class Recorded(NamedTuple):
+    """One call.
+
+    Args:
+      kind: the number of its kind.
+      begun: when, in seconds on the clock of time.time.
+      ended: likewise; 0 if it did not.
+      step: of a loop; -1 if there is none.
+    """
+
+    kind: int
+    begun: float
+    ended: float
+    step: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,27 +51,31 @@ class Flight:
       channel: the number of the communicator.
       rank: of the process there.
       members: the ranks in the world of all that belong to it.
-      kinds: what calls there were: mappings with `operation`, `site` and `agreed`.
-      calls: for each call that is known its kind, when it began, and when it ended (0
-        if it did not), in seconds on the clock of time.time; by its number.
+      kinds: what calls there were: mappings with `operation`, `site`, `agreed` (perhaps
+        cut short) and `digest`, by their number.
+      calls: those that are known, by their number.
     """
 
     channel: int
     rank: int
     members: tuple[int, ...]
-    kinds: Sequence[Mapping[str, Any]]
-    calls: Mapping[int, tuple[int, float, float]]
+    kinds: Mapping[int, Mapping[str, Any]]
+    calls: Mapping[int, Recorded]
 
     def text(self, number: int) -> str:
         """Return a call and what ranks must agree on."""
-        kind = self.kinds[self.calls[number][0]]
-        agreed = ", ".join(f"{name} {what}" for name, what in kind["agreed"].items())
-        return f"{kind['operation']}({agreed}) at {kind['site']}"
+        call = self.calls[number]
+        kind = self.kinds[call.kind]
+        agreed = kind["agreed"] | ({"step": call.step} if call.step >= 0 else {})
+        text = ", ".join(f"{name} {what}" for name, what in agreed.items())
+        return f"{kind['operation']}({text}) at {kind['site']}"
 
-    def key(self, number: int) -> tuple[str, str]:
+    def key(self, number: int) -> tuple[Any, ...]:
         """Return what must be the same on all ranks."""
-        kind = self.kinds[self.calls[number][0]]
-        return kind["operation"], json.dumps(kind["agreed"], sort_keys=True)
+        call = self.calls[number]
+        kind = self.kinds[call.kind]
+        agreed = json.dumps(kind["agreed"], sort_keys=True)
+        return kind["operation"], agreed, kind["digest"], call.step
 
 
 def read_flights(paths: Sequence[Path]) -> list[Flight]:
@@ -77,14 +104,15 @@ def _files_of(path: Path) -> list[Path]:
 
 def _read(path: Path) -> Flight:
     try:
-        header, *kinds = _lines(path.read_text())
-        if header["format"] != _FORMAT:
-            raise ValueError(f"format {header['format']}, not {_FORMAT}")
-        for kind in kinds:
-            kind["operation"], kind["site"], dict(kind["agreed"])
+        header, *lines = _lines(path.read_text())
+        if header["format"] != FORMAT:
+            raise ValueError(f"format {header['format']}, not {FORMAT}")
+        kinds = {int(line["kind"]): line for line in lines}
+        for kind in lines:
+            kind["operation"], kind["site"], kind["agreed"].items(), kind["digest"]
         offset = float(header["time"]) - header["monotonic_ns"] / 1e9
         words = np.fromfile(path.with_suffix(".ring"), np.int64)
-        calls = dict(_calls(words.reshape(-1, WORDS), len(kinds), offset))
+        calls = dict(_calls(words.reshape(-1, WORDS), kinds, offset))
         members = tuple(map(int, header["members"]))
         channel, rank = int(header["channel"]), int(header["rank"])
         return Flight(channel, rank, members, kinds, calls)
@@ -103,12 +131,13 @@ def _lines(text: str) -> Iterator[Any]:
 
 
 def _calls(
-    words: Any, kinds: int, offset: float
-) -> Iterator[tuple[int, tuple[int, float, float]]]:
+    words: Any, kinds: Collection[int], offset: float
+) -> Iterator[tuple[int, Recorded]]:
     for row in words[words[:, NUMBER] > 0].tolist():
-        if 0 <= row[KIND] < kinds:
+        if row[KIND] in kinds:
+            begun = row[BEGUN] / 1e9 + offset
             ended = row[ENDED] / 1e9 + offset if row[ENDED] else 0.0
-            yield row[NUMBER], (row[KIND], row[BEGUN] / 1e9 + offset, ended)
+            yield row[NUMBER], Recorded(row[KIND], begun, ended, row[STEP])
 
 
 def compare(flights: Sequence[Flight]) -> tuple[list[str], bool]:
@@ -152,7 +181,7 @@ def _is_even(flights: Sequence[Flight]) -> bool:
 def _open_call(flight: Flight) -> int | None:
     """Return the number of the last call if it did not end."""
     last = max(flight.calls, default=None)
-    return last if last is not None and not flight.calls[last][2] else None
+    return last if last is not None and not flight.calls[last].ended else None
 
 
 def _said(flight: Flight, number: int) -> str:
@@ -183,7 +212,7 @@ def _state(flight: Flight) -> str:
     last = max(flight.calls, default=None)
     if last is None:
         return "none"
-    operation = flight.kinds[flight.calls[last][0]]["operation"]
-    site = flight.kinds[flight.calls[last][0]]["site"]
-    ended = "ended" if flight.calls[last][2] else "not ended"
+    operation = flight.kinds[flight.calls[last].kind]["operation"]
+    site = flight.kinds[flight.calls[last].kind]["site"]
+    ended = "ended" if flight.calls[last].ended else "not ended"
     return f"{last}, {operation} at {site}, {ended}"

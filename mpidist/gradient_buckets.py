@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,12 +15,14 @@ from mpi4py import MPI
 from mpidist import arrays, checks, nest
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import Call, digest
+from mpidist.agreement.pending import Pending
 from mpidist.channel import Channel
 from mpidist.collectives.bucketing import BucketStep, divide, leaves_by_key
 from mpidist.collectives.leaves import check_each, to_arrays
 from mpidist.collectives.results import StepResults
 from mpidist.errors import ArgumentError, ContextError
 from mpidist.gpu.streams import SideStream, record
+from mpidist.notices import warn
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replica_group import ReplicaGroup
 
@@ -43,7 +44,8 @@ class _Side:
         losses = group.topology.losses
         self._losses = losses
         self.results = StepResults()
-        comm = losses.add(group.topology.comm.Dup())
+        with Pending("making a communicator", group.topology.comm):
+            comm = losses.add(group.topology.comm.Dup())
         self.agreement = Agreement(comm, losses=losses)
         try:
             self.channel = Channel(
@@ -192,11 +194,10 @@ class GradientBuckets:
         levels = self._agreement.gather(_CALL, MPI.Query_thread())
         is_threaded = min(levels) == MPI.THREAD_MULTIPLE
         if not is_threaded and self._own.rank == 0:
-            warnings.warn(
+            warn(
                 "GradientBuckets reduces at the end of each step, not beside the "
                 "backward pass: MPI was initialised with less than "
                 "MPI_THREAD_MULTIPLE (see mpi4py.rc.thread_level)",
-                RuntimeWarning,
                 stacklevel=2,
             )
         return is_threaded
@@ -305,7 +306,8 @@ class GradientBuckets:
             step.finish(raised)
             self._results.end()
             raise
-        step.finish()
+        with Pending(f"{_CALL}.__exit__", self._agreement.comm):
+            step.finish()
         self._results.end()
         if self._side is not None:
             self._side.end()

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import signal
 import socket
 import sys
 import threading
@@ -25,6 +26,8 @@ from mpidist.checkpoint.saver import finish_all
 from mpidist.context import explain
 from mpidist.errors import MpidistError, RemoteError
 from mpidist.gpu.devices import current_gpu, use_gpu
+from mpidist.hang_limit import hang_seconds
+from mpidist.notices import print_notice
 
 __all__ = ["abort_on_exception", "leave_together"]
 
@@ -70,10 +73,25 @@ def _leave(pid: int) -> None:
             agreement.close()
         if has_lost():
             _finalize_in_time()
+        else:
+            _limit_the_end()
     except MpidistError as error:
         time.sleep(_GRACE_SECONDS)  # the others report
-        _write(f"{_head()}{type(error).__name__}: {error}\n")
+        _write(f"{_head()}{type(error).__name__}: {error}")
         _abort()
+
+
+def _limit_the_end() -> None:
+    """Let the system end this process where MPI_Finalize waits for ever.
+
+    That comes after the end of Python, so no thread could do it. Programs that use
+    SIGALRM themselves go without.
+    """
+    limit = hang_seconds(os.environ)
+    is_free = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    is_free = is_free and not signal.getitimer(signal.ITIMER_REAL)[0]
+    if _in_job() and is_free and limit < threading.TIMEOUT_MAX:
+        signal.setitimer(signal.ITIMER_REAL, limit)
 
 
 def _finalize_in_time() -> None:
@@ -107,7 +125,8 @@ def _report_and_abort(
     claim = None if is_copy else _claim_report()
     if claim is None:
         time.sleep(_GRACE_SECONDS)
-    _write(_head() + "".join(traceback.format_exception(kind, error, trace)))
+    report = "".join(traceback.format_exception(kind, error, trace))
+    _write(_head() + report.removesuffix("\n"))
     time.sleep(_REPORT_SECONDS)
     _abort()
 
@@ -125,12 +144,10 @@ def _head() -> str:
 
 
 def _write(text: str) -> None:
-    """Write to stderr in one piece, so that no other rank's output comes between."""
-    with contextlib.suppress(OSError, ValueError):
+    """Write to stderr, after what was written to stdout."""
+    with contextlib.suppress(Exception):  # a replaced stream may raise anything
         sys.stdout.flush()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(text)
-        sys.stderr.flush()
+    print_notice(text)
 
 
 def _in_job() -> bool:

@@ -10,6 +10,7 @@ import faulthandler
 import importlib
 import os
 import sys
+import threading
 
 from mpidist import launch_check
 from mpidist.gpu import early
@@ -34,12 +35,37 @@ if "MPI_LOCALNRANKS" in os.environ:
 # Some choose their GPU when they start
 early.choose_early(os.environ)
 
-# Last, since it may start MPI
-launch_check.start_below_pmix(os.environ)
 
-# Of a rank that dies before MPI has started nobody hears: the others would wait for it
-if launch_check.is_elastic(os.environ) and "mpi4py.MPI" not in sys.modules:
-    limit = min(hang_seconds(os.environ), _START_SECONDS)
-    faulthandler.dump_traceback_later(limit, exit=True)
+def _limit_seconds() -> float:
+    """Return how long the start of MPI may take; math.inf for ever."""
+    limit = hang_seconds(os.environ)
+    # Of a rank that dies before MPI has started nobody hears: the others would wait
+    return min(limit, _START_SECONDS) if launch_check.is_elastic(os.environ) else limit
+
+
+def _start_mpi() -> None:
+    """Start MPI, which waits for the other ranks. Not all may come."""
+    launch_check.start_below_pmix(os.environ)
     importlib.import_module("mpi4py.MPI")
-    faulthandler.cancel_dump_traceback_later()
+
+
+def _start_in_time(limit: float) -> None:
+    """Start MPI, and end this process with its stack if that takes too long."""
+    # MPI may be started while Python's lock is held, so no thread of Python could do it
+    with open(os.devnull, "w") as nowhere:
+        try:
+            faulthandler.dump_traceback_later(limit, exit=True)
+        except (AttributeError, OSError, RuntimeError, ValueError):  # no stderr
+            faulthandler.dump_traceback_later(limit, exit=True, file=nowhere)
+        try:
+            _start_mpi()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+if "mpi4py.MPI" not in sys.modules:
+    limit = _limit_seconds()
+    if limit < threading.TIMEOUT_MAX:
+        _start_in_time(limit)
+    else:
+        _start_mpi()

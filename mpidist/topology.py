@@ -11,9 +11,11 @@ from typing import cast
 from mpi4py import MPI
 
 from mpidist import checks
+from mpidist.agreement.calls import group_by_rank
 from mpidist.agreement.forks import FORKED, is_forked
 from mpidist.agreement.losses import Losses
 from mpidist.agreement.peers import learn_pids
+from mpidist.agreement.pending import Pending
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, LaunchError
 from mpidist.gpu.devices import gpu_count, use_gpu
 from mpidist.launch_check import check_launch
@@ -73,14 +75,18 @@ def _pretended_ranks_per_node(
 
     For tests: one machine is then taken for several. Collective.
     """
+    if comm.Get_size() == 1:  # such as the default strategy's, made by one rank alone
+        return None
     asked = environ.get(_RANKS_PER_NODE) or None
+    everyone = comm.allgather(asked)
     # Python refuses to read numbers of some thousand digits
     is_number = asked is not None and asked.isdecimal() and len(asked) < _MOST_DIGITS
     is_good = asked is None or (is_number and int(asked) > 0)
-    if not comm.allreduce(is_good, MPI.LAND):
+    if not is_good or any(other != asked for other in everyone):
+        texts = ["not set" if t is None else checks.shown(t) for t in everyone]
         raise LaunchError(
-            f"{_RANKS_PER_NODE} must be a positive number on all ranks, not "
-            f"{checks.shown(asked)}"
+            f"{_RANKS_PER_NODE} must be a positive number, the same on all ranks; it "
+            f"is {group_by_rank(texts)}"
         )
     return None if asked is None else int(asked)
 
@@ -124,7 +130,7 @@ class Topology:
           ArgumentError, ArgumentTypeError: `communicator` is none, or was freed.
           ContextError: this process was forked from a rank.
           LaunchError: MPI sees one process where the launcher started several; on all
-            ranks if MPIDIST_RANKS_PER_NODE is no positive number on one.
+            ranks if MPIDIST_RANKS_PER_NODE is no positive number, or differs.
         """
         if is_forked():
             raise ContextError(FORKED)
@@ -139,6 +145,11 @@ class Topology:
             )
         if communicator == MPI.COMM_NULL:
             raise ArgumentError("communicator must not be MPI.COMM_NULL, or freed")
+        with Pending("making a strategy", communicator):
+            return cls._of_duplicate(communicator)
+
+    @classmethod
+    def _of_duplicate(cls, communicator: MPI.Intracomm) -> Topology:
         comm = communicator.Dup()
         losses = Losses(comm)
         node = _ranks_that_share_memory(comm)

@@ -2,14 +2,14 @@
 
 It names ranks that are slow, and ends the job where a rank has died, was stopped or
 never comes. It does nothing in the calls themselves, and needs no messages: what it
-looks at is the flight recorder, and who has come to the call. Where MPI goes on without
-ranks that die (see `losses`), it asks MPI who has died.
+looks at is the flight recorder, who has come to the call, and other waits (`pending`).
+Where MPI goes on without ranks that die (see `losses`), it asks MPI who has died.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
 import threading
 import time
 
@@ -19,8 +19,10 @@ from mpidist.agreement import peers
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import name_ranks
 from mpidist.agreement.losses import Losses, can_survive, is_last
+from mpidist.agreement.pending import Pending
 from mpidist.agreement.recorder import Entry
 from mpidist.hang_limit import HANG_SECONDS, hang_seconds
+from mpidist.notices import print_notice, warn
 
 __all__ = ["Watch", "end_job", "start_watch"]
 
@@ -32,6 +34,10 @@ _SLOW_TIMES = 20
 _SAY_AGAIN_SECONDS = 600.0
 _ABORT_SECONDS = 5.0
 _LAUNCHER_SECONDS = 2.0
+_SAY_SECONDS = 1.0
+# What is longer between two looks was a stop of the process
+_STOP_SECONDS = 5.0
+_MOST_STOPS = 100  # that are remembered
 
 
 def start_watch() -> None:
@@ -42,7 +48,10 @@ def start_watch() -> None:
     """
     limit = hang_seconds(os.environ)
     if MPI.Is_initialized() and MPI.COMM_WORLD.Get_size() > 1:
-        Watch(limit).start()
+        try:
+            Watch(limit).start()
+        except RuntimeError as error:  # too many threads, or too little memory
+            warn(f"nothing will notice if this job hangs: {error}")
 
 
 class Watch(threading.Thread):
@@ -58,8 +67,10 @@ class Watch(threading.Thread):
         self._pid = os.getpid()
         self._silent_until = 0.0
         self._missed_since: float | None = None
-        # The call, and the communicator, of which another rank was seen to have left
-        self._left: tuple[Agreement, int] | None = None
+        # Calls that another rank was seen to have left
+        self._left: set[tuple[Agreement, int]] = set()
+        self._looked = time.monotonic()
+        self._stops: list[tuple[float, float]] = []  # when they ended, and how long
 
     def run(self) -> None:
         """Look at all communicators for as long as the program runs."""
@@ -70,17 +81,51 @@ class Watch(threading.Thread):
                 _look_for_dead(pause)
             else:
                 time.sleep(pause)
-            for agreement in list(Agreement.in_use):
-                self.look(agreement, time.monotonic())
-                if not survives:
-                    self.look_for_ended(agreement, time.monotonic())
+            self.note_stop(pause, time.monotonic())
+            # What is freed at the same time may be gone in the middle of a look
+            with contextlib.suppress(Exception):
+                self.look_at_all(survives)
+
+    def look_at_all(self, survives: bool) -> None:
+        """Look once; `survives` is whether MPI goes on when a rank dies."""
+        for pending in list(Pending.in_use):
+            self.look_at_pending(pending, time.monotonic())
+        for agreement in list(Agreement.in_use):
+            self.look(agreement, time.monotonic())
+            if not survives:
+                self.look_for_ended(agreement, time.monotonic())
+
+    def note_stop(self, pause: float, now: float) -> None:
+        """Note for how long this process was stopped since the last look, if it was.
+
+        A batch system may stop all ranks of a job and let them go on later (SIGSTOP and
+        SIGCONT). That is no hang, so this time does not count.
+        """
+        gap = now - self._looked - pause
+        self._looked = now
+        if gap > _STOP_SECONDS:
+            del self._stops[:-_MOST_STOPS]
+            self._stops.append((now, gap))
+
+    def waited(self, begun: float, now: float) -> float:
+        """Return for how many seconds this process has run since it began to wait."""
+        stopped = sum(seconds for when, seconds in self._stops if when > begun)
+        return max(0.0, now - begun - stopped)
+
+    def look_at_pending(self, pending: Pending, now: float) -> None:
+        """End the job if MPI has waited for too long where it is no recorded call."""
+        waited = self.waited(pending.begun, now)
+        if waited > self._limit:
+            who = f"rank {pending.rank} of {pending.size}"
+            what = f"{pending.operation} (at {pending.site})"
+            end_job(_limit_text(who, waited, what, None))
 
     def look(self, agreement: Agreement, now: float) -> None:
         """Look at what a rank waits for, if it does."""
         entry = agreement.recorder.last()
         if entry is None or entry.ended is not None:
             return
-        waited = now - entry.begun
+        waited = self.waited(entry.begun, now)
         missing = agreement.comparison.missing()
         if waited > self._limit:
             end_job(_hang_text(agreement, entry, waited, missing))
@@ -103,9 +148,10 @@ class Watch(threading.Thread):
             return
         reason = agreement.departures.find()
         call = agreement, entry.number
-        if reason is not None and self._left == call:
+        if reason is not None and call in self._left:
             end_job(_left_text(agreement, entry, reason))
-        self._left = None if reason is None else call
+        if reason is not None:
+            self._left.add(call)
 
     def look_for_ended(self, agreement: Agreement, now: float) -> None:
         """End the job if a process of this node has ended before its time.
@@ -162,6 +208,12 @@ def _left_text(agreement: Agreement, entry: Entry, reason: str) -> str:
 def _hang_text(
     agreement: Agreement, entry: Entry, waited: float, missing: list[int] | None
 ) -> str:
+    who = f"rank {agreement.rank} of {agreement.size}"
+    what = f"{entry.operation} (call {entry.number}, at {entry.site})"
+    return _limit_text(who, waited, what, missing)
+
+
+def _limit_text(who: str, waited: float, what: str, missing: list[int] | None) -> str:
     if missing:
         reason = f"{name_ranks(missing)} did not come"
     elif missing is None:
@@ -169,9 +221,8 @@ def _hang_text(
     else:
         reason = "all ranks had come; one may have died or been stopped in it"
     return (
-        f"mpidist: rank {agreement.rank} of {agreement.size} has waited {waited:.1f} s "
-        f"in {entry.operation} (call {entry.number}, at {entry.site}), more than "
-        f"{HANG_SECONDS} allows: {reason}. The job ends"
+        f"mpidist: {who} has waited {waited:.1f} s in {what}, more than {HANG_SECONDS} "
+        f"allows: {reason}. The job ends"
     )
 
 
@@ -191,4 +242,7 @@ def _exit_later() -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """Write to stderr, but do not wait for ever for a pipe that nobody reads."""
+    saying = threading.Thread(target=print_notice, args=(text,), daemon=True)
+    saying.start()
+    saying.join(_SAY_SECONDS)

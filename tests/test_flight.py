@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 import mpidist
 from mpidist.__main__ import main
 from mpidist.agreement.agree import Agreement
-from mpidist.agreement.flight_files import CALLS, calls_path, ring_path
+from mpidist.agreement.flight_files import (
+    CALLS,
+    FORMAT,
+    RING_BYTES,
+    WORDS,
+    calls_path,
+    ring_path,
+)
 from mpidist.flight_diff import compare, read_flights
 
 PROLOGUE = """
@@ -198,24 +205,27 @@ def test_nothing_is_left_by_a_job_that_ends_well(mpirun, comm, tmp_path):
 @pytest.fixture
 def dumps(tmp_path):
     """What two ranks did in 30 calls, all alike."""
-    header = {"format": 1, "channel": 0, "members": [0, 1], "host": "h", "pid": 1}
+    header = {"format": FORMAT, "channel": 0, "members": [0, 1], "host": "h", "pid": 1}
     header |= {"monotonic_ns": 0, "time": 0.0}
     import json
 
     for rank in range(2):
-        kinds = [{"operation": op, "site": "a.py:1", "agreed": {}} for op in "xy"]
+        kinds = [
+            {"kind": n, "operation": op, "site": "a.py:1", "agreed": {}, "digest": n}
+            for n, op in enumerate("xy")
+        ]
         lines = [json.dumps(line) for line in ({**header, "rank": rank}, *kinds)]
         calls_path(tmp_path, 0, rank).write_text("\n".join(lines) + "\n")
-        ring = np.zeros((CALLS, 4), np.int64)
+        ring = np.zeros((CALLS, WORDS), np.int64)
         for n in range(30):
-            ring[n] = n + 1, n % 2, 1000 + n, 2000 + n
+            ring[n] = n + 1, n % 2, 1000 + n, 2000 + n, -1
         ring.tofile(ring_path(tmp_path, 0, rank))
     return tmp_path
 
 
 def change_ring(dumps, rank, row, values):
     path = ring_path(dumps, 0, rank)
-    ring = np.fromfile(path, np.int64).reshape(CALLS, 4)
+    ring = np.fromfile(path, np.int64).reshape(CALLS, WORDS)
     ring[row] = values
     ring.tofile(path)
 
@@ -226,8 +236,8 @@ def test_equal_dumps_are_equal(dumps, capsys):
 
 
 def test_the_first_difference_is_named(dumps, capsys):
-    change_ring(dumps, 1, 12, (13, 1, 5, 6))
-    change_ring(dumps, 1, 20, (21, 1, 5, 6))
+    change_ring(dumps, 1, 12, (13, 1, 5, 6, -1))
+    change_ring(dumps, 1, 20, (21, 1, 5, 6, -1))
     assert main(["diff", str(dumps)]) == 1
     out = capsys.readouterr().out
     assert "call 13 is the first that differs" in out
@@ -236,8 +246,8 @@ def test_the_first_difference_is_named(dumps, capsys):
 
 
 def test_ranks_that_are_behind_are_named(dumps, capsys):
-    change_ring(dumps, 0, 29, (30, 1, 5, 0))
-    change_ring(dumps, 1, 29, (0, 0, 0, 0))
+    change_ring(dumps, 0, 29, (30, 1, 5, 0, -1))
+    change_ring(dumps, 1, 29, (0, 0, 0, 0, 0))
     assert main(["diff", str(dumps)]) == 1
     out = capsys.readouterr().out
     assert "rank 1 did not come to call 30, y() at a.py:1" in out
@@ -272,10 +282,11 @@ def test_the_command_needs_no_mpi(dumps):
 @given(st.data())
 def test_damaged_dumps_are_errors_that_name_the_file(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("damaged")
-    header = b'{"format": 1, "channel": 0, "rank": 0, "members": [0], "time": 1.0,'
-    header += b' "monotonic_ns": 5}\n{"operation": "x", "site": "s", "agreed": {}}\n'
-    text, ring = bytearray(header), bytearray(CALLS * 32)
-    ring[:32] = np.array([1, 0, 5, 6]).tobytes()
+    header = b'{"format": 2, "channel": 0, "rank": 0, "members": [0], "time": 1.0,'
+    header += b' "monotonic_ns": 5}\n{"kind": 0, "operation": "x", "site": "s",'
+    header += b' "agreed": {}, "digest": 0}\n'
+    text, ring = bytearray(header), bytearray(RING_BYTES)
+    ring[:40] = np.array([1, 0, 5, 6, -1]).tobytes()
     for target in (text, ring):
         for _ in range(data.draw(st.integers(0, 3))):
             target[data.draw(st.integers(0, 130))] = data.draw(st.integers(0, 255))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import select
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import mpidist
 from mpidist.agreement import peers
 from mpidist.hang_limit import hang_seconds
+from mpidist.watch import Watch
 
 PROLOGUE = """
 import os, signal, sys, threading, time
@@ -153,3 +155,134 @@ def test_a_bad_variable_ends_the_job_at_once(mpirun):
     ended = mpirun(2, "import mpidist\n", MPIDIST_HANG_SECONDS="soon")
     assert ended.returncode != 0
     assert "MPIDIST_HANG_SECONDS must be a number" in ended.stderr
+
+
+# What rank 1 does not do, of which the others cannot know
+UNCOVERED = {
+    "making a strategy": """
+import mpidist
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    threading.Event().wait()
+mpidist.MirroredStrategy(["CPU:0"])
+""",
+    "making shared memory": """
+import mpidist
+from mpi4py import MPI
+from mpidist.agreement import board
+if MPI.COMM_WORLD.rank == 1:
+    board._shared_window = lambda *_: threading.Event().wait()
+mpidist.MirroredStrategy(["CPU:0"])
+""",
+    "making memory of a node": """
+import mpidist
+from mpi4py import MPI
+from mpidist.memory import node_memory
+strategy = mpidist.MirroredStrategy(["CPU:0"])
+if MPI.COMM_WORLD.rank == 1:
+    node_memory._make_window = lambda *_: threading.Event().wait()
+rows = mpidist.Dataset.range(40).batch(4).cache()
+for batch in strategy.experimental_distribute_dataset(rows):
+    pass
+""",
+    "freeing shared memory": """
+import mpidist
+from mpi4py import MPI
+strategy = mpidist.MirroredStrategy(["CPU:0"])
+if MPI.COMM_WORLD.rank == 1:
+    threading.Event().wait()
+strategy.experimental_finalize()
+""",
+}
+RANK = """
+import os, threading
+names = "PMI_RANK", "OMPI_COMM_WORLD_RANK"
+rank = next(int(os.environ[name]) for name in names if name in os.environ)
+"""
+
+
+@pytest.mark.parametrize("operation", UNCOVERED)
+def test_making_and_ending_strategies_are_watched(mpirun, operation):
+    script = "import threading\n" + UNCOVERED[operation]
+    ended = mpirun(2, script, MPIDIST_HANG_SECONDS="2")
+    assert ended.returncode != 0
+    found = rf"mpidist: rank \d of 2 has waited [\d.]+ s in {operation} \(at <string>:"
+    assert re.search(found, ended.stderr)
+    assert "more than MPIDIST_HANG_SECONDS allows: " in ended.stderr
+
+
+def test_the_end_of_mpi_is_limited(mpirun):
+    """There Python has ended; the operating system must do it."""
+    script = f"""{RANK}
+import atexit
+if rank == 1:
+    atexit.register(threading.Event().wait)  # called after those of mpidist
+import mpidist
+mpidist.MirroredStrategy(["CPU:0"]).experimental_finalize()
+print("done", flush=True)
+"""
+    ended = mpirun(2, script, MPIDIST_HANG_SECONDS="2")
+    assert ended.returncode != 0
+    assert ended.stdout.count("done") == 2
+
+
+def test_the_start_of_mpi_is_limited(mpirun):
+    script = f"""{RANK}
+if rank == 1:
+    threading.Event().wait()
+import mpidist
+"""
+    ended = mpirun(2, script, MPIDIST_HANG_SECONDS="4")
+    assert ended.returncode != 0
+    assert "Timeout (0:00:04)!" in ended.stderr
+    assert 'File "<string>", line 8 in <module>' in ended.stderr
+
+
+@pytest.mark.parametrize("text", ["1", "none"])
+def test_a_variable_of_one_rank_is_an_error_on_all(mpirun, text):
+    script = f"""{RANK}
+if rank == 1:
+    os.environ["MPIDIST_RANKS_PER_NODE"] = "{text}"
+import mpidist
+try:
+    mpidist.MirroredStrategy(["CPU:0"])
+except mpidist.LaunchError as error:
+    print(error)
+"""
+    ended = mpirun(2, script, MPIDIST_HANG_SECONDS="20")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("MPIDIST_RANKS_PER_NODE must be") == 2
+    assert ended.stdout.count(f"'{text}' on rank 1") == 2
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count():
+    """Batch systems stop whole jobs, for hours, and let them go on."""
+    watch = Watch(10.0)
+    watch._looked = 100.0
+    watch.note_stop(1.0, 101.5)
+    assert watch.waited(begun=100.0, now=101.5) == 1.5
+    watch.note_stop(1.0, 7102.5)  # 7,000 s later than it would be
+    assert watch.waited(begun=100.0, now=7102.5) == pytest.approx(2.5)
+    assert watch.waited(begun=7102.5, now=7110.0) == 7.5
+    watch.note_stop(1.0, 8103.5)
+    assert watch.waited(begun=100.0, now=8103.5) == pytest.approx(3.5)
+
+
+def test_the_watchdog_goes_on_after_an_error(monkeypatch):
+    """What it looks at may be freed at the same time."""
+    looks = []
+
+    class Enough(BaseException):
+        """Ends the loop."""
+
+    def look(self, survives):
+        looks.append(survives)
+        if len(looks) == 3:
+            raise Enough
+        raise AttributeError("freed")
+
+    monkeypatch.setattr(Watch, "look_at_all", look)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with pytest.raises(Enough):
+        Watch(10.0).run()
+    assert len(looks) == 3

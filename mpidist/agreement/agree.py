@@ -31,6 +31,7 @@ from mpidist.agreement.disagreement import (
 )
 from mpidist.agreement.forks import FORKED, call_in_child
 from mpidist.agreement.losses import Losses
+from mpidist.agreement.pending import Pending
 from mpidist.agreement.places import Places
 from mpidist.agreement.recorder import Recorder
 from mpidist.agreement.turns import Turns
@@ -74,7 +75,8 @@ class Agreement:
         self._agreed_id = 0  # of an error that is raised on all ranks
         self._waiting = Waiting(comm, self.departures)
         # Ranks may have made unlike numbers, of other communicators
-        channel = comm.allreduce(Agreement.made, MPI.MAX)
+        with Pending("making a communicator's agreement", comm):
+            channel = comm.allreduce(Agreement.made, MPI.MAX)
         self.recorder = Recorder(channel, comm)
         self._begin = self.recorder.begin
         check = self.losses.check if self.losses.is_needed else None
@@ -193,10 +195,10 @@ class Agreement:
         self._require_unbroken(error)
         if thread:
             call = call._replace(options=(*call.options, ("thread", thread)))
-        number = digest(call)
+        number = digest(call.without_step())
         self.calls += 1
         self._begin(self.calls, call, number)
-        number ^= self.places.digest
+        number ^= self.places.digest ^ call.step_digest()
         deadline = None if timeout is None else time.monotonic() + timeout
         telling = Telling(
             number, error is not None, payload, deadline, is_patient, place

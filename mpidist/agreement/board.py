@@ -19,6 +19,7 @@ from mpi4py import MPI
 
 from mpidist.agreement.departures import Departures
 from mpidist.agreement.losses import Losses
+from mpidist.agreement.pending import Pending
 from mpidist.agreement.waiting import LateError
 
 __all__ = ["Board"]
@@ -65,13 +66,16 @@ class Board:
         self.slot_bytes = -(-slot_bytes // _LINE_BYTES) * _LINE_BYTES
         pieces = _lay_out(self.page_bytes, self.slot_bytes)
         size = pieces[-1].stop
-        self._window = _shared_window(size, comm)
-        self._window.Lock_all(MPI.MODE_NOCHECK)  # MPI_Win_sync needs an epoch
+        with Pending("making shared memory", comm):
+            cores = _count_cores(comm)
+            self._window = _shared_window(size, comm)
+            self._window.Lock_all(MPI.MODE_NOCHECK)  # MPI_Win_sync needs an epoch
         ranks = range(self.size)
         memory = [self._memory(rank, size) for rank in ranks]
         memory[self.rank][: pieces[1].stop] = 0
         self._window.Sync()
-        comm.Barrier()
+        with Pending("making shared memory", comm):
+            comm.Barrier()
         counts = [_words(m[:8]) for m in memory]
         self._mine = counts[self.rank]
         self._others = [counts[rank] for rank in ranks if rank != self.rank]
@@ -87,7 +91,7 @@ class Board:
             [_words(page) for page in pages] for pages in self.both_pages
         ]
         self.meetings = 0
-        self._has_cores = self.size <= _count_cores(comm)
+        self._has_cores = self.size <= cores
         self._spins = _SPINS if self._has_cores and not is_patient else 0
 
     @staticmethod
@@ -159,8 +163,9 @@ class Board:
         """Free the memory. Collective."""
         del self._mine, self._others, self._counts, self.both_words, self.both_pages
         del self.slots
-        self._window.Unlock_all()
-        self._window.Free()
+        with Pending("freeing shared memory", self._comm):
+            self._window.Unlock_all()
+            self._window.Free()
 
 
 def _lay_out(page_bytes: int, slot_bytes: int) -> list[slice]:

@@ -29,6 +29,8 @@ __all__ = [
     "report_error",
 ]
 
+_BITS = (1 << 62) - 1
+_ODD = 0x1E3779B97F4A7C15  # multiplication by it permutes the numbers of 62 bits
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
@@ -40,16 +42,29 @@ class Call(NamedTuple):
       options: pairs of an argument's name and its value.
       spec: the structure of the value, or None.
       leaves: what must agree of each leaf, usually its dtype and shape.
+      step: of a loop, which must agree, too; -1 if there is none. Calls that differ in
+        nothing else are of one kind.
     """
 
     operation: str
     options: tuple[tuple[str, Any], ...] = ()
     spec: nest.Spec | None = None
     leaves: tuple[Any, ...] = ()
+    step: int = -1
+
+    def without_step(self) -> Call:
+        """Return what stands for all calls of this kind."""
+        return self if self.step < 0 else self._replace(step=-1)
+
+    def step_digest(self) -> int:
+        """Return 62 bits that differ for different steps; 0 without one."""
+        return (self.step + 1) * _ODD & _BITS
 
     def describe(self) -> dict[str, str]:
         """Return each thing that must agree by its name."""
         lines = {name: str(value) for name, value in self.options}
+        if self.step >= 0:
+            lines["step"] = str(self.step)
         if self.spec is not None:
             lines["the structure of value"] = str(self.spec)
             names = nest.leaf_names(self.spec, "value")
@@ -63,7 +78,7 @@ def _text(leaf: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def digest(call: Call) -> int:
-    """Return 62 bits that are the same in every process for the same call."""
+    """Return 62 bits, the same in every process for the same call without its step."""
     text = repr((call.operation, call.options, str(call.spec), call.leaves))
     hashed = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(hashed, "big") >> 2

@@ -1,30 +1,49 @@
 """The files of the flight recorder: rings of calls, and what the calls are.
 
 A ring has `CALLS` rows of `WORDS` integers of 64 bits: the number of the call, from 1;
-its kind, a line of the other file, from 0; when it began, and when it ended or 0, in
-nanoseconds on the clock of time.monotonic. The other file has a line of JSON of the
-rank, and then one for each kind. Their names have the number of the communicator, which
-others of other ranks may have too, and the rank in the world.
+its kind; when it began, and when it ended or 0, in nanoseconds on the clock of
+time.monotonic; and the step it is of, -1 if none. The other file has a line of JSON of
+the rank, and then one for each kind, with the kind's number. Their names have the
+number of the communicator, which others of other ranks may have too, and the rank in
+the world.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
+import mmap
+import os
+import stat
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "BEGUN",
     "CALLS",
     "ENDED",
+    "FORMAT",
     "KIND",
     "NUMBER",
+    "RING_BYTES",
+    "STEP",
     "WORDS",
+    "FlightFiles",
     "calls_path",
     "ring_path",
 ]
 
+FORMAT = 2
 CALLS = 1000
-WORDS = 4
-NUMBER, KIND, BEGUN, ENDED = range(WORDS)
+WORDS = 5
+NUMBER, KIND, BEGUN, ENDED, STEP = range(WORDS)
+RING_BYTES = 8 * WORDS * CALLS
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+# The text of one kind of call is cut, so that a nest of many arrays fits
+_MOST_TEXT = 400
+_MOST_AGREED = 1600
 
 
 def ring_path(folder: Path, channel: int, rank: int) -> Path:
@@ -35,3 +54,169 @@ def ring_path(folder: Path, channel: int, rank: int) -> Path:
 def calls_path(folder: Path, channel: int, rank: int) -> Path:
     """Return the file of what the calls are."""
     return folder / f"channel-{channel}-rank-{rank:05}.jsonl"
+
+
+class FlightFiles:
+    """Both files of one rank and communicator, open for writing.
+
+    Files of those names that another job left are replaced. Anything else there, such
+    as a symbolic link, is refused: the names are known beforehand to whoever can write
+    into the folder.
+
+    Args:
+      folder: where; it is made if need be.
+      channel: the number of the communicator.
+      rank: in the world.
+      header: the first line of the text.
+
+    Attributes:
+      ring: the ring, mapped into memory; all of its pages exist.
+
+    Raises:
+      OSError: the files cannot be made.
+    """
+
+    def __init__(
+        self, folder: Path, channel: int, rank: int, header: Mapping[str, Any]
+    ):
+        self._ring_path = ring_path(folder, channel, rank)
+        self._text_path = calls_path(folder, channel, rank)
+        self._new_path = self._text_path.with_suffix(".new")
+        self._header = _line(header)
+        self._text = -1
+        self._made: list[Path] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.ring = self._make_ring()
+            self._text = self._create(self._text_path)
+            _write(self._text, self._header)
+        except BaseException:
+            self.close(is_kept=False)
+            raise
+
+    def _create(self, path: Path) -> int:
+        file = _create(path)
+        self._made.append(path)
+        return file
+
+    def _make_ring(self) -> mmap.mmap:
+        file = self._create(self._ring_path)
+        try:
+            # A page that the disk has no room for would end the process by SIGBUS
+            _reserve(file, RING_BYTES)
+            return mmap.mmap(file, RING_BYTES)
+        finally:
+            os.close(file)
+
+    def add(
+        self,
+        kind: int,
+        operation: str,
+        site: str,
+        agreed: Mapping[str, str],
+        digest: int,
+    ) -> None:
+        """Write down a kind of call.
+
+        Args:
+          kind: its number.
+          operation: what the user called.
+          site: the file and the line where.
+          agreed: what ranks must agree on.
+          digest: of that, as a long one is cut short.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        line = {
+            "kind": kind,
+            "operation": operation,
+            "site": site,
+            "agreed": dict(_abridge(agreed)),
+            "digest": digest,
+        }
+        _write(self._text, _line(line))
+
+    def keep(self, kinds: Collection[int]) -> None:
+        """Forget all kinds of calls but these.
+
+        The text is replaced at once, so that a reader finds it whole at any time.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        lines = self._text_path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines[1:] if json.loads(line)["kind"] in kinds]
+        file = self._create(self._new_path)
+        try:
+            _write(file, b"".join([self._header, *kept]))
+            os.replace(self._new_path, self._text_path)
+        except BaseException:
+            os.close(file)
+            raise
+        self._made.remove(self._new_path)
+        os.close(self._text)
+        self._text = file
+
+    def detach(self) -> None:
+        """Leave the files to the parent of this process, which has forked."""
+        self._made.clear()
+        self.close(is_kept=True)
+
+    def close(self, is_kept: bool) -> None:
+        """Close the files; remove them unless they are to be kept."""
+        if self._text >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._text)
+            self._text = -1
+        for path in [] if is_kept else self._made:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _create(path: Path) -> int:
+    """Return a new file that is open for reading and writing.
+
+    Raises:
+      OSError: there is something of that name that is no file.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISREG(path.lstat().st_mode):
+            path.unlink()
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o666)
+
+
+def _reserve(file: int, size_bytes: int) -> None:
+    """Make a new file so large, with all of its pages."""
+    try:
+        os.posix_fallocate(file, 0, size_bytes)
+    except AttributeError:  # not on macOS
+        _write(file, bytes(size_bytes))
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        _write(file, bytes(size_bytes))
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _line(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps(fields).encode() + b"\n"
+
+
+def _abridge(agreed: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield as much of what ranks must agree on as one line may have."""
+    left = _MOST_AGREED
+    for count, (name, text) in enumerate(agreed.items()):
+        if left <= 0:
+            yield "...", f"{len(agreed) - count} more"
+            return
+        name, text = (
+            s[:_MOST_TEXT] + "..." * (len(s) > _MOST_TEXT) for s in (name, text)
+        )
+        left -= len(name) + len(text)
+        yield name, text

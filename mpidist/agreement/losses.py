@@ -20,6 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.agreement.calls import name_ranks
+from mpidist.agreement.pending import Pending
 from mpidist.errors import DeadlineError, RankLostError
 from mpidist.launch_check import is_elastic
 
@@ -144,7 +145,8 @@ class Losses:
             if comm in self._comms:
                 self._comms.remove(comm)
         if not self.ranks:
-            comm.Free()
+            with Pending("freeing a communicator", comm):
+                comm.Free()
 
     def react(self, fn: Callable[[], None]) -> None:
         """Call a function, from any thread, as soon as a rank has died."""

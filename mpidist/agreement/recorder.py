@@ -1,23 +1,24 @@
 """The flight recorder: the last collectives of each rank, also of one that was killed.
 
-Each communicator has a ring of the last 1,000 calls, of four words each. Where the
+Each communicator has a ring of the last 1,000 calls, of five words each. Where the
 variable MPIDIST_DUMPS names a folder, the ring is a file there that is mapped into
 memory, so that it outlives the process however that ends; beside it is a file of JSON
 lines, of what the calls are. Both are removed when the program ends well.
 `python -m mpidist diff` compares those of all ranks.
+
+Calls of one kind have everything in common but their step. What is remembered of kinds
+is bounded, in memory and in the file: both forget those that the ring has no more.
 """
 
 from __future__ import annotations
 
-import json
-import mmap
+import contextlib
 import os
 import socket
 import struct
 import sys
 import time
-import warnings
-from collections.abc import Sequence
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,18 +29,20 @@ from mpidist.agreement.flight_files import (
     BEGUN,
     CALLS,
     ENDED,
+    FORMAT,
     KIND,
     NUMBER,
+    RING_BYTES,
     WORDS,
-    calls_path,
-    ring_path,
+    FlightFiles,
 )
+from mpidist.agreement.forks import call_in_child
+from mpidist.notices import warn
 
 __all__ = ["Entry", "Recorder"]
 
 _DUMPS = "MPIDIST_DUMPS"
-_BYTES = 8 * WORDS * CALLS
-_MOST_KINDS = 100_000  # that are known again
+_MOST_KINDS = 4096  # that are known again, as many as `calls.digest` remembers
 _now = time.monotonic_ns
 _getframe = sys._getframe
 _PACK_INTO = struct.Struct(f"{WORDS}q").pack_into
@@ -66,7 +69,8 @@ class Entry(NamedTuple):
 class Recorder:
     """The last calls on one communicator. One thread at a time writes, any may read.
 
-    Where the folder cannot be written, there is a RuntimeWarning and no file.
+    Where the folder cannot be written, now or later, there is a RuntimeWarning and no
+    file. A forked child has the calls so far in memory of its own, and no files.
 
     Args:
       channel: the number of the communicator, the same on all ranks.
@@ -75,50 +79,42 @@ class Recorder:
 
     def __init__(self, channel: int, comm: MPI.Intracomm):
         self.channel, self._rank = channel, comm.Get_rank()
-        self._file_number = MPI.COMM_WORLD.Get_rank()
-        self._folder = None
-        if comm.Get_size() > 1 and os.environ.get(_DUMPS):
-            self._folder = Path(os.environ[_DUMPS])
         self._kinds: dict[Any, int] = {}
         self._made = 0  # kinds, of which the last are known
-        self._texts: dict[int, tuple[Call, str]] = {}
-        self._codes: list[Any] = []
+        self._texts: dict[int, tuple[str, str]] = {}
+        self._codes: dict[int, Any] = {}
         self._depths: dict[int, int] = {}
         self._place = -WORDS
-        self._calls: Any = None
-        self._buffer: Any = bytearray(_BYTES)
-        if self._folder is not None:
-            world = comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
+        self._files: FlightFiles | None = None
+        self._buffer: Any = bytearray(RING_BYTES)
+        if comm.Get_size() > 1 and os.environ.get(_DUMPS):
             try:
-                self._buffer = self._open(self._folder, world)
-            except OSError as error:
-                warnings.warn(
-                    f"the calls of rank {self._rank} are not kept in {_DUMPS}: {error}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                self._files = self._open(Path(os.environ[_DUMPS]), comm)
+                self._buffer = self._files.ring
+            except (OSError, ValueError) as error:
+                self._warn(error)
         self._words = memoryview(self._buffer).cast("q")
+        _recorders.add(self)
 
-    def _open(self, folder: Path, members: Sequence[int]) -> mmap.mmap:
-        """Make the files; return the ring."""
-        folder.mkdir(parents=True, exist_ok=True)
-        with ring_path(folder, self.channel, self._file_number).open("wb+") as ring:
-            ring.truncate(_BYTES)
-            mapped = mmap.mmap(ring.fileno(), _BYTES)
-        path = calls_path(folder, self.channel, self._file_number)
-        self._calls = path.open("w", buffering=1)
+    def _open(self, folder: Path, comm: MPI.Intracomm) -> FlightFiles:
+        world = comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
         header = {
-            "format": 1,
+            "format": FORMAT,
             "channel": self.channel,
             "rank": self._rank,
-            "members": list(members),
+            "members": list(world),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "monotonic_ns": time.monotonic_ns(),
             "time": time.time(),
         }
-        self._calls.write(json.dumps(header) + "\n")
-        return mapped
+        return FlightFiles(folder, self.channel, MPI.COMM_WORLD.Get_rank(), header)
+
+    def _warn(self, error: Exception) -> None:
+        warn(
+            f"the calls of rank {self._rank} are not kept in {_DUMPS}: {error}",
+            stacklevel=2,
+        )
 
     def begin(self, number: int, call: Call, digest: int) -> None:
         """Note that this rank is about to make a call.
@@ -126,7 +122,7 @@ class Recorder:
         Args:
           number: counted from 1, the same on all ranks.
           call: says what it is.
-          digest: stands for the call.
+          digest: stands for the call without its step.
         """
         begun = _now()
         try:
@@ -136,7 +132,7 @@ class Recorder:
             kind = self._note(call, digest)
         place = self._place + WORDS
         place = 0 if place == WORDS * CALLS else place
-        _PACK_INTO(self._buffer, 8 * place, number, kind, begun, 0)
+        _PACK_INTO(self._buffer, 8 * place, number, kind, begun, 0, call.step)
         self._place = place  # not before: other threads look there
 
     def end(self) -> None:
@@ -159,12 +155,14 @@ class Recorder:
         kind = self._kinds[key] = self._made
         self._made += 1
         site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        self._texts[kind] = call, site
-        self._codes.append(frame.f_code)  # kept, so that its id stays its own
-        if self._calls is not None:
-            agreed = call.describe()
-            text = {"operation": call.operation, "site": site, "agreed": agreed}
-            self._calls.write(json.dumps(text) + "\n")
+        self._texts[kind] = call.operation, site
+        self._codes[id(frame.f_code)] = frame.f_code  # so that its id stays its own
+        if self._files is not None:
+            try:
+                agreed = call.without_step().describe()
+                self._files.add(kind, call.operation, site, agreed, digest)
+            except Exception as error:  # whatever a user's object raises as text
+                self._stop(error)
         return kind
 
     def _forget_kinds(self) -> None:
@@ -174,6 +172,31 @@ class Recorder:
         self._codes.clear()
         kept = set(self._words[KIND::WORDS])
         self._texts = {k: text for k, text in self._texts.items() if k in kept}
+        if self._files is not None:
+            try:
+                self._files.keep(kept)
+            except Exception as error:  # a file that somebody has changed, too
+                self._stop(error)
+
+    def _stop(self, error: Exception) -> None:
+        """Go on without files, of which half would mislead."""
+        files, self._files = self._files, None
+        self._take_buffer()
+        assert files is not None
+        files.close(is_kept=False)
+        self._warn(error)
+
+    def _take_buffer(self) -> None:
+        """Have the ring in memory of this process alone."""
+        self._buffer = bytearray(self._buffer)
+        self._words = memoryview(self._buffer).cast("q")
+
+    def leave_to_parent(self) -> None:
+        """Leave ring and files to the process that has forked this one."""
+        if self._files is not None:
+            self._files.detach()
+            self._files = None
+            self._take_buffer()
 
     def last(self) -> Entry | None:
         """Return the last call, if there was one."""
@@ -187,22 +210,30 @@ class Recorder:
 
     def _entry(self, place: int) -> Entry:
         words = self._words[place : place + WORDS]
-        call, site = self._texts[words[KIND]]
+        operation, site = self._texts[words[KIND]]
         ended = words[ENDED]
         return Entry(
             words[NUMBER],
-            call.operation,
+            operation,
             site,
             words[BEGUN] / 1e9,
             ended / 1e9 if ended else None,
         )
 
     def close(self, is_kept: bool) -> None:
-        """Let go of the files; remove them unless they are to be kept."""
-        if self._calls is not None:
-            self._calls.close()
-            self._calls = None
-            if not is_kept:
-                assert self._folder is not None
-                for path in (ring_path, calls_path):
-                    path(self._folder, self.channel, self._file_number).unlink(True)
+        """Close the files; remove them unless they are to be kept."""
+        if self._files is not None:
+            self._files.close(is_kept)
+            self._files = None
+
+
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for recorder in list(_recorders):
+        with contextlib.suppress(Exception):
+            recorder.leave_to_parent()
+
+
+call_in_child(_leave_to_parent)

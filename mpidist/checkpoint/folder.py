@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from mpidist import checks
 from mpidist.checkpoint.files import is_left_behind, removal, remove
 from mpidist.checkpoint.reading import read_header, read_tree
 from mpidist.errors import ArgumentError, CheckpointError
+from mpidist.notices import warn
 
 __all__ = [
     "SUFFIX",
@@ -112,7 +112,7 @@ def find_sound(folder: Path, name: str) -> list[Saved]:
 
 def warn_skipped(error: Exception) -> None:
     """Warn that a checkpoint is passed over."""
-    warnings.warn(f"skipped: {error}", RuntimeWarning, stacklevel=2)
+    warn(f"skipped: {error}", stacklevel=2)
 
 
 def next_serial(index: Path) -> int:

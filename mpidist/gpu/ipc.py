@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.agreement.agree import Agreement
+from mpidist.agreement.pending import Pending
 from mpidist.gpu import kernels
 from mpidist.gpu.memory import DeviceBuffer
 
@@ -53,7 +54,8 @@ class IpcBuffers:
         _close(self._addresses)
         self.arrays.clear()
         # Memory that others have mapped must not be freed
-        self._agreement.comm.Barrier()
+        with Pending("freeing buffers of GPUs", self._agreement.comm):
+            self._agreement.comm.Barrier()
         del self._own
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 from mpi4py import MPI
 
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.board import Board
 from mpidist.memory.free_memory import as_text, free_bytes
+from mpidist.notices import warn
 
 __all__ = ["make_board"]
 
@@ -55,11 +54,10 @@ def make_board(
         )
     if agreement.rank == 0:
         needed, free = short[0]
-        warnings.warn(
+        warn(
             f"the ranks of a node need {as_text(needed)} of shared memory to work "
             f"together quickly, but {as_text(free)} are free; they go on by MPI alone, "
             "more slowly. A container may be given more: --shm-size",
-            RuntimeWarning,
             stacklevel=2,
         )
     return None

@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import Call
+from mpidist.agreement.pending import Pending
 from mpidist.errors import ArgumentError, LaunchError
 from mpidist.memory.free_memory import as_text, free_bytes, give_back
 from mpidist.memory.storage import Field, Storage, make_arrays
@@ -36,13 +37,15 @@ class _Share:
     owner: weakref.ref[Any]
     storage: Storage
     window: MPI.Win | None
+    node: MPI.Intracomm
 
     def free(self) -> None:
         """Free it on this node, whose ranks all call this."""
         self.storage.close()
         if self.window is not None:
-            self.window.Unlock_all()
-            self.window.Free()
+            with Pending("freeing memory of a node", self.node):
+                self.window.Unlock_all()
+                self.window.Free()
 
 
 class NodeMemory:
@@ -94,13 +97,16 @@ class NodeMemory:
         self._agreement.prepare(_CALL, lambda: self._require_possible(fields, total))
         self._agreement.require_same(Call(_CALL, (("bytes", total),)))
 
+        node = self._topology.node
+
         def make() -> _Share:
-            if self._topology.node.Get_size() == 1:
+            if node.Get_size() == 1:
                 storage, window = Storage(make_arrays(fields), None, note), None
             else:
-                window, arrays = _make_window(self._topology.node, fields)
+                with Pending("making memory of a node", node):
+                    window, arrays = _make_window(node, fields)
                 storage = Storage(arrays, window.Sync, note)
-            return _Share(weakref.ref(owner), storage, window)
+            return _Share(weakref.ref(owner), storage, window, node)
 
         share = self._agreement.block(_CALL, make)
         self._shares[next(self._numbers)] = share
@@ -116,8 +122,9 @@ class NodeMemory:
 
         def make() -> Storage:
             arrays = storage.close()
-            node.Barrier()
-            _clear(arrays[0], window, node)
+            with Pending("emptying memory of a node", node):
+                node.Barrier()
+                _clear(arrays[0], window, node)
             return Storage(arrays, window.Sync if window else None, note)
 
         share.storage = self._agreement.block(_CALL, make)

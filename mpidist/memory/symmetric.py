@@ -8,9 +8,12 @@ when all processes have ended, however they end.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
+import socket
+import struct
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
@@ -82,24 +85,26 @@ class SymmetricMemory:
         *starts, end = _offsets(fields)
         part_bytes = -(-end // _PAGE_BYTES) * _PAGE_BYTES
         node, rank = self._node, self._node.Get_rank()
-        path, error, root = "", None, None
+        size_bytes = part_bytes * node.Get_size()
+        root = None
+        file, is_named, error = _open_together(node)
         try:
             try:
-                if rank == 0:
-                    path = _create(part_bytes * node.Get_size())
+                if rank == 0 and error is None:
+                    _reserve(file, size_bytes, is_named)
             except Exception as caught:
                 error = caught
-            path = node.bcast(path)
+            is_reserved = node.bcast(error is None)
             try:
-                if path:
-                    root = _map(path)
+                if is_reserved and error is None:
+                    root = _map(file, size_bytes)
             except Exception as caught:
                 error = caught
-            # All have opened it, or all raise
+            # All have mapped it, or all raise
             self._agreement.require_same(Call(operation), error)
         finally:
-            if path and rank == 0:
-                Path(path).unlink(missing_ok=True)
+            if file >= 0:
+                os.close(file)
         assert root is not None
         self._register(root, rank * part_bytes, part_bytes)
         mine = root[rank * part_bytes :]
@@ -165,35 +170,103 @@ def _offsets(fields: Sequence[Field]) -> Iterator[int]:
     yield start
 
 
-def _create(size_bytes: int) -> str:
-    """Return the path of a new file in memory, all of whose pages are there."""
-    limits = free_bytes(is_shared=True).items()
+def _open_together(node: MPI.Intracomm) -> tuple[int, bool, Exception | None]:
+    """Open one new, empty file in memory on all ranks of a node. Collective over it.
+
+    It has no name when this returns, so nothing stays when all ranks are killed. Where
+    ranks cannot pass it to each other (containers with networks of their own), it had
+    one, and the empty file stays if they are killed in that instant.
+
+    Returns:
+      A descriptor, or -1; whether the file was made in a folder, whose file system has
+      limits of its own; and this rank's error, if any.
+    """
+    file = _pass_file(node)
+    if node.allreduce(file >= 0, MPI.LAND):
+        return file, False, None
+    if file >= 0:
+        os.close(file)
+    file, path, error = -1, "", None
+    try:
+        if node.Get_rank() == 0:
+            folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+            file, path = tempfile.mkstemp(prefix="mpidist-", dir=folder)
+    except OSError as caught:
+        error = caught
+    try:
+        path = node.bcast(path)
+        try:
+            if path and node.Get_rank() > 0:
+                file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as caught:
+            error = caught
+        node.Barrier()
+    finally:
+        if path and node.Get_rank() == 0:
+            Path(path).unlink(missing_ok=True)
+    return file, True, error
+
+
+def _pass_file(node: MPI.Intracomm) -> int:
+    """Make a file that never has a name, and pass it from rank 0 to all; -1 if not.
+
+    Collective over the node. By messages of local sockets (SCM_RIGHTS), whose addresses
+    vanish with their processes; there are no connections, so nobody waits for others.
+    """
+    file, status, rank = -1, None, node.Get_rank()
+    with contextlib.ExitStack() as stack:
+        own, address = None, b""
+        with contextlib.suppress(OSError, AttributeError):  # not allowed, or no Linux
+            if rank == 0:
+                file = os.memfd_create("mpidist")
+                status = os.fstat(file)
+            own = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            own.setblocking(False)
+            own.bind("")  # the system chooses an abstract address
+            address = own.getsockname()
+        addresses = node.gather(address)
+        if addresses is not None and own is not None and file >= 0:
+            # Not `socket.send_fds`, which ignores the address
+            rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", file)
+            for other in addresses[1:]:
+                with contextlib.suppress(OSError):
+                    own.sendmsg([b"file"], [rights], 0, other)
+        status = node.bcast(status)  # after that all messages are there
+        if rank > 0 and own is not None and status is not None:
+            with contextlib.suppress(OSError):
+                file = _receive(own, status)
+    return file
+
+
+def _receive(own: socket.socket, status: os.stat_result) -> int:
+    """Return the file of this status that was sent to a socket; -1 if it is another."""
+    room = socket.CMSG_LEN(struct.calcsize("i"))
+    _, ancillary, _, _ = own.recvmsg(4, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            (file,) = struct.unpack("i", data)
+            if os.path.samestat(os.stat(file), status):
+                return int(file)
+            os.close(file)
+    return -1
+
+
+def _reserve(file: int, size_bytes: int, is_named: bool) -> None:
+    """Make a file so large, with all of its pages: else they might end in SIGBUS."""
+    limits = free_bytes(is_shared=is_named).items()
     where, free = min(limits, key=lambda item: item[1], default=("", 1 << 63))
     if size_bytes > free:
+        more = ". A container may be given more: --shm-size" if is_named else ""
         raise ArgumentError(
             f"symmetric arrays need {as_text(size_bytes)} on this node, but {where} "
-            f"has {as_text(free)} left. A container may be given more: --shm-size"
+            f"has {as_text(free)} left{more}"
         )
-    folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    file, path = tempfile.mkstemp(prefix="mpidist-", dir=folder)
-    try:
-        os.posix_fallocate(file, 0, size_bytes)
-    except BaseException:
-        Path(path).unlink()
-        raise
-    finally:
-        os.close(file)
-    return path
+    os.posix_fallocate(file, 0, size_bytes)
 
 
-def _map(path: str) -> Any:
+def _map(file: int, size_bytes: int) -> Any:
     """Return the bytes of a file, shared with others that map it."""
-    file = os.open(path, os.O_RDWR)
-    try:
-        memory = mmap.mmap(file, 0)
-    finally:
-        os.close(file)
-    return np.frombuffer(memory, np.uint8)
+    return np.frombuffer(mmap.mmap(file, size_bytes), np.uint8)
 
 
 def _view(memory: Any, start: int, shape: tuple[int, ...], dtype: Any) -> Any:

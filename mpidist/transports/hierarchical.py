@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.board import Board
+from mpidist.agreement.pending import Pending
 from mpidist.transports.mpi import MpiTransport
 from mpidist.transports.shared import SharedTransport
 
@@ -37,7 +38,8 @@ class HierarchicalTransport(SharedTransport):
         super().__init__(agreement, board, adders)
         self._direct = MpiTransport(agreement)
         color = board.rank if board.rank < adders else MPI.UNDEFINED
-        like = agreement.comm.Split(color, agreement.rank)
+        with Pending("making a communicator", agreement.comm):
+            like = agreement.comm.Split(color, agreement.rank)
         self._like = cast(MPI.Intracomm, like)
         if self._like != MPI.COMM_NULL:
             agreement.losses.add(self._like)

@@ -12,6 +12,7 @@ import numpy as np
 
 from mpidist import packing
 from mpidist.agreement.agree import Agreement
+from mpidist.agreement.pending import Pending
 from mpidist.gpu.streams import record
 from mpidist.transports.mpi import bytes_of
 
@@ -58,7 +59,8 @@ class NcclTransport:
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         number = agreement.root_only("NcclTransport", nccl.get_unique_id)
         self._nccl = nccl
-        self._comm = nccl.NcclCommunicator(agreement.size, number, agreement.rank)
+        with Pending("making a communicator of NCCL", agreement.comm):
+            self._comm = nccl.NcclCommunicator(agreement.size, number, agreement.rank)
         # Streams would wait for the GPUs of dead ranks for ever
         agreement.losses.react(self._comm.abort)
 

@@ -247,21 +247,21 @@ class DistributedIterator:
         if step < self._agreed:
             self._note_place(step + 1)
             return self._read()
-        where = ("dataset", plan.serial), ("epoch", self._order.epoch), ("step", step)
+        where = ("dataset", plan.serial), ("epoch", self._order.epoch)
         if not plan.is_open_ended:
             return self._agree_on_rows(where)
         agreement = plan.extended.agreement
         portion = agreement.prepare(_NEXT, self._read)
         if not plan.is_global:
-            return self._fill_in(where, portion)
-        agreement.require_same(global_call(_NEXT, where, portion))
+            return self._fill_in((*where, ("step", step)), portion)
+        agreement.require_same(global_call(_NEXT, where, step, portion))
         self._kind = portion.kind if portion else self._kind
         return portion
 
     def _agree_on_rows(self, where: Any) -> Portion | None:
         """Return this replica's portion; all agree at once on those read together."""
         group = 1 if self._agrees_singly else self._reader.group
-        call = Call(_NEXT, (*where, ("steps at a time", group)))
+        call = Call(_NEXT, (*where, ("steps at a time", group)), step=self._step)
         if group > 1:
             self._agree_on_group(call, group)
             self._note_place(self._step + 1)

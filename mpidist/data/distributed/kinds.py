@@ -14,15 +14,15 @@ from mpidist.errors import MismatchError
 __all__ = ["Kind", "global_call", "require_equal", "show"]
 
 
-def global_call(operation: str, where: Any, portion: Portion | None) -> Call:
+def global_call(operation: str, where: Any, step: int, portion: Portion | None) -> Call:
     """Return what must be the same of the replicas' copies of a global batch."""
     if portion is None:
         missing = ("the batch", "missing, as the dataset has ended")
-        return Call(operation, (*where, missing))
+        return Call(operation, (*where, missing), step=step)
     leaves, spec = nest.flatten(portion.kind)
     described = tuple((a.dtype.name, f"rows of shape {a.shape[1:]}") for a in leaves)
     there = ("the batch", f"there, with {portion.rows} rows,")
-    return Call(operation, (*where, there), spec, described)
+    return Call(operation, (*where, there), spec, described, step)
 
 
 class Kind(NamedTuple):

@@ -1,0 +1,243 @@
+"""The files of the flight recorder: bounded, safe to open, and harmless when full."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+
+import launching
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist.agreement.agree import Agreement
+from mpidist.agreement.calls import Call
+from mpidist.agreement.flight_files import CALLS, calls_path, ring_path
+from mpidist.flight_diff import compare, read_flights
+
+PROLOGUE = """
+import os, sys, time
+import numpy as np
+import mpidist
+
+strategy = mpidist.MirroredStrategy(["CPU:0"])
+rank = strategy.extended.replica_id
+"""
+# Fill a file system, then make calls of which each is new
+FILL = """
+import errno
+with open(os.environ["MPIDIST_DUMPS"] + f"/filler-{rank}", "wb", buffering=0) as file:
+    try:
+        while True:
+            file.write(bytes(512))
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+strategy.reduce("SUM", 1)
+"""
+CALLS_OF_MANY_KINDS = """
+for n in range(3000):
+    assert strategy.reduce("SUM", np.ones(n % 1500)).sum() == 2 * (n % 1500)
+print("well")
+"""
+
+
+@pytest.fixture
+def dumps(comm, monkeypatch, tmp_path):
+    folder = comm.bcast(tmp_path)
+    monkeypatch.setenv("MPIDIST_DUMPS", str(folder))
+    return folder
+
+
+@pytest.fixture
+def agreement(comm, dumps):
+    agreement = Agreement(comm.Dup())
+    yield agreement
+    agreement.close()
+    agreement.comm.Free()
+
+
+def own_paths(folder, agreement):
+    channel, rank = agreement.recorder._channel, mpidist_rank()
+    return ring_path(folder, channel, rank), calls_path(folder, channel, rank)
+
+
+def mpidist_rank():
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Get_rank()
+
+
+def run_on_small_disk(comm, kilobytes, ranks, script, folder):
+    """Run a job in whose namespace a small tmpfs is mounted at `folder`."""
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        pytest.skip("there is no `unshare`")
+    inside = [unshare, "--user", "--map-root-user", "--mount"]
+    allowed = False
+    if comm.rank == 0:
+        probe = [*inside, "mount", "-t", "tmpfs", "tmpfs", str(folder)]
+        allowed = subprocess.run(probe, capture_output=True).returncode == 0
+    if not comm.bcast(allowed):
+        pytest.skip("mounting in a user namespace is not allowed here")
+    ended = None
+    if comm.rank == 0:
+        mount = f"mount -t tmpfs -o size={kilobytes}k tmpfs {folder}"
+        command = [*launching.mpirun_command(ranks), sys.executable, "-c", script]
+        shell = [*inside, "sh", "-c", f'{mount} && exec "$@"', "sh", *command]
+        ended = launching.run(shell, MPIDIST_DUMPS=str(folder))
+    return comm.bcast(ended)
+
+
+@pytest.mark.parametrize("kilobytes", [16, 64, 256])
+def test_a_full_file_system_does_not_end_the_job(comm, tmp_path, kilobytes):
+    """Pages that are not there would be SIGBUS, lines that do not fit ENOSPC."""
+    script = PROLOGUE + FILL + CALLS_OF_MANY_KINDS
+    ended = run_on_small_disk(comm, kilobytes, 2, script, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("well") == 2
+    # One warning for each rank
+    assert ended.stderr.count("in MPIDIST_DUMPS") == 2
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("what", ["link", "fifo", "folder"])
+@pytest.mark.parametrize("which", [ring_path, calls_path])
+def test_what_is_no_file_is_not_opened(comm, dumps, tmp_path, what, which):
+    """Whoever can write into the folder knows the names beforehand."""
+    target = tmp_path / f"target-{comm.rank}"
+    target.write_text("precious")
+    channel = comm.allreduce(Agreement.made, max)
+    path = which(dumps, channel, mpidist_rank())
+    if what == "link":
+        path.symlink_to(target)
+    elif what == "fifo":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    duplicate = comm.Dup()
+    with pytest.warns(RuntimeWarning, match="are not kept in MPIDIST_DUMPS"):
+        agreement = Agreement(duplicate)
+    agreement.raise_together("a call", None)
+    agreement.close()
+    duplicate.Free()
+    assert target.read_text() == "precious"
+    assert len(list(dumps.glob(f"*{mpidist_rank():05}*"))) == 1  # what was there
+
+
+@pytest.mark.mpi(min_size=2)
+def test_files_of_a_former_job_are_replaced(comm, dumps):
+    channel = comm.allreduce(Agreement.made, max)
+    former = [path(dumps, channel, mpidist_rank()) for path in (ring_path, calls_path)]
+    kept = []
+    for path in former:
+        path.write_text("former")
+        kept.append(path.open())
+    duplicate = comm.Dup()
+    agreement = Agreement(duplicate)
+    agreement.raise_together("a call", None)
+    assert own_paths(dumps, agreement) == tuple(former)
+    for path, file in zip(former, kept, strict=True):
+        assert file.read() == "former"  # another process may still have it mapped
+        assert not path.read_bytes().startswith(b"former")
+        assert stat.S_ISREG(path.stat().st_mode)
+        file.close()
+    agreement.close()
+    duplicate.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_each_step_of_a_dataset_is_no_new_kind_of_call(comm, dumps):
+    strategy = mpidist.MirroredStrategy(["CPU:0"], communicator=comm)
+    recorder = strategy.extended.agreement.recorder
+    _, text = own_paths(dumps, strategy.extended.agreement)
+    sizes = []
+    for rows in (
+        mpidist.Dataset.range(600).batch(2),
+        mpidist.Dataset.from_generator(lambda: iter(range(600))).batch(2),
+    ):
+        for step, _ in enumerate(strategy.experimental_distribute_dataset(rows)):
+            if step in (50, 299):
+                sizes.append((len(recorder._kinds), text.stat().st_size))
+    assert sizes[1] == sizes[0]
+    assert sizes[3] == sizes[2]
+    strategy.experimental_finalize()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_step_is_in_the_dump(comm, dumps):
+    """It is what tells ranks apart that are in the same line of the program."""
+    strategy = mpidist.MirroredStrategy(["CPU:0"], communicator=comm)
+    rows = mpidist.Dataset.from_generator(lambda: iter(range(6))).batch(2)
+    for _ in strategy.experimental_distribute_dataset(rows):
+        pass
+    comm.Barrier()
+    (flight, *_) = read_flights([dumps])
+    texts = [flight.text(number) for number in flight.calls]
+    for step in range(4):
+        assert sum(f"step {step}" in text for text in texts) == 1
+    comm.Barrier()
+    strategy.experimental_finalize()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_text_is_bounded_for_any_program(comm, dumps, agreement, monkeypatch):
+    """Kinds of calls that the ring has no more are removed from the file, too."""
+    from mpidist.agreement import recorder as module
+
+    monkeypatch.setattr(module, "_MOST_KINDS", CALLS + 100)
+    _, text = own_paths(dumps, agreement)
+    most = 0
+    for n in range(4 * CALLS):
+        agreement.recorder.begin(n + 1, Call(f"call {n}"), n)
+        agreement.recorder.end()
+        if n % 50 == 0:
+            most = max(most, len(text.read_bytes().splitlines()))
+    assert most <= CALLS + 102
+    comm.Barrier()
+    for flight in read_flights([dumps]):
+        numbers = sorted(flight.calls)
+        assert numbers == list(range(3 * CALLS + 1, 4 * CALLS + 1))
+        assert [flight.key(n)[0] for n in numbers] == [f"call {n - 1}" for n in numbers]
+    assert compare(read_flights([dumps]))[1]
+    comm.Barrier()
+    assert len(list(dumps.iterdir())) == 2 * comm.size
+    comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_text_of_one_call_is_bounded(comm, dumps):
+    strategy = mpidist.MirroredStrategy(["CPU:0"], communicator=comm)
+    _, text = own_paths(dumps, strategy.extended.agreement)
+    before = text.stat().st_size
+    strategy.reduce("SUM", {f"a long name of an array {n}": n for n in range(5000)})
+    assert text.stat().st_size - before < 4096
+    for line in text.read_text().splitlines():
+        json.loads(line)
+    strategy.experimental_finalize()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_forked_child_leaves_the_recorder_alone(comm, dumps, agreement):
+    agreement.require_same(Call("of the parent"))
+    ring, text = own_paths(dumps, agreement)
+    before = ring.read_bytes(), text.read_bytes()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            agreement.recorder.begin(7, Call("of the child"), 7)
+            agreement.recorder.end()
+            agreement.recorder.close(is_kept=False)
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert (ring.read_bytes(), text.read_bytes()) == before
+    assert agreement.recorder.last().operation == "of the parent"
+    agreement.require_same(Call("of the parent again"))
+    assert np.fromfile(ring, np.int64)[0] != 7

@@ -1,0 +1,136 @@
+"""What only informs never hurts a job: stderr that fails, warnings that are errors."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import warnings
+
+import launching
+import pytest
+
+from mpidist import notices
+
+REDUCE = """
+import os, signal, sys, threading, warnings
+import numpy as np
+import mpidist
+
+strategy = mpidist.MirroredStrategy(["CPU:0"])
+rank = strategy.extended.replica_id
+"""
+HANG = """
+from mpidist import watch
+watch._SLOW_SECONDS = 0.1
+if rank == 1:
+    threading.Event().wait()
+strategy.reduce("SUM", 1)
+"""
+WELL = """
+assert strategy.reduce("SUM", 1) == 2
+sys.stdout.write("well\\n")
+"""
+# A stderr that fails, as shells make it
+STDERR = {
+    "a full disk": "2>/dev/full",
+    "closed": "2>&-",
+    "a broken pipe": "2> >(exec true)",
+    "a pipe that nobody reads": "2> >(exec sleep 30 >/dev/null)",
+}
+# So that a write to it waits
+FILL_PIPE = """
+import fcntl
+fcntl.fcntl(2, fcntl.F_SETPIPE_SZ, 4096)
+os.set_blocking(2, False)
+try:
+    while True:
+        os.write(2, bytes(4096))
+except BlockingIOError:
+    os.set_blocking(2, True)
+"""
+
+
+def run_ranks_with(comm, redirection, script, **environment):
+    """Run two ranks, whose stderr a shell redirects; return the finished job."""
+    ended = None
+    if comm.rank == 0:
+        python = shlex.join([sys.executable, "-c", script])
+        shell = ["bash", "-c", f"exec {python} {redirection}"]
+        ended = launching.run([*launching.mpirun_command(2), *shell], **environment)
+    return comm.bcast(ended)
+
+
+@pytest.mark.mpirun
+@pytest.mark.parametrize("stderr", ["a full disk", "closed", "a broken pipe"])
+def test_a_healthy_job_ends_well(comm, stderr):
+    """The banner is written there, and said nothing of in stdout."""
+    ended = run_ranks_with(comm, STDERR[stderr], REDUCE + WELL)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["well", "well"]
+
+
+@pytest.mark.mpirun
+@pytest.mark.parametrize("stderr", STDERR)
+def test_a_hang_ends(comm, stderr):
+    fill = FILL_PIPE if stderr == "a pipe that nobody reads" else ""
+    script = REDUCE + fill + HANG
+    ended = run_ranks_with(comm, STDERR[stderr], script, MPIDIST_HANG_SECONDS="2")
+    assert ended.returncode != 0
+
+
+@pytest.mark.mpirun
+@pytest.mark.parametrize("stderr", ["a full disk", "closed"])
+def test_an_exception_of_one_rank_ends_the_job(comm, stderr):
+    script = REDUCE + "if rank == 1: raise KeyError\n" + WELL
+    ended = run_ranks_with(comm, STDERR[stderr], script)
+    assert ended.returncode != 0
+
+
+def test_warnings_that_are_errors_do_not_keep_ranks_apart(mpirun, tmp_path, comm):
+    """They come up on one rank: of a full node, of a folder, of MPI's threads."""
+    file = comm.bcast(tmp_path / "file")
+    file.touch()
+    script = f"""
+import os, sys, warnings
+warnings.simplefilter("error")
+import mpi4py
+mpi4py.rc.thread_level = "serialized"
+from mpi4py import MPI
+import numpy as np
+import mpidist
+from mpidist.memory import boards
+boards.free_bytes = lambda is_shared: {{"/dev/shm": 1000}}
+if MPI.COMM_WORLD.rank == 1:
+    os.environ["MPIDIST_DUMPS"] = {str(file)!r}
+strategy = mpidist.MirroredStrategy(["CPU:0"])
+strategy.gradient_buckets([np.zeros(3)])
+{WELL}"""
+    ended = mpirun(2, script)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["well", "well"]
+    for text in (
+        "the ranks of a node need",
+        "the calls of rank 1",
+        "GradientBuckets reduces",
+    ):
+        assert f"RuntimeWarning: {text}" in ended.stderr
+
+
+def test_a_warning_is_a_warning():
+    with pytest.warns(RuntimeWarning, match="^a text$") as caught:
+        notices.warn("a text")
+    assert caught[0].filename == __file__
+
+
+def test_a_warning_that_would_raise_is_printed(capsys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        notices.warn("a text")
+    assert capsys.readouterr().err == "RuntimeWarning: a text\n"
+
+
+@pytest.mark.parametrize("stream", [None, object()])
+def test_streams_that_are_none(monkeypatch, capsys, stream):
+    monkeypatch.setattr(sys, "stderr", stream)
+    notices.print_notice("a text")
+    assert capsys.readouterr().out == ""
