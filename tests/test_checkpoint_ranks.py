@@ -12,6 +12,7 @@ import mpidist
 from mpidist import CheckpointError
 from mpidist import VariableAggregation as Aggregation
 from mpidist import VariableSynchronization as Synchronization
+from mpidist.atomic_files import NewFile
 from mpidist.checkpoint import saving
 from mpidist.checkpoint.division import cut, shard_count
 from mpidist.checkpoint.layout import boxes
@@ -193,9 +194,9 @@ def test_a_folder_that_is_not_shared_is_an_error(
     if comm.size == 1:
         pytest.skip("one rank writes no shards")
     monkeypatch.setattr(saving, "VISIBLE_SECONDS", 0.1)
-    publish = saving.NewFile.publish
+    publish = NewFile.publish
     if comm.rank == 1:  # as if it were on the disk of another node
-        monkeypatch.setattr(saving.NewFile, "publish", saving.NewFile.discard)
+        monkeypatch.setattr(NewFile, "publish", NewFile.discard)
     for is_background in (False, True):
         checkpoint = mpidist.Checkpoint(strategy=strategy, shard_bytes=SHARD, w=large())
         manager = mpidist.CheckpointManager(
@@ -207,7 +208,7 @@ def test_a_folder_that_is_not_shared_is_an_error(
         comm.Barrier()
         assert not list(mpi_tmp_path.iterdir())
         comm.Barrier()
-    monkeypatch.setattr(saving.NewFile, "publish", publish)
+    monkeypatch.setattr(NewFile, "publish", publish)
     manager.save()
     manager.wait()
     assert manager.latest_checkpoint is not None

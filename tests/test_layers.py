@@ -17,6 +17,7 @@ ROOT = Path(mpidist.__file__).parent
 LAYERS = [
     [
         "_version",
+        "atomic_files",
         "memory.buffers",
         "commands",
         "errors",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import threading
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mpidist.checkpoint.files import NewFile, remove, unwritable
+from mpidist.atomic_files import replace_file
+from mpidist.checkpoint.files import checked_write, remove, unwritable
 from mpidist.checkpoint.folder import next_serial, remove_other_shards
 from mpidist.checkpoint.header import Header, Shard, render
 from mpidist.checkpoint.layout import lay_out
@@ -144,22 +146,17 @@ def _write(
       shards: the names that the header will have.
     """
     plan = lay_out(tree, attributes, shards)
-    with unwritable(path):
-        file = NewFile(path)
-        try:
-            data = tuple(
-                (offset, block.nbytes, file.write(offset, block))
-                for offset, block in plan.blocks()
-            )
-            image, crc32 = plan.image, 0
-            holes = [(offset, size) for offset, size, _ in data]
-            for offset, part in image.solid(plan.header_bytes, holes):
-                file.write(offset, part)
-                crc32 = zlib.crc32(part, crc32)
-            header = make_header(image.size, crc32, data)
-            file.write(0, render(header, plan.header_bytes))
-            file.complete(image.size)
-            file.publish()
-        except BaseException:
-            file.discard()
-            raise
+    with unwritable(path), replace_file(path) as file:
+        descriptor = file.fileno()
+        data = tuple(
+            (offset, block.nbytes, checked_write(descriptor, offset, block))
+            for offset, block in plan.blocks()
+        )
+        image, crc32 = plan.image, 0
+        holes = [(offset, size) for offset, size, _ in data]
+        for offset, part in image.solid(plan.header_bytes, holes):
+            checked_write(descriptor, offset, part)
+            crc32 = zlib.crc32(part, crc32)
+        header = make_header(image.size, crc32, data)
+        checked_write(descriptor, 0, render(header, plan.header_bytes))
+        os.ftruncate(descriptor, image.size)

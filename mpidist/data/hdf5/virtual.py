@@ -9,8 +9,9 @@ from pathlib import Path
 
 import h5py
 
+from mpidist.atomic_files import sync_folder
 from mpidist.data.hdf5.layout import Field
-from mpidist.data.hdf5.unfinished import Unfinished, sync_folder
+from mpidist.data.hdf5.unfinished import Unfinished
 from mpidist.errors import ArgumentError
 
 __all__ = [
