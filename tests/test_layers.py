@@ -21,6 +21,7 @@ LAYERS = [
         "memory.buffers",
         "commands",
         "errors",
+        "regular_files",
         "agreement.flight_files",
         "gpu.early",
         "gpu.runtime_facts",
