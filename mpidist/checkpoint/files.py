@@ -14,6 +14,7 @@ import deflate
 
 from mpidist.atomic_files import sync_folder
 from mpidist.errors import CheckpointError
+from mpidist.regular_files import open_regular
 
 __all__ = [
     "DamagedError",
@@ -63,7 +64,7 @@ class Removal:
         """Remove a file, as far as that is possible."""
         try:
             # The blocks stay while the file is open
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_regular(path)
         except OSError:
             remove(path)
             return

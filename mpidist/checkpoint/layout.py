@@ -15,10 +15,11 @@ import h5py
 import numpy as np
 
 from mpidist.checkpoint.dtypes import dtype_text, stored_as
-from mpidist.checkpoint.header import block_bytes
+from mpidist.checkpoint.header import LARGEST_STRUCTURE_BYTES, block_bytes
 from mpidist.checkpoint.image import Image
 from mpidist.checkpoint.names import Path
 from mpidist.checkpoint.tree import Group, Leaf, leaves
+from mpidist.errors import CheckpointError
 
 __all__ = ["BLOCK_BYTES", "Link", "Plan", "Split", "lay_out"]
 
@@ -77,9 +78,13 @@ def lay_out(tree: Any, attributes: dict[str, Any], shards: Sequence[str] = ()) -
       tree: a Group of nodes, and of `Split` and `Link`.
       attributes: of the root, for humans.
       shards: the names of all shards, for whose checksums the header has room.
+
+    Raises:
+      CheckpointError: there are more small arrays and names than a file can have.
     """
-    large = [leaf for _, leaf in leaves(_local(tree)) if leaf.size_bytes > INLINE_BYTES]
-    blocks = sum(-(-leaf.size_bytes // BLOCK_BYTES) for leaf in large)
+    sizes = [leaf.size_bytes for _, leaf in leaves(_local(tree))]
+    inline_bytes = _inline_bytes(sizes)
+    blocks = sum(-(-size // BLOCK_BYTES) for size in sizes if size > inline_bytes)
     header_bytes = block_bytes(blocks, list(shards))
     image = Image()
     placed: list[tuple[int, Any]] = []
@@ -88,19 +93,35 @@ def lay_out(tree: Any, attributes: dict[str, Any], shards: Sequence[str] = ()) -
         "w",
         libver=_LIBVER,
         userblock_size=header_bytes,
-        alignment_threshold=INLINE_BYTES,
+        alignment_threshold=inline_bytes,
         alignment_interval=_ALIGNMENT,
     ) as file:
         file.attrs.update(attributes)
         _Writer(file, placed).group(tree, ())
     plan = Plan(image, header_bytes, [])
     for offset, data in sorted(placed, key=lambda pair: pair[0]):
-        if data.nbytes > INLINE_BYTES:
+        if data.nbytes > inline_bytes:
             plan.data.append((offset, data))
         else:
             image.put(offset, data.tobytes())
+    structure = image.size - sum(data.nbytes for _, data in plan.data)
+    if structure > LARGEST_STRUCTURE_BYTES:
+        raise CheckpointError(
+            f"the names, numbers and small arrays of {len(sizes)} objects need "
+            f"{structure} bytes, of at most {LARGEST_STRUCTURE_BYTES}; join small "
+            "arrays"
+        )
     image.compact()
     return plan
+
+
+def _inline_bytes(sizes: Sequence[int]) -> int:
+    """Return up to which size arrays are checked with the structure.
+
+    Very many small ones are checked in blocks, too, as the structure is read at once.
+    """
+    small = sum(size for size in sizes if size <= INLINE_BYTES)
+    return INLINE_BYTES if small <= LARGEST_STRUCTURE_BYTES // 2 else _ALIGNMENT
 
 
 def _local(node: Any) -> Any:
