@@ -19,6 +19,7 @@ from mpidist.checkpoint.header import LARGEST_STRUCTURE_BYTES, block_bytes
 from mpidist.checkpoint.image import Image
 from mpidist.checkpoint.names import Path
 from mpidist.checkpoint.tree import Group, Leaf, leaves
+from mpidist.data.hdf5.virtual import escape_source
 from mpidist.errors import CheckpointError
 
 __all__ = ["BLOCK_BYTES", "Link", "Plan", "Split", "lay_out"]
@@ -172,7 +173,8 @@ class _Writer:
         layout = h5py.VirtualLayout(shape, dtype)
         target = "/" + "/".join(path)
         for file, start, stop in split.parts:
-            source = h5py.VirtualSource(file, target, (stop - start, *inner), dtype)
+            names = escape_source(file), escape_source(target)
+            source = h5py.VirtualSource(*names, (stop - start, *inner), dtype)
             first = 0
             for box in boxes(split.leaf.shape, start, stop):
                 count = math.prod(part.stop - part.start for part in box)

@@ -19,6 +19,7 @@ from mpidist.checkpoint.files import checked_read, damage
 from mpidist.checkpoint.header import Header
 from mpidist.checkpoint.image import Image
 from mpidist.checkpoint.tree import DEEPEST, SCALARS, Group, Leaf, Node, Piece
+from mpidist.data.hdf5.virtual import unescape_source
 from mpidist.regular_files import open_regular
 
 __all__ = ["header_crc32", "open_file", "read_header", "read_piece", "read_tree"]
@@ -258,7 +259,9 @@ class _Reader:
         pieces: list[Piece] = []
         names: dict[str, None] = {}
         for source in dataset.virtual_sources():
-            names[source.file_name] = None
+            name = source.file_name
+            # Files of older versions have names as they are
+            names[name if name in self._shards else unescape_source(name)] = None
         start = 0
         for name in names if self._shards else ():
             leaf = self._in_shard(name, path)

@@ -15,10 +15,12 @@ from mpidist.data.hdf5.unfinished import Unfinished
 from mpidist.errors import ArgumentError
 
 __all__ = [
+    "escape_source",
     "missing_sources",
     "remove_output",
     "require_no_output",
     "shard_path",
+    "unescape_source",
     "write_index",
 ]
 
@@ -96,7 +98,7 @@ def _write_dataset(
     for name, count in shards:
         start, end = end, end + count
         layout[start:end] = h5py.VirtualSource(
-            _escape(name), _escape(field.name), (count, *field.row_shape)
+            escape_source(name), escape_source(field.name), (count, *field.row_shape)
         )
     group, _, leaf = field.name.rpartition("/")
     file.require_group(f"/{group}").create_virtual_dataset(leaf, layout)
@@ -118,7 +120,7 @@ def missing_sources(datasets: Sequence[h5py.Dataset]) -> list[str]:
     # A dot is the file itself, and %b the number of a block
     plain = sorted(n for n in names if n != "." and "%b" not in n.replace("%%", ""))
     path = Path(datasets[0].file.filename)
-    files = [name.replace("%%", "%") for name in plain]
+    files = [unescape_source(name) for name in plain]
     return [name for name in files if not _exists(name, path)]
 
 
@@ -128,6 +130,15 @@ def _exists(name: str, index: Path) -> bool:
     return any((folder / name).exists() for folder in folders)
 
 
-def _escape(name: str) -> str:
-    """Return a name as virtual datasets write it, where %b has a meaning."""
+def escape_source(name: str) -> str:
+    """Return the name of a source as virtual datasets write it, where %b is a number.
+
+    That holds for names of files and of datasets; HDF5 refuses, or reads as others,
+    those in which a percent sign stands alone.
+    """
     return name.replace("%", "%%")
+
+
+def unescape_source(name: str) -> str:
+    """Return the name that `escape_source` was given."""
+    return name.replace("%%", "%")
