@@ -227,6 +227,29 @@ def test_shards_of_a_former_saving_are_removed(comm, strategy, mpi_tmp_path):
     assert files == 2 * (1 + (shards if shards > 1 else 0))
 
 
+@pytest.mark.parametrize("shard_bytes", [1 << 20, 1 << 30])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_one_element_of_one_rank_is_a_mismatch(
+    comm, strategy, mpi_tmp_path, shard_bytes, order
+):
+    if comm.size == 1:
+        pytest.skip("one rank is alike")
+    w = np.asarray(large(), order=order)
+    checkpoint = mpidist.Checkpoint(strategy=strategy, shard_bytes=shard_bytes, w=w)
+    path = checkpoint.write(mpi_tmp_path / "x")
+    for place in [(0, 0, 1), (0, 45_678, 0), (1, 69_999, 1), (2, 69_999, 1)]:
+        for culprit in (0, comm.size - 1):
+            w[...] = large()
+            w[place] += comm.rank == culprit
+            with pytest.raises(mpidist.MismatchError, match="'w'"):
+                checkpoint.write(mpi_tmp_path / "x")
+    w.reshape(-1, order="A")[1::2] += comm.rank  # a quarter of the bytes, and more
+    with pytest.raises(mpidist.MismatchError, match="'w'"):
+        checkpoint.write(mpi_tmp_path / "x")
+    checkpoint.restore(path)
+    np.testing.assert_array_equal(w, large())
+
+
 def test_parts_of_arrays_are_hyperslabs_that_cover_them():
     rng = np.random.default_rng(0)
     for _ in range(300):

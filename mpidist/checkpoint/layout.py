@@ -7,6 +7,7 @@ writes the structure, to memory; the arrays are written past it.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from mpidist.checkpoint.dtypes import dtype_text, stored_as
 from mpidist.checkpoint.header import LARGEST_STRUCTURE_BYTES, block_bytes
 from mpidist.checkpoint.image import Image
 from mpidist.checkpoint.names import Path
-from mpidist.checkpoint.tree import Group, Leaf, leaves
+from mpidist.checkpoint.tree import STORED_AS_TEXT, Group, Leaf, leaves
 from mpidist.data.hdf5.virtual import escape_source
 from mpidist.errors import CheckpointError
 
@@ -147,6 +148,8 @@ class _Writer:
     def group(self, group: Group, path: Path) -> None:
         made = self._file.require_group("/" + "/".join(path))
         _note(made, group.kind, group.role)
+        if group.type is not None:
+            made.attrs["type"] = json.dumps(group.type)
         for name, child in group.children.items():
             below = (*path, name)
             if isinstance(child, Group):
@@ -186,7 +189,7 @@ class _Writer:
 
 def _contiguous(file: h5py.File, path: Path, leaf: Leaf) -> h5py.Dataset:
     """Create a dataset whose place in the file is known before it is written."""
-    is_text = leaf.dtype == np.uint8 and leaf.kind in ("str", "int")
+    is_text = leaf.dtype == np.uint8 and leaf.kind in STORED_AS_TEXT
     if leaf.kind == "None" or (is_text and not leaf.size_bytes):
         space = h5py.h5s.create(h5py.h5s.NULL)
         dtype = np.dtype(np.int8)

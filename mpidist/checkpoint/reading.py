@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,17 @@ from mpidist.checkpoint.dtypes import original_dtype
 from mpidist.checkpoint.files import checked_read, damage
 from mpidist.checkpoint.header import Header
 from mpidist.checkpoint.image import Image
-from mpidist.checkpoint.tree import DEEPEST, SCALARS, Group, Leaf, Node, Piece
+from mpidist.checkpoint.tree import (
+    DEEPEST,
+    FAMILIES,
+    SCALARS,
+    STORED_AS_TEXT,
+    ContainerType,
+    Group,
+    Leaf,
+    Node,
+    Piece,
+)
 from mpidist.data.hdf5.virtual import unescape_source
 from mpidist.regular_files import open_regular
 
@@ -172,7 +183,7 @@ class _Reader:
             found = self._node(group, name, f"{path}/{name}")
             if found is not None:
                 children[name] = found
-        return Group(kind, children, role)
+        return Group(kind, children, role, _container_type(group, kind))
 
     def _node(self, group: h5py.Group, name: str, path: str) -> Node | None:
         link = group.get(name, getlink=True)
@@ -278,6 +289,18 @@ def _notes(node: Any) -> tuple[str, str]:
     return str(node.attrs["kind"]), str(node.attrs.get("role", ""))
 
 
+def _container_type(group: h5py.Group, kind: str) -> ContainerType | None:
+    """Return what a group says of its type; older versions say nothing."""
+    if "type" not in group.attrs:
+        return None
+    name, details = json.loads(group.attrs["type"])
+    if FAMILIES.get(name) != kind.removesuffix(" of int"):
+        raise ValueError(f"group {group.name!r} is a {kind} of type {name!r}")
+    if not all(type(text) is str for text in details):
+        raise ValueError(f"group {group.name!r} is of type {name!r} of {details!r}")
+    return ContainerType(name, tuple(details))
+
+
 def _original(
     dataset: h5py.Dataset, dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
@@ -293,6 +316,6 @@ def _dtype_and_shape(
     """Return what the array was whose bytes the dataset has."""
     if dataset.shape is None:
         return np.dtype(np.uint8), (0,)
-    if h5py.check_string_dtype(dataset.dtype) and dataset.attrs["kind"] != "array":
+    if dataset.attrs["kind"] in STORED_AS_TEXT and dataset.dtype.kind == "S":
         return np.dtype(np.uint8), (dataset.dtype.itemsize,)
     return _original(dataset, dataset.dtype, dataset.shape)
