@@ -152,6 +152,7 @@ LAYERS = [
         "checkpoint.header",
         "checkpoint.image",
         "checkpoint.files",
+        "checkpoint.job_locks",
         "checkpoint.division",
         "checkpoint.generators",
         "checkpoint.status",

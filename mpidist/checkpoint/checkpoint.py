@@ -140,8 +140,14 @@ class Checkpoint(Tracked):
           file_prefix: the path, to which ".h5" is added if it does not end so. A
             checkpoint that is there is replaced once the new one is complete.
 
+        The job that saved last under a name (without its number) in a folder may go on
+        to do so until its strategy is closed or it has ended; a job that was started
+        again waits half a minute for the former one. Where the file system has no
+        locks, an error comes at the first save after another job's.
+
         Raises, on all ranks:
-          CheckpointError: it cannot be written. What was there before still is.
+          CheckpointError: it cannot be written, or another job saves under this name
+            there: the error names host and job. What was there before still is.
           MismatchError: ranks have unlike objects, or other numbers or arrays.
           ArgumentTypeError, ArgumentError: no path; an object that cannot be saved.
           ContextError: a variable of another strategy; called in replica context.

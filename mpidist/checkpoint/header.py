@@ -39,7 +39,7 @@ _LARGEST_BYTES = 64 << 20
 LARGEST_STRUCTURE_BYTES = 1 << 30
 _SMALLEST = 4096  # the alignment of arrays, which HDF5 asks for
 # Of the JSON text: all else, each block's offset, length and checksum, each shard
-_FIXED_BYTES, _DATA_BYTES, _SHARD_BYTES = 300, 60, 80
+_FIXED_BYTES, _DATA_BYTES, _SHARD_BYTES = 1800, 60, 80
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Header:
       structure_crc32: of all after the header that is not in `data`.
       data: offset, length and CRC-32 of blocks of arrays, in the order of the file.
       shards: the files that hold the rest.
+      job: who has saved it, for people; nothing in shards and in older files.
     """
 
     serial: int
@@ -68,6 +69,7 @@ class Header:
     structure_crc32: int
     data: tuple[tuple[int, int, int], ...] = ()
     shards: tuple[Shard, ...] = ()
+    job: str = ""
 
 
 def block_bytes(data: int, shards: list[str]) -> int:
@@ -133,6 +135,7 @@ def parse(data: bytes) -> Header:
             Shard(_file_name(s["name"]), _integer(s["size"]), _integer(s["crc32"]))
             for s in found["shards"]
         ),
+        str(found.get("job", "")),
     )
     _require_order(header, length)
     structure = header.size - length - sum(size for _, size, _ in header.data)
