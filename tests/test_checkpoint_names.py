@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+
 import h5py
 import numpy as np
 import pytest
 
 import mpidist
 
+NO_UTF8 = os.fsdecode(b"\xff\xfe")
 NAMES = ["a/b", "a%b", "a%%b", "100%", "%", "%2F", "new\nline", "grün", " ", "x" * 900]
 
 
-@pytest.mark.parametrize("stem", ["plain", "a%b", "a%%b", "100%-%25", "new\nline", "ü"])
+@pytest.mark.parametrize(
+    "stem", ["plain", "a%b", "a%%b", "100%-%25", "new\nline", "ü", NO_UTF8], ids=ascii
+)
 def test_parts_of_arrays_are_found_by_h5py_and_by_restoring(
     strategy, comm, mpi_tmp_path, stem
 ):
@@ -40,7 +45,9 @@ def test_parts_of_arrays_are_found_by_h5py_and_by_restoring(
     comm.Barrier()
 
 
-@pytest.mark.parametrize("stem", ["a%b", "a%%b", "a%%%b", "100%", "new\nline"])
+@pytest.mark.parametrize(
+    "stem", ["a%b", "a%%b", "a%%%b", "100%", "new\nline", NO_UTF8], ids=ascii
+)
 def test_the_writers_index_finds_its_shards(strategy, comm, mpi_tmp_path, stem):
     names = ["a%b", "a%%b", "g%/x%", "new\nline", "ü"]
     path = mpi_tmp_path / f"{stem}.h5"

@@ -30,7 +30,6 @@ from mpidist.checkpoint.tree import (
     Node,
     Piece,
 )
-from mpidist.data.hdf5.virtual import unescape_source
 from mpidist.regular_files import open_regular
 
 __all__ = ["header_crc32", "open_file", "read_header", "read_piece", "read_tree"]
@@ -245,7 +244,7 @@ class _Reader:
     ) -> Leaf:
         """Return the leaf of a dataset of which each shard has a part."""
         dtype, shape = _original(dataset, dataset.dtype, dataset.shape)
-        pieces = self._pieces(dataset, path, dtype.itemsize)
+        pieces = self._pieces(path, dtype.itemsize)
         leaf = Leaf(kind, dtype, shape, None, pieces, role)
         found = sum(piece.size for piece in pieces)
         if self._shards and found != leaf.size_bytes:
@@ -263,19 +262,18 @@ class _Reader:
             node = node.children[part]
         return node
 
-    def _pieces(
-        self, dataset: h5py.Dataset, path: str, item_bytes: int
-    ) -> tuple[Piece, ...]:
-        """Return where the parts of an array are, in the order of the array."""
+    def _pieces(self, path: str, item_bytes: int) -> tuple[Piece, ...]:
+        """Return where the parts of an array are, in the order of the array.
+
+        They have the order of the shards, of which some may have no part.
+        """
         pieces: list[Piece] = []
-        names: dict[str, None] = {}
-        for source in dataset.virtual_sources():
-            name = source.file_name
-            # Files of older versions have names as they are
-            names[name if name in self._shards else unescape_source(name)] = None
         start = 0
-        for name in names if self._shards else ():
-            leaf = self._in_shard(name, path)
+        for name in self._shards:
+            try:
+                leaf = self._in_shard(name, path)
+            except KeyError:
+                continue
             if not isinstance(leaf, Leaf) or leaf.dtype.itemsize != item_bytes:
                 raise ValueError(f"dataset {path!r} is not in {name}")
             (piece,) = leaf.pieces  # parts are never small

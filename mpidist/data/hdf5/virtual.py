@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import h5py
 
@@ -20,7 +21,6 @@ __all__ = [
     "remove_output",
     "require_no_output",
     "shard_path",
-    "unescape_source",
     "write_index",
 ]
 
@@ -112,16 +112,25 @@ def missing_sources(datasets: Sequence[h5py.Dataset]) -> list[str]:
     if "HDF5_VDS_PREFIX" in os.environ:
         return []
     names = {
-        source.file_name
+        _file_name(plist, i)
         for dataset in datasets
         if dataset.is_virtual
-        for source in dataset.virtual_sources()
+        for plist in [dataset.id.get_create_plist()]
+        for i in range(plist.get_virtual_count())
     }
     # A dot is the file itself, and %b the number of a block
     plain = sorted(n for n in names if n != "." and "%b" not in n.replace("%%", ""))
     path = Path(datasets[0].file.filename)
-    files = [unescape_source(name) for name in plain]
+    files = [name.replace("%%", "%") for name in plain]
     return [name for name in files if not _exists(name, path)]
+
+
+def _file_name(plist: Any, source: int) -> str:
+    """Return the name of a source's file, which h5py takes to be UTF-8."""
+    try:
+        return str(plist.get_virtual_filename(source))
+    except UnicodeDecodeError as error:
+        return os.fsdecode(error.object)
 
 
 def _exists(name: str, index: Path) -> bool:
@@ -137,8 +146,3 @@ def escape_source(name: str) -> str:
     those in which a percent sign stands alone.
     """
     return name.replace("%", "%%")
-
-
-def unescape_source(name: str) -> str:
-    """Return the name that `escape_source` was given."""
-    return name.replace("%%", "%")
