@@ -140,10 +140,10 @@ class Checkpoint(Tracked):
           file_prefix: the path, to which ".h5" is added if it does not end so. A
             checkpoint that is there is replaced once the new one is complete.
 
-        The job that saved last under a name (without its number) in a folder may go on
-        to do so until its strategy is closed or it has ended; a job that was started
-        again waits half a minute for the former one. Where the file system has no
-        locks, an error comes at the first save after another job's.
+        One job at a time may save under a name (without its number) in a folder: the
+        one that saved there last, until it ends or its strategy is closed. A requeued
+        job waits up to 30 seconds for the previous one to end. On file systems without
+        locks, the error is raised at the first save after another job's.
 
         Raises, on all ranks:
           CheckpointError: it cannot be written, or another job saves under this name

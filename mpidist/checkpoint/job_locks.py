@@ -1,11 +1,11 @@
-"""Locks by which jobs see each other in a folder of checkpoints.
+"""File locks that detect a second job which saves to the same folder.
 
-A job holds a lock on the checkpoint that it saved last under each name, and on the
-files that it is writing. It is a shared lock on one byte far behind the end of a file,
-which is in nobody's way: programs read, copy and remove such a file as ever. It belongs
-to the open file, so it ends with the process, however that ends, and there is nothing
-to clean up. Where a file system has no locks, a job still sees what others have saved
-between two of its own checkpoints.
+A job keeps a lock on the latest checkpoint that it saved under each name, and on the
+files that it is writing. There is no lock file to clean up: the operating system drops
+the lock when the process ends, however it ends. The lock is a shared one on a single
+byte far beyond the end of the file, so it does not conflict with HDF5's own locks, and
+the file can be read, copied and removed as usual. On file systems without locks, a job
+detects checkpoints that another job saved between two of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["JOB", "hold", "is_locked", "lock", "release", "require_alone"]
 
 _FLOCK = "@hhqqi0q"  # of the C library: type, origin, first byte, bytes, process
 _BYTE = 1 << 62
-# For how long a job that was started again waits for the former one to end
+# How long a requeued job waits for the previous one to end
 _PATIENCE_SECONDS = 30.0
 _LOOK_SECONDS = 0.1
 _MOST_HELD = 64
@@ -52,7 +52,7 @@ JOB = _describe_job()
 
 
 class _Held(NamedTuple):
-    """The checkpoint that this process saved last under some name."""
+    """The latest checkpoint that this process saved under a name."""
 
     descriptor: int
     serial: int
@@ -91,19 +91,19 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(descriptor)
     kind, _, start, size, _ = found
-    # Locks of HDF5, on file systems that do not tell the two apart, are of all bytes
+    # NFS reports HDF5's flock() as a lock on the whole file: that is no saving job
     return bool(kind != fcntl.F_UNLCK and (start, size) == (_BYTE, 1))
 
 
 def hold(index: Path, name: str, descriptor: int, serial: int, owner: int) -> None:
-    """Keep the lock of a complete checkpoint, instead of that of the one before.
+    """Keep the lock on a complete checkpoint; drop that on the previous one.
 
     Args:
       index: the checkpoint.
       name: of the checkpoints, without numbers.
-      descriptor: of the open file, which is closed here some time.
+      descriptor: of the open, locked file; owned by this module from now on.
       serial: of the checkpoint.
-      owner: what to call `release` with.
+      owner: the argument for `release`.
     """
     key = _key(index, name)
     former = _held.pop(key, None)
@@ -115,7 +115,7 @@ def hold(index: Path, name: str, descriptor: int, serial: int, owner: int) -> No
 
 
 def release(owner: int) -> None:
-    """Let go of the checkpoints that `owner` has saved: others may save now."""
+    """Drop the locks on the checkpoints of `owner`, so that other jobs may save."""
     for key in [key for key, held in _held.items() if held.owner == owner]:
         os.close(_held.pop(key).descriptor)
 
@@ -133,8 +133,8 @@ def require_alone(
       job: who has saved it, as it is written there.
 
     Raises:
-      CheckpointError: another job is running that saved the last one; or has saved it
-        since this one saved its last.
+      CheckpointError: the job that saved the latest checkpoint is still running; or
+        it saved after the latest save of this job.
     """
     if newest is None or _is_held(newest):
         return
@@ -175,7 +175,7 @@ def _request(kind: int) -> bytes:
 
 
 def _leave_to_parent() -> None:
-    """Close a forked child's copies, by which locks would outlive the job."""
+    """Close the copies of a forked child, which would keep locks beyond the job."""
     for held in _held.values():
         os.close(held.descriptor)
     _held.clear()
