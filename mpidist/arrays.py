@@ -7,6 +7,7 @@ allows it; `like` turns a result back into the kind that came in.
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -33,6 +34,7 @@ __all__ = [
     "to_device_like",
     "to_host",
     "to_tensor",
+    "value_bytes",
 ]
 
 _PYTHON_NUMBERS = (bool, int, float, complex)
@@ -306,3 +308,44 @@ def to_device(array: Any, device: str) -> Any:
 def to_device_like(array: Any, original: Any) -> Any:
     """Return the NumPy `array` where `original` lies: on its GPU, or unchanged."""
     return namespace(original).asarray(array) if is_device_array(original) else array
+
+
+def value_bytes(array: Any) -> Any:
+    """Return the bytes `(elements, bytes)` of an array that belong to its values.
+
+    That is all but padding, which is undefined in long doubles and aligned compound
+    types, so that two equal arrays may have unlike bytes there.
+
+    Args:
+      array: of NumPy or CuPy; copied unless it is contiguous and has no padding.
+    """
+    flat = np.ascontiguousarray(to_host(array)).reshape(-1)
+    rows = flat.view(np.uint8).reshape(flat.size, flat.dtype.itemsize)
+    mask = _value_mask(flat.dtype)
+    return rows if mask is None else rows[:, mask]
+
+
+@functools.lru_cache(maxsize=256)
+def _value_mask(dtype: np.dtype[Any]) -> Any:
+    """Return which bytes of an element belong to its value; None if all do."""
+    mask = np.array(_list_value_bytes(dtype), bool)
+    return None if mask.all() else mask
+
+
+def _list_value_bytes(dtype: np.dtype[Any]) -> list[bool]:
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return _list_value_bytes(base) * int(np.prod(shape))
+    if dtype.fields is not None:
+        found = [False] * dtype.itemsize
+        for field, start, *_ in dtype.fields.values():
+            found[start : start + field.itemsize] = _list_value_bytes(field)
+        return found
+    if (
+        dtype.char in "gG" and np.finfo(dtype).nmant == 63
+    ):  # of x86: 10 bytes of 12 or 16
+        number_bytes = dtype.itemsize // (2 if dtype.char == "G" else 1)
+        number = [i < 10 for i in range(number_bytes)]
+        number = number if dtype.isnative else number[::-1]
+        return number * (dtype.itemsize // number_bytes)
+    return [True] * dtype.itemsize

@@ -29,7 +29,7 @@ def audit_variables(group: ReplicaGroup) -> None:
 
 
 def _checksum(array: Any) -> int:
-    return zlib.crc32(np.ascontiguousarray(arrays.to_host(array)).tobytes())
+    return zlib.crc32(arrays.value_bytes(array).tobytes())
 
 
 def _report(group: ReplicaGroup, variable: Any, sums: list[int]) -> None:
@@ -37,7 +37,7 @@ def _report(group: ReplicaGroup, variable: Any, sums: list[int]) -> None:
     mine = np.ascontiguousarray(arrays.to_host(variable.local))
     first = arrays.to_host(group.broadcast_from_first(_CALL, variable.local))
     # Compare bytes, as the checksum did: nan equals nan, and 0.0 is not -0.0
-    rows = [a.reshape(-1).view(np.uint8).reshape(a.size, -1) for a in (mine, first)]
+    rows = [arrays.value_bytes(array) for array in (mine, first)]
     differs = np.flatnonzero((rows[0] != rows[1]).any(axis=1))
     own = int(differs[0]) if differs.size else mine.size
     index = min(group.agreement.gather(_CALL, own))

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from mpidist import checks
 from mpidist.agreement.calls import Call
+from mpidist.atomic_files import sync_folder
 from mpidist.data.hdf5.layout import Field, Storage, clean_name, common_fields
 from mpidist.data.hdf5.shard import Shard
-from mpidist.data.hdf5.unfinished import Unfinished, sync_folder
+from mpidist.data.hdf5.unfinished import Unfinished
 from mpidist.data.hdf5.virtual import (
     remove_output,
     require_no_output,

@@ -192,6 +192,7 @@ def test_a_full_disk(strategy, comm, mpi_tmp_path):
         manager.restore_or_initialize()
         require(manager, 1)
     finally:
+        strategy.experimental_finalize()  # lets go of the checkpoint that it holds
         comm.Barrier()
         if comm.rank == 0:
             subprocess.run(["umount", str(folder)], check=True)

@@ -12,6 +12,7 @@ import mpidist
 from mpidist import CheckpointError
 from mpidist import VariableAggregation as Aggregation
 from mpidist import VariableSynchronization as Synchronization
+from mpidist.atomic_files import NewFile
 from mpidist.checkpoint import saving
 from mpidist.checkpoint.division import cut, shard_count
 from mpidist.checkpoint.layout import boxes
@@ -193,9 +194,9 @@ def test_a_folder_that_is_not_shared_is_an_error(
     if comm.size == 1:
         pytest.skip("one rank writes no shards")
     monkeypatch.setattr(saving, "VISIBLE_SECONDS", 0.1)
-    publish = saving.NewFile.publish
+    publish = NewFile.publish
     if comm.rank == 1:  # as if it were on the disk of another node
-        monkeypatch.setattr(saving.NewFile, "publish", saving.NewFile.discard)
+        monkeypatch.setattr(NewFile, "publish", NewFile.discard)
     for is_background in (False, True):
         checkpoint = mpidist.Checkpoint(strategy=strategy, shard_bytes=SHARD, w=large())
         manager = mpidist.CheckpointManager(
@@ -207,7 +208,7 @@ def test_a_folder_that_is_not_shared_is_an_error(
         comm.Barrier()
         assert not list(mpi_tmp_path.iterdir())
         comm.Barrier()
-    monkeypatch.setattr(saving.NewFile, "publish", publish)
+    monkeypatch.setattr(NewFile, "publish", publish)
     manager.save()
     manager.wait()
     assert manager.latest_checkpoint is not None
@@ -224,6 +225,29 @@ def test_shards_of_a_former_saving_are_removed(comm, strategy, mpi_tmp_path):
     shards = min(comm.size, w.nbytes // SHARD)
     files = len(list(mpi_tmp_path.iterdir()))
     assert files == 2 * (1 + (shards if shards > 1 else 0))
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 20, 1 << 30])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_one_element_of_one_rank_is_a_mismatch(
+    comm, strategy, mpi_tmp_path, shard_bytes, order
+):
+    if comm.size == 1:
+        pytest.skip("one rank is alike")
+    w = np.asarray(large(), order=order)
+    checkpoint = mpidist.Checkpoint(strategy=strategy, shard_bytes=shard_bytes, w=w)
+    path = checkpoint.write(mpi_tmp_path / "x")
+    for place in [(0, 0, 1), (0, 45_678, 0), (1, 69_999, 1), (2, 69_999, 1)]:
+        for culprit in (0, comm.size - 1):
+            w[...] = large()
+            w[place] += comm.rank == culprit
+            with pytest.raises(mpidist.MismatchError, match="'w'"):
+                checkpoint.write(mpi_tmp_path / "x")
+    w.reshape(-1, order="A")[1::2] += comm.rank  # a quarter of the bytes, and more
+    with pytest.raises(mpidist.MismatchError, match="'w'"):
+        checkpoint.write(mpi_tmp_path / "x")
+    checkpoint.restore(path)
+    np.testing.assert_array_equal(w, large())
 
 
 def test_parts_of_arrays_are_hyperslabs_that_cover_them():

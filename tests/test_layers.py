@@ -17,6 +17,7 @@ ROOT = Path(mpidist.__file__).parent
 LAYERS = [
     [
         "_version",
+        "atomic_files",
         "memory.buffers",
         "commands",
         "errors",
@@ -156,6 +157,7 @@ LAYERS = [
         "checkpoint.header",
         "checkpoint.image",
         "checkpoint.files",
+        "checkpoint.job_locks",
         "checkpoint.division",
         "checkpoint.generators",
         "checkpoint.status",

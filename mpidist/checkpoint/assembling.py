@@ -158,7 +158,7 @@ def _insert(group: Group, path: Path, node: Any) -> Group:
     if rest:
         assert isinstance(below, Group)
         node = _insert(below, tuple(rest), node)
-    return Group(group.kind, group.children | {name: node}, group.role)
+    return dataclasses.replace(group, children=group.children | {name: node})
 
 
 def _replace(node: Any, others: Mapping[Path, Any], path: Path = ()) -> Any:

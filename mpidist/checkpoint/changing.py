@@ -18,18 +18,20 @@ Change = Callable[[], Any]
 def become(value: Any, new: Any) -> Any:
     """Return `value` after it has become equal to `new`; or `new` where it cannot."""
     if isinstance(value, MutableMapping) and isinstance(new, Mapping):
-        for key in [key for key in value if key not in new]:
+        for key in list(value):  # in the new order, and no Counter adds up
             del value[key]
-        value.update(new)
+        for key, child in new.items():
+            value[key] = child
         return value
-    if isinstance(value, list) and isinstance(new, list | tuple):
+    is_sequence = isinstance(new, list | tuple | collections.deque)
+    if isinstance(value, list) and is_sequence:
         value[:] = new
         return value
-    if isinstance(value, collections.deque) and isinstance(new, list):
+    if isinstance(value, collections.deque) and is_sequence:
         value.clear()
         value.extend(new)
         return value
-    if hasattr(value, "_fields") and isinstance(new, tuple):
+    if hasattr(value, "_fields") and type(new) is tuple:  # of an older version
         return type(value)(*new) if len(new) == len(value._fields) else new
     return new
 

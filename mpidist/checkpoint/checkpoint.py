@@ -140,8 +140,14 @@ class Checkpoint(Tracked):
           file_prefix: the path, to which ".h5" is added if it does not end so. A
             checkpoint that is there is replaced once the new one is complete.
 
+        One job at a time may save under a name (without its number) in a folder: the
+        one that saved there last, until it ends or its strategy is closed. A requeued
+        job waits up to 30 seconds for the previous one to end. On file systems without
+        locks, the error is raised at the first save after another job's.
+
         Raises, on all ranks:
-          CheckpointError: it cannot be written. What was there before still is.
+          CheckpointError: it cannot be written, or another job saves under this name
+            there: the error names host and job. What was there before still is.
           MismatchError: ranks have unlike objects, or other numbers or arrays.
           ArgumentTypeError, ArgumentError: no path; an object that cannot be saved.
           ContextError: a variable of another strategy; called in replica context.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import deflate
@@ -16,12 +15,12 @@ from mpidist.agreement.calls import Call
 from mpidist.checkpoint.layout import Link
 from mpidist.checkpoint.names import Path, readable
 from mpidist.checkpoint.objects import Own, tree_of
-from mpidist.checkpoint.tree import Group, Leaf, Node, leaves
+from mpidist.checkpoint.tree import TEXTS, Group, Leaf, Node, leaves
 from mpidist.strategy import Strategy
 
 __all__ = ["Collected", "collect"]
 
-_SAMPLED_BYTES = 1 << 16
+_STEP_BYTES = 16 << 20  # that are copied from a GPU at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +60,8 @@ def collect(
     with strategy.scope():
         tree = agreement.block(operation, lambda: tree_of(dict(objects), (), strategy))
     own = _find_own(tree)
-    lines = agreement.prepare(operation, lambda: _describe(tree))
+    compares = strategy.extended.num_replicas > 1
+    lines = agreement.prepare(operation, lambda: _describe(tree, compares))
     agreement.require_same(Call(operation, tuple(lines)))
     if not own:
         return Collected(tree, None)
@@ -136,32 +136,41 @@ def _branches(nodes: Mapping[Path, Node], rank: str) -> Group:
     return build(root)
 
 
-def _describe(node: Any, path: Path = ()) -> list[tuple[str, str]]:
-    """Say of every node what must be the same on all ranks."""
+def _describe(node: Any, compares: bool, path: Path = ()) -> list[tuple[str, str]]:
+    """Say of every node what must be the same on all ranks, if there are others."""
     if isinstance(node, Own):
         return [(readable(path), "a state")]
     if isinstance(node, Leaf):
-        return [(readable(path), _describe_leaf(node))]
-    lines = [(readable(path), node.kind)]
+        return [(readable(path), _describe_leaf(node, compares))]
+    lines = [(readable(path), node.kind if node.type is None else repr(node.type))]
     for name, child in node.children.items():
-        lines += _describe(child, (*path, name))
+        lines += _describe(child, compares, (*path, name))
     return lines
 
 
-def _describe_leaf(leaf: Leaf) -> str:
+def _describe_leaf(leaf: Leaf, compares: bool) -> str:
     text = f"{leaf.kind} {leaf.dtype} {leaf.shape}"
-    if leaf.is_frozen or not leaf.size_bytes:
+    if leaf.is_frozen or not leaf.size_bytes or not compares:
         return text
-    if leaf.kind in ("array", "bytes", "str"):
-        return f"{text} crc {_sample(leaf.array):08x}"
-    return f"{leaf.kind} {leaf.array.tobytes().hex()}"
+    if leaf.kind == "array" or leaf.kind in TEXTS:
+        return f"{text} crc {_crc32(leaf.array):08x}"
+    return f"{leaf.kind} {arrays.value_bytes(leaf.array).tobytes().hex()}"
 
 
-def _sample(array: Any) -> int:
-    """Return a checksum of an array, or of evenly spaced elements of a large one."""
+def _crc32(array: Any) -> int:
+    """Return the checksum of all values of an array."""
+    found = 0
+    for data in _steps(array):
+        found = deflate.crc32(data, found)
+    return found
+
+
+def _steps(array: Any) -> Iterator[Any]:
+    """Yield the bytes of an array's values, some at a time."""
     flat = array.reshape(-1)
-    step = max(1, flat.nbytes // _SAMPLED_BYTES)
-    return zlib.crc32(np.ascontiguousarray(arrays.to_host(flat[::step])).tobytes())
+    count = max(1, _STEP_BYTES // flat.dtype.itemsize)
+    for start in range(0, flat.size, count):
+        yield arrays.value_bytes(flat[start : start + count]).reshape(-1)
 
 
 def _digest(node: Node) -> bytes:
@@ -170,12 +179,9 @@ def _digest(node: Node) -> bytes:
     for path, leaf in leaves(node):
         hashed.update(repr((path, leaf.kind, str(leaf.dtype), leaf.shape)).encode())
         if leaf.size_bytes:
-            data = np.ascontiguousarray(arrays.to_host(leaf.array)).reshape(-1)
-            sums = (
-                deflate.crc32(data.view(np.uint8)),
-                deflate.adler32(data.view(np.uint8)),
-            )
-            hashed.update(repr(sums).encode())
+            for data in _steps(leaf.array):
+                sums = deflate.crc32(data), deflate.adler32(data)
+                hashed.update(repr(sums).encode())
     hashed.update(_kinds(node).encode())
     return hashed.digest()
 
@@ -183,7 +189,8 @@ def _digest(node: Node) -> bytes:
 def _kinds(node: Node) -> str:
     if isinstance(node, Leaf):
         return ""
-    return repr((node.kind, node.role, [_kinds(c) for c in node.children.values()]))
+    below = [_kinds(child) for child in node.children.values()]
+    return repr((node.kind, node.role, node.type, below))
 
 
 def _bytes(node: Node) -> int:

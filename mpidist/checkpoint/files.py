@@ -1,9 +1,8 @@
-"""Files that get their names when they are complete and on the disk."""
+"""Files of checkpoints: checked writing and reading, making and removing."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import threading
@@ -13,13 +12,14 @@ from typing import Any
 
 import deflate
 
-from mpidist.data.hdf5.unfinished import sync_folder
+from mpidist.atomic_files import sync_folder
 from mpidist.errors import CheckpointError
+from mpidist.regular_files import open_regular
 
 __all__ = [
     "DamagedError",
-    "NewFile",
     "checked_read",
+    "checked_write",
     "damage",
     "is_left_behind",
     "make_folder",
@@ -28,7 +28,6 @@ __all__ = [
     "unwritable",
 ]
 
-_numbers = itertools.count()
 _TEMPORARY = re.compile(r"(.+?\.h5)\.(.+)\.(\d+)\.(\d+)\.tmp")
 # So much is checked and written at once: it stays in the cache between the two
 _STEP_BYTES = 4 << 20
@@ -36,58 +35,6 @@ _STEP_BYTES = 4 << 20
 
 class DamagedError(CheckpointError):
     """A file is missing or damaged, so that an earlier checkpoint may be taken."""
-
-
-class NewFile:
-    """A new file under a temporary name, with host and process in it.
-
-    Raises:
-      OSError: the folder is not there, or cannot be written to.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._owner = os.getpid()
-        unique = f"{os.uname().nodename}.{self._owner}.{next(_numbers)}"
-        self._temporary = path.with_name(f"{path.name}.{unique}.tmp")
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._descriptor = os.open(self._temporary, flags, 0o666)
-        self._is_open = True
-
-    def write(self, offset: int, data: Any) -> int:
-        """Write all of a contiguous buffer at an offset; return its CRC-32."""
-        rest = memoryview(data).cast("B")
-        crc32 = 0
-        while rest.nbytes:
-            step = rest[:_STEP_BYTES]
-            crc32 = deflate.crc32(step, crc32)
-            rest = rest[step.nbytes :]
-            while step.nbytes:
-                written = os.pwrite(self._descriptor, step, offset)
-                offset += written
-                step = step[written:]
-        return crc32
-
-    def complete(self, size: int) -> None:
-        """Bring the file, of so many bytes, to the disk, and close it."""
-        os.ftruncate(self._descriptor, size)
-        os.fsync(self._descriptor)
-        self._is_open = False
-        os.close(self._descriptor)
-
-    def publish(self) -> None:
-        """Give the complete file its name, in place of one that had it before."""
-        self._temporary.replace(self.path)
-        sync_folder(self.path.parent)
-
-    def discard(self) -> None:
-        """Close and remove the file, unless it was published, as far as possible."""
-        if self._is_open:
-            self._is_open = False
-            with contextlib.suppress(OSError):
-                os.close(self._descriptor)
-        if os.getpid() == self._owner:
-            remove(self._temporary)
 
 
 def make_folder(folder: Path) -> None:
@@ -117,7 +64,7 @@ class Removal:
         """Remove a file, as far as that is possible."""
         try:
             # The blocks stay while the file is open
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_regular(path)
         except OSError:
             remove(path)
             return
@@ -160,6 +107,21 @@ def _is_running(process: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def checked_write(descriptor: int, offset: int, data: Any) -> int:
+    """Write all of a contiguous buffer to a file at an offset; return its CRC-32."""
+    rest = memoryview(data).cast("B")
+    crc32 = 0
+    while rest.nbytes:
+        step = rest[:_STEP_BYTES]
+        crc32 = deflate.crc32(step, crc32)
+        rest = rest[step.nbytes :]
+        while step.nbytes:
+            written = os.pwrite(descriptor, step, offset)
+            offset += written
+            step = step[written:]
+    return crc32
 
 
 def checked_read(descriptor: int, offset: int, into: Any, crc32: int) -> None:

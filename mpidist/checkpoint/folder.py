@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpidist import checks
+from mpidist.checkpoint import job_locks
 from mpidist.checkpoint.files import is_left_behind, removal, remove
+from mpidist.checkpoint.job_locks import is_locked
 from mpidist.checkpoint.reading import read_header, read_tree
 from mpidist.errors import ArgumentError, CheckpointError
 from mpidist.notices import warn
@@ -20,6 +22,7 @@ __all__ = [
     "find",
     "find_sound",
     "index_path",
+    "name_of",
     "next_serial",
     "remove_checkpoint",
     "remove_other_shards",
@@ -115,13 +118,33 @@ def warn_skipped(error: Exception) -> None:
     warn(f"skipped: {error}", stacklevel=2)
 
 
-def next_serial(index: Path) -> int:
-    """Return the serial of the next checkpoint beside those that there are."""
+def name_of(index: Path) -> str:
+    """Return the name of the checkpoints of which this is one, without its number."""
     name, _, number = index.stem.rpartition("-")
-    if not (name and number.isdecimal()):
-        return 1
-    found = find(index.parent, name)
-    return max([saved.serial for saved in found], default=0) + 1
+    return name if name and number.isdecimal() else index.stem
+
+
+def next_serial(index: Path) -> int:
+    """Return the serial of the next checkpoint beside those that there are.
+
+    Raises:
+      CheckpointError: another job saves checkpoints of that name there.
+    """
+    name = name_of(index)
+    newest: Path | None = None
+    if name != index.stem:
+        found = find(index.parent, name)
+        newest = found[-1].path if found else None
+    elif index.exists():
+        newest = index
+    try:
+        header = read_header(newest) if newest is not None else None
+    except CheckpointError:  # damaged, and about to be replaced; or just removed
+        header = None
+    serial = 0 if header is None else header.serial
+    job = "" if header is None else header.job
+    job_locks.require_alone(index, name, newest, serial, job)
+    return serial + 1 if name != index.stem else 1
 
 
 def remove_checkpoint(index: Path) -> None:
@@ -135,7 +158,7 @@ def remove_other_shards(index: Path, token: str) -> None:
     pattern = re.compile(re.escape(index.stem) + _SHARD + re.escape(SUFFIX))
     for file in _names(index.parent):
         match = pattern.fullmatch(file)
-        if match and match["token"] != token:
+        if match and match["token"] != token and not is_locked(index.parent / file):
             removal.remove(index.parent / file)
 
 
@@ -156,7 +179,8 @@ def remove_rests(folder: Path, name: str, in_use: Iterable[str] = ()) -> None:
         is_lost = match is not None and match["token"] not in in_use
         if match and is_lost and f"{match['stem']}{SUFFIX}" in names:
             is_lost = _is_of_another(folder / f"{match['stem']}{SUFFIX}", file)
-        if is_lost or is_left_behind(file, any_file):
+        is_lost = is_lost or is_left_behind(file, any_file)
+        if is_lost and not is_locked(folder / file):  # by a running job, on any host
             remove(folder / file)
 
 

@@ -14,7 +14,18 @@ import re
 import zlib
 from typing import Any
 
-__all__ = ["FORMAT", "Header", "Shard", "block_bytes", "parse", "parse_first", "render"]
+from mpidist.errors import CheckpointError
+
+__all__ = [
+    "FORMAT",
+    "LARGEST_STRUCTURE_BYTES",
+    "Header",
+    "Shard",
+    "block_bytes",
+    "parse",
+    "parse_first",
+    "render",
+]
 
 FORMAT = 1
 _FIRST = "mpidist checkpoint {}, header of {:012} bytes, crc32 {:08x}\n"
@@ -22,9 +33,13 @@ _PATTERN = re.compile(
     rb"mpidist checkpoint (\d+), header of (\d{12}) bytes, crc32 ([0-9a-f]{8})\n"
 )
 _LINE_BYTES = len(_FIRST.format(FORMAT, 0, 0))
+# A file may claim to have any size. More than this is not read before its checksum is
+# known, and not written: headers of 16 TiB of arrays, and a million small arrays
+_LARGEST_BYTES = 64 << 20
+LARGEST_STRUCTURE_BYTES = 1 << 30
 _SMALLEST = 4096  # the alignment of arrays, which HDF5 asks for
 # Of the JSON text: all else, each block's offset, length and checksum, each shard
-_FIXED_BYTES, _DATA_BYTES, _SHARD_BYTES = 300, 60, 80
+_FIXED_BYTES, _DATA_BYTES, _SHARD_BYTES = 1800, 60, 80
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +61,7 @@ class Header:
       structure_crc32: of all after the header that is not in `data`.
       data: offset, length and CRC-32 of blocks of arrays, in the order of the file.
       shards: the files that hold the rest.
+      job: who has saved it, for people; nothing in shards and in older files.
     """
 
     serial: int
@@ -53,12 +69,23 @@ class Header:
     structure_crc32: int
     data: tuple[tuple[int, int, int], ...] = ()
     shards: tuple[Shard, ...] = ()
+    job: str = ""
 
 
 def block_bytes(data: int, shards: list[str]) -> int:
-    """Return the length of a header of so many blocks, and shards of these names."""
+    """Return the length of a header of so many blocks, and shards of these names.
+
+    Raises:
+      CheckpointError: there are too many.
+    """
     names = sum(len(json.dumps(name)) + _SHARD_BYTES for name in shards)
     needed = _LINE_BYTES + _FIXED_BYTES + data * _DATA_BYTES + names
+    if needed > _LARGEST_BYTES:
+        raise CheckpointError(
+            f"{data} blocks of arrays and {len(shards)} shards need a header of "
+            f"{needed} bytes, of at most {_LARGEST_BYTES}; join arrays, or save with "
+            "more ranks"
+        )
     return max(_SMALLEST, 1 << (needed - 1).bit_length())
 
 
@@ -83,6 +110,8 @@ def parse_first(data: bytes) -> tuple[int, int]:
     version, length, crc32 = int(match[1]), int(match[2]), int(match[3], 16)
     if version != FORMAT:
         raise ValueError(f"its format is {version}; this mpidist reads {FORMAT}")
+    if length > _LARGEST_BYTES:
+        raise ValueError(f"it claims a header of {length} bytes")
     return length, crc32
 
 
@@ -106,8 +135,12 @@ def parse(data: bytes) -> Header:
             Shard(_file_name(s["name"]), _integer(s["size"]), _integer(s["crc32"]))
             for s in found["shards"]
         ),
+        str(found.get("job", "")),
     )
     _require_order(header, length)
+    structure = header.size - length - sum(size for _, size, _ in header.data)
+    if structure > LARGEST_STRUCTURE_BYTES:
+        raise ValueError(f"it claims a structure of {structure} bytes")
     return header
 
 

@@ -21,6 +21,7 @@ class Image(io.RawIOBase):
 
     def __init__(self, size: int = 0):
         self._parts: dict[int, bytes] = {}  # by offset
+        self._starts: list[int] = []  # of the parts, in order, if none overlap
         self._position = 0
         self.size = size
 
@@ -29,12 +30,19 @@ class Image(io.RawIOBase):
         # The latest come last, also where the offset is the same
         self._parts.pop(offset, None)
         self._parts[offset] = data
+        self._starts.clear()
         self.size = max(self.size, offset + len(data))
 
     def get(self, offset: int, size: int) -> bytes:
         """Return bytes; zeros where there are none."""
         found = bytearray(size)
-        for at, part in self._parts.items():
+        near = list(self._parts)
+        if self._starts:
+            before = max(0, bisect.bisect_right(self._starts, offset) - 1)
+            end = bisect.bisect_left(self._starts, offset + size)
+            near = self._starts[before:end]
+        for at in near:
+            part = self._parts[at]
             first, last = max(at, offset), min(at + len(part), offset + size)
             if first < last:
                 found[first - offset : last - offset] = part[first - at : last - at]
@@ -51,7 +59,7 @@ class Image(io.RawIOBase):
             start = offset + size
 
     def compact(self) -> None:
-        """Make reading quick after many writes: join parts that touch or overlap."""
+        """Make `get` quick after many writes: join parts that touch or overlap."""
         joined: list[tuple[int, int]] = []
         for at in sorted(self._parts):
             end = at + len(self._parts[at])
@@ -67,6 +75,7 @@ class Image(io.RawIOBase):
         self._parts = {
             first: bytes(buffer) for first, buffer in zip(starts, buffers, strict=True)
         }
+        self._starts = starts
 
     def readable(self) -> bool:
         """Return True, as files do."""

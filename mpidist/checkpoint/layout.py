@@ -7,6 +7,7 @@ writes the structure, to memory; the arrays are written past it.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,10 +16,12 @@ import h5py
 import numpy as np
 
 from mpidist.checkpoint.dtypes import dtype_text, stored_as
-from mpidist.checkpoint.header import block_bytes
+from mpidist.checkpoint.header import LARGEST_STRUCTURE_BYTES, block_bytes
 from mpidist.checkpoint.image import Image
 from mpidist.checkpoint.names import Path
-from mpidist.checkpoint.tree import Group, Leaf, leaves
+from mpidist.checkpoint.tree import STORED_AS_TEXT, Group, Leaf, leaves
+from mpidist.data.hdf5.virtual import escape_source
+from mpidist.errors import CheckpointError
 
 __all__ = ["BLOCK_BYTES", "Link", "Plan", "Split", "lay_out"]
 
@@ -77,9 +80,13 @@ def lay_out(tree: Any, attributes: dict[str, Any], shards: Sequence[str] = ()) -
       tree: a Group of nodes, and of `Split` and `Link`.
       attributes: of the root, for humans.
       shards: the names of all shards, for whose checksums the header has room.
+
+    Raises:
+      CheckpointError: there are more small arrays and names than a file can have.
     """
-    large = [leaf for _, leaf in leaves(_local(tree)) if leaf.size_bytes > INLINE_BYTES]
-    blocks = sum(-(-leaf.size_bytes // BLOCK_BYTES) for leaf in large)
+    sizes = [leaf.size_bytes for _, leaf in leaves(_local(tree))]
+    inline_bytes = _inline_bytes(sizes)
+    blocks = sum(-(-size // BLOCK_BYTES) for size in sizes if size > inline_bytes)
     header_bytes = block_bytes(blocks, list(shards))
     image = Image()
     placed: list[tuple[int, Any]] = []
@@ -88,19 +95,35 @@ def lay_out(tree: Any, attributes: dict[str, Any], shards: Sequence[str] = ()) -
         "w",
         libver=_LIBVER,
         userblock_size=header_bytes,
-        alignment_threshold=INLINE_BYTES,
+        alignment_threshold=inline_bytes,
         alignment_interval=_ALIGNMENT,
     ) as file:
         file.attrs.update(attributes)
         _Writer(file, placed).group(tree, ())
     plan = Plan(image, header_bytes, [])
     for offset, data in sorted(placed, key=lambda pair: pair[0]):
-        if data.nbytes > INLINE_BYTES:
+        if data.nbytes > inline_bytes:
             plan.data.append((offset, data))
         else:
             image.put(offset, data.tobytes())
+    structure = image.size - sum(data.nbytes for _, data in plan.data)
+    if structure > LARGEST_STRUCTURE_BYTES:
+        raise CheckpointError(
+            f"the names, numbers and small arrays of {len(sizes)} objects need "
+            f"{structure} bytes, of at most {LARGEST_STRUCTURE_BYTES}; join small "
+            "arrays"
+        )
     image.compact()
     return plan
+
+
+def _inline_bytes(sizes: Sequence[int]) -> int:
+    """Return up to which size arrays are checked with the structure.
+
+    Very many small ones are checked in blocks, too, as the structure is read at once.
+    """
+    small = sum(size for size in sizes if size <= INLINE_BYTES)
+    return INLINE_BYTES if small <= LARGEST_STRUCTURE_BYTES // 2 else _ALIGNMENT
 
 
 def _local(node: Any) -> Any:
@@ -125,6 +148,8 @@ class _Writer:
     def group(self, group: Group, path: Path) -> None:
         made = self._file.require_group("/" + "/".join(path))
         _note(made, group.kind, group.role)
+        if group.type is not None:
+            made.attrs["type"] = json.dumps(group.type)
         for name, child in group.children.items():
             below = (*path, name)
             if isinstance(child, Group):
@@ -151,7 +176,8 @@ class _Writer:
         layout = h5py.VirtualLayout(shape, dtype)
         target = "/" + "/".join(path)
         for file, start, stop in split.parts:
-            source = h5py.VirtualSource(file, target, (stop - start, *inner), dtype)
+            names = escape_source(file), escape_source(target)
+            source = h5py.VirtualSource(*names, (stop - start, *inner), dtype)
             first = 0
             for box in boxes(split.leaf.shape, start, stop):
                 count = math.prod(part.stop - part.start for part in box)
@@ -163,7 +189,7 @@ class _Writer:
 
 def _contiguous(file: h5py.File, path: Path, leaf: Leaf) -> h5py.Dataset:
     """Create a dataset whose place in the file is known before it is written."""
-    is_text = leaf.dtype == np.uint8 and leaf.kind in ("str", "int")
+    is_text = leaf.dtype == np.uint8 and leaf.kind in STORED_AS_TEXT
     if leaf.kind == "None" or (is_text and not leaf.size_bytes):
         space = h5py.h5s.create(h5py.h5s.NULL)
         dtype = np.dtype(np.int8)

@@ -50,10 +50,11 @@ def latest_checkpoint(
 class CheckpointManager:
     """Saves checkpoints `ckpt-1.h5`, `ckpt-2.h5`, ..., and removes old ones.
 
-    Collective to make, with one folder for itself: what jobs that were killed have left
-    there is removed. An old checkpoint is removed when the new one is complete. In a
-    `with` block, which all ranks leave together, what is being saved in the background
-    is waited for at the end.
+    Collective to make: what killed jobs have left in the folder is removed. An old
+    checkpoint is removed when the new one is complete. In a `with` block, which all
+    ranks leave together, what is being saved in the background is waited for at the
+    end. Any number of jobs may restore from a folder, but one job at a time may save
+    there under one name: see `Checkpoint.write`.
 
     Args:
       checkpoint: the `Checkpoint`.

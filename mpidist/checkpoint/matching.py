@@ -252,15 +252,15 @@ class Matching:
             for below, leaf in leaves(node, path):
                 if leaf.kind == "array":
                     self._fail(below, "a number or text", leaf)
-        new = self._later(path, self._decoded(node, path, self._is_own))
+        new = self._later(path, self._decoded(node, path, self._is_own, value))
         return lambda: become(value, new.value)
 
     def _decoded(
-        self, node: Node, path: Path, is_own: bool = False
+        self, node: Node, path: Path, is_own: bool = False, similar: Any = None
     ) -> Callable[[], Any]:
         """Return what gives the nest of a node, whose arrays will be read."""
         self._need(node, is_own)
-        return lambda: decode(node, self.values)
+        return lambda: decode(node, self.values, similar)
 
     def _array_leaf(
         self, node: Node, path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]

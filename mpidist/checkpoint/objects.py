@@ -19,6 +19,7 @@ from mpidist.checkpoint.tree import (
     Leaf,
     Node,
     child_names,
+    container_type,
     encode,
     group_kind,
     is_container,
@@ -92,8 +93,9 @@ def tree_of(value: Any, path: Path, strategy: Strategy) -> Any:
     children = children_of(value, path)
     if children is not None:
         nodes = {n: tree_of(c, (*path, n), strategy) for n, c in children.items()}
-        kind = "dict" if isinstance(value, Tracked) else group_kind(value)
-        return Group(kind, nodes)
+        if isinstance(value, Tracked):
+            return Group("dict", nodes)
+        return Group(group_kind(value), nodes, type=container_type(value, path))
     if isinstance(value, Variable):
         return _variable_leaf(value, path, strategy)
     if isinstance(value, PerReplica):

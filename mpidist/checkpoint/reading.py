@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -17,12 +19,24 @@ from mpidist.checkpoint.dtypes import original_dtype
 from mpidist.checkpoint.files import checked_read, damage
 from mpidist.checkpoint.header import Header
 from mpidist.checkpoint.image import Image
-from mpidist.checkpoint.tree import SCALARS, Group, Leaf, Node, Piece
+from mpidist.checkpoint.tree import (
+    DEEPEST,
+    FAMILIES,
+    SCALARS,
+    STORED_AS_TEXT,
+    ContainerType,
+    Group,
+    Leaf,
+    Node,
+    Piece,
+)
+from mpidist.regular_files import open_regular
 
 __all__ = ["header_crc32", "open_file", "read_header", "read_piece", "read_tree"]
 
 _GROUP_KINDS = ("dict", "dict of int", "list", "tuple", "ranks")
 _PROBE_BYTES = 512
+_DEEPEST = DEEPEST + 1  # with the ranks of a state
 
 
 def read_header(path: Path) -> Header:
@@ -75,7 +89,7 @@ def read_piece(folder: Path, piece: Piece, into: Any) -> None:
 def open_file(path: Path) -> Iterator[int]:
     """Give a descriptor for reading; raise what happens as a CheckpointError."""
     with damage(path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path)
         try:
             yield descriptor
         finally:
@@ -123,11 +137,17 @@ def _read_structure(descriptor: int, start: int, header: Header) -> Image:
         raise ValueError("its structure does not have its checksum")
     for offset, data in parts:
         image.put(offset, data)
+    image.compact()
     return image
 
 
 class _Reader:
-    """Makes nodes of groups and datasets."""
+    """Makes nodes of groups and datasets.
+
+    A file that was made to do harm may hold one object under many paths, and one range
+    of bytes in many datasets. Each is taken once, so the tree is no larger than the
+    file.
+    """
 
     def __init__(
         self,
@@ -142,8 +162,15 @@ class _Reader:
         self._header = header
         self._image = image
         self._shards = shards
+        self._seen: set[int] = {h5py.h5o.get_info(file["/"].id).addr}
+        self._offsets = [offset for offset, _, _ in header.data]
+        # How much no dataset has claimed yet, of the arrays' blocks and of all else
+        self._blocks_left = sum(size for _, size, _ in header.data)
+        self._structure_left = header.size - self._blocks_left
 
     def group(self, group: h5py.Group, path: str) -> Group:
+        if path.count("/") > _DEEPEST:
+            raise ValueError(f"{path[:40]!r}... has more than {_DEEPEST} levels")
         kind, role = _notes(group)
         if kind not in _GROUP_KINDS:
             raise ValueError(f"group {path!r} is of kind {kind!r}")
@@ -155,7 +182,7 @@ class _Reader:
             found = self._node(group, name, f"{path}/{name}")
             if found is not None:
                 children[name] = found
-        return Group(kind, children, role)
+        return Group(kind, children, role, _container_type(group, kind))
 
     def _node(self, group: h5py.Group, name: str, path: str) -> Node | None:
         link = group.get(name, getlink=True)
@@ -164,6 +191,10 @@ class _Reader:
         if not isinstance(link, h5py.HardLink):
             raise ValueError(f"{path!r} is a link")
         child = group[name]
+        address = h5py.h5o.get_info(child.id).addr
+        if address in self._seen:
+            raise ValueError(f"{path!r} is a second link to one object")
+        self._seen.add(address)
         if isinstance(child, h5py.Group):
             return self.group(child, path)
         if not isinstance(child, h5py.Dataset):
@@ -187,28 +218,33 @@ class _Reader:
         offset = dataset.id.get_offset() or 0
         if size and (dataset.chunks is not None or not offset):
             raise ValueError(f"dataset {path!r} is not contiguous")
-        checks = tuple(
-            (length, crc32)
-            for at, length, crc32 in self._header.data
-            if offset <= at < offset + size
-        )
+        first = bisect.bisect_left(self._offsets, offset)
+        last = bisect.bisect_left(self._offsets, offset + size)
+        checks = tuple((n, crc32) for _, n, crc32 in self._header.data[first:last])
+        self._claim(size, path, is_block=bool(checks))
         if checks:
             piece = Piece(self._name, 0, offset, checks)
-            if piece.size != size or not self._begins(offset):
+            if piece.size != size or self._offsets[first] != offset:
                 raise ValueError(f"dataset {path!r} is not where its blocks are")
             return Leaf(kind, dtype, shape, None, (piece,), role)
-        if size > self._image.size:
-            raise ValueError(f"dataset {path!r} has {size} bytes")
         data = self._image.get(offset, size) if size else b""
         array = np.frombuffer(data, dtype).reshape(shape).copy()
         return Leaf(kind, dtype, shape, array, (), role)
+
+    def _claim(self, size: int, path: str, *, is_block: bool) -> None:
+        if is_block:
+            self._blocks_left -= size
+        else:
+            self._structure_left -= size
+        if min(self._blocks_left, self._structure_left) < 0:
+            raise ValueError(f"dataset {path!r} has more bytes than the file has left")
 
     def _split_leaf(
         self, dataset: h5py.Dataset, path: str, kind: str, role: str
     ) -> Leaf:
         """Return the leaf of a dataset of which each shard has a part."""
         dtype, shape = _original(dataset, dataset.dtype, dataset.shape)
-        pieces = self._pieces(dataset, path, dtype.itemsize)
+        pieces = self._pieces(path, dtype.itemsize)
         leaf = Leaf(kind, dtype, shape, None, pieces, role)
         found = sum(piece.size for piece in pieces)
         if self._shards and found != leaf.size_bytes:
@@ -216,9 +252,6 @@ class _Reader:
                 f"dataset {path!r} has {found} bytes instead of {leaf.size_bytes}"
             )
         return leaf
-
-    def _begins(self, offset: int) -> bool:
-        return any(at == offset for at, _, _ in self._header.data)
 
     def _in_shard(self, name: str, path: str) -> Node:
         """Return the node at a path of a shard's tree."""
@@ -229,17 +262,18 @@ class _Reader:
             node = node.children[part]
         return node
 
-    def _pieces(
-        self, dataset: h5py.Dataset, path: str, item_bytes: int
-    ) -> tuple[Piece, ...]:
-        """Return where the parts of an array are, in the order of the array."""
+    def _pieces(self, path: str, item_bytes: int) -> tuple[Piece, ...]:
+        """Return where the parts of an array are, in the order of the array.
+
+        They have the order of the shards, of which some may have no part.
+        """
         pieces: list[Piece] = []
-        names: dict[str, None] = {}
-        for source in dataset.virtual_sources():
-            names[source.file_name] = None
         start = 0
-        for name in names if self._shards else ():
-            leaf = self._in_shard(name, path)
+        for name in self._shards:
+            try:
+                leaf = self._in_shard(name, path)
+            except KeyError:
+                continue
             if not isinstance(leaf, Leaf) or leaf.dtype.itemsize != item_bytes:
                 raise ValueError(f"dataset {path!r} is not in {name}")
             (piece,) = leaf.pieces  # parts are never small
@@ -251,6 +285,18 @@ class _Reader:
 def _notes(node: Any) -> tuple[str, str]:
     """Return the kind and the role of a group or dataset."""
     return str(node.attrs["kind"]), str(node.attrs.get("role", ""))
+
+
+def _container_type(group: h5py.Group, kind: str) -> ContainerType | None:
+    """Return what a group says of its type; older versions say nothing."""
+    if "type" not in group.attrs:
+        return None
+    name, details = json.loads(group.attrs["type"])
+    if FAMILIES.get(name) != kind.removesuffix(" of int"):
+        raise ValueError(f"group {group.name!r} is a {kind} of type {name!r}")
+    if not all(type(text) is str for text in details):
+        raise ValueError(f"group {group.name!r} is of type {name!r} of {details!r}")
+    return ContainerType(name, tuple(details))
 
 
 def _original(
@@ -268,6 +314,6 @@ def _dtype_and_shape(
     """Return what the array was whose bytes the dataset has."""
     if dataset.shape is None:
         return np.dtype(np.uint8), (0,)
-    if h5py.check_string_dtype(dataset.dtype) and dataset.attrs["kind"] != "array":
+    if dataset.attrs["kind"] in STORED_AS_TEXT and dataset.dtype.kind == "S":
         return np.dtype(np.uint8), (dataset.dtype.itemsize,)
     return _original(dataset, dataset.dtype, dataset.shape)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mpidist.agreement.calls import Call
+from mpidist.checkpoint import job_locks
 from mpidist.checkpoint.assembling import Copies, assemble
 from mpidist.checkpoint.collecting import collect
 from mpidist.checkpoint.files import make_folder, removal, unwritable
-from mpidist.checkpoint.folder import shard_name
+from mpidist.checkpoint.folder import next_serial, shard_name
 from mpidist.checkpoint.saving import Saving
 from mpidist.errors import RankLostError
 from mpidist.strategy import Strategy
@@ -73,6 +75,7 @@ class Saver:
         self._strategy = strategy
         self._pending: _Pending | None = None
         self._copies = Copies()
+        _release_at_end(self, self._extended.closing)
 
     @property
     def is_lost(self) -> bool:
@@ -110,7 +113,7 @@ class Saver:
         agreement = self._extended.agreement
         agreement.require_same(Call(operation, (("path", str(index)),)))
         self.wait()
-        token = agreement.root_only(operation, lambda: _begin(index))
+        token, serial = agreement.root_only(operation, lambda: _begin(index))
         ranks, rank = self._extended.num_replicas, self._extended.replica_id
 
         def names(count: int) -> list[str]:
@@ -128,7 +131,9 @@ class Saver:
             name = made.shard_names[rank] if shard is not None else None
             about = attributes | {"ranks": ranks}
             shards = made.shard_names
-            return Saving(index, token, shards, name, shard, tree, about, after)
+            return Saving(
+                index, token, serial, shards, name, shard, tree, about, after, id(self)
+            )
 
         saving = agreement.prepare(operation, prepare)
         agreement.require_same(Call(operation))
@@ -190,6 +195,19 @@ class Saver:
             saving.end(is_complete)
 
 
+def _release_at_end(saver: Saver, closing: list[Callable[[], None]]) -> None:
+    """Let other jobs save once the strategy is closed, or the saver is gone."""
+    owner = id(saver)
+
+    def release() -> None:
+        job_locks.release(owner)
+        if release in closing:
+            closing.remove(release)
+
+    closing.append(release)
+    weakref.finalize(saver, release)
+
+
 def finish_all() -> None:
     """Wait for all that is being saved, at the end of the program. Collective."""
     while Saver.busy:
@@ -207,9 +225,9 @@ def finish_lost() -> None:
                 saver.wait()
 
 
-def _begin(index: Path) -> str:
-    """Return a token for this saving, once there is a folder for it."""
+def _begin(index: Path) -> tuple[str, int]:
+    """Return a token and a serial for this saving, once there is a folder for it."""
     removal.wait()  # space of former checkpoints may be needed
     with unwritable(index):
         make_folder(index.parent)
-    return secrets.token_hex(4)
+        return secrets.token_hex(4), next_serial(index)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import threading
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mpidist.checkpoint.files import NewFile, remove, unwritable
-from mpidist.checkpoint.folder import next_serial, remove_other_shards
+from mpidist.atomic_files import replace_file
+from mpidist.checkpoint import job_locks
+from mpidist.checkpoint.files import checked_write, remove, unwritable
+from mpidist.checkpoint.folder import name_of, remove_other_shards
 from mpidist.checkpoint.header import Header, Shard, render
 from mpidist.checkpoint.layout import lay_out
 from mpidist.checkpoint.reading import header_crc32
@@ -33,27 +36,32 @@ class Saving:
     Args:
       index: the checkpoint.
       token: tells its shards from others'.
+      serial: of the checkpoint in its folder.
       shard_names: of all ranks.
       shard_tree, shard_name: of this rank, if it has any.
       index_tree: on rank 0.
       attributes: of the index's root, for humans.
       after: called on rank 0 once the checkpoint is complete.
+      owner: who releases its lock, see `job_locks`.
     """
 
     index: Path
     token: str
+    serial: int
     shard_names: Sequence[str] = ()
     shard_name: str | None = None
     shard_tree: Group | None = None
     index_tree: Any = None
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
     after: Callable[[], None] | None = None
+    owner: int = 0
 
     in_use: ClassVar[set[str]] = set()  # tokens of this process
 
     def __post_init__(self) -> None:
         self._given_up = threading.Event()
         self._shards_are_written = threading.Event()
+        self._locks: list[int] = []  # descriptors of what others are not to remove
         Saving.in_use.add(self.token)
 
     def write_shard(self) -> None:
@@ -64,7 +72,8 @@ class Saving:
         """
         if self.shard_name is not None:
             path = self.index.with_name(self.shard_name)
-            _write(path, self.shard_tree, {}, functools.partial(Header, 0))
+            make_header = functools.partial(Header, 0)
+            _write(path, self.shard_tree, {}, make_header, locks=self._locks)
         self.shard_tree = None
 
     def write_index(self) -> None:
@@ -78,16 +87,17 @@ class Saving:
         if self.index_tree is None:
             return
         shards = tuple(self._look_at(name) for name in self.shard_names)
-        with unwritable(self.index):
-            serial = next_serial(self.index)
         _write(
             self.index,
             self.index_tree,
             self.attributes,
-            functools.partial(Header, serial, shards=shards),
+            functools.partial(Header, self.serial, shards=shards, job=job_locks.JOB),
             [shard.name for shard in shards],
+            self._locks,
         )
         self.index_tree = None
+        name = name_of(self.index)
+        job_locks.hold(self.index, name, self._locks.pop(), self.serial, self.owner)
         # It is saved, whatever becomes of old ones
         with contextlib.suppress(CheckpointError):
             remove_other_shards(self.index, self.token)
@@ -105,6 +115,8 @@ class Saving:
     def end(self, is_complete: bool) -> None:
         """Forget the arrays; remove this rank's shard if it is of no use."""
         Saving.in_use.discard(self.token)
+        while self._locks:
+            os.close(self._locks.pop())
         self.shard_tree = self.index_tree = None
         if self.shard_name is not None and not is_complete:
             remove(self.index.with_name(self.shard_name))
@@ -133,6 +145,7 @@ def _write(
     attributes: dict[str, Any],
     make_header: Callable[..., Header],
     shards: Sequence[str] = (),
+    locks: list[int] | None = None,
 ) -> None:
     """Write a file of a tree, all or nothing.
 
@@ -142,24 +155,23 @@ def _write(
       attributes: of the root.
       make_header: called with the size, the structure's checksum and the blocks.
       shards: the names that the header will have.
+      locks: gets a descriptor by which the file is locked, for the caller to close.
     """
     plan = lay_out(tree, attributes, shards)
-    with unwritable(path):
-        file = NewFile(path)
-        try:
-            data = tuple(
-                (offset, block.nbytes, file.write(offset, block))
-                for offset, block in plan.blocks()
-            )
-            image, crc32 = plan.image, 0
-            holes = [(offset, size) for offset, size, _ in data]
-            for offset, part in image.solid(plan.header_bytes, holes):
-                file.write(offset, part)
-                crc32 = zlib.crc32(part, crc32)
-            header = make_header(image.size, crc32, data)
-            file.write(0, render(header, plan.header_bytes))
-            file.complete(image.size)
-            file.publish()
-        except BaseException:
-            file.discard()
-            raise
+    with unwritable(path), replace_file(path) as file:
+        descriptor = file.fileno()
+        if locks is not None:
+            job_locks.lock(descriptor)
+            locks.append(os.dup(descriptor))
+        data = tuple(
+            (offset, block.nbytes, checked_write(descriptor, offset, block))
+            for offset, block in plan.blocks()
+        )
+        image, crc32 = plan.image, 0
+        holes = [(offset, size) for offset, size, _ in data]
+        for offset, part in image.solid(plan.header_bytes, holes):
+            checked_write(descriptor, offset, part)
+            crc32 = zlib.crc32(part, crc32)
+        header = make_header(image.size, crc32, data)
+        checked_write(descriptor, 0, render(header, plan.header_bytes))
+        os.ftruncate(descriptor, image.size)

@@ -4,7 +4,8 @@
 
     Python                       node
     dict                         Group "dict", or "dict of int" if the keys are integers
-    list, tuple, deque           Group "list", "tuple"; the names are 0, 1, ...
+    list, tuple                  Group "list", "tuple"; the names are 0, 1, ...
+    OrderedDict, deque, ...      the same, with a ContainerType
     None, bool, int, float, ...  Leaf of that kind; large integers and text are bytes
     NumPy's scalars              Leaf "array scalar"
     arrays                       Leaf "array"
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,12 +31,17 @@ from mpidist.values import Mirrored
 
 __all__ = [
     "DEEPEST",
+    "FAMILIES",
     "SCALARS",
+    "STORED_AS_TEXT",
+    "TEXTS",
+    "ContainerType",
     "Group",
     "Leaf",
     "Node",
     "Piece",
     "child_names",
+    "container_type",
     "decode",
     "decode_leaf",
     "encode",
@@ -44,7 +51,9 @@ __all__ = [
     "require_depth",
 ]
 
-SCALARS = ("None", "bool", "int", "float", "complex", "str", "bytes", "array scalar")
+STORED_AS_TEXT = ("str", "np.str_", "int")  # HDF5's; integers, if they are large
+TEXTS = ("str", "bytes", "np.str_", "np.bytes_")
+SCALARS = ("None", "bool", "int", "float", "complex", *TEXTS, "array scalar")
 _NUMBERS = {"bool": np.bool_, "float": np.float64, "complex": np.complex128}
 DEEPEST = 60
 
@@ -98,6 +107,20 @@ class Leaf:
         return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
 
 
+class ContainerType(NamedTuple):
+    """The type of a container that is no plain dict, list or tuple.
+
+    Args:
+      name: one of `FAMILIES`.
+      details: the keys of an OrderedDict as names, in order; the name of the factory of
+        a defaultdict, if it is a built-in one; the length of a deque, if it has a
+        limit; the name of the class of a namedtuple, and of its fields.
+    """
+
+    name: str
+    details: tuple[str, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
     """Named nodes.
@@ -107,14 +130,27 @@ class Group:
         has for itself.
       children: by escaped name.
       role: "object" and "generator" for their states, or nothing.
+      type: of a container that is more than its kind.
     """
 
     kind: str
     children: dict[str, Node]
     role: str = ""
+    type: ContainerType | None = None
 
 
 Node = Leaf | Group
+
+FAMILIES: dict[str, str] = {  # the kinds of their groups
+    "OrderedDict": "dict",
+    "defaultdict": "dict",
+    "Counter": "dict",
+    "deque": "list",
+    "namedtuple": "tuple",
+}
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    cls.__name__: cls for cls in (bool, int, float, complex, str, bytes, list, dict)
+}
 
 
 def is_container(value: Any) -> bool:
@@ -148,6 +184,28 @@ def group_kind(container: Any) -> str:
     return "tuple" if isinstance(container, tuple) else "list"
 
 
+def container_type(container: Any, path: Path) -> ContainerType | None:
+    """Return what a container is besides a dict, list or tuple; None if nothing.
+
+    Of subclasses only those of the standard library are known, and namedtuples.
+    """
+    if isinstance(container, tuple):
+        fields = getattr(container, "_fields", None)
+        names = (type(container).__name__, *(fields or ()))
+        return None if fields is None else ContainerType("namedtuple", names)
+    if type(container) is collections.deque:
+        limit = () if container.maxlen is None else (str(container.maxlen),)
+        return ContainerType("deque", limit)
+    if type(container) is collections.OrderedDict:
+        keys = tuple(as_name(key, path) for key in container)
+        return ContainerType("OrderedDict", keys)
+    if type(container) is collections.defaultdict:
+        known = [n for n, f in _FACTORIES.items() if f is container.default_factory]
+        return ContainerType("defaultdict", tuple(known))
+    is_counter = type(container) is collections.Counter
+    return ContainerType("Counter") if is_counter else None
+
+
 def require_depth(path: Path) -> None:
     """Raise an ArgumentError where structures are too deep, or hold themselves."""
     if len(path) > DEEPEST:
@@ -171,7 +229,7 @@ def encode(value: Any, path: Path) -> Node:
         name: encode(child, (*path, name))
         for name, child in child_names(value, path).items()
     }
-    return Group(group_kind(value), children)
+    return Group(group_kind(value), children, type=container_type(value, path))
 
 
 def _encode_leaf(value: Any, path: Path) -> Leaf:
@@ -180,10 +238,11 @@ def _encode_leaf(value: Any, path: Path) -> Leaf:
     kind = type(value).__name__
     if type(value) is int:
         return _encode_int(value)
-    if type(value) is str:
-        return _bytes_leaf("str", value.encode("utf-8", "surrogatepass"))
-    if type(value) is bytes:
-        return _bytes_leaf("bytes", value)
+    if type(value) in (str, np.str_):
+        kind = "str" if type(value) is str else "np.str_"
+        return _bytes_leaf(kind, value.encode("utf-8", "surrogatepass"))
+    if type(value) in (bytes, np.bytes_):
+        return _bytes_leaf("bytes" if type(value) is bytes else "np.bytes_", value)
     if type(value) in (bool, float, complex):
         return _array_leaf(kind, np.asarray(value, _NUMBERS[kind]))
     if isinstance(value, np.generic):
@@ -231,27 +290,93 @@ def _encode_int(value: int) -> Leaf:
     return _bytes_leaf("int", f"{value:#x}".encode())
 
 
-def decode(node: Node, values: Mapping[int, Any]) -> Any:
-    """Return the nest that a node was made of: of dicts, lists and tuples.
+def decode(node: Node, values: Mapping[int, Any], similar: Any = None) -> Any:
+    """Return the nest that a node was made of.
 
     Args:
       node: what `encode` returned, or a file holds.
       values: the arrays of leaves that have none, by the id of the leaf.
+      similar: a nest whose namedtuples and defaultdicts are taken, where they fit; a
+        file has no code.
 
     Raises:
       ValueError, TypeError: it is damaged.
     """
     if isinstance(node, Leaf):
         return decode_leaf(node, values)
-    children = {name: decode(child, values) for name, child in node.children.items()}
+    names = list(node.children)
+    if node.type is not None and node.type.name == "OrderedDict":
+        names = list(node.type.details)
+        if sorted(names) != sorted(node.children):
+            raise ValueError("the order of keys is not that of the keys there are")
+    children = {}
+    for name in names:
+        beside = _similar_child(similar, node.kind, name)
+        children[name] = decode(node.children[name], values, beside)
+    if node.kind in ("list", "tuple"):
+        ordered = [children[str(i)] for i in range(len(children))]
+        return _sequence(node, ordered, similar)
     if node.kind == "dict":
-        return {unescape(name): child for name, child in children.items()}
+        return _dict(
+            node, {unescape(n): child for n, child in children.items()}, similar
+        )
     if node.kind == "dict of int":
-        return {int(name): child for name, child in children.items()}
-    if node.kind not in ("list", "tuple"):
-        raise ValueError(f"a group of kind {node.kind!r} is no nest")
-    ordered = [children[str(i)] for i in range(len(children))]
-    return ordered if node.kind == "list" else tuple(ordered)
+        return _dict(node, {int(n): child for n, child in children.items()}, similar)
+    raise ValueError(f"a group of kind {node.kind!r} is no nest")
+
+
+def _similar_child(similar: Any, kind: str, name: str) -> Any:
+    """Return the child of that name, or another one where there is none."""
+    is_dict = kind.startswith("dict")
+    if (
+        not similar
+        or not is_container(similar)
+        or is_dict != isinstance(similar, Mapping)
+    ):
+        return None
+    if not is_dict:
+        return similar[min(int(name), len(similar) - 1)]
+    key = unescape(name) if kind == "dict" else int(name)
+    return similar[key] if key in similar else next(iter(similar.values()))
+
+
+def _dict(node: Group, children: dict[Any, Any], similar: Any) -> Any:
+    if node.type is None:
+        return children
+    if node.type.name == "OrderedDict":
+        return collections.OrderedDict(children)
+    if node.type.name == "Counter":
+        return collections.Counter(children)
+    factory = _FACTORIES.get(node.type.details[0]) if node.type.details else None
+    if isinstance(similar, collections.defaultdict):
+        factory = similar.default_factory
+    return collections.defaultdict(factory, children)
+
+
+def _sequence(node: Group, children: list[Any], similar: Any) -> Any:
+    if node.type is None:
+        return children if node.kind == "list" else tuple(children)
+    if node.type.name == "deque":
+        limit = int(node.type.details[0]) if node.type.details else None
+        return collections.deque(children, limit)
+    name, *fields = node.type.details
+    if len(fields) != len(children):
+        raise ValueError(f"a namedtuple {name!r} of {len(children)} fields")
+    if getattr(similar, "_fields", None) == (*fields,):
+        return type(similar)(*children)
+    return _namedtuple(name, *fields)(*children)
+
+
+@functools.lru_cache(maxsize=256)
+def _namedtuple(name: str, *fields: str) -> Any:
+    """Return a class like one that this program may not have.
+
+    `collections.namedtuple` takes nothing but identifiers.
+    """
+    made = collections.namedtuple(name, fields, rename=True)  # type: ignore[misc] # names are data
+    if made._fields != fields:
+        raise ValueError(f"{fields} cannot be the fields of a namedtuple")
+    return made
 
 
 def decode_leaf(leaf: Leaf, values: Mapping[int, Any]) -> Any:
@@ -263,10 +388,12 @@ def decode_leaf(leaf: Leaf, values: Mapping[int, Any]) -> Any:
         return array
     if leaf.kind == "array scalar":
         return array[()]
-    if leaf.kind == "str":
-        return array.tobytes().decode("utf-8", "surrogatepass")
-    if leaf.kind == "bytes":
-        return array.tobytes()
+    if leaf.kind in ("bytes", "np.bytes_"):
+        data = array.tobytes()
+        return data if leaf.kind == "bytes" else np.bytes_(data)
+    if leaf.kind in ("str", "np.str_"):
+        text = array.tobytes().decode("utf-8", "surrogatepass")
+        return text if leaf.kind == "str" else np.str_(text)
     if leaf.kind == "int" and leaf.dtype == np.uint8:
         return int(array.tobytes().decode("ascii"), 16)
     if leaf.kind not in SCALARS or leaf.shape:

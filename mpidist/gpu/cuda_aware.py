@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from typing import NamedTuple
 from mpi4py import MPI
 
 from mpidist.agreement.agree import Agreement
+from mpidist.atomic_files import replace_file
 from mpidist.errors import LaunchError
 from mpidist.gpu import trial
 from mpidist.gpu.devices import GpuIdentity
@@ -169,9 +169,7 @@ def _write(path: Path, outcomes: Mapping[str, object]) -> None:
     """Keep outcomes; where that cannot be done, the next job tries again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(file, "w") as stream:
-            json.dump(outcomes, stream, indent=1)
-        Path(temporary).replace(path)
+        with replace_file(path) as file:
+            file.write(json.dumps(outcomes, indent=1).encode())
     except OSError:
         return

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpidist.atomic_files import replace_file
 from mpidist.errors import LaunchError
 from mpidist.transports.by_size import Table
 
@@ -88,16 +88,8 @@ def write_table(path: Path, layout: Layout, table: Table, note: Any) -> None:
     entries.append({**layout._asdict(), "table": table, **note})
     text = json.dumps({"format": _FORMAT, "tables": entries}, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    file, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(file, "w") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink()
-        raise
+    with replace_file(path) as file:
+        file.write(text.encode())
 
 
 def _read(path: Path) -> list[tuple[Layout, Table]]:

@@ -14,7 +14,7 @@ from h5py import h5g, h5l, h5o
 
 from mpidist.regular_files import require_regular
 
-__all__ = ["find_linked", "find_sources", "find_storage"]
+__all__ = ["find_linked", "find_sources", "find_storage", "source_names"]
 
 _LINKS = "HDF5_EXT_PREFIX"
 _SOURCES = "HDF5_VDS_PREFIX"
@@ -77,10 +77,22 @@ def find_storage(dataset: h5py.Dataset) -> list[str]:
     for name, _, _ in dataset.external or ():
         found += _find(name, dataset.file, _STORAGE)[:1]
     if dataset.is_virtual:
-        for name in {source.file_name for source in dataset.virtual_sources()}:
+        for name in source_names(dataset):
             if "%b" in name.replace("%%", ""):  # the number of a block
                 found += _find(name, dataset.file, _SOURCES, is_numbered=True)
     return found
+
+
+def source_names(dataset: h5py.Dataset) -> set[str]:
+    """Return the names of the files that a virtual dataset has rows in."""
+    plist = dataset.id.get_create_plist()
+    names = set()
+    for source in range(plist.get_virtual_count()):
+        try:
+            names.add(str(plist.get_virtual_filename(source)))
+        except UnicodeDecodeError as error:  # h5py takes each to be UTF-8
+            names.add(os.fsdecode(error.object))
+    return names
 
 
 def _follow(paths: list[str], name: str, links: int) -> list[str]:

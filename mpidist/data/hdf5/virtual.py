@@ -6,15 +6,18 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import h5py
 
+from mpidist.atomic_files import sync_folder
 from mpidist.data.hdf5.layout import Field
-from mpidist.data.hdf5.other_files import find_sources
-from mpidist.data.hdf5.unfinished import Unfinished, sync_folder
+from mpidist.data.hdf5.other_files import find_sources, source_names
+from mpidist.data.hdf5.unfinished import Unfinished
 from mpidist.errors import ArgumentError
 
 __all__ = [
+    "escape_source",
     "missing_sources",
     "remove_output",
     "require_no_output",
@@ -96,7 +99,7 @@ def _write_dataset(
     for name, count in shards:
         start, end = end, end + count
         layout[start:end] = h5py.VirtualSource(
-            _escape(name), _escape(field.name), (count, *field.row_shape)
+            escape_source(name), escape_source(field.name), (count, *field.row_shape)
         )
     group, _, leaf = field.name.rpartition("/")
     file.require_group(f"/{group}").create_virtual_dataset(leaf, layout)
@@ -115,10 +118,10 @@ def missing_sources(datasets: Sequence[h5py.Dataset], found: list[str]) -> list[
       OSError: one is no regular file.
     """
     names = {
-        source.file_name
+        name
         for dataset in datasets
         if dataset.is_virtual
-        for source in dataset.virtual_sources()
+        for name in source_names(dataset)
     }
     # A dot is the file itself, and %b the number of a block
     plain = sorted(n for n in names if n != "." and "%b" not in n.replace("%%", ""))
@@ -131,6 +134,10 @@ def missing_sources(datasets: Sequence[h5py.Dataset], found: list[str]) -> list[
     return [] if "HDF5_VDS_PREFIX" in os.environ else missing
 
 
-def _escape(name: str) -> str:
-    """Return a name as virtual datasets write it, where %b has a meaning."""
+def escape_source(name: str) -> str:
+    """Return the name of a source as virtual datasets write it, where %b is a number.
+
+    That holds for names of files and of datasets; HDF5 refuses, or reads as others,
+    those in which a percent sign stands alone.
+    """
     return name.replace("%", "%%")

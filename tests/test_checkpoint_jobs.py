@@ -1,0 +1,246 @@
+"""Two jobs and one folder of checkpoints: an error on all ranks, and nothing lost."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import sys
+
+import launching
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpidist
+from mpidist import CheckpointError
+from mpidist.checkpoint import job_locks
+
+# What another job does: restore, then save in some way; each rank prints its error
+JOB = """
+import errno, fcntl, os, signal, sys
+import numpy as np
+import mpidist
+from mpidist.checkpoint import job_locks
+
+folder, how, *rest = sys.argv[1:]
+job_locks._PATIENCE_SECONDS = 0.0
+if "no locks" in rest:
+    def fail(*arguments):
+        raise OSError(errno.ENOLCK, "no locks here")
+    fcntl.fcntl = fail
+strategy = mpidist.MirroredStrategy()
+x = np.zeros(300_000)
+checkpoint = mpidist.Checkpoint(strategy=strategy, shard_bytes=1, x=x)
+manager = mpidist.CheckpointManager(checkpoint, folder, 1)
+latest = manager.restore_or_initialize()
+try:
+    if how == "manager":
+        manager.save()
+    elif how == "background":
+        manager = mpidist.CheckpointManager(checkpoint, folder, 1, is_background=True)
+        manager.save()
+        manager.wait()
+    elif how == "save":
+        checkpoint.save(folder + "/ckpt")
+    elif how == "write":
+        checkpoint.write(latest)
+except mpidist.CheckpointError as error:
+    print(f"[{strategy.extended.replica_id}: {error}]", flush=True)
+else:
+    print(f"[{strategy.extended.replica_id} saved]", flush=True)
+if "fork" in rest and os.fork() == 0:
+    for number in range(3):
+        os.close(number)
+    os.open(folder + "/fifo", os.O_RDONLY)  # until the test has ended
+    os._exit(0)
+if "kill" in rest:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def make(strategy, folder, **options):
+    x = np.zeros(300_000)
+    checkpoint = mpidist.Checkpoint(strategy=strategy, shard_bytes=1, x=x)
+    return mpidist.CheckpointManager(checkpoint, folder, 3, **options)
+
+
+def save(manager, value):
+    manager.checkpoint.x[:] = value
+    return manager.save()
+
+
+def require(manager, value):
+    manager.checkpoint.x[:] = -1
+    assert manager.restore_or_initialize() is not None
+    assert set(manager.checkpoint.x.tolist()) == {value}
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Nobody waits for a job that may be about to end."""
+    monkeypatch.setattr(job_locks, "_PATIENCE_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("how", ["manager", "background", "save", "write"])
+def test_a_second_job_restores_but_does_not_save(
+    strategy, comm, mpirun, mpi_tmp_path, how
+):
+    manager = make(strategy, mpi_tmp_path)
+    save(manager, 1)
+    path = save(manager, 2)
+    comm.Barrier()
+    before = {p.name: p.read_bytes() for p in mpi_tmp_path.iterdir()}
+    comm.Barrier()
+    ended = mpirun(2, JOB, str(mpi_tmp_path), how)
+    assert ended.returncode == 0, ended.stderr
+    first = comm.bcast(job_locks.JOB)
+    for rank in range(2):
+        assert f"[{rank}: " in ended.stdout
+    assert ended.stdout.count(f"in this folder: {first}. It has saved ckpt-2.h5") == 2
+    assert os.uname().nodename in first
+    assert {p.name: p.read_bytes() for p in mpi_tmp_path.iterdir()} == before
+    comm.Barrier()
+    assert save(manager, 3) != path
+    require(manager, 3)
+    comm.Barrier()
+
+
+def test_another_folder_another_name_and_a_closed_strategy_are_free(
+    strategy, comm, mpirun, mpi_tmp_path
+):
+    (mpi_tmp_path / "other").mkdir(exist_ok=True)
+    save(make(strategy, mpi_tmp_path, checkpoint_name="mine"), 1)
+    save(make(strategy, mpi_tmp_path / "third"), 1)
+    for folder in ("other", ""):
+        ended = mpirun(1, JOB, str(mpi_tmp_path / folder), "manager")
+        assert "[0 saved]" in ended.stdout, ended.stderr
+    manager = make(strategy, mpi_tmp_path / "other")
+    save(manager, 1)
+    strategy.experimental_finalize()
+    ended = mpirun(1, JOB, str(mpi_tmp_path / "other"), "manager")
+    assert "[0 saved]" in ended.stdout, ended.stderr
+
+
+def test_several_managers_of_one_job(strategy, comm, mpi_tmp_path, impatient):
+    managers = [make(strategy, mpi_tmp_path, is_background=b) for b in (False, True)]
+    for value in range(4):
+        manager = managers[value % 2]
+        save(manager, value)
+        manager.wait()
+    require(make(strategy, mpi_tmp_path), 3)
+    other = mpidist.Checkpoint(strategy=strategy, x=np.zeros(3))
+    other.write(mpi_tmp_path / "ckpt")
+    other.write(mpi_tmp_path / "ckpt")
+    comm.Barrier()
+
+
+def test_a_killed_job_leaves_no_lock(strategy, comm, mpirun, mpi_tmp_path, impatient):
+    ended = mpirun(2, JOB, str(mpi_tmp_path), "manager", "kill")
+    assert "[0 saved]" in ended.stdout
+    manager = make(strategy, mpi_tmp_path)
+    assert manager.restore_or_initialize() is not None
+    save(manager, 1)
+    require(manager, 1)
+    comm.Barrier()
+
+
+def test_children_of_a_killed_job_keep_no_lock(tmp_path, impatient):
+    if launching.is_open_mpi():
+        pytest.skip("a fork is not for Open MPI's singletons")
+    os.mkfifo(tmp_path / "fifo")
+    command = [sys.executable, "-c", JOB, str(tmp_path), "manager", "fork", "kill"]
+    ended = launching.run(command)
+    assert "[0 saved]" in ended.stdout, ended.stderr
+    alone = mpidist.MirroredStrategy(communicator=MPI.COMM_SELF)
+    save(make(alone, tmp_path), 1)
+    alone.experimental_finalize()
+    os.close(os.open(tmp_path / "fifo", os.O_WRONLY))  # the child goes on, and ends
+
+
+def test_a_job_that_was_started_again_waits_for_the_old_one(
+    strategy, comm, mpi_tmp_path, monkeypatch
+):
+    """The old job ends while the new one looks whether it has."""
+    manager = make(strategy, mpi_tmp_path)
+    path = save(manager, 1)
+    job_locks.release(id(manager.checkpoint.saver))
+    comm.Barrier()
+    looks = []
+    if comm.rank == 0:
+        old = os.open(path, os.O_RDONLY)
+        assert job_locks.lock(old)
+
+        is_locked = job_locks.is_locked
+
+        def look(path):
+            looks.append(path)
+            if len(looks) == 3:
+                os.close(old)
+            return is_locked(path)
+
+        monkeypatch.setattr(job_locks, "is_locked", look)
+    save(manager, 2)
+    assert len(looks) == (3 if comm.rank == 0 else 0)
+    require(manager, 2)
+    comm.Barrier()
+
+
+def test_without_locks_the_next_save_sees_what_another_job_saved(
+    strategy, comm, mpirun, mpi_tmp_path, monkeypatch
+):
+    real = fcntl.fcntl
+
+    def fail(descriptor, command, *arguments):
+        if command in (fcntl.F_OFD_SETLK, fcntl.F_OFD_GETLK):
+            raise OSError(errno.ENOLCK, "No locks available")
+        return real(descriptor, command, *arguments)
+
+    monkeypatch.setattr(fcntl, "fcntl", fail)
+    manager = make(strategy, mpi_tmp_path)
+    save(manager, 1)
+    save(manager, 2)
+    ended = mpirun(2, JOB, str(mpi_tmp_path), "manager", "no locks")
+    assert "[1 saved]" in ended.stdout, ended.stderr
+    with pytest.raises(CheckpointError, match=r"has saved ckpt-3.h5, and has saved it"):
+        save(manager, 3)
+    assert mpidist.latest_checkpoint(mpi_tmp_path).endswith("ckpt-3.h5")
+    comm.Barrier()
+
+
+def test_a_manager_leaves_files_that_a_running_job_writes(strategy, comm, mpi_tmp_path):
+    """Its temporary files, also of another host, and shards without an index."""
+    written = [
+        "ckpt-2.h5.another.host.1.3.tmp",
+        "ckpt-2-0123abcd-00000-of-00002.h5",
+        "ckpt-1-0123abcd-00000-of-00002.h5",
+    ]
+    descriptors = []
+    if comm.rank == 0:
+        for name in written:
+            path = mpi_tmp_path / name
+            path.write_bytes(b"")
+            descriptors.append(os.open(path, os.O_RDONLY))
+            assert job_locks.lock(descriptors[-1])
+    comm.Barrier()
+    manager = make(strategy, mpi_tmp_path)
+    save(manager, 1)
+    comm.Barrier()
+    assert set(written) <= set(os.listdir(mpi_tmp_path))
+    comm.Barrier()
+    for descriptor in descriptors:
+        os.close(descriptor)
+    comm.Barrier()
+    make(strategy, mpi_tmp_path)
+    assert not set(written) & set(os.listdir(mpi_tmp_path))
+    comm.Barrier()
+
+
+def test_locks_hinder_nobody_else(strategy, comm, mpi_tmp_path):
+    path = save(make(strategy, mpi_tmp_path), 1)
+    code = f"import h5py; print(h5py.File({path!r}, 'r+')['x'][0])"
+    if comm.rank == 0:
+        assert launching.run([sys.executable, "-c", code]).stdout == "1.0\n"
+        os.rename(path, path + ".moved")
+        os.unlink(path + ".moved")
+    comm.Barrier()

@@ -1,0 +1,237 @@
+"""What is saved comes back as the type that it was; padding is no difference."""
+
+from __future__ import annotations
+
+import collections
+import typing
+
+import h5py
+import numpy as np
+import pytest
+
+import mpidist
+
+Point = collections.namedtuple("Point", "x y")
+
+
+class Named(typing.NamedTuple):
+    x: int
+    more: typing.Any
+
+    def double(self):
+        return 2 * self.x
+
+
+class State:
+    """An object whose state nobody knows before it is restored."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+def nest():
+    ordered = collections.OrderedDict(z=1, a=2, m=3)
+    counts = collections.defaultdict(int, b=1)
+    return {
+        "bytes": np.bytes_(b"text"),
+        "no bytes": np.bytes_(b""),
+        "zeros": np.bytes_(b"a\0\0"),
+        "text": np.str_("grün"),
+        "no text": np.str_(""),
+        "record": np.array((1, 2.5), [("a", "i4"), ("b", "f8")])[()],
+        "point": Point(1, [Point(2, None)]),
+        "named": Named(3, collections.deque([1, 2], maxlen=5)),
+        "ordered": ordered,
+        "numbered": collections.OrderedDict([(3, 1), (1, 2)]),
+        "counts": [counts, collections.Counter("aab")],
+        "lists": collections.defaultdict(list, x=[1]),
+        "queue": collections.deque([(1,), [2]]),
+        "empty": [collections.OrderedDict(), collections.deque(maxlen=0)],
+    }
+
+
+def shape_of(value):
+    """Say of what types a nest is, with all that `==` does not compare."""
+    if isinstance(value, collections.abc.Mapping):
+        factory = getattr(value, "default_factory", None)
+        items = [(key, shape_of(child)) for key, child in value.items()]
+        is_ordered = isinstance(value, collections.OrderedDict)
+        items = items if is_ordered else sorted(items)
+        return type(value).__name__, factory, items
+    if isinstance(value, list | tuple | collections.deque):
+        about = getattr(value, "maxlen", None), getattr(value, "_fields", None)
+        return type(value).__name__, about, [shape_of(child) for child in value]
+    return type(value).__name__, repr(value)
+
+
+@pytest.mark.parametrize("place", ["in a nest", "by name", "in a state", "own"])
+def test_every_type_comes_back(strategy, comm, mpi_tmp_path, place):
+    held = nest()
+
+    def make(value):
+        if place == "by name":
+            return mpidist.Checkpoint(strategy=strategy, **value)
+        if place == "own":
+            value = mpidist.PerReplica(({"nest": value},))
+        kept = State(value) if place == "in a state" else {"nest": value}
+        return mpidist.Checkpoint(strategy=strategy, kept=kept)
+
+    if place == "by name":
+        held = {key.replace(" ", "_"): value for key, value in held.items()}
+    path = make(held).write(mpi_tmp_path / "x")
+    if place == "by name":
+        other = dict.fromkeys(held)
+    else:
+        other = None if place == "in a state" else {}
+    checkpoint = make(other)
+    checkpoint.restore(path)
+    if place == "by name":
+        found = {name: getattr(checkpoint, name) for name in held}
+    elif place == "own":
+        found = checkpoint.kept["nest"].values[0]["nest"]
+    else:
+        found = checkpoint.kept.state if place == "in a state" else checkpoint.kept
+        found = found if place == "in a state" else found["nest"]
+    assert shape_of(found) == shape_of(held)
+    assert found["point"].y[0].x == 2
+    comm.Barrier()
+
+
+def test_classes_of_the_program_are_taken_where_it_has_some(
+    strategy, comm, mpi_tmp_path
+):
+    log = [Named(1, Named(2, None))]
+    counts = {"a": collections.defaultdict(lambda: 7, b=1)}
+    checkpoint = mpidist.Checkpoint(strategy=strategy, log=log, counts=counts)
+    log.append(Named(5, None))
+    path = checkpoint.write(mpi_tmp_path / "x")
+    del log[1:]
+    counts["a"].clear()
+    checkpoint.restore(path)
+    assert [type(one) for one in log] == [Named, Named]
+    assert type(log[0].more) is Named
+    assert log[1].double() == 10
+    assert counts["a"] == {"b": 1}
+    assert counts["a"]["new"] == 7
+    comm.Barrier()
+
+
+def test_the_order_of_many_keys(strategy, comm, mpi_tmp_path):
+    keys = [str(n) for n in np.random.default_rng(0).permutation(300)]
+    ordered = collections.OrderedDict((key, int(key)) for key in keys)
+    checkpoint = mpidist.Checkpoint(strategy=strategy, kept=[ordered])
+    path = checkpoint.write(mpi_tmp_path / "x")
+    checkpoint.kept[0] = None
+    checkpoint.restore(path)
+    assert list(checkpoint.kept[0].items()) == list(ordered.items())
+    with h5py.File(path) as file:
+        assert file["kept/0/17"][()] == 17
+    comm.Barrier()
+
+
+def test_another_order_on_one_rank_is_a_mismatch(strategy, comm, mpi_tmp_path):
+    if comm.size == 1:
+        pytest.skip("one rank is alike")
+    pairs = [("a", 1), ("b", 2)][:: -1 if comm.rank else 1]
+    checkpoint = mpidist.Checkpoint(strategy=strategy, kept=dict(pairs))
+    checkpoint.write(mpi_tmp_path / "x")  # the order of a dict means nothing
+    checkpoint.kept = collections.OrderedDict(pairs)
+    with pytest.raises(mpidist.MismatchError, match="kept"):
+        checkpoint.write(mpi_tmp_path / "x")
+
+
+@pytest.mark.parametrize("fields", ["x class", "x x", "x _y", "x y; import os"])
+def test_names_of_fields_that_python_refuses_are_damage(
+    strategy, comm, mpi_tmp_path, fields, monkeypatch
+):
+    monkeypatch.setattr(Point, "_fields", tuple(fields.split(" ", 1)))
+    checkpoint = mpidist.Checkpoint(strategy=strategy, kept=[Point(1, 2)])
+    path = checkpoint.write(mpi_tmp_path / "x")
+    checkpoint.kept = []
+    with pytest.raises(mpidist.CheckpointError, match="'kept'"):
+        checkpoint.restore(path)
+    assert checkpoint.kept == []
+    comm.Barrier()
+
+
+PADDED = {
+    "long double": np.dtype("g"),
+    "complex": np.dtype("G"),
+    "aligned": np.dtype([("a", "i1"), ("b", "f8"), ("c", "i2", (3,))], align=True),
+    "nested": np.dtype(
+        [("x", np.dtype([("a", "i1"), ("b", "g")], align=True), (2,)), ("y", "?")],
+        align=True,
+    ),
+}
+
+
+def is_value(dtype):
+    """Say of each byte of an element whether it is a part of the value."""
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return is_value(base) * int(np.prod(shape))
+    if dtype.names is None:
+        return ([True] * 10 + [False] * 6) * ("gG".find(dtype.char) + 1) or (
+            [True] * dtype.itemsize
+        )
+    found = [False] * dtype.itemsize
+    for field, start, *_ in dtype.fields.values():
+        found[start : start + field.itemsize] = is_value(field)
+    return found
+
+
+def fill(array):
+    if array.dtype.names is None:
+        array[...] = np.arange(array.size).reshape(array.shape)
+    for name in array.dtype.names or ():
+        fill(array[name])
+
+
+def with_padding(dtype, count, filler):
+    """Return an array that counts, whose bytes that mean nothing are `filler`."""
+    array = np.zeros(count, dtype)
+    fill(array)
+    raw = array.view(np.uint8).reshape(count, -1)
+    raw[:, ~np.array(is_value(dtype))] = filler
+    return array
+
+
+def values(array):
+    """Return the bytes of an array without padding."""
+    raw = np.ascontiguousarray(array).view(np.uint8).reshape(array.size, -1)
+    return raw[:, np.array(is_value(array.dtype))].tobytes()
+
+
+@pytest.mark.parametrize("name", sorted(PADDED))
+@pytest.mark.parametrize("count", [1, 9_000])
+def test_padding_is_no_difference(strategy, comm, mpi_tmp_path, name, count):
+    if np.finfo("g").nmant != 63:
+        pytest.skip("long doubles are not of 80 bits here")
+    array = with_padding(PADDED[name], count, comm.rank)
+    kept = {"array": array, "own": State({"x": array})}
+    if count == 1:
+        kept["scalar"] = array[0]
+    with strategy.scope():
+        if name in ("long double", "complex"):
+            kept["variable"] = mpidist.Variable(array)
+    checkpoint = mpidist.Checkpoint(strategy=strategy, kept=kept)
+    path = checkpoint.write(mpi_tmp_path / "x")
+    strategy.extended.audit_variables()
+    expected = values(array)
+    array[...] = np.zeros((), array.dtype)
+    checkpoint.restore(path)
+    assert values(array) == values(kept["own"].state["x"]) == expected
+    with h5py.File(path) as file:  # one for all: no rank has another one
+        assert "x" in file["kept/own"]
+    if comm.size > 1:
+        raw = array.view(np.uint8).reshape(count, -1)
+        raw[-1, 0] += comm.rank
+        with pytest.raises(mpidist.MismatchError, match="array"):
+            checkpoint.write(mpi_tmp_path / "x")
+    comm.Barrier()
