@@ -267,7 +267,9 @@ for step in range(checkpoint.step + 1, checkpoint.step + 1 + int(steps)):
 """
 
 
-@pytest.mark.parametrize("kind", ["blocking", "background"])
+@pytest.mark.parametrize(
+    "kind", ["blocking", pytest.param("background", marks=pytest.mark.slow)]
+)
 def test_a_rank_that_is_killed_anywhere_in_a_save(comm, mpirun, mpi_tmp_path, kind):
     if comm.size > 2:
         pytest.skip("it starts jobs of its own: other numbers of ranks do the same")
