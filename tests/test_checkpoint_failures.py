@@ -63,7 +63,7 @@ def held(monkeypatch):
     write = Saving.write_shard
 
     def write_later(self):
-        assert go_on.wait(60)
+        assert go_on.wait(600)
         write(self)
 
     monkeypatch.setattr(Saving, "write_shard", write_later)

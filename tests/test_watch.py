@@ -106,7 +106,7 @@ def test_a_process_that_has_ended_is_noticed(monkeypatch):
         monkeypatch.setitem(peers._descriptors, process.pid, descriptor)
         assert peers.ended({3: process.pid}) == []
         process.kill()
-        select.select([descriptor], [], [], 60)
+        select.select([descriptor], [], [], 600)
         assert peers.ended({3: process.pid}) == [3]
         monkeypatch.setattr(peers, "_is_stopped", True)
         assert peers.ended({3: process.pid}) == []
