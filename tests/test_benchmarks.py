@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -109,6 +110,22 @@ def test_the_benchmark_of_large_arrays_checks_them(comm, mpirun, tmp_path):
         rows = json.loads(output.read_text())["rows"]
         assert len(rows) == 6
         assert all(row["right"] for row in rows)
+
+
+def test_collectives_are_compared_with_numpy(comm, mpirun):
+    script = str(BENCHMARKS / "check_reductions.py")
+    paths = ["shared memory", "symmetric_like", "gradient_buckets"]
+    ended = mpirun(comm.size, script, "--tiny", *paths)
+    assert ended.returncode == 0, ended.stderr
+    if comm.rank == 0:
+        *lines, last = ended.stdout.splitlines()
+        assert len(lines) == len(paths)
+        counts = re.findall(
+            r" ([\d,]+) checks on each of \d ranks, 0 dis", ended.stdout
+        )
+        total = sum(int(count.replace(",", "")) for count in counts)
+        assert last == f"all: {total:,} checks, 0 disagreements"
+        assert total > 1000
 
 
 @pytest.mark.slow
