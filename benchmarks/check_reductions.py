@@ -87,7 +87,7 @@ def repeated(array: Any) -> Any:
 
 LAYOUTS: dict[str, Callable[[Any], Any]] = {
     "C": lambda array: array,
-    "F": np.asfortranarray,
+    "F": lambda array: np.array(array, order="F"),
     "sliced": sliced,
     "rotated": rotated,
     "backwards": backwards,

@@ -84,8 +84,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def is_selection(config: pytest.Config) -> bool:
     """Return whether a selection of the tests is to run: nothing else was asked for."""
-    named = config.args_source is pytest.Config.ArgsSource.ARGS
-    return not config.option.all and not named
+    folders = all(Path(argument).is_dir() for argument in config.args)
+    return folders and not config.option.all
 
 
 def select(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -36,7 +36,10 @@ def has(module):
         ["bench_inflate.py", "--tiny"],
         pytest.param(["bench_upload.py", "--tiny"], marks=pytest.mark.slow),
         pytest.param(
-            ["faults.py", "--tries=1", "--ranks=2", "SIGKILL", "SIGSTOP", "sys.exit"],
+            [
+                *("faults.py", "--tries=1", "--ranks=2", "--hang-seconds=30"),
+                *("SIGKILL", "SIGSTOP", "sys.exit"),
+            ],
             marks=pytest.mark.slow,
         ),
     ],
@@ -80,6 +83,7 @@ def skipped_overlap(result):
     return [reason for reason in result["skipped"] if reason.startswith("overlap")]
 
 
+@pytest.mark.slow
 def test_the_collectives_benchmark_compares_all_cases(comm, mpirun, tmp_path):
     output = tmp_path / "collectives.json"
     script = str(BENCHMARKS / "bench_collectives.py")

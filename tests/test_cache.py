@@ -854,6 +854,7 @@ def test_more_rows_than_the_node_has_memory_for_are_refused(strategy):
     require_usable(strategy)
 
 
+@pytest.mark.slow
 def test_rows_that_other_caches_will_take_are_not_given_away(strategy, comm):
     is_shared = strategy.extended.topology.node.Get_size() > 1
     half = comm.bcast(int(0.6 * min(free_bytes(is_shared).values())))

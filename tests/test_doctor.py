@@ -469,10 +469,8 @@ os.sched_getaffinity = lose
 """
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_lost_while_it_is_examined(fake, number):
     """After MPI has started: when it looks at its cores."""
     path = fake("sitecustomize", _LOSE.format(number=int(number)))
