@@ -111,7 +111,10 @@ def native(array: Any) -> Any:
 
 
 def expected_reduction(op: str, parts: Sequence[Any], axis: Any) -> Any:
-    """Return NumPy's sum or mean over the ranks, or over `axis` of all parts."""
+    """Return NumPy's sum or mean over the ranks, or over `axis` of all parts.
+
+    An integer sum that does not fit its dtype is the exception that is to be raised.
+    """
     dtype = parts[0].dtype
     is_whole = dtype.kind in "iu"
     result_dtype = np.dtype("f8") if is_whole and op == "MEAN" else dtype
@@ -195,9 +198,12 @@ class Checks:
 
 
 def is_same(found: Any, expected: Any, tolerance: float) -> bool:
+    is_nan = found != found  # NumPy's own functions do not know bfloat16's
+    if not np.array_equal(is_nan, expected != expected):
+        return False
+    found, expected = found[~is_nan], expected[~is_nan]
     if not tolerance or expected.dtype.kind in "biu":
-        equal_nan = expected.dtype.kind in "fc"
-        return bool(np.array_equal(found, expected, equal_nan=equal_nan))
+        return bool(np.array_equal(found, expected))
     wide = "c16" if expected.dtype.kind == "c" else "f8"
     return bool(np.allclose(found.astype(wide), expected.astype(wide), tolerance, 0))
 
@@ -406,6 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown:
         parser.error(f"PATH must be one of {', '.join(PATHS)}, not {unknown[0]!r}")
 
+    np.seterr(over="ignore")  # float16 ends at 65504
     checks = Checks()
     for path in options.paths:
         started = time.perf_counter()

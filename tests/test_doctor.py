@@ -149,7 +149,7 @@ def test_json_goes_to_a_file(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_bad_paths(tmp_path, ranks):
     fifo, damaged, ring = tmp_path / "fifo", tmp_path / "bad.h5", tmp_path / "ring"
     os.mkfifo(fifo)
@@ -228,7 +228,7 @@ def dead_folder(tmp_path):
     assert libc.umount2(os.fsencode(folder), 2) == 0
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_dead_file_system_does_not_stop_it(dead_folder, tmp_path, ranks):
     where = ["--paths", str(dead_folder), str(tmp_path)]
     report = (

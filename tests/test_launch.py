@@ -111,6 +111,7 @@ def test_ranks_that_fail_alike_print_one_traceback(mpirun):
     assert ended.stderr.count("KeyError: 'the reason'") == 1, ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [FAILING_EVERYWHERE, FAILING_IN_RUN])
 def test_ranks_stay_silent_however_long_the_report_of_one_takes(mpirun, script):
     """As on a busy machine, where the launcher ends the others some time later."""

@@ -67,7 +67,14 @@ def make(comm, strategy, tmp_path):
         handler.close()
 
 
-@pytest.mark.parametrize("mode", ["rank 0", "rank 1", "all"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("rank 0", marks=pytest.mark.slow),
+        "rank 1",
+        pytest.param("all", marks=pytest.mark.slow),
+    ],
+)
 def test_a_job_that_is_signalled_saves_and_goes_on_later(mpirun, comm, tmp_path, mode):
     folder = str(comm.bcast(tmp_path) / "run")
     starts = []

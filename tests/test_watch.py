@@ -77,10 +77,10 @@ def test_a_time_that_is_none_is_refused(text):
     ("case", "collective", "nodes"),
     [
         ("stopped", "small", 1),
-        ("stopped", "large", 1),
+        pytest.param(*("stopped", "large", 1), marks=pytest.mark.slow),
         ("stopped", "direct", 1),
-        ("stopped", "small", 2),
-        ("never comes", "small", 1),
+        pytest.param(*("stopped", "small", 2), marks=pytest.mark.slow),
+        pytest.param(*("never comes", "small", 1), marks=pytest.mark.slow),
         ("never comes", "large", 2),
         ("an exception in a thread", "small", 1),
     ],
