@@ -287,28 +287,40 @@ def check_calls(
                 ),
                 np.stack(sums),
             )
-        for axis in range(-ndim, ndim):
-            joined = np.concatenate(parts, axis)
-            checks.check(
-                f"all_gather axis={axis} {name}",
-                lambda mine=mine, axis=axis: local(
-                    strategy,
-                    strategy.run(lambda: context().all_gather(mine, axis, options)),
-                ),
-                joined,
-            )
-            if options is None:
-                checks.check(
-                    f"gather axis={axis} {name}",
-                    lambda mine=mine, axis=axis: strategy.gather(mine, axis),
-                    joined,
-                )
+        check_gathers(checks, strategy, options, (name, mine, parts))
+
+
+def check_gathers(
+    checks: Checks,
+    strategy: mpidist.MirroredStrategy,
+    options: mpidist.CommunicationOptions | None,
+    case: tuple[str, Any, list[Any]],
+) -> None:
+    """Check what joins or copies the arrays of a case."""
+    extended, context = strategy.extended, mpidist.get_replica_context
+    name, mine, parts = case
+    for axis in range(-mine.ndim, mine.ndim):
+        joined = np.concatenate(parts, axis)
+        checks.check(
+            f"all_gather axis={axis} {name}",
+            lambda mine=mine, axis=axis: local(
+                strategy,
+                strategy.run(lambda: context().all_gather(mine, axis, options)),
+            ),
+            joined,
+        )
         if options is None:
             checks.check(
-                f"broadcast_to {name}",
-                lambda mine=mine: extended.broadcast_to(mine, "CPU:0"),
-                parts[0],
+                f"gather axis={axis} {name}",
+                lambda mine=mine, axis=axis: strategy.gather(mine, axis),
+                joined,
             )
+    if options is None:
+        checks.check(
+            f"broadcast_to {name}",
+            lambda mine=mine: extended.broadcast_to(mine, "CPU:0"),
+            parts[0],
+        )
 
 
 def check_symmetric(

@@ -48,9 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help="run all tests; without it, and without names of files, a selection runs: "
-        "all but those marked `slow`, and of a parametrized test as many cases as show "
-        "each value of each parameter",
+        help="run all tests; without it, and without names of files, -k or -m, a "
+        "selection runs: all but those marked `slow`, and of a parametrized test as "
+        "many cases as show each value of each parameter",
     )
 
 
@@ -84,8 +84,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def is_selection(config: pytest.Config) -> bool:
     """Return whether a selection of the tests is to run: nothing else was asked for."""
+    options = config.option
     folders = all(Path(argument).is_dir() for argument in config.args)
-    return folders and not config.option.all
+    return folders and not (options.all or options.keyword or options.markexpr)
 
 
 def select(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -106,7 +107,6 @@ def select(items: list[pytest.Item]) -> list[pytest.Item]:
     return kept
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
