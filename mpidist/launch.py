@@ -24,16 +24,20 @@ from mpidist.agreement.forks import is_forked
 from mpidist.agreement.losses import Losses, has_lost, is_last
 from mpidist.checkpoint.saver import finish_all
 from mpidist.context import explain
-from mpidist.errors import MpidistError, RemoteError
+from mpidist.errors import DivergenceError, MpidistError, RemoteError
 from mpidist.gpu.devices import current_gpu, use_gpu
 from mpidist.hang_limit import hang_seconds
 from mpidist.notices import print_notice
 
 __all__ = ["abort_on_exception", "leave_together"]
 
-# How long a rank whose failure others report leaves them to do it, and how long the one
-# that reports waits for others that fail in the same way, so that they stay silent
-_GRACE_SECONDS = 1.0
+# How long a rank waits for the rank where its error came up to report it, and how long
+# at most while another rank of its node is reporting. The job mostly ends before
+_GRACE_SECONDS = 10.0
+_OTHERS_SECONDS = 60.0
+_LOOK_SECONDS = 0.02
+# How long the one that reports waits before, since the job may be ending already, and
+# after, so that others that fail in the same way stay silent
 _REPORT_SECONDS = 0.3
 _FINALIZE_SECONDS = 3.0
 _previous_hook = sys.excepthook
@@ -76,9 +80,11 @@ def _leave(pid: int) -> None:
         else:
             _limit_the_end()
     except MpidistError as error:
-        time.sleep(_GRACE_SECONDS)  # the others report
-        _write(f"{_head()}{type(error).__name__}: {error}")
-        _abort()
+        # Where the others were in another collective, they raise the same
+        _report(
+            f"{type(error).__name__}: {error}",
+            isinstance(error, DivergenceError) or _is_copy(error),
+        )
 
 
 def _limit_the_end() -> None:
@@ -120,14 +126,31 @@ def _report_and_abort(
     if not _in_job() or is_forked() or hasattr(sys, "ps1") or sys.flags.interactive:
         _previous_hook(kind, error, trace)
         return
-    # An error raised on all ranks is reported by the one where it came up
-    is_copy = isinstance(error.__cause__, RemoteError)
-    claim = None if is_copy else _claim_report()
-    if claim is None:
+    text = "".join(traceback.format_exception(kind, error, trace))
+    _report(text, _is_copy(error))
+
+
+def _is_copy(error: BaseException) -> bool:
+    """Return whether an error came up on another rank, which reports it."""
+    return isinstance(error.__cause__, RemoteError)
+
+
+def _report(text: str, is_others: bool) -> NoReturn:
+    """Say why the job ends, unless another rank does, and end it.
+
+    Args:
+      text: the reason.
+      is_others: whether another rank will report the same.
+    """
+    if is_others:
         time.sleep(_GRACE_SECONDS)
-    report = "".join(traceback.format_exception(kind, error, trace))
-    _write(_head() + report.removesuffix("\n"))
+    end = time.monotonic() + _OTHERS_SECONDS
+    while (claim := _claim_report()) is None and time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
     time.sleep(_REPORT_SECONDS)
+    _write(_head() + text.removesuffix("\n"))
+    time.sleep(_REPORT_SECONDS)
+    del claim  # held until now
     _abort()
 
 

@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from hypothesis import HealthCheck, settings
 from mpi4py import MPI
 
 import mpidist
@@ -21,13 +23,35 @@ sys.path.insert(0, str(Path(__file__).parent))
 import launching
 import slurm_cluster
 
+from mpidist.topology import Topology
+
 # Their assertions say what differs, as those of tests do
 pytest.register_assert_rewrite("hdf5_files", "hdf5_kinds", "hdf5_damage")
 
 WORLD = MPI.COMM_WORLD.Dup()
 
+# The same examples on all ranks, and no limits on how long one may take
+settings.register_profile(
+    "mpidist",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("mpidist")
+
 # Where there is one GPU, the ranks of a test have to share it
 os.environ.setdefault("MPIDIST_ALLOW_SHARED_GPU", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="run all tests; without it, and without names of files, -k or -m, a "
+        "selection runs: all but those marked `slow`, and of a parametrized test as "
+        "many cases as show each value of each parameter",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -40,38 +64,75 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    # Every rank runs the same tests: one report is enough
+    # A test that fails on any rank ends the job: one report is enough
     if WORLD.rank > 0:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115
 
 
-def pytest_report_header() -> list[str]:
+def pytest_report_header(config: pytest.Config) -> list[str]:
     vendor = " ".join(map(str, MPI.get_vendor()))
     missing = why_no_slurm()
     slurm = f"none, its tests are skipped: {missing}" if missing else "two nodes"
-    return [f"mpi: {WORLD.size} ranks, {vendor}", f"slurm: {slurm}"]
+    tests = "a selection, --all runs all" if is_selection(config) else "all"
+    if WORLD.size == 2:
+        tests += "; this rank counts half of those that need no other rank"
+    header = f"mpi: {WORLD.size} ranks, {vendor}"
+    return [header, f"slurm: {slurm}", f"tests: {tests}"]
+
+
+def is_selection(config: pytest.Config) -> bool:
+    """Return whether a selection of the tests is to run: nothing else was asked for."""
+    options = config.option
+    folders = all(Path(argument).is_dir() for argument in config.args)
+    return folders and not (options.all or options.keyword or options.markexpr)
+
+
+def select(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests that show each feature and failure once, the same on all ranks.
+
+    Of a parametrized test those cases are taken that are the first with some value of
+    some parameter, so that each value is tried, but not each combination.
+    """
+    tried: set[tuple[str, str, int]] = set()
+    kept = []
+    for item in items:
+        case = getattr(getattr(item, "callspec", None), "params", {})
+        function = item.nodeid.partition("[")[0]
+        values = {(function, name, id(value)) for name, value in case.items()}
+        if not item.get_closest_marker("slow") and (not values or values - tried):
+            kept.append(item)
+            tried |= values
+    return kept
 
 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Mark what ranks do together, and what starts jobs of its own.
+    """Mark what ranks do together, and what starts jobs of its own; select.
 
-    Three ranks would do as two what is not the former, or is the latter: left out.
+    What is not the former is divided between two ranks; three would do as two what is
+    not the former, or is the latter: left out.
     """
     for item in items:
         for name in ("comm", "mpirun"):
             if name in item.fixturenames:
                 item.add_marker(name)
+    kept = select(items) if is_selection(config) else items
     if WORLD.size > 2:
         kept = [
             item
-            for item in items
+            for item in kept
             if item.get_closest_marker("comm") and not item.get_closest_marker("mpirun")
         ]
-        config.hook.pytest_deselected(items=[i for i in items if i not in kept])
+    if WORLD.size == 2:
+        alone = [item for item in kept if not item.get_closest_marker("comm")]
+        elsewhere = set(alone[1 - WORLD.rank :: 2])
+        kept = [item for item in kept if item not in elsewhere]
+    if len(kept) < len(items):
+        chosen = set(kept)
+        config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
         items[:] = kept
 
 
@@ -95,15 +156,39 @@ def pytest_runtest_makereport(
     return report
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Fail a test that would wait for the other rank, which has another test to run."""
+    if WORLD.size != 2 or item.get_closest_marker("comm"):
+        return (yield)
+    create = Topology.create
+
+    def create_alone(communicator: Any = None) -> Topology:
+        if communicator in (None, MPI.COMM_WORLD, WORLD):
+            pytest.fail("a test whose ranks communicate takes the fixture `comm`")
+        return create(communicator)
+
+    with mock.patch.object(Topology, "create", create_alone):
+        return (yield)
+
+
 @pytest.fixture
 def comm(request: pytest.FixtureRequest) -> Iterator[MPI.Intracomm]:
     """A communicator of all ranks for one test, which all ranks must be in."""
-    comm = WORLD.Dup()
+    comm, is_made = WORLD.Idup()
+    wait_patiently(is_made)
     tests = comm.allgather(request.node.nodeid)
     assert len(set(tests)) == 1, f"the ranks are in different tests: {tests}"
     yield comm
-    comm.Barrier()
+    wait_patiently(comm.Ibarrier())
     comm.Free()
+
+
+def wait_patiently(request: MPI.Request) -> None:
+    """Wait without taking processor time from what another rank runs meanwhile."""
+    start = time.monotonic()
+    while not request.Test():
+        time.sleep(min((time.monotonic() - start) / 4, 0.01))
 
 
 def why_no_slurm() -> str | None:
@@ -160,10 +245,7 @@ def mpirun(comm: MPI.Intracomm) -> Callable[..., subprocess.CompletedProcess[str
                 result = launching.run([*command, *arguments], **environment)
             except AssertionError as error:
                 result = error
-        # Wait without taking the job's processor time
-        done = comm.Ibarrier()
-        while not done.Test():
-            time.sleep(0.01)
+        wait_patiently(comm.Ibarrier())
         result = comm.bcast(result)
         if isinstance(result, AssertionError):
             raise result

@@ -26,6 +26,8 @@ _LAUNCHER_PREFIXES = (
     "SLURM_",
 )
 _KEPT_PREFIXES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PRTE_MCA_rmaps")
+# Ends true hangs only: jobs take a second or two, and many times that on a busy machine
+HANG_SECONDS = 600.0
 
 
 def load_job(name: str) -> Any:
@@ -64,7 +66,7 @@ def mpirun_command(ranks: int, *options: str) -> list[str]:
 
 
 def run(
-    command: Sequence[str], seconds: float = 60, **environment: str
+    command: Sequence[str], seconds: float = HANG_SECONDS, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command; end its whole process group if it lasts longer."""
     process = subprocess.Popen(

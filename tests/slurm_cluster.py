@@ -33,7 +33,7 @@ ENDED = {
     "OUT_OF_MEMORY",
     "TIMEOUT",
 }
-SECONDS = 60  # that anything may last
+SECONDS = 600  # ends true hangs only
 
 CONFIGURATION = """\
 ClusterName=lab
@@ -241,7 +241,7 @@ class Cluster:
         self, *command: str, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a job of one step; the options of srun come first."""
-        return self.start(["srun", "--immediate=30", *command], None, environment)
+        return self.start(["srun", "--immediate=300", *command], None, environment)
 
     def wait_for(
         self, condition: Callable[[], object], what: str, seconds: float = SECONDS

@@ -6,6 +6,8 @@ import contextlib
 import gc
 import os
 import re
+import threading
+import time
 import weakref
 
 import numpy as np
@@ -172,17 +174,46 @@ def test_values_that_cannot_be_gathered_are_an_error_on_all(comm, agreement, sev
     assert agreement.gather("step", 1) == [1] * comm.size
 
 
+@contextlib.contextmanager
+def deadline_when_missing(late, agreement, monkeypatch):
+    """Let deadlines pass as soon as only the ranks `late` are missing, however long it
+    takes the others to arrive.
+    """
+    clock, ahead, has_ended = time.monotonic, 0.0, threading.Event()
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + ahead)
+
+    def go_ahead():
+        nonlocal ahead
+        while agreement.comparison.missing() != late and not has_ended.is_set():
+            time.sleep(0.01)
+        ahead = 1e6
+
+    thread = threading.Thread(target=go_ahead)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+        monkeypatch.undo()
+
+
 @pytest.mark.parametrize("late", [[0], [-1], [1, 2, 3]])
 @pytest.mark.parametrize("on_board", [False, True])
-def test_ranks_that_miss_a_deadline_are_named(comm, several, late, on_board):
+def test_ranks_that_miss_a_deadline_are_named(
+    comm, several, late, on_board, monkeypatch
+):
     late = [rank % comm.size for rank in late if rank < comm.size]
     # Not freed: that might wait for all ranks
     comparison = BoardComparison(Board(comm, 64), 32) if on_board else None
     agreement = Agreement(comm.Dup(), comparison)
     comm.Barrier()
     if comm.rank not in late:
-        with pytest.raises(mpidist.DeadlineError, match="in step ") as info:
-            agreement.require_same(Call("step"), timeout=1)
+        with (
+            deadline_when_missing(late, agreement, monkeypatch),
+            pytest.raises(mpidist.DeadlineError, match="in step ") as info,
+        ):
+            agreement.require_same(Call("step"), timeout=1000)
         names = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
         assert str(info.value).endswith(f"), but {names} did not arrive")
         assert re.match(rf"rank {comm.rank} waited .*_agree.py:\d+\),", str(info.value))
@@ -190,12 +221,18 @@ def test_ranks_that_miss_a_deadline_are_named(comm, several, late, on_board):
     comm.Barrier()
 
 
-def test_a_replica_that_misses_a_deadline_ends_the_strategy(comm, strategy, several):
+def test_a_replica_that_misses_a_deadline_ends_the_strategy(
+    comm, strategy, several, monkeypatch
+):
     abandoned = mpidist.MirroredStrategy(communicator=comm)
-    options = mpidist.CommunicationOptions(timeout_seconds=1)
+    options = mpidist.CommunicationOptions(timeout_seconds=1000)
     if comm.rank != several:
         late = f"rank {several} did not arrive"
-        with pytest.raises(TimeoutError, match=f"in all_reduce .* {late}") as info:
+        agreement = abandoned.extended.agreement
+        with (
+            deadline_when_missing([several], agreement, monkeypatch),
+            pytest.raises(TimeoutError, match=f"in all_reduce .* {late}") as info,
+        ):
             call(abandoned, "all_reduce", "SUM", 1, options)
         assert type(info.value) is mpidist.DeadlineError
         with pytest.raises(mpidist.CollectiveError, match=f"any more: .* {late}"):

@@ -351,7 +351,7 @@ def complaint(name, place, value):
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.filterwarnings("ignore")
-def test_what_cannot_be_used_is_named(place, name):
+def test_what_cannot_be_used_is_named(comm, place, name):
     complaints = [complaint(name, place, value) for value in junk()]
     assert not list(filter(None, complaints))
     mpidist.experimental_set_strategy(None)

@@ -145,6 +145,7 @@ def test_a_window_may_follow_other_steps(path):
             assert found != expected
 
 
+@pytest.mark.slow
 def test_large_compressed_datasets_are_mixed_by_chunk(tmp_path, monkeypatch):
     from mpidist.data.hdf5 import parts as hdf5_parts
 

@@ -49,7 +49,7 @@ def test_a_slow_rank_is_waited_for(comm, board, is_patient):
         if comm.rank == slow:
             ran = threading.Event()
             threading.Timer(0.02, ran.set).start()
-            assert ran.wait(60)
+            assert ran.wait(600)
             write(board, slow)
         board.meet(is_patient=is_patient)
         assert read(board, slow)[0] == slow

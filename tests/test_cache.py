@@ -82,7 +82,7 @@ def require_usable(strategy):
 
 def require_no_new_threads(before):
     for thread in [t for t in threading.enumerate() if t not in before]:
-        thread.join(60)
+        thread.join(600)
     assert not [t for t in threading.enumerate() if t not in before]
 
 
@@ -854,6 +854,7 @@ def test_more_rows_than_the_node_has_memory_for_are_refused(strategy):
     require_usable(strategy)
 
 
+@pytest.mark.slow
 def test_rows_that_other_caches_will_take_are_not_given_away(strategy, comm):
     is_shared = strategy.extended.topology.node.Get_size() > 1
     half = comm.bcast(int(0.6 * min(free_bytes(is_shared).values())))
@@ -920,13 +921,13 @@ def test_a_strategy_that_ends_while_its_cache_is_read(comm):
     def wait(x):
         if x >= 8:
             reading.set()
-            assert go_on.wait(60)
+            assert go_on.wait(600)
         return x
 
     dataset = numbers(16).map(wait).cache().batch(8)
     iterator = iter(strategy.experimental_distribute_dataset(dataset))
     next(iterator)
-    assert reading.wait(60)
+    assert reading.wait(600)
     strategy.experimental_finalize()
     go_on.set()
     with pytest.raises(mpidist.ContextError, match="final"):

@@ -94,6 +94,7 @@ def test_a_bit_that_was_flipped_anywhere(saved):
         assert restore(bytes(changed)) is not None, place
 
 
+@pytest.mark.slow
 def test_bytes_that_were_overwritten_or_moved(saved):
     _, data, restore = saved
     rng = np.random.default_rng(0)

@@ -63,7 +63,7 @@ def held(monkeypatch):
     write = Saving.write_shard
 
     def write_later(self):
-        assert go_on.wait(60)
+        assert go_on.wait(600)
         write(self)
 
     monkeypatch.setattr(Saving, "write_shard", write_later)
@@ -268,7 +268,9 @@ for step in range(checkpoint.step + 1, checkpoint.step + 1 + int(steps)):
 """
 
 
-@pytest.mark.parametrize("kind", ["blocking", "background"])
+@pytest.mark.parametrize(
+    "kind", ["blocking", pytest.param("background", marks=pytest.mark.slow)]
+)
 def test_a_rank_that_is_killed_anywhere_in_a_save(comm, mpirun, mpi_tmp_path, kind):
     if comm.size > 2:
         pytest.skip("it starts jobs of its own: other numbers of ranks do the same")

@@ -162,6 +162,7 @@ def test_every_row_once_per_epoch_for_any_number_of_replicas(case):
         require_orders(orders, case)
 
 
+@pytest.mark.slow
 @pure
 @given(case=cases(most_files=9))
 def test_every_row_once_per_epoch_when_files_are_divided(case):
@@ -194,6 +195,7 @@ def test_every_row_once_per_epoch_when_files_are_divided(case):
             assert case.drop_remainder or len(seen) == case.rows
 
 
+@pytest.mark.slow
 @pure
 @given(case=cases(), count=st.integers(1, 3), skip=st.integers(0, 9))
 def test_every_row_once_per_lap_of_a_repetition(case, count, skip):
@@ -277,6 +279,7 @@ def new_folder(comm, mpi_tmp_path):
     return make
 
 
+@pytest.mark.slow
 @collective
 @given(case=cases())
 def test_every_group_of_replicas_goes_through_every_row_once(comm, new_folder, case):

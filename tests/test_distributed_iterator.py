@@ -68,7 +68,7 @@ def test_a_loop_that_is_broken_off_leaves_no_thread(strategy):
         break
     assert left
     for reader in left:
-        reader.join(60)
+        reader.join(600)
     assert not readers(before)
 
 

@@ -70,13 +70,17 @@ class Report:
         return row["found"]
 
 
-def alone(*arguments, seconds="10", **environment):
+# Checks that end take no longer for it; where nothing answers, tests name less
+LONG = "100"
+
+
+def alone(*arguments, seconds=LONG, **environment):
     command = [sys.executable, *DOCTOR, "--json", "--seconds", seconds, *arguments]
     environment.setdefault("PYTHONPATH", LIBRARY)
     return Report(launching.run(command, **environment))
 
 
-def together(ranks, changes, *arguments, seconds="10", **environment):
+def together(ranks, changes, *arguments, seconds=LONG, **environment):
     command = [*launching.mpirun_command(ranks), sys.executable]
     if changes:
         command += ["-c", WRAPPER, json.dumps(changes)]
@@ -145,7 +149,7 @@ def test_json_goes_to_a_file(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_bad_paths(tmp_path, ranks):
     fifo, damaged, ring = tmp_path / "fifo", tmp_path / "bad.h5", tmp_path / "ring"
     os.mkfifo(fifo)
@@ -165,6 +169,7 @@ def test_bad_paths(tmp_path, ranks):
     assert "/proc: locks" not in report.rows
 
 
+@pytest.mark.slow
 def test_folders_that_only_some_ranks_see(tmp_path):
     """A relative path, as another rank has another working folder."""
     (tmp_path / "here").mkdir()
@@ -223,18 +228,19 @@ def dead_folder(tmp_path):
     assert libc.umount2(os.fsencode(folder), 2) == 0
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_dead_file_system_does_not_stop_it(dead_folder, tmp_path, ranks):
     where = ["--paths", str(dead_folder), str(tmp_path)]
     report = (
-        together(ranks, {}, *where, seconds="2")
+        together(ranks, {}, *where, seconds="3")
         if ranks
-        else alone(*where, seconds="2")
+        else alone(*where, seconds="3")
     )
     assert "no answer" in report(str(dead_folder), "FAIL")
     assert report(f"{tmp_path}: locks", "OK")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_two_ranks_on_one_core():
     report = together(2, {"all": {"core": CORES[1]}})
@@ -244,6 +250,7 @@ def test_two_ranks_on_one_core():
     assert report("threads", "OK") == "1 per rank"
 
 
+@pytest.mark.slow
 def test_more_threads_than_cores():
     threads = "64"
     report = together(2, {}, OMP_NUM_THREADS=threads)
@@ -252,6 +259,7 @@ def test_more_threads_than_cores():
     assert "OMP_NUM_THREADS=many" in report("threads", "WARN")
 
 
+@pytest.mark.slow
 def test_variables_that_differ_between_ranks(tmp_path):
     changes = {
         "0": {"PYTHONHASHSEED": "1", "MPIDIST_CUDA_AWARE": "0"},
@@ -263,6 +271,7 @@ def test_variables_that_differ_between_ranks(tmp_path):
     assert report("MPIDIST_CUDA_AWARE", "FAIL") == "rank 0: 0; ranks 1-2: not set"
 
 
+@pytest.mark.slow
 def test_a_launcher_that_started_more_than_mpi_sees():
     environment = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
     report = alone(**environment)
@@ -297,7 +306,7 @@ def test_no_mpi():
 def test_a_broken_package(fake, tmp_path, text, expected):
     os.mkfifo(tmp_path / "fifo")
     path = fake("optree", text)
-    report = alone(PYTHONPATH=path, FIFO=str(tmp_path / "fifo"), seconds="2")
+    report = alone(PYTHONPATH=path, FIFO=str(tmp_path / "fifo"), seconds="3")
     assert expected in report("optree", "FAIL")
     assert "optree" in report("starting MPI", "FAIL")
 
@@ -307,9 +316,16 @@ def test_a_broken_package(fake, tmp_path, text, expected):
     [
         (0, "import os; os.abort()", "ended by SIGABRT"),
         (0, "import os; os._exit(3)", "ended with 3"),
-        (0, "import os; os.open(os.environ['FIFO'], os.O_RDONLY)", "no end in"),
-        (2, "import os; os.abort()", "ended by SIGABRT"),
-        (2, "raise ImportError('no MPI')", "no MPI"),
+        pytest.param(
+            *(0, "import os; os.open(os.environ['FIFO'], os.O_RDONLY)", "no end in"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(2, "import os; os.abort()", "ended by SIGABRT"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *(2, "raise ImportError('no MPI')", "no MPI"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_mpi_that_does_not_start(fake, tmp_path, ranks, text, expected):
@@ -319,11 +335,12 @@ def test_mpi_that_does_not_start(fake, tmp_path, ranks, text, expected):
     fake("mpi4py.MPI", text)
     environment = {"PYTHONPATH": path, "FIFO": str(tmp_path / "fifo")}
     if ranks:
-        report = together(ranks, {"1": environment}, seconds="1.5")
+        # Rank 0 waits for rank 1 for a multiple of this
+        report = together(ranks, {"1": environment}, seconds="5")
         assert report("starting MPI", "FAIL")
         assert expected in report.ended.stderr
     else:
-        assert expected in alone(**environment, seconds="1")("starting MPI", "FAIL")
+        assert expected in alone(**environment, seconds="3")("starting MPI", "FAIL")
 
 
 def test_no_process_stays_when_it_is_ended(fake, tmp_path):
@@ -343,14 +360,15 @@ def test_no_process_stays_when_it_is_ended(fake, tmp_path):
         worker = os.pidfd_open(int(pid_file.read_text()))
         os.set_blocking(worker, False)
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=launching.HANG_SECONDS)
         ended = subprocess.CompletedProcess([], process.returncode, out, err)
         report = Report(ended)
         assert "ended by SIGTERM" in report("looking at this process", "FAIL")
-    assert select.select([worker], [], [], 30)[0]
+    assert select.select([worker], [], [], launching.HANG_SECONDS)[0]
     os.close(worker)
 
 
+@pytest.mark.slow
 def test_locks_that_hdf5_does_not_take():
     report = alone(HDF5_USE_FILE_LOCKING="FALSE")
     assert report("HDF5_USE_FILE_LOCKING", "OK") == "FALSE"
@@ -359,6 +377,7 @@ def test_locks_that_hdf5_does_not_take():
     assert "perhaps" in report("HDF5_USE_FILE_LOCKING", "WARN")
 
 
+@pytest.mark.slow
 def test_nodes_that_are_pretended():
     report = together(3, {}, MPIDIST_RANKS_PER_NODE="2")
     assert "2 nodes" in report("nodes", "WARN")
@@ -411,6 +430,7 @@ _VARIABLES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=6,
     deadline=None,
@@ -425,6 +445,7 @@ def test_any_environment(environment):
 _WORDS = st.sampled_from(["--paths", "--json", "--seconds", "-", "1e3", "/", "--"])
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(st.lists(_WORDS, max_size=4))
 def test_any_arguments(arguments):
@@ -448,11 +469,12 @@ os.sched_getaffinity = lose
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_lost_while_it_is_examined(fake, number):
     """After MPI has started: when it looks at its cores."""
     path = fake("sitecustomize", _LOSE.format(number=int(number)))
-    report = together(2, {"1": {"PYTHONPATH": path}}, seconds="1")
+    report = together(2, {"1": {"PYTHONPATH": path}}, seconds="5")
     (row,) = [r for r in report.rows.values() if r["what"] == "gathering facts"]
     assert row["status"] == "FAIL"
     assert "rank 1 did not arrive" in row["found"] or "ended by SIGTERM" in row["found"]

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 
+import launching
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,9 +124,16 @@ def _raise():
     raise ValueError("one\ntwo")
 
 
+def _compute(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    return "computed"
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_worker_crashes_blocks_and_raises_alone():
-    soon = time.monotonic() + 60
+    soon = time.monotonic() + launching.HANG_SECONDS
     worker = Worker()
     assert worker.call(_raise, by=soon) == Failure("ValueError: one two")
     assert worker.call(os.getppid, by=soon) == os.getpid()
@@ -141,9 +149,21 @@ def test_a_worker_crashes_blocks_and_raises_alone():
         os.waitpid(worker._pid or -1, os.WNOHANG)
 
 
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/schedstat"), reason="Linux does not tell"
+)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_worker_that_computes_is_waited_for_but_not_for_ever():
+    worker = Worker()
+    assert worker.call(_compute, 0.7, by=time.monotonic() + 0.5) == "computed"
+    endless = worker.call(_compute, 1e9, by=time.monotonic() + 0.02)
+    assert endless.text.startswith("no answer in ")
+    worker.close()
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_locks_are_seen_by_another_process_and_given_back(tmp_path):
-    soon = time.monotonic() + 60
+    soon = time.monotonic() + launching.HANG_SECONDS
     first, second = Worker(), Worker()
     held = first.call(locks.hold, str(tmp_path), by=soon)
     assert all(refused == "" for _, refused in held.values())

@@ -69,7 +69,7 @@ def in_order(strategy, comm, stream, batches):
 def require_all_returned(stream):
     for thread in threading.enumerate():
         if thread.name.startswith("mpidist"):
-            thread.join(60)
+            thread.join(600)
     assert stream.host.is_all_free
     assert stream.device.is_all_free
 

@@ -116,7 +116,7 @@ def test_reductions_go_on_beside_the_computation(comm, strategy):
     buckets._reduce = spy
     with buckets:
         buckets.put(1, np.ones(1000))
-        assert reduced.wait(60)
+        assert reduced.wait(600)
         comm.Barrier()  # other communication is possible
         assert strategy.reduce("SUM", 1) == comm.size
         buckets.put(0, np.ones(1000))
@@ -225,7 +225,7 @@ def test_a_step_that_cannot_begin_on_one_rank_begins_on_none(
     monkeypatch.undo()
     for thread in threading.enumerate():
         if thread.name == "mpidist-reduce":
-            thread.join(60)
+            thread.join(600)
             assert not thread.is_alive()
     require_good_step(comm, buckets)
 

@@ -563,6 +563,7 @@ def several_files(draw):
     return files
 
 
+@pytest.mark.slow
 @settings(derandomize=True, database=None, deadline=None, max_examples=250)
 @given(files=several_files(), seed=st.integers(0, 99))
 def test_random_files_are_read_as_h5py_reads_them(files, seed):

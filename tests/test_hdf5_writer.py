@@ -946,9 +946,9 @@ with mpidist.Hdf5Writer(strategy, path, chunk_rows=2, overwrite=True) as writer:
     ("moment", "name", "is_old_kept"),
     [
         ("append", "2", True),
-        ("complete", shard(1, 3), True),
+        pytest.param("complete", shard(1, 3), True, marks=pytest.mark.slow),
         ("complete", "features.h5", True),
-        ("publish", shard(0, 3), False),
+        pytest.param("publish", shard(0, 3), False, marks=pytest.mark.slow),
         ("publish", shard(2, 3), False),
         ("publish", "features.h5", False),
     ],

@@ -40,7 +40,7 @@ def wait_for_threads():
     """Wait until the threads that were told to end have ended; return the others."""
     for thread in threading.enumerate():
         if thread.name.startswith("mpidist"):
-            thread.join(10)
+            thread.join(600)
     return [t.name for t in threading.enumerate() if t.name.startswith("mpidist")]
 
 

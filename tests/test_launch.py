@@ -111,6 +111,17 @@ def test_ranks_that_fail_alike_print_one_traceback(mpirun):
     assert ended.stderr.count("KeyError: 'the reason'") == 1, ended.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [FAILING_EVERYWHERE, FAILING_IN_RUN])
+def test_ranks_stay_silent_however_long_the_report_of_one_takes(mpirun, script):
+    """As on a busy machine, where the launcher ends the others some time later."""
+    slow = "from mpidist import launch\nlaunch._REPORT_SECONDS = 2.0\n"
+    ended = mpirun(3, slow + script)
+    assert ended.returncode != 0
+    assert ended.stderr.count("Traceback (most recent call last)") == 1, ended.stderr
+    assert "KeyError: 'the reason'" in ended.stderr
+
+
 def test_an_exception_of_one_process_alone_is_as_without_mpidist(comm):
     code = "import mpidist; mpidist.MirroredStrategy(); raise KeyError('the reason')"
     ended = launching.run([sys.executable, "-c", code])

@@ -239,6 +239,7 @@ def test_many_unlike_ranks_share_lines(tmp_path):
     assert "the files have 20 to 51 rows: one rank has 43.7% more rows" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "options"),
     [

@@ -59,7 +59,10 @@ def test_rows_at_any_offset(way, path, size, count):
             assert [bytes(f) for f in found] == [data[o : o + size] for o in offsets]
 
 
-@pytest.mark.parametrize("size", [1, 3, 4096, 50_000, 100_000, 1_499_000])
+@pytest.mark.parametrize(
+    "size",
+    [1, 3, 4096, 50_000, 100_000, pytest.param(1_499_000, marks=pytest.mark.slow)],
+)
 def test_rows_side_by_side(way, path, size, monkeypatch):
     monkeypatch.setattr(copying, "_PIECE_BYTES", 60_000)  # as with larger files
     data = np.frombuffer(path.read_bytes(), np.uint8)[101:]

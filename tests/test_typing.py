@@ -23,9 +23,7 @@ def mypy(script: Path, cache: Path) -> tuple[int, str]:
     """
     command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent"]
     command += ["--config-file=", "--cache-dir", str(cache)]
-    done = launching.run(
-        [*command, str(script)], seconds=110, MYPYPATH=str(LIBRARY), PYTHONPATH=""
-    )
+    done = launching.run([*command, str(script)], MYPYPATH=str(LIBRARY), PYTHONPATH="")
     return done.returncode, done.stdout + done.stderr
 
 

@@ -350,13 +350,13 @@ def test_closing_while_other_threads_upload(threads):
         uploads, start = Uploads(threads.stream), threading.Barrier(3)
 
         def upload(uploads=uploads, start=start):
-            start.wait(60)
+            start.wait(600)
             for step in range(5):
                 uploads.upload(rows(step, 100))
 
         with ThreadPoolExecutor(2) as pool:
             both = [pool.submit(upload) for _ in range(2)]
-            start.wait(60)
+            start.wait(600)
             uploads.close()
             for future in both:
                 future.result()
@@ -562,7 +562,7 @@ def test_a_copy_does_not_wait_for_the_current_stream(cuda):
     uploads = Uploads(cuda.stream)
     take(uploads.upload(rows(0, 10**5)))  # what is made once is made now
     gate, here = threading.Event(), cupy.cuda.get_current_stream()
-    here.launch_host_func(lambda _: gate.wait(60), None)
+    here.launch_host_func(lambda _: gate.wait(600), None)
     upload = uploads.upload(rows(1, 10**5))
     upload.slot.sent.synchronize()
     assert not here.done

@@ -59,7 +59,7 @@ class Stream:
         with self._changed:
             self._wanted = max(self._wanted, number)
             self._changed.notify_all()
-            assert self._changed.wait_for(lambda: self._done >= number, 60), "it hangs"
+            assert self._changed.wait_for(lambda: self._done >= number, 600), "it hangs"
             if self._error is not None:
                 raise self._error
 

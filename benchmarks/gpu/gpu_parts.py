@@ -120,7 +120,7 @@ class Plan:
         return Job(part, ranks, label, command, common | variables, seconds)
 
     def _contract(self, ranks: int, seconds: float, is_aware: bool) -> Iterator[Job]:
-        tests = ["-m", "pytest", "-m", "gpu", "-q", "-rs", "-p", "pytest_mpi"]
+        tests = ["-m", "pytest", "--all", "-m", "gpu", "-q", "-rs", "-p", "pytest_mpi"]
         tests += [f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"]
         if self.is_quick:
             tests += [f"{ROOT}/tests/test_gpu.py", "-k", "each_rank_has_a_gpu"]

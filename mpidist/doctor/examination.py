@@ -27,7 +27,9 @@ __all__ = ["STARTING", "Request", "examine"]
 
 STARTING = "starting MPI"
 _TRIAL_SECONDS = 130.0  # the trials of `gpu.trial` end by themselves
-_MARGIN_SECONDS = 3.0
+_MARGIN_SECONDS = 10.0
+# Checks end by themselves; so many times as long, and something else is wrong
+_BUSY_TIMES = 10
 _NO_MPI_REMEDY = (
     "pip install mpidist[mpich], or mpi4py with the MPI of the site; the loader must "
     "find libmpi (MPI4PY_LIBMPI, LD_LIBRARY_PATH)"
@@ -57,7 +59,8 @@ def examine(request: Request, outlet: Outlet, no_mpi: Finding | None = None) -> 
     """
     # Where the environment goes to MPI, it may change it
     environ = dict(os.environ)
-    outlet.stage("looking at this process", 2 * request.seconds + _MARGIN_SECONDS)
+    limit = _BUSY_TIMES * request.seconds + _MARGIN_SECONDS
+    outlet.stage("looking at this process", limit)
     facts = RankFacts(**_look(request.seconds))
     paths = Paths(request.paths, request.seconds)
     job: Job | None = None

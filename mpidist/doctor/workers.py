@@ -24,6 +24,9 @@ __all__ = ["Worker", "cleanups", "end_with_parent"]
 # What a function leaves to be done when its worker ends; in the worker
 cleanups = contextlib.ExitStack()
 _END_SECONDS = 1.0
+_LOOK_SECONDS = 0.1
+# A check may compute for so many times as long as it may be blocked
+_COMPUTING_TIMES = 10
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
@@ -36,6 +39,7 @@ class Worker:
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
         self._failure: Failure | None = None
+        self._asked = (0.0, 0.0, 0.0)  # when, and `_scheduled` then
         self._pid = os.fork()
         if self._pid == 0:
             _serve(theirs, [*Worker._in_use, self._connection])
@@ -44,25 +48,43 @@ class Worker:
 
     def ask(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Begin to call a function of a module; `answer` gives the outcome."""
+        self._asked = (time.monotonic(), *_scheduled(self._pid))
         with contextlib.suppress(OSError):  # it has ended, as `answer` will see
             self._connection.send((function, arguments))
 
     def answer(self, deadline: float) -> Any:
         """Return what the function returned, or a Failure.
 
+        The time in which the worker computes, or waits for a processor that others
+        use, does not count, so a busy machine is not taken for a dead file system.
+
         Args:
           deadline: on time.monotonic's clock. A worker that misses it is given up.
         """
         if self._failure is not None:
             return self._failure
-        start = time.monotonic()
         try:
-            if self._connection.poll(max(0.0, deadline - start)):
-                return self._connection.recv()
-            self._failure = Failure(f"no answer in {deadline - start:.3g} s")
+            while True:
+                left = self._seconds_left(deadline)
+                if self._connection.poll(max(0.0, min(left, _LOOK_SECONDS))):
+                    return self._connection.recv()
+                if left <= 0:
+                    allowed = deadline - self._asked[0]
+                    self._failure = Failure(f"no answer in {allowed:.3g} s")
+                    break
         except (EOFError, OSError):
             self._failure = Failure(self._how_it_ended())
         return self._failure
+
+    def _seconds_left(self, deadline: float) -> float:
+        """Return for how long the worker may still be blocked."""
+        asked, *before = self._asked
+        computed, queued = (
+            max(0.0, now - then) for now, then in zip(_scheduled(self._pid), before)
+        )
+        if computed > _COMPUTING_TIMES * (deadline - asked):
+            return 0.0
+        return deadline - time.monotonic() + computed + queued
 
     def call(self, function: Callable[..., Any], *arguments: Any, by: float) -> Any:
         """Do `ask` and `answer`."""
@@ -88,6 +110,19 @@ class Worker:
         if status < 0:
             return f"its process was ended by {signal.Signals(-status).name}"
         return f"its process ended with {status}"
+
+
+def _scheduled(pid: int) -> tuple[float, float]:
+    """Return for how many seconds a process has computed, and waited to compute.
+
+    Both are 0 where Linux does not tell.
+    """
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            computed, queued = file.read().split()[:2]
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    return int(computed) / 1e9, int(queued) / 1e9
 
 
 def _has_ended(pid: int, seconds: float | None) -> tuple[bool, int]:
