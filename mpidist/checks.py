@@ -66,7 +66,9 @@ def integer(
       most: what it may be at most.
     """
     try:
-        found = None if isinstance(value, bool) else operator.index(value)
+        # NumPy 1's bool is an index, with a warning at most
+        is_bool = isinstance(value, bool | np.bool_)
+        found = None if is_bool else operator.index(value)
     except Exception:  # a PerReplica has an error of its own
         found = None
     if found is None:

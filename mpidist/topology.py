@@ -19,7 +19,6 @@ from mpidist.agreement.pending import Pending
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, LaunchError
 from mpidist.gpu.devices import gpu_count, use_gpu
 from mpidist.launch_check import check_launch
-from mpidist.memory.mpi_segments import remove_names
 
 __all__ = ["Topology", "job_size", "parse_devices"]
 
@@ -153,7 +152,6 @@ class Topology:
         comm = communicator.Dup()
         losses = Losses(comm)
         node = _ranks_that_share_memory(comm)
-        remove_names(comm, node)
         if pretended := _pretended_ranks_per_node(os.environ, comm):
             whole = node
             node = cast(MPI.Intracomm, whole.Split(whole.Get_rank() // pretended))

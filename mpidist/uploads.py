@@ -263,10 +263,11 @@ def _is_page_locked(leaf: Any) -> bool:
     if type(leaf) is not np.ndarray or leaf.nbytes < _LEAST_BYTES:
         return False
     memory: Any = leaf
-    while isinstance(memory.base, np.ndarray):
-        memory = memory.base
-    is_ours = _PAGE_LOCKED.get(id(memory)) is memory
-    return is_ours and leaf.flags.c_contiguous and leaf.dtype.isnative
+    while isinstance(memory, np.ndarray | memoryview):  # back to what was allocated
+        if _PAGE_LOCKED.get(id(memory)) is memory:
+            return bool(leaf.flags.c_contiguous and leaf.dtype.isnative)
+        memory = memory.obj if isinstance(memory, memoryview) else memory.base
+    return False
 
 
 def _bytes_of(array: Any) -> npt.NDArray[np.uint8]:

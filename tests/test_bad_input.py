@@ -431,7 +431,7 @@ def test_paths(value):
 def test_long_values_are_cut_short():
     for value in ("x" * 10**6, list(range(10**6)), 10**4000, {"x": "y" * 10**6}):
         assert len(checks.shown(value)) < 500
-    assert checks.shown(10**5000) == "<int>"
+    assert checks.shown(10**5000).startswith("<int")
     assert "Unspeakable" in checks.shown(Unspeakable())
 
 

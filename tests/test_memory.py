@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import gc
 import os
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -45,7 +50,17 @@ def test_a_buffer_is_used_again_when_nobody_refers_to_it():
     buffers = Buffers()
     first = buffers.empty((4, 3), np.dtype("f4"))
     first[:] = 7
-    views = [first[1:], first.T, memoryview(first), first.view("u1")[::2], first[2, 1:]]
+    views = [
+        first[1:],
+        first.T,
+        memoryview(first),
+        first.view("u1")[::2],
+        first[2, 1:],
+        first.view(np.recarray).reshape(-1)[3:],
+        np.asarray(memoryview(first))[1:],
+        np.from_dlpack(first)[:2],
+        first.ctypes.data_as(ctypes.c_void_p),
+    ]
     place = first.ctypes.data
     del first
     while views:
@@ -68,6 +83,69 @@ def test_arrays_that_are_kept_stay_as_they_are():
     assert all((array == number).all() for array, number in kept)
 
 
+def test_what_a_finalizer_of_a_cycle_still_reads_stays_as_it_is():
+    buffers, found = Buffers(), []
+
+    class Node:
+        def __init__(self):
+            self.array = buffers.empty((1000,), np.dtype("i8"))
+            self.array[:] = 1
+            self.itself = self
+
+        def __del__(self):
+            buffers.empty((1000,), np.dtype("i8"))[:] = 2
+            found.append(self.array.sum())
+
+    Node()
+    gc.collect()
+    assert found == [1000]
+
+
+def test_a_signal_handler_does_not_get_the_memory_that_is_being_given():
+    buffers, interrupted = Buffers(), []
+    empty = functools.partial(buffers.empty, (1000,), np.dtype("i8"))
+    empty()
+
+    def interrupt(frame, event, argument):
+        if not interrupted and frame.f_code.co_name == "lend" and event == "call":
+            interrupted.append(empty())
+
+    sys.setprofile(interrupt)
+    try:
+        array = empty()
+    finally:
+        sys.setprofile(None)
+    assert interrupted
+    assert not np.shares_memory(array, interrupted[0])
+
+
+def test_threads_do_not_get_the_same_memory():
+    buffers = Buffers(4)
+
+    def fill(number):
+        for _ in range(2000):
+            array = buffers.empty((64,), np.dtype("i8"))
+            array[:] = number
+            if not (array == number).all():
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(fill, range(4)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "M8[us]", "U5", "i4,f8", ">c16", "?"])
+def test_buffers_of_any_dtype(dtype):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    buffers = Buffers()
+    for shape in [(2, 3), (), (5,)]:
+        array = buffers.empty(shape, dtype)
+        assert (array.shape, array.dtype) == (shape, dtype)
+        assert array.flags.writeable
+        array[...] = np.zeros(shape, dtype)
+
+
 def test_buffers_of_objects_and_of_nothing_are_new():
     buffers = Buffers()
     assert buffers.empty((2,), np.dtype(object)).tolist() == [None, None]
@@ -84,10 +162,10 @@ def test_memory_comes_from_who_is_told_to_allocate():
     buffers.empty((4,), np.dtype("f8"))
     buffers.allocate_by(allocate)
     array = buffers.empty((4,), np.dtype("f8"))
-    assert array.base is given[0]
+    assert np.shares_memory(array, given[0])
     buffers.allocate_by(allocate)
     other = buffers.empty((4,), np.dtype("f8"))
-    assert other.base is given[1]
+    assert np.shares_memory(other, given[1])
 
 
 def test_an_error_in_allocating_is_the_readers():

@@ -126,7 +126,7 @@ def _clean(environ: Mapping[str, str]) -> dict[str, str]:
 def library_path() -> Path | None:
     """Return the file of the MPI library that this process has loaded."""
     try:
-        maps = Path("/proc/self/maps").read_text()
+        maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
     except OSError:  # not on Linux
         return None
     pattern = r"^\S+ r\S+ .*?(/\S*/libmpi(?:_cray|ch)?\.so[.\d]*)$"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,18 +17,35 @@ __all__ = ["Allocate", "Buffers"]
 # Returns at least so many bytes of memory
 Allocate = Callable[[int], npt.NDArray[np.uint8]]
 
-# What Python counts for a buffer that only the list, a variable and the count refer to
-_FREE = 3
+
+class _Buffer:
+    """Memory, and a weak reference to the array that it was last lent as.
+
+    Every view of that array, and all that a library makes of it, refers to the array.
+    So the memory is free when the weak reference is dead; no references are counted,
+    and no global lock is needed.
+    """
+
+    __slots__ = ("lent", "memory", "size")
+
+    def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
+        # Views of a view refer to the array that has the memory; past a memoryview,
+        # however, NumPy does not look
+        self.memory = memory.data
+        self.size = memory.size
+
+    def lend(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+        """Return the memory as an array of one dimension."""
+        array = np.frombuffer(self.memory, dtype, count)
+        self.lent = weakref.ref(array)
+        return array
 
 
 class Buffers:
     """Arrays whose memory is used again once nobody refers to them.
 
-    New memory costs as much time as copying rows into it. An array that NumPy makes of
-    another one, however, refers to the one that has the memory; so when the count of
-    references to that one falls back, neither the user nor a library has a view of it.
-    (Python without a global lock cannot tell this: there every array is new.) Copies,
-    and those in a forked process, begin without memory.
+    New memory costs as much time as copying rows into it. Copies, and those in a forked
+    process, begin without memory.
 
     Args:
       count: how many arrays may have memory that is used again.
@@ -36,27 +53,26 @@ class Buffers:
 
     def __init__(self, count: int = 8) -> None:
         self._count = count
-        self._can_count = getattr(sys, "_is_gil_enabled", lambda: True)()
         self._start()
 
     def _start(self) -> None:
         """Begin without memory."""
         self._owner = os.getpid()
-        self._buffers: list[npt.NDArray[np.uint8]] = []
+        self._buffers: list[_Buffer] = []
         self._allocate: Allocate | None = None
-        # The garbage collector may call `clear` in the middle of another method
+        # A signal handler or finalizer may call a method in the middle of another one
         self._lock = threading.RLock()
+        self._is_searching = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Buffers, (self._count,)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return an array with any contents."""
-        size_bytes = math.prod(shape) * dtype.itemsize
-        if dtype.hasobject or not self._can_count or not size_bytes:
+        count = math.prod(shape)
+        if dtype.hasobject or not count * dtype.itemsize:
             return np.empty(shape, dtype)
-        buffer = self._take(size_bytes)
-        return buffer[:size_bytes].view(dtype).reshape(shape)
+        return self._take(dtype, count).reshape(shape)
 
     def allocate_by(self, allocate: Allocate) -> None:
         """Take memory from `allocate` from now on; it may raise MemoryError."""
@@ -69,22 +85,33 @@ class Buffers:
         """Forget all buffers."""
         self._buffers = []
 
-    def _take(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+    def _take(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
         if self._owner != os.getpid():  # a device's memory is not for forks
             self._start()
         with self._lock:
-            buffers = self._buffers
-            for i in range(len(buffers)):
-                buffer = buffers[i]
-                is_fit = size_bytes <= buffer.size <= 2 * size_bytes
-                if is_fit and sys.getrefcount(buffer) == _FREE:
-                    return buffer
+            array = None if self._is_searching else self._find(dtype, count)
             allocate = self._allocate or _allocate
-        buffer = allocate(size_bytes)
+        if array is not None:
+            return array
+        buffer = _Buffer(allocate(count * dtype.itemsize))
+        array = buffer.lend(dtype, count)
         with self._lock:
             self._buffers.append(buffer)
             del self._buffers[: -self._count]
-        return buffer
+        return array
+
+    def _find(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any] | None:
+        """Return an array in a buffer that is free, if there is one that fits."""
+        size_bytes = count * dtype.itemsize
+        self._is_searching = True
+        try:
+            for buffer in self._buffers:
+                is_fit = size_bytes <= buffer.size <= 2 * size_bytes
+                if is_fit and buffer.lent() is None:
+                    return buffer.lend(dtype, count)
+        finally:
+            self._is_searching = False
+        return None
 
 
 def _allocate(size_bytes: int) -> npt.NDArray[np.uint8]:
