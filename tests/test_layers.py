@@ -214,7 +214,6 @@ OUTSIDE = {
         "memory.mpi_segments",
         "memory.symmetric",
         "channel",
-        "data.undistributed",
         "gradient_buckets",
         "replica_group",
         "tune",
