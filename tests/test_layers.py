@@ -220,7 +220,6 @@ OUTSIDE = {
         "memory.boards",
         "memory.symmetric",
         "channel",
-        "data.undistributed",
         "gradient_buckets",
         "replica_group",
         "tune",

@@ -6,8 +6,6 @@ import sys
 import warnings
 from types import FrameType
 
-from mpi4py import MPI
-
 __all__ = ["warn_undistributed"]
 
 # Functions that these call may iterate over datasets: a generator's function, or the
@@ -23,7 +21,8 @@ def warn_undistributed() -> None:
     Rank 1 does: what rank 0 does alone, such as an evaluation, is done on purpose.
     """
     global _has_warned
-    if _has_warned or not MPI.Is_initialized() or MPI.Is_finalized():
+    MPI = sys.modules.get("mpi4py.MPI")  # noqa: N806  # commands run without MPI, too
+    if _has_warned or MPI is None or not MPI.Is_initialized() or MPI.Is_finalized():
         return
     if MPI.COMM_WORLD.Get_rank() != 1 or _is_called_by_library(sys._getframe(2)):
         return
