@@ -118,12 +118,11 @@ def test_the_benchmark_of_large_arrays_checks_them(comm, mpirun, tmp_path):
 
 def test_collectives_are_compared_with_numpy(comm, mpirun):
     script = str(BENCHMARKS / "check_reductions.py")
-    paths = ["shared memory", "symmetric_like", "gradient_buckets"]
-    ended = mpirun(comm.size, script, "--tiny", *paths)
+    ended = mpirun(comm.size, script, "--tiny")
     assert ended.returncode == 0, ended.stderr
     if comm.rank == 0:
         *lines, last = ended.stdout.splitlines()
-        assert len(lines) == len(paths)
+        assert len(lines) >= 9
         counts = re.findall(
             r" ([\d,]+) checks on each of \d ranks, 0 dis", ended.stdout
         )
