@@ -65,6 +65,7 @@ class Fault:
       is_interrupted: whether mpirun gets a Ctrl-C then.
       is_survived: whether the job goes on, and ends well.
       needs_ulfm: whether only Open MPI can do that, which is asked for it.
+      has_full_dumps: whether the flight recorder has a folder on a full file system.
     """
 
     script: str
@@ -73,6 +74,7 @@ class Fault:
     is_interrupted: bool = False
     is_survived: bool = False
     needs_ulfm: bool = False
+    has_full_dumps: bool = False
 
 
 def on_rank_1(action: str) -> str:
@@ -93,6 +95,92 @@ strategy.experimental_finalize()
 mpidist.run_elastic(train)
 """
 NOT_COME = r"rank 1 did not come\. The job ends"
+WELL = 'os.write(1, f"well {rank}\\n".encode())\n'
+FORKING = """
+import multiprocessing, warnings
+
+warnings.simplefilter("ignore")
+
+def child():
+    try:
+        strategy.reduce("SUM", np.full(1000, 1000.0))
+    except mpidist.CollectiveError as error:
+        print(error, flush=True)
+    raise KeyError("of the child")
+
+if rank == 1:
+    fault()
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+assert (strategy.reduce("SUM", np.ones(1000)) == strategy.num_replicas_in_sync).all()
+"""
+INTERRUPTED = """
+class TimeExpired(Exception):
+    pass
+
+def interrupt(number, frame):
+    names = set()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    if names & {"allreduce_packed", "require_same", "compare"}:
+        fault()
+        raise TimeExpired
+    signal.setitimer(signal.ITIMER_REAL, 0.001)
+
+if rank == 1:
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.001)
+options = mpidist.CommunicationOptions(implementation=IMPLEMENTATION)
+ranks = strategy.num_replicas_in_sync
+for step in range(100_000):
+    values = [np.full(100_000, float(step + r)) for r in range(ranks)]
+    try:
+        total = strategy.extended.collectives.all_reduce(
+            "reduce", "SUM", values[rank], options
+        )
+    except TimeExpired:
+        continue
+    assert (total == sum(values)).all(), "a number of another step"
+"""
+NO_MEMORY = """
+import resource
+
+value = np.ones(8 << 20)
+if rank == 1:
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    fault()
+    resource.setrlimit(resource.RLIMIT_AS, (used + value.nbytes // 4,) * 2)
+strategy.reduce("SUM", value)
+"""
+MISALIGNED = """
+value = np.ones(100_000)
+if rank == 1:
+    fault()
+    value = np.frombuffer(b"x" + value.tobytes(), np.uint8)[1:].view(np.float64)
+options = mpidist.CommunicationOptions(implementation="MPI")
+total = strategy.extended.collectives.all_reduce("reduce", "SUM", value, options)
+assert (total == strategy.num_replicas_in_sync).all()
+"""
+LATE = """
+options = mpidist.CommunicationOptions(timeout_seconds=0.2)
+both = mpidist.MirroredStrategy(["CPU:0"])
+if rank == 0:
+    try:
+        strategy.extended.collectives.all_reduce(
+            "reduce", "SUM", np.ones(100_000), options
+        )
+    except mpidist.DeadlineError:
+        both.reduce("SUM", 1)
+    threading.Event().wait()
+else:
+    both.reduce("SUM", 1)
+    fault()
+    strategy.reduce("SUM", np.ones(100_000))
+"""
+UNWRITABLE = 'os.dup2(os.open("/dev/full", os.O_WRONLY), 2)\n'
 FAULTS = {
     "SIGKILL": Fault(on_rank_1("os.kill(os.getpid(), signal.SIGKILL)"), r"(?i)kill"),
     "SIGKILL, the others go on": Fault(
@@ -174,6 +262,54 @@ for batch in strategy.experimental_distribute_dataset(data):
     "a rank is slow, and named": Fault(
         on_rank_1("time.sleep(7)"), "mpidist: rank 1 slow", is_survived=True
     ),
+    "a fork that communicates": Fault(
+        FORKING + WELL,
+        "was forked from a rank.*well",
+        is_survived=True,
+    ),
+    "an exception in a collective": Fault(
+        f"IMPLEMENTATION = 'AUTO'\n{INTERRUPTED}", "rank 1 left reduce"
+    ),
+    "the same, inside MPI": Fault(
+        f"IMPLEMENTATION = 'MPI'\n{INTERRUPTED}", "rank 1 left reduce"
+    ),
+    "no memory for a result": Fault(NO_MEMORY, "rank 1 of .*MemoryError"),
+    "a misaligned array": Fault(MISALIGNED + WELL, "well 1", is_survived=True),
+    "a strategy is not made": Fault(
+        """
+if rank == 1:
+    fault()
+    threading.Event().wait()
+mpidist.MirroredStrategy(["CPU:0"])
+""",
+        "has waited .* in making a",
+        is_hang=True,
+    ),
+    "never comes, stderr is full": Fault(
+        UNWRITABLE + on_rank_1("threading.Event().wait()"), "", is_hang=True
+    ),
+    "stderr is full, all is well": Fault(
+        f"fault()\n{UNWRITABLE}{REDUCE}mpidist.MirroredStrategy()\n{WELL}",
+        "well 1",
+        is_survived=True,
+    ),
+    "no room for the flight recorder": Fault(
+        f"fault()\nfor step in range(500):\n    {REDUCE}{WELL}",
+        "well 1",
+        is_survived=True,
+        has_full_dumps=True,
+    ),
+    "late after a deadline": Fault(LATE, "DeadlineError: .*rank 0 waited 0.2 s"),
+    "buckets without gradients": Fault(
+        f"""
+fault()
+with strategy.gradient_buckets({{}}) as buckets:
+    pass
+assert buckets.result == {{}}
+{WELL}""",
+        "well 1",
+        is_survived=True,
+    ),
     "MPI_Abort": Fault(on_rank_1("MPI.COMM_WORLD.Abort(7)"), r"(?i)abort"),
     "Ctrl-C at the launcher": Fault(
         f"while True:\n    {REDUCE}", "", is_interrupted=True
@@ -225,8 +361,14 @@ def run(fault: Fault, ranks: int, hang_seconds: float) -> Try:
         }
         script = PROLOGUE + fault.script
         options = ("--with-ft", "ulfm") if fault.needs_ulfm else ()
+        command = [*launching.mpirun_command(ranks, *options), sys.executable]
+        if fault.has_full_dumps:
+            environment["MPIDIST_DUMPS"] = folder
+            mount = f"mount -t tmpfs -o size=16k dumps {folder}"
+            in_shell = f'{mount} && exec "$@"'
+            command = ["unshare", "-m", "sh", "-c", in_shell, "sh", *command]
         job = subprocess.Popen(
-            [*launching.mpirun_command(ranks, *options), sys.executable, "-c", script],
+            [*command, "-c", script],
             env=environment,
             cwd=place,
             stdout=subprocess.PIPE,
@@ -324,7 +466,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = [
         name
         for name, fault in FAULTS.items()
-        if launching.is_open_mpi() or not fault.needs_ulfm
+        if (launching.is_open_mpi() or not fault.needs_ulfm)
+        and (os.geteuid() == 0 or not fault.has_full_dumps)
     ]
     parser.add_argument("faults", nargs="*", metavar="FAULT", default=known)
     parser.add_argument("--ranks", type=int, default=3)
