@@ -28,6 +28,8 @@ _LAUNCHER_PREFIXES = (
 _KEPT_PREFIXES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PRTE_MCA_rmaps")
 # Ends true hangs only: jobs take a second or two, and many times that on a busy machine
 HANG_SECONDS = 600.0
+# Of the latter these are the launcher's own: Open MPI 4's would end in the outer job
+_OUTER_JOB_PREFIXES = ("OMPI_MCA_ess", "OMPI_MCA_orte", "OMPI_MCA_pmix")
 
 
 def load_job(name: str) -> Any:
@@ -45,10 +47,14 @@ def load_job(name: str) -> Any:
 def clean_environment() -> dict[str, str]:
     """Return this process's environment without what its launcher added."""
     return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_LAUNCHER_PREFIXES) or name.startswith(_KEPT_PREFIXES)
+        name: value for name, value in os.environ.items() if not _is_launchers(name)
     } | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def _is_launchers(name: str) -> bool:
+    if name.startswith(_KEPT_PREFIXES):
+        return name.startswith(_OUTER_JOB_PREFIXES)
+    return name.startswith(_LAUNCHER_PREFIXES)
 
 
 def is_open_mpi() -> bool:

@@ -72,7 +72,7 @@ end()
 )
 
 
-AGREEING = "prepare require_same compare exchange"
+AGREEING = "require_same compare exchange"
 MOVING = "allreduce_packed allreduce_sum"
 
 

@@ -61,7 +61,7 @@ def agreement(comm, dumps):
 
 
 def own_paths(folder, agreement):
-    channel, rank = agreement.recorder._channel, mpidist_rank()
+    channel, rank = agreement.recorder.channel, mpidist_rank()
     return ring_path(folder, channel, rank), calls_path(folder, channel, rank)
 
 
