@@ -294,7 +294,7 @@ class Collectives:
     def _check_integers(
         self,
         partial: Sequence[Any],
-        totals: Sequence[Any],
+        totals: list[Any],
         options: CommunicationOptions,
         sum_arrays: Summation,
     ) -> None:
@@ -304,7 +304,7 @@ class Collectives:
 
         Args:
           partial: what was added up; behind all arrays what `_count_large` returned.
-          totals: the sums.
+          totals: the sums; those of few bits are replaced by exact ones.
           options: see `CommunicationOptions`.
           sum_arrays: adds arrays up.
         """
@@ -313,6 +313,9 @@ class Collectives:
         integers = [j for j, a in enumerate(partial) if a.dtype.kind in "iu"]
         wide = [partial[j].astype(np.float64) for j in integers]
         for j, rough in zip(integers, sum_arrays(wide, options), strict=True):
+            dtype = partial[j].dtype
+            if dtype.itemsize < 8:  # exact; Open MPI saturates sums of few bits
+                totals[j] = rough.astype(np.int64).astype(dtype)
             name = "value" if len(partial) == 2 else f"array {j} of the value"
             what = f"the sum of {name} over all replicas"
             with self.agreement.same_on_all():
