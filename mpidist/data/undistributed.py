@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from types import FrameType
+
+from mpidist.notices import warn
 
 __all__ = ["warn_undistributed"]
 
@@ -27,14 +28,13 @@ def warn_undistributed() -> None:
     if MPI.COMM_WORLD.Get_rank() != 1 or _is_called_by_library(sys._getframe(2)):
         return
     _has_warned = True
-    warnings.warn(
+    warn(
         "a dataset is iterated over without being distributed: each of the "
         f"{MPI.COMM_WORLD.Get_size()} ranks of this job reads all of its rows, in "
         "another order after a shuffle without a seed. Divide it by "
         "strategy.experimental_distribute_dataset(dataset); if each rank is to read "
         "everything, say so by dataset.with_options(mpidist.Options("
         "mpidist.AutoShardPolicy.OFF)). (Rank 1 says this, once)",
-        RuntimeWarning,
         stacklevel=3,
     )
 
