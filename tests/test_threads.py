@@ -136,7 +136,8 @@ def test_a_thread_without_a_name_is_not_the_main_one(strategy):
     def work():
         results.extend(strategy.reduce("SUM", np.full(3, 2.0)) for _ in range(20))
 
-    thread = threading.Thread(target=work, name="")
+    thread = threading.Thread(target=work)
+    thread.name = ""
     thread.start()
     main = [strategy.reduce("SUM", np.ones(3)) for _ in range(20)]
     thread.join()
