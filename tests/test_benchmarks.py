@@ -116,6 +116,7 @@ def test_the_benchmark_of_large_arrays_checks_them(comm, mpirun, tmp_path):
         assert all(row["right"] for row in rows)
 
 
+@pytest.mark.slow
 def test_collectives_are_compared_with_numpy(comm, mpirun):
     script = str(BENCHMARKS / "check_reductions.py")
     ended = mpirun(comm.size, script, "--tiny")

@@ -106,6 +106,7 @@ def test_a_second_job_restores_but_does_not_save(
     comm.Barrier()
 
 
+@pytest.mark.slow
 def test_another_folder_another_name_and_a_closed_strategy_are_free(
     strategy, comm, mpirun, mpi_tmp_path
 ):

@@ -92,6 +92,7 @@ def run_on_small_disk(comm, kilobytes, ranks, script, folder):
     return comm.bcast(ended)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kilobytes", [16, 64, 256])
 def test_a_full_file_system_does_not_end_the_job(comm, tmp_path, kilobytes):
     """Pages that are not there would be SIGBUS, lines that do not fit ENOSPC."""

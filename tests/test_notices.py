@@ -69,6 +69,7 @@ def test_a_healthy_job_ends_well(comm, stderr):
     assert ended.stdout.split() == ["well", "well"]
 
 
+@pytest.mark.slow
 @pytest.mark.mpirun
 @pytest.mark.parametrize("stderr", STDERR)
 def test_a_hang_ends(comm, stderr):

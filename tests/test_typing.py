@@ -48,6 +48,7 @@ def check(comm, cache):
     return lambda script: on_first_rank(comm, lambda: mypy(script, cache))
 
 
+@pytest.mark.slow
 def test_a_users_script_passes_mypy_strict(check):
     status, output = check(SCRIPT)
     assert status == 0, output

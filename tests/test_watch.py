@@ -157,6 +157,7 @@ print("done")
     assert ended.stderr.count("slow") == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_are_alike_slow_are_not_named(mpirun):
     """They wait for each other for a while, but not many times what they took."""
     script = f"""
@@ -226,6 +227,7 @@ rank = next(int(os.environ[name]) for name in names if name in os.environ)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", UNCOVERED)
 def test_making_and_ending_strategies_are_watched(mpirun, operation):
     script = "import threading\n" + UNCOVERED[operation]
@@ -236,6 +238,7 @@ def test_making_and_ending_strategies_are_watched(mpirun, operation):
     assert "more than MPIDIST_HANG_SECONDS allows: " in ended.stderr
 
 
+@pytest.mark.slow
 def test_the_end_of_mpi_is_limited(mpirun):
     """There Python has ended; the operating system must do it."""
     script = f"""{RANK}
@@ -251,6 +254,7 @@ print("done", flush=True)
     assert ended.stdout.count("done") == 2
 
 
+@pytest.mark.slow
 def test_the_start_of_mpi_is_limited(mpirun):
     script = f"""{RANK}
 if rank == 1:
