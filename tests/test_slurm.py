@@ -71,6 +71,8 @@ mpidist.run_elastic(train)
 
 def by_mpirun(script, *options):
     """Return a command line; in an allocation mpirun knows how many fit on a node."""
+    if IS_OPEN_MPI:  # Slurm is told of more cores than there may be
+        options = (*options, "--bind-to", "none")
     mpirun, words = launching.mpirun_command(4)[0], " ".join(options)
     return f"{mpirun} {words} -n 4 {sys.executable} {script}"
 
