@@ -89,7 +89,8 @@ def check(result, files, components):
 
 
 def close(actual, expected, tolerance):
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance, strict=True)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e8])
