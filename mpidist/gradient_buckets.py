@@ -307,7 +307,11 @@ class GradientBuckets:
             self._results.end()
             raise
         with Pending(f"{_CALL}.__exit__", self._agreement.comm):
-            step.finish()
+            try:
+                step.finish()
+            except BaseException as interruption:  # the thread has not ended yet
+                self._agreement.leave(interruption)
+                raise
         self._results.end()
         if self._side is not None:
             self._side.end()

@@ -110,6 +110,36 @@ def test_an_interrupted_rank_never_gives_a_number_of_another_step(
     assert ended.returncode != 0
 
 
+# An alarm goes off on rank 1 while the thread of its buckets reduces
+INTERRUPTED_BUCKETS = (
+    INTERRUPTED.removesuffix("end()\n")
+    + """
+buckets = strategy.gradient_buckets([np.zeros(n)])
+try:
+    for step in range(1000):
+        try:
+            with buckets:
+                buckets.put(0, np.full(n, float(step * ranks + rank)))
+        except TimeExpired:
+            say("goes on")
+            continue
+        if (buckets.result[0] != total(step)).any():
+            say(f"wrong: {buckets.result[0]} in step {step}")
+except mpidist.CollectiveError as error:
+    say(f"told: {error}")
+"""
+)
+
+
+def test_a_rank_that_does_not_wait_for_its_buckets_is_an_error_on_all(mpirun):
+    ended = mpirun(3, INTERRUPTED_BUCKETS, "AUTO", "1000000", "finish")
+    assert "wrong" not in ended.stdout
+    assert "rank 1: goes on" in ended.stdout
+    for rank in range(3):
+        assert re.search(rf"rank {rank}: told: .*rank 1 left", ended.stdout)
+    assert ended.returncode != 0
+
+
 # Rank 0 leaves by a deadline before rank 1, without one, comes
 LATE = (
     BEGIN
