@@ -74,8 +74,6 @@ def _pretended_ranks_per_node(
 
     For tests: one machine is then taken for several. Collective.
     """
-    if comm.Get_size() == 1:  # such as the default strategy's, made by one rank alone
-        return None
     asked = environ.get(_RANKS_PER_NODE) or None
     everyone = comm.allgather(asked)
     # Python refuses to read numbers of some thousand digits
@@ -152,7 +150,10 @@ class Topology:
         comm = communicator.Dup()
         losses = Losses(comm)
         node = _ranks_that_share_memory(comm)
-        if pretended := _pretended_ranks_per_node(os.environ, comm):
+        pretended = None
+        if communicator != MPI.COMM_SELF:  # the default strategy's, made by the import
+            pretended = _pretended_ranks_per_node(os.environ, comm)
+        if pretended:
             whole = node
             node = cast(MPI.Intracomm, whole.Split(whole.Get_rank() // pretended))
             whole.Free()
