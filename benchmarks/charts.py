@@ -223,6 +223,34 @@ def draw_scaling(result: Mapping[str, Any]) -> Any:
     return figure
 
 
+def draw_step(result: Mapping[str, Any]) -> Any:
+    """Return the figure of `bench_step.py`: the time of a step, one bar for each."""
+    from matplotlib import pyplot
+
+    comparisons = result["comparisons"]
+    bars = [("mpidist", comparisons[0]["ours_median"])]
+    bars += [(c["against"], c["theirs_median"]) for c in comparisons]
+    names, times = zip(*bars, strict=True)
+    figure, axis = pyplot.subplots(figsize=(7, 1 + 0.4 * len(bars)))
+    axis.barh(names, times, color=[OURS, *[THEIRS] * (len(bars) - 1)], height=0.7)
+    for place, microseconds in enumerate(times):
+        axis.annotate(
+            f"{microseconds:,.0f}", (microseconds, place), (3, 0),
+            textcoords="offset points", va="center", fontsize=8,
+        )  # fmt: skip
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    ranks = result["ranks"]
+    axis.set_title(
+        f"Training step, {ranks} rank{'s' if ranks > 1 else ''}: "
+        f"{result['machine']['cpu']}, {result['machine']['cores']} cores",
+        fontsize=9,
+    )
+    _clean(axis, "microseconds per step")
+    figure.tight_layout()
+    return figure
+
+
 def draw_gpu(result: Mapping[str, Any]) -> Any:
     """Return the figure of `gpu/run_all.py`: times by size, and ratios."""
     from matplotlib import pyplot

@@ -117,6 +117,21 @@ def test_the_benchmark_of_large_arrays_checks_them(comm, mpirun, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_a_training_step_compares_all(comm, mpirun, tmp_path):
+    output = tmp_path / "step.json"
+    script = str(BENCHMARKS / "bench_step.py")
+    ended = mpirun(comm.size, script, "--tiny", f"--output={output}")
+    assert ended.returncode == 0, ended.stderr
+    if comm.rank == 0:
+        result = json.loads(output.read_text())
+        others = 1 + has("torch") + has("tensorflow")
+        assert len(result["comparisons"]) == others
+        losses = list(result["losses"].values())
+        assert losses == pytest.approx([losses[0]] * (1 + others), rel=0.1)
+        assert output.with_suffix(".png").exists() == has("matplotlib")
+
+
+@pytest.mark.slow
 def test_collectives_are_compared_with_numpy(comm, mpirun):
     script = str(BENCHMARKS / "check_reductions.py")
     ended = mpirun(comm.size, script, "--tiny")
