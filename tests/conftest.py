@@ -52,6 +52,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "selection runs: all but those marked `slow`, and of a parametrized test as "
         "many cases as show each value of each parameter",
     )
+    parser.addoption(
+        "--rest", action="store_true", help="run what that selection leaves out"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -76,6 +79,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     missing = why_no_slurm()
     slurm = f"none, its tests are skipped: {missing}" if missing else "two nodes"
     tests = "a selection, --all runs all" if is_selection(config) else "all"
+    if config.option.rest:
+        tests = "those that a selection leaves out"
     if WORLD.size == 2:
         tests += "; this rank counts half of those that need no other rank"
     header = f"mpi: {WORLD.size} ranks, {vendor}"
@@ -86,7 +91,8 @@ def is_selection(config: pytest.Config) -> bool:
     """Return whether a selection of the tests is to run: nothing else was asked for."""
     options = config.option
     folders = all(Path(argument).is_dir() for argument in config.args)
-    return folders and not (options.all or options.keyword or options.markexpr)
+    more = options.all or options.rest or options.keyword or options.markexpr
+    return folders and not more
 
 
 def select(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -120,6 +126,9 @@ def pytest_collection_modifyitems(
             if name in item.fixturenames:
                 item.add_marker(name)
     kept = select(items) if is_selection(config) else items
+    if config.option.rest:
+        selected = set(select(items))
+        kept = [item for item in items if item not in selected]
     if WORLD.size > 2:
         kept = [
             item
@@ -222,12 +231,19 @@ def strategy(comm: MPI.Intracomm) -> Iterator[mpidist.MirroredStrategy]:
 
 
 @pytest.fixture
-def mpirun(comm: MPI.Intracomm) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """A function that runs a Python script under mpirun, once for all ranks of a test.
+def mpirun(
+    request: pytest.FixtureRequest,
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """A function that runs a Python script under mpirun, and returns how it ended.
+
+    In a test that takes `comm` too, it runs once for all ranks. Others are divided
+    between the ranks, as most of such a job's time is waiting.
 
     `mpirun(ranks, "script.py", "argument", VARIABLE="value")`; a script is a path, or
     the text of one if it holds a newline. `options` are mpirun's.
     """
+    together = "comm" in request.fixturenames
+    comm = request.getfixturevalue("comm") if together else MPI.COMM_SELF
 
     def start(
         ranks: int,

@@ -45,12 +45,11 @@ def has(module):
     ],
     ids=lambda command: command[0],
 )
-def test_benchmarks_run(comm, command):
-    if comm.rank == 0:
-        script, *arguments = command
-        ended = launching.run([sys.executable, str(BENCHMARKS / script), *arguments])
-        assert ended.returncode == 0, ended.stderr
-        assert ended.stdout
+def test_benchmarks_run(command):
+    script, *arguments = command
+    ended = launching.run([sys.executable, str(BENCHMARKS / script), *arguments])
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout
 
 
 @pytest.mark.slow
@@ -220,15 +219,14 @@ def test_all_gpu_benchmarks_run_by_one_command(comm, tmp_path):
     assert "all parts ran" in (path.parent / f"{path.stem[:-7]}.txt").read_text()
 
 
-def test_the_gpu_benchmark_says_that_there_is_no_gpu(comm, tmp_path):
+def test_the_gpu_benchmark_says_that_there_is_no_gpu(tmp_path):
     """CUDA finds none where none is visible."""
-    if comm.rank == 0:
-        script = str(BENCHMARKS / "gpu" / "run_all.py")
-        command = [sys.executable, script, "--quick", f"--output={tmp_path}"]
-        ended = launching.run(command, CUDA_VISIBLE_DEVICES="")
-        assert ended.returncode == 1, ended
-        assert ended.stderr.startswith("there is no GPU here: CuPy "), ended.stderr
-        assert not list(tmp_path.iterdir())
+    script = str(BENCHMARKS / "gpu" / "run_all.py")
+    command = [sys.executable, script, "--quick", f"--output={tmp_path}"]
+    ended = launching.run(command, CUDA_VISIBLE_DEVICES="")
+    assert ended.returncode == 1, ended
+    assert ended.stderr.startswith("there is no GPU here: CuPy "), ended.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def records_of_gpu():
@@ -340,12 +338,11 @@ def test_the_metadata_benchmark_counts_calls_of_both_readers(comm, mpirun, tmp_p
         assert output.with_suffix(".png").exists() == has("matplotlib")
 
 
-def test_the_metadata_benchmark_says_that_strace_is_missing(comm):
+def test_the_metadata_benchmark_says_that_strace_is_missing():
     script = str(BENCHMARKS / "bench_metadata.py")
-    if comm.rank == 0:
-        ended = launching.run([sys.executable, script, "--tiny"], PATH="/nowhere")
-        assert ended.returncode == 1, ended
-        assert "strace is not installed" in ended.stderr
+    ended = launching.run([sys.executable, script, "--tiny"], PATH="/nowhere")
+    assert ended.returncode == 1, ended
+    assert "strace is not installed" in ended.stderr
 
 
 SOME_CALLS = """

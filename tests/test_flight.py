@@ -175,14 +175,11 @@ def test_a_folder_that_cannot_be_written_is_a_warning(comm, monkeypatch, tmp_pat
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_what_ranks_did_is_kept_when_one_dies(mpirun, comm, tmp_path, ending):
-    folder = comm.bcast(tmp_path)
+def test_what_ranks_did_is_kept_when_one_dies(mpirun, tmp_path, ending):
     script = PROLOGUE + ENDINGS[ending] + EPILOGUE
-    ended = mpirun(3, script, MPIDIST_DUMPS=str(folder))
+    ended = mpirun(3, script, MPIDIST_DUMPS=str(tmp_path))
     assert ended.returncode != 0
-    if comm.rank > 0:
-        return
-    diff = [sys.executable, "-m", "mpidist", "diff", str(folder)]
+    diff = [sys.executable, "-m", "mpidist", "diff", str(tmp_path)]
     found = subprocess.run(diff, capture_output=True, text=True, check=False)
     assert (found.returncode, found.stderr) == (1, "")
     if ending == "diverged":
@@ -195,11 +192,10 @@ def test_what_ranks_did_is_kept_when_one_dies(mpirun, comm, tmp_path, ending):
         )
 
 
-def test_nothing_is_left_by_a_job_that_ends_well(mpirun, comm, tmp_path):
-    folder = comm.bcast(tmp_path)
-    ended = mpirun(2, PROLOGUE + EPILOGUE, MPIDIST_DUMPS=str(folder))
+def test_nothing_is_left_by_a_job_that_ends_well(mpirun, tmp_path):
+    ended = mpirun(2, PROLOGUE + EPILOGUE, MPIDIST_DUMPS=str(tmp_path))
     assert ended.returncode == 0, ended.stderr
-    assert not list(folder.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture

@@ -880,7 +880,7 @@ with mpidist.Hdf5Writer(strategy, sys.argv[1], chunk_rows=1) as writer:
 """
 
 
-def test_a_forked_process_does_no_harm(comm, tmp_path):
+def test_a_forked_process_does_no_harm(tmp_path):
     path = tmp_path / "features.h5"
     command = [sys.executable, "-W", "ignore", "-c", FORKING, str(path)]
     done = launching.run(command)
@@ -899,7 +899,7 @@ writer.append(np.arange(3))
 """
 
 
-def test_a_writer_that_is_never_closed_leaves_nothing(comm, tmp_path):
+def test_a_writer_that_is_never_closed_leaves_nothing(tmp_path):
     path = tmp_path / "features.h5"
     done = launching.run([sys.executable, "-c", FORGOTTEN, str(path)])
     assert (done.returncode, done.stderr) == (0, "")

@@ -122,7 +122,7 @@ def test_ranks_stay_silent_however_long_the_report_of_one_takes(mpirun, script):
     assert "KeyError: 'the reason'" in ended.stderr
 
 
-def test_an_exception_of_one_process_alone_is_as_without_mpidist(comm):
+def test_an_exception_of_one_process_alone_is_as_without_mpidist():
     code = "import mpidist; mpidist.MirroredStrategy(); raise KeyError('the reason')"
     ended = launching.run([sys.executable, "-c", code])
     assert ended.returncode == 1
@@ -130,7 +130,7 @@ def test_an_exception_of_one_process_alone_is_as_without_mpidist(comm):
     assert ended.stderr.endswith("KeyError: 'the reason'\n")
 
 
-def test_a_replaced_excepthook_is_left_alone(comm):
+def test_a_replaced_excepthook_is_left_alone():
     code = "import sys; sys.excepthook = print; import mpidist; print(sys.excepthook)"
     assert (
         "built-in function print" in launching.run([sys.executable, "-c", code]).stdout
@@ -200,7 +200,7 @@ def test_good_launches_pass(environ, size):
     check_launch(environ, size, "MPICH Version: 5.0")
 
 
-def test_a_singleton_job_fails_before_it_computes(comm):
+def test_a_singleton_job_fails_before_it_computes():
     code = "import mpidist; mpidist.MirroredStrategy(); print('computing')"
     # As if the launcher of the other library had started it
     ended = launching.run([sys.executable, "-c", code], SLURM_STEP_NUM_TASKS="2")
@@ -241,7 +241,7 @@ def test_a_string_instead_of_devices_is_refused(comm):
         mpidist.MirroredStrategy("CPU:0", communicator=comm)
 
 
-def test_import_loads_no_heavy_library(comm):
+def test_import_loads_no_heavy_library():
     code = "import sys, mpidist; print(*sys.modules)"
     modules = launching.run([sys.executable, "-c", code]).stdout.split()
     loaded = {name.partition(".")[0] for name in modules}
@@ -259,7 +259,7 @@ def test_a_finalized_strategy_says_so(comm):
         strategy.run(lambda: None)
 
 
-def test_the_fixture_reports_a_job_that_hangs(comm):
+def test_the_fixture_reports_a_job_that_hangs():
     with pytest.raises(AssertionError, match="still ran after"):
         launching.run(
             [sys.executable, "-c", "import time; time.sleep(60)"], seconds=0.5

@@ -50,21 +50,18 @@ except BlockingIOError:
 """
 
 
-def run_ranks_with(comm, redirection, script, **environment):
+def run_ranks_with(redirection, script, **environment):
     """Run two ranks, whose stderr a shell redirects; return the finished job."""
-    ended = None
-    if comm.rank == 0:
-        python = shlex.join([sys.executable, "-c", script])
-        shell = ["bash", "-c", f"exec {python} {redirection}"]
-        ended = launching.run([*launching.mpirun_command(2), *shell], **environment)
-    return comm.bcast(ended)
+    python = shlex.join([sys.executable, "-c", script])
+    shell = ["bash", "-c", f"exec {python} {redirection}"]
+    return launching.run([*launching.mpirun_command(2), *shell], **environment)
 
 
 @pytest.mark.mpirun
 @pytest.mark.parametrize("stderr", ["a full disk", "closed", "a broken pipe"])
-def test_a_healthy_job_ends_well(comm, stderr):
+def test_a_healthy_job_ends_well(stderr):
     """The banner is written there, and said nothing of in stdout."""
-    ended = run_ranks_with(comm, STDERR[stderr], REDUCE + WELL)
+    ended = run_ranks_with(STDERR[stderr], REDUCE + WELL)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == ["well", "well"]
 
@@ -72,24 +69,24 @@ def test_a_healthy_job_ends_well(comm, stderr):
 @pytest.mark.slow
 @pytest.mark.mpirun
 @pytest.mark.parametrize("stderr", STDERR)
-def test_a_hang_ends(comm, stderr):
+def test_a_hang_ends(stderr):
     fill = FILL_PIPE if stderr == "a pipe that nobody reads" else ""
     script = REDUCE + fill + HANG
-    ended = run_ranks_with(comm, STDERR[stderr], script, MPIDIST_HANG_SECONDS="2")
+    ended = run_ranks_with(STDERR[stderr], script, MPIDIST_HANG_SECONDS="2")
     assert ended.returncode != 0
 
 
 @pytest.mark.mpirun
 @pytest.mark.parametrize("stderr", ["a full disk", "closed"])
-def test_an_exception_of_one_rank_ends_the_job(comm, stderr):
+def test_an_exception_of_one_rank_ends_the_job(stderr):
     script = REDUCE + "if rank == 1: raise KeyError\n" + WELL
-    ended = run_ranks_with(comm, STDERR[stderr], script)
+    ended = run_ranks_with(STDERR[stderr], script)
     assert ended.returncode != 0
 
 
-def test_warnings_that_are_errors_do_not_keep_ranks_apart(mpirun, tmp_path, comm):
+def test_warnings_that_are_errors_do_not_keep_ranks_apart(mpirun, tmp_path):
     """They come up on one rank: of a full node, of a folder, of MPI's threads."""
-    file = comm.bcast(tmp_path / "file")
+    file = tmp_path / "file"
     file.touch()
     script = f"""
 import os, sys, warnings

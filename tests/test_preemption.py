@@ -75,8 +75,8 @@ def make(comm, strategy, tmp_path):
         pytest.param("all", marks=pytest.mark.slow),
     ],
 )
-def test_a_job_that_is_signalled_saves_and_goes_on_later(mpirun, comm, tmp_path, mode):
-    folder = str(comm.bcast(tmp_path) / "run")
+def test_a_job_that_is_signalled_saves_and_goes_on_later(mpirun, tmp_path, mode):
+    folder = str(tmp_path / "run")
     starts = []
     for _ in range(6):
         ended = mpirun(2, JOB, folder, mode)

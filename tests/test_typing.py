@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import time
 from pathlib import Path
 
 import launching
@@ -27,25 +26,16 @@ def mypy(script: Path, cache: Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def on_first_rank(comm, function):
-    """Return on every rank what `function()` is on rank 0; do not spin meanwhile."""
-    result = function() if comm.rank == 0 else None
-    done = comm.Ibarrier()
-    while not done.Test():
-        time.sleep(0.01)
-    return comm.bcast(result)
-
-
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("mypy")
 
 
 @pytest.fixture
-def check(comm, cache):
+def check(cache):
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("mypy is not installed")
-    return lambda script: on_first_rank(comm, lambda: mypy(script, cache))
+    return lambda script: mypy(script, cache)
 
 
 @pytest.mark.slow
@@ -54,6 +44,7 @@ def test_a_users_script_passes_mypy_strict(check):
     assert status == 0, output
 
 
+@pytest.mark.slow
 def test_mypy_sees_the_librarys_types(check, tmp_path):
     wrong = tmp_path / "wrong.py"
     wrong.write_text(

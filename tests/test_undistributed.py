@@ -51,7 +51,7 @@ for line in MPI.COMM_WORLD.gather(f"rank {rank}: {len(found)} {found}") or ():
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_one_rank_warns_once(mpirun, tmp_path, comm, ranks):
+def test_one_rank_warns_once(mpirun, tmp_path, ranks):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     result = mpirun(ranks, str(path))

@@ -133,9 +133,9 @@ def test_the_variable_limits_how_long_ranks_wait(mpirun):
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_slow_rank_is_named_and_waited_for(comm, mpirun, tmp_path, nodes):
+def test_a_slow_rank_is_named_and_waited_for(mpirun, tmp_path, nodes):
     """It is slow until it has been named."""
-    named = comm.bcast(tmp_path) / "named"
+    named = tmp_path / "named"
     script = f"""
 {PROLOGUE}
 def say(text, say=watch._say):
