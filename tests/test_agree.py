@@ -202,7 +202,14 @@ def deadline_when_missing(late, agreement, monkeypatch):
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("late", [[0], [-1], [1, 2, 3]])
+@pytest.mark.parametrize(
+    "late",
+    [
+        pytest.param([0], marks=pytest.mark.slow),
+        [-1],
+        pytest.param([1, 2, 3], marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("on_board", [False, True])
 def test_ranks_that_miss_a_deadline_are_named(
     comm, several, late, on_board, monkeypatch

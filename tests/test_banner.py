@@ -89,7 +89,9 @@ def test_the_first_dataset_has_a_line_of_its_own(comm, strategy, tmp_path, make,
         assert summarize(data._plan) == line
 
 
-@pytest.mark.parametrize(("ranks", "lines"), [(1, 0), (2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "lines"), [pytest.param(1, 0, marks=pytest.mark.slow), (2, 2)]
+)
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_they_are_printed_once_by_one_rank(mpirun, ranks, lines, is_silent):
     environment = {"MPIDIST_BANNER": "0"} if is_silent else {}

@@ -27,6 +27,7 @@ def every(order, rows):
     seed=st.integers(-5, 5),
     epoch=st.integers(0, 3),
 )
+@pytest.mark.slow
 def test_every_row_comes_once(lengths, rows, window, batch, seed, epoch):
     blocks = Blocks(tuple(lengths), rows, 10, is_costly=True)
     order = BlockOrder(blocks, seed, epoch, window, batch)

@@ -976,6 +976,7 @@ def test_a_job_may_end_without_finalizing_the_strategy(mpirun):
     assert ended.stdout.split() == ["[6,", "22,", "17]"]
 
 
+@pytest.mark.slow
 def test_mpi_without_threads_is_refused(mpirun):
     ended = mpirun(2, SCRIPT, "serialized")
     assert ended.returncode != 0

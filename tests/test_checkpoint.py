@@ -608,6 +608,7 @@ def test_saving_by_one_rank_alone_is_an_error(strategy, mpi_tmp_path):
     assert not list(mpi_tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_arrays_of_pytorch_are_filled_where_they_lie(strategy, mpi_tmp_path):
     torch = pytest.importorskip("torch")
     x = torch.arange(4.0)

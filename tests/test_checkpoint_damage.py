@@ -85,6 +85,7 @@ def test_a_file_that_was_cut_anywhere(saved):
     assert mpidist.latest_checkpoint(path.parent / "none") is None
 
 
+@pytest.mark.slow
 def test_a_bit_that_was_flipped_anywhere(saved):
     _, data, restore = saved
     places = {*range(0, len(data), 401), *range(300), *range(4096, 4600)}

@@ -268,9 +268,8 @@ for step in range(checkpoint.step + 1, checkpoint.step + 1 + int(steps)):
 """
 
 
-@pytest.mark.parametrize(
-    "kind", ["blocking", pytest.param("background", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kind", ["blocking", "background"])
+@pytest.mark.slow
 def test_a_rank_that_is_killed_anywhere_in_a_save(comm, mpirun, mpi_tmp_path, kind):
     if comm.size > 2:
         pytest.skip("it starts jobs of its own: other numbers of ranks do the same")
@@ -298,6 +297,7 @@ def test_a_rank_that_is_killed_anywhere_in_a_save(comm, mpirun, mpi_tmp_path, ki
     assert step.step >= known + 2
 
 
+@pytest.mark.slow
 def test_the_end_of_the_program_waits(comm, mpirun, mpi_tmp_path):
     ranks = min(2, comm.size)
     ended = mpirun(ranks, SCRIPT, str(mpi_tmp_path), "-1", "0", "3", "background")

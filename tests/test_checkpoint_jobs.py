@@ -82,7 +82,15 @@ def impatient(monkeypatch):
     monkeypatch.setattr(job_locks, "_PATIENCE_SECONDS", 0.0)
 
 
-@pytest.mark.parametrize("how", ["manager", "background", "save", "write"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "manager",
+        pytest.param("background", marks=pytest.mark.slow),
+        pytest.param("save", marks=pytest.mark.slow),
+        pytest.param("write", marks=pytest.mark.slow),
+    ],
+)
 def test_a_second_job_restores_but_does_not_save(
     strategy, comm, mpirun, mpi_tmp_path, how
 ):
@@ -187,6 +195,7 @@ def test_a_job_that_was_started_again_waits_for_the_old_one(
     comm.Barrier()
 
 
+@pytest.mark.slow
 def test_without_locks_the_next_save_sees_what_another_job_saved(
     strategy, comm, mpirun, mpi_tmp_path, monkeypatch
 ):

@@ -146,6 +146,7 @@ collective = settings(
 
 @pure
 @given(case=cases())
+@pytest.mark.slow
 def test_every_row_once_per_epoch_for_any_number_of_replicas(case):
     with tempfile.TemporaryDirectory() as name:
         case.write(Path(name))

@@ -81,10 +81,10 @@ MOVING = "allreduce_packed allreduce_sum"
     [
         ("AUTO", 10, AGREEING, ""),
         ("AUTO", 300_000, MOVING, ""),
-        ("MPI", 300_000, AGREEING, ""),
+        pytest.param("MPI", 300_000, AGREEING, "", marks=pytest.mark.slow),
         ("MPI", 300_000, MOVING, ""),
-        ("AUTO", 10, AGREEING, "1"),
-        ("AUTO", 300_000, MOVING, "2"),
+        pytest.param("AUTO", 10, AGREEING, "1", marks=pytest.mark.slow),
+        pytest.param("AUTO", 300_000, MOVING, "2", marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_rank_never_gives_a_number_of_another_step(
@@ -166,9 +166,14 @@ except mpidist.CollectiveError as error:
 )
 
 
-@pytest.mark.parametrize("n", [10, 1_000_000])
+@pytest.mark.parametrize("n", [10, pytest.param(1_000_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("implementation", "ranks_per_node"), [("AUTO", ""), ("MPI", ""), ("AUTO", "1")]
+    ("implementation", "ranks_per_node"),
+    [
+        ("AUTO", ""),
+        ("MPI", ""),
+        pytest.param("AUTO", "1", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_comes_after_others_left_by_a_deadline_is_told(
     mpirun, n, implementation, ranks_per_node
@@ -236,7 +241,7 @@ say("well")
 )
 
 
-@pytest.mark.parametrize("n", [10, 100_000])
+@pytest.mark.parametrize("n", [10, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_a_forked_process_has_no_part_in_collectives(mpirun, n):
     ended = mpirun(
         2, FORKS, "AUTO", str(n), PYTHONWARNINGS="ignore::DeprecationWarning"
@@ -331,7 +336,9 @@ for name, call in calls.items():
 )
 
 
-@pytest.mark.parametrize("implementation", ["AUTO", "MPI"])
+@pytest.mark.parametrize(
+    "implementation", ["AUTO", pytest.param("MPI", marks=pytest.mark.slow)]
+)
 def test_a_rank_without_memory_for_a_result_is_an_error_on_all(mpirun, implementation):
     ended = mpirun(2, SHORT, implementation, "0")
     assert ended.returncode == 0, ended.stderr
@@ -369,7 +376,9 @@ for n in (3, 100_000):
 """
 
 
-@pytest.mark.parametrize("ranks_per_node", ["", "1"])
+@pytest.mark.parametrize(
+    "ranks_per_node", [pytest.param("", marks=pytest.mark.slow), "1"]
+)
 def test_misaligned_arrays_of_one_rank_are_reduced(mpirun, ranks_per_node):
     ended = mpirun(2, MISALIGNED, MPIDIST_RANKS_PER_NODE=ranks_per_node)
     assert ended.returncode == 0, ended.stderr

@@ -101,7 +101,9 @@ def fake(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("ranks", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 3))]
+)
 def test_all_is_well(tmp_path, ranks):
     """Ranks that share cores are not, but that is the machine's, not the doctor's."""
     path = tmp_path / "data.h5"
@@ -124,6 +126,7 @@ def test_all_is_well(tmp_path, ranks):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_a_table_says_the_same():
     command = [sys.executable, *DOCTOR]
     ended = launching.run(command, PYTHONPATH=LIBRARY, MPI4PY_RC_THREAD_LEVEL="single")
@@ -136,6 +139,7 @@ def test_a_table_says_the_same():
     assert lines[-1].endswith("1 FAIL")
 
 
+@pytest.mark.slow
 def test_json_goes_to_a_file(tmp_path):
     path = tmp_path / "report.json"
     command = [sys.executable, *DOCTOR, "--json", str(path)]
@@ -149,7 +153,8 @@ def test_json_goes_to_a_file(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.slow
 def test_bad_paths(tmp_path, ranks):
     fifo, damaged, ring = tmp_path / "fifo", tmp_path / "bad.h5", tmp_path / "ring"
     os.mkfifo(fifo)
@@ -198,6 +203,7 @@ def test_a_read_only_file_system(tmp_path):
     assert "Read-only file system" in report(f"{fixed}: writing", "WARN")
 
 
+@pytest.mark.slow
 def test_little_shared_memory():
     """So little that MPI itself may crash, or use none."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
@@ -228,7 +234,8 @@ def dead_folder(tmp_path):
     assert libc.umount2(os.fsencode(folder), 2) == 0
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.slow
 def test_a_dead_file_system_does_not_stop_it(dead_folder, tmp_path, ranks):
     where = ["--paths", str(dead_folder), str(tmp_path)]
     report = (
@@ -280,6 +287,7 @@ def test_a_launcher_that_started_more_than_mpi_sees():
     assert allowed("launcher", "WARN")
 
 
+@pytest.mark.slow
 def test_processes_that_mpi_does_not_join_print_once():
     """As under an srun with the wrong --mpi=."""
     report = together(3, {"all": {"alone": "3"}})
@@ -298,9 +306,14 @@ def test_no_mpi():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("import os; os.abort()", "ended by SIGABRT"),
+        pytest.param(
+            *("import os; os.abort()", "ended by SIGABRT"), marks=pytest.mark.slow
+        ),
         ("raise OSError('no\\nlibrary')", "OSError: no library"),
-        ("import os; os.open(os.environ['FIFO'], os.O_RDONLY)", "no answer in"),
+        pytest.param(
+            *("import os; os.open(os.environ['FIFO'], os.O_RDONLY)", "no answer in"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_broken_package(fake, tmp_path, text, expected):

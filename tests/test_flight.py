@@ -174,7 +174,13 @@ def test_a_folder_that_cannot_be_written_is_a_warning(comm, monkeypatch, tmp_pat
     duplicate.Free()
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "killed",
+        *(pytest.param(e, marks=pytest.mark.slow) for e in ENDINGS if e != "killed"),
+    ],
+)
 def test_what_ranks_did_is_kept_when_one_dies(mpirun, tmp_path, ending):
     script = PROLOGUE + ENDINGS[ending] + EPILOGUE
     ended = mpirun(3, script, MPIDIST_DUMPS=str(tmp_path))

@@ -313,7 +313,14 @@ def resize_elsewhere(path, rows):
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("layout", ["chunks", "gzip", "fletcher32"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("chunks", marks=pytest.mark.slow),
+        "gzip",
+        pytest.param("fletcher32", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("rows", [200, 64 + 1])
 def test_a_file_that_grows_while_it_is_read(strategy, comm, mpi_tmp_path, layout, rows):
     """All ranks get the rows that were there, or an error."""

@@ -899,6 +899,7 @@ writer.append(np.arange(3))
 """
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_never_closed_leaves_nothing(tmp_path):
     path = tmp_path / "features.h5"
     done = launching.run([sys.executable, "-c", FORGOTTEN, str(path)])
@@ -949,7 +950,7 @@ with mpidist.Hdf5Writer(strategy, path, chunk_rows=2, overwrite=True) as writer:
         pytest.param("complete", shard(1, 3), True, marks=pytest.mark.slow),
         ("complete", "features.h5", True),
         pytest.param("publish", shard(0, 3), False, marks=pytest.mark.slow),
-        ("publish", shard(2, 3), False),
+        pytest.param("publish", shard(2, 3), False, marks=pytest.mark.slow),
         ("publish", "features.h5", False),
     ],
 )

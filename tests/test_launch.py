@@ -96,7 +96,14 @@ def test_a_job_that_missed_a_deadline_ends(mpirun):
     assert "cannot communicate any more" in ended.stderr
 
 
-@pytest.mark.parametrize("script", [FAILING, FAILING_IN_RUN, FAILING_BEFORE])
+@pytest.mark.parametrize(
+    "script",
+    [
+        FAILING_IN_RUN,
+        pytest.param(FAILING, marks=pytest.mark.slow),
+        pytest.param(FAILING_BEFORE, marks=pytest.mark.slow),
+    ],
+)
 def test_an_uncaught_exception_ends_the_job_with_one_traceback(mpirun, script):
     ended = mpirun(3, script)
     assert ended.returncode != 0
@@ -105,6 +112,7 @@ def test_an_uncaught_exception_ends_the_job_with_one_traceback(mpirun, script):
     assert "KeyError: 'the reason'" in ended.stderr
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_alike_print_one_traceback(mpirun):
     ended = mpirun(3, FAILING_EVERYWHERE)
     assert ended.returncode != 0
@@ -122,6 +130,7 @@ def test_ranks_stay_silent_however_long_the_report_of_one_takes(mpirun, script):
     assert "KeyError: 'the reason'" in ended.stderr
 
 
+@pytest.mark.slow
 def test_an_exception_of_one_process_alone_is_as_without_mpidist():
     code = "import mpidist; mpidist.MirroredStrategy(); raise KeyError('the reason')"
     ended = launching.run([sys.executable, "-c", code])
@@ -137,6 +146,7 @@ def test_a_replaced_excepthook_is_left_alone():
     )
 
 
+@pytest.mark.slow
 def test_pytest_reports_a_failure_itself(tmp_path):
     test = tmp_path / "test_it.py"
     test.write_text("import mpidist\ndef test():\n    raise KeyError('the reason')\n")

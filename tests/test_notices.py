@@ -58,7 +58,14 @@ def run_ranks_with(redirection, script, **environment):
 
 
 @pytest.mark.mpirun
-@pytest.mark.parametrize("stderr", ["a full disk", "closed", "a broken pipe"])
+@pytest.mark.parametrize(
+    "stderr",
+    [
+        "a full disk",
+        pytest.param("closed", marks=pytest.mark.slow),
+        pytest.param("a broken pipe", marks=pytest.mark.slow),
+    ],
+)
 def test_a_healthy_job_ends_well(stderr):
     """The banner is written there, and said nothing of in stdout."""
     ended = run_ranks_with(STDERR[stderr], REDUCE + WELL)
@@ -77,7 +84,9 @@ def test_a_hang_ends(stderr):
 
 
 @pytest.mark.mpirun
-@pytest.mark.parametrize("stderr", ["a full disk", "closed"])
+@pytest.mark.parametrize(
+    "stderr", ["a full disk", pytest.param("closed", marks=pytest.mark.slow)]
+)
 def test_an_exception_of_one_rank_ends_the_job(stderr):
     script = REDUCE + "if rank == 1: raise KeyError\n" + WELL
     ended = run_ranks_with(STDERR[stderr], script)

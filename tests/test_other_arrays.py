@@ -52,6 +52,7 @@ def torch():
     return pytest.importorskip("torch")
 
 
+@pytest.mark.slow
 def test_torch_tensors_come_back_as_tensors(strategy, torch):
     n = strategy.num_replicas_in_sync
     rank = strategy.extended.replica_id

@@ -71,7 +71,7 @@ def make(comm, strategy, tmp_path):
     "mode",
     [
         pytest.param("rank 0", marks=pytest.mark.slow),
-        "rank 1",
+        pytest.param("rank 1", marks=pytest.mark.slow),
         pytest.param("all", marks=pytest.mark.slow),
     ],
 )

@@ -141,6 +141,7 @@ def test_strategies_that_all_ranks_have_dropped_are_freed(comm, monkeypatch):
     assert not any(kept.extended.topology.closed for kept in on_rank_0)
 
 
+@pytest.mark.slow
 def test_strategies_of_some_ranks_are_freed_by_them(comm, monkeypatch):
     """Ranks that were not in a strategy know nothing of it."""
     monkeypatch.setattr(_Resources, "_collect_at", 1)

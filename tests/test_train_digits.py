@@ -21,6 +21,7 @@ def job():
     return launching.load_job("train_digits")
 
 
+@pytest.mark.slow
 def test_the_job_learns_the_digits(job, comm, mpi_tmp_path, capsys):
     data, picture = mpi_tmp_path / "deep" / "data", mpi_tmp_path / "curves.png"
     job.main([f"--data-dir={data}", f"--plot={picture}", "--epochs=25"])

@@ -237,6 +237,7 @@ def test_rows_change_where_another_transport_is_clearly_faster(times, first):
         assert other >= 0.9 * chosen
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_it_wrote(tmp_path):
     """One rank has nothing to choose from, but may run it."""
     output = tmp_path / "t.json"

@@ -60,6 +60,7 @@ def test_mypy_sees_the_librarys_types(check, tmp_path):
     assert "[arg-type]" in output
 
 
+@pytest.mark.slow
 def test_the_script_runs(mpirun):
     done = mpirun(2, str(SCRIPT))
     assert done.returncode == 0, done.stderr

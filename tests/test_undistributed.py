@@ -50,7 +50,7 @@ for line in MPI.COMM_WORLD.gather(f"rank {rank}: {len(found)} {found}") or ():
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_one_rank_warns_once(mpirun, tmp_path, ranks):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
