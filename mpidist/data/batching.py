@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -43,10 +43,6 @@ class Map(Step):
     def _call(self, element: Any) -> Any:
         return call_mapped(self._fn, element)
 
-    @property
-    def row_bytes(self) -> None:
-        return None
-
     def blocks(self) -> Blocks | None:
         return self._parent.blocks()
 
@@ -84,7 +80,15 @@ class Map(Step):
         return self._parent.rows_in(order, i)
 
     def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
-        given = self._parent.part(order, i, replicas, replica)
+        return self._map_part(order, self._parent.part(order, i, replicas, replica))
+
+    def parts(
+        self, order: Pass, steps: range, replicas: int, replica: int
+    ) -> Iterator[Any]:
+        given = self._parent.parts(order, steps, replicas, replica)
+        return (self._map_part(order, part) for part in given)
+
+    def _map_part(self, order: Pass, given: Any) -> Any:
         if len(nest.flatten(given)[0][0]) == 0:
             return self.empty_part(order)
         return self._call_by_row(given)
@@ -164,16 +168,18 @@ class Batch(Step):
         mine = self.positions(order, i, replicas, replica)
         return self._parent.elements(order, np.arange(mine.start, mine.stop))
 
-    def parts(self, order: Pass, steps: range, replicas: int, replica: int) -> Any:
+    def parts(
+        self, order: Pass, steps: range, replicas: int, replica: int
+    ) -> Iterator[Any]:
         rows = self._parent.length
         mine = [self._slice(rows, i, replicas, replica) for i in steps]
         positions = np.concatenate([np.arange(p.start, p.stop) for p in mine])
         leaves, spec = nest.flatten(self._parent.elements(order, positions))
         edges = itertools.accumulate(map(len, mine), initial=0)
-        return [
+        return (
             nest.unflatten(spec, [leaf[first:last] for leaf in leaves])
             for first, last in itertools.pairwise(edges)
-        ]
+        )
 
     def positions(self, order: Pass, i: int, replicas: int, replica: int) -> range:
         """Return which of the parent's elements are in a replica's slice of a batch."""

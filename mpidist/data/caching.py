@@ -118,10 +118,6 @@ class AnyCache(Step):
     def for_batches(self, batch_size: int) -> Pipeline:
         return self  # what is kept does not depend on what follows
 
-    @property
-    def row_bytes(self) -> None:
-        return None
-
     def rows_in(self, order: Pass, i: int) -> int:
         return self._parent.rows_in(frozen(self._parent, order), i)
 

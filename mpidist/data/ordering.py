@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -123,7 +123,9 @@ class Window(Step):
     def locate(self, order: Pass, positions: Positions) -> Positions:
         return positions + self._start
 
-    def parts(self, order: Pass, steps: range, replicas: int, replica: int) -> Any:
+    def parts(
+        self, order: Pass, steps: range, replicas: int, replica: int
+    ) -> Iterator[Any]:
         steps = range(steps.start + self._start, steps.stop + self._start)
         return self._parent.parts(order, steps, replicas, replica)
 
@@ -172,7 +174,9 @@ class Repeat(Step):
         lap, i = (0, i) if whole is None else divmod(i, whole)
         return lap_pass(order, self._count, lap), i
 
-    def parts(self, order: Pass, steps: range, replicas: int, replica: int) -> Any:
+    def parts(
+        self, order: Pass, steps: range, replicas: int, replica: int
+    ) -> Iterator[Any]:
         (lap, first), (last_lap, last) = (
             self.locate_one(order, i) for i in (steps[0], steps[-1])
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -95,7 +95,7 @@ class Pipeline:
 
     @property
     def row_bytes(self) -> int | None:
-        """The bytes of a row; None if that is not known, or rows are not only read."""
+        """The bytes of a row as it is read; None if that is not known."""
         return None
 
     def blocks(self) -> Blocks | None:
@@ -153,9 +153,15 @@ class Pipeline:
         """Return one replica's slice of batch `i`."""
         raise ArgumentError("the dataset is not batched; call batch() on it first")
 
-    def parts(self, order: Pass, steps: range, replicas: int, replica: int) -> Any:
-        """Return a list of one replica's slices of batches that follow each other."""
-        return [self.part(order, i, replicas, replica) for i in steps]
+    def parts(
+        self, order: Pass, steps: range, replicas: int, replica: int
+    ) -> Iterator[Any]:
+        """Return one replica's slices of batches that follow each other.
+
+        What the call itself raises may be due to any of the batches; what the iterator
+        raises is due to the batch whose turn it is.
+        """
+        return (self.part(order, i, replicas, replica) for i in steps)
 
     def example(self, order: Pass) -> Any:
         """Return some element: the first, or one of zeros where there is none."""
@@ -203,7 +209,9 @@ class Rows(Pipeline):
 
     @property
     def row_bytes(self) -> int | None:
-        return self._in_blocks.blocks().row_bytes if self._in_blocks else None
+        if self._in_blocks:
+            return self._in_blocks.blocks().row_bytes
+        return getattr(self._source, "row_bytes", None)
 
     def blocks(self) -> Blocks | None:
         return self._in_blocks.blocks() if self._in_blocks else None

@@ -137,6 +137,8 @@ class ArrayRows:
         self._arrays = nest.map_leaves(np.asarray, arrays)
         self._name = name
         self._length = int(shapes[0][0])
+        leaves, _ = nest.flatten(self._arrays)
+        self.row_bytes = sum(a.itemsize * math.prod(a.shape[1:]) for a in leaves)
         self.buffers = Buffers()
 
     def __len__(self) -> int:
@@ -168,6 +170,7 @@ class RangeRows:
     def __init__(self, numbers: range, dtype: npt.DTypeLike):
         self._numbers = numbers
         self._dtype = np.dtype(dtype)
+        self.row_bytes = self._dtype.itemsize
 
     @classmethod
     def of(cls, args: Sequence[Any], dtype: npt.DTypeLike) -> RangeRows:

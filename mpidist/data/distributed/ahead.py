@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from mpidist.data.distributed.feed import Feed, Group, Portion
@@ -11,10 +12,49 @@ __all__ = ["ReadAhead"]
 
 # Small batches that are read together: reading them takes unlike times
 _GROUPS = 2
+# What takes less is read by the thread that needs it: handing it over from another
+# thread would take about as long
+_SHORT_SECONDS = 1e-3
+# After so many groups that another thread has read, this one tries again; after twice
+# as many next time, unless it has read so many in the meantime
+_FEWEST_BETWEEN_TRIALS, _MOST_BETWEEN_TRIALS = 4, 1024
+_STEADY = 16
+
+
+class _Turns:
+    """Whether groups are read by the thread that needs them: those read quickly are."""
+
+    def __init__(self, may_be_own: bool):
+        self._may_be_own = may_be_own
+        self._wait = 0  # groups of other threads until the next trial
+        self._gap = _FEWEST_BETWEEN_TRIALS
+        self._short = 0  # own reads that were short, one after the other
+
+    def is_own(self) -> bool:
+        """Return whether the next group is read by this thread."""
+        return self._may_be_own and self._wait == 0
+
+    def note_own(self, seconds: float) -> None:
+        """Take note of how long this thread has read a group."""
+        if seconds <= _SHORT_SECONDS:
+            self._short += 1
+            if self._short >= _STEADY:
+                self._gap = _FEWEST_BETWEEN_TRIALS
+            return
+        self._short = 0
+        self._wait = self._gap
+        self._gap = min(2 * self._gap, _MOST_BETWEEN_TRIALS)
+
+    def note_other(self) -> None:
+        """Take note of a group that is left to another thread."""
+        self._wait = max(0, self._wait - 1)
 
 
 class ReadAhead:
     """The batches of a feed, each asked for once, in order.
+
+    They are read in threads, but for short reads, of which each would take longer to
+    hand over than to do.
 
     Args:
       feed: what is read.
@@ -22,22 +62,34 @@ class ReadAhead:
         batch when it is asked for, without a thread.
       threads: how many threads read.
       steps: how many steps there are, if this is known; else negative.
+      first: the step that is asked for first.
     """
 
-    def __init__(self, feed: Feed, depth: int, threads: int, steps: int):
+    def __init__(self, feed: Feed, depth: int, threads: int, steps: int, first: int):
         self._feed = feed
         self._depth = depth
         self._steps = steps
+        self._first = first
+        self._asked = first  # the step up to which all were asked for
         self._ahead: collections.deque[Future[Group]] = collections.deque()
         self._at_hand: collections.deque[Portion | Exception | None] = (
             collections.deque()
         )
         self._reader = ThreadPoolExecutor(threads, "mpidist-input") if depth else None
+        self._turns = _Turns(threads == 1 and feed.may_change_thread)
 
     @property
-    def group(self) -> int:
-        """How many steps are read at a time."""
+    def most(self) -> int:
+        """How many steps at most are read at a time."""
         return self._feed.group if self._reader else 1
+
+    def group(self, step: int) -> int:
+        """Return how many steps are read at a time, from this step on.
+
+        Few at first, so that the first batches are there soon. It depends on the number
+        of the step alone, and is equal on all replicas.
+        """
+        return min(self.most, max(1, step - self._first))
 
     def read(self, step: int) -> Portion | None:
         """Return the batch of a step, None after the last one, or raise its error."""
@@ -81,13 +133,26 @@ class ReadAhead:
         self, step: int, reader: ThreadPoolExecutor
     ) -> collections.deque[Portion | Exception | None]:
         """Return what is at hand, at least the batch of a step."""
-        if not self._at_hand:
-            group = self._feed.group
-            while len(self._ahead) <= max(_GROUPS, -(-self._depth // group)):
-                start = step + len(self._ahead) * group
-                if 0 <= self._steps <= start:
-                    break
-                # The threads must not know this object: then it can be forgotten
-                self._ahead.append(reader.submit(self._feed.read_group, start))
-            self._at_hand.extend(self._ahead.popleft().result())
+        if self._at_hand:
+            return self._at_hand
+        if not self._ahead and self._turns.is_own():
+            count = self.group(step)
+            self._asked = step + count
+            start = time.perf_counter()
+            self._at_hand.extend(self._feed.read_group(step, count))
+            self._turns.note_own(time.perf_counter() - start)
+            return self._at_hand
+        if not self._ahead:
+            self._asked = step
+        most = max(_GROUPS, -(-self._depth // self.group(step)))
+        while len(self._ahead) <= most and not 0 <= self._steps <= self._asked:
+            if self._turns.is_own() and self._ahead:
+                break  # until these have come: this thread reads the one behind them
+            count = self.group(self._asked)
+            # The threads must not know this object: then it can be forgotten
+            reading = reader.submit(self._feed.read_group, self._asked, count)
+            self._ahead.append(reading)
+            self._asked += count
+            self._turns.note_other()
+        self._at_hand.extend(self._ahead.popleft().result())
         return self._at_hand

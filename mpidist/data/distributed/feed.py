@@ -5,7 +5,6 @@ Nothing here communicates, so it may run in the thread that reads ahead.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterable
@@ -99,11 +98,15 @@ class Feed(Protocol):
     def group(self) -> int:
         """How many steps are best read at a time."""
 
+    @property
+    def may_change_thread(self) -> bool:
+        """Whether batches may be read by one thread and then by another."""
+
     def read(self, step: int) -> Portion | None:
         """Return the batch of a step, None after the last one."""
 
-    def read_group(self, step: int) -> Group:
-        """Return the batches of a step and those after it: of `group` steps.
+    def read_group(self, step: int, count: int) -> Group:
+        """Return the batches of a step and those after it: of `count` steps.
 
         The list ends early with an error, which the last step in it has met.
         """
@@ -134,6 +137,8 @@ def count_readers(plan: Plan) -> int:
 class _RowsFeed:
     """Batches that are read by their number, in any thread; also again."""
 
+    may_change_thread = True
+
     def __init__(self, plan: Plan, pipeline: Pipeline, order: Pass):
         self._plan = plan
         self._pipeline = pipeline
@@ -146,15 +151,12 @@ class _RowsFeed:
         """See `Feed.read`."""
         return self._reading.do(lambda: self._read(step))
 
-    def read_group(self, step: int) -> Group:
+    def read_group(self, step: int, count: int) -> Group:
         """See `Feed.read_group`."""
-        length, group = self._pipeline.length, self.group
-        steps = range(
-            step, step + group if length is None else min(step + group, length)
-        )
+        length, stop = self._pipeline.length, step + count
+        steps = range(step, stop if length is None else min(stop, length))
         if len(steps) > 1 and not self._plan.is_open_ended:
-            with contextlib.suppress(Exception):  # whose is it? below, one by one
-                return self._reading.do(lambda: self._load_group(steps))
+            return self._reading.do(lambda: self._load_group(steps))
         return _read_singly(self, steps or [step])
 
     def _load_group(self, steps: range) -> Group:
@@ -164,8 +166,16 @@ class _RowsFeed:
             if self._plan.is_global
             else (1, 0)
         )
-        batches = self._pipeline.parts(self._order, steps, *share)
-        return [Portion(batch) for batch in batches]
+        try:
+            batches = self._pipeline.parts(self._order, steps, *share)
+        except Exception:  # of which step? One by one it is seen
+            return _read_singly(self, steps)
+        found: Group = []
+        try:
+            found.extend(map(Portion, batches))
+        except Exception as error:
+            found.append(error)
+        return found
 
     def _read(self, step: int) -> Portion | None:
         plan = self._plan
@@ -205,6 +215,7 @@ class _StreamFeed:
     """Batches that come one after the other; after an error there are no more."""
 
     group = 1
+    may_change_thread = False
 
     def __init__(self, plan: Plan, stream: Stream, order: Pass):
         self._plan = plan
@@ -224,7 +235,7 @@ class _StreamFeed:
             element = self._slice(element, rows or 0)
         return Portion(element, kind, rows)
 
-    def read_group(self, step: int) -> Group:
+    def read_group(self, step: int, count: int) -> Group:
         """See `Feed.read_group`."""
         return _read_singly(self, [step])
 
@@ -254,7 +265,8 @@ def count_grouped(pipeline: Pipeline, replicas: int) -> int:
       replicas: over how many replicas each batch is divided.
     """
     row_bytes, rows = pipeline.row_bytes, pipeline.batch_size
-    if row_bytes is None or rows is None:
+    # Of functions that are called in several threads, each call is worth its own
+    if row_bytes is None or rows is None or pipeline.parallel_calls > 1:
         return 1
     share = -(-rows // replicas)
     return min(max(1, _GROUP_BYTES // max(1, row_bytes * share)), _GROUP_STEPS)

@@ -56,6 +56,8 @@ def place(plan: Plan, batch: Any) -> Any:
 class _Fetched:
     """Starts to copy batches in the thread that has read them."""
 
+    may_change_thread = False
+
     def __init__(self, source: Feed, uploads: uploads.Uploads):
         self.group = source.group
         self._source = source
@@ -66,10 +68,10 @@ class _Fetched:
         portion = self._source.read(step)
         return None if portion is None else self._send(portion)
 
-    def read_group(self, step: int) -> Group:
+    def read_group(self, step: int, count: int) -> Group:
         """See `Feed.read_group`."""
         found: Group = []
-        for portion in self._source.read_group(step):
+        for portion in self._source.read_group(step, count):
             if not isinstance(portion, Portion):  # the end, or an error
                 found.append(portion)
                 continue

@@ -68,6 +68,7 @@ class DistributedIterator:
             self._depth,
             self._threads,
             self._plan.cardinality,
+            step,
         )
         self._kind: Any = None  # of no rows, once a batch was seen
         self._is_closed = False
@@ -260,8 +261,9 @@ class DistributedIterator:
 
     def _agree_on_rows(self, where: Any) -> Portion | None:
         """Return this replica's portion; all agree at once on those read together."""
-        group = 1 if self._agrees_singly else self._reader.group
-        call = Call(_NEXT, (*where, ("steps at a time", group)), step=self._step)
+        most = 1 if self._agrees_singly else self._reader.most
+        group = min(most, self._reader.group(self._step))
+        call = Call(_NEXT, (*where, ("steps at a time", most)), step=self._step)
         if group > 1:
             self._agree_on_group(call, group)
             self._note_place(self._step + 1)
