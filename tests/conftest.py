@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import launching
 import slurm_cluster
 
+from mpidist.data.distributed import ahead
 from mpidist.topology import Topology
 
 # Their assertions say what differs, as those of tests do
@@ -228,6 +229,12 @@ def strategy(comm: MPI.Intracomm) -> Iterator[mpidist.MirroredStrategy]:
     strategy = mpidist.MirroredStrategy(communicator=comm)
     yield strategy
     strategy.experimental_finalize()
+
+
+@pytest.fixture
+def read_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No read is so short that it is not left to a thread, but the first."""
+    monkeypatch.setattr(ahead, "_SHORT_SECONDS", -1.0)
 
 
 @pytest.fixture

@@ -48,9 +48,11 @@ def readers(before):
     return set(threading.enumerate()) - before
 
 
-def test_an_iterator_that_is_closed_or_at_its_end_has_no_thread(strategy):
+def test_an_iterator_that_is_closed_or_at_its_end_has_no_thread(
+    strategy, read_in_threads
+):
     before = set(threading.enumerate())
-    divided = strategy.experimental_distribute_dataset(numbers(40).batch(4))
+    divided = strategy.experimental_distribute_dataset(numbers(400).batch(4))
     iterator = iter(divided)
     next(iterator)
     assert readers(before)
@@ -61,9 +63,9 @@ def test_an_iterator_that_is_closed_or_at_its_end_has_no_thread(strategy):
     assert not readers(before)
 
 
-def test_a_loop_that_is_broken_off_leaves_no_thread(strategy):
+def test_a_loop_that_is_broken_off_leaves_no_thread(strategy, read_in_threads):
     before = set(threading.enumerate())
-    for _ in strategy.experimental_distribute_dataset(numbers(40).batch(4)):
+    for _ in strategy.experimental_distribute_dataset(numbers(400).batch(4)):
         left = readers(before)
         break
     assert left

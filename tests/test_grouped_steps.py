@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import h5py
 import numpy as np
 import pytest
 
 import mpidist
 from mpidist import Dataset, InputOptions
-from mpidist.data.distributed import feed
+from mpidist.data.distributed import ahead, feed
 
 ROWS = 200
 
@@ -57,9 +59,9 @@ def test_a_replica_behind_the_others_is_noticed_by_the_next_collective(
     """Also within steps that all have agreed on, where `next` does not communicate."""
     dataset = Dataset.from_hdf5(path, "x").batch(10)
     iterator = iter(strategy.experimental_distribute_dataset(dataset))
-    for _ in range(15 - behind * (comm.rank == 1)):
+    for _ in range(8 - behind * (comm.rank == 1)):
         next(iterator)
-    message = rf"step in epoch 0 of dataset \d+ is 15 .*{15 - behind} on rank 1"
+    message = rf"step in epoch 0 of dataset \d+ is 8 .*{8 - behind} on rank 1"
     with pytest.raises(mpidist.MismatchError, match=message):
         strategy.reduce("SUM", np.ones(3))
     for _ in range(behind * (comm.rank == 1)):
@@ -90,3 +92,78 @@ def test_two_iterators_in_turn(strategy, path):
         assert rows_of(strategy, batches) == list(range(ROWS))
     one.close()
     two.close()
+
+
+def test_functions_of_few_steps_are_called_first(strategy, path):
+    """So that the first batches need not wait for those of many steps."""
+    calls = []
+
+    def note(x):
+        calls.append(len(calls))
+        return x
+
+    dataset = Dataset.from_hdf5(path, "x").batch(8).map(note)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    called = []
+    for _ in iterator:
+        called.append(len(calls))
+    assert called[0] == 1
+    assert calls == list(range(25))
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_an_error_in_a_group_is_raised_at_its_step(
+    strategy, path, monkeypatch, is_cached
+):
+    """And the function is called once for each batch, before and behind it too."""
+    monkeypatch.setattr(ahead, "_SHORT_SECONDS", 1e9)  # none is read ahead
+    calls = []
+
+    def fail_once(x):
+        calls.append(x)
+        if len(calls) == 12:
+            raise KeyError("the twelfth")
+        return x
+
+    dataset = Dataset.from_hdf5(path, "x").batch(8)
+    if is_cached:
+        dataset = dataset.cache()
+    dataset = dataset.map(fail_once)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    iterator = iter(divided)
+    batches = [next(iterator) for _ in range(11)]
+    with pytest.raises(KeyError, match="the twelfth"):
+        next(iterator)
+    batches += iterator
+    assert rows_of(strategy, batches) == list(range(ROWS))
+    assert len(calls) == 26
+
+
+def test_slow_reads_are_left_to_a_thread(strategy, path, read_in_threads):
+    """Those of the first steps, and at times others, are not."""
+    names = []
+
+    def note(x):
+        names.append(threading.current_thread().name)
+        return x
+
+    dataset = Dataset.from_hdf5(path, "x").repeat(5).batch(1).map(note)
+    for _ in strategy.experimental_distribute_dataset(dataset):
+        pass
+    assert names[0] == "MainThread"
+    assert set(names[1:200]) == {"mpidist-input_0"}
+    assert "MainThread" in names[200:]
+
+
+def test_short_reads_are_not_handed_over(strategy, path, monkeypatch):
+    monkeypatch.setattr(ahead, "_SHORT_SECONDS", 1e9)
+    names = set()
+
+    def note(x):
+        names.add(threading.current_thread().name)
+        return x
+
+    dataset = Dataset.from_hdf5(path, "x").batch(8).map(note)
+    for _ in strategy.experimental_distribute_dataset(dataset):
+        pass
+    assert names == {"MainThread"}

@@ -34,6 +34,10 @@ class Map(Step):
         return max(self._parent.parallel_calls, self._threads)
 
     @property
+    def is_mapped(self) -> bool:
+        return True
+
+    @property
     def has_known_spec(self) -> bool:
         return False
 

@@ -237,6 +237,10 @@ class Concatenate(Pipeline):
         return max(self._first.parallel_calls, self._second.parallel_calls)
 
     @property
+    def is_mapped(self) -> bool:
+        return self._first.is_mapped or self._second.is_mapped
+
+    @property
     def file_count(self) -> int:
         return min(self._first.file_count, self._second.file_count)
 

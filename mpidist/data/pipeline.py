@@ -74,6 +74,11 @@ class Pipeline:
         return 1
 
     @property
+    def is_mapped(self) -> bool:
+        """Whether functions of the user are called."""
+        return False
+
+    @property
     def file_count(self) -> int:
         """How many files the rows come from; 0 for rows that are not in files."""
         raise NotImplementedError  # pragma: no cover
@@ -268,6 +273,10 @@ class Step(Pipeline):
     @property
     def parallel_calls(self) -> int:
         return self._parent.parallel_calls
+
+    @property
+    def is_mapped(self) -> bool:
+        return self._parent.is_mapped
 
     @property
     def file_count(self) -> int:

@@ -17,7 +17,7 @@ _GROUPS = 2
 _SHORT_SECONDS = 1e-3
 # After so many groups that another thread has read, this one tries again; after twice
 # as many next time, unless it has read so many in the meantime
-_FEWEST_BETWEEN_TRIALS, _MOST_BETWEEN_TRIALS = 4, 1024
+_FEWEST_BETWEEN_TRIALS, _MOST_BETWEEN_TRIALS = 16, 1024
 _STEADY = 16
 
 
@@ -86,10 +86,11 @@ class ReadAhead:
     def group(self, step: int) -> int:
         """Return how many steps are read at a time, from this step on.
 
-        Few at first, so that the first batches are there soon. It depends on the number
-        of the step alone, and is equal on all replicas.
+        It depends on the number of the step alone, and is equal on all replicas.
         """
-        return min(self.most, max(1, step - self._first))
+        if self._feed.is_slow_to_start:
+            return min(self.most, max(1, step - self._first))
+        return self.most
 
     def read(self, step: int) -> Portion | None:
         """Return the batch of a step, None after the last one, or raise its error."""
@@ -135,24 +136,32 @@ class ReadAhead:
         """Return what is at hand, at least the batch of a step."""
         if self._at_hand:
             return self._at_hand
-        if not self._ahead and self._turns.is_own():
-            count = self.group(step)
-            self._asked = step + count
-            start = time.perf_counter()
-            self._at_hand.extend(self._feed.read_group(step, count))
-            self._turns.note_own(time.perf_counter() - start)
-            return self._at_hand
         if not self._ahead:
             self._asked = step
-        most = max(_GROUPS, -(-self._depth // self.group(step)))
+            if self._turns.is_own():
+                self._read_here()
+        self._ask_ahead(reader)
+        if not self._at_hand:
+            self._at_hand.extend(self._ahead.popleft().result())
+        return self._at_hand
+
+    def _read_here(self) -> None:
+        """Read the next group in this thread."""
+        count = self.group(self._asked)
+        start = time.perf_counter()
+        self._at_hand.extend(self._feed.read_group(self._asked, count))
+        self._turns.note_own(time.perf_counter() - start)
+        self._asked += count
+
+    def _ask_ahead(self, reader: ThreadPoolExecutor) -> None:
+        """Have other threads read what comes next, unless this one will."""
+        most = max(_GROUPS, -(-self._depth // self.group(self._asked)))
         while len(self._ahead) <= most and not 0 <= self._steps <= self._asked:
-            if self._turns.is_own() and self._ahead:
-                break  # until these have come: this thread reads the one behind them
+            if self._turns.is_own():
+                break  # once what other threads read has come
             count = self.group(self._asked)
             # The threads must not know this object: then it can be forgotten
             reading = reader.submit(self._feed.read_group, self._asked, count)
             self._ahead.append(reading)
             self._asked += count
             self._turns.note_other()
-        self._at_hand.extend(self._ahead.popleft().result())
-        return self._at_hand

@@ -99,6 +99,13 @@ class Feed(Protocol):
         """How many steps are best read at a time."""
 
     @property
+    def is_slow_to_start(self) -> bool:
+        """Whether to read fewer steps at first, so that the first ones are there soon.
+
+        For functions of the user, which may take any time.
+        """
+
+    @property
     def may_change_thread(self) -> bool:
         """Whether batches may be read by one thread and then by another."""
 
@@ -146,6 +153,7 @@ class _RowsFeed:
         self._reading = Reading(pipeline)
         replicas = plan.extended.num_replicas if plan.is_global else 1
         self.group = count_grouped(pipeline, replicas)
+        self.is_slow_to_start = pipeline.is_mapped
 
     def read(self, step: int) -> Portion | None:
         """See `Feed.read`."""
@@ -215,6 +223,7 @@ class _StreamFeed:
     """Batches that come one after the other; after an error there are no more."""
 
     group = 1
+    is_slow_to_start = False
     may_change_thread = False
 
     def __init__(self, plan: Plan, stream: Stream, order: Pass):

@@ -60,6 +60,7 @@ class _Fetched:
 
     def __init__(self, source: Feed, uploads: uploads.Uploads):
         self.group = source.group
+        self.is_slow_to_start = source.is_slow_to_start
         self._source = source
         self._uploads = uploads
 
