@@ -147,7 +147,7 @@ def test_slow_reads_are_left_to_a_thread(strategy, path, read_in_threads):
         names.append(threading.current_thread().name)
         return x
 
-    dataset = Dataset.from_hdf5(path, "x").repeat(20).batch(4).map(note)
+    dataset = Dataset.from_hdf5(path, "x").repeat(60).batch(12).map(note)
     for _ in strategy.experimental_distribute_dataset(dataset):
         pass
     assert names[0] == "MainThread"
