@@ -7,8 +7,7 @@ time; below everything lies the replica context of the default strategy.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidist import checks
@@ -170,22 +169,29 @@ def in_update() -> bool:
     return _stack.top.updating
 
 
-@contextmanager
-def enter(
-    strategy: Strategy, replica: ReplicaContext | None = None, updating: bool = False
-) -> Iterator[None]:
+class enter:  # noqa: N801 (reads as a verb in a with statement)
     """Put a context on this thread's stack for the length of a block."""
-    frame = _Frame(strategy, replica, updating)
-    _stack.frames.append(frame)
-    try:
-        yield
-    except AttributeError as error:
-        explain(error)
-        raise
-    finally:
-        if not _stack.frames or _stack.frames[-1] is not frame:
+
+    __slots__ = ("_frame",)
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        replica: ReplicaContext | None = None,
+        updating: bool = False,
+    ):
+        self._frame = _Frame(strategy, replica, updating)
+
+    def __enter__(self) -> None:
+        _stack.frames.append(self._frame)
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if error is not None:
+            explain(error)
+        frames = _stack.frames
+        if not frames or frames[-1] is not self._frame:
             raise ContextError("scope nesting error: a scope was left inside out")
-        _stack.frames.pop()
+        frames.pop()
 
 
 def require_cross_replica(strategy: Strategy, call: str) -> None:

@@ -20,7 +20,7 @@ from mpidist.errors import ArgumentError, ContextError
 from mpidist.gpu.facts import GpuRequest
 from mpidist.multi_step import MultiStepContext
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.regrouping import regroup, select_replica
+from mpidist.regrouping import regroup, select_arguments, select_replica
 from mpidist.replica_group import ReplicaGroup
 from mpidist.values import Mirrored, local_component
 from mpidist.variables import Variable
@@ -115,7 +115,7 @@ class StrategyExtended(ReplicaGroup):
         self, fn: Callable[..., Any], args: Arguments, kwargs: dict[str, Any] | None
     ) -> Any:
         checks.function("fn", fn)
-        args, kwargs = select_replica(checks.call_arguments(args, kwargs))
+        args, kwargs = select_arguments(*checks.call_arguments(args, kwargs))
         with enter(self.strategy, self._replica_context):
             result = fn(*args, **kwargs)
         return regroup(result, self.replica_id, self.num_replicas)
@@ -182,7 +182,7 @@ class StrategyExtended(ReplicaGroup):
                 f"update: {checks.shown(var)} is not a variable of this strategy"
             )
         checks.function("fn", fn)
-        args, kwargs = select_replica(checks.call_arguments(args, kwargs))
+        args, kwargs = select_arguments(*checks.call_arguments(args, kwargs))
         with enter(self.strategy, updating=True):
             result = fn(target, *args, **kwargs)
         return None if group else result
@@ -268,7 +268,7 @@ class StrategyExtended(ReplicaGroup):
         """
         require_cross_replica(self.strategy, "update_non_slot")
         checks.function("fn", fn)
-        args, kwargs = select_replica(checks.call_arguments(args, kwargs))
+        args, kwargs = select_arguments(*checks.call_arguments(args, kwargs))
         with enter(self.strategy, updating=True):
             result = fn(*args, **kwargs)
         return None if group else result

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpidist import nest
-from mpidist.values import DistributedValues, PerReplica, local_component
+import numpy as np
 
-__all__ = ["regroup", "select_replica"]
+from mpidist import nest
+from mpidist.values import DistributedValues, Mirrored, PerReplica, local_component
+
+__all__ = ["regroup", "select_arguments", "select_replica"]
+
+# Types of which most arguments are; they have no structure
+_COMMON = {np.ndarray, np.float64, float, int, PerReplica, Mirrored}
 
 
 def regroup(value: Any, replica_id: int, num_replicas: int) -> Any:
@@ -29,6 +34,16 @@ def _wrap(leaf: Any, replica_id: int) -> Any:
 def select_replica(value: Any) -> Any:
     """Return a nest with this process's components; variables pass whole."""
     return nest.map_leaves(_select, value)
+
+
+def select_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of a function, with this process's components in them."""
+    if not kwargs and all(type(value) in _COMMON for value in args):
+        return tuple(map(_select, args)), kwargs
+    selected: tuple[tuple[Any, ...], dict[str, Any]] = select_replica((args, kwargs))
+    return selected
 
 
 def _select(leaf: Any) -> Any:

@@ -186,6 +186,9 @@ def share(value: Any, replicas: int, replica: int) -> Any:
 
 def _converted(variable: Variable, value: Any) -> Any:
     """Return `value` as an array of the variable's dtype, on its device."""
+    local = variable.local
+    if type(value) is type(local) is np.ndarray and value.dtype == local.dtype:
+        return value
     is_number = isinstance(value, int | float | complex)
     array = arrays.to_tensor(value)
     keeps = is_number and not _loses(value, variable.dtype)
@@ -197,7 +200,7 @@ def _converted(variable: Variable, value: Any) -> Any:
         )
     arrays.require_range(array, variable.dtype, f"the value for {variable.name}")
     array = array.astype(variable.dtype, copy=False)
-    return arrays.to_device_like(array, variable.local)
+    return arrays.to_device_like(array, local)
 
 
 def _loses(value: complex, dtype: np.dtype[Any]) -> bool:
