@@ -354,6 +354,57 @@ def test_calls_that_are_repeated_do_the_same(strategy, dtype, view, op, rows):
         assert np.array_equal(results[0], before)
 
 
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("rows", [2, 100_000])
+def test_nests_that_are_repeated_do_the_same(strategy, op, rows):
+    """Also if values of another kind come in between, or keys in another order."""
+    ranks = range(strategy.num_replicas_in_sync)
+
+    def value(rank, step):
+        x = np.arange(rows * 3, dtype="f4").reshape(rows, 3) + rank + step
+        return {
+            "w": [x, x.T[::-1], x[:1].astype("f2")],
+            "loss": float(rank + step),
+            "scalar": np.float64(rank * step),
+            "count": np.int32(rank + 1) if step != 2 else np.int64(rank + 1),
+            "integers": np.arange(rows) * rank,
+        }
+
+    mean = len(ranks) if op == "MEAN" else 1
+    for step in range(4):
+        mine = value(strategy.extended.replica_id, step)
+        if step == 3:
+            mine = dict(reversed(mine.items()))
+        found = strategy.reduce(op, mine)
+        assert list(found) == list(mine)
+        all_values = [value(rank, step) for rank in ranks]
+        for name in ("loss", "scalar", "count", "integers"):
+            total = np.sum([v[name] for v in all_values], axis=0) / mean
+            np.testing.assert_allclose(found[name], total, rtol=1e-6)
+        for i, result in enumerate(found["w"]):
+            total = np.sum([v["w"][i] for v in all_values], axis=0) / mean
+            np.testing.assert_allclose(result, total, rtol=1e-6)
+            assert (result.dtype, result.shape) == (total.dtype, total.shape)
+        assert type(found["loss"]) is float
+        assert type(found["scalar"]) is np.float64
+        found["w"][0][...] = 0  # results are new arrays
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("rows", [2, 100_000])
+def test_a_repeated_nest_that_differs_on_one_rank_is_an_error_on_all(
+    comm, strategy, rows
+):
+    good = [np.ones(rows), 1.0]
+    for _ in range(2):
+        strategy.reduce("SUM", good)
+    with pytest.raises(mpidist.MismatchError, match=r"value\[0\]"):
+        strategy.reduce("SUM", [np.ones(rows + 1), 1.0] if comm.rank == 0 else good)
+    with pytest.raises(mpidist.MismatchError, match="reduce_op"):
+        strategy.reduce("MEAN" if comm.rank == 0 else "SUM", good)
+    assert strategy.reduce("SUM", good)[1] == comm.size
+
+
 @pytest.mark.parametrize("bad", [["SUM"], {}, np.array(["SUM"])])
 def test_an_operation_that_is_no_name_is_refused_on_all(comm, strategy, bad):
     value = np.ones(3)

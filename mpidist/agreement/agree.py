@@ -139,19 +139,26 @@ class Agreement:
             return self.comparison.is_same_place
 
     def compare(
-        self, call: Call, number: int, place: int = 0, timeout: float | None = None
+        self,
+        call: Call,
+        number: int,
+        place: int = 0,
+        timeout: float | None = None,
+        payload: Sequence[Any] = (),
     ) -> bool:
         """Do what `require_same` does, for a call whose digest is `number`. Collective.
 
         For calls that are repeated: it takes less time.
         """
         if timeout is not None or not self._is_plain():
-            return self.require_same(call, timeout=timeout, place=place)
+            return self.require_same(
+                call, timeout=timeout, place=place, payload=payload
+            )
         self.calls += 1
         self._begin(self.calls, call, number)
-        telling = Telling(number ^ self.places.digest, place=place)
+        telling = Telling(number ^ self.places.digest, payload=payload, place=place)
         if not self.comparison.is_same(telling):
-            self._settle(Claim(call, place=place))
+            self._settle(Claim(call, payload=payload, place=place))
         return self.comparison.is_same_place
 
     def exchange(self, call: Call, number: int, array: Any) -> Sequence[Any]:

@@ -24,7 +24,7 @@ from mpidist.collectives.leaves import (
     to_arrays,
 )
 from mpidist.collectives.options_of import implementation_of, is_direct
-from mpidist.collectives.repeated import RepeatedReductions
+from mpidist.collectives.repeated import KnownNest, RepeatedReductions
 from mpidist.collectives.results import Results
 from mpidist.collectives.sums import Sums
 from mpidist.gpu.small_copies import SmallCopies
@@ -117,6 +117,9 @@ class Collectives:
             if known is not None:
                 call, number, op = known.call, known.number, known.op
                 return self.reduce_again(call, number, op, [value], _DEFAULT)[0]
+            found = self._repeated.find_nest(operation, reduce_op, value)
+            if found is not None:
+                return self._reduce_known_nest(*found)
         options = _DEFAULT if options is None else options
 
         def prepare() -> Any:
@@ -150,6 +153,24 @@ class Collectives:
                 results = reduce_arrays(op, given, options)
         if is_plain:
             self._repeated.remember(call, reduce_op, value, fits)
+            self._repeated.remember_nest(call, reduce_op, leaves, fits)
+        return nest.unflatten(spec, map(arrays.like, results, leaves))
+
+    def _reduce_known_nest(
+        self, known: KnownNest, leaves: Sequence[Any], spec: nest.Spec
+    ) -> Any:
+        """Return what `all_reduce` does for a call that was made before. Collective."""
+        call, number, fits, op = known
+        values = [np.asarray(leaf) for leaf in leaves]
+        if fits:
+            with self.agreement.turns:
+                summands = self.agreement.prepare(
+                    call.operation, lambda: self._small_summands(op, values)
+                )
+                self.agreement.compare(call, number, payload=summands.partial)
+                results = self._add_small(op, values, summands, call)
+        else:
+            results = self.reduce_again(call, number, op, values, _DEFAULT)
         return nest.unflatten(spec, map(arrays.like, results, leaves))
 
     def _take(
@@ -198,8 +219,15 @@ class Collectives:
         timeout: float | None,
     ) -> list[Any]:
         """Return the reductions of small arrays, added up in rank order. Collective."""
+        partial = summands.partial
+        self.agreement.require_same(call, timeout=timeout, payload=partial)
+        return self._add_small(op, given, summands, call)
+
+    def _add_small(
+        self, op: ReduceOp, given: Sequence[Any], summands: _Summands, call: Call
+    ) -> list[Any]:
+        """Return the reductions of what all ranks have passed to a comparison."""
         agreement, partial = self.agreement, summands.partial
-        agreement.require_same(call, timeout=timeout, payload=partial)
         totals = list(
             map(arithmetic.add_in_order, agreement.comparison.payloads(partial))
         )
