@@ -11,6 +11,7 @@ struct EmulatedIndex {
 struct EmulatedPlace {
     EmulatedIndex thread, block, block_size, grid;
     void (*meet)();
+    void* shared;  // as much as the launch tells
 };
 
 struct EmulatedArgument {

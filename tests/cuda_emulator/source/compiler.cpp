@@ -102,6 +102,9 @@ bool compile(Program& program, const std::vector<std::string>& options, const fs
     const auto has = [&](const char* text) { return source.find(text) != std::string::npos; };
     const bool loops = is_of_cupy && has("CUPY_FOR(") && !has("threadIdx") && !has("blockIdx")
         && !has("__syncthreads");
+    // Memory of a block whose size a launch tells
+    static const std::regex dynamic(R"(extern\s+__shared__\s+([\w\s]+?)\s+(\w+)\s*\[\s*\])");
+    source = std::regex_replace(source, dynamic, "$1* $2 = ($1*)emulated.shared");
     std::ofstream(from) << source << list_kernels(expanded, loops);
     const char* header = is_of_cupy ? "cupy.h" : "cuda.h";
     if (!step({"-include", own / header, "-shared", "-fvisibility=hidden", from, "-o", to}))

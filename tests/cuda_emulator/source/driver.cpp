@@ -487,11 +487,11 @@ API Status cuModuleGetFunction(void** kernel, void* module, const char* name)
 }
 
 API Status cuLaunchKernel(void* kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                          unsigned block_x, unsigned block_y, unsigned block_z, unsigned,
-                          void* stream, void** arguments, void**)
+                          unsigned block_x, unsigned block_y, unsigned block_z,
+                          unsigned shared_bytes, void* stream, void** arguments, void**)
 {
     const unsigned grid[] = {grid_x, grid_y, grid_z}, block[] = {block_x, block_y, block_z};
-    return launch(kernel, grid, block, stream, arguments);
+    return launch(kernel, grid, block, shared_bytes, stream, arguments);
 }
 
 API Status cuFuncGetAttribute(int* value, int number, void*)

@@ -124,5 +124,5 @@ void wait_for_device(int device);  // -1: for all
 Status load_module(const void* image, void** module);
 Status find_kernel(void* module, const char* name, void** kernel);
 Status launch(void* kernel, const unsigned grid[3], const unsigned block[3],
-              void* stream, void** arguments);
+              size_t shared_bytes, void* stream, void** arguments);
 std::string folder_of_emulator();

@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 
 #include "../kernel/kernel.h"
@@ -167,6 +168,7 @@ void run_block(const EmulatedKernel& kernel, const unsigned size[3], void** argu
 struct Launch {
     const EmulatedKernel* kernel;
     unsigned grid[3], block[3];
+    std::vector<std::max_align_t> shared;
     std::vector<std::vector<char>> values;
 
     void run();
@@ -225,6 +227,7 @@ void Launch::run()
         std::fill_n(grid, 3, 1), std::fill_n(block, 3, 1);
     place.grid = {grid[0], grid[1], grid[2]};
     place.block_size = {block[0], block[1], block[2]};
+    place.shared = shared.data();
     take_faults();
     Running now;
     running = &now;
@@ -273,8 +276,8 @@ Status find_kernel(void* module, const char* name, void** kernel)
     return *kernel ? success : not_found;
 }
 
-Status launch(void* handle, const unsigned grid[3], const unsigned block[3], void* stream_handle,
-              void** arguments)
+Status launch(void* handle, const unsigned grid[3], const unsigned block[3], size_t shared_bytes,
+              void* stream_handle, void** arguments)
 {
     const auto* kernel = static_cast<const EmulatedKernel*>(handle);
     const auto stream = find_stream(stream_handle);
@@ -287,6 +290,7 @@ Status launch(void* handle, const unsigned grid[3], const unsigned block[3], voi
     launch->kernel = kernel;
     std::memcpy(launch->grid, grid, sizeof launch->grid);
     std::memcpy(launch->block, block, sizeof launch->block);
+    launch->shared.resize(shared_bytes / sizeof(std::max_align_t) + 1);
     for (size_t i = 0; i < kernel->count; ++i) {
         const char* value = static_cast<const char*>(arguments[i]);
         launch->values.emplace_back(value, value + kernel->list[i].size);
