@@ -43,6 +43,7 @@ struct Communicator {
     int size, rank, device;
     Header* header;
     std::atomic<bool> is_aborted{false};
+    Point last;  // what was launched, which comes before what is next, on any stream
 
     Communicator(int size, int rank, void* all)
         : size(size), rank(rank), device(current_device()), header(static_cast<Header*>(all))
@@ -121,7 +122,7 @@ NcclStatus submit(Handle* handle, void* stream_handle, std::vector<std::pair<con
         if (size && !find_allocation(address, size))
             return nccl_invalid_argument;
     const auto all = handle->communicator;
-    auto start = [=] { enqueue(stream, [=] { work(*all); }); };
+    auto start = [=] { all->last = enqueue(stream, [=] { work(*all); }, {all->last}); };
     if (group_depth)
         group.push_back(start);
     else
