@@ -499,3 +499,18 @@ API Status cuFuncGetAttribute(int* value, int number, void*)
     *value = number == 0 ? attribute(1) : 0;
     return success;
 }
+
+// ---- what Open MPI asks of memory that may be virtual, or of a pool: there is none
+
+API Status cuMemRetainAllocationHandle(void*, void*) { return invalid_value; }
+API Status cuMemRelease(void*) { return invalid_value; }
+API Status cuMemGetAllocationPropertiesFromHandle(void*, void*) { return invalid_value; }
+API Status cuMemGetAccess(void*, const void*, void*) { return invalid_value; }
+API Status cuMemPoolGetAccess(void*, void*, const void*) { return invalid_value; }
+
+// It records an event for the process that maps memory, but does not hand it over
+API Status cuIpcGetEventHandle(IpcHandle* handle, void*)
+{
+    *handle = {};
+    return success;
+}
