@@ -380,6 +380,18 @@ def test_arrays_that_are_on_the_device_already(device, uploads):
         np.testing.assert_array_equal(device.read(batch["here"]), expected)
 
 
+def test_arrays_on_the_device_may_be_forgotten_before_their_copies_are_taken(
+    device, uploads
+):
+    under_way = []
+    for step in range(5):
+        made = device.make(rows(step, 200))
+        under_way.append(uploads.upload(made))
+        del made  # the next one may have its memory
+    for step, upload in enumerate(under_way):
+        np.testing.assert_array_equal(device.read(take(upload)), rows(step, 200))
+
+
 LARGE = 50_000  # numbers: more than it is worth to pack
 
 

@@ -1,4 +1,4 @@
-"""Makes CuPy use the emulated CUDA, in every Python that has this folder in its path."""
+"""Makes CuPy use the emulated CUDA, in each Python that has this folder in its path."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class _Redirecting:
             ctypes.CDLL(spec.origin)
             emulator = ctypes.CDLL("libcuda.so.1")
             if emulator.cuda_emulator_redirect(spec.origin.encode()) < 100:
-                raise ImportError(f"the CUDA emulator finds no runtime in {spec.origin}")
+                raise ImportError(
+                    f"the CUDA emulator finds no runtime in {spec.origin}"
+                )
         return spec
 
 
