@@ -35,6 +35,7 @@ class Runs:
         self.run_all = load_run_all()
         self.folder = folder
         self.code = {"tune": "pass", "limit": "pass"}
+        self.arguments = []
 
     def start(self, minutes, *options):
         """Do what is left, and return the exit status and the parts that ran."""
@@ -43,7 +44,7 @@ class Runs:
         class Plan(gpu_parts.Plan):
             def jobs(self, part, ranks, is_aware):
                 script = f"path = {str(self.records(ranks))!r}\n{runs.code[part]}"
-                command = [sys.executable, "-c", script]
+                command = [sys.executable, "-c", script, *runs.arguments]
                 yield gpu_parts.Job(part, ranks, "", command, {}, 60)
 
         class Run(self.run_all.Run):
@@ -112,6 +113,26 @@ def test_what_was_stopped_for_want_of_time_is_done_again(runs, monkeypatch):
     run, ran = runs.start(5, "--go-on")
     assert (run.is_over, run.failed, ran) == (True, [], ["tune"])
     assert len(runs.result["checks"]) == 1
+
+
+def test_a_test_that_fails_does_not_hide_the_next_one(runs):
+    """On several ranks it ends the job, which is then run without it."""
+    script = """
+import sys
+bad = [f"test_x.py::test_{name}" for name in "abc"]
+left = [test for test in bad if f"--deselect={test}" not in sys.argv]
+if left:
+    print(f"rank 1 of 2: {left[0]} failed in call")
+    sys.exit(1)
+print("7 passed, 3 deselected in 1.0s")
+"""
+    runs.code, runs.arguments = {"contract": script}, ["pytest"]
+    run, ran = runs.start(5)
+    assert (run.is_over, ran) == (True, ["contract"])
+    assert run.failed == ["contract, 2 ranks: failed with status 1"]
+    assert runs.result["failures"] == [f"test_x.py::test_{name}" for name in "abc"]
+    (tests,) = runs.result["contract"].values()
+    assert (tests["passed"], tests["failed"]) == (7, 3)
 
 
 def test_the_tests_of_gpus_are_found():

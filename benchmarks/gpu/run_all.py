@@ -36,6 +36,7 @@ is no GPU; 3 if there was no time for some.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -61,6 +62,7 @@ from gpu_parts import HERE, ROOT
 # Less time than that is too little to begin with a job
 _LEAST_SECONDS, _QUICK_SECONDS = 45, 5
 _LOOK_SECONDS = 120
+_MOST_FAILURES = 5  # of one file
 _TIME_IS_OVER = 3  # an exit status
 
 
@@ -193,7 +195,7 @@ class Run:
             ended = gpu_parts.Ended("was not run: no time was left", 0.0, "", True)
         else:
             self.say(f"\n== {name}\n$ {shlex.join(job.command)}")
-            ended = gpu_parts.run(job, self._variables, left, self._log)
+            ended = self._run_again_past_failures(job)
         self.say(f"== {name}: {ended.how}, {ended.seconds:.1f} s")
         is_done = not ended.is_stopped or left >= job.seconds
         if not is_done:  # it is run again, and finds it all again
@@ -204,8 +206,30 @@ class Run:
         self._parts[job.ranks][name] = part
         if "pytest" in job.command and is_done:
             found = gpu_findings.contract_of(ended.output, ended.how)
+            found["failed"] = max(found["failed"], len(found["failures"]))
             self._contract[job.ranks][f"{job.part} {job.label}"] = found
         return ended.output
+
+    def _run_again_past_failures(self, job: gpu_parts.Job) -> gpu_parts.Ended:
+        """Run a job; one of tests again and again without those that have failed.
+
+        Of several ranks, the first test that fails ends the job.
+        """
+        failures: list[str] = []
+        how, seconds, outputs = "ok", 0.0, []
+        for _ in range(_MOST_FAILURES):
+            command = [*job.command, *(f"--deselect={test}" for test in failures)]
+            left = self._ends - time.monotonic()
+            again = dataclasses.replace(job, command=command)
+            ended = gpu_parts.run(again, self._variables, left, self._log)
+            how, seconds = how if failures else ended.how, seconds + ended.seconds
+            outputs.append(ended.output)
+            tests = gpu_findings.contract_of(ended.output, ended.how)["failures"]
+            if ended.is_stopped or job.ranks == 1 or not tests:
+                break
+            failures += tests
+            self.say(f"== again without {', '.join(tests)}")
+        return gpu_parts.Ended(how, seconds, "".join(outputs), ended.is_stopped)
 
     @property
     def failed(self) -> list[str]:
