@@ -500,6 +500,7 @@ def test_narrow_numbers_are_added_up_over_an_axis(comm, strategy, op, name, axis
     require_equal(got, np.asarray(exact).astype(dtype))
 
 
+@pytest.mark.filterwarnings("ignore:ExternalStream is deprecated:DeprecationWarning")
 def test_a_stream_that_is_gone_is_not_waited_for(comm, strategy):
     """PyTorch's streams are lent; who does so may destroy them."""
     for step in range(3):
