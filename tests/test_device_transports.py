@@ -20,6 +20,7 @@ from mpidist.gpu.cuda_aware import Support
 from mpidist.gpu.devices import GpuIdentity
 from mpidist.gpu.facts import GpuFacts, why_no_nccl
 from mpidist.gpu.runtime_facts import nccl_version
+from mpidist.transports import device
 from mpidist.transports.device_transports import DeviceTransports
 from mpidist.transports.mpi import MpiTransport
 from mpidist.transports.nccl import NcclTransport, connect
@@ -108,11 +109,11 @@ def cupy(monkeypatch):
     return cupy
 
 
-def make_transports(agreement, **kwargs):
+def make_transports(agreement, is_aware=False):
     """Return the transports of ranks whose GPUs share no memory."""
     identities = tuple(GPU._replace(host=str(r)) for r in range(agreement.size))
     no_nccl = why_no_nccl([22703] * agreement.size, identities)
-    gpus = GpuFacts(0, identities, False, Support(False, "no"), 22703, no_nccl)
+    gpus = GpuFacts(0, identities, False, Support(is_aware, "no"), 22703, no_nccl)
     by_mpi = MpiTransport(agreement)
     rows = {key: [(0, "mpi")] for key in ("allreduce", "allgatherv", "broadcast")}
     ordered = types.SimpleNamespace(name="ordered", device=False, is_ordered=True)
@@ -239,6 +240,29 @@ def test_an_error_of_nccl_may_be_a_death(agreement, cupy, monkeypatch, dies):
     with pytest.raises(expected, match="rank 1 " if dies else "NCCL says 6"):
         transport.allreduce_sum(numbers(), numbers(), deadline=1e18)
     losses.ranks = ()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("who", ["nobody", "last"])
+def test_kernels_that_one_rank_cannot_compile_are_missing(
+    agreement, cupy, monkeypatch, who
+):
+    """Not found out in the middle of a reduction, where the others wait."""
+    last = agreement.size - 1
+
+    def load():
+        if who == "last" and agreement.rank == last:
+            raise OSError("no space")
+
+    monkeypatch.setattr(kernels, "load", load)
+    monkeypatch.setattr(device, "DeviceBuffer", lambda size: None)
+    transports = make_transports(agreement, is_aware=True)
+    assert ("device" in transports.by_name) is (who == "nobody")
+    is_direct = isinstance(transports.by_name["mpi"], device.DeviceMpiTransport)
+    assert is_direct is (who == "nobody")
+    if who == "last":
+        assert transports.missing["device"] == f"rank {last}: no space"
+    transports.close()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -591,7 +591,7 @@ def test_a_gpu_is_chosen_before_mpi_starts(mpirun):
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("chosen") == 2
     ended = mpirun(2, EARLY, MPIDIST_BIND_GPU="0")
-    # CUDA_ERROR_NOT_INITIALIZED, and where MPI has done that, _INVALID_CONTEXT
+    # CUDA_ERROR_NOT_INITIALIZED; where MPI has done that, CUDA_ERROR_INVALID_CONTEXT
     assert re.search(r"AssertionError: \((3|201),", ended.stderr), ended.stderr
 
 

@@ -6,6 +6,7 @@ from mpidist.agreement.agree import Agreement
 from mpidist.agreement.board import Board
 from mpidist.agreement.pending import Pending
 from mpidist.errors import CollectiveError
+from mpidist.gpu import kernels
 from mpidist.gpu.facts import GpuFacts
 from mpidist.gpu.ipc import share_buffers
 from mpidist.transports.base import Transport
@@ -20,6 +21,7 @@ __all__ = ["ORDERED", "DeviceTransports"]
 # Those that add in the order of the ranks, the best first
 ORDERED = ["ipc", "device", "staging", "ordered"]
 
+_CALL = "MirroredStrategy: transports of GPUs"
 _SLOT_BYTES = 16 << 20
 
 
@@ -57,14 +59,27 @@ class DeviceTransports:
             "ordered": StagingTransport(host.by_name["ordered"]),
             "mpi": StagingTransport(host.by_name["mpi"]),
         }
-        if gpus.support.is_aware:
-            adder = DeviceTransport(agreement)
-            self.by_name["device"] = adder
-            self.by_name["mpi"] = DeviceMpiTransport(agreement, adder)
-        else:
-            self.missing["device"] = gpus.support.why
+        self._make_device(agreement, gpus)
         self._make_ipc(agreement, board)
         self._make_nccl(agreement, gpus, has_nccl)
+
+    def _make_device(self, agreement: Agreement, gpus: GpuFacts) -> None:
+        if not gpus.support.is_aware:
+            self.missing["device"] = gpus.support.why
+            return
+        reason = ""
+        try:
+            # What keeps a rank from these it must not learn in a collective
+            kernels.load()
+            adder = DeviceTransport(agreement)
+        except Exception as error:
+            reason = f"rank {agreement.rank}: {error}"
+        reasons = [text for text in agreement.gather(_CALL, reason) if text]
+        if reasons:
+            self.missing["device"] = reasons[0]
+        else:
+            self.by_name["device"] = adder
+            self.by_name["mpi"] = DeviceMpiTransport(agreement, adder)
 
     def _make_ipc(self, agreement: Agreement, board: Board | None) -> None:
         if agreement.size == 1:
