@@ -5,7 +5,7 @@ Nothing here communicates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,14 @@ __all__ = [
     "mean_of",
     "narrow",
     "require_fit",
+    "result_bytes",
     "rough_sum_over",
     "sum_over",
     "to_add",
 ]
+
+# Given a number of elements, another array, and a dtype
+Empty = Callable[[int, Any, Any], Any]
 
 
 def to_add(
@@ -48,13 +52,37 @@ def to_add(
 
 
 def finish(
-    op: ReduceOp, totals: Sequence[Any], out: Sequence[np.dtype[Any]], ranks: int
+    op: ReduceOp,
+    totals: Sequence[Any],
+    out: Sequence[np.dtype[Any]],
+    ranks: int,
+    empty: Empty,
 ) -> list[Any]:
-    """Return reductions of the wanted dtypes; changes the totals."""
+    """Return reductions of the wanted dtypes; changes the totals.
+
+    `empty` returns memory for those that are not totals: see `Results.empty`.
+    """
     if op is ReduceOp.MEAN:
+        # CuPy's own kernels take float32 below 1.2e-38 for 0, NumPy does not
         for total in totals:
             total /= ranks
-    return [t.astype(dtype, copy=False) for t, dtype in zip(totals, out)]
+    found = []
+    for total, dtype in zip(totals, out):
+        if total.dtype != dtype:
+            narrow = empty(total.size, total, dtype).reshape(total.shape)
+            narrow[...] = total
+            total = narrow
+        found.append(total)
+    return found
+
+
+def result_bytes(
+    op: ReduceOp, dtype: np.dtype[Any], size: int, compression: str | None
+) -> tuple[int, int]:
+    """Return how many bytes the total of an array takes, and what `finish` adds."""
+    out = arrays.mean_dtype(dtype) if op is ReduceOp.MEAN else dtype
+    total = arrays.accumulator_dtype(_wire_dtype(out, compression))
+    return size * total.itemsize, 0 if total == out else size * out.itemsize
 
 
 def _wire_dtype(dtype: np.dtype[Any], compression: str | None) -> np.dtype[Any]:

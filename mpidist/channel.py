@@ -98,6 +98,8 @@ class Channel:
         """
         if self._agreement.losses.ranks:
             return
-        self._routes.close()
-        if self._board is not None:
-            self._board.close()
+        try:
+            self._routes.close()
+        finally:  # what it raises is raised on all ranks
+            if self._board is not None:
+                self._board.close()

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist import arrays
+from mpidist.gpu.memory import ERROR_MEMORY_ALLOCATION
 
 __all__ = ["CopyStream", "Event", "Part", "copy_stream"]
 
@@ -43,7 +44,10 @@ class CopyStream(Protocol):
     """
 
     def pin(self, size: int) -> npt.NDArray[np.uint8]:
-        """Return at least `size` bytes of host memory that the device can read."""
+        """Return at least `size` bytes of host memory that the device can read.
+
+        Few different sizes come of it, such as powers of two.
+        """
 
     def reserve(self, size: int) -> Any:
         """Return `size` bytes of device memory, to be written by this stream only."""
@@ -85,8 +89,6 @@ def copy_stream(device: str) -> CopyStream | None:
         return None
     return _CudaCopyStream(int(device.partition(":")[2]))
 
-
-_ERROR_MEMORY_ALLOCATION = 2  # CUDA's, which CuPy shows to Cython only
 
 # One per GPU. CuPy keeps freed memory for the stream that it was allocated on, so that
 # the memory of a stream that nobody uses again would be lost.
@@ -133,7 +135,7 @@ class _CudaCopyStream:
             with self._device:
                 memory = self._cupy.cuda.alloc_pinned_memory(size)
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
-            if error.status != _ERROR_MEMORY_ALLOCATION:
+            if error.status != ERROR_MEMORY_ALLOCATION:
                 raise
             raise MemoryError(
                 f"there are no {size} bytes of page-locked memory for a batch "

@@ -16,6 +16,7 @@ from mpidist import arrays, checks, nest
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.calls import Call, digest
 from mpidist.agreement.pending import Pending
+from mpidist.arithmetic import result_bytes
 from mpidist.channel import Channel
 from mpidist.collectives.bucketing import BucketStep, divide, leaves_by_key
 from mpidist.collectives.leaves import check_each, to_arrays
@@ -31,6 +32,7 @@ __all__ = ["GradientBuckets"]
 _CALL = "GradientBuckets"
 _BUCKET_BYTES = 8 << 20  # unless options say otherwise
 _COLLECT_AT = 16
+_LINE_BYTES = 64  # each result begins with one
 
 
 class _Side:
@@ -168,6 +170,13 @@ class GradientBuckets:
             )
             self._kinds = [(a.dtype, tuple(a.shape)) for a in given]
             self._sizes = [a.nbytes for a in given]
+            self._result_bytes = sum(
+                _LINE_BYTES + size
+                for a in given
+                for size in result_bytes(
+                    self._op, a.dtype, a.size, self._options.compression
+                )
+            )
             self._leaves_of = leaves_by_key(self._spec, len(given))
 
         self._agreement.prepare(_CALL, prepare)
@@ -233,8 +242,7 @@ class GradientBuckets:
     def _begin(self) -> BucketStep:
         if self._step is not None:
             raise ContextError("GradientBuckets: a step has begun already")
-        size = sum(self._sizes) + 64 * len(self._sizes)
-        self._results.begin(size, self._group.zeros((0,), np.uint8))
+        self._results.begin(self._result_bytes, self._group.zeros((0,), np.uint8))
         if self._side is not None:
             self._side.begin()
         return BucketStep(self._buckets, self._reduce, self._is_threaded)

@@ -78,9 +78,11 @@ class _Resources:
             self.agreement.close()
             if self.ops is not None:
                 self.ops.close()
-            if self.channel is not None:
-                self.channel.close()
-            self.topology.close()
+            try:
+                if self.channel is not None:
+                    self.channel.close()
+            finally:  # what it raises is raised on all ranks
+                self.topology.close()
         kept = _Resources.in_use.items()
         _Resources.in_use = {key: found for key, found in kept if found is not self}
 

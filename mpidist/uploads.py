@@ -51,9 +51,7 @@ def page_locked(stream: CopyStream) -> Allocate:
     def allocate(size: int) -> npt.NDArray[np.uint8]:
         if size < _LEAST_BYTES:
             return np.empty(size, np.uint8)
-        # Few different sizes: what is given back is given out again for the same one
-        step = 1 << (size.bit_length() - 4)
-        memory = stream.pin(-(-size // step) * step)
+        memory = stream.pin(size)
         _PAGE_LOCKED[id(memory)] = memory
         return memory
 

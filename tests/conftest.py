@@ -43,6 +43,8 @@ settings.load_profile("mpidist")
 
 # Where there is one GPU, the ranks of a test have to share it
 os.environ.setdefault("MPIDIST_ALLOW_SHARED_GPU", "1")
+# Else JAX would take three quarters of a GPU's memory, and keep them
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -71,6 +71,24 @@ def test_vendors_variables_say_it(library, environ, expected):
     assert name is None or f"{name}={environ[name]}" in answer.why
 
 
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ("", False),
+        ("system, mpi", False),
+        ("system,cuda", True),
+        ("system, cuda:device", True),
+        ("cuda:host:device", True),
+        ("cuda:host", False),
+        ("system,cuda:host,cuda:managed,rocm:device", False),
+        ("cuda:host,cuda:device", True),
+    ],
+)
+def test_kinds_of_memory_say_it(kinds, expected):
+    """MPI-4.1, section 12.4.3: memory of CUDA may be that of the host alone."""
+    assert cuda_aware._has_device_memory(kinds) is expected
+
+
 def test_this_library_says_it_of_itself():
     """The wheels are built without CUDA, and one of the queries is in each."""
     library = MPI.Get_library_version().partition("\n")[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from mpi4py import MPI
 import mpidist
 from mpidist import CommunicationOptions
 from mpidist.collectives.bucketing import divide
+from mpidist.collectives.results import Results
 
 SHAPES = {"conv": (3, 3, 8), "w": (400, 300), "b": (300,), "scale": (), "none": (0, 2)}
 
@@ -140,6 +142,38 @@ def test_nests_of_lists_and_symmetric_arrays(comm, strategy):
         assert (first["b"] == 2 * comm.size).all()
         assert (second[0] == 1j * ranks).all()
         assert second[1] == ranks
+    buckets.close()
+
+
+@pytest.mark.parametrize("compression", [None, "float16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "f4", "f8", "i2", "i8"])
+def test_a_step_has_memory_for_all_that_it_returns(
+    comm, strategy, monkeypatch, dtype, compression
+):
+    """Of the step's own: a GPU's thread has another stream's, which returns there."""
+    if comm.size == 1:
+        pytest.skip("one rank returns copies")
+    dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    options = CommunicationOptions(compression=compression)
+    like = {key: array.astype(dtype) for key, array in gradients(comm.rank).items()}
+    buckets = strategy.gradient_buckets(like, "MEAN", options)
+    taken = []
+    empty = Results.empty
+
+    def count(self, size, like, dtype=None):
+        taken.append(size)
+        return empty(self, size, like, dtype)
+
+    monkeypatch.setattr(Results, "empty", count)
+    for _ in range(2):
+        with buckets:
+            for key in like:
+                buckets.put(key, like[key])
+    assert len(taken) == 2
+    for key, total in totals(comm, op="MEAN").items():
+        found = buckets.result[key]
+        assert found.dtype == ("f8" if dtype.kind in "iu" else dtype)
+        np.testing.assert_allclose(found.astype("f8"), total, rtol=1e-2)
     buckets.close()
 
 

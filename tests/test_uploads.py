@@ -380,6 +380,18 @@ def test_arrays_that_are_on_the_device_already(device, uploads):
         np.testing.assert_array_equal(device.read(batch["here"]), expected)
 
 
+def test_arrays_on_the_device_may_be_forgotten_before_their_copies_are_taken(
+    device, uploads
+):
+    under_way = []
+    for step in range(5):
+        made = device.make(rows(step, 200))
+        under_way.append(uploads.upload(made))
+        del made  # the next one may have its memory
+    for step, upload in enumerate(under_way):
+        np.testing.assert_array_equal(device.read(take(upload)), rows(step, 200))
+
+
 LARGE = 50_000  # numbers: more than it is worth to pack
 
 
@@ -480,15 +492,6 @@ def test_small_memory_is_not_page_locked(threads):
     uploads.close()
 
 
-def test_page_locked_memory_comes_in_few_sizes(threads):
-    allocate, sizes = page_locked(threads.stream), set()
-    for size in range(1 << 20, 1 << 21, 1000):
-        memory = allocate(size)
-        assert size <= memory.size <= size * 9 / 8
-        sizes.add(memory.size)
-    assert len(sizes) <= 9
-
-
 def test_too_little_memory_is_an_error_and_smaller_batches_go_on(threads):
     uploads = Uploads(threads.stream)
     array = take(uploads.upload(rows(0, 100)))
@@ -518,6 +521,17 @@ def cuda():
     cuda = Cuda()
     yield cuda
     cuda.end()
+
+
+@pytest.mark.gpu
+def test_page_locked_memory_comes_in_few_sizes(cuda):
+    """All of what is there is given out: CuPy's pool has powers of two."""
+    allocate, sizes = page_locked(cuda.stream), set()
+    for size in range(1 << 20, 1 << 21, 100_001):
+        memory = allocate(size)
+        assert size <= memory.size <= 2 * size
+        sizes.add(memory.size)
+    assert len(sizes) <= 2
 
 
 @pytest.mark.gpu

@@ -27,6 +27,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import cupy
 import gpu_cases
+import gpu_checks
 import gpu_input
 import gpu_limits
 import measuring
@@ -72,6 +73,7 @@ def find_facts(setting: Setting) -> None:
 
 PARTS = {
     "facts": find_facts,
+    "checks": gpu_checks.run_checks,
     "sizes": gpu_cases.compare_sizes,
     "gathers": gpu_cases.compare_gathers,
     "gradients": gpu_cases.compare_gradients,
@@ -79,7 +81,7 @@ PARTS = {
     "input": gpu_input.compare_input,
 }
 # They distribute datasets, which is not for replica context
-IN_CROSS_REPLICA = ("facts", "limit", "input")
+IN_CROSS_REPLICA = ("facts", "checks", "limit", "input")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

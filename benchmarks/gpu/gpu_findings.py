@@ -12,7 +12,10 @@ from typing import Any
 from comparisons import Comparison
 
 __all__ = [
+    "all_of",
     "bytes_of_ipc",
+    "checks_of",
+    "impi_of",
     "contract_of",
     "job_of",
     "judge",
@@ -31,6 +34,9 @@ _OURS = "mpidist"
 _DIGITS = 4
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 _PROGRESS = re.compile(r"^([.sFEx]+) +\[ *\d+%\]$", re.MULTILINE)
+_FAILED = re.compile(
+    r"^(?:FAILED|ERROR) (\S+)|^rank \d+ of \d+: (.+) failed in ", re.MULTILINE
+)
 _LAST_LINE = re.compile(r"loss=([\d.]+) accuracy=([\d.]+) samples_per_s=(\d+)")
 
 
@@ -56,7 +62,26 @@ def contract_of(output: str, how: str) -> dict[str, Any]:
         "passed": counts.get("passed", 0),
         "failed": counts.get("failed", 0) + counts.get("error", 0),
         "skipped": counts.get("skipped", 0),
+        "failures": sorted({a or b for a, b in _FAILED.findall(output)}),
     }
+
+
+def all_of(contracts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what several runs of pytest came to; nothing for none.
+
+    Args:
+      contracts: what `contract_of` returned, by name.
+    """
+    if not contracts:
+        return {}
+    found = contracts.values()
+    total: dict[str, Any] = {
+        key: sum(contract[key] for contract in found)
+        for key in ("passed", "failed", "skipped")
+    }
+    bad = [f"{n} {c['ended']}" for n, c in contracts.items() if c["ended"] != "ok"]
+    failures = [test for contract in found for test in contract["failures"]]
+    return {"ended": "; ".join(bad) or "ok", **total, "failures": failures}
 
 
 def job_of(outputs: Mapping[str, str]) -> dict[str, Any]:
@@ -237,6 +262,43 @@ def table(
     lines.append(
         _line("jobs/train_digits.py, GPU", "CPU", f"{_DIGITS} places", "", word)
     )
+    return lines
+
+
+def checks_of(records: Records) -> list[str]:
+    """Return the lines of what `gpu_checks` found."""
+    return [
+        f"{r['name']:26} {r['word']:5} {r['seen']}"
+        for r in records
+        if r["kind"] == "check"
+    ]
+
+
+def impi_of(
+    parts: Mapping[str, Any], contracts: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Return the lines of what came of Intel MPI, with and without offloading.
+
+    Args:
+      parts: how each job ended, by name, and what it found.
+      contracts: what `contract_of` returned, by name.
+    """
+    lines = []
+    for name, part in parts.items():
+        if not name.startswith("impi "):
+            continue
+        seen = []
+        for record in part.get("records", ()):
+            if record["kind"] == "facts":
+                word = "takes" if record["is_aware"] else "does not take"
+                seen.append(f"{word} addresses of GPUs ({record['why']})")
+            elif record["kind"] == "times" and RAW in record["seconds"]:
+                raw = statistics.median(record["seconds"][RAW])
+                seen.append(f"{record['bytes']:,} bytes {1e6 * raw:.3g} us")
+        label = name.partition(",")[0]
+        if label in contracts:
+            seen.append(_word_of(contracts[label]))
+        lines.append(f"{label}: {part['ended']}; {'; '.join(seen)}")
     return lines
 
 

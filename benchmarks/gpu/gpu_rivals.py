@@ -80,7 +80,7 @@ def nccl_sum(
     NCCL refuses ranks that share a GPU.
     """
     gpus = strategy.extended.gpus
-    if gpus is None or gpus.is_shared or not gpus.nccl or comm.size == 1:
+    if gpus is None or gpus.no_nccl:
         return None
     from cupy.cuda import nccl
 

@@ -85,6 +85,7 @@ class Collectives:
         self.size = agreement.size
         self._gathers = Gathers(agreement, routes, results)
         self.sums = Sums(self.size, routes, symmetric, results)
+        self._empty = results.empty
         self._copies = SmallCopies()
         self._repeated = RepeatedReductions(agreement, self._copies)
 
@@ -236,7 +237,7 @@ class Collectives:
             pairs = list(zip(totals, agreement.comparison.payloads(partial)))
             with agreement.same_on_all():
                 check_each(pairs, call.spec, arithmetic.check_sum)
-        results = arithmetic.finish(op, totals, summands.out, self.size)
+        results = arithmetic.finish(op, totals, summands.out, self.size, self._empty)
         is_on_gpu = any(map(arrays.is_device_array, given))
         return self._copies.up(results, given) if is_on_gpu else results
 
@@ -280,7 +281,7 @@ class Collectives:
                 summands.partial, totals, options, self.sums.sum_arrays
             )
             del totals[-1]
-        return arithmetic.finish(op, totals, summands.out, self.size)
+        return arithmetic.finish(op, totals, summands.out, self.size, self._empty)
 
     def reduce_arrays(
         self,
@@ -308,7 +309,7 @@ class Collectives:
             del totals[-1]
         else:
             totals = sum_arrays(partial, options)
-        return arithmetic.finish(op, totals, out, self.size)
+        return arithmetic.finish(op, totals, out, self.size, self._empty)
 
     def _count_large(self, partial: Sequence[Any]) -> Any:
         """Return 1 if sums of integers over all ranks may not fit, as far as is known.

@@ -116,7 +116,7 @@ def _answers(library: str, environ: Mapping[str, str]) -> Iterator[Support]:
     info = MPI.COMM_WORLD.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds") or ""
     info.Free()
-    if any(kind.partition(":")[0] == "cuda" for kind in kinds.split(",")):
+    if _has_device_memory(kinds):
         yield Support(True, f"mpi_memory_alloc_kinds={kinds}")
     if "CRAY" in library.upper():
         name = "MPICH_GPU_SUPPORT_ENABLED"
@@ -136,6 +136,19 @@ def _answers(library: str, environ: Mapping[str, str]) -> Iterator[Support]:
         flag = ctypes.c_int()
         loaded.MPIX_GPU_query_support(_CUDA_KIND, ctypes.byref(flag))
         yield Support(flag.value == 1, f"MPIX_GPU_query_support gives {flag.value}")
+
+
+def _has_device_memory(kinds: str) -> bool:
+    """Return whether memory that CUDA has allocated on GPUs is among kinds of memory.
+
+    Args:
+      kinds: as in "system,cuda:host:device"; without restrictors all of a kind is.
+    """
+    found = (kind.strip().split(":") for kind in kinds.split(","))
+    return any(
+        name == "cuda" and (not restrictors or "device" in restrictors)
+        for name, *restrictors in found
+    )
 
 
 def _cached_trial(key: str, index: int) -> Support:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 
 from mpi4py import MPI
 
@@ -19,7 +20,7 @@ from mpidist.gpu.devices import (
 from mpidist.gpu.runtime_facts import nccl_version
 from mpidist.switches import ALLOW_SHARED_GPU, read_switch
 
-__all__ = ["GpuFacts", "GpuRequest", "find_facts"]
+__all__ = ["GpuFacts", "GpuRequest", "find_facts", "why_no_nccl"]
 
 _CALL = "MirroredStrategy: GPUs"
 
@@ -47,14 +48,16 @@ class GpuFacts:
       identities: of each rank's GPU, by rank.
       is_shared: whether ranks share one.
       support: whether MPI takes addresses of their memory.
-      nccl: the version of NCCL that all ranks have, such as 22703; 0 without.
+      nccl: the version of NCCL on rank 0, such as 22703; 0 without.
+      no_nccl: why NCCL cannot connect these ranks; "" if it may.
     """
 
     index: int
     identities: tuple[GpuIdentity, ...]
     is_shared: bool
     support: Support
-    nccl: int = 0
+    nccl: int
+    no_nccl: str
 
 
 def find_facts(agreement: Agreement, index: int, request: GpuRequest) -> GpuFacts:
@@ -83,10 +86,32 @@ def find_facts(agreement: Agreement, index: int, request: GpuRequest) -> GpuFact
     support = Support(False, "there is one replica")
     if agreement.size > 1:
         support = find_support(agreement, request.cuda_aware, mine[0], index)
+    versions = [version for _, _, version in everyone]
     return GpuFacts(
         index,
         identities,
         bool(shared_gpus(identities)),
         support,
-        min(version for _, _, version in everyone),
+        versions[0],
+        why_no_nccl(versions, identities),
     )
+
+
+def why_no_nccl(versions: Sequence[int], identities: Sequence[GpuIdentity]) -> str:
+    """Return why NCCL cannot connect ranks; "" if nothing is known against it.
+
+    Args:
+      versions: of NCCL on each rank, 0 without.
+      identities: of each rank's GPU.
+    """
+    if len(versions) == 1:
+        return "there is one replica"
+    if not all(versions):
+        rank = list(versions).index(0)
+        return f"CuPy finds no NCCL on rank {rank}; pip install nvidia-nccl-cu13"
+    if len(set(versions)) > 1:
+        return f"the ranks have different versions of NCCL: {sorted(set(versions))}"
+    # To NCCL, parts of one GPU (MIG) are the same GPU
+    if len({(found.host, found.pci_bus_id) for found in identities}) < len(identities):
+        return "ranks share a GPU, which NCCL refuses"
+    return ""

@@ -25,78 +25,99 @@ struct bfloat16 {
 
 __device__ inline float as_float(u4 bits) { return __int_as_float((int)bits); }
 
-// The number in which others of its type are added up
-__device__ inline u1 widen(u1 x) { return x; }
-__device__ inline u2 widen(u2 x) { return x; }
-__device__ inline u4 widen(u4 x) { return x; }
-__device__ inline u8 widen(u8 x) { return x; }
-__device__ inline float widen(float x) { return x; }
-__device__ inline double widen(double x) { return x; }
-__device__ inline float widen(bfloat16 x) { return as_float((u4)x.bits << 16); }
+#ifdef __CUDA_ARCH__
+// CuPy compiles with -ftz=true, by which arithmetic in float32 takes numbers below 1.2e-38
+// for 0. PTX without .ftz does not.
+__device__ inline float add(float a, float b)
+{
+    float sum;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+    return sum;
+}
+__device__ inline float widen(float16 x)
+{
+    float wide;
+    asm("{ .reg .b16 h; mov.b16 h, %1; cvt.f32.f16 %0, h; }" : "=f"(wide) : "h"(x.bits));
+    return wide;
+}
+#else  // compiled for a CPU, which takes nothing for 0
+__device__ inline float add(float a, float b) { return a + b; }
 __device__ inline float widen(float16 x)
 {
     const u4 sign = (u4)(x.bits & 0x8000u) << 16;
     const u4 rest = (u4)(x.bits & 0x7fffu) << 13;
     if (rest >= 0x0f800000u)  // infinite, or not a number
         return as_float(sign | 0x70000000u | rest);
-    // The exponent is off by 112; a product is exact for small numbers, too
+    // The exponent is off by 112
     return as_float(sign | rest) * as_float(0x77800000u);  // 2**112
 }
+#endif
+
+template <typename T>
+__device__ inline T add(T a, T b) { return a + b; }
+
+// The number in which others of its type are added up
+template <typename T>
+__device__ inline T widen(T x) { return x; }
+__device__ inline float widen(bfloat16 x) { return as_float((u4)x.bits << 16); }
 
 template <typename T>
 struct alignas(16) Vector {
     T item[16 / sizeof(T)];
 };
 
-// totals[i] = parts[0][i] + parts[1][i] + ..., in this order
+// totals[i] = parts[0][i] + parts[1][i] + ..., in this order; or, where `goes_on` is not 0,
+// totals[i] + parts[0][i] + ...
 template <typename T, typename Wide>
 __device__ void add_one_by_one(
-    const Parts& parts, int count, Wide* totals, u8 first, u8 size)
+    const Parts& parts, int count, int goes_on, Wide* totals, u8 first, u8 size)
 {
     const u8 step = (u8)gridDim.x * blockDim.x;
     for (u8 i = first + (u8)blockIdx.x * blockDim.x + threadIdx.x; i < size; i += step) {
-        Wide total = widen(((const T*)parts.of[0])[i]);
-        for (int part = 1; part < count; part++)
-            total = total + widen(((const T*)parts.of[part])[i]);
+        Wide total = goes_on ? totals[i] : widen(((const T*)parts.of[0])[i]);
+        for (int part = goes_on ? 0 : 1; part < count; part++)
+            total = add(total, widen(((const T*)parts.of[part])[i]));
         totals[i] = total;
     }
 }
 
 template <typename T>
-__device__ void add_vectors(const Parts& parts, int count, T* totals, u8 size)
+__device__ void add_vectors(
+    const Parts& parts, int count, int goes_on, T* totals, u8 size)
 {
     const int width = 16 / sizeof(T);
     const u8 step = (u8)gridDim.x * blockDim.x;
     for (u8 i = (u8)blockIdx.x * blockDim.x + threadIdx.x; i < size / width; i += step) {
-        Vector<T> total = ((const Vector<T>*)parts.of[0])[i];
-        for (int part = 1; part < count; part++) {
+        Vector<T> total = ((const Vector<T>*)(goes_on ? totals : parts.of[0]))[i];
+        for (int part = goes_on ? 0 : 1; part < count; part++) {
             const Vector<T> more = ((const Vector<T>*)parts.of[part])[i];
             for (int j = 0; j < width; j++)
-                total.item[j] = total.item[j] + more.item[j];
+                total.item[j] = add(total.item[j], more.item[j]);
         }
         ((Vector<T>*)totals)[i] = total;
     }
-    add_one_by_one<T, T>(parts, count, totals, size / width * width, size);
+    add_one_by_one<T, T>(parts, count, goes_on, totals, size / width * width, size);
 }
 
 template <typename T>
-__device__ void add_alike(const Parts& parts, int count, T* totals, u8 size)
+__device__ void add_alike(
+    const Parts& parts, int count, int goes_on, T* totals, u8 size)
 {
     u8 addresses = (u8)totals;
     for (int part = 0; part < count; part++)
         addresses |= (u8)parts.of[part];
     if (addresses % 16 == 0)
-        add_vectors<T>(parts, count, totals, size);
+        add_vectors<T>(parts, count, goes_on, totals, size);
     else
-        add_one_by_one<T, T>(parts, count, totals, 0, size);
+        add_one_by_one<T, T>(parts, count, goes_on, totals, 0, size);
 }
 
 // Signed integers are added up as unsigned ones: what overflows wraps around, as in NumPy
 #define ADD(NAME, TYPE)                                                             \
     extern "C" __global__ void add_##NAME(                                          \
-        Parts parts, int count, TYPE* totals, u8 size)                              \
+        Parts parts, int count, int goes_on, TYPE* totals, u8 size)                 \
     {                                                                               \
-        add_alike<TYPE>(parts, count, totals, size);                                \
+        add_alike<TYPE>(parts, count, goes_on, totals, size);                       \
     }
 ADD(u1, u1)
 ADD(u2, u2)
@@ -107,9 +128,9 @@ ADD(f8, double)
 
 #define ADD_WIDE(NAME, TYPE)                                                        \
     extern "C" __global__ void add_##NAME(                                          \
-        Parts parts, int count, float* totals, u8 size)                             \
+        Parts parts, int count, int goes_on, float* totals, u8 size)                \
     {                                                                               \
-        add_one_by_one<TYPE, float>(parts, count, totals, 0, size);                 \
+        add_one_by_one<TYPE, float>(parts, count, goes_on, totals, 0, size);        \
     }
 ADD_WIDE(float16, float16)
 ADD_WIDE(bfloat16, bfloat16)

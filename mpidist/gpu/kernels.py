@@ -13,9 +13,12 @@ import numpy as np
 from mpidist.arrays import current_gpu
 from mpidist.gpu.memory import Staged
 
-__all__ = ["MOST_PARTS", "Packer", "add_parts", "can_add", "load"]
+__all__ = ["OPTIONS", "Packer", "add_parts", "can_add", "load", "source"]
 
-MOST_PARTS = 64  # as in kernels.cu
+# What the kernels are compiled with
+OPTIONS = ("-std=c++17",)
+
+_MOST_PARTS = 64  # at a time, as in kernels.cu
 _THREADS = 256
 _BYTES_OF_THREAD = 64
 _BLOCKS_OF_MULTIPROCESSOR = 16
@@ -41,12 +44,16 @@ def _kernel_name(dtype: np.dtype[Any]) -> str | None:
     return f"add_f{dtype.itemsize}" if dtype.kind == "f" else None
 
 
+def source() -> str:
+    """Return the kernels' code."""
+    return resources.files("mpidist.gpu").joinpath("kernels.cu").read_text()
+
+
 @functools.cache
 def _module() -> Any:
     import cupy
 
-    source = resources.files("mpidist.gpu").joinpath("kernels.cu").read_text()
-    return cupy.RawModule(code=source, options=("-std=c++14",))
+    return cupy.RawModule(code=source(), options=OPTIONS)
 
 
 def load() -> None:
@@ -77,7 +84,7 @@ def add_parts(parts: Sequence[int], totals: Any, dtype: np.dtype[Any]) -> None:
     They are added up one after the other.
 
     Args:
-      parts: the addresses of at most MOST_PARTS arrays.
+      parts: the addresses of the arrays, one at least.
       totals: a contiguous array; of float32 for numbers of 16 bits.
       dtype: of the arrays.
     """
@@ -85,12 +92,16 @@ def add_parts(parts: Sequence[int], totals: Any, dtype: np.dtype[Any]) -> None:
         return
     name = _kernel_name(dtype)
     assert name is not None
-    table = np.zeros(1, np.dtype((np.void, 8 * MOST_PARTS)))
-    table.view(np.uint64)[: len(parts)] = parts
-    count = totals.size * (2 if dtype.kind == "c" else 1)
-    arguments = table, np.int32(len(parts)), totals.data.ptr, np.uint64(count)
+    count = np.uint64(totals.size * (2 if dtype.kind == "c" else 1))
     bytes_of_block = _THREADS * _BYTES_OF_THREAD
-    _launch(name, bytes_of_block, totals.nbytes, arguments)
+    for start in range(0, len(parts), _MOST_PARTS):
+        some = parts[start : start + _MOST_PARTS]
+        table = np.zeros(1, np.dtype((np.void, 8 * _MOST_PARTS)))
+        table.view(np.uint64)[: len(some)] = some
+        # What comes after the first ones is added to their sum
+        numbers = np.int32(len(some)), np.int32(start > 0)
+        arguments = table, *numbers, totals.data.ptr, count
+        _launch(name, bytes_of_block, totals.nbytes, arguments)
 
 
 class Packer:

@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DeviceBuffer", "Pinned", "Staged", "is_plain"]
+__all__ = ["ERROR_MEMORY_ALLOCATION", "DeviceBuffer", "Pinned", "Staged", "is_plain"]
+
+ERROR_MEMORY_ALLOCATION = 2  # CUDA's, which CuPy shows to Cython only
 
 _SMALLEST_BYTES = 4096
 
@@ -29,8 +31,7 @@ class DeviceBuffer:
     def __init__(self, size_bytes: int):
         import cupy
 
-        memory = cupy.cuda.Memory(size_bytes)
-        pointer = cupy.cuda.MemoryPointer(memory, 0)
+        pointer = cupy.cuda.MemoryPointer(_allocate(size_bytes), 0)
         self.array = cupy.ndarray((size_bytes,), np.uint8, memptr=pointer)
         DeviceBuffer.in_use_bytes += size_bytes
         weakref.finalize(self, DeviceBuffer._count_out, size_bytes)
@@ -38,6 +39,20 @@ class DeviceBuffer:
     @staticmethod
     def _count_out(size_bytes: int) -> None:
         DeviceBuffer.in_use_bytes -= size_bytes
+
+
+def _allocate(size_bytes: int) -> Any:
+    """Return plain memory of the current GPU."""
+    import cupy
+
+    try:
+        return cupy.cuda.Memory(size_bytes)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        if error.status != ERROR_MEMORY_ALLOCATION:
+            raise
+    # CuPy's pool keeps what arrays have freed
+    cupy.get_default_memory_pool().free_all_blocks()
+    return cupy.cuda.Memory(size_bytes)
 
 
 class Pinned:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 __all__ = ["cuda_versions", "cupy_version", "nccl_version"]
 
 
@@ -22,7 +24,9 @@ def cuda_versions() -> tuple[int, int]:
 def nccl_version() -> int:
     """Return the version of NCCL that CuPy has, such as 22703; 0 without."""
     try:
-        from cupy.cuda import nccl
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # CuPy warns where it finds no NCCL
+            from cupy.cuda import nccl
 
         return int(nccl.get_version())
     except (ImportError, AttributeError, RuntimeError):

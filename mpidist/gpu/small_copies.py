@@ -24,7 +24,7 @@ class SmallCopies:
 
     def __init__(self) -> None:
         self._down, self._up = Pinned(), Pinned()
-        self._stream: Any = None  # of the last copies to the GPU
+        self._sent: Any = None  # the event that the GPU has read what `up` gave it
 
     def down(self, values: Sequence[Any]) -> list[Any]:
         """Return arrays on the host, which are valid until the next call.
@@ -48,9 +48,8 @@ class SmallCopies:
             # Not its own shape: CuPy makes one dimension of none
             found[j] = host[start:stop].view(value.dtype).reshape(values[j].shape)
         stream.synchronize()
-        if self._stream is not None and self._stream != stream:
-            self._stream.synchronize()  # it may still read what `up` has given it
-        self._stream = stream
+        if self._sent is not None:  # by another stream, which may be gone by now
+            self._sent.synchronize()
         return found
 
     def up(self, results: Sequence[Any], like: Sequence[Any]) -> list[Any]:
@@ -58,6 +57,7 @@ class SmallCopies:
         import cupy
         from cupy.cuda import runtime
 
+        stream = cupy.cuda.get_current_stream()
         starts, size = _lay_out(results)
         host, address = self._up.take(size), self._up.address
         found = list(results)
@@ -69,8 +69,11 @@ class SmallCopies:
                     host[start:stop].view(result.dtype)[...] = result.reshape(-1)
                     to, source = found[j].data.ptr, address + start
                     runtime.memcpyAsync(
-                        to, source, result.nbytes, _TO_DEVICE, self._stream.ptr
+                        to, source, result.nbytes, _TO_DEVICE, stream.ptr
                     )
+        if self._sent is None:
+            self._sent = cupy.cuda.Event(disable_timing=True)
+        self._sent.record(stream)
         return found
 
 

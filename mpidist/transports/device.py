@@ -22,6 +22,8 @@ from mpidist.transports.ordered import OrderedTransport
 __all__ = ["DeviceMpiTransport", "DeviceTransport"]
 
 _BLOCK_BYTES = 16 << 20
+# Parts begin with cache lines of their own
+_LINE_BYTES = 128
 
 
 class DeviceTransport(OrderedTransport):
@@ -40,7 +42,9 @@ class DeviceTransport(OrderedTransport):
 
     def __init__(self, agreement: Agreement, block_bytes: int = _BLOCK_BYTES):
         super().__init__(agreement, block_bytes)
-        self._buffers: dict[str, DeviceBuffer] = {}
+        # What one rank alone has no memory for, it must not find out in a collective
+        size = block_bytes + _LINE_BYTES * (agreement.size + 1)
+        self._parts, self._totals = DeviceBuffer(size), DeviceBuffer(size)
         self._order = Order()
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
@@ -55,17 +59,20 @@ class DeviceTransport(OrderedTransport):
         counts = np.diff(edges).tolist()
         mine = counts[rank]
         # Get this rank's part from all
-        send = self._plain("send", send)
-        parts = self._take("parts", ranks * mine, dtype)
+        if not is_plain(send):  # other processes cannot read it where it lies
+            copy = _as(self._totals, send.size, dtype)
+            assign(copy, send)
+            send = copy
+        parts = _as(self._parts, ranks * mine, dtype)
         arrays.synchronize(send)
         self._exchange(send, counts, parts, mine, deadline)
         own = receive[edges[rank] : edges[rank + 1]]
         places = [parts.data.ptr + r * mine * dtype.itemsize for r in range(ranks)]
         kernels.add_parts(places, own, dtype)
         # Share what it adds up to, as narrow as the parts came
-        narrow = self._take("narrow", mine, dtype)
+        narrow = parts[:mine]
         assign(narrow, own)
-        totals = self._take("totals", receive.size, dtype)
+        totals = _as(self._totals, receive.size, dtype)
         self.allgatherv(narrow, totals, counts, deadline)
         assign(receive, totals)
 
@@ -81,22 +88,6 @@ class DeviceTransport(OrderedTransport):
     ) -> None:
         arrays.synchronize(buffer)
         super()._broadcast(buffer, root, deadline, operation)
-
-    def _plain(self, name: str, array: Any) -> Any:
-        """Return an array, or a copy where other processes cannot read its memory."""
-        if is_plain(array):
-            return array
-        copy = self._take(name, array.size, np.dtype(array.dtype))
-        assign(copy, array)
-        return copy
-
-    def _take(self, name: str, size: int, dtype: np.dtype[Any]) -> Any:
-        """Return a buffer with any contents, the one of that name if it suffices."""
-        size_bytes = size * dtype.itemsize
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.array.size < size_bytes:
-            buffer = self._buffers[name] = DeviceBuffer(max(size_bytes, 1))
-        return buffer.array[:size_bytes].view(dtype)
 
 
 class DeviceMpiTransport(MpiTransport):
@@ -132,3 +123,10 @@ class DeviceMpiTransport(MpiTransport):
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
         """See `Transport.broadcast`."""
         self._adder.broadcast(buffer, root, deadline)
+
+
+def _as(buffer: DeviceBuffer, size: int, dtype: np.dtype[Any]) -> Any:
+    """Return the beginning of a buffer as an array."""
+    size_bytes = size * dtype.itemsize
+    assert size_bytes <= buffer.array.size
+    return buffer.array[:size_bytes].view(dtype)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from mpidist.agreement.agree import Agreement
 from mpidist.agreement.board import Board
+from mpidist.agreement.pending import Pending
+from mpidist.errors import CollectiveError
 from mpidist.gpu import kernels
 from mpidist.gpu.facts import GpuFacts
 from mpidist.gpu.ipc import share_buffers
 from mpidist.transports.base import Transport
 from mpidist.transports.device import DeviceMpiTransport, DeviceTransport
 from mpidist.transports.ipc import SLOTS, IpcTransport
-from mpidist.transports.nccl import NcclTransport
+from mpidist.transports.nccl import NcclTransport, connect
 from mpidist.transports.staging import StagingTransport
 from mpidist.transports.ways import Ways
 
@@ -19,6 +21,7 @@ __all__ = ["ORDERED", "DeviceTransports"]
 # Those that add in the order of the ranks, the best first
 ORDERED = ["ipc", "device", "staging", "ordered"]
 
+_CALL = "MirroredStrategy: transports of GPUs"
 _SLOT_BYTES = 16 << 20
 
 
@@ -46,6 +49,7 @@ class DeviceTransports:
         gpus: GpuFacts,
         has_nccl: bool,
     ):
+        self._agreement = agreement
         self.index = gpus.index
         self.missing: dict[str, str] = {}
         self._ipc: IpcTransport | None = None
@@ -55,20 +59,33 @@ class DeviceTransports:
             "ordered": StagingTransport(host.by_name["ordered"]),
             "mpi": StagingTransport(host.by_name["mpi"]),
         }
-        if gpus.support.is_aware:
-            adder = DeviceTransport(agreement)
-            self.by_name["device"] = adder
-            self.by_name["mpi"] = DeviceMpiTransport(agreement, adder)
-        else:
-            self.missing["device"] = gpus.support.why
+        self._make_device(agreement, gpus)
         self._make_ipc(agreement, board)
         self._make_nccl(agreement, gpus, has_nccl)
 
+    def _make_device(self, agreement: Agreement, gpus: GpuFacts) -> None:
+        if not gpus.support.is_aware:
+            self.missing["device"] = gpus.support.why
+            return
+        reason = ""
+        try:
+            # What keeps a rank from these it must not learn in a collective
+            kernels.load()
+            adder = DeviceTransport(agreement)
+        except Exception as error:
+            reason = f"rank {agreement.rank}: {error}"
+        reasons = [text for text in agreement.gather(_CALL, reason) if text]
+        if reasons:
+            self.missing["device"] = reasons[0]
+        else:
+            self.by_name["device"] = adder
+            self.by_name["mpi"] = DeviceMpiTransport(agreement, adder)
+
     def _make_ipc(self, agreement: Agreement, board: Board | None) -> None:
-        if board is None or board.size < agreement.size:
+        if agreement.size == 1:
+            self.missing["ipc"] = "there is one replica"
+        elif board is None or board.size < agreement.size:
             self.missing["ipc"] = "the ranks are on several nodes"
-        elif not 1 < agreement.size <= kernels.MOST_PARTS:
-            self.missing["ipc"] = f"there are {agreement.size} ranks on a node"
         else:
             buffers, reason = share_buffers(agreement, SLOTS * _SLOT_BYTES)
             if buffers is None:
@@ -78,20 +95,32 @@ class DeviceTransports:
                 self.by_name["ipc"] = self._ipc
 
     def _make_nccl(self, agreement: Agreement, gpus: GpuFacts, has_nccl: bool) -> None:
-        if not has_nccl:
-            self.missing["nccl"] = "another communicator of these ranks may use it"
-        elif not gpus.nccl:
-            self.missing["nccl"] = "CuPy finds no NCCL; pip install nvidia-nccl-cu13"
-        elif gpus.is_shared:
-            self.missing["nccl"] = "ranks share a GPU, which NCCL refuses"
-        elif agreement.size == 1:
-            self.missing["nccl"] = "there is one replica"
+        reason = "another communicator of these ranks may use it"
+        if has_nccl:
+            reason = gpus.no_nccl
+        if not reason:
+            self._nccl, reason = connect(agreement)
+        if self._nccl is None:
+            self.missing["nccl"] = reason
         else:
-            self._nccl = NcclTransport(agreement)
             self.by_name["nccl"] = self._nccl
 
     def close(self) -> None:
-        """Free memory and communicators. Collective."""
-        for transport in (self._ipc, self._nccl):
-            if transport is not None:
+        """Free memory and communicators. Collective.
+
+        Raises, on all ranks:
+          CollectiveError: on one of them that cannot be done.
+        """
+        own = [way for way in (self._ipc, self._nccl) if way is not None]
+        reason = ""
+        for transport in own:
+            try:
                 transport.close()
+            except Exception as error:
+                reason = reason or f"rank {self._agreement.rank}: {error}"
+        reasons = [reason]
+        if own and self._agreement.broken is None:
+            with Pending("freeing memory of GPUs", self._agreement.comm):
+                reasons = self._agreement.comm.allgather(reason)
+        for found in filter(None, reasons):
+            raise CollectiveError(f"memory of GPUs cannot be freed: {found}")

@@ -72,8 +72,10 @@ class IpcTransport:
 
     def close(self) -> None:
         """Free the memory. Collective."""
-        self._order.wait_on_host()
-        self._buffers.close()
+        try:
+            self._order.wait_on_host()
+        finally:  # the others wait there
+            self._buffers.close()
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
         """See `Transport.allreduce_sum`."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,12 @@ from mpidist.agreement.pending import Pending
 from mpidist.gpu.streams import record
 from mpidist.transports.mpi import bytes_of
 
-__all__ = ["NcclTransport"]
+__all__ = ["NcclTransport", "connect"]
 
+_CALL = "MirroredStrategy: NCCL"
 _PAUSE_SECONDS = 1e-4
+# A call of NCCL that takes longer waits for a rank that has died
+_CALL_SECONDS = 5.0
 _SUM = 0  # ncclSum
 # ncclDataType_t, by NumPy's names
 _TYPES = {
@@ -37,6 +42,41 @@ _WIDER = {"int16": "int32", "uint16": "uint32"}
 _PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
+def connect(agreement: Agreement) -> tuple[NcclTransport | None, str]:
+    """Return a transport, or None and why there is none. Collective.
+
+    Args:
+      agreement: of all ranks, each with a GPU of its own.
+    """
+    from cupy.cuda import nccl
+
+    # Its first calls would wait for the other ranks, whatever the deadline
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+
+    def number() -> tuple[Any, str]:
+        try:
+            return nccl.get_unique_id(), ""
+        except Exception as error:
+            return None, f"rank 0: {error}"
+
+    unique_id, reason = agreement.root_only(_CALL, number)
+    if reason:
+        return None, reason
+    comm = None
+    try:
+        with Pending("making a communicator of NCCL", agreement.comm):
+            comm = nccl.NcclCommunicator(agreement.size, unique_id, agreement.rank)
+    except Exception as error:  # of NCCL, or of CUDA: MPI can do without
+        reason = f"rank {agreement.rank}: {error}"
+    reasons = [text for text in agreement.gather(_CALL, reason) if text]
+    if reasons and comm is not None:
+        with contextlib.suppress(nccl.NcclError):  # it is of no use without the others
+            comm.abort()
+    if reasons:
+        return None, reasons[0]
+    return NcclTransport(agreement, comm), ""
+
+
 class NcclTransport:
     """Collectives that GPUs do among themselves, in the order of the current stream.
 
@@ -44,29 +84,56 @@ class NcclTransport:
     order (NCCL's user guide): so there is one for each GPU at most.
 
     Args:
-      agreement: of all ranks, each with a GPU of its own. Collective to make.
+      agreement: of all ranks.
+      comm: NCCL's communicator of these ranks; the transport's own from now on.
     """
 
     name = "nccl"
     device = True
     is_ordered = False
 
-    def __init__(self, agreement: Agreement):
+    def __init__(self, agreement: Agreement, comm: Any):
         from cupy.cuda import nccl
 
         self._agreement = agreement
-        # Its first calls would wait for the other ranks, whatever the deadline
-        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
-        number = agreement.root_only("NcclTransport", nccl.get_unique_id)
         self._nccl = nccl
-        with Pending("making a communicator of NCCL", agreement.comm):
-            self._comm = nccl.NcclCommunicator(agreement.size, number, agreement.rank)
+        self._comm = comm
+        self._lock = threading.RLock()
         # Streams would wait for the GPUs of dead ranks for ever
-        agreement.losses.react(self._comm.abort)
+        agreement.losses.react(self._abort)
 
     def close(self) -> None:
         """Free the communicator. Collective."""
         self._comm.destroy()
+
+    def _abort(self) -> None:
+        """Free the communicator at once. Any thread."""
+        # What is in the middle of a call must not lose it
+        is_locked = self._lock.acquire(timeout=_CALL_SECONDS)
+        try:
+            self._comm.abort()
+        finally:
+            if is_locked:
+                self._lock.release()
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[Any]:
+        """Give the communicator, which no other thread aborts meanwhile.
+
+        Raises:
+          RankLostError: a rank has died.
+        """
+        losses = self._agreement.losses
+        try:
+            with self._lock:
+                losses.require_none()
+                yield self._comm
+        except self._nccl.NcclError as error:
+            if losses.is_needed:  # NCCL may know of a death before MPI does
+                losses.wait_for_names()
+            if losses.ranks:
+                raise losses.error() from error
+            raise
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
         """See `Transport.allreduce_sum`."""
@@ -86,9 +153,9 @@ class NcclTransport:
 
     def _sum(self, send: Any, receive: Any, deadline: float | None) -> None:
         kind = _TYPES[np.dtype(send.dtype).name]
-        self._comm.allReduce(
-            send.data.ptr, receive.data.ptr, send.size, kind, _SUM, _stream()
-        )
+        addresses = send.data.ptr, receive.data.ptr
+        with self._using() as comm:
+            comm.allReduce(*addresses, send.size, kind, _SUM, _stream())
         self._wait("all_reduce", deadline)
 
     def allreduce_packed(
@@ -106,20 +173,22 @@ class NcclTransport:
         sizes = [count * width for count in counts]
         starts = [0, *itertools.accumulate(sizes)]
         kind, stream = _TYPES["uint8"], _stream()
-        self._nccl.groupStart()
-        try:
-            for root, (start, size) in enumerate(zip(starts, sizes)):
-                to = receive.data.ptr + start
-                if size:
-                    self._comm.broadcast(send.data.ptr, to, size, kind, root, stream)
-        finally:
-            self._nccl.groupEnd()
+        with self._using() as comm:
+            self._nccl.groupStart()
+            try:
+                for root, (start, size) in enumerate(zip(starts, sizes)):
+                    to = receive.data.ptr + start
+                    if size:
+                        comm.broadcast(send.data.ptr, to, size, kind, root, stream)
+            finally:
+                self._nccl.groupEnd()
         self._wait("all_gather", deadline)
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
         """See `Transport.broadcast`."""
         address, kind = buffer.data.ptr, _TYPES["uint8"]
-        self._comm.broadcast(address, address, buffer.nbytes, kind, root, _stream())
+        with self._using() as comm:
+            comm.broadcast(address, address, buffer.nbytes, kind, root, _stream())
         self._wait("broadcast", deadline)
 
     def _wait(self, operation: str, deadline: float | None) -> None:
@@ -128,9 +197,10 @@ class NcclTransport:
             return
         done = record()
         while not done.done:
-            self._comm.check_async_error()
+            with self._using() as comm:
+                comm.check_async_error()
             if time.monotonic() > deadline:
-                self._comm.abort()
+                self._abort()
                 self._agreement.give_up(operation, deadline)
             time.sleep(_PAUSE_SECONDS)
 

@@ -1,0 +1,270 @@
+"""How what is measured on a GPU is cut into pieces: without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "gpu"))
+import gpu_findings
+import gpu_parts
+
+FOLDER = Path(gpu_parts.__file__).parent
+
+
+def load_run_all():
+    """Import run_all.py of this folder: there is another one."""
+    spec = importlib.util.spec_from_file_location("gpu_run_all", FOLDER / "run_all.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Runs:
+    """Runs of parts that are no more than a few lines of Python."""
+
+    def __init__(self, folder):
+        self.run_all = load_run_all()
+        self.folder = folder
+        self.code = {"tune": "pass", "limit": "pass"}
+        self.arguments = []
+
+    def start(self, minutes, *options):
+        """Do what is left, and return the exit status and the parts that ran."""
+        runs, ran = self, []
+
+        class Plan(gpu_parts.Plan):
+            def jobs(self, part, ranks, is_aware):
+                script = f"path = {str(self.records(ranks))!r}\n{runs.code[part]}"
+                command = [sys.executable, "-c", script, *runs.arguments]
+                yield gpu_parts.Job(part, ranks, "", command, {}, 60)
+
+        class Run(self.run_all.Run):
+            def say(self, line):
+                if line.startswith("\n== "):
+                    ran.append(line.split()[1].strip(","))
+
+        out, work = (
+            self.folder / "out",
+            self.folder / str(len(list(self.folder.iterdir()))),
+        )
+        work.mkdir()
+        out.mkdir(exist_ok=True)
+        arguments = ["--ranks", "2", f"--minutes={minutes}", f"--output={out}"]
+        given = [*arguments, "--parts", *self.code, *options]
+        run = Run(self.run_all.parse(given), Plan([], work, False), {}, io.StringIO())
+        run.run()
+        run.finish()
+        self.result = json.loads((out / "gpu-unknown-2ranks.json").read_text())
+        return run, ran
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return Runs(tmp_path)
+
+
+FOUND = {"kind": "check", "name": "a", "word": "pass", "seen": "b"}
+WRITE = f"open(path, 'a').write({json.dumps(FOUND)!r} + chr(10))"
+
+
+def test_what_is_left_is_done_by_the_next_call(runs):
+    runs.code["tune"] = WRITE
+    run, ran = runs.start(0.01)
+    assert (run.is_over, ran) == (False, [])
+    assert run.failed == [
+        f"{part}, 2 ranks: was not run: no time was left" for part in ("tune", "limit")
+    ]
+    run, ran = runs.start(5, "--go-on")
+    assert (run.is_over, run.failed, ran) == (True, [], ["tune", "limit"])
+    for _ in range(2):
+        run, ran = runs.start(5, "--go-on")
+        assert (run.is_over, run.failed, ran) == (True, [], [])
+        assert runs.result["checks"] == [f"{'a':26} pass  b"]
+    run, ran = runs.start(5)
+    assert ran == ["tune", "limit"]
+
+
+def test_what_failed_is_not_tried_again(runs):
+    runs.code["tune"] = "raise SystemExit(7)"
+    for expected in (["tune", "limit"], []):
+        run, ran = runs.start(5, "--go-on")
+        assert (run.is_over, ran) == (True, expected)
+        assert run.failed == ["tune, 2 ranks: failed with status 7"]
+
+
+def test_what_was_stopped_for_want_of_time_is_done_again(runs, monkeypatch):
+    """And what it had found until then is forgotten."""
+    monkeypatch.setattr(runs.run_all, "_LEAST_SECONDS", 0)
+    runs.code = {"tune": f"{WRITE}\nimport threading; threading.Event().wait()"}
+    run, ran = runs.start(0.03, "--go-on")
+    assert (run.is_over, ran) == (False, ["tune"])
+    assert "was stopped after" in run.failed[0]
+    assert not runs.result["checks"]
+    runs.code = {"tune": WRITE}
+    run, ran = runs.start(5, "--go-on")
+    assert (run.is_over, run.failed, ran) == (True, [], ["tune"])
+    assert len(runs.result["checks"]) == 1
+
+
+def test_a_test_that_fails_does_not_hide_the_next_one(runs):
+    """On several ranks it ends the job, which is then run without it."""
+    script = """
+import sys
+bad = [f"test_x.py::test_{name}" for name in "abc"]
+left = [test for test in bad if f"--deselect={test}" not in sys.argv]
+if left:
+    print(f"rank 1 of 2: {left[0]} failed in call")
+    sys.exit(1)
+print("7 passed, 3 deselected in 1.0s")
+"""
+    runs.code, runs.arguments = {"contract": script}, ["pytest"]
+    run, ran = runs.start(5)
+    assert (run.is_over, ran) == (True, ["contract"])
+    assert run.failed == ["contract, 2 ranks: failed with status 1"]
+    assert runs.result["failures"] == [f"test_x.py::test_{name}" for name in "abc"]
+    (tests,) = runs.result["contract"].values()
+    assert (tests["passed"], tests["failed"]) == (7, 3)
+
+
+def test_the_tests_of_gpus_are_found():
+    names = {path.stem for path in gpu_parts.tests_of_gpus()}
+    assert {"test_gpu", "test_transports", "test_uploads", "test_elastic"} <= names
+    plan = gpu_parts.Plan(["mpirun"], Path("/work"), False, Path("/impi"))
+    jobs = list(plan.jobs("contract", 2, is_aware=True))
+    assert {job.label for job in jobs} == names
+    assert all(job.variables["MPIDIST_CUDA_AWARE"] == "1" for job in jobs)
+    impi = list(plan.jobs("impi", 2, is_aware=False))
+    assert [job.command[0] for job in impi] == ["/impi/bin/mpiexec.hydra"] * 6
+    assert {job.variables["I_MPI_OFFLOAD"] for job in impi} == {"0", "1"}
+    assert len({job.label for job in impi}) == 6
+
+
+def test_what_came_of_tests_and_of_impi_is_told():
+    failed = (
+        "rank 1 of 2: tests/test_gpu.py::test_a[b c] failed in call\n"
+        "FAILED tests/test_gpu.py::test_d - AssertionError\n1 failed, 2 passed in 3.0s"
+    )
+    contracts = {
+        "contract test_gpu": gpu_findings.contract_of(failed, "failed with status 1"),
+        "contract test_elastic": gpu_findings.contract_of("3 passed in 1.0s", "ok"),
+    }
+    total = gpu_findings.all_of(contracts)
+    assert total == {
+        "ended": "contract test_gpu failed with status 1",
+        "passed": 5,
+        "failed": 1,
+        "skipped": 0,
+        "failures": ["tests/test_gpu.py::test_a[b c]", "tests/test_gpu.py::test_d"],
+    }
+    lines = gpu_findings.table([], total, {}, ranks=2)
+    assert any("MISSED: 5 passed, 1 failed; pytest contract" in line for line in lines)
+    raw = {"kind": "times", "bytes": 8, "seconds": {gpu_findings.RAW: [2e-6]}}
+    facts = {"kind": "facts", "is_aware": True, "why": "I_MPI_OFFLOAD=1"}
+    parts = {
+        "facts, 2 ranks": {"ended": "ok"},
+        "impi I_MPI_OFFLOAD=1 facts, 2 ranks": {"ended": "ok", "records": [facts]},
+        "impi I_MPI_OFFLOAD=1 sizes, 2 ranks": {"ended": "bad", "records": [raw]},
+        "impi I_MPI_OFFLOAD=1 tests, 2 ranks": {"ended": "ok"},
+    }
+    impi = {"impi I_MPI_OFFLOAD=1 tests": contracts["contract test_elastic"]}
+    assert gpu_findings.impi_of(parts, impi) == [
+        "impi I_MPI_OFFLOAD=1 facts: ok; takes addresses of GPUs (I_MPI_OFFLOAD=1)",
+        "impi I_MPI_OFFLOAD=1 sizes: bad; 8 bytes 2 us",
+        "impi I_MPI_OFFLOAD=1 tests: ok; reached: 3 passed, 0 failed, 0 skipped",
+    ]
+
+
+# Stands for Python: tells how it was called, and ends run_all.py with the next status
+PYTHON = """#!/bin/bash
+[[ $1 == */run_all.py ]] || { [[ $1 == - ]] && exec {python} "$@"; exit 0; }
+echo "run_all.py ${*:2}"
+status=$(head -n 1 {folder}/statuses)
+sed -i 1d {folder}/statuses
+exit "$status"
+"""
+
+
+@pytest.fixture
+def one_machine(tmp_path):
+    """A function that runs one_machine.sh; returns its status and its calls."""
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    text = PYTHON.replace("{python}", sys.executable)
+    python.write_text(text.replace("{folder}", str(tmp_path)))
+    python.chmod(0o755)
+
+    def run(statuses, *options):
+        (tmp_path / "statuses").write_text("\n".join(map(str, statuses)) + "\n")
+        ended = subprocess.run(
+            ["bash", FOLDER / "one_machine.sh", "--output", tmp_path, *options],
+            env={"PATH": f"{python.parent}:/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+        )
+        lines = ended.stdout.splitlines()
+        calls = [line.split() for line in lines if line.startswith("run_all.py")]
+        return ended, calls
+
+    return run
+
+
+def test_one_command_goes_through_all_runs(one_machine):
+    ended, calls = one_machine([0, 0, 0], "--minutes", "8")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    start, tests, table = calls
+    assert "--quick" in start
+    assert {"--go-on", "contract", "checks"} <= set(tests)
+    assert {"--go-on", "sizes", "limit"} <= set(table)
+    assert "nothing is left; no run failed" in ended.stdout
+
+
+def test_one_command_says_that_something_is_left(one_machine):
+    ended, calls = one_machine([1, 3])
+    assert ended.returncode == 3
+    assert len(calls) == 2
+    assert "something is left: call this again" in ended.stdout
+    ended, calls = one_machine([0, 1, 0])
+    assert ended.returncode == 1
+    assert len(calls) == 3
+    assert "nothing is left; tests failed" in ended.stdout
+
+
+def test_one_run_may_be_chosen(one_machine, tmp_path):
+    ended, calls = one_machine([0], "--run", "table")
+    assert ended.returncode == 0
+    assert len(calls) == 1
+    ended, calls = one_machine([], "--run", "impi")
+    assert "no impi_rt" in ended.stdout
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "impi_rt-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("impi_rt-1.data/data/bin/mpiexec.hydra", "")
+        wheel.writestr("impi_rt-1.dist-info/METADATA", "")
+    ended, calls = one_machine([0], "--run", "impi", "--wheels", str(wheels))
+    assert ended.returncode == 0
+    assert calls[0][-2] == "--impi"
+    assert calls[0][-1].endswith("/impi")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--run", "all"], "there is no run all"),
+        (["--minutes", "8.5"], "--minutes 8.5 is no number"),
+        (["--wheels", "/not/there"], "there is no folder /not/there"),
+    ],
+)
+def test_wrong_options_are_refused(one_machine, options, message):
+    ended, calls = one_machine([], *options)
+    assert (ended.returncode, calls) == (2, [])
+    assert ended.stderr.strip() == message
