@@ -167,7 +167,11 @@ def test_what_came_of_tests_and_of_impi_is_told():
     }
     lines = gpu_findings.table([], total, {}, ranks=2)
     assert any("MISSED: 5 passed, 1 failed; pytest contract" in line for line in lines)
-    raw = {"kind": "times", "bytes": 8, "seconds": {gpu_findings.RAW: [2e-6]}}
+    raw = {
+        "kind": "times",
+        "bytes": 8,
+        "seconds": {"mpidist": [3e-6], gpu_findings.RAW: [2e-6]},
+    }
     facts = {"kind": "facts", "is_aware": True, "why": "I_MPI_OFFLOAD=1"}
     parts = {
         "facts, 2 ranks": {"ended": "ok"},
@@ -178,7 +182,8 @@ def test_what_came_of_tests_and_of_impi_is_told():
     impi = {"impi I_MPI_OFFLOAD=1 tests": contracts["contract test_elastic"]}
     assert gpu_findings.impi_of(parts, impi) == [
         "impi I_MPI_OFFLOAD=1 facts: ok; takes addresses of GPUs (I_MPI_OFFLOAD=1)",
-        "impi I_MPI_OFFLOAD=1 sizes: bad; 8 bytes 2 us",
+        "impi I_MPI_OFFLOAD=1 sizes: bad; 8 bytes: mpidist 3 us, "
+        "raw CUDA-aware MPI 2 us",
         "impi I_MPI_OFFLOAD=1 tests: ok; reached: 3 passed, 0 failed, 0 skipped",
     ]
 
