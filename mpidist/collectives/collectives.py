@@ -23,7 +23,12 @@ from mpidist.collectives.leaves import (
     gather_axis,
     to_arrays,
 )
-from mpidist.collectives.options_of import implementation_of, is_direct
+from mpidist.collectives.options_of import (
+    agreed_axes,
+    agreed_options,
+    implementation_of,
+    is_direct,
+)
 from mpidist.collectives.repeated import KnownNest, RepeatedReductions
 from mpidist.collectives.results import Results
 from mpidist.collectives.sums import Sums
@@ -138,7 +143,7 @@ class Collectives:
         with self.agreement.turns:
             prepared = self.agreement.prepare(operation, prepare)
             op, leaves, spec, given, fits, summands = prepared
-            agreed = (("reduce_op", op.name), *_agreed(options))
+            agreed = (("reduce_op", op.name), *agreed_options(options))
             call = Call(operation, agreed, spec, describe(given))
             timeout = options.timeout_seconds
             if fits:
@@ -422,7 +427,11 @@ class Collectives:
         with self.agreement.turns:
             prepared = self.agreement.prepare(operation, prepare)
             op, leaves, spec, given, axes, described, rough, sent, packs = prepared
-            agreed = (("reduce_op", op.name), _axes(axes), *_agreed(options))
+            agreed = (
+                ("reduce_op", op.name),
+                agreed_axes(axes),
+                *agreed_options(options),
+            )
             call = Call(operation, agreed, spec, described)
             self.agreement.require_same(call, timeout=options.timeout_seconds)
             if packs:
@@ -472,7 +481,7 @@ class Collectives:
         with self.agreement.turns:
             leaves, spec, given, axes = self.agreement.prepare(operation, prepare)
             described = describe_but(given, axes)
-            agreed = (_axes(axes), *_agreed(options))
+            agreed = (agreed_axes(axes), *agreed_options(options))
             call = Call(operation, agreed, spec, described)
             self.agreement.require_same(call, timeout=options.timeout_seconds)
             results = self._gathers.gather(operation, given, axes, options)
@@ -499,13 +508,3 @@ class Collectives:
                     way = self.routes.pick(how, False, is_device)
                     way.broadcast(result, root, None)
         return nest.unflatten(spec, map(arrays.like, results, leaves))
-
-
-def _axes(axes: Sequence[Any]) -> tuple[str, Any]:
-    """Return the axes as part of a call: one if all leaves have the same."""
-    return "axis", axes[0] if len(set(axes)) == 1 else tuple(axes)
-
-
-def _agreed(options: CommunicationOptions) -> tuple[tuple[str, Any], ...]:
-    """Return the options, all of which the ranks must have in common."""
-    return tuple((f"options.{name}", value) for name, value in vars(options).items())
