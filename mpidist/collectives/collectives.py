@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,20 +24,17 @@ from mpidist.collectives.leaves import (
     to_arrays,
 )
 from mpidist.collectives.options_of import (
-    agreed_axes,
-    agreed_options,
+    axis_field,
     implementation_of,
     is_direct,
+    option_fields,
 )
 from mpidist.collectives.repeated import KnownNest, RepeatedReductions
 from mpidist.collectives.results import Results
-from mpidist.collectives.sums import Sums
+from mpidist.collectives.sums import Summands, Sums
 from mpidist.gpu.small_copies import SmallCopies
 from mpidist.memory.symmetric import SymmetricMemory
-from mpidist.options import (
-    CommunicationOptions,
-    ReduceOp,
-)
+from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.packing import Axis
 from mpidist.transports import Routes
 
@@ -49,22 +46,6 @@ _DEFAULT = CommunicationOptions()
 # Arrays on a GPU that travel with the comparison: so many, and so many bytes
 _GPU_ARRAYS = 8
 _GPU_BYTES = 16 << 10
-
-
-class _Summands(NamedTuple):
-    """What a reduction adds up; made before the ranks agree.
-
-    Args:
-      out: the dtypes of the results.
-      partial: what this rank contributes.
-      packs: of these arrays, see `Sums.reserve`; empty where they travel otherwise.
-      place: see `Sums.place_of`.
-    """
-
-    out: Sequence[Any]
-    partial: Sequence[Any]
-    packs: Sequence[Any] = ()
-    place: int = 0
 
 
 class Collectives:
@@ -143,7 +124,7 @@ class Collectives:
         with self.agreement.turns:
             prepared = self.agreement.prepare(operation, prepare)
             op, leaves, spec, given, fits, summands = prepared
-            agreed = (("reduce_op", op.name), *agreed_options(options))
+            agreed = (("reduce_op", op.name), *option_fields(options))
             call = Call(operation, agreed, spec, describe(given))
             timeout = options.timeout_seconds
             if fits:
@@ -209,18 +190,18 @@ class Collectives:
             return False
         return arithmetic.bound_bytes(op, given) <= limit
 
-    def _small_summands(self, op: ReduceOp, given: Sequence[Any]) -> _Summands:
+    def _small_summands(self, op: ReduceOp, given: Sequence[Any]) -> Summands:
         """Return what small arrays add up from, on the host. Not collective."""
         out, partial = arithmetic.to_add(op, given)
         if any(map(arrays.is_device_array, given)):
             partial = self._copies.down(partial)
-        return _Summands(out, partial)
+        return Summands(out, partial)
 
     def _reduce_small(
         self,
         op: ReduceOp,
         given: Sequence[Any],
-        summands: _Summands,
+        summands: Summands,
         call: Call,
         timeout: float | None,
     ) -> list[Any]:
@@ -230,7 +211,7 @@ class Collectives:
         return self._add_small(op, given, summands, call)
 
     def _add_small(
-        self, op: ReduceOp, given: Sequence[Any], summands: _Summands, call: Call
+        self, op: ReduceOp, given: Sequence[Any], summands: Summands, call: Call
     ) -> list[Any]:
         """Return the reductions of what all ranks have passed to a comparison."""
         agreement, partial = self.agreement, summands.partial
@@ -248,23 +229,23 @@ class Collectives:
 
     def _summands(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
-    ) -> _Summands:
+    ) -> Summands:
         """Return what arrays add up from, and memory for the sums. Not collective."""
         # Where nothing is sent, nothing needs to be narrow
         compression = options.compression if self.size > 1 else None
         out, partial = arithmetic.to_add(op, values, compression)
         if self.size == 1:
-            return _Summands(out, partial)
+            return Summands(out, partial)
         if arithmetic.is_integer_sum(op, out):
             partial.append(self._count_large(partial))
         place = self.sums.place_of(partial, options)
         packs = self.sums.reserve(partial, options, is_symmetric=place != 0)
-        return _Summands(out, partial, packs, place)
+        return Summands(out, partial, packs, place)
 
     def _reduce(
         self,
         op: ReduceOp,
-        summands: _Summands,
+        summands: Summands,
         options: CommunicationOptions,
         is_symmetric: bool,
     ) -> list[Any]:
@@ -427,11 +408,7 @@ class Collectives:
         with self.agreement.turns:
             prepared = self.agreement.prepare(operation, prepare)
             op, leaves, spec, given, axes, described, rough, sent, packs = prepared
-            agreed = (
-                ("reduce_op", op.name),
-                agreed_axes(axes),
-                *agreed_options(options),
-            )
+            agreed = (("reduce_op", op.name), axis_field(axes), *option_fields(options))
             call = Call(operation, agreed, spec, described)
             self.agreement.require_same(call, timeout=options.timeout_seconds)
             if packs:
@@ -481,7 +458,7 @@ class Collectives:
         with self.agreement.turns:
             leaves, spec, given, axes = self.agreement.prepare(operation, prepare)
             described = describe_but(given, axes)
-            agreed = (agreed_axes(axes), *agreed_options(options))
+            agreed = (axis_field(axes), *option_fields(options))
             call = Call(operation, agreed, spec, described)
             self.agreement.require_same(call, timeout=options.timeout_seconds)
             results = self._gathers.gather(operation, given, axes, options)

@@ -9,20 +9,20 @@ from typing import Any
 from mpidist.options import CommunicationImplementation, CommunicationOptions
 
 __all__ = [
-    "agreed_axes",
-    "agreed_options",
+    "axis_field",
+    "option_fields",
     "deadline_of",
     "implementation_of",
     "is_direct",
 ]
 
 
-def agreed_axes(axes: Sequence[Any]) -> tuple[str, Any]:
+def axis_field(axes: Sequence[Any]) -> tuple[str, Any]:
     """Return the axes as part of a call: one if all leaves have the same."""
     return "axis", axes[0] if len(set(axes)) == 1 else tuple(axes)
 
 
-def agreed_options(options: CommunicationOptions) -> tuple[tuple[str, Any], ...]:
+def option_fields(options: CommunicationOptions) -> tuple[tuple[str, Any], ...]:
     """Return the options as part of a call: all ranks must have the same."""
     return tuple((f"options.{name}", value) for name, value in vars(options).items())
 

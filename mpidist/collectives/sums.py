@@ -14,7 +14,7 @@ from mpidist.memory.symmetric import SymmetricMemory
 from mpidist.options import CommunicationOptions
 from mpidist.transports import Routes, Transport
 
-__all__ = ["Sums"]
+__all__ = ["Summands", "Sums"]
 
 
 class _Pack(NamedTuple):
@@ -31,6 +31,22 @@ class _Pack(NamedTuple):
     sends: Sequence[Any]
     total: Any
     transport: Transport | None
+
+
+class Summands(NamedTuple):
+    """What a reduction adds up; made before the ranks agree.
+
+    Args:
+      out: the dtypes of the results.
+      partial: what this rank contributes.
+      packs: of these arrays, see `Sums.reserve`; empty where they travel otherwise.
+      place: see `Sums.place_of`.
+    """
+
+    out: Sequence[Any]
+    partial: Sequence[Any]
+    packs: Sequence[Any] = ()
+    place: int = 0
 
 
 class Sums:
