@@ -292,9 +292,13 @@ def impi_of(
             if record["kind"] == "facts":
                 word = "takes" if record["is_aware"] else "does not take"
                 seen.append(f"{word} addresses of GPUs ({record['why']})")
-            elif record["kind"] == "times" and RAW in record["seconds"]:
-                raw = statistics.median(record["seconds"][RAW])
-                seen.append(f"{record['bytes']:,} bytes {1e6 * raw:.3g} us")
+            elif record["kind"] == "times":
+                times = [
+                    f"{name} {1e6 * statistics.median(record['seconds'][name]):.3g} us"
+                    for name in (_OURS, RAW)
+                    if name in record["seconds"]
+                ]
+                seen.append(f"{record['bytes']:,} bytes: {', '.join(times)}")
         label = name.partition(",")[0]
         if label in contracts:
             seen.append(_word_of(contracts[label]))
