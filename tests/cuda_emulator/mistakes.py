@@ -122,8 +122,8 @@ MISTAKES = [
     Mistake(
         "MPI that knows nothing of GPUs is given their addresses",
         "transports/device_transports.py",
-        "if gpus.support.is_aware:",
-        "if agreement.size > 1:",
+        "if not gpus.support.is_aware:",
+        "if agreement.size == 1:",
         (GPU, "-k", "shapes_stay and MPI"),
     ),
     Mistake(
@@ -233,6 +233,9 @@ def variables_of(mpi: Path) -> dict[str, str]:
 def main(names: list[str]) -> int:
     """Return 0 if each mistake is found."""
     chosen = [m for m in MISTAKES if not names or m.name in names]
+    for mistake in chosen:
+        if (ROOT / "mpidist" / mistake.file).read_text().count(mistake.right) != 1:
+            raise SystemExit(f"{mistake.file} does not hold once: {mistake.right}")
     missed = 0
     with tempfile.TemporaryDirectory(prefix="mistakes-") as temporary:
         folder, mpi = Path(temporary), None
@@ -251,8 +254,6 @@ def main(names: list[str]) -> int:
                 continue
             path = folder / "mpidist" / mistake.file
             text = path.read_text()
-            if text.count(mistake.right) != 1:
-                raise SystemExit(f"{mistake.file} does not hold once: {mistake.right}")
             control = run(folder, mistake, mpi)
             path.write_text(text.replace(mistake.right, mistake.wrong))
             result = run(folder, mistake, mpi)

@@ -58,7 +58,8 @@ bool run(const std::vector<std::string>& command, const fs::path& output)
 // Return a line for each kernel of a source
 std::string list_kernels(const std::string& source, bool loops_over_grid)
 {
-    static const std::regex kernel(R"(__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\()");
+    static const std::regex kernel(
+        R"(__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\()");
     const bool has_barriers = source.find("__syncthreads") != std::string::npos;
     std::set<std::string> names;
     for (std::sregex_iterator found(source.begin(), source.end(), kernel), end; found != end;

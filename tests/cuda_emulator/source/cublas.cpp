@@ -13,20 +13,19 @@ struct Handle {
     void* stream = nullptr;
 };
 
+// Stored column by column, or transposed
 struct Matrix {
     const void* place;
-    int leading;
-    bool is_transposed;
+    size_t row_step, column_step;
 
-    template <typename T>
-    T at(int row, int column) const
+    Matrix(const void* at, int leading, bool is_transposed)
+        : place(alias(at)),
+          row_step(is_transposed ? leading : 1),
+          column_step(is_transposed ? 1 : leading)
     {
-        const size_t i = is_transposed ? column : row, j = is_transposed ? row : column;
-        return static_cast<const T*>(place)[i + j * leading];
     }
 };
 
-// Matrices are stored column by column; sums are of double numbers
 template <typename T>
 void multiply(int m, int n, int k, T alpha, Matrix a, Matrix b, T beta, T* c, int leading)
 {
@@ -34,9 +33,11 @@ void multiply(int m, int n, int k, T alpha, Matrix a, Matrix b, T beta, T* c, in
     for (int column = 0; column < n; ++column) {
         sums.assign(m, 0);
         for (int inner = 0; inner < k; ++inner) {
-            const double factor = b.at<T>(inner, column);
+            const T* left = static_cast<const T*>(a.place) + inner * a.column_step;
+            const double factor
+                = static_cast<const T*>(b.place)[inner * b.row_step + column * b.column_step];
             for (int row = 0; row < m; ++row)
-                sums[row] += factor * a.at<T>(row, inner);
+                sums[row] += factor * left[row * a.row_step];
         }
         for (int row = 0; row < m; ++row) {
             T& to = c[row + size_t(column) * leading];
@@ -76,8 +77,8 @@ API CublasStatus cublasGemmEx(Handle* handle, int transpose_a, int transpose_b, 
             return cublas_invalid_value;
     if (type_a != type_c || type_b != type_c || (type_c != float32 && type_c != float64))
         return cublas_not_supported;
-    const Matrix left{alias(a), leading_a, transpose_a != 0};
-    const Matrix right{alias(b), leading_b, transpose_b != 0};
+    const Matrix left(a, leading_a, transpose_a != 0);
+    const Matrix right(b, leading_b, transpose_b != 0);
     const auto enqueue_for = [&](auto zero) {
         using T = decltype(zero);
         const T factor = *static_cast<const T*>(alpha), kept = *static_cast<const T*>(beta);

@@ -262,7 +262,6 @@ API const char* cudaGetErrorName(int status)
     case not_found: return "cudaErrorSymbolNotFound";
     case not_ready: return "cudaErrorNotReady";
     case illegal_address: return "cudaErrorIllegalAddress";
-    case peer_access_already_enabled: return "cudaErrorPeerAccessAlreadyEnabled";
     case not_supported: return "cudaErrorNotSupported";
     default: return "cudaErrorUnknown";
     }
@@ -508,7 +507,7 @@ API Status cuMemGetAllocationPropertiesFromHandle(void*, void*) { return invalid
 API Status cuMemGetAccess(void*, const void*, void*) { return invalid_value; }
 API Status cuMemPoolGetAccess(void*, void*, const void*) { return invalid_value; }
 
-// It records an event for the process that maps memory, but does not hand it over
+// Open MPI sends the handles of events, but no process opens one
 API Status cuIpcGetEventHandle(IpcHandle* handle, void*)
 {
     *handle = {};

@@ -3,7 +3,6 @@
 
 #include <sys/types.h>
 
-#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <functional>
@@ -21,7 +20,6 @@ enum Status : int {
     invalid_value = 1,
     out_of_memory = 2,
     not_initialized = 3,
-    invalid_copy_direction = 21,
     no_device = 100,
     invalid_device = 101,
     invalid_image = 200,
@@ -30,7 +28,6 @@ enum Status : int {
     not_found = 500,
     not_ready = 600,
     illegal_address = 700,
-    peer_access_already_enabled = 704,
     not_supported = 801,
 };
 

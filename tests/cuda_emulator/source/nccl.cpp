@@ -6,7 +6,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <thread>
 
@@ -111,8 +113,10 @@ void in_steps(size_t size, const Step& step)
 thread_local int group_depth = 0;
 thread_local std::vector<std::function<void()>> group;
 
+using Places = std::vector<std::pair<const void*, size_t>>;
+
 // Launch it, or leave that to the end of the group
-NcclStatus submit(Handle* handle, void* stream_handle, std::vector<std::pair<const void*, size_t>> places,
+NcclStatus submit(Handle* handle, void* stream_handle, const Places& places,
                   std::function<void(Communicator&)> work)
 {
     const auto stream = find_stream(stream_handle);

@@ -3,6 +3,7 @@
 // Late streams begin an operation only when somebody waits for it, so that a wait that is
 // missing shows at once; or after a while, because a GPU goes on without being asked.
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <map>
@@ -70,10 +71,12 @@ struct Event {
     Clock::time_point time;
 };
 
-// The streams of the process; the mutex protects them
-std::map<void*, std::shared_ptr<Stream>>& streams = *new std::map<void*, std::shared_ptr<Stream>>;
-std::map<int, std::shared_ptr<Stream>>& legacy_streams = *new std::map<int, std::shared_ptr<Stream>>;
-std::map<void*, std::shared_ptr<Event>>& events = *new std::map<void*, std::shared_ptr<Event>>;
+// Of the process; the mutex protects them
+template <typename Key, typename Value>
+using Table = std::map<Key, std::shared_ptr<Value>>;
+Table<void*, Stream>& streams = *new Table<void*, Stream>;
+Table<int, Stream>& legacy_streams = *new Table<int, Stream>;
+Table<void*, Event>& events = *new Table<void*, Event>;
 
 // A stream with its thread; to be called with the mutex
 std::shared_ptr<Stream> start_stream(int device, bool is_blocking)
