@@ -914,7 +914,7 @@ def test_after_a_failure_on_one_rank_no_row_is_lost(strategy, comm, batch_first)
     require_no_new_threads(before)
 
 
-def test_a_strategy_that_ends_while_its_cache_is_read(comm, read_in_threads):
+def test_a_strategy_that_ends_while_its_cache_is_read(comm):
     strategy = mpidist.MirroredStrategy(communicator=comm)
     go_on, reading = threading.Event(), threading.Event()
 

@@ -97,30 +97,31 @@ def test_two_iterators_in_turn(strategy, path):
 def test_functions_of_few_steps_are_called_first(strategy, path):
     """So that the first batches need not wait for those of many steps."""
     calls = []
+    go_on = [threading.Event() for _ in range(2)]
 
-    def note(x):
+    def wait(x):
         calls.append(len(calls))
+        if len(calls) in (2, 3):  # behind the first batch, and behind the second
+            assert go_on[len(calls) - 2].wait(60)
         return x
 
-    dataset = Dataset.from_hdf5(path, "x").batch(8).map(note)
+    dataset = Dataset.from_hdf5(path, "x").batch(8).map(wait)
     iterator = iter(strategy.experimental_distribute_dataset(dataset))
-    called = []
+    for event in go_on:
+        next(iterator)
+        event.set()
     for _ in iterator:
-        called.append(len(calls))
-    assert called[0] == 1
+        pass
     assert calls == list(range(25))
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_an_error_in_a_group_is_raised_at_its_step(
-    strategy, path, monkeypatch, is_cached
-):
-    """And the function is called once for each batch, before and behind it too."""
-    monkeypatch.setattr(ahead, "_SHORT_SECONDS", 1e9)  # none is read ahead
+def test_an_error_in_a_group_is_raised_at_its_step(strategy, path, is_cached):
+    """And the function is called once for each batch before it."""
     calls = []
 
     def fail_once(x):
-        calls.append(x)
+        calls.append(np.asarray(x).tolist())
         if len(calls) == 12:
             raise KeyError("the twelfth")
         return x
@@ -129,41 +130,90 @@ def test_an_error_in_a_group_is_raised_at_its_step(
     if is_cached:
         dataset = dataset.cache()
     dataset = dataset.map(fail_once)
-    divided = strategy.experimental_distribute_dataset(dataset)
-    iterator = iter(divided)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
     batches = [next(iterator) for _ in range(11)]
     with pytest.raises(KeyError, match="the twelfth"):
         next(iterator)
+    twelfth = calls[11]
     batches += iterator
     assert rows_of(strategy, batches) == list(range(ROWS))
-    assert len(calls) == 26
+    assert [calls.count(call) for call in calls[:12]] == [1] * 11 + [2]
+    assert calls.index(twelfth) == 11
 
 
-def test_slow_reads_are_left_to_a_thread(strategy, path, read_in_threads):
-    """Those of the first steps, and at times others, are not."""
+def test_a_function_of_rows_is_called_once_for_each(strategy, comm, path):
+    """Also where a later one of those that are read together fails."""
+    calls = []
+
+    def fail_once(x):
+        calls.append(int(x))
+        if len(calls) == 30:
+            raise KeyError("the thirtieth")
+        return x
+
+    dataset = Dataset.from_hdf5(path, "x").map(fail_once).batch(2 * comm.size)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    batches = [next(iterator) for _ in range(14)]
+    with pytest.raises(KeyError, match="the thirtieth"):
+        next(iterator)
+    assert [calls.count(call) for call in calls[:28]] == [1] * 28
+    iterator.close()
+    assert len(batches) == 14
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """The names of the threads that have read groups of steps."""
     names = []
+    read_group = feed._RowsFeed.read_group
 
-    def note(x):
+    def note(self, *args):
         names.append(threading.current_thread().name)
-        return x
+        return read_group(self, *args)
 
-    dataset = Dataset.from_hdf5(path, "x").repeat(60).batch(12).map(note)
+    monkeypatch.setattr(feed._RowsFeed, "read_group", note)
+    return names
+
+
+def go_through(strategy, dataset):
     for _ in strategy.experimental_distribute_dataset(dataset):
         pass
-    assert names[0] == "MainThread"
-    assert set(names[1:200]) == {"mpidist-input_0"}
-    assert "MainThread" in names[200:]
 
 
-def test_short_reads_are_not_handed_over(strategy, path, monkeypatch):
+def test_slow_reads_are_left_to_a_thread(strategy, path, read_in_threads, threads):
+    """The first one, and at times others, are not."""
+    go_through(strategy, Dataset.from_hdf5(path, "x").repeat(60).batch(12))
+    assert threads[0] == "MainThread"
+    assert set(threads[1:17]) == {"mpidist-input_0"}
+    assert "MainThread" in threads[17:]
+
+
+def test_short_reads_are_not_handed_over(strategy, path, monkeypatch, threads):
     monkeypatch.setattr(ahead, "_SHORT_SECONDS", 1e9)
-    names = set()
+    go_through(strategy, Dataset.from_hdf5(path, "x").batch(8))
+    assert set(threads) == {"MainThread"}
 
-    def note(x):
-        names.add(threading.current_thread().name)
-        return x
 
-    dataset = Dataset.from_hdf5(path, "x").batch(8).map(note)
-    for _ in strategy.experimental_distribute_dataset(dataset):
-        pass
-    assert names == {"MainThread"}
+def test_functions_are_never_called_in_the_thread_that_waits(
+    strategy, path, monkeypatch, threads
+):
+    """They would be in its context, sometimes: how long reads take differs by rank."""
+    monkeypatch.setattr(ahead, "_SHORT_SECONDS", 1e9)
+    dataset = Dataset.from_hdf5(path, "x").batch(8).map(lambda x: x).cache()
+    with strategy.scope():
+        for _ in range(2):
+            go_through(strategy, dataset)
+    assert set(threads) == {"mpidist-input_0"}
+
+
+def test_functions_that_communicate(strategy, comm, path, monkeypatch):
+    """They pair by position, however long each rank takes."""
+    monkeypatch.setattr(ahead, "_SHORT_SECONDS", -1.0 if comm.rank == 1 else 1e9)
+
+    def total(x):
+        return x + 0 * int(strategy.reduce("SUM", 1))
+
+    dataset = Dataset.from_hdf5(path, "x").batch(8 * comm.size).map(total)
+    with strategy.scope():
+        batches = list(strategy.experimental_distribute_dataset(dataset))
+    assert rows_of(strategy, batches) == list(range(ROWS))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
+import threading
 
 __all__ = ["Places"]
 
 
-class Places:
+class Places(threading.local):
     """Numbers by name, which must be the same on all ranks at each collective.
 
     So ranks may go on alone within what they have agreed on before, and yet the next
-    collective of any kind finds out if one has gone farther than another.
+    collective of any kind finds out if one has gone farther than another. Each thread
+    has its own: how far it has gone when another one communicates is chance.
     """
 
     def __init__(self) -> None:

@@ -175,6 +175,8 @@ class Batch(Step):
     def parts(
         self, order: Pass, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
+        if self._parent.is_mapped:  # an error of a function belongs to its step
+            return super().parts(order, steps, replicas, replica)
         rows = self._parent.length
         mine = [self._slice(rows, i, replicas, replica) for i in steps]
         positions = np.concatenate([np.arange(p.start, p.stop) for p in mine])

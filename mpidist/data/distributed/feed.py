@@ -144,8 +144,6 @@ def count_readers(plan: Plan) -> int:
 class _RowsFeed:
     """Batches that are read by their number, in any thread; also again."""
 
-    may_change_thread = True
-
     def __init__(self, plan: Plan, pipeline: Pipeline, order: Pass):
         self._plan = plan
         self._pipeline = pipeline
@@ -154,6 +152,8 @@ class _RowsFeed:
         replicas = plan.extended.num_replicas if plan.is_global else 1
         self.group = count_grouped(pipeline, replicas)
         self.is_slow_to_start = pipeline.is_mapped
+        # Functions of the user may communicate, and ask in which context they are
+        self.may_change_thread = not pipeline.is_mapped
 
     def read(self, step: int) -> Portion | None:
         """See `Feed.read`."""
