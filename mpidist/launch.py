@@ -27,6 +27,7 @@ from mpidist.context import explain
 from mpidist.errors import DivergenceError, MpidistError, RemoteError
 from mpidist.gpu.devices import current_gpu, use_gpu
 from mpidist.hang_limit import hang_seconds
+from mpidist.mpi_settings import abort_while_importing
 from mpidist.notices import print_notice
 
 __all__ = ["abort_on_exception", "leave_together"]
@@ -40,7 +41,6 @@ _LOOK_SECONDS = 0.02
 # after, so that others that fail in the same way stay silent
 _REPORT_SECONDS = 0.3
 _FINALIZE_SECONDS = 3.0
-_previous_hook = sys.excepthook
 
 
 def abort_on_exception() -> None:
@@ -51,7 +51,7 @@ def abort_on_exception() -> None:
     where something else has replaced sys.excepthook, as debuggers do. Test runners
     catch exceptions themselves, so theirs never get here.
     """
-    if sys.excepthook is sys.__excepthook__:
+    if sys.excepthook in (sys.__excepthook__, abort_while_importing):
         sys.excepthook = _report_and_abort
 
 
@@ -124,7 +124,7 @@ def _report_and_abort(
 ) -> None:
     explain(error)
     if not _in_job() or is_forked() or hasattr(sys, "ps1") or sys.flags.interactive:
-        _previous_hook(kind, error, trace)
+        sys.__excepthook__(kind, error, trace)
         return
     text = "".join(traceback.format_exception(kind, error, trace))
     _report(text, _is_copy(error))

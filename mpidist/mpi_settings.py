@@ -9,14 +9,16 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
+import signal
 import sys
 import threading
+from types import TracebackType
 
 from mpidist import launch_check
 from mpidist.gpu import early
 from mpidist.hang_limit import hang_seconds
 
-__all__: list[str] = []
+__all__ = ["abort_while_importing"]
 
 _START_SECONDS = 300.0
 
@@ -44,9 +46,20 @@ def _limit_seconds() -> float:
 
 
 def _start_mpi() -> None:
-    """Start MPI, which waits for the other ranks. Not all may come."""
+    """Start MPI, which waits for the other ranks. Not all may come.
+
+    Python would see a Ctrl-C only when they have, so it is left to the system.
+    """
     launch_check.start_below_pmix(os.environ)
-    importlib.import_module("mpi4py.MPI")
+    is_main = threading.current_thread() is threading.main_thread()
+    is_seen = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_main and is_seen:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        importlib.import_module("mpi4py.MPI")
+    finally:
+        if is_main and is_seen:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _start_in_time(limit: float) -> None:
@@ -63,9 +76,24 @@ def _start_in_time(limit: float) -> None:
             faulthandler.cancel_dump_traceback_later()
 
 
+def abort_while_importing(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """End the job: other ranks may be through with the import, and wait for this one.
+
+    `launch.abort_on_exception` comes in its place at the end of the import.
+    """
+    sys.__excepthook__(kind, error, trace)
+    world = sys.modules["mpi4py.MPI"].COMM_WORLD
+    if world.Get_size() > 1 and not (hasattr(sys, "ps1") or sys.flags.interactive):
+        world.Abort(1)
+
+
 if "mpi4py.MPI" not in sys.modules:
     limit = _limit_seconds()
     if limit < threading.TIMEOUT_MAX:
         _start_in_time(limit)
     else:
         _start_mpi()
+if sys.excepthook is sys.__excepthook__:
+    sys.excepthook = abort_while_importing

@@ -112,6 +112,50 @@ def test_an_uncaught_exception_ends_the_job_with_one_traceback(mpirun, script):
     assert "KeyError: 'the reason'" in ended.stderr
 
 
+FAILING_IN_IMPORT = """
+import builtins, importlib.abc, os, sys
+rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+
+class Failing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if rank == "1" and name == "mpidist.checkpoint.checkpoint":
+            raise getattr(builtins, sys.argv[1])
+
+sys.meta_path.insert(0, Failing())
+import mpidist
+mpidist.MirroredStrategy().reduce("SUM", 1.0)
+"""
+
+
+@pytest.mark.parametrize("kind", ["MemoryError", "KeyboardInterrupt"])
+def test_an_exception_in_the_import_ends_the_job(mpirun, kind):
+    """Others may be through with it, and wait for the rank that is not."""
+    ended = mpirun(3, FAILING_IN_IMPORT, kind, MPIDIST_HANG_SECONDS="inf")
+    assert ended.returncode != 0
+    assert f"\n{kind}" in ended.stderr
+    assert ended.stderr.count("Traceback (most recent call last)") == 1, ended.stderr
+
+
+HANDLERS = """
+import importlib, signal
+import_module = importlib.import_module
+
+def look(name):
+    print("while MPI starts:", repr(signal.getsignal(signal.SIGINT)))
+    return import_module(name)
+
+importlib.import_module = look
+import mpidist
+print("behind it:", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+
+
+def test_ctrl_c_while_mpi_starts_is_not_put_off(mpirun):
+    """Python would only see it behind MPI_Init, which waits for the other ranks."""
+    out = mpirun(1, HANDLERS).stdout
+    assert "while MPI starts: <Handlers.SIG_DFL: 0>\nbehind it: True" in out
+
+
 @pytest.mark.slow
 def test_ranks_that_fail_alike_print_one_traceback(mpirun):
     ended = mpirun(3, FAILING_EVERYWHERE)
