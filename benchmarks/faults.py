@@ -15,6 +15,7 @@ import dataclasses
 import json
 import os
 import platform
+import random
 import re
 import signal
 import statistics
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mpi4py import MPI
@@ -62,7 +63,7 @@ class Fault:
       script: what it does.
       says: what its output must match.
       is_hang: whether nothing but the watchdog can notice it.
-      is_interrupted: whether mpirun gets a Ctrl-C then.
+      interrupted: when mpirun gets a Ctrl-C: "at work", or "at the start".
       is_survived: whether the job goes on, and ends well.
       needs_ulfm: whether only Open MPI can do that, which is asked for it.
       has_full_dumps: whether the flight recorder has a folder on a full file system.
@@ -71,7 +72,7 @@ class Fault:
     script: str
     says: str
     is_hang: bool = False
-    is_interrupted: bool = False
+    interrupted: str = ""
     is_survived: bool = False
     needs_ulfm: bool = False
     has_full_dumps: bool = False
@@ -312,7 +313,12 @@ assert buckets.result == {{}}
     ),
     "MPI_Abort": Fault(on_rank_1("MPI.COMM_WORLD.Abort(7)"), r"(?i)abort"),
     "Ctrl-C at the launcher": Fault(
-        f"while True:\n    {REDUCE}", "", is_interrupted=True
+        f"{REDUCE}\nopen(f'at-work-{{rank}}', 'w').close()\nwhile True:\n    {REDUCE}",
+        "",
+        interrupted="at work",
+    ),
+    "Ctrl-C while ranks start": Fault(
+        f"while True:\n    {REDUCE}", "", interrupted="at the start"
     ),
 }
 
@@ -378,8 +384,12 @@ def run(fault: Fault, ranks: int, hang_seconds: float) -> Try:
             start_new_session=True,
         )
         begun = time.time()
-        if fault.is_interrupted:
-            wait_for_ranks(folder, ranks)
+        if fault.interrupted:
+            if fault.interrupted == "at work":
+                wait_until(lambda: len(list(Path(place).glob("at-work-*"))) == ranks)
+            else:
+                wait_until(lambda: len(processes_of(folder)) > ranks)  # and mpirun
+                time.sleep(random.uniform(0.0, 1.5))
             begun = time.time()
             os.killpg(job.pid, signal.SIGINT)
         try:
@@ -403,7 +413,7 @@ def run(fault: Fault, ranks: int, hang_seconds: float) -> Try:
             print(f"not detected, exit code {job.returncode}:\n{out}", file=sys.stderr)
         return Try(
             is_detected,
-            ended - min([begun, *times] if fault.is_interrupted else times or [begun]),
+            ended - min([begun, *times] if fault.interrupted else times or [begun]),
             out.count("Traceback (most recent call last)"),
             left,
             len(files),
@@ -428,12 +438,11 @@ def processes_of(mark: str) -> list[int]:
     return found
 
 
-def wait_for_ranks(mark: str, ranks: int) -> None:
-    """Return when ranks have been at work for a second."""
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Return when something is so, or after the limit."""
     end = time.monotonic() + LIMIT_SECONDS
-    while len(processes_of(mark)) < ranks + 1 and time.monotonic() < end:
+    while not is_so() and time.monotonic() < end:
         time.sleep(0.05)
-    time.sleep(1.0)
 
 
 def wait_until_gone(mark: str) -> int:
