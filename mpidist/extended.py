@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from mpidist import audit, checks
+from mpidist import checks
+from mpidist.audit import audit_variables
 from mpidist.agreement.calls import Call
 from mpidist.context import (
     ReplicaContext,
@@ -288,7 +289,7 @@ class StrategyExtended(ReplicaGroup):
           >>> strategy.extended.audit_variables()
         """
         self.topology.require_open()
-        audit.audit_variables(self)
+        audit_variables(self)
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Return whether `v` is a variable of this strategy. Not collective."""

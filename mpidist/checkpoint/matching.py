@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpidist import arrays
-from mpidist.checkpoint import generators
+from mpidist.checkpoint.generators import checked_state, derived_state, is_generator, set_state
 from mpidist.checkpoint.changing import Change, become, change_children
 from mpidist.checkpoint.names import Path, readable
 from mpidist.checkpoint.objects import (
@@ -88,7 +88,7 @@ class Matching:
             return self._variable(value, node, path)
         if isinstance(value, PerReplica):
             return self._per_replica(value, node, path)
-        if generators.is_generator(value):
+        if is_generator(value):
             return self._generator(value, node, path)
         if is_container(value) or isinstance(value, Tracked):
             is_plain = not isinstance(value, Tracked) and _is_plain(value)
@@ -161,12 +161,12 @@ class Matching:
 
             def read() -> Any:
                 known = [state() for state in every]
-                return generators.derived_state(generator, known, rank)
+                return derived_state(generator, known, rank)
 
-        new = self._later(path, lambda: generators.checked_state(generator, read()))
+        new = self._later(path, lambda: checked_state(generator, read()))
 
         def change() -> Any:
-            generators.set_state(generator, new.value)
+            set_state(generator, new.value)
             return generator
 
         return change

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpidist import checks
-from mpidist.checkpoint import generators
+from mpidist.checkpoint.generators import is_generator, state_of
 from mpidist.checkpoint.names import Path, readable
 from mpidist.checkpoint.tree import (
     Group,
@@ -100,8 +100,8 @@ def tree_of(value: Any, path: Path, strategy: Strategy) -> Any:
         return _variable_leaf(value, path, strategy)
     if isinstance(value, PerReplica):
         return Own(encode(value.values[0], path), is_shared=False)
-    if generators.is_generator(value):
-        state = encode(generators.state_of(value), path)
+    if is_generator(value):
+        state = encode(state_of(value), path)
         return Own(_with_role(state, GENERATOR, path), is_shared=True)
     if has_state(value) and not isinstance(value, Mirrored | np.ndarray):
         state = encode(value.get_state(), path)

@@ -25,7 +25,7 @@ from mpidist.switches import CUDA_AWARE, read_switch
 
 __all__ = ["Support", "ask", "cache_path", "find_support"]
 
-_CALL = "MirroredStrategy: whether MPI is CUDA-aware"
+_AWARE_CALL = "MirroredStrategy: whether MPI is CUDA-aware"
 # MPIX_GPU_SUPPORT_CUDA of MPICH
 _CUDA_KIND = 0
 
@@ -59,11 +59,11 @@ def find_support(
     """
     library = MPI.Get_library_version().partition("\n")[0].rstrip("\0 ")
     override, answer = agreement.prepare(
-        _CALL,
+        _AWARE_CALL,
         lambda: (_override(asked_for, os.environ), ask(library, os.environ)),
     )
     key = f"{library} | CUDA {identity.driver} | {identity.name}"
-    everyone = agreement.gather(_CALL, (override, answer, key))
+    everyone = agreement.gather(_AWARE_CALL, (override, answer, key))
     overrides = {found for found, _, _ in everyone}
     if len(overrides) > 1:
         raise LaunchError(
@@ -75,10 +75,10 @@ def find_support(
     is_first = keys.index(key) == agreement.rank
     if override is None and (answer is None or answer.is_aware):
         own = agreement.prepare(
-            _CALL, lambda: _cached_trial(key, index) if is_first else None
+            _AWARE_CALL, lambda: _cached_trial(key, index) if is_first else None
         )
         answer = own or answer
-    found = [a for a in agreement.gather(_CALL, answer) if a is not None]
+    found = [a for a in agreement.gather(_AWARE_CALL, answer) if a is not None]
     worst = min(found, key=lambda support: support.is_aware, default=None)
     if override is None:
         assert worst is not None  # the first rank has tried

@@ -32,7 +32,7 @@ __all__ = [
     "Portion",
     "count_grouped",
     "count_readers",
-    "start",
+    "start_reader",
 ]
 
 _END = object()
@@ -128,7 +128,7 @@ class Feed(Protocol):
         """Let go of what is being read."""
 
 
-def start(plan: Plan, order: Pass) -> Feed:
+def start_reader(plan: Plan, order: Pass) -> Feed:
     """Return this replica's batches of one pass."""
     if isinstance(plan.pipeline, Stream):
         return _StreamFeed(plan, plan.pipeline, order)

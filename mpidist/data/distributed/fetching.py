@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mpidist import arrays, copy_streams, nest, uploads
-from mpidist.data.distributed import feed
-from mpidist.data.distributed.feed import Feed, Group, Plan, Portion
+
+from mpidist.data.distributed.feed import Feed, Group, Plan, Portion, start_reader
 from mpidist.data.pipeline import Pass, Pipeline
 from mpidist.data.sources import BufferedSource
 
@@ -15,7 +15,7 @@ __all__ = ["can_fail", "hand_out", "place", "start"]
 
 def start(plan: Plan, order: Pass) -> Feed:
     """Return this replica's batches of one pass; see `hand_out`."""
-    source = feed.start(plan, order)
+    source = start_reader(plan, order)
     if not plan.options.experimental_fetch_to_device:
         return source
     stream = copy_streams.copy_stream(plan.extended.device)

@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.data.hdf5 import codec
+from mpidist.data.hdf5.codec import decode
 from mpidist.data.hdf5.copying import Map
 from mpidist.data.hdf5.index import Column
 from mpidist.data.hdf5.raw_file import RawFile
@@ -135,7 +135,7 @@ def _chunk(column: Column, file: RawFile, number: int) -> Any:
         return None
 
     def decode(data: Any) -> Any:
-        decoded = codec.decode(data, column.filters, skipped, size_bytes)
+        decoded = decode(data, column.filters, skipped, size_bytes)
         # The map must not be used when this returns
         is_view = np.may_share_memory(decoded, np.frombuffer(data, np.uint8))
         return decoded.copy() if is_view else decoded

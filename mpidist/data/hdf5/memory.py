@@ -16,7 +16,7 @@ Numbers = npt.NDArray[np.int64]
 
 # Longer rows take longer than Python needs for each array
 _SHORT_BYTES = 16 << 10
-_PIECE_BYTES = 1 << 20  # NumPy collects rows elsewhere first; so much is in a cache
+_GATHER_BYTES = 1 << 20  # NumPy collects rows elsewhere first; so much is in a cache
 
 
 def pick_rows(
@@ -65,6 +65,6 @@ def _pick_short(
     start, row_bytes = int(starts.min()), arrays[0][:1].nbytes
     memory = np.asarray(_Memory(start, stop, row_bytes))
     found = result.reshape(-1).view(memory.dtype)
-    places, step = starts[which] - start + rows * row_bytes, _PIECE_BYTES // row_bytes
+    places, step = starts[which] - start + rows * row_bytes, _GATHER_BYTES // row_bytes
     for first in range(0, len(places), step):
         found[first : first + step] = memory[places[first : first + step]]

@@ -14,7 +14,7 @@ from mpidist.errors import DataError
 
 __all__ = ["KEPT_BYTES", "Layout", "Part"]
 
-Rows = npt.NDArray[np.int64]
+RowNumbers = npt.NDArray[np.int64]
 
 # Decoded chunks are kept up to so many bytes, or as `Layout.bytes_to_keep` says
 KEPT_BYTES = 64 << 20
@@ -25,7 +25,7 @@ class Part(NamedTuple):
     """The wanted rows of one file, and their places among all that are wanted."""
 
     file: int
-    rows: Rows
+    rows: RowNumbers
     places: Any
 
 
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     """
 
     files: list[FileIndex]
-    starts: Rows
+    starts: RowNumbers
     rows: int
     blocks: Blocks
 
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
         starts = np.cumsum([0, *(file.rows for file in files)])
         return cls(list(files), starts, int(starts[-1]), _blocks_of(files))
 
-    def cut(self, rows: Rows) -> Iterator[Part]:
+    def cut(self, rows: RowNumbers) -> Iterator[Part]:
         """Cut wanted rows by file; there is at least one part."""
         starts = self.starts
         if len(starts) == 2 or not rows.size:

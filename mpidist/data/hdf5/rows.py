@@ -15,7 +15,7 @@ import numpy.typing as npt
 from mpidist import nest
 from mpidist.block_order import Blocks
 from mpidist.data.hdf5 import columns as hdf5_columns
-from mpidist.data.hdf5 import parts as hdf5_parts
+from mpidist.data.hdf5.parts import KEPT_BYTES
 from mpidist.data.hdf5.block_cache import BlockCache
 from mpidist.data.hdf5.index import Column, FileIndex, Way, index_file
 from mpidist.data.hdf5.memory import pick_rows
@@ -70,7 +70,7 @@ class Hdf5Rows:
         self.buffers = Buffers()
         self._scratch = Buffers()
         threads = self._threads or len(os.sched_getaffinity(0))
-        self._blocks = BlockCache(threads, hdf5_parts.KEPT_BYTES)
+        self._blocks = BlockCache(threads, KEPT_BYTES)
 
     def __len__(self) -> int:
         return self.layout().rows

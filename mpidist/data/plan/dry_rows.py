@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.block_order import Blocks
-from mpidist.data.hdf5 import parts as hdf5_parts
+from mpidist.data.hdf5.parts import KEPT_BYTES
 from mpidist.data.hdf5.block_cache import BlockCache
 from mpidist.data.hdf5.columns import block_rows
 from mpidist.data.hdf5.index import Column, FileIndex, Way
@@ -51,7 +51,7 @@ class DryRows:
 
     def restart(self) -> None:
         """Begin to count again, with no chunks kept."""
-        self._cache = BlockCache(1, hdf5_parts.KEPT_BYTES)
+        self._cache = BlockCache(1, KEPT_BYTES)
         self._opened: set[int] = set()
         self.read_bytes = 0
         self.decoded_chunks = 0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidist.block_order import BlockOrder
-from mpidist.data.hdf5 import parts as hdf5_parts
+from mpidist.data.hdf5.parts import KEPT_BYTES
 from mpidist.data.plan.dry_rows import DryRows, stored_bytes
 from mpidist.data.plan.shares import ORDER, Share
 from mpidist.sharding import Indices
@@ -51,7 +51,7 @@ def count_lanes(share: Share, mixed: BlockOrder) -> int:
 
 def kept_bytes(share: Share) -> int:
     """Return how many bytes of decoded chunks a rank keeps in memory, at most."""
-    limit = hdf5_parts.KEPT_BYTES
+    limit = KEPT_BYTES
     if (mixed := share.pipeline.block_order(ORDER)) is not None:
         rows = mixed.rows_in_use(_lane_starts(share, 0, mixed))
         limit = share.source.layout.bytes_to_keep(rows)
