@@ -30,8 +30,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 import mpidist
-from mpidist import copy_streams
-from mpidist.gpu import devices
+from mpidist.device import binding, streams
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -189,9 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.tiny:
         options.mb, options.repetitions = 2, 1
-    if not devices.gpu_count():
+    if not binding.gpu_count():
         instantly = _Instantly()
-        copy_streams.copy_stream = lambda device: instantly
+        streams.copy_stream = lambda device: instantly
     strategy = mpidist.MirroredStrategy(communicator=MPI.COMM_SELF)
     print(comparisons.TABLE_HEAD, flush=True)
     results = []
@@ -203,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(comparison.line(), flush=True)
                 results.append(comparison.as_dict())
     if options.output is not None:
-        device = strategy.extended.device if devices.gpu_count() else "none"
+        device = strategy.extended.device if binding.gpu_count() else "none"
         result = {"machine": machine, "device": device, "comparisons": results}
         measuring.save(options.output, result)
 

@@ -26,7 +26,7 @@ from input_files import NAME
 from mpi4py import MPI
 
 import mpidist
-from mpidist.data.hdf5 import raw_file
+from mpidist.data.hdf5 import files
 
 
 def with_mpidist(
@@ -36,7 +36,7 @@ def with_mpidist(
 
     Read as on a network file system: not by memory maps, which are for local ones.
     """
-    raw_file._LOCAL_FILE_SYSTEMS = frozenset()
+    files._LOCAL_FILE_SYSTEMS = frozenset()
     data = mpidist.Dataset.from_hdf5(options.folder / "*.h5", NAME).shuffle(seed=0)
     yield from each_batch(strategy, data, options)
 

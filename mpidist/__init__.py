@@ -83,7 +83,7 @@ Strategies and contexts
 Clusters
 
     cluster_resolver.SlurmClusterResolver
-                                SlurmClusterResolver, also in mpidist.cluster_resolver:
+                                SlurmClusterResolver, in mpidist.cluster_resolver too:
                                 addresses of the ranks that srun started; hosts in
                                 Slurm's order; `strategy.cluster_resolver` is one there
 
@@ -178,16 +178,18 @@ Absent
 
 from __future__ import annotations
 
-from mpidist import commands
+import sys
+
 from mpidist._version import __version__
+from mpidist.launch import commands
 
 # `python -m mpidist` imports this first, perhaps where there is no MPI
 if not commands.is_command():
-    from mpidist import mpi_settings  # noqa: F401, I001 - before MPI is imported
-    from mpidist import launch, watch
+    from mpidist.launch import mpi_defaults  # noqa: F401, I001 - before MPI is imported
+    from mpidist.resilience import exit_handling, watchdog
     from mpidist.checkpoint.checkpoint import Checkpoint
     from mpidist.checkpoint.manager import CheckpointManager, latest_checkpoint
-    from mpidist.cluster_resolver import SlurmClusterResolver
+    from mpidist.launch.cluster_resolver import SlurmClusterResolver
     from mpidist.context import (
         ReplicaContext,
         experimental_set_strategy,
@@ -196,7 +198,7 @@ if not commands.is_command():
         has_strategy,
         in_cross_replica_context,
     )
-    from mpidist.cross_device_ops import CrossDeviceOps, MpiAllReduce
+    from mpidist.comm.cross_device_ops import CrossDeviceOps, MpiAllReduce
     from mpidist.data.dataset import (
         INFINITE_CARDINALITY,
         UNKNOWN_CARDINALITY,
@@ -204,11 +206,11 @@ if not commands.is_command():
     )
     from mpidist.data.distributed.datasets import DistributedDataset, InputContext
     from mpidist.data.distributed.iterator import DistributedIterator
-    from mpidist.data.distributed.iterator_v1 import InputIterator
-    from mpidist.data.distributed.optional import Optional
-    from mpidist.data.local_iterator import DatasetIterator
+    from mpidist.strategy.v1 import InputIterator
+    from mpidist.data.distributed.iterator import Optional
+    from mpidist.data.iterator import DatasetIterator
     from mpidist.data.spec import TensorSpec
-    from mpidist.elastic import run_elastic
+    from mpidist.resilience.elastic import run_elastic
     from mpidist.errors import (
         ArgumentError,
         ArgumentTypeError,
@@ -227,17 +229,17 @@ if not commands.is_command():
         RemoteError,
         UnsupportedError,
     )
-    from mpidist.extended import StrategyExtended
-    from mpidist.gradient_buckets import GradientBuckets
-    from mpidist.hdf5_writer import Hdf5Writer
-    from mpidist.input_options import (
+    from mpidist.strategy.extended import StrategyExtended
+    from mpidist.comm.gradient_buckets import GradientBuckets
+    from mpidist.strategy.hdf5_writer import Hdf5Writer
+    from mpidist.options import (
         AutoShardPolicy,
         InputOptions,
         InputReplicationMode,
         Options,
     )
-    from mpidist.mirrored_strategy import MirroredStrategy
-    from mpidist.multi_step import MultiStepContext
+    from mpidist.strategy.mirrored_strategy import MirroredStrategy
+    from mpidist.strategy.extended import MultiStepContext
     from mpidist.options import (
         CommunicationImplementation,
         CommunicationOptions,
@@ -246,21 +248,28 @@ if not commands.is_command():
         VariableAggregation,
         VariableSynchronization,
     )
-    from mpidist.preemption import PreemptionCheckpointHandler, TerminationConfig
-    from mpidist.reductions import (
+    from mpidist.resilience.preemption import (
+        PreemptionCheckpointHandler,
+        TerminationConfig,
+    )
+    from mpidist.comm.cross_device_kinds import (
         HierarchicalCopyAllReduce,
         NcclAllReduce,
         ReductionToOneDevice,
     )
-    from mpidist.strategy import Strategy
-    from mpidist.strategy_v1 import StrategyV1
-    from mpidist.value_context import ValueContext
+    from mpidist.strategy.strategy import Strategy
+    from mpidist.strategy.v1 import StrategyV1
+    from mpidist.values import ValueContext
     from mpidist.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
-    from mpidist.variables import Variable
+    from mpidist.strategy.variables import Variable
 
-    launch.abort_on_exception()
-    launch.leave_together()
-    watch.start_watch()
+    # TensorFlow has a module of this name
+    from mpidist.launch import cluster_resolver
+
+    sys.modules["mpidist.cluster_resolver"] = cluster_resolver
+    exit_handling.abort_on_exception()
+    exit_handling.leave_together()
+    watchdog.start_watch()
 
 __all__ = [
     "ArgumentError",

@@ -104,12 +104,12 @@ def _add_tune_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _tune(given: argparse.Namespace) -> int:
     """Measure, and print the table."""
-    from mpidist import mpi_settings  # noqa: F401, I001 - before MPI is imported
-    from mpidist import launch
-    from mpidist.transports.table_file import table_path
-    from mpidist.tune import tune
+    from mpidist.launch import mpi_defaults  # noqa: F401, I001 - before MPI is imported
+    from mpidist.resilience import exit_handling
+    from mpidist.comm.transports.tuning_table import table_path
+    from mpidist.tools.tune import tune
 
-    launch.abort_on_exception()
+    exit_handling.abort_on_exception()
     path = given.output or table_path()
     found = tune(path, given.largest_bytes, given.repetitions)
     if found["rank"] == 0:
@@ -123,7 +123,7 @@ def _tune(given: argparse.Namespace) -> int:
 def _diff(given: argparse.Namespace) -> int:
     """Compare dumps, and return the exit status."""
     from mpidist.errors import DataError
-    from mpidist.flight_diff import compare, read_flights
+    from mpidist.resilience.flight_analysis import compare, read_flights
 
     try:
         lines, is_same = compare(read_flights(given.dumps))
@@ -170,11 +170,11 @@ def _plan(given: argparse.Namespace) -> int:
     if not given.shuffle and not (given.seed is given.window_chunks is None):
         given.usage_error("--seed and --window-chunks need --shuffle")
     # Not before the arguments are known to be good: these take most of a second
-    from mpidist.data.plan.input_plan import make_plan
-    from mpidist.data.plan.parts import Request
-    from mpidist.data.plan.text import to_json, to_text
     from mpidist.errors import ArgumentError, DataError
-    from mpidist.input_options import AutoShardPolicy
+    from mpidist.options import AutoShardPolicy
+    from mpidist.tools.plan.input_plan import make_plan
+    from mpidist.tools.plan.parts import Request
+    from mpidist.tools.plan.text import to_json, to_text
 
     request = Request(
         tuple(given.files),
@@ -226,8 +226,8 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _doctor(given: argparse.Namespace) -> int:
     """Examine, and print what was found."""
-    from mpidist.doctor.command import run
-    from mpidist.doctor.examination import Request
+    from mpidist.tools.doctor.command import run
+    from mpidist.tools.doctor.examination import Request
 
     return run(Request(tuple(dict.fromkeys(given.paths)), given.seconds), given.json)
 

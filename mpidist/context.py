@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpidist import checks
 from mpidist.errors import ArgumentTypeError, ContextError
 from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.util import validation
 
 if TYPE_CHECKING:
-    from mpidist.strategy import Strategy
+    from mpidist.strategy.strategy import Strategy
 
 __all__ = [
     "ReplicaContext",
@@ -105,7 +105,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         )
     if strategy is not None and not hasattr(strategy, "extended"):
         raise ArgumentTypeError(
-            f"strategy must be a Strategy or None, not {checks.shown(strategy)}"
+            f"strategy must be a Strategy or None, not {validation.shown(strategy)}"
         )
     is_default = strategy is None or strategy is _default[0]
     _stack.base = None if strategy is None or is_default else _Frame(strategy, None)

@@ -15,16 +15,20 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from mpidist import checks, nest
 from mpidist.errors import ArgumentError, ArgumentTypeError
+from mpidist.util import nest, validation
 
 __all__ = [
     "ArrayView",
     "DistributedValues",
     "Mirrored",
     "PerReplica",
+    "ValueContext",
     "local_component",
     "make_read_only",
+    "regroup",
+    "select_arguments",
+    "select_replica",
 ]
 
 
@@ -96,7 +100,7 @@ def _as_tuple(name: str, items: Any) -> tuple[Any, ...]:
     if isinstance(items, Sequence) and not isinstance(items, str | bytes):
         return tuple(items)
     raise ArgumentTypeError(
-        f"{name} must be a tuple, one for each replica, not {checks.shown(items)}"
+        f"{name} must be a tuple, one for each replica, not {validation.shown(items)}"
     )
 
 
@@ -336,3 +340,60 @@ class IndexedSlices:
 def local_component(value: Any) -> Any:
     """Return this process's component of a distributed value, or a plain value."""
     return value.values[0] if isinstance(value, DistributedValues) else value
+
+
+# Types of which most arguments are; they have no structure
+_COMMON = {np.ndarray, np.float64, float, int, PerReplica, Mirrored}
+
+
+def regroup(value: Any, replica_id: int, num_replicas: int) -> Any:
+    """Return a nest of one replica's values as `PerReplica`; as it is if it is alone.
+
+    None, variables and values that are distributed already stay as they are.
+    """
+    if num_replicas == 1:
+        return value
+    return nest.map_leaves(lambda leaf: _wrap(leaf, replica_id), value)
+
+
+def _wrap(leaf: Any, replica_id: int) -> Any:
+    if leaf is None or isinstance(leaf, DistributedValues):
+        return leaf
+    return PerReplica((leaf,), (replica_id,))
+
+
+def select_replica(value: Any) -> Any:
+    """Return a nest with this process's components; variables pass whole."""
+    return nest.map_leaves(_select, value)
+
+
+def select_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of a function, with this process's components in them."""
+    if not kwargs and all(type(value) in _COMMON for value in args):
+        return tuple(map(_select, args)), kwargs
+    selected: tuple[tuple[Any, ...], dict[str, Any]] = select_replica((args, kwargs))
+    return selected
+
+
+def _select(leaf: Any) -> Any:
+    if isinstance(leaf, DistributedValues) and not getattr(leaf, "is_variable", False):
+        return local_component(leaf)
+    return leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueContext:
+    """What a function of `experimental_distribute_values_from_function` is told.
+
+    Example:
+      >>> def shape(context):
+      ...     return (context.replica_id_in_sync_group, context.num_replicas_in_sync)
+      >>> value = strategy.experimental_distribute_values_from_function(shape)
+      >>> strategy.experimental_local_results(value)  # on replica 0
+      ((0, 2),)
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1

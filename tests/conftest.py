@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import launching
 import slurm_cluster
 
-from mpidist.data.distributed import ahead
-from mpidist.topology import Topology
+from mpidist.comm.topology import Topology
+from mpidist.data.distributed import prefetch
 
 # Their assertions say what differs, as those of tests do
 pytest.register_assert_rewrite("hdf5_files", "hdf5_kinds", "hdf5_damage")
@@ -236,7 +236,7 @@ def strategy(comm: MPI.Intracomm) -> Iterator[mpidist.MirroredStrategy]:
 @pytest.fixture
 def read_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """No read is so short that it is not left to a thread, but the first."""
-    monkeypatch.setattr(ahead, "_SHORT_SECONDS", -1.0)
+    monkeypatch.setattr(prefetch, "_SHORT_SECONDS", -1.0)
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from mpidist import arrays
-from mpidist.agreement.agree import Agreement
-from mpidist.gpu import cuda_aware, trial
-from mpidist.transports import device
-from mpidist.transports.device import DeviceMpiTransport, DeviceTransport
+from mpidist.comm import device_info
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.transports import device
+from mpidist.comm.transports.device import DeviceMpiTransport, DeviceTransport
+from mpidist.device import arrays, probe
 
 
 class LateArray:
@@ -24,7 +24,7 @@ class LateArray:
 
     def __init__(self, values, base=None, start=0):
         self.values = values  # until the stream is waited for; then on the GPU
-        self.base = base or trial.DeviceArray(np.full_like(values, 77))
+        self.base = base or probe.DeviceArray(np.full_like(values, 77))
         self.start = start
         self.pending = base is None
         self.parent = None
@@ -66,7 +66,7 @@ class LateArray:
 
 
 def main():
-    trial.use_gpu(0)
+    probe.use_gpu(0)
     arrays.synchronize = LateArray.land
     comm = MPI.COMM_WORLD
     rank, size = comm.rank, comm.size
@@ -89,10 +89,10 @@ def main():
             transport.broadcast(buffer, size - 1, deadline)
             assert np.array_equal(buffer.get(), everyone[-1]), "broadcast"
     library = MPI.Get_library_version().partition("\n")[0]
-    answer = cuda_aware.ask(library, {})
+    answer = device_info.ask(library, {})
     if rank == 0:
         print("asked:", answer)
-        print("tried:", trial.run(0)[:2])
+        print("tried:", probe.run(0)[:2])
         print("done", flush=True)
     comm.Barrier()
     agreement.close()

@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 from h5py import h5d, h5p, h5s, h5t, h5z
 
-from mpidist.data.pipeline import Pass
+from mpidist.data.map_dataset import Pass
 
 # What each filter's name puts into a pipeline, which runs in the order of the names
 FILTERS = {

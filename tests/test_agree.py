@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist import nest
-from mpidist.agreement.agree import Agreement
-from mpidist.agreement.board import Board
-from mpidist.agreement.calls import Call
-from mpidist.agreement.comparing import BoardComparison
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.barrier import Board
+from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.comparison import BoardComparison
+from mpidist.util import nest
 
 # What pickle raises for a function without a name of its own, by Python's version
 UNPICKLABLE = (AttributeError, TypeError, pickle.PicklingError)

@@ -10,7 +10,7 @@ import pytest
 from all_ranks import local
 
 import mpidist
-from mpidist.sharding import replica_slice
+from mpidist.data.sharding import replica_slice
 
 
 def replica_id():
@@ -94,17 +94,17 @@ def test_all_gather_of_a_nest(strategy):
 
 
 def test_the_pages_device_lists(comm):
-    devices = [f"CPU:{i}" for i in range(comm.size)]
-    strategy = mpidist.MirroredStrategy(devices)
+    binding = [f"CPU:{i}" for i in range(comm.size)]
+    strategy = mpidist.MirroredStrategy(binding)
     assert strategy.num_replicas_in_sync == comm.size
-    assert strategy.extended.device == devices[strategy.extended.topology.local_rank]
+    assert strategy.extended.device == binding[strategy.extended.topology.local_rank]
     strategy.experimental_finalize()
 
 
 def test_gpus_that_are_not_there_are_an_error_by_name(comm):
-    from mpidist.gpu import devices
+    from mpidist.device import binding
 
-    if devices.gpu_count():
+    if binding.gpu_count():
         pytest.skip("this machine has a GPU")
     with pytest.raises(mpidist.LaunchError, match="GPU:0 cannot be used"):
         mpidist.MirroredStrategy(["GPU:0"], communicator=comm)

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpidist
-from mpidist import arrays
-from mpidist.gpu import devices
+from mpidist.device import arrays, binding
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 VALUES = np.arange(6, dtype="f4").reshape(2, 3)
@@ -218,8 +217,8 @@ def test_on_the_cpu_nothing_moves():
 
 
 def test_a_gpu_that_is_not_there_is_an_error_by_name():
-    count = devices.gpu_count()
+    count = binding.gpu_count()
     with pytest.raises(
         mpidist.LaunchError, match=f"GPU:{count} cannot be used: CuPy sees"
     ):
-        devices.use_gpu(count)
+        binding.use_gpu(count)

@@ -12,10 +12,9 @@ import pytest
 from mpi4py import MPI
 
 import mpidist
-from mpidist.atomic_files import NewFile, replace_file
-from mpidist.data.hdf5.unfinished import Unfinished
-from mpidist.gpu import cuda_aware
-from mpidist.transports.table_file import Layout, find_table, write_table
+from mpidist.comm import device_info
+from mpidist.comm.transports.tuning_table import Layout, find_table, write_table
+from mpidist.util.files import NewFile, Unfinished, replace_file
 
 TABLE = {"allreduce": [(0, "mpi")], "allgatherv": [(0, "mpi")]}
 TABLE |= {"broadcast": [(0, "mpi")]}
@@ -87,7 +86,7 @@ def test_permissions_are_those_of_new_files(tmp_path, monkeypatch):
         with replace_file(tmp_path / "x"):
             pass
         write_table(tmp_path / "table", layout, TABLE, {})
-        cuda_aware._write(tmp_path / "outcomes", {"key": [True, "why"]})
+        device_info._write(tmp_path / "outcomes", {"key": [True, "why"]})
     finally:
         os.umask(old)
     for name in ("x", "table", "outcomes"):

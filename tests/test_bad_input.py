@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 import mpidist
-from mpidist import Dataset, checks
-from mpidist.hang_limit import hang_seconds
-from mpidist.launch_check import check_launch
-from mpidist.switches import read_switch
-from mpidist.transports.table_file import Layout, find_table
+from mpidist import Dataset
+from mpidist.comm.transports.tuning_table import Layout, find_table
+from mpidist.launch.launchers import check_launch
+from mpidist.util import validation
+from mpidist.util.environment import hang_seconds, read_switch
 
 PURE = settings(derandomize=True, database=None, deadline=None, max_examples=50)
 SWITCHES = (
@@ -341,12 +341,14 @@ def complaint(name, place, value):
     except mpidist.MpidistError as error:
         text = str(error)
     except Exception as error:
-        return f"{checks.shown(value)}: {type(error).__name__}: {error}"
+        return f"{validation.shown(value)}: {type(error).__name__}: {error}"
     else:
         return None
     if not re.search(name.rpartition(" ")[2], text):
-        return f"{checks.shown(value)}: it is not named in {text!r}"
-    return None if len(text) < 3000 else f"{checks.shown(value)}: {len(text)} letters"
+        return f"{validation.shown(value)}: it is not named in {text!r}"
+    return (
+        None if len(text) < 3000 else f"{validation.shown(value)}: {len(text)} letters"
+    )
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -389,7 +391,7 @@ def test_numbers_of_datasets(name, value):
         assert len(elements) <= 7
     else:
         assert text.startswith(f"{name} must")
-        assert checks.shown(value) in text
+        assert validation.shown(value) in text
 
 
 @PURE
@@ -419,7 +421,7 @@ def test_options_are_alike_however_they_are_given():
 @PURE
 @given(st.text() | st.binary() | st.lists(st.integers()))
 def test_paths(value):
-    text, path = outcome(lambda: checks.path("path", value))
+    text, path = outcome(lambda: validation.path("path", value))
     if text is None:
         assert path == os.fsdecode(value)
     else:
@@ -430,9 +432,9 @@ def test_paths(value):
 
 def test_long_values_are_cut_short():
     for value in ("x" * 10**6, list(range(10**6)), 10**4000, {"x": "y" * 10**6}):
-        assert len(checks.shown(value)) < 500
-    assert checks.shown(10**5000).startswith("<int")
-    assert "Unspeakable" in checks.shown(Unspeakable())
+        assert len(validation.shown(value)) < 500
+    assert validation.shown(10**5000).startswith("<int")
+    assert "Unspeakable" in validation.shown(Unspeakable())
 
 
 # Collective calls, with what one rank alone gives them

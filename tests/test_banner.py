@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.banner import banner
-from mpidist.data.distributed.summary import summarize
+from mpidist.comm.banner import banner
+from mpidist.data.distributed.datasets import summarize
 
 SCRIPT = """
 import mpidist

@@ -20,7 +20,7 @@ import cost_model
 import gpu_findings
 import system_calls
 
-from mpidist.gpu.devices import gpu_count
+from mpidist.device.binding import gpu_count
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

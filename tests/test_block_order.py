@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist import Dataset
-from mpidist.block_order import BlockOrder, Blocks
-from mpidist.data.pipeline import Pass
-from mpidist.sharding import replica_slice
+from mpidist.data.map_dataset import Pass
+from mpidist.data.sharding import replica_slice
+from mpidist.data.shuffling import BlockOrder, Blocks
 
 
 def every(order, rows):
@@ -148,7 +148,7 @@ def test_a_window_may_follow_other_steps(path):
 
 @pytest.mark.slow
 def test_large_compressed_datasets_are_mixed_by_chunk(tmp_path, monkeypatch):
-    from mpidist.data.hdf5 import parts as hdf5_parts
+    from mpidist.data.hdf5 import rows as hdf5_parts
 
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset(

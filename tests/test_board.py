@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.agreement.board import Board
-from mpidist.agreement.comparing import BoardComparison, Telling
-from mpidist.agreement.waiting import LateError
-from mpidist.memory import boards
+from mpidist.comm.consensus.barrier import Board
+from mpidist.comm.consensus.comparison import BoardComparison, Telling
+from mpidist.comm.consensus.waiting import LateError
+from mpidist.comm.shared_memory import node
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_small_and_large_reductions_are_the_same(comm, strategy, dtype, op, size
 def test_too_little_shared_memory_is_said_and_done_without(comm, monkeypatch):
     """Each rank sees for itself; one that has none is enough."""
     free = {"/dev/shm": 1 << 30 if comm.rank else 1000}
-    monkeypatch.setattr(boards, "free_bytes", lambda is_shared: free)
+    monkeypatch.setattr(node, "free_bytes", lambda is_shared: free)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         strategy = mpidist.MirroredStrategy(communicator=comm)

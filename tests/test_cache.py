@@ -15,9 +15,9 @@ import pytest
 
 import mpidist
 from mpidist import AutoShardPolicy, Dataset, InputOptions, Options
-from mpidist.data.pipeline import Rows
-from mpidist.memory.free_memory import free_bytes
-from mpidist.sharding import Permutation
+from mpidist.data.map_dataset import Rows
+from mpidist.data.sharding import Permutation
+from mpidist.util.available_memory import free_bytes
 
 MESSAGE = "damaged on purpose"
 

@@ -16,7 +16,7 @@ import mpidist
 from mpidist import CheckpointError
 from mpidist import VariableAggregation as Aggregation
 from mpidist import VariableSynchronization as Synchronization
-from mpidist.gpu.devices import gpu_count
+from mpidist.device.binding import gpu_count
 
 Point = collections.namedtuple("Point", "x y")
 DTYPES = ["?", "i1", "u8", "f2", "f4", "f8", "c8", "c16", ">f8", "S3", "U4"]

@@ -14,12 +14,11 @@ from mpi4py import MPI
 
 import mpidist
 from mpidist import CheckpointError
-from mpidist.checkpoint import header as headers
-from mpidist.checkpoint.header import Header, Shard
-from mpidist.checkpoint.image import Image
+from mpidist.checkpoint import format as headers
+from mpidist.checkpoint.format import Header, Image, Shard
 from mpidist.checkpoint.layout import lay_out
 from mpidist.checkpoint.reading import read_tree
-from mpidist.checkpoint.saving import _write
+from mpidist.checkpoint.save import _write
 from mpidist.checkpoint.tree import decode, encode
 
 SETTINGS = settings(

@@ -14,7 +14,7 @@ import pytest
 
 import mpidist
 from mpidist import CheckpointError
-from mpidist.checkpoint.saving import Saving
+from mpidist.checkpoint.save import Saving
 
 LARGE = 600_000  # numbers, of which each rank writes a part
 

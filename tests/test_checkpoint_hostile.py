@@ -15,9 +15,9 @@ from mpi4py import MPI
 
 import mpidist
 from mpidist import CheckpointError
-from mpidist.checkpoint import header as headers
+from mpidist.checkpoint import format as headers
 from mpidist.checkpoint import layout
-from mpidist.checkpoint.header import Header
+from mpidist.checkpoint.format import Header
 from mpidist.checkpoint.reading import read_header, read_tree
 
 GIANT = 12 << 30

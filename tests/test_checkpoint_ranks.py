@@ -12,10 +12,10 @@ import mpidist
 from mpidist import CheckpointError
 from mpidist import VariableAggregation as Aggregation
 from mpidist import VariableSynchronization as Synchronization
-from mpidist.atomic_files import NewFile
-from mpidist.checkpoint import saving
-from mpidist.checkpoint.division import cut, shard_count
+from mpidist.checkpoint import save
 from mpidist.checkpoint.layout import boxes
+from mpidist.checkpoint.partition import cut, shard_count
+from mpidist.util.files import NewFile
 
 LARGE = (3, 70_000, 2)  # of which shards get parts that are no whole rows
 SHARD = 1 << 20
@@ -193,7 +193,7 @@ def test_a_folder_that_is_not_shared_is_an_error(
     """Rank 0 looks for the shards of others until it must see them."""
     if comm.size == 1:
         pytest.skip("one rank writes no shards")
-    monkeypatch.setattr(saving, "VISIBLE_SECONDS", 0.1)
+    monkeypatch.setattr(save, "VISIBLE_SECONDS", 0.1)
     publish = NewFile.publish
     if comm.rank == 1:  # as if it were on the disk of another node
         monkeypatch.setattr(NewFile, "publish", NewFile.discard)

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from mpidist import AutoShardPolicy, Dataset, MirroredStrategy, Options
-from mpidist.data.pipeline import Pass
+from mpidist.data.map_dataset import Pass
 
 MOST_REPLICAS = 7
 LAYOUTS = [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.memory import boards
+from mpidist.comm.shared_memory import node
 
 KINDS = {
     "base": mpidist.CrossDeviceOps,
@@ -211,12 +211,12 @@ def test_what_is_no_cross_device_ops_is_refused(comm):
 
 @pytest.mark.mpi(min_size=2)
 def test_bad_cross_device_ops_on_one_rank_are_refused_on_all(comm):
-    in_use = len(mpidist.agreement.agree.Agreement.in_use)
+    in_use = len(mpidist.comm.consensus.agreement.Agreement.in_use)
     for bad in ("nccl", mpidist.ReductionToOneDevice(comm.size - 1)):
         given = bad if comm.rank else mpidist.ReductionToOneDevice(0)
         with pytest.raises((TypeError, ValueError), match="cross_device_ops"):
             mpidist.MirroredStrategy(cross_device_ops=given, communicator=comm)
-    assert len(mpidist.agreement.agree.Agreement.in_use) == in_use
+    assert len(mpidist.comm.consensus.agreement.Agreement.in_use) == in_use
 
 
 def test_one_object_belongs_to_one_strategy(comm):
@@ -252,7 +252,7 @@ def test_hierarchical_over_several_nodes(comm, monkeypatch, ranks_per_node, seco
 
 @pytest.mark.mpi(min_size=2)
 def test_hierarchical_without_shared_memory_is_refused(comm, monkeypatch):
-    monkeypatch.setattr(boards, "free_bytes", lambda is_shared: {"/dev/shm": 10})
+    monkeypatch.setattr(node, "free_bytes", lambda is_shared: {"/dev/shm": 10})
     ops = mpidist.HierarchicalCopyAllReduce()
     with (
         warnings.catch_warnings(),

@@ -11,15 +11,17 @@ import pytest
 from mpi4py import MPI
 
 import mpidist
-from mpidist.agreement.agree import Agreement
-from mpidist.gpu import cuda_aware, early, trial
-from mpidist.gpu.cuda_aware import Support, ask, cache_path, find_support
-from mpidist.gpu.devices import (
+from mpidist.comm import device_info
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.device_info import Support, ask, cache_path, find_support
+from mpidist.device import probe
+from mpidist.device.binding import (
     GpuIdentity,
     gpu_count,
     require_own_gpus,
     shared_gpus,
 )
+from mpidist.launch import early_binding
 
 GPU = GpuIdentity("node1", "0000:3b:00.0", "ab12", "H100", 13000)
 
@@ -48,9 +50,9 @@ def tried(monkeypatch):
 
     def run(index):
         calls.append(index)
-        return trial.Outcome(True, "tried on two ranks", True)
+        return probe.Outcome(True, "tried on two ranks", True)
 
-    monkeypatch.setattr(trial, "run", run)
+    monkeypatch.setattr(probe, "run", run)
     return calls
 
 
@@ -86,7 +88,7 @@ def test_vendors_variables_say_it(library, environ, expected):
 )
 def test_kinds_of_memory_say_it(kinds, expected):
     """MPI-4.1, section 12.4.3: memory of CUDA may be that of the host alone."""
-    assert cuda_aware._has_device_memory(kinds) is expected
+    assert device_info._has_device_memory(kinds) is expected
 
 
 def test_this_library_says_it_of_itself():
@@ -101,14 +103,14 @@ def test_this_library_says_it_of_itself():
 
 
 def test_the_library_is_found_among_what_is_loaded():
-    path = trial.library_path()
+    path = probe.library_path()
     assert path is not None
     assert path.exists()
     assert path.name.startswith("libmpi")
 
 
 def test_unknown_is_tried_once_and_kept(comm, agreement, cache, tried, monkeypatch):
-    monkeypatch.setattr(cuda_aware, "ask", lambda *_: None)
+    monkeypatch.setattr(device_info, "ask", lambda *_: None)
     for attempt in range(2):
         support = find_support(agreement, None, GPU, index=5)
         assert support.is_aware
@@ -123,9 +125,9 @@ def test_unknown_is_tried_once_and_kept(comm, agreement, cache, tried, monkeypat
 @pytest.mark.parametrize("is_certain", [False, True])
 def test_only_what_is_certain_is_kept(agreement, cache, monkeypatch, is_certain):
     """A machine that was busy must not count as one without CUDA for ever."""
-    outcome = trial.Outcome(False, "no end after 60 s", is_certain)
-    monkeypatch.setattr(trial, "run", lambda index: outcome)
-    monkeypatch.setattr(cuda_aware, "ask", lambda *_: None)
+    outcome = probe.Outcome(False, "no end after 60 s", is_certain)
+    monkeypatch.setattr(probe, "run", lambda index: outcome)
+    monkeypatch.setattr(device_info, "ask", lambda *_: None)
     support = find_support(agreement, None, GPU, index=0)
     assert support == Support(False, "no end after 60 s")
     agreement.comm.Barrier()
@@ -134,7 +136,7 @@ def test_only_what_is_certain_is_kept(agreement, cache, monkeypatch, is_certain)
 
 def test_nothing_is_tried_where_the_user_says_it(agreement, cache, tried, monkeypatch):
     """A trial may be what the user wants to avoid."""
-    monkeypatch.setattr(cuda_aware, "ask", lambda *_: None)
+    monkeypatch.setattr(device_info, "ask", lambda *_: None)
     support = find_support(agreement, True, GPU, index=0)
     assert support == Support(True, "cuda_aware=True, where nothing else is known")
     assert not tried
@@ -148,13 +150,13 @@ def test_a_library_that_cannot_be_asked_on_one_rank_is_an_error_on_all(
         if agreement.rank == agreement.size - 1:
             raise OSError("the reason")
 
-    monkeypatch.setattr(cuda_aware, "ask", ask)
+    monkeypatch.setattr(device_info, "ask", ask)
     with pytest.raises(OSError, match="the reason"):
         find_support(agreement, None, GPU, index=0)
 
 
 def test_each_model_of_gpu_is_tried(comm, agreement, cache, tried, monkeypatch):
-    monkeypatch.setattr(cuda_aware, "ask", lambda *_: Support(True, "it says so"))
+    monkeypatch.setattr(device_info, "ask", lambda *_: Support(True, "it says so"))
     gpu = GPU._replace(name=f"model {comm.rank}")
     assert find_support(agreement, None, gpu, index=0).is_aware
     assert tried == [0]
@@ -163,19 +165,19 @@ def test_each_model_of_gpu_is_tried(comm, agreement, cache, tried, monkeypatch):
 def test_one_rank_that_cannot_is_enough(comm, agreement, cache, tried, monkeypatch):
     last = comm.rank == comm.size - 1
     answer = Support(not last, "no" if last else "yes")
-    monkeypatch.setattr(cuda_aware, "ask", lambda *_: answer)
+    monkeypatch.setattr(device_info, "ask", lambda *_: answer)
     assert find_support(agreement, None, GPU, index=0) == Support(False, "no")
 
 
 def test_what_the_library_denies_is_not_tried(agreement, cache, tried, monkeypatch):
-    monkeypatch.setattr(cuda_aware, "ask", lambda *_: Support(False, "it says no"))
+    monkeypatch.setattr(device_info, "ask", lambda *_: Support(False, "it says no"))
     assert find_support(agreement, None, GPU, index=0) == Support(False, "it says no")
     assert not tried
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": [1, 2, 3]}', "\0"])
 def test_a_broken_file_is_written_anew(agreement, cache, tried, monkeypatch, text):
-    monkeypatch.setattr(cuda_aware, "ask", lambda *_: None)
+    monkeypatch.setattr(device_info, "ask", lambda *_: None)
     if agreement.rank == 0:
         cache.parent.mkdir(parents=True)
         cache.write_text(text)
@@ -188,7 +190,7 @@ def test_a_broken_file_is_written_anew(agreement, cache, tried, monkeypatch, tex
 def test_a_folder_that_cannot_be_written_is_no_error(
     agreement, cache, tried, monkeypatch
 ):
-    monkeypatch.setattr(cuda_aware, "ask", lambda *_: None)
+    monkeypatch.setattr(device_info, "ask", lambda *_: None)
     if agreement.rank == 0:
         cache.parent.parent.write_text("a file where the folder would be")
     agreement.comm.Barrier()
@@ -200,7 +202,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(
 def test_an_override_says_what_it_overrode(
     agreement, cache, tried, monkeypatch, asked_for, by
 ):
-    monkeypatch.setattr(cuda_aware, "ask", lambda *_: Support(False, "it says no"))
+    monkeypatch.setattr(device_info, "ask", lambda *_: Support(False, "it says no"))
     option = asked_for if by == "option" else None
     if by == "variable":
         monkeypatch.setenv("MPIDIST_CUDA_AWARE", str(int(asked_for)))
@@ -229,8 +231,8 @@ def test_unlike_variables_are_an_error_on_all_ranks(agreement, cache, monkeypatc
 def test_a_crash_is_an_answer(monkeypatch):
     """What a library does that reads a GPU's address on the host."""
     crash = "import ctypes; ctypes.string_at(0)"
-    environ = trial._clean(os.environ)
-    assert "SIGSEGV" in trial._run_one([sys.executable, "-c", crash], environ)
+    environ = probe._clean(os.environ)
+    assert "SIGSEGV" in probe._run_one([sys.executable, "-c", crash], environ)
 
 
 @pytest.mark.parametrize(
@@ -238,19 +240,19 @@ def test_a_crash_is_an_answer(monkeypatch):
     [
         ("raise AssertionError('Allreduce')", "AssertionError: Allreduce"),
         ("print('something')", "it ended with 0: nothing on stderr"),
-        (f"print({trial._DONE!r})", ""),
-        (f"print({trial._DONE!r}); raise SystemExit(3)", "it ended with 3"),
+        (f"print({probe._DONE!r})", ""),
+        (f"print({probe._DONE!r}); raise SystemExit(3)", "it ended with 3"),
     ],
 )
 def test_only_a_good_end_is_a_good_answer(code, expected):
-    environ = trial._clean(os.environ)
-    assert expected in trial._run_one([sys.executable, "-c", code], environ)
+    environ = probe._clean(os.environ)
+    assert expected in probe._run_one([sys.executable, "-c", code], environ)
 
 
 def test_no_end_is_an_answer(monkeypatch):
-    monkeypatch.setattr(trial, "_SECONDS", 0.5)
+    monkeypatch.setattr(probe, "_SECONDS", 0.5)
     endless = [sys.executable, "-c", "import threading; threading.Event().wait()"]
-    assert "no end after 0.5 s" in trial._run_one(endless, os.environ)
+    assert "no end after 0.5 s" in probe._run_one(endless, os.environ)
 
 
 def test_a_trial_is_no_part_of_this_job():
@@ -264,7 +266,7 @@ def test_a_trial_is_no_part_of_this_job():
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "PATH": "/bin",
     }
-    clean = trial._clean(environ)
+    clean = probe._clean(environ)
     kept = {name: clean[name] for name in environ if name in clean}
     assert kept == {
         "OMPI_MCA_pml": "ucx",
@@ -278,7 +280,7 @@ def test_a_trial_tells_what_this_library_can(comm):
     """It ends well, or it crashed; either way this process goes on."""
     if not gpu_count():
         pytest.skip("needs a GPU and CuPy")
-    is_aware, why, _ = trial.run(0)
+    is_aware, why, _ = probe.run(0)
     assert "tried" in why
     answer = ask(MPI.Get_library_version(), os.environ)
     if is_aware:
@@ -306,18 +308,18 @@ def test_gpus_are_told_apart():
     ],
 )
 def test_launchers_tell_local_ranks(environ, expected):
-    assert early._local_rank(environ) == expected
+    assert early_binding._local_rank(environ) == expected
 
 
 def test_no_gpu_is_chosen_after_mpi_has_started():
-    assert early.choose_early({"SLURM_LOCALID": "0"}) is None
+    assert early_binding.choose_early({"SLURM_LOCALID": "0"}) is None
 
 
 def test_a_driver_that_is_not_there_is_no_error(monkeypatch):
     monkeypatch.delitem(sys.modules, "mpi4py.MPI")
-    monkeypatch.setattr(early, "_DRIVER", "libnot-there.so")
-    monkeypatch.setattr(early.importlib.util, "find_spec", lambda name: name)
-    assert early.choose_early({"SLURM_LOCALID": "0"}) is None
+    monkeypatch.setattr(early_binding, "_DRIVER", "libnot-there.so")
+    monkeypatch.setattr(early_binding.importlib.util, "find_spec", lambda name: name)
+    assert early_binding.choose_early({"SLURM_LOCALID": "0"}) is None
     assert Path(cache_path({"XDG_CACHE_HOME": "/c"})) == Path(
         "/c/mpidist/cuda_aware.json"
     )

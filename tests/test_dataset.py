@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist import Dataset
-from mpidist.data.pipeline import Pass
-from mpidist.sharding import Permutation
+from mpidist.data.map_dataset import Pass
+from mpidist.data.sharding import Permutation
 
 
 class Pair(NamedTuple):

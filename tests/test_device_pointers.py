@@ -73,7 +73,7 @@ def test_addresses_of_gpus_go_to_mpi_once_they_are_written(environment, ranks):
 def test_a_library_without_cuda_crashes_in_a_trial_only(environment):
     """The MPI of these tests; the process that tries goes on."""
     script = (
-        "from mpidist.gpu import trial; "
+        "from mpidist.device import probe; "
         "answer = trial.run(0); print('the answer is', *answer[:2])"
     )
     path = {"LD_LIBRARY_PATH": environment["LD_LIBRARY_PATH"]}

@@ -14,17 +14,15 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.agreement.agree import Agreement
-from mpidist.gpu import ipc, kernels, memory
-from mpidist.gpu.cuda_aware import Support
-from mpidist.gpu.devices import GpuIdentity
-from mpidist.gpu.facts import GpuFacts, why_no_nccl
-from mpidist.gpu.runtime_facts import nccl_version
-from mpidist.transports import device
-from mpidist.transports.device_transports import DeviceTransports
-from mpidist.transports.mpi import MpiTransport
-from mpidist.transports.nccl import NcclTransport, connect
-from mpidist.transports.ways import Ways
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.device_info import GpuFacts, Support, why_no_nccl
+from mpidist.comm.shared_memory import cuda_ipc
+from mpidist.comm.transports import device
+from mpidist.comm.transports.mpi import MpiTransport
+from mpidist.comm.transports.nccl import NcclTransport, connect
+from mpidist.comm.transports.selector import DeviceTransports, Ways
+from mpidist.device import kernels, memory
+from mpidist.device.binding import GpuIdentity, nccl_version
 
 GPU = GpuIdentity("node1", "0000:3b:00.0", "ab12", "H100", 13000)
 
@@ -279,11 +277,11 @@ def test_memory_that_one_gpu_cannot_share_is_missing(
     monkeypatch.setattr(kernels, "load", load)
     array = np.zeros(64, "u1")
     own = types.SimpleNamespace(array=OnGpu(array))
-    monkeypatch.setattr(ipc, "DeviceBuffer", lambda size: own)
+    monkeypatch.setattr(cuda_ipc, "DeviceBuffer", lambda size: own)
     cupy.cuda.runtime.deviceSynchronize = lambda: None
     cupy.cuda.runtime.ipcGetMemHandle = lambda address: b"handle"
     reason = f"rank {agreement.size - 1}: {error}"
-    assert ipc.share_buffers(agreement, 64) == (None, reason)
+    assert cuda_ipc.share_buffers(agreement, 64) == (None, reason)
 
 
 class OnGpu:
@@ -317,7 +315,7 @@ def test_memory_that_one_rank_cannot_unmap_is_an_error_on_all(
     cupy.ndarray = lambda shape, dtype, memptr: np.zeros(shape, dtype)
     own = types.SimpleNamespace(array=OnGpu(np.zeros(64, "u1")))
     others = {r: 100 + r for r in range(agreement.size) if r != agreement.rank}
-    buffers = ipc.IpcBuffers(agreement, own, dict(others))
+    buffers = cuda_ipc.IpcBuffers(agreement, own, dict(others))
     transports = make_transports(agreement)
     transports._ipc = buffers
     with pytest.raises(mpidist.CollectiveError, match=f"rank {last}: CUDA says 700"):

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist import AutoShardPolicy, Dataset, InputContext, Options
-from mpidist.data.pipeline import Pass, Rows
-from mpidist.sharding import Permutation
+from mpidist.data.map_dataset import Pass, Rows
+from mpidist.data.sharding import Permutation
 
 
 def numbers(n, dtype=np.int64):

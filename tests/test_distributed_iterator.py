@@ -10,7 +10,7 @@ import pytest
 
 import mpidist
 from mpidist import Dataset, InputOptions
-from mpidist.sharding import Permutation
+from mpidist.data.sharding import Permutation
 
 MESSAGE = "damaged on purpose"
 

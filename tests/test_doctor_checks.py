@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidist.doctor import locks
-from mpidist.doctor.file_systems import Mount, PathFacts, find_mount, look, write
-from mpidist.doctor.finding import (
+from mpidist.tools.doctor import locks
+from mpidist.tools.doctor.file_systems import Mount, PathFacts, find_mount, look, write
+from mpidist.tools.doctor.finding import (
     Failure,
     Finding,
     Status,
@@ -22,9 +22,14 @@ from mpidist.doctor.finding import (
     name_each,
     name_ranks,
 )
-from mpidist.doctor.gpu_checks import GpuChoice, GpuFacts, check_gpus, check_support
-from mpidist.doctor.judging import RankFacts, judge
-from mpidist.doctor.launch_checks import (
+from mpidist.tools.doctor.gpu_checks import (
+    GpuChoice,
+    GpuFacts,
+    check_gpus,
+    check_support,
+)
+from mpidist.tools.doctor.judging import RankFacts, judge
+from mpidist.tools.doctor.launch_checks import (
     LaunchFacts,
     check_launcher,
     check_mpi,
@@ -32,17 +37,21 @@ from mpidist.doctor.launch_checks import (
     find_launched,
     is_silent,
 )
-from mpidist.doctor.node_checks import (
+from mpidist.tools.doctor.node_checks import (
     NodeFacts,
     check_binding,
     check_memory,
     check_threads,
 )
-from mpidist.doctor.path_checks import PathReport, check_path
-from mpidist.doctor.python_checks import PythonFacts, check_environment, check_python
-from mpidist.doctor.report import to_text
-from mpidist.doctor.speed import Speed, check_speed
-from mpidist.doctor.workers import Worker
+from mpidist.tools.doctor.path_checks import PathReport, check_path
+from mpidist.tools.doctor.python_checks import (
+    PythonFacts,
+    check_environment,
+    check_python,
+)
+from mpidist.tools.doctor.report import to_text
+from mpidist.tools.doctor.speed import Speed, check_speed
+from mpidist.tools.doctor.workers import Worker
 
 OK, WARN, FAIL = Status.OK, Status.WARN, Status.FAIL
 GIB = 1 << 30

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.agreement.losses import can_survive
-from mpidist.gpu.devices import gpu_count
-from mpidist.memory.free_memory import give_back
+from mpidist.comm.consensus.failures import can_survive
+from mpidist.device.binding import gpu_count
+from mpidist.util.available_memory import give_back
 
 ULFM = ("--with-ft", "ulfm")
 needs_ulfm = pytest.mark.skipif(

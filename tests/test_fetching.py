@@ -11,10 +11,10 @@ import pytest
 from thread_streams import DeviceArray, ThreadCopyStream
 
 import mpidist
-from mpidist import Dataset, InputOptions, arrays, copy_streams
-from mpidist.data.distributed import feed, fetching
-from mpidist.data.distributed.ahead import ReadAhead
-from mpidist.gpu import devices
+from mpidist import Dataset, InputOptions
+from mpidist.data.distributed import prefetch, reader
+from mpidist.data.distributed.prefetch import ReadAhead
+from mpidist.device import arrays, binding, streams
 
 DEPTHS = [0, 1, 3]
 MESSAGE = "damaged on purpose"
@@ -24,7 +24,7 @@ MESSAGE = "damaged on purpose"
 def stream(request, monkeypatch):
     """The copies to a device that all replicas are said to have."""
     stream = ThreadCopyStream(late=request.param, late_here=request.param)
-    monkeypatch.setattr(copy_streams, "copy_stream", lambda device: stream)
+    monkeypatch.setattr(streams, "copy_stream", lambda device: stream)
     yield stream
     stream.end()
 
@@ -110,7 +110,7 @@ def test_steps_that_are_read_at_a_time_arrive(
 
 
 def test_as_many_slots_as_batches_are_on_their_way(strategy, comm, stream, monkeypatch):
-    monkeypatch.setattr(feed, "_GROUP_STEPS", 1)
+    monkeypatch.setattr(reader, "_GROUP_STEPS", 1)
     for depth in DEPTHS:
         options = reading_ahead(depth)
         divided = strategy.experimental_distribute_dataset(
@@ -330,7 +330,7 @@ def test_arrays_stay_on_the_host_where_that_is_asked_for(strategy, stream):
 def test_on_a_cpu_batches_are_handed_out_as_they_were_read(
     strategy, monkeypatch, depth
 ):
-    monkeypatch.setattr(fetching.uploads, "Uploads", None)
+    monkeypatch.setattr(prefetch.uploads, "Uploads", None)
     if strategy.extended.device != "CPU:0":
         pytest.skip("the replicas are on GPUs")
     read, original = [], ReadAhead.read
@@ -351,7 +351,7 @@ def test_on_a_cpu_batches_are_handed_out_as_they_were_read(
 @pytest.fixture
 def gpu_strategy(comm):
     pytest.importorskip("cupy")
-    if not devices.gpu_count():
+    if not binding.gpu_count():
         pytest.skip("there is no GPU")
     strategy = mpidist.MirroredStrategy(devices=["GPU:0"], communicator=comm)
     yield strategy
@@ -404,7 +404,7 @@ def test_kernels_on_another_stream_see_whole_batches(gpu_strategy, depth):
                 array = cupy.ascontiguousarray(array[::-1])
             results.append(array)
         results = [array.get() for array in results]
-    shard = mpidist.sharding.replica_slice(
+    shard = mpidist.data.sharding.replica_slice(
         n, strategy.num_replicas_in_sync, strategy.extended.replica_id
     )
     for step, result in enumerate(results):

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist.__main__ import main
-from mpidist.agreement.agree import Agreement
-from mpidist.agreement.flight_files import (
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.flight_files import (
     CALLS,
     FORMAT,
     RING_BYTES,
@@ -24,7 +24,7 @@ from mpidist.agreement.flight_files import (
     calls_path,
     ring_path,
 )
-from mpidist.flight_diff import compare, read_flights
+from mpidist.resilience.flight_analysis import compare, read_flights
 
 PROLOGUE = """
 import os, signal, sys
@@ -81,7 +81,7 @@ def test_the_last_call_is_known(comm, strategy):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_call_is_open_while_others_are_waited_for(comm, agreement):
-    from mpidist.agreement.calls import Call
+    from mpidist.comm.consensus.calls import Call
 
     recorder = agreement.recorder
     agreement.require_same(Call("first"))
@@ -101,7 +101,7 @@ def test_as_many_calls_as_there_is_room_for_are_kept(comm, monkeypatch, tmp_path
     folder = comm.bcast(tmp_path)
     monkeypatch.setenv("MPIDIST_DUMPS", str(folder))
     agreement = Agreement(comm.Dup())
-    from mpidist.agreement.calls import Call
+    from mpidist.comm.consensus.calls import Call
 
     for n in range(CALLS + 100):
         agreement.require_same(Call(f"call {n % 7}"))
@@ -127,8 +127,8 @@ def test_as_many_calls_as_there_is_room_for_are_kept(comm, monkeypatch, tmp_path
 
 def test_a_call_is_seen_whole_or_not_at_all(comm, agreement, monkeypatch):
     """The watchdog may look in the middle of `begin`, and ends jobs by what it sees."""
-    from mpidist.agreement import recorder as module
-    from mpidist.agreement.calls import Call
+    from mpidist.comm.consensus import flight_recorder as module
+    from mpidist.comm.consensus.calls import Call
 
     seen = []
     pack = module._PACK_INTO
@@ -146,8 +146,8 @@ def test_a_call_is_seen_whole_or_not_at_all(comm, agreement, monkeypatch):
 
 
 def test_kinds_of_calls_that_never_come_again_are_forgotten(agreement, monkeypatch):
-    from mpidist.agreement import recorder as module
-    from mpidist.agreement.calls import Call
+    from mpidist.comm.consensus import flight_recorder as module
+    from mpidist.comm.consensus.calls import Call
 
     monkeypatch.setattr(module, "_MOST_KINDS", CALLS + 100)
     recorder = agreement.recorder

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.agreement.agree import Agreement
-from mpidist.agreement.calls import Call
-from mpidist.agreement.flight_files import CALLS, calls_path, ring_path
-from mpidist.flight_diff import compare, read_flights
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.flight_files import CALLS, calls_path, ring_path
+from mpidist.resilience.flight_analysis import compare, read_flights
 
 PROLOGUE = """
 import os, sys, time
@@ -187,7 +187,7 @@ def test_the_step_is_in_the_dump(comm, dumps):
 @pytest.mark.mpi(min_size=2)
 def test_the_text_is_bounded_for_any_program(comm, dumps, agreement, monkeypatch):
     """Kinds of calls that the ring has no more are removed from the file, too."""
-    from mpidist.agreement import recorder as module
+    from mpidist.comm.consensus import flight_recorder as module
 
     monkeypatch.setattr(module, "_MOST_KINDS", CALLS + 100)
     _, text = own_paths(dumps, agreement)

@@ -14,15 +14,16 @@ import pytest
 from mpi4py import MPI
 
 import mpidist
-from mpidist import CommunicationOptions, arrays
-from mpidist.gpu.devices import gpu_count
-from mpidist.gpu.memory import DeviceBuffer
-from mpidist.transports.table_file import (
+from mpidist import CommunicationOptions
+from mpidist.comm.transports.tuning_table import (
     Layout,
     find_table,
     short_name,
     write_table,
 )
+from mpidist.device import arrays
+from mpidist.device.binding import gpu_count
+from mpidist.device.memory import DeviceBuffer
 
 pytestmark = pytest.mark.gpu
 if gpu_count():
@@ -571,8 +572,8 @@ def test_memory_of_cudas_own_pool(comm, strategy, options):
 EARLY = """
 import ctypes
 
-from mpidist import mpi_settings  # starts nothing but this
-from mpidist.gpu import devices, early
+from mpidist.launch import mpi_defaults  # starts nothing but this
+from mpidist.device import binding; from mpidist.launch import early_binding
 
 assert early.choose_early({"SLURM_LOCALID": "0"}) is None  # MPI runs by now
 from mpi4py import MPI

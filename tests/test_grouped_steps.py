@@ -10,7 +10,7 @@ import pytest
 
 import mpidist
 from mpidist import Dataset, InputOptions
-from mpidist.data.distributed import ahead, feed
+from mpidist.data.distributed import prefetch, reader
 
 ROWS = 200
 
@@ -35,7 +35,7 @@ def rows_of(strategy, batches):
 @pytest.mark.parametrize("depth", [0, 1, 2, 40])
 @pytest.mark.parametrize("batch", [7, 8, 300])
 def test_every_row_comes_once(strategy, path, monkeypatch, steps, depth, batch):
-    monkeypatch.setattr(feed, "_GROUP_STEPS", steps)
+    monkeypatch.setattr(reader, "_GROUP_STEPS", steps)
     options = InputOptions(experimental_per_replica_buffer_size=depth)
     dataset = Dataset.from_hdf5(path, "x").shuffle(seed=1).batch(batch)
     divided = strategy.experimental_distribute_dataset(dataset, options)
@@ -165,13 +165,13 @@ def test_a_function_of_rows_is_called_once_for_each(strategy, comm, path):
 def threads(monkeypatch):
     """The names of the threads that have read groups of steps."""
     names = []
-    read_group = feed._RowsFeed.read_group
+    read_group = reader._RowsFeed.read_group
 
     def note(self, *args):
         names.append(threading.current_thread().name)
         return read_group(self, *args)
 
-    monkeypatch.setattr(feed._RowsFeed, "read_group", note)
+    monkeypatch.setattr(reader._RowsFeed, "read_group", note)
     return names
 
 
@@ -189,7 +189,7 @@ def test_slow_reads_are_left_to_a_thread(strategy, path, read_in_threads, thread
 
 
 def test_short_reads_are_not_handed_over(strategy, path, monkeypatch, threads):
-    monkeypatch.setattr(ahead, "_SHORT_SECONDS", 1e9)
+    monkeypatch.setattr(prefetch, "_SHORT_SECONDS", 1e9)
     go_through(strategy, Dataset.from_hdf5(path, "x").batch(8))
     assert set(threads) == {"MainThread"}
 
@@ -198,7 +198,7 @@ def test_functions_are_never_called_in_the_thread_that_waits(
     strategy, path, monkeypatch, threads
 ):
     """They would be in its context, sometimes: how long reads take differs by rank."""
-    monkeypatch.setattr(ahead, "_SHORT_SECONDS", 1e9)
+    monkeypatch.setattr(prefetch, "_SHORT_SECONDS", 1e9)
     dataset = Dataset.from_hdf5(path, "x").batch(8).map(lambda x: x).cache()
     with strategy.scope():
         for _ in range(2):
@@ -208,7 +208,7 @@ def test_functions_are_never_called_in_the_thread_that_waits(
 
 def test_functions_that_communicate(strategy, comm, path, monkeypatch):
     """They pair by position, however long each rank takes."""
-    monkeypatch.setattr(ahead, "_SHORT_SECONDS", -1.0 if comm.rank == 1 else 1e9)
+    monkeypatch.setattr(prefetch, "_SHORT_SECONDS", -1.0 if comm.rank == 1 else 1e9)
 
     def total(x):
         return x + 0 * int(strategy.reduce("SUM", 1))

@@ -12,7 +12,7 @@ import pytest
 
 import mpidist
 from mpidist import Dataset
-from mpidist.data.pipeline import Pass
+from mpidist.data.map_dataset import Pass
 
 ROWS = 23
 NUMBERS = np.random.default_rng(0).normal(size=(ROWS, 3, 2)) * 100

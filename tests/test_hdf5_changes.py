@@ -34,15 +34,15 @@ from hdf5_damage import (
 from hdf5_files import Recipe, require_same
 
 from mpidist import DataError, Dataset
-from mpidist.data.distributed import feed
-from mpidist.data.hdf5 import open_files
+from mpidist.data.distributed import reader
+from mpidist.data.hdf5 import files
 from mpidist.data.hdf5.rows import Hdf5Rows
 
 
 @pytest.fixture(autouse=True)
 def _no_groups(monkeypatch):
     """Read no more steps ahead than the tests say, though they are of few bytes."""
-    monkeypatch.setattr(feed, "_GROUP_STEPS", 1)
+    monkeypatch.setattr(reader, "_GROUP_STEPS", 1)
 
 
 CUTS = {"everything": 0, "half a row": 9001, "a few pages": 3 * 4096, "one byte": 1}
@@ -195,7 +195,7 @@ def test_one_of_many_files_that_is_rewritten_in_place_between_epochs(
 def test_a_file_that_rows_are_in_by_a_link_or_as_a_source(
     strategy, comm, mpi_tmp_path, monkeypatch, change, few
 ):
-    monkeypatch.setattr(open_files, "_FEW_FILES", few)
+    monkeypatch.setattr(files, "_FEW_FILES", few)
     data, path = wide(8), mpi_tmp_path / "a.h5"
     source = mpi_tmp_path / "source.h5"
 

@@ -24,7 +24,7 @@ from hdf5_kinds import (
 )
 
 from mpidist import Dataset
-from mpidist.sharding import Permutation
+from mpidist.data.sharding import Permutation
 
 # Structures of names, and how to make them of what a list of three names gives
 STRUCTURES = {

@@ -14,9 +14,9 @@ import pytest
 
 import mpidist
 from mpidist import Dataset, Hdf5Writer
-from mpidist.data.hdf5.layout import BLOCK_BYTES
-from mpidist.data.hdf5.unfinished import Unfinished
-from mpidist.gpu import devices
+from mpidist.data.hdf5.written_rows import BLOCK_BYTES
+from mpidist.device import binding
+from mpidist.util.files import Unfinished
 
 
 @pytest.fixture
@@ -186,8 +186,8 @@ def test_row_shapes(comm, strategy, path, shape, options):
 @pytest.mark.parametrize("chunk_rows", [1, 3, 64, None])
 def test_rows_come_in_any_portions(comm, strategy, path, chunk_rows, monkeypatch):
     # Blocks of several chunks, of one, and of less
-    monkeypatch.setattr("mpidist.data.hdf5.shard.BLOCK_BYTES", 7 * 8)
-    monkeypatch.setattr("mpidist.data.hdf5.layout.BLOCK_BYTES", 7 * 8)
+    monkeypatch.setattr("mpidist.data.hdf5.written_rows.BLOCK_BYTES", 7 * 8)
+    monkeypatch.setattr("mpidist.data.hdf5.written_rows.BLOCK_BYTES", 7 * 8)
 
     def rows(rank):
         return rows_of(rank, 200 + rank, (), "f8")
@@ -220,7 +220,7 @@ def test_chunks_are_about_a_mebibyte_and_few_rows_take_no_whole_one(strategy, pa
 
 
 def test_a_row_that_is_too_large_for_a_chunk_is_cut(strategy, path, monkeypatch):
-    monkeypatch.setattr("mpidist.data.hdf5.shard.LARGEST_CHUNK_BYTES", 1 << 21)
+    monkeypatch.setattr("mpidist.data.hdf5.written_rows.LARGEST_CHUNK_BYTES", 1 << 21)
     row = np.random.default_rng(0).normal(size=(1, 400, 1000))
     with Hdf5Writer(strategy, path) as writer:
         writer.append(row)
@@ -279,7 +279,7 @@ def test_arrays_of_any_layout_and_library(comm, strategy, path):
 @pytest.mark.gpu
 def test_arrays_on_a_gpu(comm, strategy, path):
     cupy = pytest.importorskip("cupy")
-    if not devices.gpu_count():
+    if not binding.gpu_count():
         pytest.skip("there is no GPU")
     with Hdf5Writer(strategy, path, chunk_rows=5) as writer:
         writer.append(cupy.asarray(rows_of(comm.rank, 12)))
@@ -783,7 +783,7 @@ def test_a_folder_that_the_ranks_do_not_share_is_an_error(
 ):
     if comm.size == 1:
         pytest.skip("one rank shares its folder with itself")
-    monkeypatch.setattr("mpidist.hdf5_writer._VISIBLE_SECONDS", 0)
+    monkeypatch.setattr("mpidist.strategy.hdf5_writer._VISIBLE_SECONDS", 0)
     monkeypatch.chdir(tmp_path)  # another one on each rank
     message = r"rank 0 does not see features-00001.*\.tmp, which rank 1 wrote"
     with pytest.raises(mpidist.DataError, match=message):
@@ -915,7 +915,7 @@ import signal
 import sys
 import numpy as np
 import mpidist
-from mpidist.data.hdf5.unfinished import Unfinished
+from mpidist.util.files import Unfinished
 
 path, moment, name = sys.argv[1:]
 

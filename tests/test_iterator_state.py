@@ -18,10 +18,11 @@ import pytest
 from mpi4py import MPI
 
 import mpidist
-from mpidist import AutoShardPolicy, Dataset, InputOptions, Options, nest
-from mpidist.data.distributed.iterator_v1 import from_dataset, from_input_fn
+from mpidist import AutoShardPolicy, Dataset, InputOptions, Options
+from mpidist.data.sharding import Permutation
 from mpidist.data.sources import RangeRows
-from mpidist.sharding import Permutation
+from mpidist.strategy.v1 import from_dataset, from_input_fn
+from mpidist.util import nest
 
 MESSAGE = "damaged on purpose"
 PREFETCH = pytest.mark.parametrize("prefetch", [0, 1, 3])

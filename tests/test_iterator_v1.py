@@ -10,7 +10,7 @@ import pytest
 
 import mpidist
 from mpidist import Dataset, InputReplicationMode, OutOfRangeError
-from mpidist.data.distributed.iterator_v1 import from_dataset, from_input_fn
+from mpidist.strategy.v1 import from_dataset, from_input_fn
 
 MESSAGE = "damaged on purpose"
 

@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpidist.gpu import kernels
-from mpidist.gpu.devices import gpu_count, use_gpu
+from mpidist.device import kernels
+from mpidist.device.binding import gpu_count, use_gpu
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -8,8 +8,8 @@ import launching
 import pytest
 
 import mpidist
-from mpidist.launch_check import check_launch
-from mpidist.topology import parse_devices
+from mpidist.comm.topology import parse_devices
+from mpidist.launch.launchers import check_launch
 
 FAILING = """
 import numpy as np
@@ -167,7 +167,7 @@ def test_ranks_that_fail_alike_print_one_traceback(mpirun):
 @pytest.mark.parametrize("script", [FAILING_EVERYWHERE, FAILING_IN_RUN])
 def test_ranks_stay_silent_however_long_the_report_of_one_takes(mpirun, script):
     """As on a busy machine, where the launcher ends the others some time later."""
-    slow = "from mpidist import launch\nlaunch._REPORT_SECONDS = 2.0\n"
+    slow = "from mpidist.resilience import exit_handling\nexit_handling._REPORT_SECONDS = 2.0\n"
     ended = mpirun(3, slow + script)
     assert ended.returncode != 0
     assert ended.stderr.count("Traceback (most recent call last)") == 1, ended.stderr

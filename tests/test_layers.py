@@ -13,256 +13,68 @@ import mpidist
 
 ROOT = Path(mpidist.__file__).parent
 
-# Each module imports only from layers above its own line
-LAYERS = [
-    [
-        "_version",
-        "atomic_files",
-        "memory.buffers",
-        "commands",
-        "errors",
-        "regular_files",
-        "notices",
-        "agreement.flight_files",
-        "gpu.early",
-        "gpu.memory",
-        "gpu.runtime_facts",
-        "memory.free_memory",
-        "doctor.finding",
-    ],
-    ["checks", "nest", "switches", "slurm_variables", "hang_limit"],
-    ["launch_check"],
-    ["cluster_resolver"],
-    [
-        "options",
-        "input_options",
-        "value_context",
-        "values",
-        "sharding",
-        "memory.storage",
-        "mpi_settings",
-        "gpu.devices",
-        "gpu.trial",
-        "doctor.workers",
-        "doctor.report",
-        "doctor.python_checks",
-        "doctor.hdf5_checks",
-        "doctor.node_checks",
-        "doctor.launch_checks",
-    ],
-    ["doctor.supervisor", "doctor.file_systems", "doctor.gpu_checks"],
-    ["doctor.locks"],
-    ["doctor.path_checks"],
-    ["doctor.judging"],
-    ["arrays", "regrouping", "block_order", "data.ownership"],
-    [
-        "arithmetic",
-        "packing",
-        "agreement.calls",
-        "agreement.turns",
-        "agreement.places",
-        "agreement.departures",
-        "agreement.forks",
-        "copy_streams",
-    ],
-    ["agreement.pending", "agreement.peers"],
-    ["agreement.losses"],
-    [
-        "collectives.leaves",
-        "uploads",
-        "topology",
-        "agreement.claims",
-        "agreement.recorder",
-        "agreement.waiting",
-    ],
-    ["agreement.board", "agreement.disagreement"],
-    ["agreement.comparing"],
-    ["agreement.agree"],
-    ["memory.node_memory", "memory.boards", "memory.symmetric", "gpu.cuda_aware"],
-    ["gpu.facts", "gpu.streams"],
-    ["gpu.host_copies", "gpu.kernels", "gpu.small_copies"],
-    ["gpu.ipc"],
-    ["transports.base", "transports.mpi"],
-    [
-        "transports.ipc",
-        "transports.nccl",
-        "transports.ordered",
-        "transports.shared",
-        "transports.staging",
-    ],
-    ["transports.by_size", "transports.device", "transports.hierarchical"],
-    ["transports.defaults", "transports.table_file", "transports.ways"],
-    ["transports.device_transports"],
-    ["transports"],
-    ["collectives.options_of", "collectives.results", "collectives.bucketing"],
-    ["collectives.gathering"],
-    ["collectives.repeated", "collectives.sums"],
-    [
-        "collectives.collectives",
-        "data.sources",
-        "data.spec",
-        "data.undistributed",
-        "data.file_names",
-        "data.parallel",
-    ],
-    [
-        "data.hdf5.codec",
-        "data.hdf5.copying",
-        "data.hdf5.other_files",
-        "data.hdf5.block_cache",
-        "data.hdf5.memory",
-    ],
-    ["data.hdf5.unfinished", "data.hdf5.layout", "data.hdf5.chunks"],
-    ["data.hdf5.virtual", "data.hdf5.shard"],
-    ["data.hdf5.index"],
-    ["data.hdf5.names"],
-    ["data.hdf5.raw_file", "data.hdf5.parts"],
-    ["data.hdf5.columns", "data.hdf5.open_files"],
-    ["data.hdf5.rows"],
-    ["cross_device_ops"],
-    ["channel"],
-    ["replica_group", "reductions"],
-    ["banner", "gradient_buckets", "doctor.speed", "doctor.job"],
-    ["doctor.examination"],
-    ["doctor.command"],
-    ["data.pipeline", "data.distributed.optional", "data.tables"],
-    ["data.reading"],
-    ["data.ordering", "data.batching", "data.stream"],
-    ["data.sequential", "data.caching", "data.policies"],
-    ["data.steps", "data.state", "data.distributed.node_cache"],
-    ["data.local_iterator"],
-    ["data.dataset", "context"],
-    ["data.distributed.index_sharing", "data.distributed.shared_caches"],
-    ["updates", "data.distributed.feed", "audit"],
-    ["variables", "multi_step"],
-    [
-        "data.distributed.kinds",
-        "data.distributed.ahead",
-        "data.distributed.fetching",
-        "data.distributed.summary",
-    ],
-    ["data.distributed.iterator", "data.plan.dry_rows", "data.plan.parts"],
-    ["data.plan.shares", "data.plan.notes"],
-    ["data.plan.estimates", "data.plan.text"],
-    ["data.plan.reads"],
-    ["data.plan.input_plan"],
-    ["data.distributed.datasets"],
-    ["data.distributed.iterator_v1"],
-    ["extended"],
-    ["strategy"],
-    ["strategy_v1", "hdf5_writer"],
-    ["mirrored_strategy", "checkpoint.names", "checkpoint.dtypes"],
-    [
-        "checkpoint.tree",
-        "checkpoint.header",
-        "checkpoint.image",
-        "checkpoint.files",
-        "checkpoint.job_locks",
-        "checkpoint.division",
-        "checkpoint.generators",
-        "checkpoint.status",
-    ],
-    ["checkpoint.layout", "checkpoint.reading", "checkpoint.objects"],
-    [
-        "checkpoint.changing",
-        "checkpoint.collecting",
-        "checkpoint.folder",
-        "checkpoint.loading",
-    ],
-    ["checkpoint.matching"],
-    ["checkpoint.assembling", "checkpoint.saving", "checkpoint.restoring"],
-    ["checkpoint.saver"],
-    ["checkpoint.checkpoint", "flight_diff", "launch", "watch"],
-    ["checkpoint.manager"],
-    ["preemption", "elastic"],
-    ["tune"],
-    ["__init__", "__main__"],
-]
-# Packages that only have a docstring
-EMPTY = [
-    "agreement",
-    "checkpoint",
-    "collectives",
+# Each room imports only from those before it
+ROOMS = [
+    "errors",
+    "util",
+    "options",
+    "values",
+    "context",
+    "launch",
+    "device",
+    "comm",
     "data",
-    "data.distributed",
-    "data.hdf5",
-    "data.plan",
-    "doctor",
-    "gpu",
-    "memory",
+    "strategy",
+    "checkpoint",
+    "resilience",
+    "tools",
 ]
-PACKAGES = ["mpidist", *(f"mpidist.{name}" for name in EMPTY)]
+# The same inside two of them: of a room's modules, those that stand here
+INSIDE = {
+    "comm": [
+        "consensus",
+        "topology",
+        "device_info",
+        "shared_memory",
+        "transports",
+        "collectives",
+        "cross_device_ops",
+        "replica_group",
+        "gradient_buckets",
+        "banner",
+    ],
+    "data": [
+        "sharding",
+        "shuffling",
+        "sources",
+        "hdf5",
+        "map_dataset",
+        "iterable",
+        "dataset",
+        "distributed",
+    ],
+}
+TOP = {*ROOMS, "__init__", "__main__", "_version"}
+# Which rooms import a library, or the one module that does
 OUTSIDE = {
     "mpi4py": {
-        "banner",
-        "launch_check",
-        "topology",
-        "doctor.examination",
-        "doctor.job",
-        "doctor.speed",
-        "gpu.cuda_aware",
-        "gpu.facts",
-        "gpu.trial",
-        "agreement.departures",
-        "agreement.forks",
-        "agreement.recorder",
-        "agreement.waiting",
-        "agreement.board",
-        "agreement.losses",
-        "agreement.peers",
-        "agreement.pending",
-        "elastic",
-        "agreement.comparing",
-        "agreement.agree",
-        "memory.node_memory",
-        "transports.mpi",
-        "transports.hierarchical",
-        "transports.ordered",
-        "memory.boards",
-        "memory.symmetric",
-        "channel",
-        "gradient_buckets",
-        "replica_group",
-        "tune",
-        "extended",
-        "mirrored_strategy",
+        "util.forks",
         "launch",
-        "watch",
+        "device.probe",
+        "comm",
+        "strategy",
+        "resilience",
+        "tools",
     },
     "cupy": {
-        "arrays",
-        "copy_streams",
-        "gpu.devices",
-        "gpu.facts",
-        "gpu.host_copies",
-        "gpu.ipc",
-        "gpu.kernels",
-        "gpu.memory",
-        "gpu.runtime_facts",
-        "gpu.small_copies",
-        "gpu.streams",
-        "transports.nccl",
+        "device",
+        "comm.device_info",
+        "comm.shared_memory.cuda_ipc",
+        "comm.transports.nccl",
     },
-    "h5py": {
-        "data.hdf5.rows",
-        "data.hdf5.chunks",
-        "data.hdf5.columns",
-        "data.hdf5.index",
-        "data.hdf5.layout",
-        "data.hdf5.names",
-        "data.hdf5.other_files",
-        "data.hdf5.shard",
-        "data.hdf5.virtual",
-        "data.hdf5.open_files",
-        "checkpoint.dtypes",
-        "checkpoint.layout",
-        "checkpoint.reading",
-        "doctor.file_systems",
-        "doctor.hdf5_checks",
-        "doctor.locks",
-    },
-    "deflate": {"data.hdf5.codec", "checkpoint.collecting", "checkpoint.files"},
-    "optree": {"nest"},
+    "h5py": {"data.hdf5", "checkpoint", "tools.doctor"},
+    "deflate": {"data.hdf5.chunks", "checkpoint"},
+    "optree": {"util.nest"},
 }
 
 
@@ -275,6 +87,7 @@ def modules():
 
 
 MODULES = dict(modules())
+FOLDERS = {n for n in MODULES if (ROOT / n.replace(".", "/")).is_dir()}
 
 
 def imports(tree):
@@ -291,7 +104,7 @@ def imports(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            if node.module in PACKAGES:
+            if node.module == "mpidist" or own(node.module) in FOLDERS:
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
             else:
                 yield node.module
@@ -302,16 +115,36 @@ def own(name):
     return short if name.startswith("mpidist.") and short in MODULES else None
 
 
-def test_every_module_has_a_layer():
-    placed = [name for layer in LAYERS for name in layer]
-    assert sorted(placed) == sorted(name for name in MODULES if name not in EMPTY)
+IMPORTS = {
+    name: {i for i in map(own, imports(tree)) if i}
+    for name, tree in MODULES.items()
+    if name not in ("__init__", "__main__")
+}
 
 
-@pytest.mark.parametrize("name", [n for n in MODULES if n not in EMPTY])
+def is_in(name, rooms):
+    return any(name == room or name.startswith(f"{room}.") for room in rooms)
+
+
+def test_the_top_has_no_other_entries():
+    assert {name.partition(".")[0] for name in MODULES} == TOP
+
+
+@pytest.mark.parametrize("name", IMPORTS)
 def test_imports_go_up_only(name):
-    level = {n: i for i, layer in enumerate(LAYERS) for n in layer}
-    for imported in filter(None, map(own, imports(MODULES[name]))):
-        assert level[imported] < level[name], f"{name} -> {imported}"
+    room, _, rest = name.partition(".")
+    inside = INSIDE.get(room, [])
+    for imported in IMPORTS[name]:
+        other, _, other_rest = imported.partition(".")
+        if other != "_version":
+            assert ROOMS.index(other) <= ROOMS.index(room), imported
+        inner, other_inner = rest.partition(".")[0], other_rest.partition(".")[0]
+        if other == room and inner in inside and other_inner in inside:
+            assert inside.index(other_inner) <= inside.index(inner), imported
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert tuple(graphlib.TopologicalSorter(IMPORTS).static_order())
 
 
 @pytest.mark.parametrize("library", OUTSIDE)
@@ -321,7 +154,7 @@ def test_only_some_modules_import(library):
         for name, tree in MODULES.items()
         if any(i.partition(".")[0] == library for i in imports(tree))
     }
-    assert users <= OUTSIDE[library]
+    assert not {name for name in users if not is_in(name, OUTSIDE[library])}
 
 
 def test_the_public_names_are_the_namespace():
@@ -347,15 +180,3 @@ def test_modules_and_functions_are_short():
             if isinstance(node, ast.FunctionDef):
                 length = node.end_lineno - node.body[0].lineno
                 assert length <= 60, f"{name}.{node.name}: {length} lines"
-
-
-def test_folders_do_not_import_each_other_in_a_circle():
-    """A module at the top may import any folder; folders know of few others."""
-    above = {}
-    for name, tree in MODULES.items():
-        folder = name.partition(".")[0]
-        if (ROOT / folder).is_dir():
-            used = {n.partition(".")[0] for n in filter(None, map(own, imports(tree)))}
-            used = {n for n in used if (ROOT / n).is_dir()} - {folder}
-            above.setdefault(folder, set()).update(used)
-    assert tuple(graphlib.TopologicalSorter(above).static_order())

@@ -14,7 +14,7 @@ import pytest
 
 import mpidist
 from mpidist import Dataset, InputOptions
-from mpidist.data.parallel import share_calls
+from mpidist.util.threads import share_calls
 
 MESSAGE = "damaged on purpose"
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from mpidist import Dataset
-from mpidist.data.hdf5.memory import pick_rows
-from mpidist.memory.buffers import Buffers
+from mpidist.data.hdf5.row_copy import pick_rows
+from mpidist.util.buffers import Buffers
 
 SHAPES = [(), (1,), (3, 5), (4096,), (5000, 3), (0,), (2, 0)]
 DTYPES = ["u1", "<f4", ">i2", "c16", "S3", "?", "i4,f8"]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpidist
-from mpidist import nest
+from mpidist.util import nest
 
 Pair = collections.namedtuple("Pair", "left right")
 

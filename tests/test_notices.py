@@ -9,7 +9,7 @@ import warnings
 import launching
 import pytest
 
-from mpidist import notices
+from mpidist.util import notices
 
 REDUCE = """
 import os, signal, sys, threading, warnings
@@ -20,7 +20,7 @@ strategy = mpidist.MirroredStrategy(["CPU:0"])
 rank = strategy.extended.replica_id
 """
 HANG = """
-from mpidist import watch
+from mpidist.resilience import watchdog
 watch._SLOW_SECONDS = 0.1
 if rank == 1:
     threading.Event().wait()
@@ -105,7 +105,7 @@ mpi4py.rc.thread_level = "serialized"
 from mpi4py import MPI
 import numpy as np
 import mpidist
-from mpidist.memory import boards
+from mpidist.comm.shared_memory import node
 boards.free_bytes = lambda is_shared: {{"/dev/shm": 1000}}
 if MPI.COMM_WORLD.rank == 1:
     os.environ["MPIDIST_DUMPS"] = {str(file)!r}

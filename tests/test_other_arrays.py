@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist import arrays
+from mpidist.device import arrays
 
 
 class Foreign:

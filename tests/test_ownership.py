@@ -10,7 +10,7 @@ import pytest
 
 import mpidist
 from mpidist import Dataset
-from mpidist.data import ownership
+from mpidist.data import sources
 
 ROWS = 12
 
@@ -51,8 +51,8 @@ def require_equal(found, expected):
     found, expected = list(found), list(expected)
     assert len(found) == len(expected) > 0
     for one, other in zip(found, expected, strict=True):
-        leaves, spec = mpidist.nest.flatten(one)
-        other_leaves, other_spec = mpidist.nest.flatten(other)
+        leaves, spec = mpidist.util.nest.flatten(one)
+        other_leaves, other_spec = mpidist.util.nest.flatten(other)
         assert spec == other_spec
         for a, b in zip(leaves, other_leaves, strict=True):
             assert np.asarray(a).dtype == np.asarray(b).dtype
@@ -157,7 +157,7 @@ def test_replicas_get_their_own_arrays(strategy, depth):
     reason="without a global lock new arrays cannot be told",
 )
 def test_new_arrays_are_not_copied(monkeypatch):
-    monkeypatch.setattr(ownership, "_copy", lambda array: pytest.fail("copied"))
+    monkeypatch.setattr(sources, "_copy", lambda array: pytest.fail("copied"))
 
     def generate():
         for i in range(3):

@@ -16,19 +16,21 @@ import pytest
 from hdf5_files import Recipe
 
 import mpidist
-from mpidist import AutoShardPolicy, Dataset, Options, commands, sharding
+from mpidist import AutoShardPolicy, Dataset, Options
 from mpidist.__main__ import main
-from mpidist.block_order import BlockOrder, Blocks
-from mpidist.data.hdf5 import parts as hdf5_parts
+from mpidist.data import sharding
 from mpidist.data.hdf5 import rows as hdf5
+from mpidist.data.hdf5 import rows as hdf5_parts
+from mpidist.data.hdf5.files import RawFile
 from mpidist.data.hdf5.index import index_file
 from mpidist.data.hdf5.names import choose_datasets
-from mpidist.data.hdf5.raw_file import RawFile
-from mpidist.data.plan import reads as plan_reads
-from mpidist.data.plan.input_plan import make_plan
-from mpidist.data.plan.notes import notes_on
-from mpidist.data.plan.parts import Request
-from mpidist.data.plan.text import to_json, to_text
+from mpidist.data.shuffling import BlockOrder, Blocks
+from mpidist.launch import commands
+from mpidist.tools.plan import reads as plan_reads
+from mpidist.tools.plan.input_plan import make_plan
+from mpidist.tools.plan.notes import notes_on
+from mpidist.tools.plan.parts import Request
+from mpidist.tools.plan.text import to_json, to_text
 
 LIBRARY = Path(mpidist.__file__).parents[1]
 GZIP = Recipe((8, 2), ("shuffle", "gzip"), limits=(None, None))
@@ -622,7 +624,7 @@ def test_other_programs_get_the_whole_package_or_an_error(tmp_path, without_mpi)
         ["-c", "import mpidist"],
         ["-c", "import mpidist", "-m", "mpidist"],
         [script, "-m", "mpidist", "plan"],
-        ["-m", "mpidist.data.plan.input_plan"],
+        ["-m", "mpidist.tools.plan.input_plan"],
     ]:
         done = without_mpi(*arguments)
         assert done.returncode == 1
@@ -643,9 +645,9 @@ def test_the_command_does_not_touch_mpi4py_where_there_is_one(tmp_path):
     done = launching.run(command, PYTHONPATH=str(LIBRARY))
     assert done.returncode == 0
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "mpidist.data.plan.input_plan" in imported
+    assert "mpidist.tools.plan.input_plan" in imported
     assert not any(name.partition(".")[0] in ("mpi4py", "cupy") for name in imported)
-    assert "mpidist.launch" not in imported
+    assert "mpidist.resilience.exit_handling" not in imported
 
 
 @pytest.mark.parametrize(
@@ -658,7 +660,7 @@ def test_the_command_does_not_touch_mpi4py_where_there_is_one(tmp_path):
         ("python -m mpidist.__main__", 0, True),
         ("python -m mpidists", 0, False),
         ("python -m my.mpidist", 0, False),
-        ("python -m mpidist.launch", 0, False),
+        ("python -m mpidist.resilience.exit_handling", 0, False),
         ("python -m pytest mpidist", 1, False),
         ("python -m pytest -m mpidist", 2, False),
     ],

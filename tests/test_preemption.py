@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.preemption import RESTART_EXIT_CODE, job_end_time
+from mpidist.resilience.preemption import RESTART_EXIT_CODE, job_end_time
 
 PROLOGUE = """
 import os, signal, sys, threading, time

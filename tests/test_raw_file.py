@@ -16,10 +16,10 @@ from hdf5_files import require_same
 
 import mpidist
 from mpidist import DataError, Dataset
-from mpidist.data.hdf5 import copying, raw_file
+from mpidist.data.hdf5 import files, row_copy
+from mpidist.data.hdf5.files import RawFile
 from mpidist.data.hdf5.index import state_of
-from mpidist.data.hdf5.raw_file import RawFile
-from mpidist.memory.buffers import Buffers
+from mpidist.util.buffers import Buffers
 
 SIZE = 3_000_000
 
@@ -28,7 +28,7 @@ SIZE = 3_000_000
 def way(request, monkeypatch):
     """Read as on a local file system, on another, and where a lease is refused."""
     if request.param == "read":
-        monkeypatch.setattr(raw_file, "_LOCAL_FILE_SYSTEMS", frozenset())
+        monkeypatch.setattr(files, "_LOCAL_FILE_SYSTEMS", frozenset())
     if request.param == "refused lease":
         monkeypatch.setattr(RawFile, "_lease", lambda self, kind: False)
     return request.param
@@ -64,7 +64,7 @@ def test_rows_at_any_offset(way, path, size, count):
     [1, 3, 4096, 50_000, 100_000, pytest.param(1_499_000, marks=pytest.mark.slow)],
 )
 def test_rows_side_by_side(way, path, size, monkeypatch):
-    monkeypatch.setattr(copying, "_PIECE_BYTES", 60_000)  # as with larger files
+    monkeypatch.setattr(row_copy, "_PIECE_BYTES", 60_000)  # as with larger files
     data = np.frombuffer(path.read_bytes(), np.uint8)[101:]
     table = data[: len(data) // size * size].reshape(-1, size)
     rows = np.random.default_rng(0).integers(0, len(table), 200)
@@ -84,7 +84,7 @@ def test_rows_side_by_side(way, path, size, monkeypatch):
 
 
 def test_a_kernel_that_reads_little_at_a_time(path, monkeypatch):
-    monkeypatch.setattr(raw_file, "_LOCAL_FILE_SYSTEMS", frozenset())
+    monkeypatch.setattr(files, "_LOCAL_FILE_SYSTEMS", frozenset())
     data, preadv = np.frombuffer(path.read_bytes(), np.uint8), os.preadv
     monkeypatch.setattr(
         os, "preadv", lambda fd, to, at: preadv(fd, [to[0][: 1 + len(to[0]) // 2]], at)
@@ -95,7 +95,7 @@ def test_a_kernel_that_reads_little_at_a_time(path, monkeypatch):
 
 
 def test_far_rows_are_read_in_more_calls_than_near_ones(path, monkeypatch):
-    monkeypatch.setattr(raw_file, "_LOCAL_FILE_SYSTEMS", frozenset())
+    monkeypatch.setattr(files, "_LOCAL_FILE_SYSTEMS", frozenset())
     calls, file = [], open_file(path)
 
     def note(name, size_of, read):
@@ -176,7 +176,7 @@ def test_copies_of_a_file_are_known_by_size_and_beginning(path):
 
 
 def test_a_change_is_noticed(way, path, monkeypatch):
-    monkeypatch.setattr(raw_file, "_CHECK_SECONDS", 0)
+    monkeypatch.setattr(files, "_CHECK_SECONDS", 0)
     for change, message in [
         (lambda: os.truncate(path, SIZE - 1), "was changed"),
         (lambda: os.utime(path, (1, 1)), "was changed"),
@@ -194,7 +194,7 @@ def test_a_change_is_noticed(way, path, monkeypatch):
 
 
 def test_a_network_file_system_is_asked_now_and_then(path, monkeypatch):
-    monkeypatch.setattr(raw_file, "_LOCAL_FILE_SYSTEMS", frozenset())
+    monkeypatch.setattr(files, "_LOCAL_FILE_SYSTEMS", frozenset())
     file, fstat, calls = open_file(path), os.fstat, []
     monkeypatch.setattr(os, "fstat", lambda fd: calls.append(fd) or fstat(fd))
     for _ in range(100):

@@ -11,7 +11,7 @@ import pytest
 
 import mpidist
 from mpidist import CommunicationOptions, ReduceOp
-from mpidist.transports.mpi import MpiTransport
+from mpidist.comm.transports.mpi import MpiTransport
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INTEGERS = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]

@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from mpidist.regular_files import open_regular, require_regular
+from mpidist.util.files import open_regular, require_regular
 
 CHECKS = [require_regular, open_regular]
 

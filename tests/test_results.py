@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpidist.collectives.results import Results, StepResults
+from mpidist.comm.collectives.outputs import Results, StepResults
 
 LIKE = np.zeros(3, "f4")
 LARGE = 100_000  # of elements

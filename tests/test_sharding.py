@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidist.sharding import Permutation, batch_count, replica_slice
+from mpidist.data.sharding import Permutation, batch_count, replica_slice
 
 pure = settings(derandomize=True, database=None, deadline=None)
 

@@ -10,7 +10,7 @@ import pytest
 
 import mpidist
 from mpidist import AutoShardPolicy, Dataset, Options
-from mpidist.sharding import Permutation
+from mpidist.data.sharding import Permutation
 
 
 def numbers(n):

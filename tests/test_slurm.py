@@ -12,7 +12,7 @@ import launching
 import pytest
 from mpi4py import MPI
 
-from mpidist.slurm_variables import expand_hosts
+from mpidist.launch.slurm import expand_hosts
 
 ROOT = Path(__file__).parents[1]
 IS_OPEN_MPI = "Open MPI" in MPI.Get_library_version()

@@ -14,7 +14,7 @@ import pytest
 
 import mpidist
 from mpidist import CommunicationOptions
-from mpidist.memory import symmetric
+from mpidist.comm.shared_memory import symmetric
 
 LARGE = 300_000  # of elements: more than the ranks exchange with their calls
 
@@ -315,7 +315,7 @@ def test_under_another_strategy_they_are_refused(comm, strategy):
 
 # Where ranks cannot pass files: in containers with networks of their own
 HIDDEN = """
-from mpidist.memory import symmetric
+from mpidist.comm.shared_memory import symmetric
 symmetric._pass_file = lambda node: -1
 """
 
@@ -346,7 +346,7 @@ def test_a_rank_that_cannot_open_the_file(comm, strategy, monkeypatch, culprit):
     monkeypatch.setattr(symmetric, "_pass_file", lambda node: -1)
     if comm.rank == culprit % comm.size:
         name = "tempfile.mkstemp" if comm.rank == 0 else "os.open"
-        monkeypatch.setattr(f"mpidist.memory.symmetric.{name}", fail)
+        monkeypatch.setattr(f"mpidist.comm.shared_memory.symmetric.{name}", fail)
     with pytest.raises((OSError, mpidist.RemoteError), match="no mapping"):
         strategy.symmetric_like(np.zeros(10))
     monkeypatch.undo()
@@ -360,7 +360,7 @@ def test_a_rank_that_cannot_open_the_file(comm, strategy, monkeypatch, culprit):
 @pytest.mark.parametrize("culprit", [0, -1])
 def test_whatever_fails_on_one_rank(comm, strategy, monkeypatch, culprit, what):
     if comm.rank == culprit % comm.size:
-        monkeypatch.setattr(f"mpidist.memory.symmetric.{what}", fail)
+        monkeypatch.setattr(f"mpidist.comm.shared_memory.symmetric.{what}", fail)
     value = strategy.symmetric_like(np.zeros(10))
     monkeypatch.undo()
     value[...] = comm.rank

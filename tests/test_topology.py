@@ -15,9 +15,9 @@ import pytest
 from mpi4py import MPI
 
 import mpidist
-from mpidist import replica_group
-from mpidist.gpu import trial
-from mpidist.replica_group import _Resources
+from mpidist.comm import replica_group
+from mpidist.comm.replica_group import _Resources
+from mpidist.device import probe
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -94,7 +94,7 @@ def test_a_mapped_file_whose_name_is_no_text(comm, tmp_path):
         file.flush()
         with mmap.mmap(file.fileno(), 1):
             strategy = mpidist.MirroredStrategy(communicator=comm)
-            library = trial.library_path()
+            library = probe.library_path()
     strategy.experimental_finalize()
     assert library is not None
     assert library.name.startswith("libmpi")

@@ -12,21 +12,20 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist import arrays
-from mpidist.agreement.agree import Agreement
-from mpidist.agreement.board import Board
-from mpidist.gpu.devices import gpu_count, use_gpu
-from mpidist.gpu.ipc import share_buffers
-from mpidist.gpu.runtime_facts import nccl_version
-from mpidist.transports.by_size import BySizeTransport
-from mpidist.transports.device import DeviceMpiTransport, DeviceTransport
-from mpidist.transports.hierarchical import HierarchicalTransport
-from mpidist.transports.ipc import SLOTS, IpcTransport
-from mpidist.transports.mpi import MpiTransport
-from mpidist.transports.nccl import connect
-from mpidist.transports.ordered import OrderedTransport
-from mpidist.transports.shared import SharedTransport
-from mpidist.transports.staging import StagingTransport
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.barrier import Board
+from mpidist.comm.shared_memory.cuda_ipc import share_buffers
+from mpidist.comm.transports.device import DeviceMpiTransport, DeviceTransport
+from mpidist.comm.transports.hierarchical import HierarchicalTransport
+from mpidist.comm.transports.ipc import SLOTS, IpcTransport
+from mpidist.comm.transports.mpi import MpiTransport
+from mpidist.comm.transports.nccl import connect
+from mpidist.comm.transports.ordered import OrderedTransport
+from mpidist.comm.transports.shared import SharedTransport
+from mpidist.comm.transports.staging import StagingTransport
+from mpidist.comm.transports.tuning_table import BySizeTransport
+from mpidist.device import arrays
+from mpidist.device.binding import gpu_count, nccl_version, use_gpu
 
 DTYPES = ["i1", "u2", "i4", "i8", "f4", "f8", "g", "c8", "c16"]
 SIZES = [0, 1, 2, 7, 63, 64, 65, 1000, 4096, 10_007]

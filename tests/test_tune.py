@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 import mpidist
-from mpidist.options import CommunicationImplementation as How
-from mpidist.transports.table_file import (
+from mpidist.comm.transports.tuning_table import (
     Layout,
     find_table,
     short_name,
     table_path,
     write_table,
 )
-from mpidist.tune import choose_rows, tune
+from mpidist.options import CommunicationImplementation as How
+from mpidist.tools.tune import choose_rows, tune
 
 METHODS = ("allreduce", "allgatherv", "broadcast")
 LAYOUT = Layout("MPICH 5.0.2", (2, 4), "CPU")
@@ -198,7 +198,9 @@ def spy(used, name, fn):
 def test_what_is_measured_is_used(comm, path, monkeypatch, ranks_per_node):
     if ranks_per_node:
         monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", ranks_per_node)
-    monkeypatch.setattr("mpidist.tune.MirroredStrategy", lambda: strategy_of(comm))
+    monkeypatch.setattr(
+        "mpidist.tools.tune.MirroredStrategy", lambda: strategy_of(comm)
+    )
     found = tune(path, 1 << 12, 1)
     assert found["sizes_bytes"] == [1 << n for n in range(3, 13)]
     for method in METHODS:

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from thread_streams import DeviceArray, ThreadCopyStream
 
-from mpidist import copy_streams
-from mpidist.gpu import devices
-from mpidist.memory.buffers import Buffers
-from mpidist.uploads import Uploads, page_locked, take
+from mpidist.device import binding, streams
+from mpidist.device.host_to_device import Uploads, page_locked, take
+from mpidist.util.buffers import Buffers
 
 Pair = collections.namedtuple("Pair", "x y")
 
@@ -63,10 +62,10 @@ class Cuda:
 
     def __init__(self):
         self._cupy = pytest.importorskip("cupy")
-        if not devices.gpu_count():
+        if not binding.gpu_count():
             pytest.skip("there is no GPU")
-        devices.use_gpu(0)
-        self.stream = copy_streams.copy_stream("GPU:0")
+        binding.use_gpu(0)
+        self.stream = streams.copy_stream("GPU:0")
         self._spin = self._cupy.RawKernel(SPIN, "spin")
 
     def make(self, values):
@@ -508,7 +507,7 @@ def test_too_little_memory_is_an_error_and_smaller_batches_go_on(threads):
 
 
 def test_a_cpu_needs_no_copies():
-    assert copy_streams.copy_stream("CPU:0") is None
+    assert streams.copy_stream("CPU:0") is None
     values = np.arange(3)
     assert take(values) is values
 

@@ -10,7 +10,7 @@ import pytest
 import mpidist
 from mpidist import VariableAggregation as Aggregation
 from mpidist import VariableSynchronization as Synchronization
-from mpidist import updates
+from mpidist.strategy import assignment
 
 NONE, SUM, MEAN, FIRST = (
     Aggregation.NONE,
@@ -383,7 +383,7 @@ def test_shares_of_a_total_add_up_to_it(dtype, replicas):
     limits = np.iinfo(dtype) if dtype != "f4" else np.finfo(dtype)
     total = np.array([limits.max, 1, 0, limits.min], dtype)
     ranks = range(0, replicas, max(1, replicas // 300))
-    shares = [updates.share(total, replicas, r) for r in ranks]
+    shares = [assignment.share(total, replicas, r) for r in ranks]
     assert {share.dtype for share in shares} == {total.dtype}
     if dtype != "f4" and len(shares) == replicas:
         assert [sum(s.tolist()[j] for s in shares) for j in range(4)] == total.tolist()

@@ -12,16 +12,16 @@ import sys
 import pytest
 
 import mpidist
-from mpidist.agreement import peers
-from mpidist.hang_limit import hang_seconds
-from mpidist.watch import Watch
+from mpidist.comm.consensus import processes
+from mpidist.resilience.watchdog import Watch
+from mpidist.util.environment import hang_seconds
 
 PROLOGUE = """
 import os, signal, sys, threading, time
 import numpy as np
 from mpi4py import MPI
 import mpidist
-from mpidist import watch
+from mpidist.resilience import watchdog
 
 strategy = mpidist.MirroredStrategy(["CPU:0"])
 rank = strategy.extended.replica_id
@@ -105,13 +105,13 @@ def test_a_process_that_has_ended_is_noticed(monkeypatch):
     command = [sys.executable, "-c", "input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         descriptor = os.pidfd_open(process.pid)
-        monkeypatch.setitem(peers._descriptors, process.pid, descriptor)
-        assert peers.ended({3: process.pid}) == []
+        monkeypatch.setitem(processes._descriptors, process.pid, descriptor)
+        assert processes.ended({3: process.pid}) == []
         process.kill()
         select.select([descriptor], [], [], 600)
-        assert peers.ended({3: process.pid}) == [3]
-        monkeypatch.setattr(peers, "_is_stopped", True)
-        assert peers.ended({3: process.pid}) == []
+        assert processes.ended({3: process.pid}) == [3]
+        monkeypatch.setattr(processes, "_is_stopped", True)
+        assert processes.ended({3: process.pid}) == []
     os.close(descriptor)
 
 
@@ -119,7 +119,7 @@ def test_ranks_know_the_processes_of_their_node(comm, strategy):
     pids = comm.allgather(os.getpid())
     others = {rank: pid for rank, pid in enumerate(pids) if rank != comm.rank}
     assert strategy.extended.agreement.pids == others
-    assert peers.ended(others) == []
+    assert processes.ended(others) == []
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ mpidist.MirroredStrategy(["CPU:0"])
     "making shared memory": """
 import mpidist
 from mpi4py import MPI
-from mpidist.agreement import board
+from mpidist.comm.consensus import barrier
 if MPI.COMM_WORLD.rank == 1:
     board._shared_window = lambda *_: threading.Event().wait()
 mpidist.MirroredStrategy(["CPU:0"])
@@ -203,7 +203,7 @@ mpidist.MirroredStrategy(["CPU:0"])
     "making memory of a node": """
 import mpidist
 from mpi4py import MPI
-from mpidist.memory import node_memory
+from mpidist.comm.shared_memory import node
 strategy = mpidist.MirroredStrategy(["CPU:0"])
 if MPI.COMM_WORLD.rank == 1:
     node_memory._make_window = lambda *_: threading.Event().wait()
@@ -286,15 +286,15 @@ except mpidist.LaunchError as error:
 
 def test_time_in_which_the_process_was_stopped_does_not_count():
     """Batch systems stop whole jobs, for hours, and let them go on."""
-    watch = Watch(10.0)
-    watch._looked = 100.0
-    watch.note_stop(1.0, 101.5)
-    assert watch.waited(begun=100.0, now=101.5) == 1.5
-    watch.note_stop(1.0, 7102.5)  # 7,000 s later than it would be
-    assert watch.waited(begun=100.0, now=7102.5) == pytest.approx(2.5)
-    assert watch.waited(begun=7102.5, now=7110.0) == 7.5
-    watch.note_stop(1.0, 8103.5)
-    assert watch.waited(begun=100.0, now=8103.5) == pytest.approx(3.5)
+    watchdog = Watch(10.0)
+    watchdog._looked = 100.0
+    watchdog.note_stop(1.0, 101.5)
+    assert watchdog.waited(begun=100.0, now=101.5) == 1.5
+    watchdog.note_stop(1.0, 7102.5)  # 7,000 s later than it would be
+    assert watchdog.waited(begun=100.0, now=7102.5) == pytest.approx(2.5)
+    assert watchdog.waited(begun=7102.5, now=7110.0) == 7.5
+    watchdog.note_stop(1.0, 8103.5)
+    assert watchdog.waited(begun=100.0, now=8103.5) == pytest.approx(3.5)
 
 
 def test_the_watchdog_goes_on_after_an_error(monkeypatch):

@@ -35,7 +35,7 @@ from gpu_timing import Setting
 from mpi4py import MPI
 
 import mpidist
-from mpidist import launch
+from mpidist.resilience import exit_handling
 
 
 def find_facts(setting: Setting) -> None:
@@ -99,7 +99,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     started = time.monotonic()
     options = parse(arguments)
-    launch.abort_on_exception()
+    exit_handling.abort_on_exception()
     strategy = mpidist.MirroredStrategy(allow_shared_gpu=True)
     setting = Setting(
         MPI.COMM_WORLD,

@@ -14,9 +14,8 @@ import numpy as np
 from gpu_timing import Setting
 from mpi4py import MPI
 
-from mpidist import arrays, copy_streams
-from mpidist.gpu import kernels
-from mpidist.gpu.memory import DeviceBuffer
+from mpidist.device import arrays, kernels, streams
+from mpidist.device.memory import DeviceBuffer
 
 __all__ = ["run_checks"]
 
@@ -67,7 +66,7 @@ def share_memory(setting: Setting) -> Outcome:
 
 def pin_memory(setting: Setting) -> Outcome:
     """See in which sizes page-locked memory comes."""
-    stream = copy_streams.copy_stream(setting.strategy.extended.device)
+    stream = streams.copy_stream(setting.strategy.extended.device)
     assert stream is not None
     asked = [1_100_000, 2_100_000]
     got = [stream.pin(size).size for size in asked]

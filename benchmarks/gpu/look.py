@@ -14,8 +14,8 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from mpidist.gpu import trial
-from mpidist.gpu.devices import gpu_count
+from mpidist.device import probe
+from mpidist.device.binding import gpu_count
 
 __all__: list[str] = []
 
@@ -34,7 +34,7 @@ def why_no_gpu() -> str:
 
 def launchers() -> Iterator[Path]:
     """Yield where an mpirun may be, the one that belongs to the MPI library first."""
-    library = trial.library_path()
+    library = probe.library_path()
     for folder in () if library is None else library.parents[1:3]:
         yield folder / "bin" / "mpirun"
     yield Path(sys.executable).parent / "mpirun"

@@ -8,18 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mpidist import checks
 from mpidist._version import __version__
-from mpidist.checkpoint.folder import SUFFIX, index_path
-from mpidist.checkpoint.names import escape
+from mpidist.checkpoint.directory import SUFFIX, index_path
 from mpidist.checkpoint.objects import Tracked, require_saveable, strategy_of
-from mpidist.checkpoint.restoring import restore
-from mpidist.checkpoint.saver import Saver
+from mpidist.checkpoint.restore import restore
+from mpidist.checkpoint.save import Saver
 from mpidist.checkpoint.status import LoadStatus
+from mpidist.checkpoint.tree import escape
+from mpidist.comm.topology import job_size
 from mpidist.context import get_strategy, has_strategy, require_cross_replica
 from mpidist.errors import ArgumentError, ArgumentTypeError
-from mpidist.strategy import Strategy
-from mpidist.topology import job_size
+from mpidist.strategy.strategy import Strategy
+from mpidist.util import validation
 
 __all__ = ["Checkpoint"]
 
@@ -94,12 +94,12 @@ class Checkpoint(Tracked):
     ):
         if strategy is not None and not isinstance(strategy, Strategy):
             raise ArgumentTypeError(
-                f"strategy must be a Strategy, not {checks.shown(strategy)}"
+                f"strategy must be a Strategy, not {validation.shown(strategy)}"
             )
         if strategy is None and has_strategy():
             strategy = get_strategy()
         self._strategy = strategy
-        self._shard_bytes = checks.integer("shard_bytes", shard_bytes, 1)
+        self._shard_bytes = validation.integer("shard_bytes", shard_bytes, 1)
         self._saver: Saver | None = None
         self._objects: dict[str, Any] = {_COUNTER: 0}
         for name, value in objects.items():
@@ -236,7 +236,7 @@ class Checkpoint(Tracked):
     ) -> str:
         """Do what `save` does, for any public call; `number` stands for the counter."""
         prepare = self.strategy.extended.agreement.prepare
-        path = prepare(operation, lambda: checks.path("file_prefix", file_prefix))
+        path = prepare(operation, lambda: validation.path("file_prefix", file_prefix))
         before = self.save_counter
         self._objects[_COUNTER] = before + 1
         if number is None:
@@ -261,7 +261,7 @@ class Checkpoint(Tracked):
         require_cross_replica(self.strategy, operation)
 
         def prepare() -> Path:
-            checks.switch("is_partial", is_partial)
+            validation.switch("is_partial", is_partial)
             return index_path(path, "save_path")
 
         index = self.strategy.extended.agreement.prepare(operation, prepare)

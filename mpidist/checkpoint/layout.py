@@ -15,11 +15,14 @@ from typing import Any
 import h5py
 import numpy as np
 
-from mpidist.checkpoint.dtypes import dtype_text, stored_as
-from mpidist.checkpoint.header import LARGEST_STRUCTURE_BYTES, block_bytes
-from mpidist.checkpoint.image import Image
-from mpidist.checkpoint.names import Path
-from mpidist.checkpoint.tree import STORED_AS_TEXT, Group, Leaf, leaves
+from mpidist.checkpoint.format import (
+    LARGEST_STRUCTURE_BYTES,
+    Image,
+    block_bytes,
+    dtype_text,
+    stored_as,
+)
+from mpidist.checkpoint.tree import STORED_AS_TEXT, Group, Leaf, Path, leaves
 from mpidist.data.hdf5.virtual import escape_source
 from mpidist.errors import CheckpointError
 

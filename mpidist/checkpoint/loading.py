@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.agreement.calls import Call
 from mpidist.checkpoint.reading import read_piece
 from mpidist.checkpoint.tree import Leaf, Piece
-from mpidist.extended import StrategyExtended
+from mpidist.comm.consensus.calls import Call
+from mpidist.strategy.extended import StrategyExtended
 
 __all__ = ["load"]
 

@@ -10,14 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mpidist import checks
-from mpidist.checkpoint import folder as folders
+from mpidist.checkpoint import directory as folders
 from mpidist.checkpoint.checkpoint import Checkpoint
+from mpidist.checkpoint.directory import Saved
 from mpidist.checkpoint.files import DamagedError, make_folder, unwritable
-from mpidist.checkpoint.folder import Saved
-from mpidist.checkpoint.saving import Saving
+from mpidist.checkpoint.save import Saving
 from mpidist.errors import ArgumentError, ArgumentTypeError
-from mpidist.variables import Variable
+from mpidist.strategy.variables import Variable
+from mpidist.util import validation
+from mpidist.util.validation import shown
 
 __all__ = ["CheckpointManager", "latest_checkpoint"]
 
@@ -42,7 +43,7 @@ def latest_checkpoint(
       >>> mpidist.latest_checkpoint("runs") == path
       True
     """
-    folder = Path(checks.path("checkpoint_dir", checkpoint_dir)).absolute()
+    folder = Path(validation.path("checkpoint_dir", checkpoint_dir)).absolute()
     found = folders.find_sound(folder, folders.require_name(checkpoint_name))
     return str(found[-1].path) if found else None
 
@@ -107,28 +108,28 @@ class CheckpointManager:
         if not isinstance(checkpoint, Checkpoint):
             raise ArgumentTypeError(
                 f"{_CALL} needs a Checkpoint as checkpoint, not "
-                f"{checks.shown(checkpoint)}"
+                f"{validation.shown(checkpoint)}"
             )
         self._checkpoint = checkpoint
         self._strategy = checkpoint.strategy
         self._agreement = self._strategy.extended.agreement
 
         def check() -> None:
-            checks.optional_integer("max_to_keep", max_to_keep, 1)
-            checks.optional_integer("keep_every", keep_every, 1)
-            checks.optional_integer("checkpoint_interval", checkpoint_interval, 1)
-            checks.optional_function("init_fn", init_fn)
-            checks.switch("is_background", is_background)
+            validation.optional_integer("max_to_keep", max_to_keep, 1)
+            validation.optional_integer("keep_every", keep_every, 1)
+            validation.optional_integer("checkpoint_interval", checkpoint_interval, 1)
+            validation.optional_function("init_fn", init_fn)
+            validation.switch("is_background", is_background)
             if checkpoint_interval is not None and step_counter is None:
                 raise ArgumentError("checkpoint_interval needs a step_counter")
             hours = keep_checkpoint_every_n_hours
             if hours is not None:
-                checks.number("keep_checkpoint_every_n_hours", hours, "> 0")
+                validation.number("keep_checkpoint_every_n_hours", hours, "> 0")
             folders.require_name(checkpoint_name)
-            self._directory = Path(checks.path("directory", directory)).absolute()
+            self._directory = Path(validation.path("directory", directory)).absolute()
             if not (callable(step_counter) or isinstance(step_counter, Variable)):
                 also = ", a variable, a function or None"
-                checks.optional_integer("step_counter", step_counter, None, also)
+                validation.optional_integer("step_counter", step_counter, None, also)
 
         self._agreement.prepare(_CALL, check)
         self._max_to_keep = max_to_keep
@@ -192,9 +193,9 @@ class CheckpointManager:
         call = f"{_CALL}.save"
 
         def prepare() -> tuple[int | None, int | None]:
-            checks.switch("check_interval", check_interval)
+            validation.switch("check_interval", check_interval)
             name = "checkpoint_number"
-            number = checks.optional_integer(name, checkpoint_number, 0, "")
+            number = validation.optional_integer(name, checkpoint_number, 0, "")
             return number, self._step()
 
         number, step = self._agreement.prepare(call, prepare)
@@ -333,5 +334,5 @@ class CheckpointManager:
             return int(found)
         except (TypeError, ValueError, OverflowError) as error:
             raise ArgumentError(
-                f"step_counter must give one whole number, not {checks.shown(found)}"
+                f"step_counter must give one whole number, not {shown(found)}"
             ) from error

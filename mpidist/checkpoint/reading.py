@@ -14,11 +14,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from mpidist.checkpoint import header as headers
-from mpidist.checkpoint.dtypes import original_dtype
+from mpidist.checkpoint import format as headers
 from mpidist.checkpoint.files import checked_read, damage
-from mpidist.checkpoint.header import Header
-from mpidist.checkpoint.image import Image
+from mpidist.checkpoint.format import Header, Image, original_dtype
 from mpidist.checkpoint.tree import (
     DEEPEST,
     FAMILIES,
@@ -30,7 +28,7 @@ from mpidist.checkpoint.tree import (
     Node,
     Piece,
 )
-from mpidist.regular_files import open_regular
+from mpidist.util.files import open_regular
 
 __all__ = ["header_crc32", "open_file", "read_header", "read_piece", "read_tree"]
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from mpidist import nest, sharding
-from mpidist.block_order import BlockOrder, Blocks
-from mpidist.data.ownership import owned
-from mpidist.data.parallel import call_all
-from mpidist.data.pipeline import Pass, Pipeline, Step
-from mpidist.data.sources import Positions, from_lists, stack
+from mpidist.data import sharding
+from mpidist.data.map_dataset import Pass, Pipeline, Step
+from mpidist.data.shuffling import BlockOrder, Blocks
+from mpidist.data.sources import Positions, from_lists, owned, stack
 from mpidist.data.spec import batch_of
 from mpidist.errors import ArgumentError
+from mpidist.util import nest
+from mpidist.util.threads import call_all
 
 __all__ = ["Batch", "Map", "call_mapped"]
 

@@ -4,35 +4,38 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mpidist import checks, nest
-from mpidist.data.file_names import check_names, list_files
+from mpidist.data.hdf5.names import check_names, list_files
 from mpidist.data.hdf5.rows import Hdf5Rows
-from mpidist.data.local_iterator import DatasetIterator
-from mpidist.data.parallel import count_threads
-from mpidist.data.pipeline import INFINITE_CARDINALITY, Pipeline, Rows
+from mpidist.data.iterable import UNKNOWN_CARDINALITY, Generated, Stream
+from mpidist.data.iterator import DatasetIterator, concatenate, is_sharded, steps_of
+from mpidist.data.iterator_state import Passes
+from mpidist.data.map_dataset import INFINITE_CARDINALITY, Pipeline, Rows
 from mpidist.data.sources import ArrayRows, RangeRows, as_element, from_lists
-from mpidist.data.state import Passes
-from mpidist.data.steps import concatenate, is_sharded, steps_of
-from mpidist.data.stream import UNKNOWN_CARDINALITY, Generated, Stream
-from mpidist.data.undistributed import warn_undistributed
 from mpidist.errors import ArgumentError, ArgumentTypeError
-from mpidist.input_options import MOST_BUFFERED, AutoShardPolicy, Options
+from mpidist.options import MOST_BUFFERED, AutoShardPolicy, Options
+from mpidist.util import nest, validation
+from mpidist.util.notices import warn
+from mpidist.util.threads import count_threads
 from mpidist.values import DistributedValues
 
 __all__ = [
-    "INFINITE_CARDINALITY",
-    "UNKNOWN_CARDINALITY",
     "Dataset",
     "DatasetLike",
+    "INFINITE_CARDINALITY",
+    "UNKNOWN_CARDINALITY",
     "as_dataset",
     "require_length",
+    "warn_undistributed",
 ]
+
 
 _LARGEST_SEED = 1 << 256
 
@@ -104,7 +107,7 @@ class Dataset:
           ArgumentError: a step of 0.
           ArgumentTypeError: no integers, or not one to three; no dtype.
         """
-        dtype = checks.dtype("output_type", output_type)
+        dtype = validation.dtype("output_type", output_type)
         return Dataset(Rows(RangeRows.of(args, dtype)))
 
     @staticmethod
@@ -179,7 +182,7 @@ class Dataset:
             and batches, are computed ahead. This helps where `map_func` waits, or is
             in functions that let other threads run, as many of NumPy are.
         """
-        function = checks.function("map_func", map_func)
+        function = validation.function("map_func", map_func)
         return self._then(self._steps.map, function, count_threads(num_parallel_calls))
 
     def shuffle(
@@ -213,11 +216,13 @@ class Dataset:
             are compressed, and else permutes exactly. A number mixes that many
             everywhere; uncompressed rows count as chunks of 1 MiB if they have none.
         """
-        size = checks.optional_integer("buffer_size", buffer_size, 1)
+        size = validation.optional_integer("buffer_size", buffer_size, 1)
         most = _LARGEST_SEED
-        seed = checks.optional_integer("seed", seed, -most, " or None", most)
-        chunks = checks.optional_integer("window_chunks", window_chunks, 0, "")
-        reshuffle = checks.switch("reshuffle_each_iteration", reshuffle_each_iteration)
+        seed = validation.optional_integer("seed", seed, -most, " or None", most)
+        chunks = validation.optional_integer("window_chunks", window_chunks, 0, "")
+        reshuffle = validation.switch(
+            "reshuffle_each_iteration", reshuffle_each_iteration
+        )
         return self._then(self._steps.shuffle, size, seed, reshuffle, chunks)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
@@ -227,8 +232,8 @@ class Dataset:
           batch_size: rows per batch; the last batch of an epoch may have fewer.
           drop_remainder: leave that last, smaller batch out.
         """
-        size = checks.integer("batch_size", batch_size, 1)
-        drop_remainder = checks.switch("drop_remainder", drop_remainder)
+        size = validation.integer("batch_size", batch_size, 1)
+        drop_remainder = validation.switch("drop_remainder", drop_remainder)
         return self._then(self._steps.batch, size, drop_remainder)
 
     def repeat(self, count: int | None = None) -> Dataset:
@@ -236,28 +241,28 @@ class Dataset:
 
         Shuffles before it give another order each time.
         """
-        count = checks.optional_integer("count", count)
+        count = validation.optional_integer("count", count)
         if count == -1:  # TensorFlow's other word for it
             count = None
-        count = checks.optional_integer("count", count, 0, ", or None")
+        count = validation.optional_integer("count", count, 0, ", or None")
         return self._then(self._steps.repeat, count)
 
     def take(self, count: int) -> Dataset:
         """Return a dataset of the first `count` elements; -1 takes all."""
-        if checks.integer("count", count) == -1:
+        if validation.integer("count", count) == -1:
             return self._then(self._steps.window, 0, None)
-        count = checks.integer("count", count, 0, ", or -1 for all")
+        count = validation.integer("count", count, 0, ", or -1 for all")
         return self._then(self._steps.window, 0, count)
 
     def skip(self, count: int) -> Dataset:
         """Return a dataset of all elements but the first `count`."""
-        start = checks.integer("count", count, 0)
+        start = validation.integer("count", count, 0)
         return self._then(self._steps.window, start, None)
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Return a dataset of every `num_shards`-th element, from `index` on."""
-        num_shards = checks.integer("num_shards", num_shards, 1)
-        index = checks.integer("index", index, 0)
+        num_shards = validation.integer("num_shards", num_shards, 1)
+        index = validation.integer("index", index, 0)
         if index >= num_shards:
             raise ArgumentError(f"index must be in 0..{num_shards - 1}, not {index}")
         return self._then(self._steps.shard, num_shards, index)
@@ -303,15 +308,15 @@ class Dataset:
         Steps after it undo it, and distributed datasets read ahead as their
         `InputOptions` say. -1 (TensorFlow's AUTOTUNE) lets mpidist choose.
         """
-        ahead = checks.integer("buffer_size", buffer_size)
+        ahead = validation.integer("buffer_size", buffer_size)
         if ahead == -1:
             ahead = 2
-        ahead = checks.integer("buffer_size", ahead, 0, " or -1", MOST_BUFFERED)
+        ahead = validation.integer("buffer_size", ahead, 0, " or -1", MOST_BUFFERED)
         return Dataset(self._pipeline, self._options, ahead)
 
     def with_options(self, options: Options) -> Dataset:
         """Return this dataset with `options`, which steps after it keep."""
-        options = checks.instance("options", options, Options)
+        options = validation.instance("options", options, Options)
         return Dataset(self._pipeline, options, self._read_ahead)
 
     def options(self) -> Options:
@@ -355,7 +360,7 @@ def as_dataset(value: Any, call: str) -> Dataset:
     if is_element or not (callable(value) or isinstance(value, Iterable)):
         raise ArgumentTypeError(
             f"{call} needs a mpidist.Dataset, an iterable of batches, or a function "
-            f"that returns one, not {checks.shown(value)}"
+            f"that returns one, not {validation.shown(value)}"
         )
     return Dataset(Generated(value, is_batched=True))
 
@@ -367,3 +372,41 @@ def require_length(cardinality: int) -> int:
     if cardinality == UNKNOWN_CARDINALITY:
         raise TypeError("the length of a generator's dataset is not known")
     return cardinality
+
+
+# Functions that these call may iterate over datasets: a generator's function, or the
+# one given to distribute_datasets_from_function, or to Strategy.run
+_CALLERS = ("mpidist.data.", "mpidist.strategy.extended")
+
+_has_warned = False
+
+
+def warn_undistributed() -> None:
+    """Warn once in a job that all ranks read all rows; to be called by `__iter__`.
+
+    Rank 1 does: what rank 0 does alone, such as an evaluation, is done on purpose.
+    """
+    global _has_warned
+    MPI = sys.modules.get("mpi4py.MPI")  # noqa: N806  # commands run without MPI, too
+    if _has_warned or MPI is None or not MPI.Is_initialized() or MPI.Is_finalized():
+        return
+    if MPI.COMM_WORLD.Get_rank() != 1 or _is_called_by_library(sys._getframe(2)):
+        return
+    _has_warned = True
+    warn(
+        "a dataset is iterated over without being distributed: each of the "
+        f"{MPI.COMM_WORLD.Get_size()} ranks of this job reads all of its rows, in "
+        "another order after a shuffle without a seed. Divide it by "
+        "strategy.experimental_distribute_dataset(dataset); if each rank is to read "
+        "everything, say so by dataset.with_options(mpidist.Options("
+        "mpidist.AutoShardPolicy.OFF)). (Rank 1 says this, once)",
+        stacklevel=3,
+    )
+
+
+def _is_called_by_library(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_CALLERS):
+            return True
+        frame = frame.f_back
+    return False

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from mpidist import nest, sharding
-from mpidist.block_order import BlockOrder, Blocks
-from mpidist.data.pipeline import Pass, Pipeline, Step
+from mpidist.data import sharding
+from mpidist.data.map_dataset import Pass, Pipeline, Step
+from mpidist.data.shuffling import BlockOrder, Blocks
 from mpidist.data.sources import Positions, RowSource
 from mpidist.data.spec import require_like
 from mpidist.errors import ArgumentError, DataError
+from mpidist.util import nest
 
 __all__ = ["Concatenate", "Repeat", "Shard", "Shuffle", "Window", "lap_pass"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpidist import checks, nest
 from mpidist.errors import ArgumentTypeError
+from mpidist.util import nest, validation
 
 __all__ = ["TensorSpec", "batch_of", "require_like", "spec_of"]
 
@@ -36,11 +36,11 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.shape, tuple | list):
             raise ArgumentTypeError(
-                f"shape must be a tuple of lengths, not {checks.shown(self.shape)}"
+                f"shape must be a tuple of lengths, not {validation.shown(self.shape)}"
             )
-        shape = (checks.optional_integer("each of shape", n, 0) for n in self.shape)
+        shape = (validation.optional_integer("each of shape", n, 0) for n in self.shape)
         object.__setattr__(self, "shape", tuple(shape))
-        object.__setattr__(self, "dtype", checks.dtype("dtype", self.dtype))
+        object.__setattr__(self, "dtype", validation.dtype("dtype", self.dtype))
 
     def __repr__(self) -> str:
         return f"TensorSpec(shape={self.shape}, dtype={self.dtype.name})"

@@ -5,14 +5,15 @@ Making one is collective: replicas whose datasets do not fit together all raise.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import os
 import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpidist import checks, nest
-from mpidist.agreement.calls import Call
-from mpidist.banner import show_input
+from mpidist.comm.banner import show_input
+from mpidist.comm.consensus.calls import Call
 from mpidist.data.dataset import (
     UNKNOWN_CARDINALITY,
     Dataset,
@@ -20,23 +21,28 @@ from mpidist.data.dataset import (
     as_dataset,
     require_length,
 )
-from mpidist.data.distributed.feed import Plan
-from mpidist.data.distributed.index_sharing import index_own_files, share_indexes
 from mpidist.data.distributed.iterator import DistributedIterator
+from mpidist.data.distributed.reader import Plan, count_steps, divide, is_global
 from mpidist.data.distributed.shared_caches import require_shareable, share
-from mpidist.data.distributed.summary import summarize
-from mpidist.data.pipeline import Pass, Pipeline
-from mpidist.data.policies import count_steps, divide, is_global
-from mpidist.data.state import Origin, Passes
-from mpidist.data.stream import Stream
-from mpidist.errors import ArgumentError, ArgumentTypeError
-from mpidist.input_options import AutoShardPolicy, InputOptions
-from mpidist.sharding import even_sizes
+from mpidist.data.iterable import Stream
+from mpidist.data.iterator_state import Origin, Passes
+from mpidist.data.map_dataset import Pass, Pipeline
+from mpidist.data.sharding import even_sizes
+from mpidist.data.sources import IndexedSource
+from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
+from mpidist.options import AutoShardPolicy, InputOptions
+from mpidist.util import nest, validation
 
 if TYPE_CHECKING:
-    from mpidist.extended import StrategyExtended
+    from mpidist.strategy.extended import StrategyExtended
 
-__all__ = ["DistributedDataset", "InputContext"]
+__all__ = [
+    "DistributedDataset",
+    "InputContext",
+    "index_own_files",
+    "share_indexes",
+    "summarize",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +71,9 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def __post_init__(self) -> None:
-        checks.integer("num_input_pipelines", self.num_input_pipelines, 1)
-        checks.integer("input_pipeline_id", self.input_pipeline_id, 0)
-        checks.integer("num_replicas_in_sync", self.num_replicas_in_sync, 1)
+        validation.integer("num_input_pipelines", self.num_input_pipelines, 1)
+        validation.integer("input_pipeline_id", self.input_pipeline_id, 0)
+        validation.integer("num_replicas_in_sync", self.num_replicas_in_sync, 1)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Return the batch size of one replica.
@@ -76,7 +82,9 @@ class InputContext:
           ArgumentError: it is no whole number, or < 1.
           ArgumentTypeError: `global_batch_size` is no integer.
         """
-        global_batch_size = checks.integer("global_batch_size", global_batch_size, 1)
+        global_batch_size = validation.integer(
+            "global_batch_size", global_batch_size, 1
+        )
         replicas = self.num_replicas_in_sync
         if global_batch_size % replicas:
             sizes = " or ".join(map(str, even_sizes(global_batch_size, replicas)))
@@ -179,7 +187,9 @@ class DistributedDataset:
 
         def make() -> Dataset:
             _require_options(options)
-            return _as_dataset(checks.function("dataset_fn", dataset_fn)(where), call)
+            return _as_dataset(
+                validation.function("dataset_fn", dataset_fn)(where), call
+            )
 
         dataset = extended.together(Call(call), make)
         return cls._of_own_batches(extended, dataset.pipeline, options, call)
@@ -252,7 +262,7 @@ def _as_dataset(value: Any, call: str) -> Dataset:
 
 def _require_options(options: Any) -> None:
     if options is not None:
-        checks.instance("options", options, InputOptions)
+        validation.instance("options", options, InputOptions)
 
 
 def _require_batches(dataset: Dataset, call: str) -> None:
@@ -281,3 +291,123 @@ def _draw(extended: StrategyExtended, needed: bool) -> int:
     if not needed:
         return 0
     return extended.agreement.root_only("seed", lambda: secrets.randbits(62))
+
+
+def share_indexes(
+    extended: StrategyExtended, pipeline: Pipeline | Stream, call: str
+) -> None:
+    """Look into the files of a pipeline, each by one rank for all. Collective.
+
+    Args:
+      extended: of the strategy.
+      pipeline: whose files all ranks read.
+      call: what the user called.
+
+    Raises, on all ranks:
+      MismatchError: the ranks name different files.
+      DataError: a file is missing, damaged, or does not fit the others.
+    """
+    agreement = extended.agreement
+    if not (sources := _sources(pipeline)):
+        return
+    same = tuple(("dataset", source.identify()) for source in sources)
+    agreement.require_same(Call(call, same))
+    threads = _threads(extended, call)
+    for source in sources:
+        _share(extended, source, call, threads)
+
+
+def index_own_files(
+    extended: StrategyExtended, pipeline: Pipeline | Stream, call: str
+) -> None:
+    """Look into the files of this rank's own pipeline. Collective.
+
+    Raises, on all ranks:
+      DataError: a file of any rank is missing, damaged, or does not fit the others.
+    """
+    agreement = extended.agreement
+    threads = _threads(extended, call)
+
+    def index() -> None:
+        for source in _sources(pipeline):
+            try:
+                files = source.inspect(range(source.file_count))
+                source.adopt(files, agreement.rank, threads)
+            except DataError as error:
+                raise _with_rank(error, agreement.rank) from error
+
+    agreement.prepare(call, index)
+
+
+def _sources(pipeline: Pipeline | Stream) -> list[IndexedSource]:
+    if isinstance(pipeline, Stream):
+        return []
+    return [s for s in pipeline.sources if isinstance(s, IndexedSource)]
+
+
+def _share(
+    extended: StrategyExtended, source: IndexedSource, call: str, threads: int
+) -> None:
+    """Look into every size-th file, tell the other ranks, and hear of theirs."""
+    agreement, count = extended.agreement, source.file_count
+    mine = range(agreement.rank, count, agreement.size)
+    by_rank = agreement.gather(
+        call, [_inspect_one(source, file, agreement.rank) for file in mine]
+    )
+    files = [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(count)]
+    for file in files:
+        if isinstance(file, DataError):  # of the first damaged file, on all ranks
+            raise file
+    agreement.prepare(call, lambda: source.adopt(files, agreement.rank, threads))
+
+
+def _with_rank(error: DataError, rank: int) -> DataError:
+    named = DataError(f"{error} (on rank {rank})")
+    named.origin_rank = rank  # type: ignore[attr-defined]  # as agree.py has it
+    return named
+
+
+def _inspect_one(source: IndexedSource, file: int, rank: int) -> Any:
+    """Return where the rows of a file lie, or why that is not known."""
+    try:
+        return source.inspect([file])[0]
+    except DataError as error:
+        return _with_rank(error, rank)
+
+
+def _threads(extended: StrategyExtended, call: str) -> int:
+    """Return how many threads of this rank may read: all cores but one. Collective.
+
+    The cores are those of this process, shared with other ranks on the node; the one
+    is for what the rank computes meanwhile.
+    """
+    mine = os.uname().nodename, sorted(os.sched_getaffinity(0))
+    everyone = extended.agreement.gather(call, mine)
+    users = collections.Counter(
+        core for node, cores in everyone if node == mine[0] for core in cores
+    )
+    return max(1, int(sum(1 / users[core] for core in mine[1])) - 1)
+
+
+def summarize(plan: Plan) -> str:
+    """Return how much there is, and who gets what. Not collective; looks at no data."""
+    parts, pipeline = [], plan.pipeline
+    if isinstance(pipeline, Pipeline):
+        if pipeline.file_count:
+            parts.append(_count(pipeline.file_count, "HDF5 file"))
+        parts.append(_count(sum(map(len, pipeline.sources)), "row"))
+    steps = plan.cardinality
+    parts.append(_count(steps, "step") if steps >= 0 else "steps without a known end")
+    rows, replicas = pipeline.batch_size, plan.extended.num_replicas
+    if not plan.is_global:
+        parts.append("as replica 0 sees it: each reads its own")
+    elif rows is None:
+        parts.append(f"each divided over {replicas} replicas")
+    else:
+        share = -(-rows // replicas)
+        parts.append(f"{_count(rows, 'row')} in each, {share:,} for a replica")
+    return ", ".join(parts)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number:,} {word}{'s' * (number != 1)}"

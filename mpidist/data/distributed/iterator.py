@@ -5,23 +5,31 @@ Before a batch is handed out, all replicas have theirs, or all raise.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from mpidist import context, regrouping
-from mpidist.agreement.calls import Call, group_by_rank, name_ranks
-from mpidist.data.distributed import feed, fetching
-from mpidist.data.distributed.ahead import ReadAhead
-from mpidist.data.distributed.feed import Plan, Portion
-from mpidist.data.distributed.kinds import global_call, require_equal, show
-from mpidist.data.distributed.optional import Optional
+from mpidist import context, values
+from mpidist.comm.consensus.calls import Call, group_by_rank, name_ranks
+from mpidist.data.distributed import prefetch, reader
+from mpidist.data.distributed.prefetch import ReadAhead
+from mpidist.data.distributed.reader import Plan, Portion
 from mpidist.data.distributed.shared_caches import reorder
-from mpidist.data.pipeline import Pass
+from mpidist.data.iterator_state import Passes, make_state, read_state
+from mpidist.data.map_dataset import Pass
 from mpidist.data.spec import spec_of
-from mpidist.data.state import Passes, make_state, read_state
 from mpidist.errors import ArgumentError, DataError, MismatchError, OutOfRangeError
+from mpidist.util import nest
 
-__all__ = ["DistributedIterator"]
+__all__ = [
+    "DistributedIterator",
+    "Kind",
+    "Optional",
+    "global_call",
+    "require_equal",
+    "show",
+]
+
 
 _NEXT = "next of a distributed dataset"
 _SET_STATE = "set_state of a distributed dataset"
@@ -50,10 +58,10 @@ class DistributedIterator:
         self._plan = plan
         self._passes = passes
         depth = plan.options.experimental_per_replica_buffer_size
-        self._threads = feed.count_readers(plan)
+        self._threads = reader.count_readers(plan)
         # All threads have something to read while a batch is in use
         self._depth = max(depth, self._threads) if depth else 0
-        self._agrees_singly = not plan.is_global or fetching.can_fail(plan)
+        self._agrees_singly = not plan.is_global or prefetch.can_fail(plan)
         self._start(passes.begin())
 
     def _start(self, order: Pass, step: int = 0) -> None:
@@ -64,7 +72,7 @@ class DistributedIterator:
         self._agreed = 0  # the step up to which all replicas have theirs
         self._one_by_one = 0  # the step up to which they agree on each step
         self._reader = ReadAhead(
-            fetching.start(self._plan, order),
+            prefetch.start(self._plan, order),
             self._depth,
             self._threads,
             self._plan.cardinality,
@@ -128,7 +136,7 @@ class DistributedIterator:
         if portion is None:
             return Optional()
         replica, replicas = extended.replica_id, extended.num_replicas
-        return Optional(regrouping.regroup(portion.batch, replica, replicas))
+        return Optional(values.regroup(portion.batch, replica, replicas))
 
     def get_state(self) -> dict[str, int]:
         """Return where this iterator is: a few integers, each below 2**63.
@@ -320,7 +328,7 @@ class DistributedIterator:
             )
             self._kind = next(k for k in shown if k).load()
         if portion is None:
-            return Portion(fetching.place(self._plan, self._kind))
+            return Portion(prefetch.place(self._plan, self._kind))
         self._kind = portion.kind
         return portion
 
@@ -340,8 +348,83 @@ class DistributedIterator:
             )
 
     def _read(self) -> Portion | None:
-        return fetching.hand_out(self._reader.read(self._step))
+        return prefetch.hand_out(self._reader.read(self._step))
 
     def __del__(self) -> None:
         if not getattr(self, "_is_closed", True):
             self._reader.close(wait=False)
+
+
+def global_call(operation: str, where: Any, step: int, portion: Portion | None) -> Call:
+    """Return what must be the same of the replicas' copies of a global batch."""
+    if portion is None:
+        missing = ("the batch", "missing, as the dataset has ended")
+        return Call(operation, (*where, missing), step=step)
+    leaves, spec = nest.flatten(portion.kind)
+    described = tuple((a.dtype.name, f"rows of shape {a.shape[1:]}") for a in leaves)
+    there = ("the batch", f"there, with {portion.rows} rows,")
+    return Call(operation, (*where, there), spec, described, step)
+
+
+class Kind(NamedTuple):
+    """What batches look like, to be sent to other replicas."""
+
+    text: str
+    pickled: bytes | None
+
+    def load(self) -> Any:
+        """Return arrays of no rows."""
+        return None if self.pickled is None else pickle.loads(self.pickled)
+
+
+def show(kind: Any) -> Kind:
+    """Return what arrays of no rows look like, and those themselves if possible."""
+    leaves, spec = nest.flatten(kind)
+    text = f"{spec} of {[f'{a.dtype.name} {a.ndim} dimensions' for a in leaves]}"
+    try:
+        return Kind(text, pickle.dumps(kind))
+    except (pickle.PicklingError, AttributeError, TypeError):  # say, a local class
+        return Kind(text, None)
+
+
+def require_equal(operation: str, name: str, things: Sequence[Any]) -> None:
+    """Raise, on all ranks, if what the ranks told of themselves differs."""
+    if len(set(things) - {"missing"}) > 1:
+        raise MismatchError(
+            f"{operation}: the replicas differ: {name} is "
+            f"{group_by_rank(list(map(str, things)))}"
+        )
+
+
+class Optional:
+    """A batch, or none: what `DistributedIterator.get_next_as_optional` returns.
+
+    Example:
+      >>> rows = mpidist.Dataset.range(4).batch(4)
+      >>> iterator = iter(strategy.experimental_distribute_dataset(rows))
+      >>> batch = iterator.get_next_as_optional()
+      >>> while batch.has_value():
+      ...     print(strategy.gather(batch.get_value(), axis=0))
+      ...     batch = iterator.get_next_as_optional()
+      [0 1 2 3]
+    """
+
+    def __init__(self, *values: Any):
+        self._values = values
+
+    def has_value(self) -> bool:
+        """Return whether there is a batch; the same on all replicas."""
+        return bool(self._values)
+
+    def get_value(self) -> Any:
+        """Return the batch.
+
+        Raises:
+          ArgumentError: there is none.
+        """
+        if not self._values:
+            raise ArgumentError("the Optional has no value; ask has_value() first")
+        return self._values[0]
+
+    def __repr__(self) -> str:
+        return f"Optional({', '.join(map(repr, self._values))})"

@@ -1,26 +1,178 @@
-"""Where HDF5 has put the chunks of a dataset, and which filters it applied."""
+"""Undoing HDF5's filters: deflate, shuffle and fletcher32.
+
+The formats are those of the HDF5 library's H5Zdeflate.c, H5Zshuffle.c and
+H5Zfletcher32.c. Inflating is libdeflate's (the package `deflate`), of those on PyPI the
+fastest or nearly so (benchmarks/bench_inflate.py); it releases the GIL, so threads do
+it side by side.
+"""
 
 from __future__ import annotations
 
+import collections
 import functools
 import io
 import math
-from typing import Any, NamedTuple
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
+import deflate
 import h5py
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.data.hdf5.codec import Filter, can_decode
+from mpidist.util.threads import share_calls
 
 __all__ = [
-    "UNWRITTEN",
+    "BlockCache",
     "ChunkTable",
+    "Filter",
+    "UNWRITTEN",
+    "can_decode",
+    "decode",
+    "filter_name",
     "filter_names",
     "filters_of",
     "skips_user_block",
     "table_of",
 ]
+
+
+Bytes = npt.NDArray[np.uint8]
+Filter = tuple[int, tuple[int, ...]]  # HDF5's number of the filter, its parameters
+
+_DEFLATE, _SHUFFLE, _FLETCHER32 = 1, 2, 3
+_KNOWN = {_DEFLATE: "gzip", _SHUFFLE: "shuffle", _FLETCHER32: "fletcher32"}
+
+_CHECKSUM_BYTES = 4
+_MODULUS = 65535
+_SUM_WORDS = 256  # sums of so many weighted words are exact in float64
+_SUM_WEIGHTS = np.stack([np.ones(_SUM_WORDS), np.arange(_SUM_WORDS, 0.0, -1)], axis=1)
+
+
+def can_decode(filters: Sequence[Filter]) -> bool:
+    """Return whether `decode` undoes these filters."""
+    codes = [code for code, _ in filters]
+    # What was deflated twice was in between of a size that is not known
+    return _KNOWN.keys() >= set(codes) and codes.count(_DEFLATE) <= 1
+
+
+def filter_name(code: int) -> str:
+    """Return what h5py calls a filter that `decode` undoes."""
+    return _KNOWN[code]
+
+
+def decode(
+    stored: Any, filters: Sequence[Filter], skipped: int, size_bytes: int
+) -> Bytes:
+    """Return the `size_bytes` bytes of a chunk.
+
+    Args:
+      stored: the chunk as it lies in the file, a buffer.
+      filters: those of the dataset, in the order in which they were applied.
+      skipped: a bit mask of the filters that were left out for this chunk.
+      size_bytes: the size of the chunk before filtering.
+
+    Raises:
+      ValueError: the bytes are no such chunk, or do not have their checksum.
+    """
+    applied = [f for i, f in enumerate(filters) if not skipped >> i & 1]
+    sizes = [size_bytes]  # before each filter
+    for code, _ in applied:
+        sizes.append(sizes[-1] + (_CHECKSUM_BYTES if code == _FLETCHER32 else 0))
+    data = np.frombuffer(stored, np.uint8)
+    for (code, parameters), size in zip(applied[::-1], sizes[-2::-1], strict=True):
+        if code == _DEFLATE:
+            data = _inflate(data, size)
+        elif code == _SHUFFLE:
+            data = _unshuffle(data, *parameters[:1])
+        else:
+            data = _without_checksum(data)
+    if data.size != size_bytes:
+        raise ValueError(f"a chunk has {data.size} bytes instead of {size_bytes}")
+    return data
+
+
+def _inflate(data: Bytes, size: int) -> Bytes:
+    try:
+        return np.frombuffer(deflate.zlib_decompress(data, size), np.uint8)
+    except deflate.DeflateError:
+        return _inflate_any(data)[:size]
+
+
+def _inflate_any(data: Bytes) -> Bytes:
+    """Return what was deflated, which may be more than a chunk."""
+    try:
+        return np.frombuffer(zlib.decompress(data.data), np.uint8)
+    except zlib.error as error:
+        raise ValueError(
+            f"a chunk of {data.size} bytes cannot be inflated: {error}"
+        ) from error
+
+
+def _unshuffle(data: Bytes, item: int = 1) -> Bytes:
+    """Return values of `item` bytes from all their first bytes, all their second..."""
+    count = data.size // item
+    if item == 1 or count <= 1:
+        return data
+    planes = data[: count * item].reshape(item, count)
+    values = np.empty(data.size, np.uint8)
+    body = values[: count * item]
+    if item in (2, 4, 8):  # shifting whole words is faster than scattering bytes
+        _join(planes, body.view(f"<u{item}"))
+    else:
+        body.reshape(count, item)[:] = planes.T
+    values[count * item :] = data[count * item :]
+    return values
+
+
+def _join(planes: Bytes, words: Any) -> None:
+    """Make little-endian words of their bytes: planes[0] holds the lowest ones."""
+    words[:] = planes[-1]
+    for plane in planes[-2::-1]:
+        words <<= 8
+        words |= plane
+
+
+def _without_checksum(data: Bytes) -> Bytes:
+    """Return the data without the checksum after it, which must be theirs."""
+    body, tail = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+    if data.size < _CHECKSUM_BYTES:
+        raise ValueError(f"a chunk of {data.size} bytes is too short for a checksum")
+    stored, found = int(tail.view("<u4")[0]), _fletcher32(body)
+    # HDF5 before 1.6.3 swapped the bytes of both halves on some machines
+    swapped = (found & 0x00FF00FF) << 8 | (found & 0xFF00FF00) >> 8
+    if stored not in (found, swapped):
+        raise ValueError(f"a chunk has the checksum {found:#x} instead of {stored:#x}")
+    return body
+
+
+def _fletcher32(data: Bytes) -> int:
+    """Return the checksum of n 16-bit words w_i: the sums of w_i and of (n - i) w_i.
+
+    Both are modulo 65535, where a sum that is not zero is never reduced to zero.
+    """
+    if data.size % 2:
+        data = np.append(data, np.uint8(0))
+    words = data.view(">u2")
+    # Weights count from the end, so zeros in front change nothing
+    rows = -(-words.size // _SUM_WORDS)
+    padded = np.zeros(rows * _SUM_WORDS)
+    padded[padded.size - words.size :] = words
+    sums = (padded.reshape(rows, _SUM_WORDS) @ _SUM_WEIGHTS).astype(np.int64)
+    plain, weighted = sums[:, 0], sums[:, 1]
+    # All words of a row count once more for each word in the rows after it
+    words_after = np.arange(rows - 1, -1, -1) * _SUM_WORDS
+    first = int(plain.sum())
+    second = int((weighted + plain % _MODULUS * (words_after % _MODULUS)).sum())
+    return _reduce(second) << 16 | _reduce(first) if first else 0
+
+
+def _reduce(total: int) -> int:
+    return (total - 1) % _MODULUS + 1
+
 
 Numbers = npt.NDArray[np.int64]
 
@@ -131,3 +283,97 @@ def _is_confused(dataset: h5py.Dataset) -> bool:
     """
     is_endless = [limit is None for limit in dataset.maxshape]
     return sum(is_endless) == 1 and not is_endless[0]
+
+
+T = TypeVar("T")
+Key = tuple[int, ...]
+
+
+class BlockCache:
+    """Blocks by key, loaded in threads; those not used for the longest time go first.
+
+    Args:
+      threads: how many load at the same time; with one the caller's does.
+      capacity_bytes: of the blocks that are kept beyond those just asked for.
+    """
+
+    def __init__(self, threads: int, capacity_bytes: int):
+        self.threads = threads
+        self.capacity_bytes = capacity_bytes
+        self._blocks: collections.OrderedDict[Key, Future[Any]] = (
+            collections.OrderedDict()
+        )
+        self._bytes = 0
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def get(self, keys: Sequence[Key], load: Callable[[Key], Any]) -> dict[Key, Any]:
+        """Return the blocks of several keys.
+
+        Args:
+          keys: in any order.
+          load: returns the block of a key that is missing; called in threads.
+        """
+        missing: list[tuple[Key, Future[Any]]] = []
+        with self._lock:
+            found = {}
+            for key in keys:
+                if key not in self._blocks:
+                    self._blocks[key] = Future()
+                    missing.append((key, self._blocks[key]))
+                self._blocks.move_to_end(key)
+                found[key] = self._blocks[key]
+        list(self.parallel(lambda item: self._fulfil(item[0], item[1], load), missing))
+        try:
+            return {key: future.result() for key, future in found.items()}
+        finally:
+            self._evict(found)
+
+    def parallel(self, fn: Callable[[Any], T], items: Iterable[Any]) -> Iterable[T]:
+        """Return `fn` of each item, computed in threads, of which one is this one."""
+        items = list(items)
+        if self.threads == 1 or len(items) < 2:
+            return map(fn, items)
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self.threads - 1, "mpidist-read")
+            pool = self._pool
+        return share_calls(fn, items, pool, self.threads - 1)
+
+    def clear(self) -> None:
+        """Drop all blocks, and end the threads."""
+        with self._lock:
+            self._blocks.clear()
+            self._bytes = 0
+        self.end_threads()
+
+    def end_threads(self) -> None:
+        """End the threads; another `get` starts them again."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _fulfil(
+        self, key: Key, future: Future[Any], load: Callable[[Key], Any]
+    ) -> None:
+        try:
+            block = load(key)
+        except BaseException as error:
+            with self._lock:  # the next one who asks tries again
+                self._blocks.pop(key, None)
+            future.set_exception(error)
+        else:
+            with self._lock:
+                self._bytes += block.nbytes
+            future.set_result(block)
+
+    def _evict(self, in_use: Iterable[Key]) -> None:
+        used = set(in_use)
+        with self._lock:
+            while self._bytes > self.capacity_bytes and self._blocks:
+                oldest, block = next(iter(self._blocks.items()))
+                if oldest in used or not block.done():
+                    break
+                self._bytes -= block.result().nbytes
+                del self._blocks[oldest]

@@ -23,11 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.data.hdf5 import chunks as hdf5_chunks
-from mpidist.data.hdf5.codec import Filter
-from mpidist.data.hdf5.other_files import find_linked, find_storage
-from mpidist.data.hdf5.virtual import missing_sources
+from mpidist.data.hdf5.chunks import Filter
+from mpidist.data.hdf5.virtual import find_linked, find_storage, missing_sources
 from mpidist.errors import DataError
-from mpidist.regular_files import open_regular, require_regular
+from mpidist.util.files import open_regular, require_regular
 
 __all__ = [
     "Column",

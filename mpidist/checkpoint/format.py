@@ -1,0 +1,371 @@
+"""What HDF5 stores for a dtype: the same, or integers and the name of the dtype."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import h5py
+import numpy as np
+
+from mpidist.errors import CheckpointError, DTypeError
+
+__all__ = [
+    "FORMAT",
+    "Header",
+    "Image",
+    "LARGEST_STRUCTURE_BYTES",
+    "Shard",
+    "block_bytes",
+    "dtype_text",
+    "is_native",
+    "original_dtype",
+    "parse",
+    "parse_first",
+    "render",
+    "stored_as",
+]
+
+
+_NUMPY_TEXT = re.compile(r"[<>|=][mMU]\d+(\[\w+\])?")
+_ML_TEXT = re.compile(r"bfloat16|float\w+|u?int[1-4]")
+Shape = tuple[int, ...]
+
+
+def is_native(dtype: np.dtype[Any]) -> bool:
+    """Return whether HDF5 gives back the same dtype, metadata left out."""
+    with contextlib.suppress(TypeError, ValueError, KeyError):
+        found = h5py.h5t.py_create(dtype, logical=True).dtype
+        return bool(found == dtype) and dtype.itemsize > 0
+    return False
+
+
+def stored_as(
+    dtype: np.dtype[Any], shape: Shape, name: str
+) -> tuple[np.dtype[Any], Shape]:
+    """Return the dtype and the shape by which HDF5 stores an array, byte by byte.
+
+    Raises:
+      DTypeError: arrays of such a dtype cannot be stored. `name` is for the message.
+    """
+    if dtype.hasobject:
+        raise DTypeError(
+            f"{name} has dtype {dtype}, with Python objects; a checkpoint holds no "
+            "pickles, so an array of numbers is needed"
+        )
+    if dtype.names is None and dtype.kind in "mM":
+        return np.dtype("i8").newbyteorder(dtype.byteorder), shape
+    if dtype.kind == "U" and dtype.itemsize:
+        order = dtype.byteorder
+        return np.dtype("u4").newbyteorder(order), (*shape, dtype.itemsize // 4)
+    if is_native(dtype):
+        return dtype, shape
+    if dtype.names is None and dtype.itemsize in (1, 2) and _is_ml(dtype):
+        return np.dtype(f"u{dtype.itemsize}"), shape
+    raise DTypeError(
+        f"{name} has dtype {dtype}, which HDF5 does not have; convert it first"
+    )
+
+
+def dtype_text(dtype: np.dtype[Any]) -> str | None:
+    """Return the text from which `original_dtype` makes the dtype; None if native."""
+    if dtype.names is None and dtype.kind in "mMU":
+        return str(dtype.str)
+    return None if is_native(dtype) else str(dtype.name)
+
+
+def original_dtype(
+    text: str, stored: np.dtype[Any], shape: Shape
+) -> tuple[np.dtype[Any], Shape]:
+    """Return the dtype and shape of an array that was stored as integers.
+
+    Raises:
+      ValueError: there is no such dtype, or it does not fit what is stored.
+    """
+    if _NUMPY_TEXT.fullmatch(text):
+        dtype = np.dtype(text)
+    elif _ML_TEXT.fullmatch(text):
+        dtype = _ml_dtype(text)
+    else:
+        raise ValueError(f"there is no dtype {text!r}")
+    if stored_as(dtype, (), "")[0] != stored:
+        raise ValueError(f"dtype {text!r} is not stored as {stored}")
+    if dtype.kind != "U":
+        return dtype, shape
+    if not shape or shape[-1] != dtype.itemsize // 4:
+        raise ValueError(f"dtype {text!r} is not stored in shape {shape}")
+    return dtype, shape[:-1]
+
+
+def _is_ml(dtype: np.dtype[Any]) -> bool:
+    with contextlib.suppress(ValueError):
+        return _ml_dtype(dtype.name) == dtype
+    return False
+
+
+def _ml_dtype(name: str) -> np.dtype[Any]:
+    """Return a dtype of the package ml_dtypes, such as bfloat16."""
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise ValueError(f"dtype {name!r} needs pip install ml_dtypes") from None
+    found = getattr(ml_dtypes, name, None)
+    if not isinstance(found, type) or not issubclass(found, np.generic):
+        raise ValueError(f"there is no dtype {name!r}")
+    return np.dtype(found)
+
+
+FORMAT = 1
+_FIRST = "mpidist checkpoint {}, header of {:012} bytes, crc32 {:08x}\n"
+_PATTERN = re.compile(
+    rb"mpidist checkpoint (\d+), header of (\d{12}) bytes, crc32 ([0-9a-f]{8})\n"
+)
+_LINE_BYTES = len(_FIRST.format(FORMAT, 0, 0))
+# A file may claim to have any size. More than this is not read before its checksum is
+# known, and not written: headers of 16 TiB of arrays, and a million small arrays
+_LARGEST_BYTES = 64 << 20
+LARGEST_STRUCTURE_BYTES = 1 << 30
+_SMALLEST = 4096  # the alignment of arrays, which HDF5 asks for
+# Of the JSON text: all else, each block's offset, length and checksum, each shard
+_FIXED_BYTES, _DATA_BYTES, _SHARD_BYTES = 1800, 60, 80
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A file that belongs to the checkpoint: its name, size and header's checksum."""
+
+    name: str
+    size: int
+    crc32: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What the text says.
+
+    Args:
+      serial: checkpoints of one folder are numbered in the order of their saving.
+      size: of the file.
+      structure_crc32: of all after the header that is not in `data`.
+      data: offset, length and CRC-32 of blocks of arrays, in the order of the file.
+      shards: the files that hold the rest.
+      job: who has saved it, for people; nothing in shards and in older files.
+    """
+
+    serial: int
+    size: int
+    structure_crc32: int
+    data: tuple[tuple[int, int, int], ...] = ()
+    shards: tuple[Shard, ...] = ()
+    job: str = ""
+
+
+def block_bytes(data: int, shards: list[str]) -> int:
+    """Return the length of a header of so many blocks, and shards of these names.
+
+    Raises:
+      CheckpointError: there are too many.
+    """
+    names = sum(len(json.dumps(name)) + _SHARD_BYTES for name in shards)
+    needed = _LINE_BYTES + _FIXED_BYTES + data * _DATA_BYTES + names
+    if needed > _LARGEST_BYTES:
+        raise CheckpointError(
+            f"{data} blocks of arrays and {len(shards)} shards need a header of "
+            f"{needed} bytes, of at most {_LARGEST_BYTES}; join arrays, or save with "
+            "more ranks"
+        )
+    return max(_SMALLEST, 1 << (needed - 1).bit_length())
+
+
+def render(header: Header, length: int) -> bytes:
+    """Return the header as so many bytes."""
+    body = json.dumps(dataclasses.asdict(header), separators=(", ", ": "))
+    padded = body.encode().ljust(length - _LINE_BYTES - 1) + b"\n"
+    first = _FIRST.format(FORMAT, length, zlib.crc32(padded)).encode()
+    assert len(first + padded) == length, "block_bytes was too small"
+    return first + padded
+
+
+def parse_first(data: bytes) -> tuple[int, int]:
+    """Return the length of the header that begins with `data`, and its checksum.
+
+    Raises:
+      ValueError: it is none that this version reads.
+    """
+    match = _PATTERN.match(data)
+    if match is None:
+        raise ValueError("it does not begin as a checkpoint of mpidist does")
+    version, length, crc32 = int(match[1]), int(match[2]), int(match[3], 16)
+    if version != FORMAT:
+        raise ValueError(f"its format is {version}; this mpidist reads {FORMAT}")
+    if length > _LARGEST_BYTES:
+        raise ValueError(f"it claims a header of {length} bytes")
+    return length, crc32
+
+
+def parse(data: bytes) -> Header:
+    """Return what a whole header says.
+
+    Raises:
+      ValueError, KeyError, TypeError: it is damaged.
+    """
+    length, crc32 = parse_first(data)
+    body = data[_LINE_BYTES:length]
+    if len(data) < length or zlib.crc32(body) != crc32:
+        raise ValueError("its header does not have the checksum that it tells")
+    found = json.loads(body)
+    header = Header(
+        _integer(found["serial"]),
+        _integer(found["size"]),
+        _integer(found["structure_crc32"]),
+        tuple((_integer(a), _integer(b), _integer(c)) for a, b, c in found["data"]),
+        tuple(
+            Shard(_file_name(s["name"]), _integer(s["size"]), _integer(s["crc32"]))
+            for s in found["shards"]
+        ),
+        str(found.get("job", "")),
+    )
+    _require_order(header, length)
+    structure = header.size - length - sum(size for _, size, _ in header.data)
+    if structure > LARGEST_STRUCTURE_BYTES:
+        raise ValueError(f"it claims a structure of {structure} bytes")
+    return header
+
+
+def _require_order(header: Header, end: int) -> None:
+    """Raise if blocks overlap each other, or the end of the file."""
+    for offset, size, _ in header.data:
+        if offset < end or size < 1:
+            raise ValueError(f"its header has a block of {size} bytes at {offset}")
+        end = offset + size
+    if end > header.size:
+        raise ValueError(f"its header has blocks up to {end} of {header.size} bytes")
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"its header has {value!r} where an integer belongs")
+    return value
+
+
+def _file_name(value: Any) -> str:
+    """Return the name of a file in the same folder, and in no other."""
+    if type(value) is not str or "/" in value or value.strip(".") == "":
+        raise ValueError(f"its header has {value!r} where a file's name belongs")
+    return value
+
+
+class Image(io.RawIOBase):
+    """The bytes of a file, but not those of large arrays: as a file for `h5py.File`.
+
+    Nothing can fail here as disks do, where HDF5 cannot go on, or clean up.
+
+    Args:
+      size: of the file.
+    """
+
+    def __init__(self, size: int = 0):
+        self._parts: dict[int, bytes] = {}  # by offset
+        self._starts: list[int] = []  # of the parts, in order, if none overlap
+        self._position = 0
+        self.size = size
+
+    def put(self, offset: int, data: bytes) -> None:
+        """Have bytes at an offset; later ones hide those that were there before."""
+        # The latest come last, also where the offset is the same
+        self._parts.pop(offset, None)
+        self._parts[offset] = data
+        self._starts.clear()
+        self.size = max(self.size, offset + len(data))
+
+    def get(self, offset: int, size: int) -> bytes:
+        """Return bytes; zeros where there are none."""
+        found = bytearray(size)
+        near = list(self._parts)
+        if self._starts:
+            before = max(0, bisect.bisect_right(self._starts, offset) - 1)
+            end = bisect.bisect_left(self._starts, offset + size)
+            near = self._starts[before:end]
+        for at in near:
+            part = self._parts[at]
+            first, last = max(at, offset), min(at + len(part), offset + size)
+            if first < last:
+                found[first - offset : last - offset] = part[first - at : last - at]
+        return bytes(found)
+
+    def solid(self, start: int, holes: list[tuple[int, int]]) -> Iterator[Any]:
+        """Yield offset and bytes of all from `start` on that is in no hole.
+
+        Holes are offsets and lengths, in order.
+        """
+        for offset, size in [*holes, (self.size, 0)]:
+            if start < offset:
+                yield start, self.get(start, offset - start)
+            start = offset + size
+
+    def compact(self) -> None:
+        """Make `get` quick after many writes: join parts that touch or overlap."""
+        joined: list[tuple[int, int]] = []
+        for at in sorted(self._parts):
+            end = at + len(self._parts[at])
+            if joined and at <= joined[-1][1]:
+                joined[-1] = joined[-1][0], max(joined[-1][1], end)
+            else:
+                joined.append((at, end))
+        starts = [first for first, _ in joined]
+        buffers = [bytearray(last - first) for first, last in joined]
+        for at, part in self._parts.items():
+            i = bisect.bisect_right(starts, at) - 1
+            buffers[i][at - starts[i] : at - starts[i] + len(part)] = part
+        self._parts = {
+            first: bytes(buffer) for first, buffer in zip(starts, buffers, strict=True)
+        }
+        self._starts = starts
+
+    def readable(self) -> bool:
+        """Return True, as files do."""
+        return True
+
+    def writable(self) -> bool:
+        """Return True, as files do."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True, as files do."""
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Set the position, as files do."""
+        base = (0, self._position, self.size)[whence]
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def write(self, data: Any) -> int:
+        """Put bytes at the position."""
+        copy = bytes(data)
+        self.put(self._position, copy)
+        self._position += len(copy)
+        return len(copy)
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer from the position on; with zeros where there is nothing."""
+        view = memoryview(buffer).cast("B")
+        view[:] = self.get(self._position, view.nbytes)
+        self._position += view.nbytes
+        return view.nbytes
+
+    def truncate(self, size: int | None = None) -> int:
+        """Set the size of the file."""
+        self.size = self._position if size is None else size
+        return self.size

@@ -1,1 +1,0 @@
-"""Reductions and gathers of nests of arrays: what is added up, packed, and moved."""

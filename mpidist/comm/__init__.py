@@ -1,0 +1,1 @@
+"""Communication: who takes part, agreement, transports, collectives."""

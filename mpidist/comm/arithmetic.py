@@ -1,0 +1,247 @@
+"""Which numbers a reduction adds up, in which dtypes, and what comes of the totals.
+
+Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidist.device import arrays
+from mpidist.errors import ArgumentError
+from mpidist.options import ReduceOp
+
+__all__ = [
+    "add_in_order",
+    "bound_bytes",
+    "check_sum",
+    "contiguous",
+    "finish",
+    "is_integer_sum",
+    "may_overflow",
+    "mean_of",
+    "narrow",
+    "require_fit",
+    "result_bytes",
+    "rough_sum_over",
+    "sum_over",
+    "to_add",
+]
+
+# Given a number of elements, another array, and a dtype
+Empty = Callable[[int, Any, Any], Any]
+
+
+def to_add(
+    op: ReduceOp, values: Sequence[Any], compression: str | None = None
+) -> tuple[list[np.dtype[Any]], list[Any]]:
+    """Return the dtypes of the reductions, and what is to be added up for them.
+
+    With `compression` that is as narrow as it is to be sent.
+    """
+    is_mean = op is ReduceOp.MEAN
+    out = [arrays.mean_dtype(a.dtype) if is_mean else a.dtype for a in values]
+    with np.errstate(over="ignore"):  # what is too large for float16 is inf
+        return out, [
+            contiguous(a, _wire_dtype(dtype, compression))
+            for a, dtype in zip(values, out)
+        ]
+
+
+def finish(
+    op: ReduceOp,
+    totals: Sequence[Any],
+    out: Sequence[np.dtype[Any]],
+    ranks: int,
+    empty: Empty,
+) -> list[Any]:
+    """Return reductions of the wanted dtypes; changes the totals.
+
+    `empty` returns memory for those that are not totals: see `Results.empty`.
+    """
+    if op is ReduceOp.MEAN:
+        # CuPy's own kernels take float32 below 1.2e-38 for 0, NumPy does not
+        for total in totals:
+            total /= ranks
+    found = []
+    for total, dtype in zip(totals, out):
+        if total.dtype != dtype:
+            narrow = empty(total.size, total, dtype).reshape(total.shape)
+            narrow[...] = total
+            total = narrow
+        found.append(total)
+    return found
+
+
+def result_bytes(
+    op: ReduceOp, dtype: np.dtype[Any], size: int, compression: str | None
+) -> tuple[int, int]:
+    """Return how many bytes the total of an array takes, and what `finish` adds."""
+    out = arrays.mean_dtype(dtype) if op is ReduceOp.MEAN else dtype
+    total = arrays.accumulator_dtype(_wire_dtype(out, compression))
+    return size * total.itemsize, 0 if total == out else size * out.itemsize
+
+
+def _wire_dtype(dtype: np.dtype[Any], compression: str | None) -> np.dtype[Any]:
+    """Return the dtype that numbers of `dtype` are sent as."""
+    if compression is None:
+        return arrays.accumulator_dtype(dtype)
+    if dtype.kind != "f" or dtype.itemsize == 2:
+        return dtype
+    if compression == "bfloat16":
+        import ml_dtypes  # optional; options are refused without it
+
+        narrow: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return narrow
+    return np.dtype(np.float16)
+
+
+def bound_bytes(op: ReduceOp, values: Sequence[Any]) -> int:
+    """Return how many bytes of a page `to_add`'s arrays take, or a few more."""
+    width = 8 if op is ReduceOp.MEAN else 4  # a mean of integers is one of float64
+    sizes = [a.size * max(a.dtype.itemsize, width) for a in values]
+    return sum(-(-size // 16) * 16 for size in sizes)
+
+
+def add_in_order(parts: Sequence[Any], out: Any = None) -> Any:
+    """Return the sum of at least two arrays, as a new one, or in `out`.
+
+    All is added up in the dtype of `out`.
+    """
+    if out is None:
+        total = np.add(parts[0], parts[1])
+        if not parts[0].ndim:  # then NumPy returns a scalar, which cannot be changed
+            total = np.asarray(total)
+    else:
+        total = np.add(parts[0], parts[1], out=out, dtype=out.dtype)
+    for part in parts[2:]:
+        np.add(total, part, out=total)
+    return total
+
+
+def is_integer_sum(op: ReduceOp, dtypes: Sequence[np.dtype[Any]]) -> bool:
+    """Return whether a reduction to these dtypes may overflow, as integers do."""
+    return op is ReduceOp.SUM and any(dtype.kind in "iu" for dtype in dtypes)
+
+
+def may_overflow(array: Any, ranks: int) -> bool:
+    """Return whether integers are so large that a sum over all ranks may not fit."""
+    if array.dtype.kind not in "iu" or not array.size:
+        return False
+    bound = np.iinfo(array.dtype).max // ranks
+    return bool(array.max() > bound or array.min() < -bound)
+
+
+def check_sum(pair: tuple[Any, Sequence[Any]], name: str) -> Any:
+    """Return the sum of all ranks' arrays, if integers have not overflowed in it.
+
+    Args:
+      pair: the sum, and the arrays.
+      name: of the value, for messages.
+
+    Raises:
+      ArgumentError: see `require_fit`.
+    """
+    total, parts = pair
+    if total.dtype.kind not in "iu":
+        return total
+    if total.size == 1 and sum([part.item() for part in parts]) == total.item():
+        return total
+    rough = add_in_order(parts, np.empty(total.shape, np.float64))
+    # To compare bytes is the fastest for small arrays; sums above 2**53 are rounded
+    if rough.tobytes() != total.astype(np.float64).tobytes():
+        require_fit(total, rough, f"the sum of {name} over all replicas")
+    return total
+
+
+def require_fit(total: Any, rough: Any, what: str) -> None:
+    """Raise an ArgumentError if integers have overflowed.
+
+    Args:
+      total: integers, modulo 2 to the power of their bits.
+      rough: the same in float64, which does not overflow: its error is far below half
+        of what an overflow takes away.
+      what: they are, for messages.
+    """
+    dtype = total.dtype
+    span = 1 << 8 * dtype.itemsize
+    lost = arrays.namespace(total).rint((rough - total) / float(span))
+    if not lost.any():
+        return
+    lost, total = arrays.to_host(lost), arrays.to_host(total)
+    index = tuple(int(i) for i in np.argwhere(lost)[0])
+    exact = int(total[index]) + int(lost[index]) * span
+    place = f" in element {index}" if index else ""
+    wider = np.dtype(np.int64 if dtype.itemsize < 8 else np.float64)
+    raise ArgumentError(
+        f"{what} is {exact}{place}, which does not fit {dtype.name}; use {wider.name}"
+    )
+
+
+def sum_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
+    """Return this rank's sum over `axes`, wide and in C order.
+
+    Sums of 64-bit integers may have overflowed: see `rough_sum_over`.
+    """
+    return _sum_in(_wide(op, array.dtype), array, axes)
+
+
+def rough_sum_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
+    """Return what `sum_over` does in float64, if that may overflow; else None."""
+    if op is ReduceOp.SUM and array.dtype.kind in "iu" and array.dtype.itemsize == 8:
+        return _sum_in(np.dtype(np.float64), array, axes)
+    return None
+
+
+def _sum_in(wide: np.dtype[Any], array: Any, axes: tuple[int, ...]) -> Any:
+    total = arrays.namespace(array).asarray(array.sum(axis=axes, dtype=wide))
+    return contiguous(total, wide)
+
+
+def _wide(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which sums over an axis are formed.
+
+    It is NumPy's for the mean of 64-bit integers, whose sum need not fit.
+    """
+    if dtype.kind in "iu" and (op is ReduceOp.SUM or dtype.itemsize < 8):
+        return np.dtype(f"{dtype.kind}8")
+    return np.result_type(arrays.mean_dtype(dtype), np.float64)
+
+
+def mean_of(total: Any, length: int, dtype: np.dtype[Any]) -> Any:
+    """Return a total by how many were added up; nan for none."""
+    with np.errstate(invalid="ignore"):
+        mean = total / np.float64(length)
+    return mean.astype(arrays.mean_dtype(dtype), copy=False)
+
+
+def narrow(found: tuple[Any, Any, np.dtype[Any]], name: str) -> Any:
+    """Return a total in the dtype of what was summed; integers must fit.
+
+    Args:
+      found: the total, what there is of it in float64 (see `rough_sum_over`), and the
+        dtype.
+      name: of the value, for messages.
+    """
+    total, rough, dtype = found
+    if rough is not None:
+        require_fit(total, rough, f"the sum of {name}")
+    elif dtype.kind in "iu" and total.size:
+        limits = np.iinfo(dtype)
+        if total.min() < limits.min or total.max() > limits.max:
+            raise ArgumentError(
+                f"the sum of {name} is {total.min()}..{total.max()}, which does not "
+                f"fit {dtype.name}; cast it to int64 first"
+            )
+    return total.astype(dtype, copy=False)
+
+
+def contiguous(array: Any, dtype: np.dtype[Any]) -> Any:
+    """Return `array` in C order, aligned, and in `dtype`; copies only if it must."""
+    found = array.astype(dtype, order="C", copy=False)
+    if isinstance(found, np.ndarray) and not found.flags.aligned:
+        return found.copy()  # MPI cannot move it where it lies
+    return found

@@ -1,0 +1,77 @@
+"""Lines at the start of a job: what it runs on, and how it reads its first dataset."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from mpi4py import MPI
+
+from mpidist._version import __version__
+from mpidist.comm.consensus.failures import can_survive
+from mpidist.comm.device_info import GpuFacts
+from mpidist.comm.replica_group import ReplicaGroup
+from mpidist.comm.transports.tuning_table import Table, short_name
+from mpidist.util.available_memory import as_text
+from mpidist.util.environment import BANNER
+from mpidist.util.notices import print_notice
+
+__all__ = ["banner", "show_banner", "show_input"]
+
+_shown: set[str] = set()
+
+
+def show_banner(group: ReplicaGroup) -> None:
+    """Print the banner to stderr, on rank 0, for the first strategy that is not alone.
+
+    Not collective. The variable MPIDIST_BANNER=0 keeps it from that.
+    """
+    _show_once(group, "banner", lambda: banner(group))
+
+
+def show_input(group: ReplicaGroup, describe: Callable[[], str]) -> None:
+    """Print how the first dataset is divided, in the same way.
+
+    Args:
+      group: of the replicas.
+      describe: returns the text.
+    """
+    _show_once(group, "input", lambda: f"mpidist: the first dataset: {describe()}")
+
+
+def _show_once(group: ReplicaGroup, kind: str, describe: Callable[[], str]) -> None:
+    if group.num_replicas == 1 or kind in _shown:
+        return
+    _shown.add(kind)
+    # What is neither 0 nor 1 was refused when the strategy was made, on all ranks
+    if group.replica_id == 0 and os.environ.get(BANNER) != "0":
+        print_notice(describe())
+
+
+def banner(group: ReplicaGroup) -> str:
+    """Return the line for a strategy. Not collective."""
+    nodes = len(group.topology.node_sizes)
+    library = short_name(MPI.Get_library_version())
+    parts = [
+        f"{group.num_replicas} replicas on {nodes} node{'s' * (nodes > 1)}",
+        library,
+        "CPU" if group.gpus is None else _describe_gpus(group.gpus),
+        f"all_reduce by {_describe_table(group.collectives.routes.table)}",
+    ]
+    if group.gpus is not None:
+        is_aware = "" if group.gpus.support.is_aware else "not "
+        parts.append(f"MPI is {is_aware}CUDA-aware ({group.gpus.support.why})")
+    survives = "goes on, with run_elastic," if can_survive() else "ends"
+    parts.append(f"the job {survives} if a rank dies")
+    return f"mpidist {__version__}: {'; '.join(parts)}"
+
+
+def _describe_gpus(gpus: GpuFacts) -> str:
+    names = ", ".join(sorted({found.name for found in gpus.identities}))
+    return f"GPU ({names}{', shared' if gpus.is_shared else ''})"
+
+
+def _describe_table(table: Table) -> str:
+    """Return what reduces: "mpi, hierarchical from 64 KiB"."""
+    (_, first), *rest = table["allreduce"]
+    return ", ".join([first, *(f"{name} from {as_text(edge)}" for edge, name in rest)])

@@ -1,0 +1,171 @@
+"""Arrays that are reduced in buckets, beside the computation that makes them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from mpidist.errors import ArgumentTypeError
+from mpidist.util import nest
+
+__all__ = ["BucketStep", "divide", "leaves_by_key"]
+
+Reduce = Callable[[int, Sequence[Any], Sequence[Any], Exception | None], Sequence[Any]]
+
+
+def divide(
+    sizes: Sequence[int], order: Sequence[int], bucket_bytes: int
+) -> list[list[int]]:
+    """Return the arrays of each bucket, by their numbers.
+
+    The first bucket and the last one are a quarter as large as others: the sooner the
+    reductions begin, and the less is left to do when the last array is there.
+
+    Args:
+      sizes: of all arrays, in bytes.
+      order: all numbers; which comes first.
+      bucket_bytes: how much a bucket holds; larger arrays have one of their own.
+    """
+    if not order:
+        return []
+    small_bytes = bucket_bytes // 4
+    last = _count_fitting([sizes[j] for j in reversed(order)], small_bytes)
+    edge = len(order) - last
+    buckets: list[list[int]] = []
+    room = -1
+    for j in order[:edge]:
+        if sizes[j] > room:
+            room = bucket_bytes if buckets else small_bytes
+            buckets.append([])
+        buckets[-1].append(j)
+        room -= sizes[j]
+    return [*buckets, list(order[edge:])]
+
+
+def _count_fitting(sizes: Sequence[int], limit: int) -> int:
+    """Return how many of the first sizes do not exceed a limit together; at least 1."""
+    fitting = [total for total in itertools.accumulate(sizes) if total <= limit]
+    return max(len(fitting), min(len(sizes), 1))
+
+
+def leaves_by_key(
+    spec: nest.Spec, count: int
+) -> dict[Any, tuple[list[int], nest.Spec]]:
+    """Return the numbers of the leaves below each key of a nest, and their structure.
+
+    Raises:
+      ArgumentTypeError: the nest is no mapping, list or tuple.
+    """
+    numbers = nest.unflatten(spec, range(count))
+    if isinstance(numbers, Mapping):
+        return {key: nest.flatten(part) for key, part in numbers.items()}
+    if isinstance(numbers, list | tuple):
+        return {j: nest.flatten(part) for j, part in enumerate(numbers)}
+    raise ArgumentTypeError(
+        "gradient_buckets needs a mapping, a list or a tuple of gradients, not "
+        f"{type(numbers).__name__}"
+    )
+
+
+class BucketStep:
+    """One step: the gradients so far, and the thread that reduces them.
+
+    Args:
+      buckets: the leaves of each, in the order in which they are reduced.
+      reduce: given the number of a bucket, its arrays and when they are made, returns
+        their reductions; given an error, raises it on all ranks. Collective.
+      is_threaded: whether there is a thread; else `finish` does its work.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Sequence[int]], reduce: Reduce, is_threaded: bool
+    ):
+        self._buckets = buckets
+        self._reduce = reduce
+        self._given: dict[int, Any] = {}
+        self._made: dict[int, Any] = {}
+        self._results: dict[int, Any] = {}
+        self._is_ready = [threading.Event() for _ in buckets]
+        self._bucket_of = {
+            leaf: j for j, leaves in enumerate(buckets) for leaf in leaves
+        }
+        self._lacking = [len(leaves) for leaves in buckets]
+        self.order: list[int] = []  # in which the leaves were put
+        self.error: Exception | None = None
+        self._failure: Exception | None = None
+        self._is_cancelled = False
+        self._thread: threading.Thread | None = None
+        if is_threaded:
+            self._thread = threading.Thread(
+                target=self._work, name="mpidist-reduce", daemon=True
+            )
+            self._thread.start()
+
+    def has(self, leaf: int) -> bool:
+        """Return whether a leaf was put."""
+        return leaf in self._given
+
+    def missing(self) -> set[int]:
+        """Return the leaves that were not put."""
+        return set(self._bucket_of) - set(self._given)
+
+    def put(self, leaf: int, array: Any, made: Any = None) -> None:
+        """Take a leaf; its bucket may be ready with it.
+
+        Args:
+          leaf: its number.
+          array: its values.
+          made: the event that a GPU has made them.
+        """
+        self._given[leaf] = array
+        if made is not None:
+            self._made[leaf] = made
+        self.order.append(leaf)
+        bucket = self._bucket_of[leaf]
+        self._lacking[bucket] -= 1
+        if not self._lacking[bucket]:
+            self._is_ready[bucket].set()
+
+    def cancel(self, error: Exception) -> None:
+        """Let the thread end by itself, where no rank has put anything."""
+        self._is_cancelled = True
+        self._fail(error)
+
+    def finish(self, error: Exception | None = None) -> None:
+        """Return when all buckets are reduced, or `error` says why not.
+
+        Args:
+          error: raised in place of the first bucket that lacks arrays, on all ranks.
+        """
+        if error is not None:
+            self._fail(error)
+        if self._thread is None:
+            self._work()
+        else:
+            self._thread.join()
+
+    def results(self) -> Iterator[Any]:
+        """Yield the reductions of all leaves in their order."""
+        return (self._results[leaf] for leaf in range(len(self._results)))
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        for is_ready in self._is_ready:
+            is_ready.set()
+
+    def _work(self) -> None:
+        try:
+            for bucket, leaves in enumerate(self._buckets):
+                self._is_ready[bucket].wait()
+                if self._is_cancelled:
+                    return
+                lacks = self._lacking[bucket] > 0
+                values = [] if lacks else [self._given[leaf] for leaf in leaves]
+                failure = self._failure if lacks else None
+                made = [self._made[leaf] for leaf in leaves if leaf in self._made]
+                reduced = self._reduce(bucket, values, made, failure)
+                self._results.update(zip(leaves, reduced, strict=True))
+        except Exception as caught:
+            self.error = caught

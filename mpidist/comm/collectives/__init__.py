@@ -1,0 +1,1 @@
+"""Reductions and gathers of nested structures of arrays."""

@@ -1,0 +1,113 @@
+"""The leaves of a user's nest as arrays, checked, and named in messages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from mpidist.comm import packing
+from mpidist.device import arrays
+from mpidist.errors import ArgumentError, ArgumentTypeError
+from mpidist.options import CommunicationImplementation, CommunicationOptions
+from mpidist.util import nest
+from mpidist.values import DistributedValues, local_component
+
+__all__ = [
+    "axis_field",
+    "check_each",
+    "deadline_of",
+    "describe",
+    "describe_but",
+    "gather_axis",
+    "implementation_of",
+    "is_direct",
+    "option_fields",
+    "to_arrays",
+]
+
+
+T = TypeVar("T")
+
+
+def to_arrays(value: Any) -> tuple[list[Any], nest.Spec, list[Any]]:
+    """Return the leaves of `value` (this rank's components), its structure, arrays."""
+    leaves, spec = nest.flatten(value)
+    if any(isinstance(leaf, DistributedValues) for leaf in leaves):
+        # A component may be a nest itself
+        local = nest.unflatten(spec, map(local_component, leaves))
+        leaves, spec = nest.flatten(local)
+    try:
+        return leaves, spec, [arrays.to_array(leaf) for leaf in leaves]
+    except ArgumentTypeError:
+        # Once more, to name the leaf
+        for leaf, name in zip(leaves, nest.leaf_names(spec, "value"), strict=True):
+            arrays.to_array(leaf, name)
+        raise
+
+
+def check_each(
+    values: Sequence[Any], spec: nest.Spec, check: Callable[[Any, str], T]
+) -> list[T]:
+    """Return `check(array, its name)` of each; names are made only for an error."""
+    try:
+        return [check(array, "value") for array in values]
+    except (ArgumentError, ArgumentTypeError):
+        names = nest.leaf_names(spec, "value")
+        return [check(a, name) for a, name in zip(values, names, strict=True)]
+
+
+def gather_axis(axis: int, ndim: int, name: str) -> int:
+    """Return `axis` as a number in 0..ndim-1; a scalar has none."""
+    if ndim == 0:
+        raise ArgumentError(
+            f"{name} is a scalar, which has no axis to gather along; make it an array "
+            "of shape (1,) first"
+        )
+    return packing.normalize_axis(axis, ndim, name)
+
+
+def describe(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what ranks must have in common: dtypes, shapes, and kinds of memory."""
+    return tuple(_describe(a, a.shape) for a in values)
+
+
+def describe_but(values: Sequence[Any], axes: Sequence[int]) -> tuple[Any, ...]:
+    """Return what `describe` does, with the length along each axis left open."""
+    return tuple(
+        _describe(a, (*a.shape[:i], "any", *a.shape[i + 1 :]))
+        for a, i in zip(values, axes)
+    )
+
+
+def _describe(array: Any, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    if arrays.is_device_array(array):
+        return array.dtype, shape, "on a GPU"
+    return array.dtype, shape
+
+
+def axis_field(axes: Sequence[Any]) -> tuple[str, Any]:
+    """Return the axes as part of a call: one if all leaves have the same."""
+    return "axis", axes[0] if len(set(axes)) == 1 else tuple(axes)
+
+
+def option_fields(options: CommunicationOptions) -> tuple[tuple[str, Any], ...]:
+    """Return the options as part of a call: all ranks must have the same."""
+    return tuple((f"options.{name}", value) for name, value in vars(options).items())
+
+
+def is_direct(options: CommunicationOptions) -> bool:
+    """Return whether the user asked for MPI's own collectives."""
+    return options.implementation is CommunicationImplementation.MPI
+
+
+def implementation_of(options: CommunicationOptions) -> CommunicationImplementation:
+    """Return by which means data are to move."""
+    assert isinstance(options.implementation, CommunicationImplementation)
+    return options.implementation
+
+
+def deadline_of(options: CommunicationOptions) -> float | None:
+    """Return until when to wait, on time.monotonic's clock."""
+    seconds = options.timeout_seconds
+    return None if seconds is None else time.monotonic() + seconds

@@ -1,0 +1,238 @@
+"""Gathering arrays whose lengths along an axis differ from rank to rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpidist.comm import arithmetic, packing
+from mpidist.comm.collectives.arguments import deadline_of, implementation_of, is_direct
+from mpidist.comm.collectives.outputs import Results
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.calls import Call
+from mpidist.comm.transports.selector import Routes, Transport
+from mpidist.device import arrays
+from mpidist.options import CommunicationOptions
+
+__all__ = ["Gathers"]
+
+# Arrays of which this is gathered go alone, where parts can be put into their places
+_LARGE_BYTES = 256 << 10
+
+
+class _Pack(NamedTuple):
+    """Arrays of one dtype that are gathered together, and memory for the result.
+
+    Args:
+      members: which of the arrays that were passed they are.
+      send: these arrays, one behind the other.
+      received: memory for those of all ranks.
+      in_places: whether each rank puts its part where it belongs in the result.
+    """
+
+    members: Sequence[int]
+    send: Any
+    received: Any
+    in_places: bool
+
+
+class Gathers:
+    """The gathers of one strategy.
+
+    Args:
+      agreement: of all ranks; one does not communicate.
+      routes: the transports.
+      results: gives memory for what is returned.
+    """
+
+    def __init__(self, agreement: Agreement, routes: Routes, results: Results):
+        self._agreement = agreement
+        self._ranks = agreement.size
+        self._routes = routes
+        self._results = results
+
+    def gather(
+        self,
+        operation: str,
+        given: Sequence[Any],
+        axes: Sequence[int],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Return the arrays of all ranks one behind the other. Collective.
+
+        The lengths of all arrays travel first, together. For large results the ranks
+        then agree that all have memory for them.
+
+        Args:
+          operation: the public call that this is, for messages.
+          given: arrays whose dtypes and other dimensions agree on all ranks.
+          axes: of each array.
+          options: see `CommunicationOptions`.
+        """
+        deadline = deadline_of(options)
+        lengths = self._gather_lengths(given, axes, options, deadline)
+        # Packs must be the same on all ranks, so sizes are those of the results
+        widths = [
+            math.prod(packing.without(a.shape, (i,))) * a.dtype.itemsize
+            for a, i in zip(given, axes)
+        ]
+        sizes = (lengths.sum(axis=0) * widths).tolist()
+
+        def reserve() -> list[_Pack]:
+            return self._reserve(given, axes, sizes, options)
+
+        if self._ranks > 1 and sum(sizes) >= _LARGE_BYTES:
+            packs = self._agreement.prepare(operation, reserve)
+            call = Call(operation, (("step", "gathering"),))
+            self._agreement.require_same(call, timeout=options.timeout_seconds)
+        else:
+            packs = reserve()
+        results: list[Any] = [None] * len(given)
+        for pack in packs:
+            members = pack.members
+            values = [given[j] for j in members]
+            along = [axes[j] for j in members]
+            if pack.in_places:
+                (j,) = members
+                results[j] = self._place(
+                    pack, values[0], along[0], lengths[:, j], deadline
+                )
+                continue
+            gathered = self._gather_pack(
+                pack, values, along, lengths[:, members], options, deadline
+            )
+            for j, result in zip(members, gathered, strict=True):
+                results[j] = result
+        return results
+
+    def _reserve(
+        self,
+        given: Sequence[Any],
+        axes: Sequence[int],
+        sizes: Sequence[int],
+        options: CommunicationOptions,
+    ) -> list[_Pack]:
+        """Take the memory that gathers need. Not collective.
+
+        Args:
+          given: the arrays.
+          axes: of each array.
+          sizes: of the results, in bytes.
+          options: see `CommunicationOptions`.
+        """
+        packs, rest = [], []
+        for j, (value, axis) in enumerate(zip(given, axes, strict=True)):
+            is_large = sizes[j] >= _LARGE_BYTES and _outer(value, axis) > 1
+            if is_large and self._can_place(value, options):
+                received = self._results.empty(sizes[j] // value.dtype.itemsize, value)
+                send = arithmetic.contiguous(value, value.dtype)
+                packs.append(_Pack([j], send, received, True))
+            else:
+                rest.append(j)
+        groups = packing.groups(
+            [given[j] for j in rest], [sizes[j] for j in rest], options.bytes_per_pack
+        )
+        for numbers in groups:
+            members = [rest[k] for k in numbers]
+            values = [given[j] for j in members]
+            send = packing.pack([arithmetic.contiguous(v, v.dtype) for v in values])
+            size_bytes = sum(sizes[j] for j in members)
+            count = size_bytes // max(send.dtype.itemsize, 1)
+            packs.append(_Pack(members, send, self._results.empty(count, send), False))
+        return packs
+
+    def _gather_lengths(
+        self,
+        given: Sequence[Any],
+        axes: Sequence[int],
+        options: CommunicationOptions,
+        deadline: float | None,
+    ) -> Any:
+        """Return the length of each array on each rank, by rank."""
+        mine = np.array([a.shape[i] for a, i in zip(given, axes)], np.int64)
+        everyone = np.empty((self._ranks, len(given)), np.int64)
+        if self._ranks == 1:
+            everyone[...] = mine
+        else:
+            counts = [mine.size] * self._ranks
+            way = self._transport(mine, options)
+            way.allgatherv(mine, everyone, counts, deadline)
+        return everyone
+
+    def _transport(self, array: Any, options: CommunicationOptions) -> Transport:
+        is_device = arrays.is_device_array(array)
+        return self._routes.pick(implementation_of(options), False, is_device)
+
+    def _can_place(self, value: Any, options: CommunicationOptions) -> bool:
+        """Return whether ranks can put parts where they belong in the result."""
+        in_node = self._routes.in_node
+        if in_node is None or in_node.name != "shared" or is_direct(options):
+            return False
+        return isinstance(value, np.ndarray) and value.dtype.itemsize < _LARGE_BYTES
+
+    def _place(
+        self, pack: _Pack, value: Any, axis: int, lengths: Any, deadline: float | None
+    ) -> Any:
+        """Return a gathered array, of parts that are put into their places at once."""
+        shape = packing.with_length(value.shape, axis, int(lengths.sum()))
+        received = pack.received
+        outer = _outer(value, axis)
+        inner = math.prod(value.shape[axis + 1 :])
+        assert self._routes.in_node is not None
+        self._routes.in_node.allgather_columns(
+            pack.send.reshape(outer, -1),
+            received.reshape(outer, -1),
+            (lengths * inner).tolist(),
+            deadline,
+        )
+        return received.reshape(shape)
+
+    def _gather_pack(
+        self,
+        pack: _Pack,
+        values: Sequence[Any],
+        axes: Sequence[int],
+        lengths: Any,
+        options: CommunicationOptions,
+        deadline: float | None,
+    ) -> Iterator[Any]:
+        """Yield the gathered arrays of a pack of one dtype.
+
+        `lengths[r, j]` is the length of rank r's array j along `axes[j]`.
+        """
+        widths = [
+            math.prod(packing.without(v.shape, (i,))) for v, i in zip(values, axes)
+        ]
+        counts = (lengths * widths).sum(axis=1).tolist()
+        send, received = pack.send, pack.received
+        if len(counts) == 1:
+            received[...] = send.reshape(-1)
+        else:
+            way = self._transport(send, options)
+            way.allgatherv(send, received, counts, deadline)
+        if len(values) == 1 and _outer(values[0], axes[0]) == 1:
+            # Already in the order of the result
+            total = int(lengths[:, 0].sum())
+            shape = packing.with_length(values[0].shape, axes[0], total)
+            yield received.reshape(shape)
+            return
+        starts = np.cumsum([0, *counts[:-1]])
+        offsets = starts[:, None] + np.cumsum(lengths * widths, axis=1)
+        offsets = offsets - lengths * widths
+        xp = arrays.namespace(values[0])
+        for j, (value, axis, width) in enumerate(zip(values, axes, widths)):
+            parts = [
+                received[start : start + length * width].reshape(
+                    packing.with_length(value.shape, axis, length)
+                )
+                for start, length in zip(offsets[:, j].tolist(), lengths[:, j].tolist())
+            ]
+            yield xp.concatenate(parts, axis=axis)
+
+
+def _outer(value: Any, axis: int) -> int:
+    """Return how many parts of each rank a gathered array consists of."""
+    return math.prod(value.shape[:axis])

@@ -1,0 +1,487 @@
+"""Collectives on nests of arrays: check, convert, pack, move, unpack, give back.
+
+Each method is collective over the strategy's ranks. The leaves of one dtype travel
+together, so a nest costs one MPI call per dtype (and per `bytes_per_pack`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidist.comm import arithmetic, packing
+from mpidist.comm.collectives.arguments import (
+    axis_field,
+    check_each,
+    describe,
+    describe_but,
+    gather_axis,
+    implementation_of,
+    is_direct,
+    option_fields,
+    to_arrays,
+)
+from mpidist.comm.collectives.gather import Gathers
+from mpidist.comm.collectives.outputs import Results
+from mpidist.comm.collectives.plans import KnownNest, RepeatedReductions
+from mpidist.comm.collectives.reduce import Summands, Sums
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.calls import Call
+from mpidist.comm.packing import Axis
+from mpidist.comm.shared_memory.symmetric import SymmetricMemory
+from mpidist.comm.transports.selector import Routes
+from mpidist.device import arrays
+from mpidist.device.copies import SmallCopies
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.util import nest, validation
+
+__all__ = ["Collectives", "Reduction", "Summation"]
+
+Summation = Callable[[Sequence[Any], CommunicationOptions], list[Any]]
+Reduction = Callable[[ReduceOp, Sequence[Any], CommunicationOptions], list[Any]]
+_DEFAULT = CommunicationOptions()
+# Arrays on a GPU that travel with the comparison: so many, and so many bytes
+_GPU_ARRAYS = 8
+_GPU_BYTES = 16 << 10
+
+
+class Collectives:
+    """The collectives of one strategy.
+
+    Args:
+      agreement: of all ranks.
+      routes: the transports.
+      symmetric: the arrays that lie in memory of the node.
+      results: gives memory for what is returned.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        routes: Routes,
+        symmetric: SymmetricMemory,
+        results: Results,
+    ):
+        self.agreement = agreement
+        self.routes = routes
+        self.transport = routes.default
+        self.size = agreement.size
+        self._gathers = Gathers(agreement, routes, results)
+        self.sums = Sums(self.size, routes, symmetric, results)
+        self._empty = results.empty
+        self._copies = SmallCopies()
+        self._repeated = RepeatedReductions(agreement, self._copies)
+
+    def all_reduce(
+        self,
+        operation: str,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        reduce_arrays: Reduction | None = None,
+    ) -> Any:
+        """Return the elementwise sum or mean of `value` over all ranks, on every rank.
+
+        Args:
+          operation: the public call that this is, for messages.
+          reduce_op: the operation, or its name.
+          value: a nest of arrays or numbers, of equal structure, shapes and dtypes.
+          options: see `CommunicationOptions`.
+          reduce_arrays: what does the work, once all is checked: by default
+            `reduce_arrays`.
+
+        Raises, on all ranks: see `Agreement.require_same` and `arrays.to_array`; also
+          ArgumentError for a sum of integers that does not fit their dtype.
+        """
+        is_plain = options is None and reduce_arrays is None
+        if is_plain:
+            known = self._repeated.find(operation, reduce_op, value)
+            if known is not None and known.fits:
+                return self._repeated.reduce_small(known, value)
+            if known is not None:
+                call, number, op = known.call, known.number, known.op
+                return self.reduce_again(call, number, op, [value], _DEFAULT)[0]
+            found = self._repeated.find_nest(operation, reduce_op, value)
+            if found is not None:
+                return self._reduce_known_nest(*found)
+        options = _DEFAULT if options is None else options
+
+        def prepare() -> Any:
+            op = ReduceOp.parse(reduce_op)
+            leaves, spec, given = self._take(value, options)
+            check_each(given, spec, lambda a, name: arrays.summable(a.dtype, name))
+            fits = reduce_arrays is None and self._fits(op, given, options)
+            summands = None
+            if fits:
+                summands = self._small_summands(op, given)
+            elif reduce_arrays is None:
+                summands = self._summands(op, given, options)
+            return op, leaves, spec, given, fits, summands
+
+        with self.agreement.turns:
+            prepared = self.agreement.prepare(operation, prepare)
+            op, leaves, spec, given, fits, summands = prepared
+            agreed = (("reduce_op", op.name), *option_fields(options))
+            call = Call(operation, agreed, spec, describe(given))
+            timeout = options.timeout_seconds
+            if fits:
+                results = self._reduce_small(op, given, summands, call, timeout)
+            elif reduce_arrays is None:
+                place = summands.place
+                is_symmetric = self.agreement.require_same(
+                    call, timeout=timeout, place=place
+                )
+                results = self._reduce(op, summands, options, is_symmetric)
+            else:
+                self.agreement.require_same(call, timeout=timeout)
+                results = reduce_arrays(op, given, options)
+        if is_plain:
+            self._repeated.remember(call, reduce_op, value, fits)
+            self._repeated.remember_nest(call, reduce_op, leaves, fits)
+        return nest.unflatten(spec, map(arrays.like, results, leaves))
+
+    def _reduce_known_nest(
+        self, known: KnownNest, leaves: Sequence[Any], spec: nest.Spec
+    ) -> Any:
+        """Return what `all_reduce` does for a call that was made before. Collective."""
+        call, number, fits, op = known
+        values = [np.asarray(leaf) for leaf in leaves]
+        if fits:
+            with self.agreement.turns:
+                summands = self.agreement.prepare(
+                    call.operation, lambda: self._small_summands(op, values)
+                )
+                self.agreement.compare(call, number, payload=summands.partial)
+                results = self._add_small(op, values, summands, call)
+        else:
+            results = self.reduce_again(call, number, op, values, _DEFAULT)
+        return nest.unflatten(spec, map(arrays.like, results, leaves))
+
+    def _take(
+        self, value: Any, options: CommunicationOptions = _DEFAULT
+    ) -> tuple[list[Any], nest.Spec, list[Any]]:
+        """Return what `to_arrays` does, if there are transports for the arrays."""
+        validation.instance("options", options, CommunicationOptions)
+        leaves, spec, given = to_arrays(value)
+        if self.size > 1:
+            check_each(given, spec, self.routes.require_reachable)
+            self.routes.require_implementation(implementation_of(options))
+        return leaves, spec, given
+
+    def _fits(
+        self, op: ReduceOp, given: Sequence[Any], options: CommunicationOptions
+    ) -> bool:
+        """Return whether the ranks can exchange arrays while they compare their calls.
+
+        That depends only on what must be the same on all ranks.
+        """
+        limit = self.agreement.comparison.payload_bytes
+        if limit == 0 or self.size == 1 or is_direct(options):
+            return False
+        if options.compression is not None:
+            return False
+        on_gpu = sum(map(arrays.is_device_array, given))
+        if on_gpu:  # each has to be copied twice
+            limit = min(limit, _GPU_BYTES)
+        if on_gpu > _GPU_ARRAYS:
+            return False
+        return arithmetic.bound_bytes(op, given) <= limit
+
+    def _small_summands(self, op: ReduceOp, given: Sequence[Any]) -> Summands:
+        """Return what small arrays add up from, on the host. Not collective."""
+        out, partial = arithmetic.to_add(op, given)
+        if any(map(arrays.is_device_array, given)):
+            partial = self._copies.down(partial)
+        return Summands(out, partial)
+
+    def _reduce_small(
+        self,
+        op: ReduceOp,
+        given: Sequence[Any],
+        summands: Summands,
+        call: Call,
+        timeout: float | None,
+    ) -> list[Any]:
+        """Return the reductions of small arrays, added up in rank order. Collective."""
+        partial = summands.partial
+        self.agreement.require_same(call, timeout=timeout, payload=partial)
+        return self._add_small(op, given, summands, call)
+
+    def _add_small(
+        self, op: ReduceOp, given: Sequence[Any], summands: Summands, call: Call
+    ) -> list[Any]:
+        """Return the reductions of what all ranks have passed to a comparison."""
+        agreement, partial = self.agreement, summands.partial
+        totals = list(
+            map(arithmetic.add_in_order, agreement.comparison.payloads(partial))
+        )
+        if arithmetic.is_integer_sum(op, summands.out):
+            assert call.spec is not None
+            pairs = list(zip(totals, agreement.comparison.payloads(partial)))
+            with agreement.same_on_all():
+                check_each(pairs, call.spec, arithmetic.check_sum)
+        results = arithmetic.finish(op, totals, summands.out, self.size, self._empty)
+        is_on_gpu = any(map(arrays.is_device_array, given))
+        return self._copies.up(results, given) if is_on_gpu else results
+
+    def _summands(
+        self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    ) -> Summands:
+        """Return what arrays add up from, and memory for the sums. Not collective."""
+        # Where nothing is sent, nothing needs to be narrow
+        compression = options.compression if self.size > 1 else None
+        out, partial = arithmetic.to_add(op, values, compression)
+        if self.size == 1:
+            return Summands(out, partial)
+        if arithmetic.is_integer_sum(op, out):
+            partial.append(self._count_large(partial))
+        place = self.sums.place_of(partial, options)
+        packs = self.sums.reserve(partial, options, is_symmetric=place != 0)
+        return Summands(out, partial, packs, place)
+
+    def _reduce(
+        self,
+        op: ReduceOp,
+        summands: Summands,
+        options: CommunicationOptions,
+        is_symmetric: bool,
+    ) -> list[Any]:
+        """Return the reductions of arrays on which the ranks have agreed. Collective.
+
+        Args:
+          op: the operation.
+          summands: the arrays.
+          options: see `CommunicationOptions`.
+          is_symmetric: whether all ranks have passed the same place.
+        """
+        if self.size == 1 or (summands.place and not is_symmetric):
+            # Other ranks have passed other arrays, which are not symmetric to these
+            totals = self.sums.sum_arrays(summands.partial, options)
+        else:
+            totals = self.sums.sum_packs(summands.packs, options)
+        if self.size > 1 and arithmetic.is_integer_sum(op, summands.out):
+            self._check_integers(
+                summands.partial, totals, options, self.sums.sum_arrays
+            )
+            del totals[-1]
+        return arithmetic.finish(op, totals, summands.out, self.size, self._empty)
+
+    def reduce_arrays(
+        self,
+        op: ReduceOp,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+        sum_arrays: Summation | None = None,
+        is_sum: bool = True,
+    ) -> list[Any]:
+        """Return the reductions of arrays that were checked before.
+
+        float16 and bfloat16 are added up in float32, the mean of integers in float64.
+
+        Raises, on all ranks: ArgumentError for a sum of integers that does not fit
+          their dtype, unless `sum_arrays` does something else (`is_sum` is False).
+        """
+        # Where nothing is sent, nothing needs to be narrow
+        compression = options.compression if self.size > 1 else None
+        out, partial = arithmetic.to_add(op, values, compression)
+        sum_arrays = sum_arrays or self.sums.sum_arrays
+        if is_sum and self.size > 1 and arithmetic.is_integer_sum(op, out):
+            partial.append(self._count_large(partial))
+            totals = sum_arrays(partial, options)
+            self._check_integers(partial, totals, options, sum_arrays)
+            del totals[-1]
+        else:
+            totals = sum_arrays(partial, options)
+        return arithmetic.finish(op, totals, out, self.size, self._empty)
+
+    def _count_large(self, partial: Sequence[Any]) -> Any:
+        """Return 1 if sums of integers over all ranks may not fit, as far as is known.
+
+        Ranks add that up along with the arrays. (It is no integer, so that it is in no
+        pack with large arrays of them.)
+        """
+        is_large = any(arithmetic.may_overflow(a, self.size) for a in partial)
+        return np.array([is_large], np.float64)
+
+    def _check_integers(
+        self,
+        partial: Sequence[Any],
+        totals: list[Any],
+        options: CommunicationOptions,
+        sum_arrays: Summation,
+    ) -> None:
+        """Raise, on all ranks, if sums of integers do not fit. Collective.
+
+        Only where some rank has large ones all are added up once more, in float64.
+
+        Args:
+          partial: what was added up; behind all arrays what `_count_large` returned.
+          totals: the sums; those of few bits are replaced by exact ones.
+          options: see `CommunicationOptions`.
+          sum_arrays: adds arrays up.
+        """
+        if not totals[-1][0]:
+            return
+        integers = [j for j, a in enumerate(partial) if a.dtype.kind in "iu"]
+        wide = [partial[j].astype(np.float64) for j in integers]
+        for j, rough in zip(integers, sum_arrays(wide, options), strict=True):
+            dtype = partial[j].dtype
+            if dtype.itemsize < 8:  # exact; Open MPI saturates sums of few bits
+                totals[j] = rough.astype(np.int64).astype(dtype)
+            name = "value" if len(partial) == 2 else f"array {j} of the value"
+            what = f"the sum of {name} over all replicas"
+            with self.agreement.same_on_all():
+                arithmetic.require_fit(totals[j], rough, what)
+
+    def reduce_again(
+        self,
+        call: Call,
+        number: int,
+        op: ReduceOp,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Return the reductions of arrays that were checked before. Collective.
+
+        Args:
+          call: says what arrays they are; compared with that of the other ranks.
+          number: its digest.
+          op: the operation.
+          values: the arrays.
+          options: see `CommunicationOptions`.
+        """
+        with self.agreement.turns:
+            summands = self.agreement.prepare(
+                call.operation, lambda: self._summands(op, values, options)
+            )
+            timeout = options.timeout_seconds
+            is_symmetric = self.agreement.compare(call, number, summands.place, timeout)
+            return self._reduce(op, summands, options, is_symmetric)
+
+    def reduce_over_axis(
+        self,
+        operation: str,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: Axis,
+        options: CommunicationOptions | None = None,
+        sum_arrays: Summation | None = None,
+    ) -> Any:
+        """Return the sum or mean over `axis` and over all ranks, on every rank.
+
+        Lengths along `axis` may differ between ranks and may be zero; the other
+        dimensions must agree. A mean is the sum of all elements over the sum of all
+        lengths, and nan where that is zero. Floating values are added up in double
+        precision, integers in 64 bits; the result has the dtype of `value` (a mean of
+        integers is float64, and of 64-bit ones added up in it, as NumPy does).
+
+        Raises, on all ranks: see `all_reduce`; also ArgumentError for an axis out of
+        range or a sum of integers that does not fit their dtype, and
+        ArgumentTypeError for an axis that is no integer.
+        """
+        options = _DEFAULT if options is None else options
+
+        def prepare() -> Any:
+            op = ReduceOp.parse(reduce_op)
+            leaves, spec, given = self._take(value, options)
+            check_each(given, spec, lambda a, name: arrays.summable(a.dtype, name))
+            axes = check_each(
+                given, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
+            )
+            pairs = list(zip(given, axes))
+            partial = [arithmetic.sum_over(op, a, drop) for a, drop in pairs]
+            rough = [arithmetic.rough_sum_over(op, a, drop) for a, drop in pairs]
+            described = tuple(
+                (a.dtype, *rest) for a, (_, *rest) in zip(given, describe(partial))
+            )
+            # Sums and lengths travel together
+            lengths = [math.prod(a.shape[i] for i in drop) for a, drop in pairs]
+            sent = [*partial, np.array(lengths), *(r for r in rough if r is not None)]
+            packs: Sequence[Any] = ()
+            if sum_arrays is None and self.size > 1:
+                packs = self.sums.reserve(sent, options)
+            return op, leaves, spec, given, axes, described, rough, sent, packs
+
+        with self.agreement.turns:
+            prepared = self.agreement.prepare(operation, prepare)
+            op, leaves, spec, given, axes, described, rough, sent, packs = prepared
+            agreed = (("reduce_op", op.name), axis_field(axes), *option_fields(options))
+            call = Call(operation, agreed, spec, described)
+            self.agreement.require_same(call, timeout=options.timeout_seconds)
+            if packs:
+                totals = self.sums.sum_packs(packs, options)
+            else:
+                totals = (sum_arrays or self.sums.sum_arrays)(sent, options)
+        sums = iter(totals)
+        totals = [next(sums) for _ in given]
+        total_lengths = next(sums)
+        rough = [None if r is None else next(sums) for r in rough]
+        if op is ReduceOp.MEAN:
+            results = [
+                arithmetic.mean_of(total, length, a.dtype)
+                for total, length, a in zip(totals, total_lengths.tolist(), given)
+            ]
+        else:
+            found = [(*sums, a.dtype) for *sums, a in zip(totals, rough, given)]
+            results = check_each(found, spec, arithmetic.narrow)
+        # As NumPy's sum does, give an array scalar where no dimension is left
+        results = [arrays.like(r[()], leaf) for r, leaf in zip(results, leaves)]
+        return nest.unflatten(spec, results)
+
+    def all_gather(
+        self,
+        operation: str,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Return the ranks' values one behind the other along `axis`, on every rank.
+
+        Lengths along `axis` may differ between ranks and may be zero; the dtype and the
+        other dimensions must agree.
+
+        Raises, on all ranks: see `all_reduce`; ArgumentError also for values without
+        dimensions and an axis out of range.
+        """
+        options = _DEFAULT if options is None else options
+
+        def prepare() -> tuple[list[Any], nest.Spec, list[Any], list[int]]:
+            leaves, spec, given = self._take(value, options)
+            axes = check_each(
+                given, spec, lambda a, name: gather_axis(axis, a.ndim, name)
+            )
+            return leaves, spec, given, axes
+
+        with self.agreement.turns:
+            leaves, spec, given, axes = self.agreement.prepare(operation, prepare)
+            described = describe_but(given, axes)
+            agreed = (axis_field(axes), *option_fields(options))
+            call = Call(operation, agreed, spec, described)
+            self.agreement.require_same(call, timeout=options.timeout_seconds)
+            results = self._gathers.gather(operation, given, axes, options)
+        return nest.unflatten(spec, map(arrays.like, results, leaves))
+
+    def broadcast(self, operation: str, value: Any, root: int = 0) -> Any:
+        """Return, on every rank, the nest of arrays that rank `root` passed.
+
+        Every rank passes a value of the same structure, shapes and dtypes.
+        """
+
+        def prepare() -> tuple[list[Any], nest.Spec, list[Any]]:
+            leaves, spec, given = self._take(value)
+            return leaves, spec, [array.copy(order="C") for array in given]
+
+        with self.agreement.turns:
+            leaves, spec, results = self.agreement.prepare(operation, prepare)
+            call = Call(operation, (), spec, describe(results))
+            self.agreement.require_same(call)
+            for result in results:
+                if self.size > 1:
+                    is_device = arrays.is_device_array(result)
+                    how = implementation_of(_DEFAULT)
+                    way = self.routes.pick(how, False, is_device)
+                    way.broadcast(result, root, None)
+        return nest.unflatten(spec, map(arrays.like, results, leaves))

@@ -1,0 +1,192 @@
+"""Sums over all ranks of arrays that are known to agree: the way, the packs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpidist.comm import packing
+from mpidist.comm.collectives.arguments import deadline_of, implementation_of, is_direct
+from mpidist.comm.collectives.outputs import Results
+from mpidist.comm.shared_memory.symmetric import SymmetricMemory
+from mpidist.comm.transports.selector import Routes, Transport
+from mpidist.device import arrays
+from mpidist.options import CommunicationOptions
+
+__all__ = ["Summands", "Sums"]
+
+
+class _Pack(NamedTuple):
+    """Arrays of one dtype that are summed together, and memory for their sums.
+
+    Args:
+      members: which of the arrays that were passed they are.
+      sends: these arrays.
+      total: where their sums go, one behind the other.
+      transport: what moves them; None where they lie in memory of the node.
+    """
+
+    members: Sequence[int]
+    sends: Sequence[Any]
+    total: Any
+    transport: Transport | None
+
+
+class Summands(NamedTuple):
+    """What a reduction adds up; made before the ranks agree.
+
+    Args:
+      out: the dtypes of the results.
+      partial: what this rank contributes.
+      packs: of these arrays, see `Sums.reserve`; empty where they travel otherwise.
+      place: see `Sums.place_of`.
+    """
+
+    out: Sequence[Any]
+    partial: Sequence[Any]
+    packs: Sequence[Any] = ()
+    place: int = 0
+
+
+class Sums:
+    """The sums of one strategy. Methods that sum are collective.
+
+    Args:
+      ranks: how many there are.
+      routes: the transports.
+      symmetric: the arrays that lie in memory of the node.
+      results: gives memory for what is returned.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        routes: Routes,
+        symmetric: SymmetricMemory,
+        results: Results,
+    ):
+        self._ranks = ranks
+        self._routes = routes
+        self._symmetric = symmetric
+        self._results = results
+
+    def transport(
+        self, options: CommunicationOptions, is_ordered: bool, is_device: bool
+    ) -> Transport:
+        """Return the transport that options ask for."""
+        return self._routes.pick(implementation_of(options), is_ordered, is_device)
+
+    def place_of(self, given: Sequence[Any], options: CommunicationOptions) -> int:
+        """Return `SymmetricMemory.place_of` if it helps that arrays are symmetric."""
+        in_node = self._routes.in_node
+        if in_node is None or is_direct(options) or options.compression:
+            return 0
+        if options.reproducible and not in_node.is_ordered:
+            return 0
+        return self._symmetric.place_of(given)
+
+    def sum_arrays(
+        self,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+        transport: Transport | None = None,
+    ) -> list[Any]:
+        """Return the sums over all ranks of contiguous arrays, as arrays of our own.
+
+        float16 and bfloat16 are added up in float32, which the sums have then.
+        """
+        if self._ranks == 1:
+            return [value.copy() for value in values]
+        return self.sum_packs(self.reserve(values, options, transport), options)
+
+    def reserve(
+        self,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+        transport: Transport | None = None,
+        is_symmetric: bool = False,
+    ) -> list[_Pack]:
+        """Take the memory that sums need, and choose the way. Not collective.
+
+        What may fail on one rank alone fails here, where the ranks have not agreed yet.
+
+        Args:
+          values: contiguous arrays.
+          options: see `CommunicationOptions`.
+          transport: what moves them, if it can.
+          is_symmetric: whether to leave those that are symmetric where they lie.
+        """
+        near: list[int] = []
+        if is_symmetric:
+            places = map(self._symmetric.everyone, values)
+            near = [j for j, place in enumerate(places) if place is not None]
+        far = [j for j in range(len(values)) if j not in set(near)]
+        packs = []
+        for chosen, size_bytes in ((near, 0), (far, options.bytes_per_pack)):
+            given = [values[j] for j in chosen]
+            sizes = [value.nbytes for value in given]
+            for numbers in packing.groups(given, sizes, size_bytes):
+                sends = [given[k] for k in numbers]
+                dtype = np.float32 if arrays.is_float16(sends[0].dtype) else None
+                size = sum(send.size for send in sends)
+                total = self._results.empty(size, sends[0], dtype)
+                members = [chosen[k] for k in numbers]
+                way = None
+                if chosen is far:
+                    way = self._transport_for(sends[0], options, transport)
+                packs.append(_Pack(members, sends, total, way))
+        return packs
+
+    def _transport_for(
+        self, send: Any, options: CommunicationOptions, transport: Transport | None
+    ) -> Transport:
+        is_ordered = options.reproducible or arrays.is_float16(send.dtype)
+        is_device = arrays.is_device_array(send)
+        way = transport
+        if way is None or way.device != is_device or (is_ordered > way.is_ordered):
+            way = self.transport(options, is_ordered, is_device)
+        return way
+
+    def sum_packs(
+        self, packs: Sequence[_Pack], options: CommunicationOptions
+    ) -> list[Any]:
+        """Return the sums of the arrays that were passed to `reserve`. Collective."""
+        totals: dict[int, Any] = {}
+        deadline = deadline_of(options)
+        near = []
+        for pack in packs:
+            if pack.transport is not None:
+                self._sum_pack(pack, pack.transport, deadline)
+            shapes = [send.shape for send in pack.sends]
+            parts = packing.unpack(pack.total, shapes)
+            for j, send, part in zip(pack.members, pack.sends, parts, strict=True):
+                totals[j] = part
+                if pack.transport is None:
+                    near.append((send, part))
+        if near:
+            self._sum_symmetric(near, deadline)
+        return [totals[j] for j in range(len(totals))]
+
+    def _sum_pack(
+        self, pack: _Pack, transport: Transport, deadline: float | None
+    ) -> None:
+        """Put the sums of arrays of one dtype into their memory."""
+        dtype = pack.sends[0].dtype
+        with np.errstate(over="ignore"):  # what is too large for float16 is inf
+            transport.allreduce_packed(pack.sends, pack.total, deadline)
+            if arrays.is_float16(dtype):  # totals may have been, on the way, so all are
+                pack.total[...] = pack.total.astype(dtype)
+
+    def _sum_symmetric(
+        self, pairs: Sequence[tuple[Any, Any]], deadline: float | None
+    ) -> None:
+        """Put the sums of symmetric arrays into others."""
+        everyone = [self._symmetric.everyone(send) for send, _ in pairs]
+        assert self._routes.in_node is not None
+        self._routes.in_node.allreduce_symmetric(
+            [found for found in everyone if found is not None],
+            [total for _, total in pairs],
+            deadline,
+        )

@@ -1,0 +1,1 @@
+"""How ranks check that they make the same call, and fail together otherwise."""

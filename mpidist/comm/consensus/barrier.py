@@ -1,0 +1,205 @@
+"""Where the ranks of one node meet: memory in which each rank writes, and all read.
+
+A rank comes to a meeting by counting up a word of its own, and waits until the others
+have done so: a third of a microsecond, where MPI's small collectives take one to three.
+What it wrote on its page before it came, the others may read after they met. Stores and
+loads are ordered by MPI_Win_sync (MPI-4.1, section 12.7).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from mpidist.comm.consensus.failures import Losses
+from mpidist.comm.consensus.pending import Pending
+from mpidist.comm.consensus.waiting import Departures, LateError
+
+__all__ = ["Board"]
+
+_LINE_BYTES = 64  # a cache line: what one rank writes is not slowed down by others
+_FRAME_BYTES = 4096
+_SLOTS = 3
+_SPINS = 1000  # of 50 nanoseconds
+_YIELD_SECONDS = 1e-4
+_PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time that was waited
+
+
+class Board:
+    """Meetings of all ranks of a communicator, which share memory. Collective to make.
+
+    One thread at a time may use it. After a missed deadline it cannot be used any more.
+
+    Args:
+      comm: the ranks; borrowed.
+      page_bytes: how much each rank can write for a meeting.
+      slot_bytes: of each of three more pieces of memory of each rank, see `slots`.
+      names: the numbers by which errors call the ranks.
+      is_patient: whether to leave the core to other threads while waiting.
+      losses: knows when one of the ranks has died.
+      departures: knows when one of the ranks has left a collective.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        page_bytes: int,
+        slot_bytes: int = 0,
+        names: Sequence[int] | None = None,
+        is_patient: bool = False,
+        losses: Losses | None = None,
+        departures: Departures | None = None,
+    ):
+        self._comm = comm
+        self._losses = losses
+        self._departures = departures
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._names = list(range(self.size) if names is None else names)
+        self.page_bytes = -(-page_bytes // _LINE_BYTES) * _LINE_BYTES
+        self.slot_bytes = -(-slot_bytes // _LINE_BYTES) * _LINE_BYTES
+        pieces = _lay_out(self.page_bytes, self.slot_bytes)
+        size = pieces[-1].stop
+        with Pending("making shared memory", comm):
+            cores = _count_cores(comm)
+            self._window = _shared_window(size, comm)
+            self._window.Lock_all(MPI.MODE_NOCHECK)  # MPI_Win_sync needs an epoch
+        ranks = range(self.size)
+        memory = [self._memory(rank, size) for rank in ranks]
+        memory[self.rank][: pieces[1].stop] = 0
+        self._window.Sync()
+        with Pending("making shared memory", comm):
+            comm.Barrier()
+        counts = [_words(m[:8]) for m in memory]
+        self._mine = counts[self.rank]
+        self._others = [counts[rank] for rank in ranks if rank != self.rank]
+        self._counts = counts
+        # Two pages of every rank, `meetings & 1` tells which holds for a meeting: who
+        # comes to the next one has read those of the last
+        page, next_page, *slots = ([m[piece] for m in memory] for piece in pieces)
+        self.both_pages = [page, next_page]
+        # What they hold is up to who writes there; in turn, too
+        self.slots = slots
+        # The first words of the pages, as integers
+        self.both_words = [
+            [_words(page) for page in pages] for pages in self.both_pages
+        ]
+        self.meetings = 0
+        self._has_cores = self.size <= cores
+        self._spins = _SPINS if self._has_cores and not is_patient else 0
+
+    @staticmethod
+    def count_bytes(page_bytes: int, slot_bytes: int) -> int:
+        """Return how much shared memory each rank of a board takes, or less."""
+        last: int = _lay_out(page_bytes, slot_bytes)[-1].stop
+        return last
+
+    def _memory(self, rank: int, size: int) -> npt.NDArray[np.uint8]:
+        memory: Any = self._window.Shared_query(rank)[0]
+        return np.frombuffer(memory, np.uint8, size)
+
+    def meet(self, deadline: float | None = None, is_patient: bool = False) -> None:
+        """Return when all ranks have come. Collective.
+
+        Args:
+          deadline: on time.monotonic's clock, perhaps another one on each rank.
+          is_patient: whether to leave the core to other threads while waiting.
+
+        Raises:
+          LateError: it is over; says who has not come.
+          RankLostError: a rank has died.
+          CollectiveError: see `Departures.require_none`.
+        """
+        self.meetings = meeting = self.meetings + 1
+        self._window.Sync()
+        self._mine[0] = meeting
+        for count in self._others:
+            if count[0] < meeting:
+                self._wait(count, meeting, deadline, is_patient)
+        self._window.Sync()
+
+    def _wait(
+        self, count: Any, meeting: int, deadline: float | None, is_patient: bool
+    ) -> None:
+        for _ in range(0 if is_patient else self._spins):
+            if count[0] >= meeting:
+                return
+        start = now = time.monotonic()
+        while count[0] < meeting:
+            # Let others on this core run, then MPI, which may have messages to pass on
+            if self._has_cores and now - start < _YIELD_SECONDS:
+                os.sched_yield()  # no sleep is as short
+            else:
+                time.sleep(min((now - start) / 4, _PAUSE_SECONDS))
+                self._let_mpi_work()
+            now = time.monotonic()
+            if deadline is not None and now > deadline:
+                raise LateError(self._missing(meeting))
+
+    def _let_mpi_work(self) -> None:
+        """Let MPI make progress; raise if a rank has died, or left a collective."""
+        if self._losses is not None:
+            self._losses.require_none()
+        if self._departures is None:
+            self._comm.Iprobe()
+        else:
+            self._departures.require_none()
+
+    def missing(self) -> list[int]:
+        """Return which ranks have not come to this rank's last meeting. Any thread."""
+        return self._missing(self.meetings)
+
+    def _missing(self, meeting: int) -> list[int]:
+        named = zip(self._names, self._counts, strict=True)
+        return [name for name, count in named if count[0] < meeting]
+
+    def close(self) -> None:
+        """Free the memory. Collective."""
+        del self._mine, self._others, self._counts, self.both_words, self.both_pages
+        del self.slots
+        with Pending("freeing shared memory", self._comm):
+            self._window.Unlock_all()
+            self._window.Free()
+
+
+def _lay_out(page_bytes: int, slot_bytes: int) -> list[slice]:
+    """Return where two pages and three slots lie behind the first line.
+
+    Large arrays usually begin near a multiple of 4 KiB. Processors compare addresses by
+    their last 12 bits at first, and take what is read from such an array for what was
+    just written to a copy that begins a little behind one, too: that takes three times
+    as long. So copies begin in the middle.
+    """
+    pieces, end = [], _LINE_BYTES
+    for size in (page_bytes, page_bytes, *[slot_bytes] * _SLOTS):
+        start = -(-end // _FRAME_BYTES) * _FRAME_BYTES + _FRAME_BYTES // 2
+        end = start + size
+        pieces.append(slice(start, end))
+    return pieces
+
+
+def _count_cores(comm: MPI.Intracomm) -> int:
+    """Return how many cores the ranks may use, all together. Collective."""
+    if not hasattr(os, "sched_getaffinity"):  # not on Linux
+        return os.cpu_count() or 1
+    everyone = comm.allgather(os.sched_getaffinity(0))
+    return len(set.union(*everyone))
+
+
+def _shared_window(size_bytes: int, comm: MPI.Intracomm) -> MPI.Win:
+    """Return memory of each rank, on pages of its own, near the core it runs on."""
+    info = MPI.Info.Create()
+    info.Set("alloc_shared_noncontig", "true")
+    window = MPI.Win.Allocate_shared(size_bytes, 1, info, comm)
+    info.Free()
+    return window
+
+
+def _words(memory: Any) -> memoryview:
+    """Return memory as integers of 64 bits, which Python reads faster than NumPy's."""
+    return memoryview(memory.view(np.int64))

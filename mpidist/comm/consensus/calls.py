@@ -1,0 +1,186 @@
+"""What ranks tell each other of their calls, and how differences read in messages."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import pickle
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpidist.errors import CollectiveError, RemoteError
+from mpidist.util import nest
+
+__all__ = [
+    "Call",
+    "Claim",
+    "Record",
+    "ThreadState",
+    "call_site",
+    "differences",
+    "digest",
+    "dump_error",
+    "group_by_rank",
+    "is_own_code",
+    "load_error",
+    "name_ranks",
+    "report_error",
+]
+
+
+_BITS = (1 << 62) - 1
+_ODD = 0x1E3779B97F4A7C15  # multiplication by it permutes the numbers of 62 bits
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
+
+class Call(NamedTuple):
+    """What a rank is about to do, equal on all ranks: hashable, and cheap to compare.
+
+    Args:
+      operation: the collective, as the user called it.
+      options: pairs of an argument's name and its value.
+      spec: the structure of the value, or None.
+      leaves: what must agree of each leaf, usually its dtype and shape.
+      step: of a loop, which must agree, too; -1 if there is none. Calls that differ in
+        nothing else are of one kind.
+    """
+
+    operation: str
+    options: tuple[tuple[str, Any], ...] = ()
+    spec: nest.Spec | None = None
+    leaves: tuple[Any, ...] = ()
+    step: int = -1
+
+    def without_step(self) -> Call:
+        """Return what stands for all calls of this kind."""
+        return self if self.step < 0 else self._replace(step=-1)
+
+    def step_digest(self) -> int:
+        """Return 62 bits that differ for different steps; 0 without one."""
+        return (self.step + 1) * _ODD & _BITS
+
+    def describe(self) -> dict[str, str]:
+        """Return each thing that must agree by its name."""
+        lines = {name: str(value) for name, value in self.options}
+        if self.step >= 0:
+            lines["step"] = str(self.step)
+        if self.spec is not None:
+            lines["the structure of value"] = str(self.spec)
+            names = nest.leaf_names(self.spec, "value")
+            lines.update(zip(names, map(_text, self.leaves), strict=True))
+        return lines
+
+
+def _text(leaf: Any) -> str:
+    return " ".join(map(str, leaf)) if isinstance(leaf, tuple) else str(leaf)
+
+
+@functools.lru_cache(maxsize=4096)
+def digest(call: Call) -> int:
+    """Return 62 bits, the same in every process for the same call without its step."""
+    text = repr((call.operation, call.options, str(call.spec), call.leaves))
+    hashed = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(hashed, "big") >> 2
+
+
+class Record(NamedTuple):
+    """What one rank tells the others once something is wrong."""
+
+    operation: str
+    lines: dict[str, str]
+    site: str
+    error: bytes | None
+    report: str
+    origin: int  # the rank on which the error came up first
+    depth: int  # in how many blocks the rank still is
+    thread: str  # which of the rank's threads makes the call
+
+
+def dump_error(error: Exception | None) -> bytes | None:
+    """Return `error` pickled, or a RemoteError with its text where that fails."""
+    if error is None:
+        return None
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:  # an exception class may fail in any way here
+        return pickle.dumps(RemoteError(f"{type(error).__qualname__}: {error}"))
+    return data
+
+
+def load_error(data: bytes, origin: int) -> Exception:
+    """Return the error that `dump_error` pickled on rank `origin`."""
+    try:
+        error = pickle.loads(data)
+    except Exception as caught:  # a class that exists only on the other rank
+        error = RemoteError(f"rank {origin} failed; its error cannot be read: {caught}")
+    return error if isinstance(error, Exception) else RemoteError(repr(error))
+
+
+def report_error(error: Exception | None) -> str:
+    """Return the traceback of `error` as text."""
+    return "" if error is None else "".join(traceback.format_exception(error))
+
+
+def is_own_code(code: Any) -> bool:
+    """Return whether a function's code is of this package."""
+    return bool(code.co_filename.startswith(_PACKAGE))
+
+
+def call_site() -> str:
+    """Return file and line of the innermost frame outside this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def differences(records: Sequence[Record]) -> str:
+    """Name the first thing that differs, and what each rank has there."""
+    names = {name: None for record in records for name in record.lines}
+    for name in names:
+        texts = [record.lines.get(name, "nothing") for record in records]
+        if len(set(texts)) > 1:
+            return f"{name} is {group_by_rank(texts)}"
+    sites = group_by_rank([record.site for record in records])
+    raise CollectiveError(f"calls differ that look the same: {sites}")
+
+
+def group_by_rank(texts: Sequence[str]) -> str:
+    """Write each text once, with the ranks that have it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(f"{text} on {name_ranks(found)}" for text, found in ranks.items())
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 0, 2"; of many, the first."""
+    shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+class ThreadState(threading.local):
+    """Where a thread is: in how many blocks, and which of them it must leave."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        # The depth of the blocks that other ranks left by an error, and the error
+        self.unwinding: tuple[int, Exception] | None = None
+
+
+class Claim(NamedTuple):
+    """What this rank is about to do, or why it cannot; see `Agreement.require_same`."""
+
+    call: Call
+    thread: str = ""  # which of the rank's threads makes the call
+    error: Exception | None = None
+    timeout: float | None = None
+    is_patient: bool = False
+    payload: Sequence[Any] = ()
+    place: int = 0

@@ -1,0 +1,159 @@
+"""What to raise where ranks do different things, or one of them has failed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from mpidist.comm.consensus.calls import (
+    Call,
+    Claim,
+    Record,
+    call_site,
+    differences,
+    dump_error,
+    group_by_rank,
+    load_error,
+    name_ranks,
+    report_error,
+)
+from mpidist.comm.consensus.flight_recorder import Entry
+from mpidist.errors import DivergenceError, MismatchError, RemoteError
+
+__all__ = [
+    "forget_locals",
+    "left",
+    "no_such_thread",
+    "not_arrived",
+    "not_finished",
+    "raise_by",
+    "record_of",
+]
+
+_FOLDER = str(Path(__file__).parent) + os.sep
+
+
+def record_of(claim: Claim, places: dict[str, str], rank: int, depth: int) -> Record:
+    """Return what a rank tells the others of what it is about to do.
+
+    Args:
+      claim: what it is about to do.
+      places: where ranks are that must be at the same place.
+      rank: this one.
+      depth: in how many blocks it is.
+    """
+    call, error = claim.call, claim.error
+    return Record(
+        call.operation,
+        call.describe() | places,
+        call_site(),
+        dump_error(error),
+        report_error(error),
+        getattr(error, "origin_rank", rank),
+        depth,
+        claim.thread,
+    )
+
+
+def raise_by(
+    records: Sequence[Record], error: Exception | None, rank: int, call: int
+) -> NoReturn:
+    """Raise what keeps the ranks apart.
+
+    Args:
+      records: what each rank has told, by rank.
+      error: this rank's own, if it has failed.
+      rank: this one.
+      call: the number of the call.
+
+    Raises:
+      The error of a rank that failed: this rank's own, or a copy of the first one's.
+      DivergenceError: the operations differ.
+      MismatchError: the operations agree, but not the rest of the call.
+    """
+    if any(r.error is not None for r in records):
+        _raise_failure(records, error, rank)
+    if len({r.operation for r in records}) > 1:
+        calls = group_by_rank([f"{r.operation} at {r.site}" for r in records])
+        raise DivergenceError(
+            f"the replicas called different collectives (call {call} of this "
+            f"strategy): {calls}. Every replica must make the same calls in the "
+            "same order"
+        )
+    raise MismatchError(
+        f"{records[0].operation}: the replicas' arguments differ: "
+        f"{differences(records)}"
+    )
+
+
+def _raise_failure(
+    records: Sequence[Record], error: Exception | None, rank: int
+) -> NoReturn:
+    first = next(r for r in records if r.error is not None)
+    is_copy = error is None
+    if error is None:
+        assert first.error is not None
+        error = load_error(first.error, first.origin)
+        error.__cause__ = RemoteError(f"on rank {first.origin}:\n{first.report}")
+    if not hasattr(error, "origin_rank"):
+        with contextlib.suppress(AttributeError):
+            origin = first.origin if is_copy else rank
+            error.origin_rank = origin  # type: ignore[attr-defined]
+    raise error
+
+
+def left(rank: int, error: BaseException, last: Entry | None) -> str:
+    """Describe how a rank has left its last call by an error of its own."""
+    operation, site = "a collective", call_site()
+    if last is not None and last.ended is None:
+        operation, site = last.operation, last.site
+    reason = type(error).__name__ + (f": {error}" if str(error) else "")
+    return f"rank {rank} left {operation} (called at {site}) by {reason}"
+
+
+def no_such_thread(call: Call, rank: int, thread: str) -> DivergenceError:
+    """Return the error of a rank without the thread that calls on other ranks."""
+    name = f"thread {thread!r}" if thread else "the thread that made the strategy"
+    return DivergenceError(
+        f"rank {rank} is in {call.operation} at {call_site()}, and has no other thread "
+        f"that could join the call that other ranks make in {name}"
+    )
+
+
+def not_arrived(
+    rank: int, operation: str, seconds: float | None, missing: Sequence[int]
+) -> str:
+    """Say that a rank has waited for `missing` ranks in vain."""
+    reason = f"{name_ranks(missing)} did not arrive" if missing else "it did not finish"
+    return (
+        f"rank {rank} waited {seconds:g} s in {operation} (called at {call_site()}), "
+        f"but {reason}"
+    )
+
+
+def not_finished(rank: int, operation: str, deadline: float) -> str:
+    """Say that a call has not ended, where nobody knows who is missing."""
+    seconds = time.monotonic() - deadline
+    return (
+        f"{operation} (called at {call_site()}) did not finish on rank {rank}, "
+        f"{seconds:.1f} s after its deadline"
+    )
+
+
+def forget_locals(error: BaseException) -> None:
+    """Let the functions here that an error has left forget their variables.
+
+    They know the error, and it knows them by its traceback. Such a circle is freed by
+    the garbage collector only, and with it all that the user's function had when it
+    failed.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.startswith(_FOLDER):
+            with contextlib.suppress(RuntimeError):  # one that still runs
+                trace.tb_frame.clear()
+        trace = trace.tb_next

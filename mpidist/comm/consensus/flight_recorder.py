@@ -1,0 +1,239 @@
+"""The flight recorder: the last collectives of each rank, also of one that was killed.
+
+Each communicator has a ring of the last 1,000 calls, of five words each. Where the
+variable MPIDIST_DUMPS names a folder, the ring is a file there that is mapped into
+memory, so that it outlives the process however that ends; beside it is a file of JSON
+lines, of what the calls are. Both are removed when the program ends well.
+`python -m mpidist diff` compares those of all ranks.
+
+Calls of one kind have everything in common but their step. What is remembered of kinds
+is bounded, in memory and in the file: both forget those that the ring has no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpi4py import MPI
+
+from mpidist.comm.consensus.calls import Call, is_own_code
+from mpidist.comm.consensus.flight_files import (
+    BEGUN,
+    CALLS,
+    ENDED,
+    FORMAT,
+    KIND,
+    NUMBER,
+    RING_BYTES,
+    WORDS,
+    FlightFiles,
+)
+from mpidist.util.forks import call_in_child
+from mpidist.util.notices import warn
+
+__all__ = ["Entry", "Recorder"]
+
+_DUMPS = "MPIDIST_DUMPS"
+_MOST_KINDS = 4096  # that are known again, as many as `calls.digest` remembers
+_now = time.monotonic_ns
+_getframe = sys._getframe
+_PACK_INTO = struct.Struct(f"{WORDS}q").pack_into
+
+
+class Entry(NamedTuple):
+    """One call.
+
+    Args:
+      number: counted from 1, the same on all ranks.
+      operation: what the user called.
+      site: the file and line where.
+      begun: when, in seconds on time.monotonic's clock.
+      ended: when it was over; None if it is not.
+    """
+
+    number: int
+    operation: str
+    site: str
+    begun: float
+    ended: float | None
+
+
+class Recorder:
+    """The last calls on one communicator. One thread at a time writes, any may read.
+
+    Where the folder cannot be written, now or later, there is a RuntimeWarning and no
+    file. A forked child has the calls so far in memory of its own, and no files.
+
+    Args:
+      channel: the number of the communicator, the same on all ranks.
+      comm: the communicator.
+    """
+
+    def __init__(self, channel: int, comm: MPI.Intracomm):
+        self.channel, self._rank = channel, comm.Get_rank()
+        self._kinds: dict[Any, int] = {}
+        self._made = 0  # kinds, of which the last are known
+        self._texts: dict[int, tuple[str, str]] = {}
+        self._codes: dict[int, Any] = {}
+        self._depths: dict[int, int] = {}
+        self._place = -WORDS
+        self._files: FlightFiles | None = None
+        self._buffer: Any = bytearray(RING_BYTES)
+        if comm.Get_size() > 1 and os.environ.get(_DUMPS):
+            try:
+                self._files = self._open(Path(os.environ[_DUMPS]), comm)
+                self._buffer = self._files.ring
+            except (OSError, ValueError) as error:
+                self._warn(error)
+        self._words = memoryview(self._buffer).cast("q")
+        _recorders.add(self)
+
+    def _open(self, folder: Path, comm: MPI.Intracomm) -> FlightFiles:
+        world = comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
+        header = {
+            "format": FORMAT,
+            "channel": self.channel,
+            "rank": self._rank,
+            "members": list(world),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "monotonic_ns": time.monotonic_ns(),
+            "time": time.time(),
+        }
+        return FlightFiles(folder, self.channel, MPI.COMM_WORLD.Get_rank(), header)
+
+    def _warn(self, error: Exception) -> None:
+        warn(
+            f"the calls of rank {self._rank} are not kept in {_DUMPS}: {error}",
+            stacklevel=2,
+        )
+
+    def begin(self, number: int, call: Call, digest: int) -> None:
+        """Note that this rank is about to make a call.
+
+        Args:
+          number: counted from 1, the same on all ranks.
+          call: says what it is.
+          digest: stands for the call without its step.
+        """
+        begun = _now()
+        try:
+            frame = _getframe(self._depths[digest])  # the user's, where it was before
+            kind = self._kinds[digest, id(frame.f_code), frame.f_lasti]
+        except (KeyError, ValueError):
+            kind = self._note(call, digest)
+        place = self._place + WORDS
+        place = 0 if place == WORDS * CALLS else place
+        _PACK_INTO(self._buffer, 8 * place, number, kind, begun, 0, call.step)
+        self._place = place  # not before: other threads look there
+
+    def end(self) -> None:
+        """Note that the call is over."""
+        if self._place >= 0:
+            self._words[self._place + ENDED] = _now()
+
+    def _note(self, call: Call, digest: int) -> int:
+        """Return the number of a kind of call that may come for the first time."""
+        depth, frame = 2, _getframe(2)
+        while frame.f_back is not None and is_own_code(frame.f_code):
+            depth, frame = depth + 1, frame.f_back
+        if len(self._texts) >= _MOST_KINDS:
+            self._forget_kinds()
+        self._depths[digest] = depth - 1  # as `begin` counts
+        key = digest, id(frame.f_code), frame.f_lasti
+        kind = self._kinds.get(key)
+        if kind is not None:
+            return kind
+        kind = self._kinds[key] = self._made
+        self._made += 1
+        site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        self._texts[kind] = call.operation, site
+        self._codes[id(frame.f_code)] = frame.f_code  # so that its id stays its own
+        if self._files is not None:
+            try:
+                agreed = call.without_step().describe()
+                self._files.add(kind, call.operation, site, agreed, digest)
+            except Exception as error:  # whatever a user's object raises as text
+                self._stop(error)
+        return kind
+
+    def _forget_kinds(self) -> None:
+        """Forget all kinds of calls but those that the ring has."""
+        self._kinds.clear()
+        self._depths.clear()
+        self._codes.clear()
+        kept = set(self._words[KIND::WORDS])
+        self._texts = {k: text for k, text in self._texts.items() if k in kept}
+        if self._files is not None:
+            try:
+                self._files.keep(kept)
+            except Exception as error:  # a file that somebody has changed, too
+                self._stop(error)
+
+    def _stop(self, error: Exception) -> None:
+        """Go on without files, of which half would mislead."""
+        files, self._files = self._files, None
+        self._take_buffer()
+        assert files is not None
+        files.close(is_kept=False)
+        self._warn(error)
+
+    def _take_buffer(self) -> None:
+        """Have the ring in memory of this process alone."""
+        self._buffer = bytearray(self._buffer)
+        self._words = memoryview(self._buffer).cast("q")
+
+    def leave_to_parent(self) -> None:
+        """Leave ring and files to the process that has forked this one."""
+        if self._files is not None:
+            self._files.detach()
+            self._files = None
+            self._take_buffer()
+
+    def last(self) -> Entry | None:
+        """Return the last call, if there was one."""
+        place = self._place
+        return None if place < 0 else self._entry(place)
+
+    def before_last(self) -> Entry | None:
+        """Return the call before the last one."""
+        place = (self._place - WORDS) % (WORDS * CALLS)
+        return self._entry(place) if self._words[place + NUMBER] else None
+
+    def _entry(self, place: int) -> Entry:
+        words = self._words[place : place + WORDS]
+        operation, site = self._texts[words[KIND]]
+        ended = words[ENDED]
+        return Entry(
+            words[NUMBER],
+            operation,
+            site,
+            words[BEGUN] / 1e9,
+            ended / 1e9 if ended else None,
+        )
+
+    def close(self, is_kept: bool) -> None:
+        """Close the files; remove them unless they are to be kept."""
+        if self._files is not None:
+            self._files.close(is_kept)
+            self._files = None
+
+
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for recorder in list(_recorders):
+        with contextlib.suppress(Exception):
+            recorder.leave_to_parent()
+
+
+call_in_child(_leave_to_parent)

@@ -1,0 +1,199 @@
+"""Threads of one process take turns in using one communicator.
+
+Collectives of two threads may be started in one order on one rank and in the other
+order on another. A communicator knows no threads, so they would meet the wrong
+partner. Here one thread at a time may communicate, and when ranks find that different
+threads were first, they let the same one go first. (MPI_THREAD_SERIALIZED is enough.)
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import operator
+import threading
+import time
+from collections.abc import Callable
+
+from mpidist.errors import ContextError
+
+__all__ = ["Places", "Turns"]
+
+
+_LOOK_AGAIN_SECONDS = 0.05
+_get_ident = threading.get_ident
+
+
+class Turns:
+    """A lock that knows which thread must be next; entered for each collective.
+
+    Args:
+      on_end: called at the end of each collective.
+      check: called at the end of each collective with what it raised, or None; returns
+        what is to be raised.
+      on_error: called with what a collective raised, before another one can begin.
+    """
+
+    def __init__(
+        self,
+        on_end: Callable[[], None] | None = None,
+        check: Callable[[BaseException | None], BaseException | None] | None = None,
+        on_error: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._on_end = on_end
+        self._check = check
+        self._on_error = on_error
+        self._creator = threading.get_ident()
+        # Names that several threads have had at the same time: ranks may mean unlike
+        # ones by them, also when all but one have ended
+        self._ambiguous: set[str] = set()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all threads, as they do not exist in a forked process."""
+        self._condition = threading.Condition(threading.RLock())
+        self._next: str | None = None
+        self._entered = 0
+
+    def thread(self) -> str:
+        """Return this thread's name, the same on all ranks; "" for the first thread."""
+        if _get_ident() == self._creator:
+            return ""
+        return threading.current_thread().name or "a thread without a name"
+
+    def ambiguity(self, operation: str) -> ContextError | None:
+        """Return an error if other ranks cannot tell which thread this one is.
+
+        That is so if another thread of this rank has its name, or had it at a call.
+
+        Args:
+          operation: the call that this thread makes.
+        """
+        thread = threading.current_thread()
+        if thread.ident == self._creator:
+            return None
+        if sum(t.name == thread.name for t in threading.enumerate()) > 1:
+            self._ambiguous.add(thread.name)
+        if thread.name not in self._ambiguous:
+            return None
+        return ContextError(
+            f"{operation} is called in a thread with the name {thread.name!r}, which "
+            "another thread of the rank has, too; give each thread that communicates a "
+            "name of its own, the same on all ranks"
+        )
+
+    def adopt(self) -> None:
+        """Take the calling thread for the first one from now on: its name is ""."""
+        self._creator = threading.get_ident()
+
+    def __enter__(self) -> None:
+        self._condition.acquire()
+        try:
+            if self._next is not None:
+                while not self._entered and self._next not in (None, self.thread()):
+                    self._condition.wait()
+            self._entered += 1
+        except BaseException as error:  # of a signal handler
+            if self._on_error is not None:
+                self._on_error(error)
+            self._condition.release()
+            raise
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        try:
+            if self._entered == 1:
+                if error is not None and self._on_error is not None:
+                    self._on_error(error)
+                if self._on_end is not None:
+                    self._on_end()
+                if self._next is not None:
+                    self._next = None
+                    self._condition.notify_all()
+        finally:  # also when a signal handler raises here
+            self._entered -= 1
+            self._condition.release()
+        if self._check is not None:
+            found = self._check(error)
+            if found is not None and found is not error:
+                raise found from error
+
+    def yield_to(self, thread: str, timeout: float | None = None) -> bool:
+        """Wait until `thread` has had a turn; return False if it cannot come any more.
+
+        That is so if there is no such thread and none that could start it, or if
+        `timeout` seconds have passed. Called inside a turn, which goes on afterwards.
+        """
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        entered, self._entered = self._entered, 0
+        self._next = thread
+        self._condition.notify_all()
+        try:
+            while self._next == thread:
+                if not self._can_come(thread) or time.monotonic() > end:
+                    self._next = None
+                    return False
+                self._condition.wait(_LOOK_AGAIN_SECONDS)
+        finally:
+            self._entered = entered
+        return True
+
+    def _can_come(self, thread: str) -> bool:
+        others = [
+            t for t in threading.enumerate() if t is not threading.current_thread()
+        ]
+        if thread == "":
+            return any(t.ident == self._creator for t in others)
+        # Daemons, and our own readers, start no threads that communicate
+        return any(
+            t.name == thread or not (t.daemon or t.name.startswith("mpidist-"))
+            for t in others
+        )
+
+
+class Places(threading.local):
+    """Numbers by name, which must be the same on all ranks at each collective.
+
+    So ranks may go on alone within what they have agreed on before, and yet the next
+    collective of any kind finds out if one has gone farther than another. Each thread
+    has its own: how far it has gone when another one communicates is chance.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[str, int] = {}
+        # None where it is to be computed
+        self._digest: int | None = 0
+
+    @property
+    def digest(self) -> int:
+        """62 bits that are the same in every process for the same places."""
+        if self._digest is None:
+            hashes = (_hash(name, place) for name, place in self._places.items())
+            self._digest = functools.reduce(operator.xor, hashes, 0)
+        return self._digest
+
+    def note(self, name: str, place: int) -> None:
+        """Say that this rank is at `place` of `name`."""
+        self._places[name] = place
+        self._digest = None
+
+    def add(self, name: str, count: int) -> None:
+        """Note that this rank is `count` farther in `name` than before."""
+        self.note(name, self._places.get(name, 0) + count)
+
+    def forget(self, name: str) -> None:
+        """Say that this rank is through with `name`, if it has begun with it."""
+        if self._places.pop(name, None) is not None:
+            self._digest = None
+
+    def describe(self) -> dict[str, str]:
+        """Return each place by its name."""
+        return {name: str(place) for name, place in self._places.items()}
+
+
+@functools.lru_cache(maxsize=64)
+def _hash(name: str, place: int) -> int:
+    hashed = hashlib.blake2b(f"{name}\n{place}".encode(), digest_size=8).digest()
+    return int.from_bytes(hashed, "big") >> 2

@@ -1,0 +1,227 @@
+"""TensorFlow's kinds of CrossDeviceOps: by node, by NCCL, to one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidist.comm.collectives.operations import Collectives
+from mpidist.comm.cross_device_ops import MpiAllReduce
+from mpidist.comm.topology import Topology
+from mpidist.comm.transports.selector import Transport
+from mpidist.comm.transports.staging import StagingTransport
+from mpidist.device import arrays
+from mpidist.errors import ArgumentError, LaunchError
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.util import validation
+
+__all__ = ["HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice"]
+
+
+class HierarchicalCopyAllReduce(MpiAllReduce):
+    """Reduce inside each node, all-reduce between nodes, broadcast inside each node.
+
+    Args:
+      num_packs: into how many packs arrays of one dtype are put; 0 sends each alone.
+
+    Raises:
+      ArgumentError: num_packs is negative.
+      LaunchError, on all replicas: when it is given to a strategy on nodes without
+        room in shared memory.
+
+    Arrays on GPUs go by way of host memory.
+
+    Example:
+      >>> ops = mpidist.HierarchicalCopyAllReduce()
+      >>> by_node = mpidist.MirroredStrategy(cross_device_ops=ops)
+      >>> by_node.reduce("SUM", np.ones(2))
+      array([2., 2.])
+    """
+
+    def __init__(self, num_packs: int = 1):
+        self._num_packs = validation.integer("num_packs", num_packs, 0)
+        self._transport: Transport | None = None
+
+    def bind(self, collectives: Collectives, topology: Topology) -> None:
+        """See `CrossDeviceOps.bind`."""
+        super().bind(collectives, topology)
+        routes = collectives.routes
+        if routes.in_node is None and topology.has_neighbours:
+            raise LaunchError(
+                "HierarchicalCopyAllReduce cannot be used: the ranks of a node have no "
+                "room in shared memory (a container may be given more: --shm-size)"
+            )
+        self._transport = routes.in_node or routes.default
+        if routes.default.device and routes.in_node is not None:
+            self._transport = StagingTransport(routes.in_node)
+
+    def sum_arrays(
+        self, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """See `MpiAllReduce.sum_arrays`."""
+        options = _with_packs(options, self._num_packs, values)
+        return self.collectives.sums.sum_arrays(values, options, self._transport)
+
+
+class NcclAllReduce(MpiAllReduce):
+    """Reduce arrays on GPUs by NVIDIA's NCCL, which needs a GPU of each replica's own.
+
+    Arrays on the host are reduced by MPI.
+
+    Args:
+      num_packs: into how many packs arrays of one dtype are put; 0 sends each alone.
+
+    Raises:
+      ArgumentError: num_packs is negative.
+      LaunchError, on all replicas: when it is given to a strategy on CPUs, or whose
+        replicas share a GPU, or without NCCL.
+
+    Example:
+      >>> ops = mpidist.NcclAllReduce(num_packs=2)
+      >>> mpidist.MirroredStrategy(["CPU:0"], cross_device_ops=ops)
+      Traceback (most recent call last):
+      mpidist.errors.LaunchError: NcclAllReduce cannot be used: ...
+    """
+
+    def __init__(self, num_packs: int = 1):
+        self._num_packs = validation.integer("num_packs", num_packs, 0)
+
+    def bind(self, collectives: Collectives, topology: Topology) -> None:
+        """See `CrossDeviceOps.bind`."""
+        super().bind(collectives, topology)
+        collectives.routes.require_nccl("NcclAllReduce")
+
+    def sum_arrays(
+        self, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """See `MpiAllReduce.sum_arrays`."""
+        options = _with_packs(options, self._num_packs, values)
+        nccl = self.collectives.routes.by_name["nccl"]
+        return self.collectives.sums.sum_arrays(values, options, nccl)
+
+
+class ReductionToOneDevice(MpiAllReduce):
+    """Reduce to one replica, and broadcast from there.
+
+    Args:
+      reduce_to_device: the replica to reduce to, by its number, or by a device string,
+        which means the first replica on such a device; by default replica 0.
+      accumulation_fn: called there, as `accumulation_fn(arrays)` with the list of all
+        replicas' arrays in their order, instead of adding them up. It returns an array
+        of their shape. MEAN divides that by the number of replicas.
+
+    Raises, on all replicas, when it is given to a strategy:
+      ArgumentError: no replica is on `reduce_to_device`.
+
+    Arrays on GPUs go by way of host memory; `accumulation_fn` gets them on its GPU.
+    Reductions raise, on all replicas, what `accumulation_fn` raises, and ArgumentError
+    for another shape.
+
+    Example:
+      >>> largest = mpidist.ReductionToOneDevice(
+      ...     accumulation_fn=lambda arrays: np.max(arrays, axis=0)
+      ... )
+      >>> maximum = mpidist.MirroredStrategy(cross_device_ops=largest)
+      >>> maximum.reduce("SUM", np.array([maximum.extended.replica_id, 5]))
+      array([1, 5])
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: int | str | None = None,
+        accumulation_fn: Callable[[list[Any]], Any] | None = None,
+    ):
+        self._device = reduce_to_device
+        if not isinstance(reduce_to_device, str):
+            name, also = "reduce_to_device", ", a device or None"
+            self._device = validation.optional_integer(name, reduce_to_device, 0, also)
+        self._accumulate = validation.optional_function(
+            "accumulation_fn", accumulation_fn
+        )
+        self.is_sum = accumulation_fn is None
+        self._root = 0
+
+    def describe(self) -> str:
+        """See `CrossDeviceOps.describe`."""
+        return f"{super().describe()}({self._device!r})"
+
+    def bind(self, collectives: Collectives, topology: Topology) -> None:
+        """See `CrossDeviceOps.bind`."""
+        super().bind(collectives, topology)
+        self._root = _replica_on(self._device, topology.devices)
+
+    def reduce_checked(
+        self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """See `CrossDeviceOps.reduce_checked`."""
+        # What is refused here, or raised by `accumulation_fn`, is raised on all ranks
+        reduce = super().reduce_checked
+        return self.collectives.agreement.block(
+            type(self).__qualname__, lambda: reduce(op, values, options)
+        )
+
+    def sum_arrays(
+        self, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """See `MpiAllReduce.sum_arrays`."""
+        if options.compression is not None:
+            raise ArgumentError(
+                "ReductionToOneDevice sends numbers as they are: leave "
+                f"compression={options.compression!r} out"
+            )
+        return [self._sum(value) for value in values]
+
+    def _sum(self, value: Any) -> Any:
+        agreement, host = self.collectives.agreement, arrays.to_host(value)
+        everyone = np.empty((agreement.size, *host.shape), host.dtype)
+        if agreement.size > 1:
+            agreement.comm.Gather(host, everyone, self._root)
+        else:
+            everyone[0] = host
+
+        def combine() -> Any:
+            there = [arrays.to_device_like(part, value) for part in everyone]
+            return arrays.to_host(self._combine(there))
+
+        total = agreement.root_only("ReductionToOneDevice", combine, self._root)
+        return arrays.to_device_like(np.asarray(total), value)
+
+    def _combine(self, values: list[Any]) -> Any:
+        if self._accumulate is None:
+            return functools.reduce(operator.add, values)
+        total = arrays.namespace(values[0]).asarray(self._accumulate(values))
+        if total.shape != values[0].shape:
+            raise ArgumentError(
+                f"accumulation_fn returned shape {total.shape} for arrays of shape "
+                f"{values[0].shape}"
+            )
+        return total.astype(values[0].dtype, copy=False)
+
+
+def _with_packs(
+    options: CommunicationOptions, num_packs: int, values: Sequence[Any]
+) -> CommunicationOptions:
+    """Return options with the pack size that gives `num_packs` packs."""
+    if options.bytes_per_pack or num_packs == 1:
+        return options
+    total = sum(value.nbytes for value in values)
+    size = max(1, -(-total // num_packs)) if num_packs else 1
+    return dataclasses.replace(options, bytes_per_pack=size)
+
+
+def _replica_on(device: int | str | None, devices: Sequence[str]) -> int:
+    """Return the number of the replica that `device` means."""
+    if device is None:
+        return 0
+    if isinstance(device, int) and 0 <= device < len(devices):
+        return device
+    if device in devices:
+        return list(devices).index(str(device))
+    raise ArgumentError(
+        f"reduce_to_device is {device!r}, but the replicas are on {list(devices)}"
+    )

@@ -1,0 +1,315 @@
+"""CrossDeviceOps: how a strategy reduces and broadcasts values over its replicas.
+
+An object of one of these classes is given to one `MirroredStrategy`, which then uses it
+for `reduce`, `all_reduce`, `reduce_to`, and for variables. With one process per
+replica, every replica is a destination of every result.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidist.comm.collectives.operations import Collectives
+from mpidist.comm.consensus.calls import Call
+from mpidist.comm.topology import Topology
+from mpidist.device import arrays
+from mpidist.errors import (
+    ArgumentError,
+    ContextError,
+)
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.util import nest, validation
+from mpidist.values import ArrayView, DistributedValues, Mirrored, PerReplica
+
+__all__ = [
+    "CrossDeviceOps",
+    "MpiAllReduce",
+]
+
+Pairs = Sequence[tuple[Any, Any]]
+_DEFAULT = CommunicationOptions()
+
+
+class CrossDeviceOps:
+    """Base of ways to reduce; a subclass overrides the `*_implementation` methods.
+
+    An implementation gets a `PerReplica` (or several) whose component is this replica's
+    array, after structures, shapes and dtypes were found to agree, and returns the
+    reduced array, or a `Mirrored` of it, on every replica. It may call `super()`'s: the
+    base class reduces by direct MPI. What it raises on one replica is raised on all.
+
+    One object serves one strategy; before it is given to it, its methods raise
+    ContextError.
+
+    Example:
+      >>> class Clipped(mpidist.CrossDeviceOps):
+      ...     def reduce_implementation(self, *args):
+      ...         return np.minimum(super().reduce_implementation(*args), 1.5)
+      >>> clipped = mpidist.MirroredStrategy(cross_device_ops=Clipped())
+      >>> clipped.reduce("SUM", np.array([0.5, 1.0]))
+      array([1. , 1.5])
+    """
+
+    _collectives: Collectives | None = None
+    _topology: Topology | None = None
+
+    def require_unbound(self) -> None:
+        """Raise a ContextError if this object belongs to a strategy already."""
+        if self._collectives is not None:
+            raise ContextError(
+                f"this {type(self).__name__} belongs to another strategy already; make "
+                "one for each"
+            )
+
+    def describe(self) -> str:
+        """Return what must be the same on all ranks, as text."""
+        return type(self).__qualname__
+
+    def bind(self, collectives: Collectives, topology: Topology) -> None:
+        """Make this object a strategy's own. The strategy calls it. Collective."""
+        self._collectives = collectives
+        self._topology = topology
+
+    def unbound(self) -> CrossDeviceOps:
+        """Return a copy that belongs to no strategy."""
+        twin = copy.copy(self)
+        twin._collectives = twin._topology = None
+        return twin
+
+    def close(self) -> None:
+        """Free what `bind` made. The strategy calls it. Collective."""
+
+    @property
+    def collectives(self) -> Collectives:
+        """The collectives of the strategy that this object belongs to.
+
+        Raises:
+          ContextError: it belongs to none.
+        """
+        if self._collectives is None:
+            raise ContextError(
+                f"give this {type(self).__name__} to a strategy first: "
+                "MirroredStrategy(cross_device_ops=...)"
+            )
+        return self._collectives
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Return the reduction of a value over all replicas, as `Mirrored`. Collective.
+
+        Args:
+          reduce_op: SUM or MEAN.
+          per_replica_value: a `PerReplica`, or an array as this replica's contribution.
+          destinations: where to put the result: a device string, several, or a
+            distributed value that lies there. Here it lies on every replica.
+          options: see `CommunicationOptions`.
+
+        Raises, on all replicas: see `ReplicaContext.all_reduce`; ArgumentError also for
+          bad or empty destinations.
+
+        Example:
+          >>> ops = strategy.extended.cross_device_ops
+          >>> ops.reduce("SUM", np.ones(2), destinations="CPU:0") / 2
+          array([1., 1.])
+        """
+        pairs = [(per_replica_value, destinations)]
+        return self._reduce_pairs("reduce", reduce_op, pairs, options)[0]
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Pairs,
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Return the reductions of several values, packed together. Collective.
+
+        Like `reduce` for each `(value, destinations)` of a list.
+
+        Raises, on all replicas: like `reduce`; ArgumentError also for what is not a
+          list of pairs.
+
+        Example:
+          >>> ops = strategy.extended.cross_device_ops
+          >>> pairs = [(np.ones(2), "CPU:0"), (np.ones(1), "CPU:0")]
+          >>> [total / 2 for total in ops.batch_reduce("SUM", pairs)]
+          [array([1., 1.]), array([1.])]
+        """
+        pairs = value_destination_pairs
+        return self._reduce_pairs("batch_reduce", reduce_op, pairs, options)
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+        """Return replica 0's value on every replica, as `Mirrored`. Collective.
+
+        Args:
+          tensor: an array; every replica passes one of the same shape and dtype.
+          destinations: see `reduce`.
+
+        Raises, on all replicas:
+          MismatchError: shapes or dtypes differ.
+          ArgumentError: bad or empty destinations.
+
+        Example:
+          >>> ops = strategy.extended.cross_device_ops
+          >>> mine = np.array([strategy.extended.replica_id + 7])
+          >>> ops.broadcast(mine, destinations="CPU:0") + 0
+          array([7])
+        """
+        check = functools.partial(_require_destinations, destinations)
+        self.collectives.agreement.prepare("broadcast", check)
+        return self._mirrored(self.broadcast_implementation(tensor, destinations))
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions,
+    ) -> Any:
+        """Reduce one value; see the class. By default, MPI all-reduces it."""
+        value = arrays.to_array(per_replica_value)
+        return self.reduce_arrays(reduce_op, [value], options)[0]
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Pairs,
+        options: CommunicationOptions,
+    ) -> Sequence[Any]:
+        """Reduce several values; see the class. By default, one by one."""
+        return [
+            self.reduce_implementation(reduce_op, value, destinations, options)
+            for value, destinations in value_destination_pairs
+        ]
+
+    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+        """Broadcast one value; see the class. By default, by MPI."""
+        return self.collectives.broadcast("broadcast", tensor)
+
+    def reduce_arrays(
+        self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """Return the reductions of arrays, by MPI; for implementations. Collective."""
+        described = tuple((a.dtype.name, a.shape) for a in values)
+        spec = nest.flatten(list(values))[1]
+        call = Call(type(self).__qualname__, (("reduce_op", op.name),), spec, described)
+        with self.collectives.agreement.turns:
+            # Another replica's implementation may have failed, or do otherwise
+            self.collectives.agreement.require_same(call)
+            return self.collectives.reduce_arrays(op, values, options)
+
+    def reduce_checked(
+        self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """Call the implementation for arrays that are known to agree. Collective."""
+        return self.collectives.agreement.block(
+            type(self).__qualname__, lambda: self._implement(op, values, options)
+        )
+
+    def _implement(
+        self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        rank = self.collectives.agreement.rank
+        per_replica = [PerReplica((value,), (rank,)) for value in values]
+        destinations = tuple(f"replica:{r}" for r in range(self.collectives.size))
+        if len(values) == 1:
+            results: Sequence[Any] = [
+                self.reduce_implementation(op, per_replica[0], destinations, options)
+            ]
+        else:
+            pairs = [(value, destinations) for value in per_replica]
+            results = self.batch_reduce_implementation(op, pairs, options)
+        return [_own(arrays.to_array(result)) for result in results]
+
+    def _reduce_pairs(
+        self,
+        operation: str,
+        reduce_op: ReduceOp | str,
+        pairs: Pairs,
+        options: CommunicationOptions | None,
+    ) -> list[Any]:
+        collectives = self.collectives
+        values = collectives.agreement.prepare(operation, lambda: _values_of(pairs))
+        is_plain = type(self) is MpiAllReduce
+        reduce_arrays = None if is_plain else self.reduce_checked
+        results = collectives.all_reduce(
+            operation, reduce_op, values, options, reduce_arrays
+        )
+        return [self._mirrored(result) for result in results]
+
+    def _mirrored(self, result: Any) -> Any:
+        if isinstance(result, DistributedValues):
+            return result
+        return Mirrored((result,), (self.collectives.agreement.rank,))
+
+
+class MpiAllReduce(CrossDeviceOps):
+    """The default: MPI all-reduces packs of arrays where they lie.
+
+    Example:
+      >>> ops = mpidist.MpiAllReduce()
+      >>> direct = mpidist.MirroredStrategy(cross_device_ops=ops)
+      >>> direct.reduce("MEAN", np.array([1.0, 3.0]))
+      array([1., 3.])
+    """
+
+    is_sum = True  # whether `sum_arrays` adds arrays up, and does nothing else
+
+    def reduce_checked(
+        self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """See `CrossDeviceOps.reduce_checked`."""
+        return self.collectives.reduce_arrays(
+            op, values, options, self.sum_arrays, self.is_sum
+        )
+
+    def sum_arrays(
+        self, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """Return the sums of contiguous arrays that are known to agree. Collective."""
+        return self.collectives.sums.sum_arrays(values, options)
+
+
+def _own(array: Any) -> Any:
+    """Return an array that can be changed, as the components of `Mirrored` cannot."""
+    is_read_only = isinstance(array, np.ndarray) and not array.flags.writeable
+    return array.copy() if is_read_only else array
+
+
+def _values_of(pairs: Pairs) -> list[Any]:
+    """Return the values of `(value, destinations)` pairs, which are checked."""
+    if not isinstance(pairs, list | tuple):
+        raise ArgumentError(
+            f"value_destination_pairs must be a list, not {validation.shown(pairs)}"
+        )
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ArgumentError(
+                "each element of value_destination_pairs must be a tuple of size 2, "
+                f"not {validation.shown(pair)}"
+            )
+        _require_destinations(pair[1])
+    return [value for value, _ in pairs]
+
+
+def _require_destinations(destinations: Any) -> None:
+    if isinstance(destinations, str | DistributedValues | ArrayView):
+        is_good = destinations != "" if isinstance(destinations, str) else True
+    elif isinstance(destinations, list | tuple):
+        is_good = bool(destinations) and all(isinstance(d, str) for d in destinations)
+    else:
+        is_good = hasattr(destinations, "__array__")  # a tensor: where it lies
+    if not is_good:
+        raise ArgumentError(
+            "destinations must be a device string, a list of them that is not empty, "
+            f"or a value that lies there, not {validation.shown(destinations)}"
+        )

@@ -1,0 +1,296 @@
+"""What the ranks of a strategy know of their GPUs, the same on all."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mpi4py import MPI
+
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.device import probe
+from mpidist.device.binding import (
+    GpuIdentity,
+    identify_gpu,
+    nccl_version,
+    require_own_gpus,
+    shared_gpus,
+)
+from mpidist.errors import LaunchError
+from mpidist.util import validation
+from mpidist.util.environment import ALLOW_SHARED_GPU, CUDA_AWARE, read_switch
+from mpidist.util.files import replace_file
+
+__all__ = [
+    "GpuFacts",
+    "GpuRequest",
+    "Support",
+    "ask",
+    "cache_path",
+    "find_facts",
+    "find_support",
+    "why_no_nccl",
+]
+
+
+_CALL = "MirroredStrategy: GPUs"
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuRequest:
+    """What a user says of GPUs; see `MirroredStrategy`."""
+
+    allow_shared: bool = False
+    cuda_aware: bool | None = None
+
+    def check(self) -> None:
+        """Raise an ArgumentTypeError if these are not True or False."""
+        validation.switch("allow_shared_gpu", self.allow_shared)
+        if self.cuda_aware is not None:
+            validation.switch("cuda_aware", self.cuda_aware)
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuFacts:
+    """The GPUs of a strategy.
+
+    Args:
+      index: of this rank's GPU; the rest is the same on all.
+      identities: of each rank's GPU, by rank.
+      is_shared: whether ranks share one.
+      support: whether MPI takes addresses of their memory.
+      nccl: the version of NCCL on rank 0, such as 22703; 0 without.
+      no_nccl: why NCCL cannot connect these ranks; "" if it may.
+    """
+
+    index: int
+    identities: tuple[GpuIdentity, ...]
+    is_shared: bool
+    support: Support
+    nccl: int
+    no_nccl: str
+
+
+def find_facts(agreement: Agreement, index: int, request: GpuRequest) -> GpuFacts:
+    """Return what holds for all ranks, which all have a GPU. Collective.
+
+    Args:
+      agreement: of all ranks.
+      index: of this rank's GPU, in this process.
+      request: what the user says.
+
+    Raises, on all ranks:
+      LaunchError: ranks share a GPU and a rank does not allow it; see also
+        `find_support`.
+    """
+
+    def look() -> tuple[GpuIdentity, bool, int]:
+        identity = identify_gpu(index, MPI.Get_processor_name())
+        is_allowed = read_switch(os.environ, ALLOW_SHARED_GPU) or False
+        return identity, request.allow_shared or is_allowed, nccl_version()
+
+    mine = agreement.prepare(_CALL, look)
+    everyone = agreement.gather(_CALL, mine)
+    identities = tuple(identity for identity, _, _ in everyone)
+    if not all(is_allowed for _, is_allowed, _ in everyone):
+        require_own_gpus(identities)
+    support = Support(False, "there is one replica")
+    if agreement.size > 1:
+        support = find_support(agreement, request.cuda_aware, mine[0], index)
+    versions = [version for _, _, version in everyone]
+    return GpuFacts(
+        index,
+        identities,
+        bool(shared_gpus(identities)),
+        support,
+        versions[0],
+        why_no_nccl(versions, identities),
+    )
+
+
+def why_no_nccl(versions: Sequence[int], identities: Sequence[GpuIdentity]) -> str:
+    """Return why NCCL cannot connect ranks; "" if nothing is known against it.
+
+    Args:
+      versions: of NCCL on each rank, 0 without.
+      identities: of each rank's GPU.
+    """
+    if len(versions) == 1:
+        return "there is one replica"
+    if not all(versions):
+        rank = list(versions).index(0)
+        return f"CuPy finds no NCCL on rank {rank}; pip install nvidia-nccl-cu13"
+    if len(set(versions)) > 1:
+        return f"the ranks have different versions of NCCL: {sorted(set(versions))}"
+    # To NCCL, parts of one GPU (MIG) are the same GPU
+    if len({(found.host, found.pci_bus_id) for found in identities}) < len(identities):
+        return "ranks share a GPU, which NCCL refuses"
+    return ""
+
+
+_AWARE_CALL = "MirroredStrategy: whether MPI is CUDA-aware"
+# MPIX_GPU_SUPPORT_CUDA of MPICH
+_CUDA_KIND = 0
+
+
+class Support(NamedTuple):
+    """Whether MPI takes addresses of GPUs.
+
+    Args:
+      is_aware: whether it does.
+      why: how that is known, in a few words.
+    """
+
+    is_aware: bool
+    why: str
+
+
+def find_support(
+    agreement: Agreement, asked_for: bool | None, identity: GpuIdentity, index: int
+) -> Support:
+    """Return what holds for all ranks. Collective.
+
+    Args:
+      agreement: of all ranks.
+      asked_for: what the user says, which counts more than all else, as does the
+        variable MPIDIST_CUDA_AWARE (0 or 1).
+      identity: of this rank's GPU.
+      index: its number in this process.
+
+    Raises, on all ranks:
+      LaunchError: the variable is neither 0 nor 1; it, or the option, differs.
+    """
+    library = MPI.Get_library_version().partition("\n")[0].rstrip("\0 ")
+    override, answer = agreement.prepare(
+        _AWARE_CALL,
+        lambda: (_override(asked_for, os.environ), ask(library, os.environ)),
+    )
+    key = f"{library} | CUDA {identity.driver} | {identity.name}"
+    everyone = agreement.gather(_AWARE_CALL, (override, answer, key))
+    overrides = {found for found, _, _ in everyone}
+    if len(overrides) > 1:
+        raise LaunchError(
+            f"ranks say different things of MPI's CUDA support ({CUDA_AWARE}, or "
+            f"cuda_aware=): {sorted(map(str, overrides))}"
+        )
+    # One rank tries for all with the same GPU and library
+    keys = [found for _, _, found in everyone]
+    is_first = keys.index(key) == agreement.rank
+    if override is None and (answer is None or answer.is_aware):
+        own = agreement.prepare(
+            _AWARE_CALL, lambda: _cached_trial(key, index) if is_first else None
+        )
+        answer = own or answer
+    found = [a for a in agreement.gather(_AWARE_CALL, answer) if a is not None]
+    worst = min(found, key=lambda support: support.is_aware, default=None)
+    if override is None:
+        assert worst is not None  # the first rank has tried
+        return worst
+    says = "nothing else is known"
+    if worst is not None:
+        is_aware = "it is" if worst.is_aware else "it is not"
+        says = f"otherwise {is_aware}: {worst.why}"
+    return Support(override[0], f"{override[1]}, where {says}")
+
+
+def _override(
+    asked_for: bool | None, environ: Mapping[str, str]
+) -> tuple[bool, str] | None:
+    """Return what the user says, and where."""
+    if asked_for is not None:
+        return asked_for, f"cuda_aware={asked_for}"
+    is_aware = read_switch(environ, CUDA_AWARE)
+    return None if is_aware is None else (is_aware, f"{CUDA_AWARE}={int(is_aware)}")
+
+
+def ask(library: str, environ: Mapping[str, str]) -> Support | None:
+    """Return what the MPI library says of itself; None if it says nothing.
+
+    Args:
+      library: the first line of `MPI.Get_library_version()`.
+      environ: the environment variables.
+    """
+    return next(_answers(library, environ), None)
+
+
+def _answers(library: str, environ: Mapping[str, str]) -> Iterator[Support]:
+    """Yield answers, the most reliable first."""
+    # MPI-4.1, section 12.4.3: which kinds of memory the user asked for and got
+    info = MPI.COMM_WORLD.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds") or ""
+    info.Free()
+    if _has_device_memory(kinds):
+        yield Support(True, f"mpi_memory_alloc_kinds={kinds}")
+    if "CRAY" in library.upper():
+        name = "MPICH_GPU_SUPPORT_ENABLED"
+        yield Support(environ.get(name) == "1", f"{name}={environ.get(name)}")
+    if library.startswith("Intel"):
+        name = "I_MPI_OFFLOAD"
+        is_on = environ.get(name, "0") not in ("0", "")
+        yield Support(is_on, f"{name}={environ.get(name)}")
+    path = probe.library_path()
+    if path is None:
+        return
+    loaded = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    if hasattr(loaded, "MPIX_Query_cuda_support"):
+        answer = int(loaded.MPIX_Query_cuda_support())
+        yield Support(answer == 1, f"MPIX_Query_cuda_support() is {answer}")
+    if hasattr(loaded, "MPIX_GPU_query_support"):
+        flag = ctypes.c_int()
+        loaded.MPIX_GPU_query_support(_CUDA_KIND, ctypes.byref(flag))
+        yield Support(flag.value == 1, f"MPIX_GPU_query_support gives {flag.value}")
+
+
+def _has_device_memory(kinds: str) -> bool:
+    """Return whether memory that CUDA has allocated on GPUs is among kinds of memory.
+
+    Args:
+      kinds: as in "system,cuda:host:device"; without restrictors all of a kind is.
+    """
+    found = (kind.strip().split(":") for kind in kinds.split(","))
+    return any(
+        name == "cuda" and (not restrictors or "device" in restrictors)
+        for name, *restrictors in found
+    )
+
+
+def _cached_trial(key: str, index: int) -> Support:
+    """Return what came of trying it, now or before."""
+    path = cache_path()
+    known = _read(path)
+    if key in known:
+        return Support(known[key][0], f"{known[key][1]} ({path})")
+    is_aware, why, is_certain = probe.run(index)
+    if is_certain:
+        _write(path, {**known, key: [is_aware, why]})
+    return Support(is_aware, why)
+
+
+def cache_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the file in which outcomes are kept; it may be deleted at any time."""
+    cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "mpidist", "cuda_aware.json")
+
+
+def _read(path: Path) -> dict[str, tuple[bool, str]]:
+    """Return what a file of outcomes holds; nothing if it is none."""
+    try:
+        content = json.loads(path.read_text())
+        return {str(key): (bool(a), str(why)) for key, (a, why) in content.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _write(path: Path, outcomes: Mapping[str, object]) -> None:
+    """Keep outcomes; where that cannot be done, the next job tries again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(path) as file:
+            file.write(json.dumps(outcomes, indent=1).encode())
+    except OSError:
+        return

@@ -1,0 +1,359 @@
+"""Gradients that are reduced while the backward pass still makes others."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpidist.comm.arithmetic import result_bytes
+from mpidist.comm.bucket_layout import BucketStep, divide, leaves_by_key
+from mpidist.comm.collectives.arguments import check_each, to_arrays
+from mpidist.comm.collectives.outputs import StepResults
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.calls import Call, digest
+from mpidist.comm.consensus.pending import Pending
+from mpidist.comm.replica_group import Channel, ReplicaGroup
+from mpidist.device import arrays
+from mpidist.device.streams import SideStream, record
+from mpidist.errors import ArgumentError, ContextError
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.util import nest, validation
+from mpidist.util.notices import warn
+
+__all__ = ["GradientBuckets"]
+
+_CALL = "GradientBuckets"
+_BUCKET_BYTES = 8 << 20  # unless options say otherwise
+_COLLECT_AT = 16
+_LINE_BYTES = 64  # each result begins with one
+
+
+class _Side:
+    """A communicator, its channel, and how a thread uses them. Collective to make.
+
+    Args:
+      group: whose ranks take part; not kept, as this outlives it.
+    """
+
+    def __init__(self, group: ReplicaGroup):
+        losses = group.topology.losses
+        self._losses = losses
+        self.results = StepResults()
+        with Pending("making a communicator", group.topology.comm):
+            comm = losses.add(group.topology.comm.Dup())
+        self.agreement = Agreement(comm, losses=losses)
+        try:
+            self.channel = Channel(
+                _CALL,
+                self.agreement,
+                group.topology,
+                group.symmetric_memory,
+                group.gpus,
+                is_beside=True,
+                results=self.results,
+            )
+        except Exception:  # it is raised on all ranks
+            self.agreement.close()
+            losses.free(comm)
+            raise
+        # The buckets that use it; None if they were closed
+        self.owner: weakref.ref[GradientBuckets] | None = None
+
+    def is_dropped(self) -> bool:
+        """Return whether nobody uses it on this rank, and others can."""
+        is_used = self.owner is not None and self.owner() is not None
+        return not is_used and self.agreement.broken is None
+
+    def close(self) -> None:
+        """Free it. Collective."""
+        self.agreement.close()
+        self.channel.close()
+        self._losses.free(self.agreement.comm)
+
+
+class _Sides:
+    """As many as the buckets of one strategy that are in use at the same time.
+
+    Buckets that were dropped without `close` are gone at another moment on each rank,
+    so who makes new ones looks which sides all ranks can do without.
+
+    Args:
+      closing: what is called when the strategy is closed.
+    """
+
+    def __init__(self, closing: list[Callable[[], None]]):
+        self._sides: list[_Side] = []
+        self._closing = closing
+        closing.append(self.close)
+        self._collect_at = _COLLECT_AT
+
+    def __len__(self) -> int:
+        return len(self._sides)
+
+    def take(self, group: ReplicaGroup, owner: GradientBuckets) -> _Side:
+        """Return a side for its new owner. Collective."""
+        if len(self._sides) >= self._collect_at:
+            gc.collect()
+            self._collect_at *= 2
+        dropped = {j for j, side in enumerate(self._sides) if side.is_dropped()}
+        everywhere = set.intersection(*group.agreement.gather(_CALL, dropped))
+        if everywhere:
+            side = self._sides[min(everywhere)]
+        else:
+            side = _Side(group)
+            self._sides.append(side)
+        side.owner = weakref.ref(owner)
+        return side
+
+    def close(self) -> None:
+        """Free all. Collective."""
+        self._closing.remove(self.close)
+        while self._sides:
+            self._sides.pop().close()
+
+
+class GradientBuckets:
+    """Reduces gradients over all replicas while others are still being computed.
+
+    `strategy.gradient_buckets` makes it, once; a `with` block is one step:
+
+      >>> weights = {"w": np.zeros((3, 2)), "b": np.zeros(2)}
+      >>> buckets = strategy.gradient_buckets(weights, "MEAN")
+      >>> def backward():
+      ...     with buckets:
+      ...         buckets.put("w", np.ones((3, 2)))  # as soon as it is there
+      ...         buckets.put("b", np.full(2, 0.5))
+      ...     return buckets.result["b"]
+      >>> strategy.run(backward).values
+      (array([0.5, 0.5]),)
+      >>> buckets.close()
+
+    Gradients are put together in buckets; once a replica has all of one, a thread of
+    its own reduces it, in the same order of buckets on all replicas, whatever the order
+    in which each puts its gradients. At first that is the reverse of the order in the
+    nest; after one step it is the order in which replica 0 had put them. The thread
+    needs a core beside the one that computes.
+
+    Entering and leaving the block is collective. What is raised inside on one replica
+    is raised on all when they leave it. A gradient must not be changed before the block
+    is left.
+    """
+
+    result: Any = None
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        like: Any,
+        reduce_op: ReduceOp | str,
+        options: CommunicationOptions | None = None,
+    ):
+        group.topology.require_open()
+        self._group = group
+        self._agreement = group.agreement
+        self._options = CommunicationOptions() if options is None else options
+
+        def prepare() -> None:
+            validation.instance("options", self._options, CommunicationOptions)
+            self._bucket_bytes = self._options.bytes_per_pack or _BUCKET_BYTES
+            self._op = ReduceOp.parse(reduce_op)
+            _, self._spec, given = to_arrays(like)
+            check_each(
+                given, self._spec, lambda a, name: arrays.summable(a.dtype, name)
+            )
+            self._kinds = [(a.dtype, tuple(a.shape)) for a in given]
+            self._sizes = [a.nbytes for a in given]
+            self._result_bytes = sum(
+                _LINE_BYTES + size
+                for a in given
+                for size in result_bytes(
+                    self._op, a.dtype, a.size, self._options.compression
+                )
+            )
+            self._leaves_of = leaves_by_key(self._spec, len(given))
+
+        self._agreement.prepare(_CALL, prepare)
+        agreed = (("reduce_op", self._op.name), *vars(self._options).items())
+        self._agreement.require_same(
+            Call(_CALL, agreed, self._spec, tuple(self._kinds))
+        )
+        self._plan(range(len(self._kinds) - 1, -1, -1))
+        self._has_order = False
+        self._step: BucketStep | None = None
+        self._is_closed = False
+        if group.sides is None:
+            group.sides = _Sides(group.closing)
+        self._used: _Side = group.sides.take(group, self)
+        self._own, self._results = self._used.agreement, self._used.results
+        self._is_threaded = self._can_be_threaded()
+        self._side: SideStream | None = None
+        if self._is_threaded and group.gpus is not None:
+            self._side = self._agreement.prepare(_CALL, SideStream)
+
+    def _can_be_threaded(self) -> bool:
+        if self._own.size == 1:
+            return False
+        levels = self._agreement.gather(_CALL, MPI.Query_thread())
+        is_threaded = min(levels) == MPI.THREAD_MULTIPLE
+        if not is_threaded and self._own.rank == 0:
+            warn(
+                "GradientBuckets reduces at the end of each step, not beside the "
+                "backward pass: MPI was initialised with less than "
+                "MPI_THREAD_MULTIPLE (see mpi4py.rc.thread_level)",
+                stacklevel=2,
+            )
+        return is_threaded
+
+    def _plan(self, order: Sequence[int]) -> None:
+        self._buckets = divide(self._sizes, order, self._bucket_bytes)
+        calls = [
+            Call(f"bucket {j} of GradientBuckets", (("leaves", tuple(leaves)),))
+            for j, leaves in enumerate(self._buckets)
+        ]
+        self._calls = [(call, digest(call)) for call in calls]
+
+    def __enter__(self) -> GradientBuckets:
+        """Begin a step. Collective.
+
+        Raises, on all replicas:
+          ContextError: a step has begun already; it is closed.
+        """
+        if self._is_closed or self._group.topology.closed:  # on all replicas
+            raise ContextError("these GradientBuckets are closed")
+        operation = f"{_CALL}.__enter__"
+        step = self._agreement.prepare(operation, self._begin)
+        try:
+            self._agreement.require_same(Call(operation))
+        except Exception as error:
+            step.cancel(error)
+            raise
+        self.result = None
+        self._step = step
+        self._agreement.enter_block()
+        return self
+
+    def _begin(self) -> BucketStep:
+        if self._step is not None:
+            raise ContextError("GradientBuckets: a step has begun already")
+        self._results.begin(self._result_bytes, self._group.zeros((0,), np.uint8))
+        if self._side is not None:
+            self._side.begin()
+        return BucketStep(self._buckets, self._reduce, self._is_threaded)
+
+    def put(self, key: Any, value: Any) -> None:
+        """Hand over the gradients of one key of the nest. Not collective.
+
+        Args:
+          key: of the mapping, or the position in the list or tuple, that the buckets
+            were made for.
+          value: an array, or a nest of them, with the structure, shapes and dtypes that
+            were given for the key.
+
+        Raises, here, and on all replicas when they leave the block:
+          ArgumentError: no such key; it was put before; another structure, shape or
+            dtype.
+          ContextError: outside of a `with` block.
+        """
+        if self._step is None:
+            raise ContextError("GradientBuckets.put belongs inside `with buckets:`")
+        try:
+            numbers, spec = self._leaves_of[key]
+        except (KeyError, TypeError):  # or it cannot be a key at all
+            raise ArgumentError(
+                f"no gradient has the key {validation.shown(key)}, but "
+                f"{list(self._leaves_of)}"
+            ) from None
+        _, found, given = to_arrays(value)
+        if found != spec:
+            raise ArgumentError(f"gradient {key!r} must be like {spec}, not {found}")
+        for number, array in zip(numbers, given, strict=True):
+            kind = array.dtype, tuple(array.shape)
+            if kind != self._kinds[number]:
+                dtype, shape = self._kinds[number]
+                raise ArgumentError(
+                    f"gradient {key!r} must be {dtype} of shape {shape}, not "
+                    f"{array.dtype} of shape {array.shape}"
+                )
+            if self._step.has(number):
+                raise ArgumentError(f"gradient {key!r} was put twice in this step")
+            # The thread has a stream of its own
+            made = record() if arrays.is_device_array(array) else None
+            self._step.put(number, array, made)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End a step: wait for the reductions; `result` has them. Collective.
+
+        Raises, on all replicas:
+          ArgumentError: a replica has not put all gradients.
+          What was raised in the block on any replica.
+          DeadlineError: see `CommunicationOptions`.
+        """
+        step, self._step = self._step, None
+        assert step is not None
+        missing = step.missing()
+        if error is None and missing:
+            keys = [k for k, (ns, _) in self._leaves_of.items() if missing & set(ns)]
+            error = ArgumentError(f"gradients were not put in this step: {keys}")
+        try:
+            timeout = self._options.timeout_seconds
+            self._agreement.leave_block(f"{_CALL}.__exit__", error, timeout)
+        except Exception as raised:
+            # The threads of other replicas wait for what this one has not put
+            step.finish(raised)
+            self._results.end()
+            raise
+        with Pending(f"{_CALL}.__exit__", self._agreement.comm):
+            try:
+                step.finish()
+            except BaseException as interruption:  # the thread has not ended yet
+                self._agreement.leave(interruption)
+                raise
+        self._results.end()
+        if self._side is not None:
+            self._side.end()
+        self._agreement.raise_together(f"{_CALL}.__exit__", step.error)
+        self.result = nest.unflatten(self._spec, step.results())
+        if not self._has_order:
+            order = step.order
+            self._plan(self._agreement.root_only(_CALL, lambda: order))
+            self._has_order = True
+
+    def _reduce(
+        self,
+        bucket: int,
+        values: Sequence[Any],
+        made: Sequence[Any],
+        error: Exception | None,
+    ) -> list[Any]:
+        """Return the reductions of a bucket, or raise on all replicas. Collective."""
+        if bucket == 0 and self._is_threaded:  # these are a thread's own
+            self._group.use_device()
+            self._own.turns.adopt()
+        call, number = self._calls[bucket]
+        if error is not None:
+            self._own.raise_together(call.operation, error)
+        collectives, options = self._used.channel.collectives, self._options
+        with nullcontext() if self._side is None else self._side.work(made):
+            return collectives.reduce_again(call, number, self._op, values, options)
+
+    def close(self) -> None:
+        """Let others use the communicator; a second call does nothing. Collective.
+
+        The end of the strategy does it, too. Buckets that are dropped instead are found
+        when others are made.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            self._used.owner = None

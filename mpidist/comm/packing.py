@@ -1,0 +1,119 @@
+"""Shapes and packs: several arrays as one, axes, and shapes with an axis changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mpidist.device import arrays
+from mpidist.errors import ArgumentError
+from mpidist.util import validation
+from mpidist.util.validation import shown
+
+__all__ = [
+    "Axis",
+    "edges",
+    "groups",
+    "normalize_axes",
+    "normalize_axis",
+    "pack",
+    "unpack",
+    "with_length",
+    "without",
+]
+
+_LINE_BYTES = 64
+Axis = int | Sequence[int]
+
+
+def normalize_axes(axis: Axis, ndim: int, name: str = "value") -> tuple[int, ...]:
+    """Return `axis`, an integer or several, as distinct numbers in 0..ndim-1.
+
+    Raises:
+      ArgumentError: out of range, named twice, or none at all.
+      ArgumentTypeError: neither an integer nor a list or tuple of integers.
+    """
+    several: Sequence[Any] = axis if isinstance(axis, list | tuple) else [axis]
+    normal = tuple(normalize_axis(i, ndim, name) for i in several)
+    if not normal or len(set(normal)) < len(normal):
+        raise ArgumentError(
+            f"axis must name each dimension once, not {validation.shown(axis)}"
+        )
+    return normal
+
+
+def normalize_axis(axis: int, ndim: int, name: str = "value") -> int:
+    """Return `axis` as a number in 0..ndim-1.
+
+    Raises:
+      ArgumentError: out of range.
+      ArgumentTypeError: not an integer.
+    """
+    number = validation.integer("axis", axis)
+    if not -ndim <= number < ndim:
+        raise ArgumentError(
+            f"axis {shown(number)} is out of range for {name}, which has {ndim} "
+            "dimensions"
+        )
+    return number % ndim
+
+
+def without(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return `shape` without the dimensions `axes`."""
+    return tuple(n for i, n in enumerate(shape) if i not in axes)
+
+
+def with_length(shape: tuple[int, ...], axis: int, length: int) -> tuple[int, ...]:
+    """Return `shape` with `length` in place of its length along `axis`."""
+    return (*shape[:axis], length, *shape[axis + 1 :])
+
+
+def groups(
+    values: Sequence[Any], sizes: Sequence[int], bytes_per_pack: int
+) -> Iterator[list[int]]:
+    """Yield the numbers of the arrays that travel together: one dtype, up to a size.
+
+    `sizes` are in bytes, and equal on all ranks.
+    """
+    kinds: dict[Any, list[int]] = {}
+    for j, value in enumerate(values):
+        kinds.setdefault((value.dtype, type(value)), []).append(j)
+    for same in kinds.values():
+        members: list[int] = []
+        size = 0
+        for j in same:
+            if members and bytes_per_pack and size + sizes[j] > bytes_per_pack:
+                yield members
+                members, size = [], 0
+            members.append(j)
+            size += sizes[j]
+        yield members
+
+
+def edges(count: int, parts: int, itemsize: int) -> list[int]:
+    """Return where each of `parts` parts of an array begins, and the end of the last.
+
+    They are whole cache lines, and as equal as can be.
+    """
+    line = max(1, _LINE_BYTES // itemsize)
+    lines = -(-count // line)
+    return [min(lines * part // parts * line, count) for part in range(parts + 1)]
+
+
+def pack(values: Sequence[Any]) -> Any:
+    """Return one array with the elements of all; a single array as it is."""
+    if len(values) == 1:
+        return values[0]
+    xp = arrays.namespace(values[0])
+    return xp.concatenate([value.reshape(-1) for value in values])
+
+
+def unpack(pack: Any, shapes: Sequence[tuple[int, ...]]) -> Iterator[Any]:
+    """Yield views of `pack` with the given shapes."""
+    start = 0
+    flat = pack.reshape(-1)
+    for shape in shapes:
+        stop = start + math.prod(shape)
+        yield flat[start:stop].reshape(shape)
+        start = stop

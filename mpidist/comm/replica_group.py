@@ -1,0 +1,431 @@
+"""The replicas of one strategy, and what they do together."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import gc
+import itertools
+import os
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from mpidist.comm.collectives.arguments import to_arrays
+from mpidist.comm.collectives.operations import Collectives
+from mpidist.comm.collectives.outputs import Results
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.comparison import BoardComparison
+from mpidist.comm.cross_device_ops import CrossDeviceOps, MpiAllReduce
+from mpidist.comm.device_info import GpuFacts, GpuRequest, find_facts
+from mpidist.comm.packing import Axis
+from mpidist.comm.shared_memory.node import NodeMemory, make_board
+from mpidist.comm.shared_memory.symmetric import SymmetricMemory
+from mpidist.comm.topology import Topology
+from mpidist.comm.transports.selector import Routes
+from mpidist.comm.transports.tuning_table import (
+    Layout,
+    find_table,
+    short_name,
+    table_path,
+)
+from mpidist.device import arrays
+from mpidist.device.binding import use_gpu
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.util import nest, validation
+from mpidist.util.buffers import Field
+from mpidist.util.environment import require_switches
+from mpidist.util.forks import is_forked
+
+__all__ = ["Channel", "ReplicaGroup"]
+
+
+T = TypeVar("T")
+_SAMPLED_BYTES = 1 << 16
+_COLLECT_AT = 64
+# The number of a communicator, and who is in it: the same on all of its ranks
+_Key = tuple[int, tuple[int, ...]]
+
+
+@dataclasses.dataclass
+class _Resources:
+    """What a strategy has of MPI, which its ranks must free together.
+
+    It outlives a strategy that nobody has finalized, until all its ranks have dropped
+    it and make another one: that is where they meet.
+    """
+
+    owner: weakref.ref[ReplicaGroup]
+    topology: Topology
+    agreement: Agreement
+    node_memory: NodeMemory
+    # What else is to be closed with the strategy, in the same order on all ranks
+    closing: list[Callable[[], None]]
+    ops: CrossDeviceOps | None = None
+    channel: Channel | None = None
+
+    in_use: ClassVar[dict[_Key, _Resources]] = {}
+    _collect_at: ClassVar[int] = _COLLECT_AT
+
+    def register(self) -> None:
+        """Let these resources be freed when all ranks have dropped the strategy."""
+        members = self.topology.comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
+        key = self.agreement.recorder.channel, tuple(members)
+        _Resources.in_use[key] = self
+
+    def free(self) -> None:
+        """Free all; a second call does nothing. Collective."""
+        if self.agreement.losses.ranks or is_forked():  # they cannot be freed together
+            self.topology.closed = True
+        if not self.topology.closed:
+            while self.closing:
+                self.closing[-1]()
+            self.node_memory.close()
+            self.agreement.close()
+            if self.ops is not None:
+                self.ops.close()
+            try:
+                if self.channel is not None:
+                    self.channel.close()
+            finally:  # what it raises is raised on all ranks
+                self.topology.close()
+        kept = _Resources.in_use.items()
+        _Resources.in_use = {key: found for key, found in kept if found is not self}
+
+    @classmethod
+    def list_dropped(cls) -> list[_Key]:
+        """Return which strategies this rank has dropped, and can still communicate."""
+        if len(cls.in_use) >= cls._collect_at:
+            gc.collect()  # strategies are in circles of references
+            alive = sum(found.owner() is not None for found in cls.in_use.values())
+            cls._collect_at = max(_COLLECT_AT, 2 * alive)
+        return [
+            key
+            for key, found in cls.in_use.items()
+            if found.owner() is None and found.agreement.broken is None
+        ]
+
+    @classmethod
+    def free_dropped(cls, dropped: Sequence[Sequence[_Key]]) -> None:
+        """Free strategies that all their ranks have dropped. Collective.
+
+        Args:
+          dropped: what `list_dropped` returned on each rank that calls this.
+        """
+        counts = collections.Counter(itertools.chain.from_iterable(dropped))
+        for key, count in sorted(counts.items()):
+            _, members = key
+            if count == len(members) and key in cls.in_use:
+                cls.in_use[key].free()
+
+
+class ReplicaGroup:
+    """Communicators, device and collectives of a strategy. Collective to make.
+
+    Args:
+      devices: see `MirroredStrategy`.
+      cross_device_ops: what reduces; None for direct MPI.
+      communicator: the ranks; None for COMM_WORLD.
+      gpu_request: what the user says of GPUs.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        communicator: MPI.Intracomm | None = None,
+        gpu_request: GpuRequest | None = None,
+    ):
+        self.topology = Topology.create(communicator)
+        self.agreement = Agreement(self.topology.comm, losses=self.topology.losses)
+        self.agreement.pids = self.topology.pids
+        self.node_memory = NodeMemory(self.topology, self.agreement)
+        self.symmetric_memory = SymmetricMemory(self.agreement, self.topology.node)
+        self.replica_id = self.topology.rank
+        self.num_replicas = self.topology.size
+        self._numbers = itertools.count()
+        self._variables: weakref.WeakValueDictionary[int, Any]
+        self._variables = weakref.WeakValueDictionary()
+        self.closing: list[Callable[[], None]] = []
+        self._resources = _Resources(
+            weakref.ref(self),
+            self.topology,
+            self.agreement,
+            self.node_memory,
+            self.closing,
+        )
+        self.sides: Any = None  # see gradient_buckets
+        self.gpus: GpuFacts | None = None
+        try:
+            self._set_up(devices, cross_device_ops, gpu_request)
+        except Exception as error:  # it is raised on all ranks
+            found = self.topology.losses.check(error)
+            self.agreement.close()
+            if self._resources.channel is not None:
+                self._resources.channel.close()
+            self.topology.close()
+            if found is not error and found is not None:
+                raise found from error
+            raise
+
+    def _set_up(
+        self,
+        devices: Sequence[str] | None,
+        cross_device_ops: CrossDeviceOps | None,
+        gpu_request: GpuRequest | None,
+    ) -> None:
+        call = "MirroredStrategy"
+
+        def prepare() -> tuple[str, CrossDeviceOps]:
+            if gpu_request is not None:  # else it is made by `import mpidist`
+                gpu_request.check()
+                require_switches(os.environ)
+            device = self.topology.bind_device(devices)
+            ops = MpiAllReduce() if cross_device_ops is None else cross_device_ops
+            validation.instance("cross_device_ops", ops, CrossDeviceOps)
+            ops.require_unbound()
+            return device, ops
+
+        self.device, self.cross_device_ops = self.agreement.prepare(call, prepare)
+        kinds = (
+            ("cross_device_ops", self.cross_device_ops.describe()),
+            ("the kind of device", self.device.partition(":")[0]),
+        )
+        self.agreement.require_same(Call(call, kinds))
+        node = self.topology.node
+        place = self.device, node.Get_rank(), node.Get_size()
+        found = self.agreement.gather(call, (place, _Resources.list_dropped()))
+        _Resources.free_dropped([dropped for _, dropped in found])
+        everyone = [place for place, _ in found]
+        self.topology.devices = tuple(device for device, _, _ in everyone)
+        sizes = sorted(size for _, rank, size in everyone if rank == 0)
+        self.topology.node_sizes = tuple(sizes)
+        if self._gpu_index is not None:
+            request = gpu_request or GpuRequest()
+            self.gpus = find_facts(self.agreement, self._gpu_index, request)
+        channel = self._resources.channel = Channel(
+            call, self.agreement, self.topology, self.symmetric_memory, self.gpus
+        )
+        self.layout = channel.layout
+        self.collectives = channel.collectives
+        is_plain = type(self.cross_device_ops) is MpiAllReduce
+        self._reduce_arrays = None if is_plain else self.cross_device_ops.reduce_checked
+        # What is bound is alike on all ranks, so all can, or none
+        self.agreement.block(
+            call, lambda: self.cross_device_ops.bind(self.collectives, self.topology)
+        )
+        self._resources.ops = self.cross_device_ops
+        self._resources.register()
+
+    def register(self, variable: Any) -> int:
+        """Take note of a variable; return how many there were before. Not collective.
+
+        Variables are made in the same order on all replicas, so the numbers agree.
+        """
+        number = next(self._numbers)
+        self._variables[number] = variable
+        return number
+
+    @property
+    def variables(self) -> dict[int, Any]:
+        """The variables that still exist in this process, by their number."""
+        return dict(self._variables.items())
+
+    def close(self) -> None:
+        """Free communicators and caches; a second call does nothing. Collective."""
+        self._resources.free()
+
+    def reduce(
+        self,
+        operation: str,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Return the elementwise reduction of `value`, for any public call."""
+        if self.topology.closed:
+            self.topology.require_open()
+        return self.collectives.all_reduce(
+            operation, reduce_op, value, options, self._reduce_arrays
+        )
+
+    def reduce_over_axis(
+        self, operation: str, reduce_op: ReduceOp | str, value: Any, axis: Axis
+    ) -> Any:
+        """Return the reduction of `value` over an axis and all replicas."""
+        self.topology.require_open()
+        return self.collectives.reduce_over_axis(
+            operation,
+            reduce_op,
+            value,
+            axis,
+            sum_arrays=None if self._reduce_arrays is None else self._sum,
+        )
+
+    def gather(
+        self,
+        operation: str,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Return the concatenation of `value` over all replicas, for a public call."""
+        self.topology.require_open()
+        return self.collectives.all_gather(operation, value, axis, options)
+
+    def symmetric_like(self, operation: str, value: Any) -> Any:
+        """Return arrays of zeros in shared memory, for a public call. Collective."""
+        self.topology.require_open()
+        _, spec, given = self.agreement.prepare(operation, lambda: to_arrays(value))
+        fields = [Field(tuple(a.shape), a.dtype) for a in given]
+        with self.agreement.turns:
+            self.agreement.require_same(Call(operation, (), spec, tuple(fields)))
+            if self.topology.has_neighbours and self.device.startswith("CPU"):
+                made = self.symmetric_memory.allocate(operation, fields)
+            else:
+                made = self.agreement.prepare(
+                    operation, lambda: [self.zeros(*field) for field in fields]
+                )
+        return nest.unflatten(spec, made)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return zeros on this rank's device."""
+        return arrays.to_device(np.zeros(shape, dtype), self.device)
+
+    def use_device(self) -> None:
+        """Make this rank's GPU, if it has one, the current one of this thread."""
+        if self._gpu_index is not None:
+            use_gpu(self._gpu_index)
+
+    @property
+    def _gpu_index(self) -> int | None:
+        """The number of this rank's GPU; None if it computes on the CPU."""
+        kind, _, index = self.device.partition(":")
+        return int(index) if kind == "GPU" else None
+
+    def broadcast_from_first(self, operation: str, value: Any) -> Any:
+        """Return replica 0's nest of arrays on every replica. Collective."""
+        self.topology.require_open()
+        return self.collectives.broadcast(operation, value, root=0)
+
+    def together(self, call: Call, fn: Callable[[], T], is_patient: bool = False) -> T:
+        """Return `fn()`; what it raises on one replica is raised on all. Collective.
+
+        `is_patient` is for functions that take unlike times: see `Agreement`.
+        """
+        self.topology.require_open()
+        result = self.agreement.prepare(call.operation, fn)
+        self.agreement.require_same(call, is_patient=is_patient)
+        return result
+
+    def require_equal(self, operation: str, value: Any) -> None:
+        """Raise if the arrays of `value` are not equal on all replicas. Collective.
+
+        Of large arrays a sample is compared.
+        """
+        self.topology.require_open()
+        leaves, spec = nest.flatten(value)
+        described = tuple((a.dtype.name, a.shape, f"crc {_sample(a)}") for a in leaves)
+        self.agreement.require_same(Call(operation, (), spec, described))
+
+    def _sum(self, values: Sequence[Any], options: CommunicationOptions) -> list[Any]:
+        ops = self.cross_device_ops
+        if isinstance(ops, MpiAllReduce):
+            return ops.sum_arrays(values, options)
+        return ops.reduce_checked(ReduceOp.SUM, values, options)
+
+
+def _sample(array: Any) -> str:
+    """Return a checksum of an array, or of evenly spaced elements of a large one."""
+    flat = array.reshape(-1)
+    step = max(1, flat.nbytes // _SAMPLED_BYTES)
+    data = arrays.value_bytes(flat[::step]).tobytes()
+    return f"{zlib.crc32(data):08x}"
+
+
+# What all ranks of a node, and what each of them, can tell the others at once: more of
+# them have more to read
+_PAYLOADS_BYTES = 256 << 10
+_LEAST_PAYLOAD_BYTES = 2048
+_HEADER_BYTES = 64
+
+
+class Channel:
+    """The board, the transports and the collectives of a communicator.
+
+    Collective to make.
+
+    Args:
+      operation: the public call that this is for, for messages.
+      agreement: of all ranks, on the communicator; borrowed. Where all ranks share
+        memory, it compares there from now on.
+      topology: the nodes of these ranks.
+      symmetric: the arrays that lie in memory of the node.
+      gpus: of all ranks, where replicas are on GPUs.
+      is_beside: whether a thread uses it beside another channel of these ranks: it
+        leaves the core to others while it waits, and does without NCCL.
+      results: see `Collectives`.
+
+    Raises, on all ranks:
+      LaunchError: the file of measured transports cannot be used.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        agreement: Agreement,
+        topology: Topology,
+        symmetric: SymmetricMemory,
+        gpus: GpuFacts | None = None,
+        *,
+        is_beside: bool = False,
+        results: Results | None = None,
+    ):
+        payload_bytes = max(_PAYLOADS_BYTES // agreement.size, _LEAST_PAYLOAD_BYTES)
+        self._agreement = agreement
+        self._board = None
+        if topology.has_neighbours:
+            self._board = make_board(
+                operation,
+                agreement,
+                topology.node,
+                _HEADER_BYTES + payload_bytes,
+                is_patient=is_beside,
+            )
+        if self._board is not None and topology.is_one_node:
+            agreement.comparison = BoardComparison(self._board, payload_bytes)
+        kind = "CPU" if gpus is None else "GPU"
+        library = short_name(MPI.Get_library_version())
+        self.layout = Layout(library, topology.node_sizes, kind)
+        table = None
+        if agreement.size > 1:
+            table = agreement.root_only(
+                operation, lambda: find_table(table_path(), self.layout)
+            )
+        self._routes = agreement.block(
+            operation,
+            lambda: Routes(
+                agreement, self._board, table, library, gpus, has_nccl=not is_beside
+            ),
+        )
+        self.collectives = Collectives(
+            agreement, self._routes, symmetric, results or Results()
+        )
+
+    def close(self) -> None:
+        """Free memory and communicators. Collective.
+
+        Where ranks have died they stay: it takes all to free a window of MPI.
+        """
+        if self._agreement.losses.ranks:
+            return
+        try:
+            self._routes.close()
+        finally:  # what it raises is raised on all ranks
+            if self._board is not None:
+                self._board.close()

@@ -1,0 +1,132 @@
+"""Memory of GPUs that a node's ranks share, by CUDA's handles between processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.pending import Pending
+from mpidist.device import kernels
+from mpidist.device.memory import DeviceBuffer
+
+__all__ = ["IpcBuffers", "share_buffers"]
+
+_CALL = "MirroredStrategy: memory that GPUs share"
+_MARK = 0x6D706964  # tells a buffer from other memory
+_abandoned: list[Any] = []
+
+
+class IpcBuffers:
+    """The buffers of all ranks of a node. `share_buffers` makes them.
+
+    Attributes:
+      arrays: of each rank, by rank, its bytes: CuPy arrays on this rank's GPU's map.
+    """
+
+    def __init__(
+        self, agreement: Agreement, own: DeviceBuffer, addresses: dict[int, int]
+    ):
+        import cupy
+
+        self._agreement = agreement
+        self._own = own
+        self._addresses = addresses
+        self.arrays: list[Any] = []
+        size, device = own.array.size, own.array.device.id
+        for rank in range(agreement.size):
+            if rank == agreement.rank:
+                self.arrays.append(own.array)
+            else:
+                memory = cupy.cuda.UnownedMemory(addresses[rank], size, own, device)
+                pointer = cupy.cuda.MemoryPointer(memory, 0)
+                self.arrays.append(cupy.ndarray((size,), np.uint8, memptr=pointer))
+
+    def close(self) -> None:
+        """Unmap the others' buffers, then free this rank's. Collective.
+
+        After a missed deadline nothing is freed: others may still read it.
+        """
+        if self._agreement.broken is not None:
+            _abandoned.append(self)
+            return
+        self.arrays.clear()
+        try:
+            _close(self._addresses)
+        finally:  # the others wait, whatever became of this rank's GPU
+            # Memory that others have mapped must not be freed
+            with Pending("freeing buffers of GPUs", self._agreement.comm):
+                self._agreement.comm.Barrier()
+            del self._own
+
+
+def share_buffers(
+    agreement: Agreement, size_bytes: int
+) -> tuple[IpcBuffers | None, str]:
+    """Return buffers that all ranks can read, or None and why not. Collective.
+
+    Args:
+      agreement: of ranks of one node, all with a current GPU.
+      size_bytes: of each rank's buffer.
+    """
+    own, handle, reason = _export(agreement.rank, size_bytes)
+    handles = agreement.gather(_CALL, handle)
+    addresses: dict[int, int] = {}
+    if all(handles):
+        reason = _open(agreement.rank, handles, addresses)
+    reasons = [text for text in agreement.gather(_CALL, reason) if text]
+    if reasons:
+        # Once all have closed, own memory may be freed
+        agreement.block(_CALL, lambda: _close(addresses))
+        return None, reasons[0]
+    assert own is not None
+    buffers = IpcBuffers(agreement, own, addresses)
+    wrong = agreement.gather(_CALL, _find_wrong(buffers.arrays))
+    if any(wrong):
+        buffers.close()
+        return None, "what a GPU reads in the memory of another process is wrong"
+    return buffers, ""
+
+
+def _export(rank: int, size_bytes: int) -> tuple[DeviceBuffer | None, bytes, str]:
+    """Return this rank's buffer and its handle, or why there is none."""
+    from cupy.cuda import runtime
+
+    try:
+        kernels.load()  # whatever keeps it from that, no rank may learn later
+        own = DeviceBuffer(size_bytes)
+        own.array[:8].view(np.int64)[...] = _MARK + rank
+        runtime.deviceSynchronize()
+        return own, runtime.ipcGetMemHandle(own.array.data.ptr), ""
+    except (
+        Exception
+    ) as error:  # of CUDA, of the compiler, of a disk: all can do without
+        return None, b"", f"rank {rank}: {error}"
+
+
+def _open(rank: int, handles: list[bytes], addresses: dict[int, int]) -> str:
+    """Map the others' buffers; return why not, if so."""
+    from cupy.cuda import runtime
+
+    try:
+        for other, handle in enumerate(handles):
+            if other != rank:
+                addresses[other] = runtime.ipcOpenMemHandle(handle)
+    except Exception as error:
+        return f"rank {rank} cannot map the memory of rank {other}: {error}"
+    return ""
+
+
+def _close(addresses: dict[int, int]) -> None:
+    from cupy.cuda import runtime
+
+    for address in addresses.values():
+        runtime.ipcCloseMemHandle(address)
+    addresses.clear()
+
+
+def _find_wrong(arrays: list[Any]) -> bool:
+    """Return whether a buffer does not begin with its rank's mark."""
+    marks = [int(array[:8].view(np.int64)[0]) for array in arrays]
+    return marks != [_MARK + rank for rank in range(len(arrays))]

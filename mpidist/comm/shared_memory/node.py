@@ -1,0 +1,261 @@
+"""Arrays that all ranks of a node share: MPI-3 shared-memory windows.
+
+They are made and freed collectively, never by a destructor: those that no rank needs
+any more when the next are asked for, and all when the strategy is finalized.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.barrier import Board
+from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.pending import Pending
+from mpidist.comm.topology import Topology
+from mpidist.errors import ArgumentError, LaunchError
+from mpidist.util.available_memory import as_text, free_bytes, give_back
+from mpidist.util.buffers import Field, Storage, make_arrays
+from mpidist.util.notices import warn
+
+__all__ = ["NodeMemory", "make_board"]
+
+
+_CALL = "cache"
+_ALIGNMENT_BYTES = 64
+
+
+@dataclasses.dataclass
+class _Share:
+    """One storage; `window` is None where the node has one rank."""
+
+    owner: weakref.ref[Any]
+    storage: Storage
+    window: MPI.Win | None
+    node: MPI.Intracomm
+
+    def free(self) -> None:
+        """Free it on this node, whose ranks all call this."""
+        self.storage.close()
+        if self.window is not None:
+            with Pending("freeing memory of a node", self.node):
+                self.window.Unlock_all()
+                self.window.Free()
+
+
+class NodeMemory:
+    """The storages of one strategy, one of each on every node.
+
+    Each belongs to an owner, an object of which every rank has its own; it is not
+    freed before that is gone on all ranks.
+    """
+
+    def __init__(self, topology: Topology, agreement: Agreement):
+        self._topology = topology
+        self._agreement = agreement
+        self._shares: dict[int, _Share] = {}
+        self._numbers = itertools.count()
+        agreement.losses.at_end.append(self._abandon)
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    def find(self, owner: object) -> Storage | None:
+        """Return the newest storage of `owner`, if all ranks have it. Collective.
+
+        Frees those whose owners are gone on all ranks.
+        """
+        owned = [n for n, s in self._shares.items() if s.owner() is owner]
+        mine = max(owned, default=None)
+        gone = {n for n, s in self._shares.items() if s.owner() is None}
+        everyone = self._agreement.gather(_CALL, (mine, gone))
+        for number in sorted(set.intersection(*(gone for _, gone in everyone))):
+            self._shares.pop(number).free()
+        if mine is None or any(number != mine for number, _ in everyone):
+            return None
+        return self._shares[mine].storage
+
+    def allocate(self, owner: object, fields: Sequence[Field], note: Any) -> Storage:
+        """Return a new storage of `owner`, shared by the ranks of a node. Collective.
+
+        Args:
+          owner: can be referred to weakly.
+          fields: the arrays, equal on all ranks. The first is filled with zeros, what
+            the others hold is not defined.
+          note: see `Storage`.
+
+        Raises, on all ranks:
+          ArgumentError: some node does not have enough memory left.
+          LaunchError: MPI does not let several threads use it.
+        """
+        total = _offsets(fields)[-1]
+        self._agreement.prepare(_CALL, lambda: self._require_possible(fields, total))
+        self._agreement.require_same(Call(_CALL, (("bytes", total),)))
+
+        node = self._topology.node
+
+        def make() -> _Share:
+            if node.Get_size() == 1:
+                storage, window = Storage(make_arrays(fields), None, note), None
+            else:
+                with Pending("making memory of a node", node):
+                    window, arrays = _make_window(node, fields)
+                storage = Storage(arrays, window.Sync, note)
+            return _Share(weakref.ref(owner), storage, window, node)
+
+        share = self._agreement.block(_CALL, make)
+        self._shares[next(self._numbers)] = share
+        return share.storage
+
+    def empty(self, storage: Storage, note: Any) -> Storage:
+        """Return the storage without rows; who still has it as it was cannot use it.
+
+        Collective.
+        """
+        share = next(s for s in self._shares.values() if s.storage is storage)
+        window, node = share.window, self._topology.node
+
+        def make() -> Storage:
+            arrays = storage.close()
+            with Pending("emptying memory of a node", node):
+                node.Barrier()
+                _clear(arrays[0], window, node)
+            return Storage(arrays, window.Sync if window else None, note)
+
+        share.storage = self._agreement.block(_CALL, make)
+        return share.storage
+
+    def close(self) -> None:
+        """Free all storages, once no thread uses them. Collective."""
+        while self._shares:
+            self._shares.pop(min(self._shares)).free()
+
+    def _abandon(self) -> None:
+        """Give the memory back where windows cannot be freed: ranks have died."""
+        while self._shares:
+            share = self._shares.popitem()[1]
+            arrays = share.storage.close()
+            if share.window is not None:
+                for array in arrays:
+                    give_back(array)
+
+    def _require_possible(self, fields: Sequence[Field], total: int) -> None:
+        is_shared = self._topology.node.Get_size() > 1
+        if is_shared and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise LaunchError(
+                "a cache that the ranks of a node share needs MPI_THREAD_MULTIPLE, as "
+                "threads read ahead, but MPI was initialised with less; leave "
+                "mpi4py.rc.thread_level as it is, or leave cache() out"
+            )
+        # Memory is taken when it is written to, so some of what is free is promised
+        storages = [share.storage for share in self._shares.values()]
+        promised = sum(storage.count_missing_bytes() for storage in storages)
+        limits = free_bytes(is_shared).items()
+        where, free = min(limits, key=lambda item: item[1], default=("", 1 << 63))
+        if total > free - promised:
+            rows = fields[0].shape[0]
+            raise ArgumentError(
+                f"cache() needs {as_text(total)} on this node ({rows} rows of "
+                f"{as_text(total / max(rows, 1))}), but {where} has {as_text(free)} "
+                f"left, of which other caches will take {as_text(promised)}; cache "
+                "fewer or smaller rows, or leave cache() out"
+            )
+
+
+def _offsets(fields: Sequence[Field]) -> list[int]:
+    """Return where each array starts, and the end of the last one."""
+    starts = [0]
+    for shape, dtype in fields:
+        used = dtype.itemsize * int(np.prod(shape, dtype=object))
+        starts.append(starts[-1] + -(-used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
+    return starts
+
+
+def _make_window(
+    node: MPI.Intracomm, fields: Sequence[Field]
+) -> tuple[MPI.Win, list[npt.NDArray[Any]]]:
+    """Return a window and its arrays, in the memory of the node's first rank."""
+    starts = _offsets(fields)
+    size = max(starts[-1], _ALIGNMENT_BYTES) if node.Get_rank() == 0 else 0
+    window = MPI.Win.Allocate_shared(size, 1, comm=node)
+    memory: Any = window.Shared_query(0)[0]
+    arrays: list[npt.NDArray[Any]] = [
+        np.ndarray(shape, dtype, buffer=memory, offset=start)
+        for (shape, dtype), start in zip(fields, starts[:-1], strict=True)
+    ]
+    # Loads and stores are ordered by MPI_Win_sync, which needs an epoch
+    window.Lock_all(MPI.MODE_NOCHECK)
+    _clear(arrays[0], window, node)
+    return window, arrays
+
+
+def _clear(
+    flags: npt.NDArray[Any], window: MPI.Win | None, node: MPI.Intracomm
+) -> None:
+    """Fill an array of this node with zeros, for all its ranks, which all call this."""
+    if node.Get_rank() == 0:
+        flags[...] = 0
+    if window is not None:
+        window.Sync()
+        node.Barrier()
+        window.Sync()
+
+
+# Of an array at a time: two of these fit into a core's cache
+_SLOT_BYTES = 512 << 10
+
+
+def make_board(
+    operation: str,
+    agreement: Agreement,
+    node: MPI.Intracomm,
+    page_bytes: int,
+    *,
+    is_patient: bool = False,
+) -> Board | None:
+    """Return a board for the ranks of each node, or None on all ranks. Collective.
+
+    A page of shared memory that is not there would end the process with SIGBUS. So
+    there is none, and a RuntimeWarning on rank 0, where a node has too little.
+
+    Args:
+      operation: what it is for, for messages.
+      agreement: of all ranks.
+      node: the ranks that share memory with this one; borrowed.
+      page_bytes: see `Board`.
+      is_patient: see `Board`.
+    """
+    needed = node.Get_size() * Board.count_bytes(page_bytes, _SLOT_BYTES)
+    free = min(free_bytes(is_shared=True).values(), default=needed)
+    short = [(n, f) for n, f in agreement.gather(operation, (needed, free)) if n > f]
+    if not short:
+        names = node.group.Translate_ranks(None, agreement.comm.group)
+        return agreement.block(
+            operation,
+            lambda: Board(
+                node,
+                page_bytes,
+                _SLOT_BYTES,
+                names,
+                is_patient,
+                agreement.losses,
+                agreement.departures,
+            ),
+        )
+    if agreement.rank == 0:
+        needed, free = short[0]
+        warn(
+            f"the ranks of a node need {as_text(needed)} of shared memory to work "
+            f"together quickly, but {as_text(free)} are free; they go on by MPI alone, "
+            "more slowly. A container may be given more: --shm-size",
+            stacklevel=2,
+        )
+    return None

@@ -1,0 +1,279 @@
+"""Arrays that each rank has at the same place of memory that its node shares.
+
+The memory is a file without a name, which each rank of the node maps. It is no window
+of MPI, because those are freed by all ranks at once: whoever still had an array would
+then crash. This memory is freed when no rank refers to any of its arrays any more, and
+when all processes have ended, however they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import socket
+import struct
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.calls import Call
+from mpidist.errors import ArgumentError
+from mpidist.util.available_memory import as_text, free_bytes
+from mpidist.util.buffers import Field
+
+__all__ = ["SymmetricMemory"]
+
+_PAGE_BYTES = 4096
+# Where arrays begin in a page: others usually do at its start, and processors take
+# addresses that agree in 12 bits for the same at first
+_FIRST_BYTE = 2048
+_ALIGNMENT_BYTES = 64
+_BITS = (1 << 62) - 1
+
+
+class _Region(NamedTuple):
+    """The memory of one allocation on this node.
+
+    Args:
+      number: the same on all ranks.
+      root: the bytes of all ranks of the node; referred to weakly.
+      address: of this rank's part.
+      part_bytes: how large the part of each rank is.
+    """
+
+    number: int
+    root: weakref.ref[Any]
+    address: int
+    part_bytes: int
+
+
+class SymmetricMemory:
+    """Makes symmetric arrays, and recognizes them and their views.
+
+    Args:
+      agreement: of all ranks.
+      node: the ranks that share memory with this one; borrowed.
+    """
+
+    def __init__(self, agreement: Agreement, node: MPI.Intracomm):
+        self._agreement = agreement
+        self._node = node
+        self._made = 0
+        self._regions: dict[int, _Region] = {}  # by the identity of their roots
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def allocate(self, operation: str, fields: Sequence[Field]) -> list[Any]:
+        """Return this rank's arrays, filled with zeros. Collective.
+
+        Args:
+          operation: the public call that this is, for messages.
+          fields: what is wanted, equal on all ranks.
+
+        Raises, on all ranks:
+          ArgumentError: a node has not that much memory left.
+        """
+        *starts, end = _offsets(fields)
+        part_bytes = -(-end // _PAGE_BYTES) * _PAGE_BYTES
+        node, rank = self._node, self._node.Get_rank()
+        size_bytes = part_bytes * node.Get_size()
+        root = None
+        file, is_named, error = _open_together(node)
+        try:
+            try:
+                if rank == 0 and error is None:
+                    _reserve(file, size_bytes, is_named)
+            except Exception as caught:
+                error = caught
+            is_reserved = node.bcast(error is None)
+            try:
+                if is_reserved and error is None:
+                    root = _map(file, size_bytes)
+            except Exception as caught:
+                error = caught
+            # All have mapped it, or all raise
+            self._agreement.require_same(Call(operation), error)
+        finally:
+            if file >= 0:
+                os.close(file)
+        assert root is not None
+        self._register(root, rank * part_bytes, part_bytes)
+        mine = root[rank * part_bytes :]
+        return [
+            _view(mine, start, shape, dtype)
+            for start, (shape, dtype) in zip(starts, fields, strict=True)
+        ]
+
+    def _register(self, root: Any, start: int, part_bytes: int) -> None:
+        key, regions = id(root), self._regions
+        regions[key] = _Region(
+            self._made,
+            weakref.ref(root, lambda _: regions.pop(key, None)),
+            _address(root) + start,
+            part_bytes,
+        )
+        self._made += 1
+
+    def place_of(self, values: Sequence[Any]) -> int:
+        """Return a number for where arrays lie, 0 if none is symmetric.
+
+        It is the same on ranks whose arrays lie at the same places of the same
+        allocations; others differ. Of 62 bits.
+        """
+        if not self._regions:
+            return 0
+        places = [self._find(value) for value in values]
+        if not any(places):
+            return 0
+        found = tuple((p[0].number, p[1]) if p else (-1, -1) for p in places)
+        return (hash(found) & _BITS) or 1  # of integers: alike in each process
+
+    def everyone(self, value: Any) -> list[Any] | None:
+        """Return the array of each rank of the node that is symmetric to `value`.
+
+        None if it is not symmetric.
+        """
+        found = self._find(value)
+        root = found[0].root() if found else None
+        if found is None or root is None:
+            return None
+        region, offset = found
+        starts = range(offset, root.size, region.part_bytes)
+        return [_view(root, start, value.shape, value.dtype) for start in starts]
+
+    def _find(self, value: Any) -> tuple[_Region, int] | None:
+        """Return in which region an array lies, and where in this rank's part."""
+        if not isinstance(value, np.ndarray) or not value.flags.c_contiguous:
+            return None
+        region = self._regions.get(id(value.base))
+        if region is None or not value.size or value.base is not region.root():
+            return None
+        return region, _address(value) - region.address
+
+
+def _offsets(fields: Sequence[Field]) -> Iterator[int]:
+    """Yield where each array starts in a part, and the end of the last one."""
+    start = _FIRST_BYTE
+    for shape, dtype in fields:
+        yield start
+        used = dtype.itemsize * math.prod(shape)
+        start += -(-used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    yield start
+
+
+def _open_together(node: MPI.Intracomm) -> tuple[int, bool, Exception | None]:
+    """Open one new, empty file in memory on all ranks of a node. Collective over it.
+
+    It has no name when this returns, so nothing stays when all ranks are killed. Where
+    ranks cannot pass it to each other (containers with networks of their own), it had
+    one, and the empty file stays if they are killed in that instant.
+
+    Returns:
+      A descriptor, or -1; whether the file was made in a folder, whose file system has
+      limits of its own; and this rank's error, if any.
+    """
+    file = _pass_file(node)
+    if node.allreduce(file >= 0, MPI.LAND):
+        return file, False, None
+    if file >= 0:
+        os.close(file)
+    file, path, error = -1, "", None
+    try:
+        if node.Get_rank() == 0:
+            folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+            file, path = tempfile.mkstemp(prefix="mpidist-", dir=folder)
+    except OSError as caught:
+        error = caught
+    try:
+        path = node.bcast(path)
+        try:
+            if path and node.Get_rank() > 0:
+                file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as caught:
+            error = caught
+        node.Barrier()
+    finally:
+        if path and node.Get_rank() == 0:
+            Path(path).unlink(missing_ok=True)
+    return file, True, error
+
+
+def _pass_file(node: MPI.Intracomm) -> int:
+    """Make a file that never has a name, and pass it from rank 0 to all; -1 if not.
+
+    Collective over the node. By messages of local sockets (SCM_RIGHTS), whose addresses
+    vanish with their processes; there are no connections, so nobody waits for others.
+    """
+    file, status, rank = -1, None, node.Get_rank()
+    with contextlib.ExitStack() as stack:
+        own, address = None, b""
+        with contextlib.suppress(OSError, AttributeError):  # not allowed, or no Linux
+            if rank == 0:
+                file = os.memfd_create("mpidist")
+                status = os.fstat(file)
+            own = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            own.setblocking(False)
+            own.bind("")  # the system chooses an abstract address
+            address = own.getsockname()
+        addresses = node.gather(address)
+        if addresses is not None and own is not None and file >= 0:
+            # Not `socket.send_fds`, which ignores the address
+            rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", file)
+            for other in addresses[1:]:
+                with contextlib.suppress(OSError):
+                    own.sendmsg([b"file"], [rights], 0, other)
+        status = node.bcast(status)  # after that all messages are there
+        if rank > 0 and own is not None and status is not None:
+            with contextlib.suppress(OSError):
+                file = _receive(own, status)
+    return file
+
+
+def _receive(own: socket.socket, status: os.stat_result) -> int:
+    """Return the file of this status that was sent to a socket; -1 if it is another."""
+    room = socket.CMSG_LEN(struct.calcsize("i"))
+    _, ancillary, _, _ = own.recvmsg(4, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            (file,) = struct.unpack("i", data)
+            if os.path.samestat(os.stat(file), status):
+                return int(file)
+            os.close(file)
+    return -1
+
+
+def _reserve(file: int, size_bytes: int, is_named: bool) -> None:
+    """Make a file so large, with all of its pages: else they might end in SIGBUS."""
+    limits = free_bytes(is_shared=is_named).items()
+    where, free = min(limits, key=lambda item: item[1], default=("", 1 << 63))
+    if size_bytes > free:
+        more = ". A container may be given more: --shm-size" if is_named else ""
+        raise ArgumentError(
+            f"symmetric arrays need {as_text(size_bytes)} on this node, but {where} "
+            f"has {as_text(free)} left{more}"
+        )
+    os.posix_fallocate(file, 0, size_bytes)
+
+
+def _map(file: int, size_bytes: int) -> Any:
+    """Return the bytes of a file, shared with others that map it."""
+    return np.frombuffer(mmap.mmap(file, size_bytes), np.uint8)
+
+
+def _view(memory: Any, start: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    size = math.prod(shape) * dtype.itemsize
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _address(array: Any) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

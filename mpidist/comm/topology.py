@@ -1,0 +1,223 @@
+"""Who takes part: duplicated communicators, ranks on a node, and this rank's device."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from mpi4py import MPI
+
+from mpidist.comm.consensus.calls import group_by_rank
+from mpidist.comm.consensus.failures import Losses
+from mpidist.comm.consensus.pending import Pending
+from mpidist.comm.consensus.processes import learn_pids
+from mpidist.device.binding import gpu_count, use_gpu
+from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, LaunchError
+from mpidist.launch.launchers import check_launch
+from mpidist.util import validation
+from mpidist.util.forks import FORKED, is_forked
+
+__all__ = ["Topology", "job_size", "parse_devices"]
+
+_RANKS_PER_NODE = "MPIDIST_RANKS_PER_NODE"
+_MOST_DIGITS = 10
+_DEVICE = re.compile(
+    r"(?:/.*/)?(?:device:|/)?(?P<kind>CPU|GPU):(?P<index>\d{1,9})", re.I
+)
+
+
+def job_size() -> int:
+    """Return how many ranks the job has."""
+    return MPI.COMM_WORLD.Get_size()
+
+
+def parse_devices(devices: Sequence[str]) -> list[tuple[str, int]]:
+    """Return the kind, CPU or GPU, and the index that each device string names.
+
+    Raises:
+      ArgumentError: no devices, or a string that is not like "GPU:0".
+      ArgumentTypeError: not a sequence of strings.
+    """
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise ArgumentTypeError(
+            "devices must be a list of strings like 'GPU:0', not "
+            f"{validation.shown(devices)}"
+        )
+    if not devices:
+        raise ArgumentError(
+            "devices must name at least one device, not []; leave it out to use this "
+            "rank's GPU, or the CPU"
+        )
+    parsed = []
+    for device in devices:
+        match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
+        if match is None:
+            raise ArgumentError(
+                "devices must hold strings like 'GPU:0' or 'CPU:0', not "
+                f"{validation.shown(device)}"
+            )
+        parsed.append((match["kind"].upper(), int(match["index"])))
+    if len(parsed) > 1 and len(set(parsed)) < len(parsed):
+        raise ArgumentError(
+            f"devices must not name a device twice: {validation.shown(list(devices))}"
+        )
+    return parsed
+
+
+def _pretended_ranks_per_node(
+    environ: Mapping[str, str], comm: MPI.Intracomm
+) -> int | None:
+    """Return how many ranks at most are to count as one node; None for all of it.
+
+    For tests: one machine is then taken for several. Collective.
+    """
+    asked = environ.get(_RANKS_PER_NODE) or None
+    everyone = comm.allgather(asked)
+    # Python refuses to read numbers of some thousand digits
+    is_number = asked is not None and asked.isdecimal() and len(asked) < _MOST_DIGITS
+    is_good = asked is None or (is_number and int(asked) > 0)
+    if not is_good or any(other != asked for other in everyone):
+        texts = ["not set" if t is None else validation.shown(t) for t in everyone]
+        raise LaunchError(
+            f"{_RANKS_PER_NODE} must be a positive number, the same on all ranks; it "
+            f"is {group_by_rank(texts)}"
+        )
+    return None if asked is None else int(asked)
+
+
+def _ranks_that_share_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """Return a new communicator of this rank's node. Collective.
+
+    Jobs that were connected, or spawned, may be on one node, but MPICH cannot allocate
+    memory for ranks of several. So each job counts as a node of its own.
+    """
+    node = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
+    ranks = node.group.Translate_ranks(None, MPI.COMM_WORLD.group)
+    own = [rank for rank, found in enumerate(ranks) if found != MPI.UNDEFINED]
+    if node.allreduce(len(own) == node.Get_size(), MPI.LAND):
+        return node
+    part = cast(MPI.Intracomm, node.Split(own[0]))
+    node.Free()
+    return part
+
+
+@dataclasses.dataclass
+class Topology:
+    """The communicators of one strategy, all owned by it. Freed by `close`."""
+
+    comm: MPI.Intracomm
+    node: MPI.Intracomm
+    rank: int
+    size: int
+    local_rank: int
+    losses: Losses  # of ranks of `comm`
+    pids: dict[int, int]  # of the other ranks of this node, see `learn_pids`
+    closed: bool = False
+    devices: tuple[str, ...] = ()  # of all ranks
+    node_sizes: tuple[int, ...] = ()  # how many ranks each node has, ascending
+
+    @classmethod
+    def create(cls, communicator: MPI.Intracomm | None = None) -> Topology:
+        """Duplicate `communicator` (COMM_WORLD by default). Collective over it.
+
+        Raises:
+          ArgumentError, ArgumentTypeError: `communicator` is none, or was freed.
+          ContextError: this process was forked from a rank.
+          LaunchError: MPI sees one process where the launcher started several; on all
+            ranks if MPIDIST_RANKS_PER_NODE is no positive number, or differs.
+        """
+        if is_forked():
+            raise ContextError(FORKED)
+        if communicator is None:
+            communicator = MPI.COMM_WORLD
+            library = MPI.Get_library_version()
+            check_launch(os.environ, communicator.Get_size(), library)
+        if not isinstance(communicator, MPI.Intracomm):
+            raise ArgumentTypeError(
+                "communicator must be an mpi4py.MPI.Intracomm, not "
+                f"{validation.shown(communicator)}"
+            )
+        if communicator == MPI.COMM_NULL:
+            raise ArgumentError("communicator must not be MPI.COMM_NULL, or freed")
+        with Pending("making a strategy", communicator):
+            return cls._of_duplicate(communicator)
+
+    @classmethod
+    def _of_duplicate(cls, communicator: MPI.Intracomm) -> Topology:
+        comm = communicator.Dup()
+        losses = Losses(comm)
+        node = _ranks_that_share_memory(comm)
+        pretended = None
+        if communicator != MPI.COMM_SELF:  # the default strategy's, made by the import
+            pretended = _pretended_ranks_per_node(os.environ, comm)
+        if pretended:
+            whole = node
+            node = cast(MPI.Intracomm, whole.Split(whole.Get_rank() // pretended))
+            whole.Free()
+        return cls(
+            comm=comm,
+            node=losses.add(node),
+            rank=comm.Get_rank(),
+            size=comm.Get_size(),
+            local_rank=node.Get_rank(),
+            losses=losses,
+            pids=learn_pids(comm, node),
+        )
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether there are ranks that share a node; the same on all ranks."""
+        return max(self.node_sizes) > 1
+
+    @property
+    def is_one_node(self) -> bool:
+        """Whether all ranks share memory; the same on all ranks."""
+        return self.node.Get_size() == self.size
+
+    def require_open(self) -> None:
+        """Raise a ContextError if `close` was called."""
+        if self.closed:
+            raise ContextError("the strategy was finalized and cannot be used any more")
+
+    def close(self) -> None:
+        """Free the communicators; a second call does nothing. Collective."""
+        if not self.closed:
+            self.closed = True
+            self.losses.close()
+            for comm in (self.node, self.comm):
+                self.losses.free(comm)
+
+    def bind_device(self, devices: Sequence[str] | None) -> str:
+        """Choose this rank's device, make it current if it is a GPU, return its name.
+
+        Args:
+          devices: None takes the GPU numbered by the local rank, or the CPU where no
+            GPU can be used. A list of one device holds for every rank, a longer list is
+            indexed by the local rank.
+
+        Raises:
+          ArgumentError: a malformed device, or fewer devices than local ranks.
+          LaunchError: a GPU that this rank cannot use.
+        """
+        if devices is None:
+            kind, index = self._default_device()
+        else:
+            parsed = parse_devices(devices)
+            if len(parsed) > 1 and self.local_rank >= len(parsed):
+                raise ArgumentError(
+                    f"devices names {len(parsed)} devices, too few for local rank "
+                    f"{self.local_rank}: name one per rank on the node, or one for all"
+                )
+            kind, index = parsed[min(self.local_rank, len(parsed) - 1)]
+        if kind == "GPU":
+            use_gpu(index)
+        return f"{kind}:{index}"
+
+    def _default_device(self) -> tuple[str, int]:
+        visible = gpu_count()
+        # A launcher that binds GPUs shows each rank only its own. Where there are too
+        # few, ranks share them; whether they may is asked once all have chosen
+        return ("GPU", self.local_rank % visible) if visible else ("CPU", 0)

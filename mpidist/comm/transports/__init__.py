@@ -1,0 +1,1 @@
+"""Ways to move bytes between ranks, all with the contract of `Transport`."""

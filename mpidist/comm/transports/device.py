@@ -1,0 +1,132 @@
+"""MPI on the memory of GPUs: its own calls, and reductions that the GPUs add up.
+
+MPI sees an address only after the current stream has written what lies there. It has
+written what it puts somewhere when it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidist.comm import packing
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.transports.mpi import MpiTransport
+from mpidist.comm.transports.ordered import OrderedTransport
+from mpidist.device import arrays, kernels
+from mpidist.device.memory import DeviceBuffer, is_plain
+from mpidist.device.streams import Order, assign
+
+__all__ = ["DeviceMpiTransport", "DeviceTransport"]
+
+_BLOCK_BYTES = 16 << 20
+# Parts begin with cache lines of their own
+_LINE_BYTES = 128
+
+
+class DeviceTransport(OrderedTransport):
+    """Exchanges parts by MPI on device memory, and adds them up by a kernel.
+
+    For MPI libraries that reduce what lies on a GPU on the host, most of which do; and
+    for deadlines, because nonblocking reductions of device memory crash in some.
+
+    Args:
+      agreement: of all ranks.
+      block_bytes: how much of an array is worked on at a time.
+    """
+
+    name = "device"
+    device = True
+
+    def __init__(self, agreement: Agreement, block_bytes: int = _BLOCK_BYTES):
+        super().__init__(agreement, block_bytes)
+        # What one rank alone has no memory for, it must not find out in a collective
+        size = block_bytes + _LINE_BYTES * (agreement.size + 1)
+        self._parts, self._totals = DeviceBuffer(size), DeviceBuffer(size)
+        self._order = Order()
+
+    def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
+        """See `Transport.allreduce_sum`."""
+        with self._order:
+            super().allreduce_sum(send, receive, deadline)
+
+    def _reduce(self, send: Any, receive: Any, deadline: float | None) -> None:
+        ranks, rank = self._comm.Get_size(), self._comm.Get_rank()
+        dtype = np.dtype(send.dtype)
+        edges = packing.edges(receive.size, ranks, dtype.itemsize)
+        counts = np.diff(edges).tolist()
+        mine = counts[rank]
+        # Get this rank's part from all
+        if not is_plain(send):  # other processes cannot read it where it lies
+            copy = _as(self._totals, send.size, dtype)
+            assign(copy, send)
+            send = copy
+        parts = _as(self._parts, ranks * mine, dtype)
+        arrays.synchronize(send)
+        self._exchange(send, counts, parts, mine, deadline)
+        own = receive[edges[rank] : edges[rank + 1]]
+        places = [parts.data.ptr + r * mine * dtype.itemsize for r in range(ranks)]
+        kernels.add_parts(places, own, dtype)
+        # Share what it adds up to, as narrow as the parts came
+        narrow = parts[:mine]
+        assign(narrow, own)
+        totals = _as(self._totals, receive.size, dtype)
+        self.allgatherv(narrow, totals, counts, deadline)
+        assign(receive, totals)
+
+    def allgatherv(
+        self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
+    ) -> None:
+        """See `Transport.allgatherv`."""
+        arrays.synchronize(send)
+        super().allgatherv(send, receive, counts, deadline)
+
+    def _broadcast(
+        self, buffer: Any, root: int, deadline: float | None, operation: str
+    ) -> None:
+        arrays.synchronize(buffer)
+        super()._broadcast(buffer, root, deadline, operation)
+
+
+class DeviceMpiTransport(MpiTransport):
+    """MPI's own collectives on device memory.
+
+    Args:
+      agreement: of all ranks.
+      adder: for reductions with a deadline, which MPI cannot do without waiting.
+    """
+
+    device = True
+    packs_in_place = False
+
+    def __init__(self, agreement: Agreement, adder: DeviceTransport):
+        super().__init__(agreement)
+        self._adder = adder
+
+    def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
+        """See `Transport.allreduce_sum`."""
+        if deadline is not None:
+            self._adder.allreduce_sum(send, receive, deadline)
+            return
+        arrays.synchronize(send)
+        # mpi4py takes no empty array of several dimensions
+        super().allreduce_sum(send.reshape(-1), receive.reshape(-1), deadline)
+
+    def allgatherv(
+        self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
+    ) -> None:
+        """See `Transport.allgatherv`."""
+        self._adder.allgatherv(send, receive, counts, deadline)
+
+    def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
+        """See `Transport.broadcast`."""
+        self._adder.broadcast(buffer, root, deadline)
+
+
+def _as(buffer: DeviceBuffer, size: int, dtype: np.dtype[Any]) -> Any:
+    """Return the beginning of a buffer as an array."""
+    size_bytes = size * dtype.itemsize
+    assert size_bytes <= buffer.array.size
+    return buffer.array[:size_bytes].view(dtype)

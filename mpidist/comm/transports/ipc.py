@@ -1,0 +1,206 @@
+"""Reductions and gathers in memory of GPUs that the ranks of a node share.
+
+Each rank has slots that the others' GPUs read through CUDA's handles between processes.
+The ranks may have a GPU each, or share one. Of two ranks both add up everything; of
+more each adds up one part of every block, in its own slot, and the others fetch it
+after the next meeting.
+
+The GPU is kept busy while ranks meet: a block is put into a slot before the ranks meet
+for the one before. So of one block's slot, that is written for block k + 2 at the
+earliest before the meeting for k + 1, at which all have read what they need of k - 2:
+four slots are enough. Only the host waits for other ranks; a kernel that did would
+keep a shared GPU from the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpidist.comm import packing
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.barrier import Board
+from mpidist.comm.shared_memory.cuda_ipc import IpcBuffers
+from mpidist.comm.transports.mpi import bytes_of
+from mpidist.device import kernels
+from mpidist.device.streams import Order, assign, record
+
+__all__ = ["SLOTS", "IpcTransport"]
+
+SLOTS = 4
+
+
+class _Block(NamedTuple):
+    """A piece of an array that is worked on at a time.
+
+    Args:
+      slots: of each rank, as numbers of what is sent.
+      receive: where the totals belong.
+      parts: which part each rank adds.
+    """
+
+    slots: Sequence[Any]
+    receive: Any
+    parts: Sequence[slice]
+
+
+class IpcTransport:
+    """Copies and adds on GPUs; all ranks are on one node.
+
+    Args:
+      agreement: of all ranks.
+      board: where they meet; borrowed.
+      buffers: of which a quarter is a slot; the transport's own from now on.
+    """
+
+    name = "ipc"
+    device = True
+    is_ordered = True
+
+    def __init__(self, agreement: Agreement, board: Board, buffers: IpcBuffers):
+        self._agreement = agreement
+        self._board = board
+        self._buffers = buffers
+        self._rank, self._size = agreement.rank, agreement.size
+        self._slot_bytes = buffers.arrays[0].size // SLOTS // 256 * 256
+        self._turn = 0
+        self._packer = kernels.Packer()
+        self._order = Order()
+
+    def close(self) -> None:
+        """Free the memory. Collective."""
+        try:
+            self._order.wait_on_host()
+        finally:  # the others wait there
+            self._buffers.close()
+
+    def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
+        """See `Transport.allreduce_sum`."""
+        self.allreduce_packed([send], receive, deadline)
+
+    def allreduce_packed(
+        self, sends: Sequence[Any], receive: Any, deadline: float | None
+    ) -> None:
+        """See `Transport.allreduce_packed`. The slots are the pack."""
+        receive, dtype = receive.reshape(-1), sends[0].dtype
+        if not receive.size:
+            return
+        with self._order:
+            if len(sends) > 1:
+                self._packer.begin(sends)
+            step = self._slot_bytes // dtype.itemsize
+            blocks = [
+                self._block(dtype, receive[start : start + step])
+                for start in range(0, receive.size, step)
+            ]
+            starts = range(0, receive.nbytes, step * dtype.itemsize)
+            self._work(sends, blocks, starts, deadline)
+
+    def _block(self, dtype: Any, receive: Any) -> _Block:
+        slots = [slot.view(dtype)[: receive.size] for slot in self._next_slots()]
+        edges = packing.edges(receive.size, self._size, dtype.itemsize)
+        return _Block(slots, receive, [slice(*e) for e in itertools.pairwise(edges)])
+
+    def _work(
+        self,
+        sends: Sequence[Any],
+        blocks: Sequence[_Block],
+        starts: Sequence[int],
+        deadline: float | None,
+    ) -> None:
+        """Add up block after block, each written before the last one is added."""
+        all_add = self._size == 2
+        done = self._write(sends, blocks[0], starts[0])
+        last = None
+        for k, block in enumerate(blocks):
+            following = None
+            if k + 1 < len(blocks):
+                following = self._write(sends, blocks[k + 1], starts[k + 1])
+            done.synchronize()
+            self._meet("all_reduce", deadline)
+            if all_add:
+                _add(block.slots, block.receive)
+                done = following
+                continue
+            if last is not None:
+                self._hear(last)
+            self._add_part(block)
+            done, last = record(), block
+        if last is not None:
+            done.synchronize()
+            self._meet("all_reduce", deadline)
+            self._hear(last)
+
+    def _write(self, sends: Sequence[Any], block: _Block, first: int) -> Any:
+        """Begin to put this rank's numbers into its slot; return the event."""
+        mine = block.slots[self._rank]
+        if len(sends) > 1:
+            self._packer.copy(first, mine.nbytes, mine)
+        else:
+            start = first // mine.dtype.itemsize
+            assign(mine, sends[0].reshape(-1)[start : start + mine.size])
+        return record()
+
+    def _add_part(self, block: _Block) -> None:
+        """Add up this rank's part, and leave the totals in its slot for the others."""
+        own = block.parts[self._rank]
+        _add([slot[own] for slot in block.slots], block.receive[own])
+        assign(block.slots[self._rank][own], block.receive[own])
+
+    def _hear(self, block: _Block) -> None:
+        """Fetch the totals of the other ranks' parts."""
+        for rank, part in enumerate(block.parts):
+            if rank != self._rank:
+                assign(block.receive[part], block.slots[rank][part])
+
+    def allgatherv(
+        self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
+    ) -> None:
+        """See `Transport.allgatherv`."""
+        width, step = send.dtype.itemsize, self._slot_bytes
+        send, receive = bytes_of(send), bytes_of(receive)
+        ends = [end * width for end in itertools.accumulate(counts)]
+        starts = [0, *ends[:-1]]
+        with self._order:
+            for done in range(0, max(counts) * width, step):
+                slots = self._next_slots()
+                mine = send[done : done + step]
+                assign(slots[self._rank][: mine.size], mine)
+                record().synchronize()
+                self._meet("all_gather", deadline)
+                for slot, start, end in zip(slots, starts, ends, strict=True):
+                    part = receive[start + done : min(start + done + step, end)]
+                    assign(part, slot[: part.size])
+
+    def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
+        """See `Transport.broadcast`."""
+        buffer, step = bytes_of(buffer), self._slot_bytes
+        with self._order:
+            for start in range(0, buffer.size, step):
+                block = buffer[start : start + step]
+                slot = self._next_slots()[root]
+                if self._rank == root:
+                    assign(slot[: block.size], block)
+                record().synchronize()
+                self._meet("broadcast", deadline)
+                if self._rank != root:
+                    assign(block, slot[: block.size])
+
+    def _next_slots(self) -> list[Any]:
+        """Return the slots of all ranks that come next, as bytes."""
+        start = self._turn * self._slot_bytes
+        self._turn = (self._turn + 1) % SLOTS
+        return [a[start : start + self._slot_bytes] for a in self._buffers.arrays]
+
+    def _meet(self, operation: str, deadline: float | None) -> None:
+        self._agreement.meet(self._board, operation, deadline)
+
+
+def _add(parts: Sequence[Any], totals: Any) -> None:
+    """Put the sum of arrays, of which each is contiguous, into `totals`."""
+    if totals.size:
+        addresses = [part.data.ptr for part in parts]
+        kernels.add_parts(addresses, totals, np.dtype(parts[0].dtype))

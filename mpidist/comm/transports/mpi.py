@@ -1,0 +1,122 @@
+"""Direct MPI: the arrays' own memory is what MPI sends and receives."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpidist.comm import packing
+from mpidist.comm.consensus.agreement import Agreement
+
+__all__ = ["MpiTransport", "bytes_of"]
+
+# MPI libraries before MPI-4 count in 32 bits, and some err long before they overflow
+_MOST_BYTES = 1 << 30
+
+
+class MpiTransport:
+    """Blocking MPI collectives, nonblocking ones where there is a deadline.
+
+    Args:
+      agreement: of all ranks.
+      most_bytes: how many bytes one call of MPI may move; more are sent in several.
+    """
+
+    name = "mpi"
+    device = False
+    is_ordered = False
+    packs_in_place = True  # in the memory of the result
+
+    def __init__(self, agreement: Agreement, most_bytes: int = _MOST_BYTES):
+        self._agreement = agreement
+        self._comm = agreement.comm
+        self._most_bytes = most_bytes
+
+    def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
+        """See `Transport.allreduce_sum`."""
+        if send.nbytes <= self._most_bytes:
+            self._allreduce(send, receive, deadline)
+            return
+        step = max(1, self._most_bytes // send.dtype.itemsize)
+        send, receive = send.reshape(-1), receive.reshape(-1)
+        for start in range(0, send.size, step):
+            piece = slice(start, start + step)
+            self._allreduce(send[piece], receive[piece], deadline)
+
+    def _allreduce(self, send: Any, receive: Any, deadline: float | None) -> None:
+        comm = self._comm
+        if deadline is None:
+            self._agreement.departures.require_none()
+            comm.Allreduce(send, receive, MPI.SUM)
+        else:
+            self._wait(comm.Iallreduce(send, receive, MPI.SUM), deadline, "all_reduce")
+
+    def allreduce_packed(
+        self, sends: Sequence[Any], receive: Any, deadline: float | None
+    ) -> None:
+        """See `Transport.allreduce_packed`."""
+        if len(sends) == 1 or not self.packs_in_place:
+            self.allreduce_sum(packing.pack(sends), receive, deadline)
+            return
+        np.concatenate([send.reshape(-1) for send in sends], out=receive)
+        step = max(1, self._most_bytes // receive.dtype.itemsize)
+        for start in range(0, receive.size, step):
+            piece = receive[start : start + step]
+            self._allreduce(MPI.IN_PLACE, piece, deadline)
+
+    def allgatherv(
+        self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
+    ) -> None:
+        """See `Transport.allgatherv`."""
+        # MPI adds nothing up here, so bytes will do for dtypes that it does not know
+        width = send.dtype.itemsize
+        send, receive = bytes_of(send), bytes_of(receive)
+        bytes_from = [count * width for count in counts]
+        if receive.size > self._most_bytes:
+            self._gather_one_by_one(send, receive, bytes_from, deadline)
+            return
+        comm, specs = self._comm, ([send, MPI.BYTE], [receive, bytes_from, MPI.BYTE])
+        if deadline is None:
+            self._agreement.departures.require_none()
+            comm.Allgatherv(*specs)
+        else:
+            self._wait(comm.Iallgatherv(*specs), deadline, "all_gather")
+
+    def _gather_one_by_one(
+        self, send: Any, receive: Any, bytes_from: Sequence[int], deadline: float | None
+    ) -> None:
+        """Let each rank broadcast its bytes: no offset is too large then."""
+        ends = itertools.accumulate(bytes_from)
+        for root, (size, end) in enumerate(zip(bytes_from, ends, strict=True)):
+            part = receive[end - size : end]
+            if root == self._comm.Get_rank():
+                part[...] = send
+            self._broadcast(part, root, deadline, "all_gather")
+
+    def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
+        """See `Transport.broadcast`."""
+        self._broadcast(bytes_of(buffer), root, deadline, "broadcast")
+
+    def _broadcast(
+        self, buffer: Any, root: int, deadline: float | None, operation: str
+    ) -> None:
+        comm = self._comm
+        for start in range(0, buffer.size, self._most_bytes):
+            spec = [buffer[start : start + self._most_bytes], MPI.BYTE]
+            if deadline is None:
+                self._agreement.departures.require_none()
+                comm.Bcast(spec, root)
+            else:
+                self._wait(comm.Ibcast(spec, root), deadline, operation)
+
+    def _wait(self, request: MPI.Request, deadline: float, operation: str) -> None:
+        self._agreement.wait(request, deadline, operation)
+
+
+def bytes_of(array: Any) -> Any:
+    """Return the memory of a contiguous array as bytes."""
+    return array.reshape(-1).view(np.uint8)

@@ -1,0 +1,211 @@
+"""NVIDIA's NCCL, for replicas that have a GPU each."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidist.comm import packing
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.pending import Pending
+from mpidist.comm.transports.mpi import bytes_of
+from mpidist.device.streams import record
+
+__all__ = ["NcclTransport", "connect"]
+
+_CALL = "MirroredStrategy: NCCL"
+_PAUSE_SECONDS = 1e-4
+# A call of NCCL that takes longer waits for a rank that has died
+_CALL_SECONDS = 5.0
+_SUM = 0  # ncclSum
+# ncclDataType_t, by NumPy's names
+_TYPES = {
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 5,
+    "float32": 7,
+    "float64": 8,
+}
+# What NCCL does not know, as what is added up in its place. Integers of 16 bits are the
+# last bits of wider sums; the real and the imaginary part are numbers of their own
+_WIDER = {"int16": "int32", "uint16": "uint32"}
+_PARTS = {"complex64": "float32", "complex128": "float64"}
+
+
+def connect(agreement: Agreement) -> tuple[NcclTransport | None, str]:
+    """Return a transport, or None and why there is none. Collective.
+
+    Args:
+      agreement: of all ranks, each with a GPU of its own.
+    """
+    from cupy.cuda import nccl
+
+    # Its first calls would wait for the other ranks, whatever the deadline
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+
+    def number() -> tuple[Any, str]:
+        try:
+            return nccl.get_unique_id(), ""
+        except Exception as error:
+            return None, f"rank 0: {error}"
+
+    unique_id, reason = agreement.root_only(_CALL, number)
+    if reason:
+        return None, reason
+    comm = None
+    try:
+        with Pending("making a communicator of NCCL", agreement.comm):
+            comm = nccl.NcclCommunicator(agreement.size, unique_id, agreement.rank)
+    except Exception as error:  # of NCCL, or of CUDA: MPI can do without
+        reason = f"rank {agreement.rank}: {error}"
+    reasons = [text for text in agreement.gather(_CALL, reason) if text]
+    if reasons and comm is not None:
+        with contextlib.suppress(nccl.NcclError):  # it is of no use without the others
+            comm.abort()
+    if reasons:
+        return None, reasons[0]
+    return NcclTransport(agreement, comm), ""
+
+
+class NcclTransport:
+    """Collectives that GPUs do among themselves, in the order of the current stream.
+
+    Of two communicators, all ranks would have to use one after the other, in the same
+    order (NCCL's user guide): so there is one for each GPU at most.
+
+    Args:
+      agreement: of all ranks.
+      comm: NCCL's communicator of these ranks; the transport's own from now on.
+    """
+
+    name = "nccl"
+    device = True
+    is_ordered = False
+
+    def __init__(self, agreement: Agreement, comm: Any):
+        from cupy.cuda import nccl
+
+        self._agreement = agreement
+        self._nccl = nccl
+        self._comm = comm
+        self._lock = threading.RLock()
+        # Streams would wait for the GPUs of dead ranks for ever
+        agreement.losses.react(self._abort)
+
+    def close(self) -> None:
+        """Free the communicator. Collective."""
+        self._comm.destroy()
+
+    def _abort(self) -> None:
+        """Free the communicator at once. Any thread."""
+        # What is in the middle of a call must not lose it
+        is_locked = self._lock.acquire(timeout=_CALL_SECONDS)
+        try:
+            self._comm.abort()
+        finally:
+            if is_locked:
+                self._lock.release()
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[Any]:
+        """Give the communicator, which no other thread aborts meanwhile.
+
+        Raises:
+          RankLostError: a rank has died.
+        """
+        losses = self._agreement.losses
+        try:
+            with self._lock:
+                losses.require_none()
+                yield self._comm
+        except self._nccl.NcclError as error:
+            if losses.is_needed:  # NCCL may know of a death before MPI does
+                losses.wait_for_names()
+            if losses.ranks:
+                raise losses.error() from error
+            raise
+
+    def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
+        """See `Transport.allreduce_sum`."""
+        name = np.dtype(send.dtype).name
+        if name in _WIDER:
+            wide = send.astype(_WIDER[name])
+            total = wide.copy()
+            self._sum(wide, total, deadline)
+            receive[...] = total.astype(send.dtype).reshape(receive.shape)
+        elif name in _PARTS:
+            part = _PARTS[name]
+            self._sum(
+                send.reshape(-1).view(part), receive.reshape(-1).view(part), deadline
+            )
+        else:
+            self._sum(send, receive, deadline)
+
+    def _sum(self, send: Any, receive: Any, deadline: float | None) -> None:
+        kind = _TYPES[np.dtype(send.dtype).name]
+        addresses = send.data.ptr, receive.data.ptr
+        with self._using() as comm:
+            comm.allReduce(*addresses, send.size, kind, _SUM, _stream())
+        self._wait("all_reduce", deadline)
+
+    def allreduce_packed(
+        self, sends: Sequence[Any], receive: Any, deadline: float | None
+    ) -> None:
+        """See `Transport.allreduce_packed`."""
+        self.allreduce_sum(packing.pack(sends), receive, deadline)
+
+    def allgatherv(
+        self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
+    ) -> None:
+        """See `Transport.allgatherv`: each rank broadcasts, all at the same time."""
+        width = send.dtype.itemsize
+        send, receive = bytes_of(send), bytes_of(receive)
+        sizes = [count * width for count in counts]
+        starts = [0, *itertools.accumulate(sizes)]
+        kind, stream = _TYPES["uint8"], _stream()
+        with self._using() as comm:
+            self._nccl.groupStart()
+            try:
+                for root, (start, size) in enumerate(zip(starts, sizes)):
+                    to = receive.data.ptr + start
+                    if size:
+                        comm.broadcast(send.data.ptr, to, size, kind, root, stream)
+            finally:
+                self._nccl.groupEnd()
+        self._wait("all_gather", deadline)
+
+    def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
+        """See `Transport.broadcast`."""
+        address, kind = buffer.data.ptr, _TYPES["uint8"]
+        with self._using() as comm:
+            comm.broadcast(address, address, buffer.nbytes, kind, root, _stream())
+        self._wait("broadcast", deadline)
+
+    def _wait(self, operation: str, deadline: float | None) -> None:
+        """Return once the GPUs are done; at once where there is no deadline."""
+        if deadline is None:
+            return
+        done = record()
+        while not done.done:
+            with self._using() as comm:
+                comm.check_async_error()
+            if time.monotonic() > deadline:
+                self._abort()
+                self._agreement.give_up(operation, deadline)
+            time.sleep(_PAUSE_SECONDS)
+
+
+def _stream() -> int:
+    import cupy
+
+    return int(cupy.cuda.get_current_stream().ptr)

@@ -1,0 +1,307 @@
+"""Ways to move bytes between ranks, all with the contract of `Transport`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.barrier import Board
+from mpidist.comm.consensus.pending import Pending
+from mpidist.comm.device_info import GpuFacts
+from mpidist.comm.shared_memory.cuda_ipc import share_buffers
+from mpidist.comm.transports.base import Transport
+from mpidist.comm.transports.device import DeviceMpiTransport, DeviceTransport
+from mpidist.comm.transports.hierarchical import HierarchicalTransport
+from mpidist.comm.transports.ipc import SLOTS, IpcTransport
+from mpidist.comm.transports.mpi import MpiTransport
+from mpidist.comm.transports.nccl import NcclTransport, connect
+from mpidist.comm.transports.ordered import OrderedTransport
+from mpidist.comm.transports.shared import SharedTransport
+from mpidist.comm.transports.staging import StagingTransport
+from mpidist.comm.transports.tuning_table import (
+    BySizeTransport,
+    Table,
+    default_device_table,
+    default_table,
+)
+from mpidist.device import arrays, kernels
+from mpidist.errors import ArgumentError, CollectiveError, LaunchError
+from mpidist.options import CommunicationImplementation
+
+__all__ = ["DeviceTransports", "ORDERED", "Routes", "Transport", "Ways"]
+
+
+class Routes:
+    """The transports of one strategy, and which is taken for what. Collective to make.
+
+    Args:
+      agreement: of all ranks.
+      board: where the ranks of this node meet; borrowed. None on all ranks where no
+        ranks share memory.
+      table: see `BySizeTransport`; None for `default_table`. All ranks pass the same.
+      library: what `MPI.Get_library_version()` begins with.
+      gpus: of all ranks, for a strategy on GPUs, which the table is for then.
+      has_nccl: whether NCCL may be used, which only one of several may.
+
+    Raises:
+      LaunchError: the table names a transport that is not there.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        board: Board | None = None,
+        table: Table | None = None,
+        library: str = "",
+        gpus: GpuFacts | None = None,
+        has_nccl: bool = True,
+    ):
+        transports: dict[str, Transport] = {
+            "mpi": MpiTransport(agreement),
+            "ordered": OrderedTransport(agreement),
+        }
+        # What the ranks of a node do in the memory that they share
+        self.in_node: SharedTransport | None = None
+        self._like: HierarchicalTransport | None = None
+        if board is not None and board.size == agreement.size:
+            self.in_node = SharedTransport(agreement, board)
+        elif board is not None:
+            self.in_node = self._like = HierarchicalTransport(agreement, board)
+        in_node = "mpi" if self.in_node is None else self.in_node.name
+        if self.in_node is not None:
+            transports[in_node] = self.in_node
+        self.default_table = host_table = default_table(in_node, library)
+        if gpus is None and table is not None:
+            host_table = table
+        self._host = Ways(transports, [in_node, "ordered"], host_table)
+        self._device: Ways | None = None
+        self._gpus: DeviceTransports | None = None
+        if gpus is not None:
+            self._gpus = DeviceTransports(agreement, board, self._host, gpus, has_nccl)
+            by_name = self._gpus.by_name
+            self.default_table = default_device_table(by_name)
+            self._device = Ways(by_name, ORDERED, table or self.default_table)
+        self.table = self.default_table if table is None else table
+        own = self._device or self._host
+        self.by_name, self.default = own.by_name, own.default
+
+    def pick(
+        self,
+        implementation: CommunicationImplementation,
+        is_ordered: bool,
+        is_device: bool,
+    ) -> Transport:
+        """Return the transport for a call.
+
+        Args:
+          implementation: what the user asks for.
+          is_ordered: whether sums must be added up in the order of the ranks.
+          is_device: whether the arrays are on GPUs.
+        """
+        ways = self._device if is_device else self._host
+        assert ways is not None
+        return ways.pick(implementation, is_ordered)
+
+    def require_implementation(
+        self, implementation: CommunicationImplementation
+    ) -> None:
+        """Raise a LaunchError if the user asks for NCCL, and it cannot be used."""
+        if implementation is CommunicationImplementation.NCCL:
+            self.require_nccl("implementation='NCCL'")
+
+    def require_nccl(self, asked_for: str) -> None:
+        """Raise a LaunchError if NCCL cannot be used."""
+        if "nccl" in self.by_name:
+            return
+        reason = "replicas are on CPUs"
+        if self._gpus is not None:
+            reason = self._gpus.missing["nccl"]
+        raise LaunchError(
+            f"{asked_for} cannot be used: {reason}; leave it out to use MPI"
+        )
+
+    def require_reachable(self, array: Any, name: str) -> None:
+        """Raise if an array lies where no transport can move it.
+
+        Raises:
+          ArgumentError: it is on a GPU, but replicas are not, or on another GPU.
+        """
+        if not arrays.is_device_array(array):
+            return
+        if self._gpus is None:
+            raise ArgumentError(
+                f"{name} is on a GPU, but this strategy's replicas are on CPUs: make "
+                "it with devices=['GPU:0'] (or None), or pass cupy.asnumpy(...)"
+            )
+        own = self._gpus.index
+        if array.size and array.device.id != own:
+            raise ArgumentError(
+                f"{name} is on GPU:{array.device.id}, but this replica computes on "
+                f"GPU:{own}"
+            )
+
+    def close(self) -> None:
+        """Free memory and communicators. Collective."""
+        if self._gpus is not None:
+            self._gpus.close()
+        if self._like is not None:
+            self._like.close()
+
+
+class Ways:
+    """Transports for arrays on the host, or for arrays on GPUs.
+
+    Args:
+      by_name: all of them; "mpi" is what stands for MPI's own calls.
+      ordered: the names of those that add in the order of the ranks, the best first;
+        one of them at least does so.
+      table: see `BySizeTransport`. All ranks pass the same.
+
+    Raises:
+      LaunchError: the table names a transport that is not there.
+    """
+
+    def __init__(
+        self, by_name: Mapping[str, Transport], ordered: Sequence[str], table: Table
+    ):
+        self.by_name = dict(by_name)
+        used = {name for rows in table.values() for _, name in rows}
+        if unknown := used - set(self.by_name):
+            raise LaunchError(
+                f"the table of transports names {sorted(unknown)}, but there are "
+                f"{sorted(self.by_name)}; let `python -m mpidist tune` measure again"
+            )
+        self.default: Transport = BySizeTransport(self.by_name, table)
+        there = (self.by_name[name] for name in ordered if name in self.by_name)
+        self._ordered = next(way for way in there if way.is_ordered)
+        # Where the user asks for calls of MPI
+        self._direct = self.by_name["mpi"]
+        direct = (self.by_name[n] for n in ("device", "ordered") if n in self.by_name)
+        self._direct_ordered = next(direct)
+        self._nccl = self.by_name.get("nccl", self.default)
+
+    def pick(
+        self, implementation: CommunicationImplementation, is_ordered: bool
+    ) -> Transport:
+        """Return the transport for a call.
+
+        Args:
+          implementation: what the user asks for. (NCCL moves arrays on GPUs only.)
+          is_ordered: whether sums must be added up in the order of the ranks.
+        """
+        if implementation is CommunicationImplementation.MPI:
+            return self._direct_ordered if is_ordered else self._direct
+        if is_ordered:
+            return self.default if self.default.is_ordered else self._ordered
+        if implementation is CommunicationImplementation.NCCL:
+            return self._nccl
+        return self.default
+
+
+# Those that add in the order of the ranks, the best first
+ORDERED = ["ipc", "device", "staging", "ordered"]
+
+_CALL = "MirroredStrategy: transports of GPUs"
+_SLOT_BYTES = 16 << 20
+
+
+class DeviceTransports:
+    """All that can be used. Collective to make.
+
+    Args:
+      agreement: of all ranks.
+      board: where the ranks of this node meet, if they share memory; borrowed.
+      host: the transports of arrays on the host.
+      gpus: of all ranks.
+      has_nccl: whether NCCL may be used.
+
+    Attributes:
+      by_name: the transports.
+      index: of this rank's GPU.
+      missing: why there is no transport of a name.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        board: Board | None,
+        host: Ways,
+        gpus: GpuFacts,
+        has_nccl: bool,
+    ):
+        self._agreement = agreement
+        self.index = gpus.index
+        self.missing: dict[str, str] = {}
+        self._ipc: IpcTransport | None = None
+        self._nccl: NcclTransport | None = None
+        self.by_name: dict[str, Transport] = {
+            "staging": StagingTransport(host.default),
+            "ordered": StagingTransport(host.by_name["ordered"]),
+            "mpi": StagingTransport(host.by_name["mpi"]),
+        }
+        self._make_device(agreement, gpus)
+        self._make_ipc(agreement, board)
+        self._make_nccl(agreement, gpus, has_nccl)
+
+    def _make_device(self, agreement: Agreement, gpus: GpuFacts) -> None:
+        if not gpus.support.is_aware:
+            self.missing["device"] = gpus.support.why
+            return
+        reason = ""
+        try:
+            # What keeps a rank from these it must not learn in a collective
+            kernels.load()
+            adder = DeviceTransport(agreement)
+        except Exception as error:
+            reason = f"rank {agreement.rank}: {error}"
+        reasons = [text for text in agreement.gather(_CALL, reason) if text]
+        if reasons:
+            self.missing["device"] = reasons[0]
+        else:
+            self.by_name["device"] = adder
+            self.by_name["mpi"] = DeviceMpiTransport(agreement, adder)
+
+    def _make_ipc(self, agreement: Agreement, board: Board | None) -> None:
+        if agreement.size == 1:
+            self.missing["ipc"] = "there is one replica"
+        elif board is None or board.size < agreement.size:
+            self.missing["ipc"] = "the ranks are on several nodes"
+        else:
+            buffers, reason = share_buffers(agreement, SLOTS * _SLOT_BYTES)
+            if buffers is None:
+                self.missing["ipc"] = reason
+            else:
+                self._ipc = IpcTransport(agreement, board, buffers)
+                self.by_name["ipc"] = self._ipc
+
+    def _make_nccl(self, agreement: Agreement, gpus: GpuFacts, has_nccl: bool) -> None:
+        reason = "another communicator of these ranks may use it"
+        if has_nccl:
+            reason = gpus.no_nccl
+        if not reason:
+            self._nccl, reason = connect(agreement)
+        if self._nccl is None:
+            self.missing["nccl"] = reason
+        else:
+            self.by_name["nccl"] = self._nccl
+
+    def close(self) -> None:
+        """Free memory and communicators. Collective.
+
+        Raises, on all ranks:
+          CollectiveError: on one of them that cannot be done.
+        """
+        own = [way for way in (self._ipc, self._nccl) if way is not None]
+        reason = ""
+        for transport in own:
+            try:
+                transport.close()
+            except Exception as error:
+                reason = reason or f"rank {self._agreement.rank}: {error}"
+        reasons = [reason]
+        if own and self._agreement.broken is None:
+            with Pending("freeing memory of GPUs", self._agreement.comm):
+                reasons = self._agreement.comm.allgather(reason)
+        for found in filter(None, reasons):
+            raise CollectiveError(f"memory of GPUs cannot be freed: {found}")

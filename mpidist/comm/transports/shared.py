@@ -1,0 +1,270 @@
+"""Reductions and gathers in memory that the ranks of a node share.
+
+Of two ranks both add up everything; of more each rank adds up one part of every block,
+and tells the others the totals of the last block when it gives them the next one.
+Blocks are small, so that what is written for others is still in the cache when they
+read it. They are in turn in different memory, so that a rank can write the next one
+while others read the last.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from mpidist.comm import arithmetic, packing
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.barrier import Board
+from mpidist.comm.transports.mpi import bytes_of
+
+__all__ = ["SharedTransport"]
+
+
+# Between two meetings where nothing is written for others
+_NO_COPY_BYTES = 2 << 20
+
+
+class _Block(NamedTuple):
+    """A block of which this rank has added up its part.
+
+    Args:
+      slots: of each rank: where the totals are told.
+      receive: where the totals of all parts belong.
+      parts: which part each rank adds.
+      request: of MPI, while other nodes add theirs.
+    """
+
+    slots: Sequence[Any]
+    receive: Any
+    parts: Sequence[slice]
+    request: Any
+
+
+class SharedTransport:
+    """Copies and adds in shared memory; all ranks are on one node.
+
+    Totals are added up in the order of the ranks, so they do not depend on how arrays
+    are packed.
+
+    Args:
+      agreement: of all ranks.
+      board: where they meet, with three slots; borrowed. An array is worked on in
+        blocks of a slot.
+      adders: how many of the ranks of a node add; None for all.
+    """
+
+    name = "shared"
+    device = False
+    is_ordered = True
+
+    def __init__(self, agreement: Agreement, board: Board, adders: int | None = None):
+        self._agreement = agreement
+        self._board = board
+        self._rank, self._size = board.rank, board.size
+        self._adders = adders or board.size
+        # One meeting for each block is enough, and as many bytes move between the two
+        self._all_add = self._size == 2 and adders is None
+        self._turns = 2 if self._all_add else 3
+        self._turn = 0
+
+    def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
+        """See `Transport.allreduce_sum`."""
+        self.allreduce_packed([send], receive, deadline)
+
+    def allreduce_packed(
+        self, sends: Sequence[Any], receive: Any, deadline: float | None
+    ) -> None:
+        """See `Transport.allreduce_packed`. The slots are the pack."""
+        receive = receive.reshape(-1)
+        dtype = sends[0].dtype
+        step = self._board.slot_bytes // dtype.itemsize
+        blocks = _cut([send.reshape(-1) for send in sends], step)
+        last = None
+        for start, pieces in zip(range(0, receive.size, step), blocks, strict=True):
+            slots = [slot.view(dtype) for slot in self._next_slots()]
+            mine = slots[self._rank]
+            for place, piece in pieces:
+                mine[place : place + piece.size] = piece
+            last = self._add(
+                slots, slots, receive[start : start + step], last, deadline
+            )
+        self._end(last, deadline)
+
+    def allreduce_symmetric(
+        self,
+        everyone: Sequence[Sequence[Any]],
+        receives: Sequence[Any],
+        deadline: float | None,
+    ) -> None:
+        """Put the sums over all ranks of arrays that lie in shared memory in others.
+
+        Args:
+          everyone: of each array the one of every rank of this node, by rank.
+          receives: of each array where its sum goes.
+          deadline: see `Transport`.
+        """
+        last = None
+        self._meet("all_reduce", deadline)  # all have written their arrays
+        for given, receive in zip(everyone, receives, strict=True):
+            given, receive = [a.reshape(-1) for a in given], receive.reshape(-1)
+            bytes_ = _NO_COPY_BYTES if self._all_add else self._board.slot_bytes
+            step = bytes_ // receive.dtype.itemsize
+            for start in range(0, receive.size, step):
+                block = slice(start, start + step)
+                slots = [slot.view(receive.dtype) for slot in self._next_slots()]
+                inputs = [a[block] for a in given]
+                last = self._add(inputs, slots, receive[block], last, deadline)
+        self._end(last, deadline)
+        self._meet("all_reduce", deadline)  # all have read them
+
+    def _add(
+        self,
+        inputs: Sequence[Any],
+        slots: Sequence[Any],
+        receive: Any,
+        last: _Block | None,
+        deadline: float | None,
+    ) -> _Block | None:
+        """Begin with a block that this rank has written, and end the last one."""
+        if last is not None:
+            self._tell(last, deadline)
+        self._meet("all_reduce", deadline)
+        if self._all_add:
+            inputs = [given[: receive.size] for given in inputs]
+            arithmetic.add_in_order(inputs, out=receive)
+            return None
+        edges = packing.edges(receive.size, self._adders, receive.dtype.itemsize)
+        parts = [slice(*edge) for edge in itertools.pairwise(edges)]
+        request = None
+        if self._rank < self._adders:
+            own = parts[self._rank]
+            total = receive[own]
+            if len(inputs) == 1:
+                total[...] = inputs[0][own]
+            else:
+                arithmetic.add_in_order([given[own] for given in inputs], out=total)
+            request = self._add_other_nodes(total)
+        if last is not None:
+            self._hear(last)
+        return _Block(slots, receive, parts, request)
+
+    def _end(self, last: _Block | None, deadline: float | None) -> None:
+        """End the last block of all."""
+        if last is not None:
+            self._tell(last, deadline)
+            self._meet("all_reduce", deadline)
+            self._hear(last)
+
+    def _tell(self, block: _Block, deadline: float | None) -> None:
+        """Write the totals of this rank's part for the others."""
+        if self._rank < self._adders:
+            self._finish_other_nodes(block.request, deadline)
+            own = block.parts[self._rank]
+            block.slots[self._rank][own] = block.receive[own]
+
+    def _hear(self, block: _Block) -> None:
+        """Read the totals of the other ranks' parts."""
+        for rank, part in enumerate(block.parts):
+            if rank != self._rank:
+                block.receive[part] = block.slots[rank][part]
+
+    def _add_other_nodes(self, total: Any) -> Any:
+        """Begin to add what other nodes have of this rank's part: there are none."""
+
+    def _finish_other_nodes(self, request: Any, deadline: float | None) -> None:
+        """Return when `_add_other_nodes` is done."""
+
+    def allgatherv(
+        self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
+    ) -> None:
+        """See `Transport.allgatherv`."""
+        width, step = send.dtype.itemsize, self._board.slot_bytes
+        send, receive = bytes_of(send), bytes_of(receive)
+        ends = [end * width for end in itertools.accumulate(counts)]
+        starts = [0, *ends[:-1]]
+        for done in range(0, max(counts) * width, step):
+            slots = self._next_slots()
+            mine = send[done : done + step]
+            slots[self._rank][: mine.size] = mine
+            self._meet("all_gather", deadline)
+            for slot, start, end in zip(slots, starts, ends, strict=True):
+                part = receive[start + done : min(start + done + step, end)]
+                part[...] = slot[: part.size]
+
+    def allgather_columns(
+        self, send: Any, receive: Any, widths: Sequence[int], deadline: float | None
+    ) -> None:
+        """Put the columns of each rank beside those of the rank before.
+
+        Args:
+          send: of shape (rows, widths[rank]), contiguous.
+          receive: of shape (rows, sum of widths).
+          widths: of each rank.
+          deadline: see `Transport`.
+        """
+        dtype, (rows, _) = send.dtype, receive.shape
+        room = self._board.slot_bytes // dtype.itemsize
+        assert room > 0
+        ends = list(itertools.accumulate(widths))
+        # As many whole rows as there is room for, and of wide ones pieces
+        width = min(max(widths), room)
+        height = max(1, room // max(width, 1))
+        for top, left in itertools.product(
+            range(0, rows, height), range(0, max(widths), max(width, 1))
+        ):
+            block = slice(top, top + height)
+            columns = [slice(min(left, w), min(left + width, w)) for w in widths]
+            slots, mine = self._next_slots(), send[block, columns[self._rank]]
+            _as_block(slots[self._rank], mine)[...] = mine
+            self._meet("all_gather", deadline)
+            for slot, end, w, piece in zip(slots, ends, widths, columns, strict=True):
+                start = end - w
+                place = receive[block, start + piece.start : start + piece.stop]
+                place[...] = _as_block(slot, place)
+
+    def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
+        """See `Transport.broadcast`."""
+        buffer, step = bytes_of(buffer), self._board.slot_bytes
+        for start in range(0, buffer.size, step):
+            block = buffer[start : start + step]
+            slot = self._next_slots()[root]
+            if self._rank == root:
+                slot[: block.size] = block
+            self._meet("broadcast", deadline)
+            if self._rank != root:
+                block[...] = slot[: block.size]
+
+    def _next_slots(self) -> list[Any]:
+        """Return the slots of all ranks that nobody reads any more, as bytes."""
+        self._turn = (self._turn + 1) % self._turns
+        return self._board.slots[self._turn]
+
+    def _meet(self, operation: str, deadline: float | None) -> None:
+        self._agreement.meet(self._board, operation, deadline)
+
+
+def _as_block(slot: Any, like: Any) -> Any:
+    """Return the beginning of a slot as an array like another one."""
+    return slot[: like.nbytes].view(like.dtype).reshape(like.shape)
+
+
+def _cut(arrays: Sequence[Any], step: int) -> Iterator[list[tuple[int, Any]]]:
+    """Cut arrays that lie one behind the other into blocks of `step` elements.
+
+    Yields for each block the pieces of arrays that are in it, and where in it they are.
+    """
+    pieces: list[tuple[int, Any]] = []
+    place = 0
+    for array in arrays:
+        start = 0
+        while start < array.size:
+            piece = array[start : start + step - place]
+            pieces.append((place, piece))
+            start += piece.size
+            place += piece.size
+            if place == step:
+                yield pieces
+                pieces, place = [], 0
+    if pieces:
+        yield pieces

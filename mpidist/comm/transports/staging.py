@@ -1,0 +1,139 @@
+"""Device arrays by way of host memory, for what cannot move them where they lie.
+
+An array is cut into blocks. While the ranks work on one block on the host, a stream
+brings the next one there, and another stream the last result back: through page-locked
+memory, which a GPU reads and writes at full speed and by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpidist.comm import packing
+from mpidist.comm.transports.base import Transport
+from mpidist.comm.transports.mpi import bytes_of
+from mpidist.device.copies import HostCopies
+
+__all__ = ["StagingTransport"]
+
+_BLOCK_BYTES = 4 << 20
+
+
+class _Block(NamedTuple):
+    """What goes through the host at once.
+
+    Args:
+      send: what this rank sends, on the device, of one dimension.
+      places: where on the device the result belongs, piece after piece.
+      work: given `send` and room for the result on the host, puts it there. Collective.
+    """
+
+    send: Any
+    places: Sequence[Any]
+    work: Callable[[Any, Any], None]
+
+
+class StagingTransport:
+    """Copies to the host, lets another transport work there, and copies back.
+
+    Args:
+      host: the other transport.
+      block_bytes: how much goes through the host at once.
+    """
+
+    name = "staging"
+    device = True
+
+    def __init__(self, host: Transport, block_bytes: int = _BLOCK_BYTES):
+        self._host = host
+        self.is_ordered = host.is_ordered
+        self._block_bytes = block_bytes
+        self._copies = HostCopies()
+
+    def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
+        """See `Transport.allreduce_sum`."""
+
+        def work(host_send: Any, host_receive: Any) -> None:
+            self._host.allreduce_sum(host_send, host_receive, deadline)
+
+        send, receive = send.reshape(-1), receive.reshape(-1)
+        blocks = (
+            _Block(send[block], [receive[block]], work) for block in self._cut(receive)
+        )
+        self._run(blocks)
+
+    def allreduce_packed(
+        self, sends: Sequence[Any], receive: Any, deadline: float | None
+    ) -> None:
+        """See `Transport.allreduce_packed`; packs on the device."""
+        self.allreduce_sum(packing.pack(sends), receive, deadline)
+
+    def allgatherv(
+        self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
+    ) -> None:
+        """See `Transport.allgatherv`."""
+        width = send.dtype.itemsize
+        send, receive = bytes_of(send), bytes_of(receive)
+        sizes = [count * width for count in counts]
+        starts = [0, *itertools.accumulate(sizes)][:-1]
+        step = max(self._block_bytes // len(counts), 1)
+
+        def blocks() -> Iterator[_Block]:
+            for done in range(0, max(sizes), step):
+                cuts = [(min(done, n), min(done + step, n)) for n in sizes]
+                pieces = [
+                    receive[start + low : start + high]
+                    for start, (low, high) in zip(starts, cuts, strict=True)
+                ]
+                lengths = [piece.size for piece in pieces]
+
+                def work(
+                    host_send: Any, result: Any, lengths: Sequence[int] = lengths
+                ) -> None:
+                    self._host.allgatherv(host_send, result, lengths, deadline)
+
+                yield _Block(send[done : done + step], pieces, work)
+
+        self._run(blocks())
+
+    def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
+        """See `Transport.broadcast`."""
+
+        def work(host_send: Any, result: Any) -> None:
+            result[...] = host_send
+            self._host.broadcast(result, root, deadline)
+
+        buffer = bytes_of(buffer)
+        self._run(
+            _Block(buffer[block], [buffer[block]], work) for block in self._cut(buffer)
+        )
+
+    def _cut(self, array: Any) -> Iterator[slice]:
+        """Yield the blocks of an array of one dimension."""
+        step = max(self._block_bytes // array.dtype.itemsize, 1)
+        return (slice(k, k + step) for k in range(0, array.size, step))
+
+    def _run(self, blocks: Iterator[_Block]) -> None:
+        """Do the work of blocks, each on its way while the last is worked on."""
+        block, following = next(blocks, None), next(blocks, None)
+        if block is None:
+            return
+        copies = self._copies
+        copies.begin(is_alone=following is None)
+        try:
+            down = next_down = copies.fetch(block.send)
+            while block is not None:
+                if following is not None:
+                    next_down = copies.fetch(following.send)
+                up = copies.room(sum(place.nbytes for place in block.places))
+                result = up.bytes.view(np.dtype(block.places[0].dtype))
+                block.work(down.wait().view(np.dtype(block.send.dtype)), result)
+                copies.send(up, block.places)
+                block, following = following, next(blocks, None)
+                down = next_down
+        finally:
+            copies.end()

@@ -1,0 +1,437 @@
+"""The bytes of a file that must not change while it is read.
+
+On a local file system rows are copied from a memory map. If a file were cut short in
+that moment the process would be killed by SIGBUS, so it takes a read lease for as long
+as it copies (fcntl(2), F_SETLEASE; 1 microsecond): the kernel lets nobody open the file
+for writing, or truncate it, before the lease is given back. Where a lease cannot be had
+(another user's file, one that is open for writing, a network file system), `pread` is
+used.
+"""
+
+from __future__ import annotations
+
+import collections
+import errno
+import fcntl
+import mmap
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import h5py
+import numpy as np
+
+from mpidist.data.hdf5.index import (
+    Column,
+    FileIndex,
+    FileState,
+    kind_of,
+    open_hdf5,
+    state_of,
+)
+from mpidist.data.hdf5.row_copy import (
+    Bytes,
+    Map,
+    Offsets,
+    copy_rows,
+    items_of,
+    spans_of,
+    take_rows,
+)
+from mpidist.errors import DataError
+from mpidist.util.buffers import Buffers
+from mpidist.util.files import open_regular
+
+__all__ = ["OpenFiles", "RawFile"]
+
+
+T = TypeVar("T")
+_BYTE = np.dtype(np.uint8)
+
+# Where all who change a file do so through this kernel, so that leases hold
+_LOCAL_FILE_SYSTEMS = frozenset(
+    ["btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"]
+)
+# On a network file system asking for a file's size costs messages to its servers
+_CHECK_SECONDS = 60.0
+# Shorter rows are cheaper to move once more than to name to the kernel one by one
+_LONG_BYTES = 32 << 10
+
+
+class RawFile:
+    """An open file. Dropping it closes it, once no read is going on.
+
+    Args:
+      path: of the file.
+      expected: the state that the file must have.
+
+    Raises:
+      DataError: it has another one.
+      OSError: it cannot be opened, or is no regular file.
+    """
+
+    def __init__(self, path: Path, expected: FileState):
+        self._path = path
+        self._descriptor = open_regular(path)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.state = state_of(path, self._descriptor)
+        self._size_bytes = self.state.size_bytes
+        self._is_local = _file_system(self.state.device) in _LOCAL_FILE_SYSTEMS
+        if changes := expected.changes_to(self.state, not self._is_local):
+            raise DataError(
+                f"{path}: is not the file whose index was read: {', '.join(changes)}; "
+                "a file must not change while it is read, and must be the same on all "
+                "nodes; make a new dataset to read it as it is now"
+            )
+        self._identity = _identity(os.fstat(self._descriptor))
+        self._checked = time.monotonic()
+        self._lock = threading.Lock()
+        self._map = self._map_bytes() if self._is_local else None
+        self._map_users = 0
+
+    def gather(
+        self, offsets: Offsets, size_bytes: int, buffers: Buffers, parallel: Map = map
+    ) -> Bytes:
+        """Return the `size_bytes` bytes at each offset, `(offsets, size_bytes)`.
+
+        Args:
+          offsets: in any order; all bytes must lie in the file.
+          size_bytes: of each.
+          buffers: one of which the result is in.
+          parallel: `map`, or what maps in threads.
+        """
+        if offsets.size:
+            self._require_inside(int(offsets.max()), size_bytes)
+        found: Bytes = buffers.empty((offsets.size, size_bytes), _BYTE)
+        if (mapped := self._take_map()) is None:
+            self._read_rows(offsets, found, parallel)
+            return found
+        try:
+            copy_rows(mapped, offsets, found, parallel)
+            return found
+        finally:
+            self._give_map_back()
+
+    def take(
+        self,
+        offset: int,
+        size_bytes: int,
+        rows: Offsets,
+        buffers: Buffers,
+        parallel: Map = map,
+    ) -> Bytes:
+        """Return the bytes of rows of `size_bytes` that lie side by side from `offset`.
+
+        Like `gather`, but faster.
+        """
+        last = int(rows.max()) if rows.size else 0
+        self._require_inside(offset + last * size_bytes, size_bytes)
+        found: Bytes = buffers.empty((rows.size, size_bytes), _BYTE)
+        if (mapped := self._take_map()) is None:
+            self._read_rows(offset + rows * size_bytes, found, parallel)
+            return found
+        try:
+            take_rows(mapped, offset, rows, found, parallel)
+            return found
+        finally:
+            self._give_map_back()
+
+    def read(self, offset: int, size_bytes: int, use: Callable[[Any], T]) -> T:
+        """Return `use(buffer)` of the bytes at `offset`; it must not keep them."""
+        self._require_inside(offset, size_bytes)
+        if (mapped := self._take_map()) is None:
+            self._check_now_and_then()
+            return use(self._pread(offset, size_bytes))
+        try:
+            return use(mapped[offset : offset + size_bytes])
+        finally:
+            self._give_map_back()
+
+    def _require_inside(self, offset: int, size_bytes: int) -> None:
+        if offset + size_bytes > self._size_bytes:
+            raise DataError(
+                f"{self._path}: has {self._size_bytes} bytes, but data that should lie "
+                f"at {offset}..{offset + size_bytes - 1}"
+            )
+
+    def _check_now_and_then(self) -> None:
+        """Check, where that is cheap, that the file has not changed."""
+        now = time.monotonic()
+        if self._is_local or now >= self._checked + _CHECK_SECONDS:
+            self._checked = now
+            self.require_unchanged()
+
+    def require_unchanged(self) -> None:
+        """Raise a DataError if the file has changed since it was opened."""
+        status = os.fstat(self._descriptor)
+        if _identity(status) != self._identity:
+            raise DataError(f"{self._path}: {self._change(status)}")
+
+    def _take_map(self) -> Bytes | None:
+        """Return the map, to be given back after use; None where it is not safe."""
+        if self._map is None:
+            return None
+        with self._lock:
+            if self._map_users == 0 and not self._lease(fcntl.F_RDLCK):
+                return None
+            if fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
+                # Somebody waits to write, so nobody may start to read
+                if self._map_users == 0:
+                    self._lease(fcntl.F_UNLCK)
+                return None
+            self._map_users += 1
+        try:
+            self._check_now_and_then()  # from here on it will not change
+        except DataError:
+            self._give_map_back()
+            raise
+        return self._map
+
+    def _give_map_back(self) -> None:
+        with self._lock:
+            self._map_users -= 1
+            if self._map_users == 0:
+                self._lease(fcntl.F_UNLCK)
+
+    def _lease(self, kind: int) -> bool:
+        """Take or give back the lease; return False where that is not possible."""
+        try:
+            # The kernel's note that somebody waits must not end the process, as SIGIO
+            # would, to which giving back the lease resets it
+            if kind == fcntl.F_RDLCK:
+                fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, kind)
+        except OSError:
+            return False
+        return True
+
+    def _change(self, status: os.stat_result) -> str:
+        advice = "a file must not change while it is read"
+        if status.st_nlink == 0:
+            return f"was removed or replaced; {advice}"
+        return (
+            f"was changed: it has {status.st_size} bytes, and had {self._size_bytes} "
+            f"and another modification time when it was opened; {advice}"
+        )
+
+    def _map_bytes(self) -> Bytes | None:
+        """Return the bytes of the file as an array, None if it has none."""
+        if not self._size_bytes:
+            return None
+        length = self._size_bytes
+        return np.frombuffer(
+            mmap.mmap(self._descriptor, length, prot=mmap.PROT_READ), np.uint8
+        )
+
+    def _read_rows(self, offsets: Offsets, found: Bytes, parallel: Map) -> None:
+        """Do what `copy_rows` does, in few calls, in the order of the file."""
+        self._check_now_and_then()
+        order = np.argsort(offsets, kind="stable")
+        ordered, size_bytes = offsets[order], found.shape[1]
+        whole = found.view(np.dtype((np.void, size_bytes))).reshape(-1)
+
+        def read(span: tuple[int, int]) -> None:
+            starts, places = ordered[slice(*span)], order[slice(*span)]
+            start = int(starts[0])
+            if (views := _side_by_side(found, starts, places)) is not None:
+                self._read_into(views, start)
+                return
+            data = self._pread(start, int(starts[-1]) + size_bytes - start)
+            items = items_of(np.frombuffer(data, np.uint8), size_bytes)
+            whole[places] = items[starts - start]
+
+        list(parallel(read, spans_of(ordered, size_bytes)))
+
+    def _read_into(self, views: list[memoryview], offset: int) -> None:
+        """Fill memory with the bytes from `offset` on."""
+        while views:
+            count = os.preadv(self._descriptor, views, offset)
+            if not count:
+                raise self._truncated(offset)
+            offset += count
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:  # a signal, or more than the kernel reads at once
+                views[0] = views[0][count:]
+
+    def _pread(self, offset: int, size_bytes: int) -> bytes | bytearray:
+        data = os.pread(self._descriptor, size_bytes, offset)
+        if len(data) == size_bytes:
+            return data
+        parts = bytearray(data)  # a signal, or more than the kernel reads at once
+        while data and len(parts) < size_bytes:
+            missing = size_bytes - len(parts)
+            data = os.pread(self._descriptor, missing, offset + len(parts))
+            parts += data
+        if len(parts) < size_bytes:
+            raise self._truncated(offset + len(parts))
+        return parts
+
+    def _truncated(self, end: int) -> DataError:
+        return DataError(
+            f"{self._path}: ends after {end} bytes, and had {self._size_bytes} when "
+            "its index was read: it was truncated"
+        )
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    # A file that is removed or replaced has no link any more
+    return status.st_size, status.st_mtime_ns, min(status.st_nlink, 1)
+
+
+def _side_by_side(
+    found: Bytes, starts: Offsets, places: Offsets
+) -> list[memoryview] | None:
+    """Return where bytes that follow each other in a file go; None if they do not.
+
+    Args:
+      found: `(rows, bytes)`, that they go to.
+      starts: of rows, in the order of the file.
+      places: of the same rows in `found`.
+    """
+    if starts.size == 1:
+        return [found[places[0]].data]
+    if (np.diff(starts) != found.shape[1]).any():
+        return None
+    if (np.diff(places) == 1).all():
+        return [found[places[0] : places[-1] + 1].reshape(-1).data]
+    if found.shape[1] < _LONG_BYTES:
+        return None
+    return [found[place].data for place in places.tolist()]
+
+
+def _file_system(device: int) -> str:
+    """Return the type of the file system with a device number, "" if it is unknown."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8") as mounts:
+            for line in mounts:
+                # ID, parent, device, root, mount point, options... - type, source
+                mount, _, kind = line.partition(" - ")
+                if mount.split()[2] == number:
+                    return kind.split()[0]
+    except OSError:
+        return ""
+    return ""
+
+
+_OPEN_FILES = 128
+_FEW_FILES = 16  # are checked at each read
+
+
+class OpenFiles:
+    """Files by path, as bytes and by h5py. May be used in threads."""
+
+    def __init__(self) -> None:
+        self._raw: collections.OrderedDict[Path, Any] = collections.OrderedDict()
+        self._hdf5: collections.OrderedDict[Path, Any] = collections.OrderedDict()
+        # What files were when this process first opened them: kept when they are closed
+        self._states: dict[Path, FileState] = {}
+        self._other_states: dict[Path, FileState] = {}
+        # Whose many other files were checked since `check_others`
+        self._checked: set[Path] = set()
+        self._lock = threading.RLock()
+
+    def raw(self, path: Path, index: FileIndex) -> RawFile:
+        """Return a file as bytes; it must be the one with this index, unchanged."""
+        expected = self._states.get(path, index.state)
+        file: RawFile = self._opened(self._raw, path, lambda: RawFile(path, expected))
+        self._states.setdefault(path, file.state)
+        return file
+
+    def by_h5py(
+        self,
+        path: Path,
+        index: FileIndex,
+        column: Column,
+        read: Callable[[h5py.Dataset], Any],
+    ) -> Any:
+        """Return `read(dataset)`, of a dataset that must be as it was.
+
+        One thread at a time: h5py waits for itself anyway, and is not safe everywhere.
+        """
+        with self._lock:
+            found = self._by_h5py(path, column, read)
+            if not index.is_being_written:
+                # HDF5 gives zeros for what lies behind the end of a file
+                self.raw(path, index).require_unchanged()
+                self._require_others_unchanged(path, index)
+            return found
+
+    def check_others(self) -> None:
+        """Check all other files that rows lie in once more, where they are many."""
+        with self._lock:
+            self._checked.clear()
+
+    def _require_others_unchanged(self, path: Path, index: FileIndex) -> None:
+        """Raise a DataError if a file has changed that a link or a source leads to."""
+        # Where a rank has a path of its own, so may the others be
+        if path != index.path or path in self._checked:
+            return
+        for before in index.others:
+            expected = self._other_states.setdefault(before.path, before)
+            if changes := expected.changes_to(state_of(before.path), is_shared=False):
+                raise DataError(
+                    f"{before.path}, which it leads to, was changed: "
+                    f"{', '.join(changes)}; a file must not change while it is read; "
+                    "make a new dataset to read it as it is now"
+                )
+        if len(index.others) > _FEW_FILES:
+            self._checked.add(path)
+
+    def _by_h5py(
+        self, path: Path, column: Column, read: Callable[[h5py.Dataset], Any]
+    ) -> Any:
+        file = self._opened(self._hdf5, path, lambda: open_hdf5(path))
+        dataset = file[column.name]
+        found = kind_of(dataset) if isinstance(dataset, h5py.Dataset) else None
+        if column.dtype.kind == "c" and found == (column.shape, _swapped(column)):
+            # HDF5 sorts the members of a type by offset when it is first converted
+            return read(dataset.astype(column.dtype))
+        if found != (column.shape, column.dtype):
+            raise DataError(
+                f"it was {(column.shape, column.dtype)} and is now {found}; a file "
+                "must not change while it is read"
+            )
+        return read(dataset)
+
+    def close(self) -> None:
+        """Close all files. Bytes of a file that is being read go on until the end."""
+        with self._lock:
+            self._raw.clear()
+            while self._hdf5:
+                self._hdf5.popitem()[1].close()
+
+    def _opened(
+        self,
+        files: collections.OrderedDict[Path, Any],
+        path: Path,
+        open_file: Callable[[], Any],
+    ) -> Any:
+        with self._lock:
+            if path not in files:
+                files[path] = self._try_to_open(open_file)
+            files.move_to_end(path)
+            if len(files) > _OPEN_FILES:
+                files.popitem(last=False)
+            return files[path]
+
+    def _try_to_open(self, open_file: Callable[[], Any]) -> Any:
+        try:
+            return open_file()
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            self.close()  # this process may have fewer open
+            return open_file()
+
+
+def _swapped(column: Column) -> np.dtype[Any]:
+    """Return the dtype of complex numbers with the imaginary part in front."""
+    part = f"{column.dtype.byteorder}f{column.dtype.itemsize // 2}"
+    return np.dtype([("i", part), ("r", part)])

@@ -1,0 +1,439 @@
+"""What the rows of a written HDF5 file are, and what HDF5 can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+import h5py
+import numpy as np
+
+from mpidist.comm.consensus.calls import group_by_rank
+from mpidist.device import arrays
+from mpidist.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DataError,
+    DTypeError,
+    MismatchError,
+)
+from mpidist.util import validation
+from mpidist.util.files import Unfinished
+
+__all__ = [
+    "BLOCK_BYTES",
+    "Field",
+    "LARGEST_CHUNK_BYTES",
+    "Shard",
+    "Storage",
+    "clean_name",
+    "common_fields",
+    "fields_of",
+    "require_same_fields",
+    "require_storable",
+    "to_arrays",
+]
+
+
+BLOCK_BYTES = 1 << 20
+LARGEST_CHUNK_BYTES = (1 << 32) - 1  # HDF5's limit
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """What each row of one dataset is."""
+
+    name: str
+    dtype: np.dtype[Any]
+    row_shape: tuple[int, ...]
+    members: tuple[
+        tuple[str, int], ...
+    ] = ()  # of an enum, which dtypes compare without
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of a row; 0 if a length in its shape is 0."""
+        return self.dtype.itemsize * math.prod(self.row_shape)
+
+    def __str__(self) -> str:
+        members = f" {dict(self.members)}" if self.members else ""
+        return f"{self.dtype}{members} {self.row_shape}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """How rows are stored; the arguments are those of `Hdf5Writer`."""
+
+    chunk_rows: int | None = None
+    compression: str | None = None
+    compression_level: int | None = None
+    shuffle: bool = False
+
+    def __post_init__(self) -> None:
+        # As Python's own, since the ranks compare them as text
+        if self.chunk_rows is not None:
+            rows = validation.integer(
+                "chunk_rows", self.chunk_rows, 1, most=LARGEST_CHUNK_BYTES
+            )
+            object.__setattr__(self, "chunk_rows", rows)
+        is_text = isinstance(self.compression, str)
+        if self.compression is not None and not (
+            is_text and self.compression == "gzip"
+        ):
+            raise ArgumentError(
+                "compression must be None or 'gzip', not "
+                f"{validation.shown(self.compression)}"
+            )
+        name = "compression_level"
+        level = validation.optional_integer(name, self.compression_level)
+        if level is not None and not (self.compression and level in range(10)):
+            raise ArgumentError(
+                "compression_level must be 0..9, with compression='gzip', or None, "
+                f"not {validation.shown(level)} with compression={self.compression!r}"
+            )
+        object.__setattr__(self, name, level)
+        object.__setattr__(self, "shuffle", validation.switch("shuffle", self.shuffle))
+
+    @property
+    def filters(self) -> dict[str, Any]:
+        """The arguments of h5py's create_dataset, empty for none."""
+        if self.compression is None and not self.shuffle:
+            return {}
+        return {
+            "compression": self.compression,
+            "compression_opts": self.compression_level,
+            "shuffle": self.shuffle,
+        }
+
+    def chunk_rows_of(self, field: Field) -> int:
+        """Return the rows of a chunk: as asked for, or about 1 MiB of them."""
+        if self.chunk_rows is None:
+            return max(1, BLOCK_BYTES // max(1, field.row_bytes))
+        if self.chunk_rows * field.row_bytes > LARGEST_CHUNK_BYTES:
+            raise ArgumentError(
+                f"chunk_rows={self.chunk_rows} makes chunks of "
+                f"{self.chunk_rows * field.row_bytes} bytes of dataset "
+                f"{field.name!r}; HDF5 allows {LARGEST_CHUNK_BYTES}"
+            )
+        return self.chunk_rows
+
+
+def to_arrays(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arrays with equal numbers of rows, sorted by the name of their dataset."""
+    found = {
+        clean_name(name): arrays.to_array(value, f"append: dataset {name!r}")
+        for name, value in rows.items()
+    }
+    if not found or len(found) < len(rows):
+        raise ArgumentError(
+            f"append: name at least one dataset, and none twice, not {list(rows)}"
+        )
+    for name, array in found.items():
+        if array.ndim == 0:
+            raise ArgumentError(f"append: dataset {name!r}: {array!r} is a scalar")
+    lengths = {name: len(array) for name, array in found.items()}
+    if len(set(lengths.values())) > 1:
+        pairs = ", ".join(f"{name!r} has {n}" for name, n in lengths.items())
+        raise ArgumentError(f"append: the arrays have unequal rows: {pairs}")
+    return dict(sorted(found.items()))
+
+
+def clean_name(name: str) -> str:
+    """Return the name of a dataset as HDF5 lists it: groups and `/` between them.
+
+    Raises:
+      ArgumentTypeError: not a string.
+      ArgumentError: no name, or one that HDF5 takes otherwise.
+    """
+    if not isinstance(name, str):
+        raise ArgumentTypeError(
+            f"the name of a dataset must be a str, not {validation.shown(name)}"
+        )
+    parts = [part for part in name.split("/") if part]
+    if not parts or "." in parts or "\0" in name:
+        raise ArgumentError(f"{name!r} cannot be the name of an HDF5 dataset")
+    return "/".join(parts)
+
+
+def fields_of(found: Mapping[str, Any]) -> tuple[Field, ...]:
+    """Return the fields of arrays `(rows, *shape)` by name."""
+    return tuple(
+        Field(n, a.dtype, a.shape[1:], _members(a.dtype)) for n, a in found.items()
+    )
+
+
+def _members(dtype: np.dtype[Any]) -> tuple[tuple[str, int], ...]:
+    if dtype.metadata is None:
+        return ()
+    return tuple((h5py.check_enum_dtype(dtype) or {}).items())
+
+
+def require_storable(fields: Sequence[Field]) -> None:
+    """Raise if one HDF5 file cannot hold these fields.
+
+    Raises:
+      ArgumentError: the name of one is a group in the name of another.
+      DTypeError: HDF5 would not give back the same dtype.
+    """
+    names = {field.name for field in fields}
+    for name in names:
+        for group in map(str, PurePosixPath(name).parents):
+            if group in names:
+                raise ArgumentError(
+                    f"append: {group!r} cannot be a dataset and, in {name!r}, a group"
+                )
+    for field in fields:
+        _require_dtype(field)
+
+
+def _require_dtype(field: Field) -> None:
+    try:
+        stored = h5py.h5t.py_create(field.dtype, logical=True).dtype
+    except (TypeError, ValueError):
+        stored = None
+    if stored != field.dtype:
+        instead = "" if stored is None else f" (it would give back {stored})"
+        raise DTypeError(
+            f"append: dataset {field.name!r}: HDF5 has no dtype {field.dtype}"
+            f"{instead}; convert it first, such as bfloat16 to float32, str by "
+            "np.char.encode, dates by view('int64')"
+        )
+
+
+def require_same_fields(before: Sequence[Field], now: Sequence[Field]) -> None:
+    """Raise an ArgumentError that names the first difference."""
+    names, new_names = [c.name for c in before], [c.name for c in now]
+    if names != new_names:
+        raise ArgumentError(
+            f"append: the datasets were {names}, and are now {new_names}"
+        )
+    for old, new in zip(before, now, strict=True):
+        if old != new:
+            raise ArgumentError(
+                f"append: rows of dataset {old.name!r} were {old}, and are now {new}"
+            )
+
+
+def common_fields(
+    call: str, fields: Sequence[tuple[Field, ...] | None]
+) -> tuple[Field, ...]:
+    """Return the fields of all ranks that have any, given those of each rank.
+
+    Raises:
+      MismatchError: they differ.
+      DataError: no rank has any.
+    """
+    known = [mine for mine in fields if mine]
+    if not known:
+        raise DataError(
+            f"{call}: no rank appended anything, so there is nothing to write; an "
+            "append of zero rows says what the datasets are"
+        )
+    if any(mine != known[0] for mine in known):
+        raise MismatchError(f"{call}: {_difference(fields)}")
+    return known[0]
+
+
+def _difference(fields: Sequence[tuple[Field, ...] | None]) -> str:
+    """Say what each rank has where they first differ."""
+    names = [str([c.name for c in mine]) if mine else "nothing" for mine in fields]
+    if len({*names} - {"nothing"}) > 1:
+        return f"the datasets are {group_by_rank(names)}"
+    rows = [{c.name: str(c) for c in mine or ()} for mine in fields]
+    for name in max(rows, key=len):
+        texts = [mine.get(name, "nothing") for mine in rows]
+        if len({*texts} - {"nothing"}) > 1:
+            return f"rows of dataset {name!r} are {group_by_rank(texts)}"
+    raise AssertionError("the fields are the same")
+
+
+T = TypeVar("T")
+
+
+class Shard:
+    """One process's HDF5 file of rows, under a temporary name until `publish`.
+
+    Nothing here communicates. Rows are kept until they fill a chunk, or about 1 MiB.
+
+    Args:
+      path: the name that the file gets in the end.
+      storage: how rows are stored.
+
+    Raises:
+      DataError: the file cannot be created.
+    """
+
+    def __init__(self, path: Path, storage: Storage):
+        self.path = path
+        self.rows = 0
+        self.fields: tuple[Field, ...] | None = None  # by name, since the first rows
+        self._is_whole = True
+        self._storage = storage
+        self._datasets: list[_Dataset] = []
+        self._unfinished = self._checked("created", lambda: Unfinished(path))
+        # Each chunk is written once and whole: a cache of chunks would be of no use
+        self._hdf5 = h5py.File(self._unfinished, "w", rdcc_nbytes=0)
+        # Also at the end of the process, when HDF5 could not write to it any more
+        self.discard = weakref.finalize(self, _discard, self._hdf5, self._unfinished)
+
+    @property
+    def temporary(self) -> Path:
+        """The name of the file until `publish`."""
+        return self._unfinished.temporary
+
+    def append(self, rows: Mapping[str, Any]) -> None:
+        """Add rows: arrays `(rows, *shape)` by the names of their datasets.
+
+        Raises:
+          ArgumentError: the arrays have unequal numbers of rows, or other names, dtypes
+            or row shapes than before. Nothing was added.
+          ArgumentTypeError: no mapping of names to arrays.
+          DTypeError: a dtype that HDF5 does not have.
+          DataError: the file cannot be written; it is not complete any more.
+        """
+        self._require_whole()
+        found = to_arrays(rows)
+        fields = fields_of(found)
+        if self.fields is None:
+            require_storable(fields)
+            self._datasets = [_Dataset(c, self._storage) for c in fields]
+            self.fields = fields
+        else:
+            require_same_fields(self.fields, fields)
+        self._is_whole = False
+        for dataset, array in zip(self._datasets, found.values(), strict=True):
+            self._write(dataset, functools.partial(dataset.append, self._hdf5, array))
+        self._is_whole = True
+        self.rows += len(next(iter(found.values())))
+
+    def finish(self) -> None:
+        """Write what was kept back, and bring the file to the disk.
+
+        Raises:
+          DataError: something could not be written, now or before.
+        """
+        self._require_whole()
+        for dataset in self._datasets:
+            self._write(dataset, functools.partial(dataset.finish, self._hdf5))
+        self._checked("written", self._hdf5.close)
+        self._checked("written", self._unfinished.complete)
+
+    def publish(self) -> None:
+        """Give the finished file its name; remove a file without rows.
+
+        Raises:
+          DataError: it cannot be renamed.
+        """
+        if self.rows:
+            self._checked("renamed", self._unfinished.publish)
+        else:
+            self.discard()
+
+    def withdraw(self) -> None:
+        """Remove the file if it was published."""
+        self._unfinished.withdraw()
+
+    def _require_whole(self) -> None:
+        if not self._is_whole:
+            raise DataError(
+                f"{self.path}: an append failed before, in the middle of its rows"
+            )
+
+    def _write(self, dataset: _Dataset, write: Callable[[], None]) -> None:
+        def checked() -> None:
+            write()
+            self._unfinished.require_sound()
+
+        self._checked(f"written (dataset {dataset.field.name!r})", checked)
+
+    def _checked(self, what: str, fn: Callable[[], T]) -> T:
+        try:
+            return fn()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise DataError(f"{self.path}: cannot be {what}: {error}") from error
+
+
+class _Dataset:
+    """One growing dataset of a file, to which rows go in blocks of whole chunks."""
+
+    def __init__(self, field: Field, storage: Storage):
+        self.field = field
+        self._filters = storage.filters if field.row_bytes else {}
+        self._chunk_rows = storage.chunk_rows_of(field)
+        chunk_bytes = max(1, self._chunk_rows * field.row_bytes)
+        block_rows = self._chunk_rows * max(1, BLOCK_BYTES // chunk_bytes)
+        self._block = np.empty((block_rows, *field.row_shape), field.dtype)
+        self._kept = 0  # rows in the block
+        self._written = 0
+        self._hdf5: h5py.Dataset | None = None
+
+    def append(self, file: h5py.File, rows: Any) -> None:
+        """Write the blocks that the rows fill, and keep the rest."""
+        if not self.field.row_bytes:  # only counted: HDF5 has no chunks of no bytes
+            self._kept += len(rows)
+            return
+        start, size = 0, len(self._block)
+        while start < len(rows):
+            count = min(len(rows) - start, size - self._kept)
+            piece = arrays.to_host(rows[start : start + count])
+            start += count
+            if count < size:
+                self._block[self._kept : self._kept + count] = piece
+                self._kept += count
+                if self._kept < size:
+                    return
+                piece, self._kept = self._block, 0
+            self._write(file, piece)
+
+    def finish(self, file: h5py.File) -> None:
+        """Write the rows that are kept."""
+        kept, self._kept = self._kept, 0
+        if kept and self._hdf5 is None:
+            self._hdf5 = self._create_small(file, kept)
+        if kept and self.field.row_bytes:
+            self._write(file, self._block[:kept])
+
+    def _write(self, file: h5py.File, rows: Any) -> None:
+        if self._hdf5 is None:
+            self._hdf5 = self._create_growing(file)
+        end = self._written + len(rows)
+        if end > len(self._hdf5):
+            self._hdf5.resize(end, axis=0)
+        self._hdf5[self._written : end] = rows
+        self._written = end
+
+    def _create_growing(self, file: h5py.File) -> h5py.Dataset:
+        field = self.field
+        return file.create_dataset(
+            field.name,
+            (0, *field.row_shape),
+            field.dtype,
+            maxshape=(None, *field.row_shape),
+            chunks=self._chunks(self._chunk_rows),
+            **self._filters,
+        )
+
+    def _create_small(self, file: h5py.File, rows: int) -> h5py.Dataset:
+        """Create a dataset of few rows, for which a whole chunk would be too much."""
+        field = self.field
+        chunks = self._chunks(min(rows, self._chunk_rows)) if self._filters else None
+        shape = (rows, *field.row_shape)
+        return file.create_dataset(
+            field.name, shape, field.dtype, chunks=chunks, **self._filters
+        )
+
+    def _chunks(self, rows: int) -> Any:
+        """Return the shape of a chunk; True leaves it to h5py to cut a giant row."""
+        if rows * self.field.row_bytes > LARGEST_CHUNK_BYTES:
+            return True
+        return (rows, *self.field.row_shape)
+
+
+def _discard(file: h5py.File, unfinished: Unfinished) -> None:
+    file.close()
+    unfinished.discard()

@@ -1,0 +1,256 @@
+"""Datasets whose elements can only be had one after the other: what they start from.
+
+The steps are in `sequential`. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import types
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
+from typing import Any
+
+from mpidist.data.map_dataset import Pass, Pipeline, Reading
+from mpidist.data.sources import as_element, take_element
+from mpidist.data.spec import spec_of
+from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
+from mpidist.util import validation
+from mpidist.util.threads import call_ahead
+from mpidist.values import DistributedValues
+
+__all__ = ["UNKNOWN_CARDINALITY", "Generated", "InOrder", "Step", "Stream"]
+
+UNKNOWN_CARDINALITY = -2
+_END = object()
+
+
+class Stream:
+    """One step and all before it. Elements are nests of arrays."""
+
+    cardinality = UNKNOWN_CARDINALITY
+    file_count = 0
+
+    @property
+    def batch_size(self) -> int | None:
+        """How many rows an element has; None if it is not a batch, or of any size."""
+        raise NotImplementedError  # pragma: no cover
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether the elements are batches."""
+        return self.batch_size is not None
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the order depends on `Pass.entropy`."""
+        raise NotImplementedError  # pragma: no cover
+
+    def describe(self) -> str:
+        """Return what must be the same on every replica, as text."""
+        raise NotImplementedError  # pragma: no cover
+
+    def describe_source(self) -> str:
+        """Return the part of `describe` that says where the rows come from."""
+        raise NotImplementedError  # pragma: no cover
+
+    def over(self, change: Callable[[Any], Any]) -> Stream:
+        """Return the same step after `change(parent)` instead of its parent."""
+        raise NotImplementedError  # pragma: no cover
+
+    def rebatch(self, workers: int) -> Stream:
+        """Return the same steps with one worker's share of the batch size."""
+        raise NotImplementedError  # pragma: no cover
+
+    def iterate(self, order: Pass) -> Iterator[Any]:
+        """Yield all elements."""
+        raise NotImplementedError  # pragma: no cover
+
+    def example(self) -> Any:
+        """Return some element; starts the source once more, and stops it.
+
+        Raises:
+          DataError: there is no element.
+        """
+        raise NotImplementedError  # pragma: no cover
+
+    def element_spec(self) -> Any:
+        """Return the nest of TensorSpec of the elements."""
+        return spec_of(as_element(self.example()), self.is_batched)
+
+
+class Generated(Stream):
+    """What a function's iterable, or an iterable itself, yields.
+
+    Args:
+      generator: an iterable that starts again each time, or a function that returns
+        one.
+      is_batched: whether it yields batches.
+    """
+
+    def __init__(
+        self, generator: Callable[[], Iterable[Any]] | Iterable[Any], is_batched: bool
+    ):
+        _require_source(generator)
+        self._generator = generator
+        self._is_batched = is_batched
+        self._last: Iterator[Any] | None = None
+
+    @property
+    def batch_size(self) -> None:
+        return None
+
+    @property
+    def is_batched(self) -> bool:
+        return self._is_batched
+
+    @property
+    def needs_entropy(self) -> bool:
+        return False
+
+    def describe(self) -> str:
+        return "from_generator"
+
+    def over(self, change: Callable[[Any], Any]) -> Stream:
+        return self
+
+    def describe_source(self) -> str:
+        return self.describe()
+
+    def rebatch(self, workers: int) -> Stream:
+        return self
+
+    def iterate(self, order: Pass) -> Generator[Any, None, None]:
+        elements = self._start()
+        try:
+            # Held by a list alone, so that arrays which nobody else has can be told
+            while (holder := [next(elements, _END)])[0] is not _END:
+                yield take_element(holder)
+        finally:
+            if isinstance(elements, types.GeneratorType):
+                elements.close()
+
+    def example(self) -> Any:
+        with contextlib.closing(self.iterate(Pass())) as elements:
+            for element in elements:
+                return element
+        raise DataError("the generator yields no element, so its elements are unknown")
+
+    def _start(self) -> Iterator[Any]:
+        """Return a new iterator."""
+        source = self._generator
+        elements = iter(source() if callable(source) else source)
+        if elements is self._last:
+            raise ArgumentError(
+                f"the function {source!r} returned the same iterator as before, so "
+                "elements would be lost; return a new one each time"
+            )
+        self._last = elements
+        return elements
+
+
+class InOrder(Stream):
+    """The elements of a pipeline, one after the other."""
+
+    def __init__(self, pipeline: Pipeline):
+        self._pipeline = pipeline
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._pipeline.batch_size
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self._pipeline.needs_entropy
+
+    def describe(self) -> str:
+        return self._pipeline.describe()
+
+    def over(self, change: Callable[[Any], Any]) -> Stream:
+        return InOrder(change(self._pipeline))
+
+    def describe_source(self) -> str:
+        return self._pipeline.describe_source()
+
+    def rebatch(self, workers: int) -> Stream:
+        return InOrder(self._pipeline.rebatch(workers))
+
+    def iterate(self, order: Pass, start: int = 0) -> Iterator[Any]:
+        """Yield all elements from number `start` on."""
+        length = self._pipeline.length
+        numbers = itertools.count(start) if length is None else range(start, length)
+        reading, threads = Reading(self._pipeline), self._pipeline.parallel_calls
+
+        def read(i: int) -> Any:
+            return reading.do(lambda: self._pipeline.element(order, i))
+
+        try:
+            if threads > 1:
+                yield from call_ahead(read, numbers, threads)
+            else:
+                yield from map(read, numbers)
+        except BaseException:  # also where a generator is closed early
+            reading.close()
+            raise
+        reading.end()
+
+    def example(self) -> Any:
+        return self._pipeline.example(Pass())
+
+
+class Step(Stream):
+    """A step after one parent."""
+
+    def __init__(self, parent: Stream):
+        self._parent = parent
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._parent.batch_size
+
+    @property
+    def is_batched(self) -> bool:
+        return self._parent.is_batched
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self._parent.needs_entropy
+
+    def describe(self) -> str:
+        arguments = [v for k, v in vars(self).items() if k != "_parent"]
+        name = type(self).__name__.lower()
+        return f"{self._parent.describe()}.{name}({', '.join(map(str, arguments))})"
+
+    def describe_source(self) -> str:
+        return self._parent.describe_source()
+
+    def over(self, change: Callable[[Any], Any]) -> Stream:
+        step = copy.copy(self)
+        step._parent = change(self._parent)
+        return step
+
+    def rebatch(self, workers: int) -> Stream:
+        return self.over(lambda parent: parent.rebatch(workers))
+
+    def example(self) -> Any:
+        return self._parent.example()
+
+
+def _require_source(generator: Any) -> None:
+    """Raise if `generator` cannot be iterated over again and again."""
+    if callable(generator):
+        return
+    # The order of a set is not the same on all ranks
+    wrong = str, bytes, Mapping, Set, DistributedValues
+    is_many = isinstance(generator, Iterable) and getattr(generator, "ndim", 1) > 0
+    if not is_many or isinstance(generator, wrong):
+        raise ArgumentTypeError(
+            "generator must be a function that returns an iterable, not "
+            f"{validation.shown(generator)}"
+        )
+    if isinstance(generator, Iterator):
+        raise ArgumentError(
+            f"{generator!r} can be iterated over only once; pass the function that "
+            "makes it, so that every epoch starts again"
+        )

@@ -1,0 +1,233 @@
+"""Going through a dataset in one process. Nothing here communicates."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from mpidist.data import batching, caching, iterable_steps, ordering
+from mpidist.data.iterable import InOrder, Stream
+from mpidist.data.iterator_state import Origin, Passes, make_state, read_state
+from mpidist.data.map_dataset import Pass, Pipeline
+from mpidist.errors import DataError
+
+__all__ = [
+    "DatasetIterator",
+    "Steps",
+    "concatenate",
+    "in_order",
+    "is_sharded",
+    "read_ahead",
+    "steps_of",
+]
+
+
+class DatasetIterator:
+    """One pass over a dataset in this process, which can be saved and restored.
+
+    After an error `next` tries the same element again, if that is possible.
+
+    Example:
+      >>> dataset = mpidist.Dataset.range(6).shuffle().batch(2)
+      >>> iterator = iter(dataset)
+      >>> first = next(iterator)
+      >>> state = iterator.get_state()  # integers, to be saved with the model
+      >>> rest = np.concatenate(list(iterator))
+      >>> iterator.set_state(state)
+      >>> bool((np.concatenate(list(iterator)) == rest).all())
+      True
+    """
+
+    def __init__(self, pipeline: Pipeline | Stream, passes: Passes, ahead: int):
+        self._pipeline = pipeline
+        self._passes = passes
+        self._ahead = ahead
+        self._origin: Origin | None = None
+        self._failure: str | None = None
+        self._elements: Iterator[Any] = iter(())
+        self._start(passes.begin())
+
+    def __iter__(self) -> DatasetIterator:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next element.
+
+        Raises:
+          StopIteration: after the last element.
+          DataError: a generator failed before, and cannot go on.
+          What a mapped function or a generator raises.
+        """
+        if self._failure is not None:
+            raise DataError(self._failure)
+        try:
+            element = next(self._elements)
+        except StopIteration:
+            self.close()
+            raise
+        except BaseException as error:  # also an interrupt must not lose elements
+            self._recover(error)
+            raise
+        self._step += 1
+        return element
+
+    def get_state(self) -> dict[str, int]:
+        """Return where this iterator is: a few integers, each below 2**63.
+
+        They are the epoch, how many of its elements `next` has returned, the seed of
+        shuffles that were given none, and hashes by which other datasets are known.
+        Elements that were read ahead do not count.
+        """
+        return make_state(self._require_origin(), self._order, self._step)
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Go on where `get_state` of an iterator over an equal dataset was called.
+
+        The dataset's next iteration is the epoch after the state's. Datasets are equal
+        if their steps, numbers of rows and names of files are, in any folder; functions
+        and the numbers in arrays are not looked at. Seeking is O(1); only a generator
+        must yield again what it had yielded.
+
+        Raises, and changes nothing:
+          ArgumentTypeError: `state` is no dict of integers.
+          ArgumentError: it is of another dataset; the message says what differs.
+        Raises, and then needs another state:
+          DataError: a generator yields too few elements.
+          What a mapped function or a generator raises.
+        """
+        order, step = read_state(state, self._require_origin(), self._pipeline)
+        self.close()
+        self._start(order, step)
+        if isinstance(self._pipeline, Stream):
+            self._pass_over(step)
+        self._passes.go_on_after(order)
+
+    def close(self) -> None:
+        """End the iteration, and the thread that reads ahead."""
+        elements, self._elements = self._elements, iter(())
+        if isinstance(elements, Generator):
+            elements.close()
+
+    def _start(self, order: Pass, step: int = 0) -> None:
+        """Be before a step; before the first one of a stream."""
+        self._order = order
+        self._step = step
+        self._failure = None
+        if isinstance(self._pipeline, Stream):
+            elements = self._pipeline.iterate(order)
+        else:
+            elements = InOrder(self._pipeline).iterate(order, step)
+        self._elements = read_ahead(elements, self._ahead) if self._ahead else elements
+
+    def _pass_over(self, steps: int) -> None:
+        """Go on after the first elements of a stream."""
+        try:
+            passed = sum(1 for _ in itertools.islice(self._elements, steps))
+            if passed < steps:
+                raise DataError(
+                    f"the state is after {steps} elements, but the dataset has ended "
+                    f"after {passed}"
+                )
+        except BaseException as error:
+            self._recover(error)
+            raise
+
+    def _recover(self, error: BaseException) -> None:
+        """Prepare for another call after an error."""
+        self.close()
+        if isinstance(self._pipeline, Stream):
+            self._failure = (
+                f"element {self._step} of a generator's dataset failed ({error!r}), "
+                "and a generator cannot go on after that; iterate over the dataset "
+                "again"
+            )
+        else:
+            self._start(self._order, self._step)
+
+    def _require_origin(self) -> Origin:
+        if self._origin is None:
+            self._origin = Origin.of(self._pipeline)
+        return self._origin
+
+
+_END = object()
+
+
+class Steps(NamedTuple):
+    """The classes of steps, which are called with the parent and their arguments."""
+
+    map: Callable[..., Any]
+    batch: Callable[..., Any]
+    shuffle: Callable[..., Any]
+    repeat: Callable[..., Any]
+    window: Callable[..., Any]
+    shard: Callable[..., Any]
+    cache: Callable[..., Any]
+
+
+_ANY_ELEMENT = Steps(
+    batching.Map,
+    batching.Batch,
+    ordering.Shuffle,
+    ordering.Repeat,
+    ordering.Window,
+    ordering.Shard,
+    caching.Cache,
+)
+_IN_ORDER = Steps(
+    iterable_steps.Map,
+    iterable_steps.Batch,
+    iterable_steps.Shuffle,
+    iterable_steps.Repeat,
+    iterable_steps.Window,
+    iterable_steps.Shard,
+    caching.StreamCache,
+)
+
+
+def steps_of(pipeline: Pipeline | Stream) -> Steps:
+    """Return the steps that may come after `pipeline`."""
+    return _IN_ORDER if isinstance(pipeline, Stream) else _ANY_ELEMENT
+
+
+def is_sharded(steps: Pipeline | Stream) -> bool:
+    """Return whether one of the steps is a shard."""
+    found = [isinstance(steps, ordering.Shard | iterable_steps.Shard)]
+
+    def look(parent: Any) -> Any:
+        found.append(is_sharded(parent))
+        return parent
+
+    steps.over(look)
+    return any(found)
+
+
+def in_order(pipeline: Pipeline | Stream) -> Stream:
+    """Return the elements of `pipeline` as a stream."""
+    return pipeline if isinstance(pipeline, Stream) else InOrder(pipeline)
+
+
+def concatenate(
+    first: Pipeline | Stream, second: Pipeline | Stream
+) -> Pipeline | Stream:
+    """Return the elements of one, then those of the other."""
+    if isinstance(first, Pipeline) and isinstance(second, Pipeline):
+        return ordering.Concatenate(first, second)
+    return iterable_steps.Concatenate(in_order(first), in_order(second))
+
+
+def read_ahead(elements: Iterator[Any], count: int) -> Iterator[Any]:
+    """Yield `elements`, reading `count` of them ahead in a thread."""
+    reader = ThreadPoolExecutor(1, "mpidist-prefetch")
+    try:
+        ahead: collections.deque[Future[Any]] = collections.deque(
+            reader.submit(next, elements, _END) for _ in range(count)
+        )
+        while (element := ahead.popleft().result()) is not _END:
+            ahead.append(reader.submit(next, elements, _END))
+            yield element
+    finally:
+        reader.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,212 @@
+"""Where an iterator is, as a few integers: what it saves, and goes on from.
+
+Nothing here communicates. A state is a dict of
+
+- `version`: of this list;
+- `epoch`, `step`: how many epochs were begun before, and how many batches (or single
+  elements) of this one were handed out;
+- `entropy`: the seed of shuffles that were given none, 0 if there are no such;
+- what `Origin` lists, by which a state of other data is told apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mpidist.data.iterable import Stream
+from mpidist.data.map_dataset import Pass, Pipeline
+from mpidist.errors import ArgumentError, ArgumentTypeError
+from mpidist.util import validation
+
+__all__ = ["Origin", "Passes", "make_state", "read_state"]
+
+_VERSION = 1
+_SHOWN = 400
+_EACH_READS_ALL = -1
+
+
+class Passes:
+    """Which pass over a dataset is next. Its iterators share it, and may change it."""
+
+    def __init__(self, entropy: int):
+        self._next = Pass(0, entropy)
+
+    def begin(self) -> Pass:
+        """Return the next pass; the one after it will have the next epoch."""
+        order = self._next
+        self._next = dataclasses.replace(order, epoch=order.epoch + 1)
+        return order
+
+    def go_on_after(self, order: Pass) -> None:
+        """Let the pass that follows `order` be the next one."""
+        self._next = order
+        self.begin()
+
+
+class Origin(NamedTuple):
+    """What a state belongs to; equal on all replicas, and no secret is in it.
+
+    Args:
+      replicas: how many replicas have data of their own; 0 where any number of them
+        divides the same batches, -1 where each reads all.
+      batch_size: rows per step, of all replicas that have data of their own; 0 where
+        that is not known.
+      cardinality: steps per epoch, or INFINITE_ or UNKNOWN_CARDINALITY.
+      source: a hash of where the rows come from: names of files without their folders,
+        dtypes, shapes.
+      dataset: a hash of that and of what is done to the rows (but for functions).
+    """
+
+    replicas: int
+    batch_size: int
+    cardinality: int
+    source: int
+    dataset: int
+
+    @classmethod
+    def of(cls, pipeline: Pipeline | Stream, each_reads_all: bool = False) -> Origin:
+        """Return the origin of what is read in one process, or by all replicas."""
+        return cls(
+            _EACH_READS_ALL if each_reads_all else 0,
+            pipeline.batch_size or 0,
+            pipeline.cardinality,
+            _hash(pipeline.describe_source()),
+            _hash(pipeline.describe()),
+        )
+
+    @classmethod
+    def of_own(cls, origins: Sequence[Origin], cardinality: int) -> Origin:
+        """Return the origin of what replicas read of which each has its own data.
+
+        Args:
+          origins: what each replica reads, by rank.
+          cardinality: how many steps they take together.
+        """
+        return cls(
+            len(origins),
+            sum(o.batch_size for o in origins),
+            cardinality,
+            _hash(repr([o.source for o in origins])),
+            _hash(repr([o.dataset for o in origins])),
+        )
+
+
+_KEYS = ("version", "epoch", "step", "entropy", *Origin._fields)
+
+
+def make_state(origin: Origin, order: Pass, step: int) -> dict[str, int]:
+    """Return the state before a step of one pass."""
+    numbers = (_VERSION, order.epoch, step, order.entropy, *origin)
+    return dict(zip(_KEYS, numbers, strict=True))
+
+
+def read_state(
+    state: Any, origin: Origin, pipeline: Pipeline | Stream
+) -> tuple[Pass, int]:
+    """Return the pass and the step that a state says.
+
+    Args:
+      state: what `make_state` returned.
+      origin: what it must belong to.
+      pipeline: what is read here, for messages.
+
+    Raises:
+      ArgumentTypeError: `state` is no dict of integers.
+      ArgumentError: it is of other data, or of another version, or damaged.
+    """
+    numbers = _require_integers(state)
+    theirs = Origin(*(numbers[name] for name in Origin._fields))
+    if differences := _differences(theirs, origin, pipeline):
+        raise ArgumentError(
+            f"the state is of another dataset: {'; '.join(differences)}"
+        )
+    step = numbers["step"]
+    if 0 <= origin.cardinality < step:
+        raise ArgumentError(
+            f"the state is at step {step}, but an epoch has {origin.cardinality} steps"
+        )
+    return Pass(numbers["epoch"], numbers["entropy"]), step
+
+
+def _require_integers(state: Any) -> dict[str, int]:
+    """Return `state` if it has the integers of a state."""
+    if not isinstance(state, Mapping):
+        raise ArgumentTypeError(
+            "set_state needs the dict that get_state returned, not "
+            f"{validation.shown(state)}"
+        )
+    if state.get("version") != _VERSION:
+        raise ArgumentError(
+            f"the state's version is {validation.shown(state.get('version'))}; this "
+            f"mpidist reads version {_VERSION}"
+        )
+    if different := sorted(map(str, state.keys() ^ set(_KEYS))):
+        raise ArgumentError(
+            f"a state has the integers {', '.join(_KEYS)}; this one differs in "
+            f"{', '.join(different)}"
+        )
+    numbers = {name: _require_integer(name, state[name]) for name in _KEYS}
+    for name in ("epoch", "step", "entropy"):
+        if not 0 <= numbers[name] < 1 << 63:
+            raise ArgumentError(
+                f"the state's {name} must be in 0..2**63-1, not {numbers[name]}"
+            )
+    return numbers
+
+
+def _require_integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"the state's {name} must be an integer, not {value!r}"
+        ) from None
+
+
+def _differences(
+    theirs: Origin, ours: Origin, pipeline: Pipeline | Stream
+) -> list[str]:
+    """Say what differs, in words; nothing if all is equal."""
+    if theirs.replicas != ours.replicas:
+        return [
+            f"its batches are {_division(theirs)}, here they are {_division(ours)}; "
+            "only states of Strategy.experimental_distribute_dataset with "
+            "AutoShardPolicy.AUTO or DATA fit any number of replicas"
+        ]
+    found = []
+    if theirs.batch_size != ours.batch_size:
+        found.append(f"its batch_size is {theirs.batch_size}, here {ours.batch_size}")
+        if ours.replicas == _EACH_READS_ALL:
+            found[-1] += " (AutoShardPolicy.OFF divides it by the number of replicas)"
+    if theirs.cardinality != ours.cardinality:
+        found.append(
+            f"it has {theirs.cardinality} steps per epoch, here {ours.cardinality}"
+        )
+    if theirs.source != ours.source:
+        found.append(f"its rows are not those of {_cut(pipeline.describe_source())}")
+    if theirs.dataset != ours.dataset and not found:
+        found.append(f"its steps are not those of {_cut(pipeline.describe())}")
+    return found
+
+
+def _division(origin: Origin) -> str:
+    if origin.replicas == _EACH_READS_ALL:
+        return "read whole by each replica (AutoShardPolicy.OFF)"
+    if origin.replicas == 0:
+        return "divided over any number of replicas"
+    count = f"{origin.replicas} replica{'s' if origin.replicas > 1 else ''}"
+    return f"of {count}, each with data of its own"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
+
+
+def _hash(text: str) -> int:
+    """Return 62 bits that are the same in every process and version for one text."""
+    hashed = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(hashed, "big") >> 2

@@ -1,1 +1,0 @@
-"""What a job will read, told without MPI: `python -m mpidist plan`."""

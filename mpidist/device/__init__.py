@@ -1,0 +1,1 @@
+"""Arrays of any library, and GPUs: binding, memory, streams, copies, kernels."""

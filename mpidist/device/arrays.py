@@ -1,0 +1,351 @@
+"""Arrays of NumPy, CuPy and others: recognise them, and give back what came in.
+
+Communication and arithmetic are done on NumPy arrays (CuPy arrays on a GPU replica).
+`to_array` makes one of whatever a user hands over, without a copy where the layout
+allows it; `like` turns a result back into the kind that came in.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import numpy as np
+
+from mpidist.errors import ArgumentTypeError, DTypeError
+from mpidist.util import validation
+from mpidist.values import ArrayView, DistributedValues, local_component
+
+__all__ = [
+    "accumulator_dtype",
+    "current_gpu",
+    "fits_device",
+    "is_float16",
+    "is_floating",
+    "like",
+    "mean_dtype",
+    "namespace",
+    "require_range",
+    "summable",
+    "synchronize",
+    "to_array",
+    "to_device",
+    "to_device_like",
+    "to_host",
+    "to_tensor",
+    "value_bytes",
+]
+
+_PYTHON_NUMBERS = (bool, int, float, complex)
+_NUMERIC_KINDS = "iufc"
+_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+
+def to_array(value: Any, name: str = "value") -> Any:
+    """Return `value` as a NumPy or CuPy array in native byte order.
+
+    Takes arrays, array scalars, Python numbers, variables, mirrored values, and any
+    object with `__array_interface__`, `__dlpack__`, `__cuda_array_interface__` or a
+    buffer. What lies on a GPU becomes a CuPy array there. `name` is how messages call
+    it.
+
+    Raises:
+      ArgumentTypeError: it is none of these, or on a GPU, and there is no CuPy.
+    """
+    if type(value) is np.ndarray:
+        array = value
+    elif isinstance(value, np.ma.MaskedArray):
+        raise ArgumentTypeError(
+            f"{name} is a masked array, whose mask would be lost; fill it first"
+        )
+    elif isinstance(value, ArrayView | DistributedValues):
+        array = local_component(value)
+        array = array._array() if isinstance(array, ArrayView) else array
+        array = to_array(array, name)
+    elif isinstance(value, (np.ndarray, np.generic, *_PYTHON_NUMBERS)):
+        array = np.asarray(value)
+        if isinstance(value, int) and array.dtype.hasobject:
+            raise DTypeError(f"{name} is {validation.shown(value)}: more than 64 bits")
+    elif is_device_array(value):
+        return value
+    elif _is_on_gpu(value):
+        return _to_cupy(value, name)
+    elif hasattr(value, "__dlpack__"):
+        array = _from_dlpack(value, name)
+    elif hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
+        array = np.asarray(value)
+    elif isinstance(value, bytearray | memoryview) or _has_buffer(value):
+        array = np.asarray(memoryview(value))
+    else:
+        raise ArgumentTypeError(
+            f"{name} must be an array or a number, not {validation.shown(value)} "
+            f"({type(value).__module__}.{type(value).__qualname__})"
+        )
+    if array.dtype.hasobject:
+        raise DTypeError(
+            f"{name} has dtype {array.dtype}, with Python objects; an array of numbers "
+            "is needed"
+        )
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return array
+
+
+def to_tensor(value: Any, name: str = "value") -> Any:
+    """Return `value` as `to_array` does, but take lists of numbers too."""
+    return to_array(np.asarray(value) if isinstance(value, list) else value, name)
+
+
+def like(result: Any, original: Any) -> Any:
+    """Return the array `result` as the kind of thing that `original` was.
+
+    Python numbers give Python numbers, array scalars array scalars, arrays of another
+    library that library's arrays; everything else an array of our own.
+    """
+    if type(original) is np.ndarray:
+        return result
+    if isinstance(original, np.generic):
+        return result[()]
+    if isinstance(original, _PYTHON_NUMBERS):
+        return result.item() if result.ndim == 0 else result
+    if isinstance(original, np.ndarray | ArrayView) or is_device_array(original):
+        return result
+    if not hasattr(original, "__dlpack__"):
+        return _to_numba(result, original)
+    if not is_device_array(result):  # perhaps an array scalar
+        result = np.asarray(result)
+    return _to_library(result, _library_of(original))
+
+
+def _library_of(array: Any) -> Any:
+    """Return the module that has the functions for arrays of another library."""
+    if hasattr(array, "__array_namespace__"):
+        return array.__array_namespace__()
+    return sys.modules.get(type(array).__module__.partition(".")[0])
+
+
+def _to_numba(result: Any, original: Any) -> Any:
+    """Return a CuPy array as Numba's, if the original was such a one."""
+    if type(original).__module__.startswith("numba.") and is_device_array(result):
+        return sys.modules["numba"].cuda.as_cuda_array(result)
+    return result
+
+
+def _to_library(array: Any, library: Any) -> Any:
+    """Return `array` as an array of another library, if that speaks DLPack."""
+    if not hasattr(library, "from_dlpack"):
+        return array
+    flat = array.reshape(-1)
+    if array.dtype.name == "bfloat16":  # which DLPack has, but NumPy has not
+        foreign = library.from_dlpack(flat.view(np.int16)).view(library.bfloat16)
+    else:
+        foreign = library.from_dlpack(flat)
+    return foreign.reshape(array.shape)
+
+
+def namespace(array: Any) -> Any:
+    """Return the module, numpy or cupy, whose functions work on `array`."""
+    return sys.modules["cupy"] if is_device_array(array) else np
+
+
+def is_device_array(value: Any) -> bool:
+    """Return whether `value` is a CuPy array."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(value, cupy.ndarray)
+
+
+def _is_on_gpu(value: Any) -> bool:
+    """Return whether an array of another library lies on an NVIDIA GPU."""
+    if hasattr(value, "__dlpack_device__"):
+        return value.__dlpack_device__()[0] in _DLPACK_CUDA
+    # Tensors of PyTorch have this attribute only there
+    return hasattr(value, "__cuda_array_interface__")
+
+
+def _to_cupy(value: Any, name: str) -> Any:
+    """Return another library's array on a GPU as a CuPy array, without a copy.
+
+    What the current stream does with it comes after what its library was told before.
+    """
+    try:
+        import cupy
+    except ImportError:
+        raise ArgumentTypeError(
+            f"{name} is on a GPU, which needs CuPy: pip install mpidist[cuda12] or "
+            "[cuda13]"
+        ) from None
+    try:
+        if not hasattr(value, "__dlpack__"):
+            return cupy.asarray(value)
+        if str(getattr(value, "dtype", "")) == "torch.bfloat16":
+            import ml_dtypes
+
+            bits = cupy.from_dlpack(value.view(sys.modules["torch"].int16))
+            return bits.view(ml_dtypes.bfloat16)
+        return cupy.from_dlpack(value)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise _copy_needed(value, name, error) from error
+
+
+def is_float16(dtype: np.dtype[Any]) -> bool:
+    """Return whether `dtype` is float16 or bfloat16."""
+    # dtype.name is slow, and needed only for dtypes that are not NumPy's own
+    return dtype.char == "e" or (dtype.kind == "V" and dtype.name == "bfloat16")
+
+
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """Return whether `dtype` is floating or complex, bfloat16 included."""
+    return dtype.kind in "fc" or is_float16(dtype)
+
+
+def accumulator_dtype(dtype: np.dtype[Any], name: str = "value") -> np.dtype[Any]:
+    """Return the dtype in which values of `dtype` are added up.
+
+    Raises:
+      DTypeError: values of `dtype` cannot be added.
+    """
+    if is_float16(dtype):
+        return np.dtype(np.float32)
+    if dtype.kind not in _NUMERIC_KINDS:
+        raise DTypeError(
+            f"{name} has dtype {dtype.name}, which cannot be summed or averaged; "
+            "cast it to an integer or a floating dtype first"
+        )
+    return dtype
+
+
+def summable(dtype: np.dtype[Any], name: str = "value") -> None:
+    """Raise a DTypeError if values of `dtype` cannot be added."""
+    accumulator_dtype(dtype, name)
+
+
+def require_range(array: Any, dtype: np.dtype[Any], name: str) -> None:
+    """Raise a DTypeError if a cast to an integer `dtype` would wrap around."""
+    if dtype.kind not in "iu" or array.dtype.kind not in "iuf" or not array.size:
+        return
+    if np.can_cast(array.dtype, dtype):
+        return
+    limits, least, most = np.iinfo(dtype), array.min(), array.max()
+    if not (least >= limits.min and most <= limits.max):  # perhaps not a number
+        raise DTypeError(
+            f"{name} is {least}..{most}, which does not fit {dtype.name} "
+            f"({limits.min}..{limits.max})"
+        )
+
+
+def mean_dtype(dtype: np.dtype[Any], name: str = "value") -> np.dtype[Any]:
+    """Return the dtype of a mean of values of `dtype`: float64 for integers."""
+    accumulator_dtype(dtype, name)
+    return dtype if is_floating(dtype) else np.dtype(np.float64)
+
+
+def _from_dlpack(value: Any, name: str) -> Any:
+    try:
+        if str(getattr(value, "dtype", "")) == "torch.bfloat16":
+            import ml_dtypes
+
+            bits = value.view(sys.modules["torch"].int16)
+            return np.from_dlpack(bits).view(ml_dtypes.bfloat16)
+        return np.from_dlpack(value)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise _copy_needed(value, name, error) from error
+
+
+def _copy_needed(value: Any, name: str, error: Exception) -> ArgumentTypeError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return ArgumentTypeError(
+        f"{name}, a {kind}, cannot be taken without a copy: {error}"
+    )
+
+
+def _has_buffer(value: Any) -> bool:
+    if isinstance(value, bytes | str):
+        return False
+    try:
+        memoryview(value).release()
+    except TypeError:
+        return False
+    return True
+
+
+def current_gpu() -> int:
+    """Return the number of the current GPU of this thread, in this process."""
+    return int(sys.modules["cupy"].cuda.runtime.getDevice())
+
+
+def to_host(array: Any) -> Any:
+    """Return `array` as a NumPy array; copies only from a GPU, after its stream."""
+    return array.get() if is_device_array(array) else array
+
+
+def synchronize(array: Any) -> None:
+    """Wait until what the current stream has to do to a device array is done."""
+    if is_device_array(array):
+        import cupy
+
+        cupy.cuda.get_current_stream().synchronize()
+
+
+def fits_device(array: Any) -> bool:
+    """Return whether a GPU can hold `array`: numbers, booleans; not text or dates."""
+    dtype = array.dtype
+    is_known = dtype.kind in _NUMERIC_KINDS + "b" or is_float16(dtype)
+    return is_known and dtype.char not in "gG"  # long double
+
+
+def to_device(array: Any, device: str) -> Any:
+    """Return the NumPy `array` where a replica on `device` computes."""
+    if device.startswith("CPU") or not fits_device(array):
+        return array
+    import cupy
+
+    # The current device is a thread's own, and this may be the thread that reads ahead
+    with cupy.cuda.Device(int(device.partition(":")[2])):
+        return cupy.asarray(array)
+
+
+def to_device_like(array: Any, original: Any) -> Any:
+    """Return the NumPy `array` where `original` lies: on its GPU, or unchanged."""
+    return namespace(original).asarray(array) if is_device_array(original) else array
+
+
+def value_bytes(array: Any) -> Any:
+    """Return the bytes `(elements, bytes)` of an array that belong to its values.
+
+    That is all but padding, which is undefined in long doubles and aligned compound
+    types, so that two equal arrays may have unlike bytes there.
+
+    Args:
+      array: of NumPy or CuPy; copied unless it is contiguous and has no padding.
+    """
+    flat = np.ascontiguousarray(to_host(array)).reshape(-1)
+    rows = flat.view(np.uint8).reshape(flat.size, flat.dtype.itemsize)
+    mask = _value_mask(flat.dtype)
+    return rows if mask is None else rows[:, mask]
+
+
+@functools.lru_cache(maxsize=256)
+def _value_mask(dtype: np.dtype[Any]) -> Any:
+    """Return which bytes of an element belong to its value; None if all do."""
+    mask = np.array(_list_value_bytes(dtype), bool)
+    return None if mask.all() else mask
+
+
+def _list_value_bytes(dtype: np.dtype[Any]) -> list[bool]:
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return _list_value_bytes(base) * int(np.prod(shape))
+    if dtype.fields is not None:
+        found = [False] * dtype.itemsize
+        for field, start, *_ in dtype.fields.values():
+            found[start : start + field.itemsize] = _list_value_bytes(field)
+        return found
+    if (
+        dtype.char in "gG" and np.finfo(dtype).nmant == 63
+    ):  # of x86: 10 bytes of 12 or 16
+        number_bytes = dtype.itemsize // (2 if dtype.char == "G" else 1)
+        number = [i < 10 for i in range(number_bytes)]
+        number = number if dtype.isnative else number[::-1]
+        return number * (dtype.itemsize // number_bytes)
+    return [True] * dtype.itemsize

@@ -1,0 +1,299 @@
+"""Who is in the cluster, as `tf.distribute.cluster_resolver` tells it.
+
+MPI needs none of this. It is for programs that were written for TensorFlow's resolver,
+and for servers beside the job that need an address for each rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from mpidist.errors import ArgumentError, ArgumentTypeError, LaunchError
+from mpidist.launch.slurm import (
+    expand_hosts,
+    expand_tasks,
+    read_number,
+    read_variable,
+)
+from mpidist.util import validation
+
+__all__ = ["ClusterSpec", "SlurmClusterResolver", "below_srun"]
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class ClusterSpec(dict[str, list[str]]):
+    """The addresses of each job's tasks: a dict of lists, with TensorFlow's methods."""
+
+    def as_dict(self) -> dict[str, list[str]]:
+        """Return a plain dict, which JSON can hold."""
+        return {job: list(addresses) for job, addresses in self.items()}
+
+    @property
+    def jobs(self) -> list[str]:
+        """The names of the jobs, sorted."""
+        return sorted(self)
+
+    def num_tasks(self, job_name: str) -> int:
+        """Return how many tasks a job has."""
+        return len(self.job_tasks(job_name))
+
+    def task_indices(self, job_name: str) -> list[int]:
+        """Return the numbers of a job's tasks."""
+        return list(range(self.num_tasks(job_name)))
+
+    def job_tasks(self, job_name: str) -> list[str]:
+        """Return the addresses of a job's tasks.
+
+        Raises:
+          ArgumentError: there is no such job.
+        """
+        if job_name not in self:
+            raise ArgumentError(f"there is no job {job_name!r}, only {self.jobs}")
+        return list(self[job_name])
+
+    def task_address(self, job_name: str, task_index: int) -> str:
+        """Return the address of one task.
+
+        Raises:
+          ArgumentError: there is no such task.
+        """
+        addresses = self.job_tasks(job_name)
+        if not 0 <= task_index < len(addresses):
+            raise ArgumentError(
+                f"job {job_name!r} has tasks 0 to {len(addresses) - 1}, not "
+                f"{task_index}"
+            )
+        return addresses[task_index]
+
+
+class SlurmClusterResolver:
+    """Names and addresses of the tasks of a Slurm job step, from Slurm's variables.
+
+    For processes that srun started. (Below mpirun, Slurm's variables describe mpirun's
+    daemons.) Not collective: each rank finds out for itself, and all find the same.
+
+    Args:
+      jobs: how many tasks each job has, by its name; jobs get ranks in the order of
+        their names. None makes all ranks tasks of the job "worker".
+      port_base: the port in the address of the first task on a node; the others count
+        on from it. Nothing listens there.
+      gpus_per_node: None counts those that Slurm gave, or that CUDA_VISIBLE_DEVICES
+        lists.
+      gpus_per_task: None divides a node's over the largest number of tasks on one.
+      tasks_per_node: a number, or the number for each host; None asks Slurm.
+      auto_set_gpu: whether `cluster_spec` sets CUDA_VISIBLE_DEVICES to this task's
+        share of the node's GPUs. It leaves the variable alone where Slurm has bound
+        GPUs to tasks (`--gpus-per-task`), and where there are none to share.
+      rpc_layer: what the addresses that `master` returns begin with.
+
+    Raises:
+      LaunchError: a variable of Slurm's is missing; more GPUs, or other tasks, are
+        asked for than there are. (A RuntimeError, as in TensorFlow.)
+      ArgumentError, ArgumentTypeError: numbers of GPUs below 0; jobs without names.
+
+    Example, in a job of 4 ranks on 2 nodes that srun started:
+      >>> import os
+      >>> os.environ.update(
+      ...     SLURM_PROCID="3",
+      ...     SLURM_STEP_NUM_TASKS="4",
+      ...     SLURM_STEP_NODELIST="node[08-09]",
+      ...     SLURM_STEP_TASKS_PER_NODE="2(x2)",
+      ... )
+      >>> resolver = mpidist.SlurmClusterResolver({"worker": 3, "evaluator": 1})
+      >>> resolver.cluster_spec()["worker"]
+      ['node08:8889', 'node09:8888', 'node09:8889']
+      >>> resolver.get_task_info()
+      ('worker', 2)
+      >>> resolver.master()
+      'grpc://node09:8889'
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int = 8888,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | Mapping[str, int] | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str | None = "grpc",
+    ):
+        self._rank = read_number("SLURM_PROCID")
+        self._port_base = validation.integer("port_base", port_base, 0)
+        self._tasks = _tasks_of_hosts(tasks_per_node)
+        if jobs is None:
+            jobs = {"worker": read_number("SLURM_STEP_NUM_TASKS")}
+        elif not isinstance(jobs, Mapping):
+            raise ArgumentTypeError(
+                f"jobs must be numbers of tasks by name, not {validation.shown(jobs)}"
+            )
+        self._jobs = _numbers_of("jobs", jobs)
+        self._require_tasks(sum(self._jobs.values()), sum(self._tasks.values()))
+        self._gpus = _Gpus.find(gpus_per_node, gpus_per_task, max(self._tasks.values()))
+        self._auto_set_gpu = validation.switch("auto_set_gpu", auto_set_gpu)
+        self.task_type: str | None = None
+        self.task_id: int | None = None
+        self.rpc_layer = rpc_layer
+
+    def _require_tasks(self, asked: int, count: int) -> None:
+        if asked != count:
+            raise LaunchError(f"jobs have {asked} tasks, but Slurm started {count}")
+        if not 0 <= self._rank < count:
+            raise LaunchError(
+                f"SLURM_PROCID={self._rank} is none of the {count} tasks on "
+                f"{list(self._tasks)}"
+            )
+
+    @property
+    def environment(self) -> str:
+        """Empty, as for every resolver outside of Google."""
+        return ""
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return each job's addresses, in the order of the ranks.
+
+        From now on `task_type` and `task_id` tell this process's; and the GPUs are
+        shared out, if they are to be.
+        """
+        addresses = []
+        places: list[int] = []  # of each task on its host
+        for host, tasks in self._tasks.items():
+            addresses += [f"{host}:{self._port_base + i}" for i in range(tasks)]
+            places += range(tasks)
+        spec = ClusterSpec()
+        start = 0
+        for job in sorted(self._jobs):
+            stop = start + self._jobs[job]
+            spec[job] = addresses[start:stop]
+            if start <= self._rank < stop:
+                self.task_type, self.task_id = job, self._rank - start
+            start = stop
+        if self._auto_set_gpu:
+            self._gpus.show_share(places[self._rank])
+        return spec
+
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """Return this process's job and number there; None before `cluster_spec`."""
+        return self.task_type, self.task_id
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Return the address of a task, by default this one's; "" if that is unknown.
+
+        Raises:
+          ArgumentError: there is no such task.
+        """
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if job is None or index is None:
+            return ""
+        address = self.cluster_spec().task_address(job, index)
+        layer = rpc_layer or self.rpc_layer
+        return f"{layer}://{address}" if layer else address
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
+    ) -> dict[str, int]:
+        """Return the GPUs of each task, as `{"GPU": n}`; arguments are ignored."""
+        return {"GPU": self._gpus.per_task}
+
+
+class _Gpus(NamedTuple):
+    """The GPUs of a node."""
+
+    per_node: int
+    per_task: int
+    visible: list[str]  # to this process, before they are shared out
+    are_bound: bool  # by Slurm, to tasks
+
+    @classmethod
+    def find(cls, per_node: int | None, per_task: int | None, tasks: int) -> _Gpus:
+        """Return those that this process sees, and what was asked for.
+
+        Raises:
+          LaunchError: `tasks` tasks on a node need more than it has.
+        """
+        per_node = validation.optional_integer("gpus_per_node", per_node)
+        per_task = validation.optional_integer("gpus_per_task", per_task)
+        text = os.environ.get(_VISIBLE, "")
+        visible = [name.strip() for name in text.split(",") if name.strip()]
+        given = os.environ.get("SLURM_GPUS_ON_NODE", "")
+        on_node = int(given) if given.isdecimal() else len(visible)
+        are_bound = 0 < len(visible) < on_node
+        if per_node is None:
+            per_node = on_node
+        if per_task is None:
+            per_task = len(visible) if are_bound else per_node // tasks
+        if per_node < 0 or per_task < 0:
+            fewest = validation.shown(min(per_node, per_task))
+            raise ArgumentError(f"no {fewest} GPUs can be had")
+        if tasks * per_task > per_node:
+            raise LaunchError(
+                f"{tasks} tasks on a node with {per_task} GPUs each need more than the "
+                f"{per_node} that it has"
+            )
+        return cls(per_node, per_task, visible, are_bound)
+
+    def show_share(self, place: int) -> None:
+        """Let this process see its share, as the task number `place` of its node."""
+        if self.are_bound or self.per_task == 0:
+            return
+        names = self.visible
+        if len(names) != self.per_node:
+            names = [str(i) for i in range(self.per_node)]
+        start = place * self.per_task
+        os.environ[_VISIBLE] = ",".join(names[start : start + self.per_task])
+
+
+def below_srun(rank: int, size: int) -> SlurmClusterResolver | None:
+    """Return a resolver if srun started this process as `rank` of `size`, else None.
+
+    It knows this process's task, and leaves the GPUs alone: each rank has its own.
+    """
+    expected = {"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": size}
+    if any(os.environ.get(name) != str(value) for name, value in expected.items()):
+        return None
+    if "MPI_LOCALNRANKS" in os.environ or "OMPI_COMM_WORLD_SIZE" in os.environ:
+        return None  # mpirun's variables: Slurm's describe its daemons
+    try:
+        resolver = SlurmClusterResolver(auto_set_gpu=False)
+    except LaunchError:
+        return None
+    resolver.cluster_spec()
+    return resolver
+
+
+def _tasks_of_hosts(asked: int | Mapping[str, int] | None) -> dict[str, int]:
+    """Return how many tasks each host has, in the order of the ranks.
+
+    That is Slurm's order of hosts. (TensorFlow sorts them as words, node10 before
+    node9, so that there a rank may be given another's address.)
+    """
+    if isinstance(asked, Mapping):
+        return _numbers_of("tasks_per_node", asked)
+    asked = validation.optional_integer("tasks_per_node", asked, 1)
+    hosts = expand_hosts(read_variable("SLURM_STEP_NODELIST"))
+    if asked is not None:
+        return dict.fromkeys(hosts, asked)
+    tasks = expand_tasks(read_variable("SLURM_STEP_TASKS_PER_NODE"))
+    if len(tasks) != len(hosts):
+        raise LaunchError(f"Slurm names {len(hosts)} hosts, and tasks of {len(tasks)}")
+    return dict(zip(hosts, tasks, strict=True))
+
+
+def _numbers_of(argument: str, tasks: Mapping[str, int]) -> dict[str, int]:
+    """Return how many tasks each job or host has."""
+    return {
+        name: validation.integer(f"{argument}[{name!r}]", count, 0)
+        for name, count in tasks.items()
+    }

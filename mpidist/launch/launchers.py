@@ -1,0 +1,157 @@
+"""Whether the launcher and the MPI library understand each other.
+
+If they do not speak the same protocol, each process that the launcher starts is a world
+of its own, and does the whole job. Which of the launcher's variables say how many
+processes there should be depends on the launcher: below mpirun inside of a Slurm
+allocation, Slurm's describe the daemons by which mpirun starts ranks; below srun,
+MPICH's protocol may be offered to a library that does not know it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from mpidist.errors import LaunchError
+from mpidist.util.environment import ALLOW_SINGLETON, read_switch
+
+__all__ = ["check_launch", "is_elastic", "start_below_pmix"]
+
+_ELASTIC = "OMPI_MCA_mpi_ft_enable"
+_OFFERED = "SLURM_MPI_TYPE"  # what srun was asked for by --mpi
+
+
+class _Launched(NamedTuple):
+    """By what, and as one of how many, this process was started."""
+
+    launcher: str
+    variable: str
+    processes: int
+
+
+def check_launch(environ: Mapping[str, str], world_size: int, library: str) -> None:
+    """Raise if the launcher started several processes that MPI does not see.
+
+    Args:
+      environ: the environment variables of this process.
+      world_size: the size of MPI.COMM_WORLD.
+      library: `MPI.Get_library_version()`.
+
+    Raises:
+      LaunchError: names the command that works. Not raised when the variable
+        MPIDIST_ALLOW_SINGLETON is 1 (for one process on purpose, inside a job). That is
+        neither 0 nor 1.
+    """
+    if world_size > 1 or read_switch(environ, ALLOW_SINGLETON):
+        return
+    started = _find_launcher(environ)
+    if started is not None and started.processes > 1:
+        raise LaunchError(
+            f"{started.launcher} started {started.processes} processes "
+            f"({started.variable}={started.processes}), but MPI sees one: each would "
+            f"do the whole job. {_remedy(environ, started, library)} For one process "
+            f"on purpose set {ALLOW_SINGLETON}=1."
+        )
+
+
+def is_elastic(environ: Mapping[str, str]) -> bool:
+    """Return whether Open MPI was asked to go on when ranks die: `--with-ft ulfm`."""
+    return environ.get(_ELASTIC, "").lower() in ("1", "true", "yes")
+
+
+def start_below_pmix(environ: Mapping[str, str]) -> None:
+    """Start MPI where srun offers PMIx; elsewhere do nothing, mpi4py starts it.
+
+    MPICH without PMIx ends such a process in MPI_Init, without a word of what to do.
+    So the library is asked for its name first, which it tells before it starts.
+
+    Raises:
+      LaunchError: names the command that works.
+    """
+    is_offered = environ.get(_OFFERED, "").startswith("pmix") and (
+        "PMIX_RANK" in environ and "PMI_RANK" not in environ
+    )
+    if not is_offered or "mpi4py.MPI" in sys.modules:
+        return
+    import mpi4py
+
+    if not mpi4py.rc.initialize or mpi4py.rc.finalize is not None:
+        return  # the program starts MPI itself
+    mpi4py.rc(initialize=False, finalize=True)
+    from mpi4py import MPI
+
+    library = MPI.Get_library_version()
+    started = _find_launcher(environ)
+    if started is not None and _is_plain_mpich(library) and "pmix" not in library:
+        raise LaunchError(
+            f"srun started {started.processes} processes by PMIx, which their MPI "
+            f"cannot use. {_remedy(environ, started, library)}"
+        )
+    if mpi4py.rc.threads:
+        MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
+    else:
+        MPI.Init()
+
+
+def _find_launcher(environ: Mapping[str, str]) -> _Launched | None:
+    """Return what started this process; None if that was no launcher."""
+    hydra = "an MPICH-like mpirun", "PMI_SIZE"
+    candidates = [("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE")]
+    # MPICH's mpirun says more than srun with the same protocol
+    if "MPI_LOCALNRANKS" in environ:
+        candidates.append(hydra)
+    # SLURM_NTASKS is set in a batch script too, where one process is right
+    if not _in_batch_script(environ):
+        candidates.append(("srun", "SLURM_STEP_NUM_TASKS"))
+    for launcher, variable in [*candidates, hydra]:
+        text = environ.get(variable, "")
+        if text.isdecimal():
+            return _Launched(launcher, variable, int(text))
+    return None
+
+
+def _in_batch_script(environ: Mapping[str, str]) -> bool:
+    """Return whether this is Slurm's batch or interactive step, not one of srun's."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) >= 0xFFFFFFF0
+
+
+def _is_plain_mpich(library: str) -> bool:
+    return library.startswith("MPICH Version")
+
+
+def _remedy(environ: Mapping[str, str], started: _Launched, library: str) -> str:
+    name = library.partition("\n")[0].partition(",")[0].strip("\0 \t")
+    command = _right_command(environ, started, library)
+    return f"mpi4py uses {name}; start the job with {command}."
+
+
+def _right_command(environ: Mapping[str, str], started: _Launched, library: str) -> str:
+    script = _script()
+    if started.launcher == "srun":
+        protocol = _protocol_of(library)
+        if environ.get(_OFFERED) != protocol:
+            return f"'srun --mpi={protocol} python {script}'"
+        where = " inside of an allocation (salloc or sbatch)"
+    else:
+        where = ""
+    beside = Path(sys.prefix, "bin", "mpirun")
+    mpirun = str(beside) if beside.exists() else "the mpirun of that library"
+    return f"'{mpirun} -n {started.processes} python {script}'{where}"
+
+
+def _script() -> str:
+    """Return what stands behind `python` in the command line of this program."""
+    path = Path(sys.argv[0])
+    if path.name == "__main__.py":  # python -m
+        return " ".join(["-m", path.parent.name, *sys.argv[1:2]])
+    return path.name or "script.py"
+
+
+def _protocol_of(library: str) -> str:
+    """Return what `srun --mpi=` needs for this library."""
+    if "Open MPI" in library:
+        return "pmix"
+    return "cray_shasta" if "CRAY MPICH" in library else "pmi2"

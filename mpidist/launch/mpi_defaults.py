@@ -1,0 +1,98 @@
+"""Settings of MPI libraries that must stand before MPI is initialised.
+
+Importing this makes them, in the environment; what stands there already is kept. Where
+the program has imported mpi4py before, they come too late, and do no harm.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import threading
+from types import TracebackType
+
+from mpidist.launch import early_binding, launchers
+from mpidist.util.environment import hang_seconds
+
+__all__ = ["abort_while_importing"]
+
+_START_SECONDS = 300.0
+
+# Open MPI writes to stderr that a way to make windows cannot be used, and takes another
+os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
+
+if launchers.is_elastic(os.environ):
+    # Where ranks have died, Open MPI sometimes waits for them at its end. (Programs end
+    # together without: see `launch.leave_together`.)
+    os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
+
+# What srun offered mpirun's daemons is not for the ranks: MPICH ends if it finds both
+if "MPI_LOCALNRANKS" in os.environ:
+    os.environ.pop("PMIX_NAMESPACE", None)
+
+# Some choose their GPU when they start
+early_binding.choose_early(os.environ)
+
+
+def _limit_seconds() -> float:
+    """Return how long the start of MPI may take; math.inf for ever."""
+    limit = hang_seconds(os.environ)
+    # Of a rank that dies before MPI has started nobody hears: the others would wait
+    return min(limit, _START_SECONDS) if launchers.is_elastic(os.environ) else limit
+
+
+def _start_mpi() -> None:
+    """Start MPI, which waits for the other ranks. Not all may come.
+
+    Python would see a Ctrl-C only when they have, so it is left to the system.
+    """
+    launchers.start_below_pmix(os.environ)
+    is_main = threading.current_thread() is threading.main_thread()
+    is_seen = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_main and is_seen:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        importlib.import_module("mpi4py.MPI")
+    finally:
+        if is_main and is_seen:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _start_in_time(limit: float) -> None:
+    """Start MPI, and end this process with its stack if that takes too long."""
+    # MPI may be started while Python's lock is held, so no thread of Python could do it
+    with open(os.devnull, "w") as nowhere:
+        try:
+            faulthandler.dump_traceback_later(limit, exit=True)
+        except (AttributeError, OSError, RuntimeError, ValueError):  # no stderr
+            faulthandler.dump_traceback_later(limit, exit=True, file=nowhere)
+        try:
+            _start_mpi()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def abort_while_importing(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """End the job: other ranks may be through with the import, and wait for this one.
+
+    `launch.abort_on_exception` comes in its place at the end of the import.
+    """
+    sys.__excepthook__(kind, error, trace)
+    world = sys.modules["mpi4py.MPI"].COMM_WORLD
+    if world.Get_size() > 1 and not (hasattr(sys, "ps1") or sys.flags.interactive):
+        world.Abort(1)
+
+
+if "mpi4py.MPI" not in sys.modules:
+    limit = _limit_seconds()
+    if limit < threading.TIMEOUT_MAX:
+        _start_in_time(limit)
+    else:
+        _start_mpi()
+if sys.excepthook is sys.__excepthook__:
+    sys.excepthook = abort_while_importing

@@ -1,1 +1,0 @@
-"""Memory that lasts: buffers of a rank, and what the ranks of a node share."""

@@ -1,0 +1,160 @@
+"""Going on without ranks that have died, where MPI can (ULFM)."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from mpi4py import MPI
+
+from mpidist.checkpoint.save import finish_lost
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.calls import name_ranks
+from mpidist.comm.consensus.failures import Losses, agree, can_survive
+from mpidist.errors import DeadlineError, RankLostError
+from mpidist.launch.launchers import check_launch
+from mpidist.resilience.watchdog import end_job
+from mpidist.strategy.mirrored_strategy import MirroredStrategy
+from mpidist.strategy.strategy import Strategy
+from mpidist.util import validation
+from mpidist.util.environment import hang_seconds
+from mpidist.util.notices import print_notice
+
+__all__ = ["run_elastic"]
+
+T = TypeVar("T")
+
+
+def run_elastic(
+    train: Callable[[Any], T],
+    make_strategy: Callable[..., Strategy] = MirroredStrategy,
+    *,
+    min_replicas: int = 1,
+) -> T:
+    """Return `train(strategy)`; if ranks die, call it again on those that are left.
+
+    Collective over COMM_WORLD. It goes on without the dead below Open MPI's
+    `mpirun --with-ft ulfm`, if MPI has MPI_THREAD_MULTIPLE: what the ranks were doing
+    together raises a RankLostError on all survivors, which make a new strategy, of
+    fewer replicas with other numbers, and call `train` with it. Everywhere else the
+    launcher ends the job when a rank dies, and `train` is called once. The line at the
+    start of a job says which.
+
+    `train` makes everything anew, of the strategy it is given: variables, datasets,
+    checkpoints, of which it restores the last. The global batch is what it was. If
+    some ranks have returned from `train` when others lose a rank in it, all call it
+    again. A rank that raises anything else, or calls sys.exit, ends the job as ever.
+
+    Args:
+      train: called with a strategy. It must let a RankLostError pass.
+      make_strategy: called with the keyword `communicator`.
+      min_replicas: with fewer, the job ends.
+
+    Raises, on all ranks:
+      ArgumentError: min_replicas < 1.
+      ArgumentTypeError: no functions, no integer.
+      RankLostError: fewer than `min_replicas` ranks are left.
+      What `train` raises.
+
+    Example:
+      >>> def train(strategy):
+      ...     with strategy.scope():
+      ...         w = mpidist.Variable(np.zeros(2))
+      ...     manager = mpidist.CheckpointManager(mpidist.Checkpoint(w=w), "run", 2)
+      ...     manager.restore_or_initialize()
+      ...     return strategy.reduce("SUM", 1)
+      >>> int(mpidist.run_elastic(train))
+      2
+    """
+    validation.function("train", train)
+    validation.function("make_strategy", make_strategy)
+    min_replicas = validation.integer("min_replicas", min_replicas, 1)
+    world = MPI.COMM_WORLD
+    check_launch(os.environ, world.Get_size(), MPI.Get_library_version())
+    if not can_survive() or world.Get_size() == 1:
+        return train(make_strategy(communicator=world))
+    crew = _shrink(world)  # some may have died already
+    while crew.Get_size() >= min_replicas:
+        results = _try_with(crew, train, make_strategy)
+        if results:
+            return results[0]
+        crew = _shrink(crew)
+    raise RankLostError(
+        f"{name_ranks(range(crew.Get_size()))} are left, but min_replicas is "
+        f"{min_replicas}"
+    )
+
+
+def _try_with(
+    crew: MPI.Intracomm,
+    train: Callable[[Any], T],
+    make_strategy: Callable[..., Strategy],
+) -> list[T]:
+    """Return what `train` returns, if it does on all survivors. Collective over those.
+
+    Else an empty list, and nothing is left of what `train` made.
+    """
+    losses = Losses(crew)
+    results = []
+    try:
+        results = [train(make_strategy(communicator=crew))]
+    except Exception as error:
+        if losses.check(error) is error:  # nobody has died
+            raise
+        _forget(error)
+    is_done = _agree(crew, bool(results))
+    if is_done:
+        Losses.look()
+    else:
+        losses.wait_for_names()
+    _let_go(losses)
+    return results if is_done else []
+
+
+def _forget(error: BaseException) -> None:
+    """Let the functions that an error has left forget their variables, all of them.
+
+    Those are of a strategy that is lost, and may be large.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found = found.__cause__ or found.__context__
+
+
+def _agree(crew: MPI.Intracomm, is_done: bool) -> bool:
+    """Return whether all survivors have ended `train`. Collective over those."""
+    try:
+        return agree(crew, is_done, hang_seconds(os.environ))
+    except DeadlineError as error:
+        rank = MPI.COMM_WORLD.Get_rank()
+        end_job(f"mpidist: rank {rank} has left run_elastic's function, and {error}")
+        raise
+
+
+def _let_go(losses: Losses) -> None:
+    """Forget what had to do with ranks that have died. Not collective."""
+    finish_lost()
+    for agreement in list(Agreement.in_use):
+        if agreement.losses.ranks:
+            agreement.close()
+    for lost in list(Losses.in_use):
+        if lost.ranks or lost is losses:
+            for give_back in lost.at_end:
+                give_back()
+            lost.close()
+
+
+def _shrink(crew: MPI.Intracomm) -> MPI.Intracomm:
+    """Return a communicator of those that are left, in the same order. Collective."""
+    left = cast(MPI.Intracomm, crew.Shrink())
+    here = set(left.group.Translate_ranks(None, crew.group))
+    dead = [rank for rank in range(crew.Get_size()) if rank not in here]
+    if dead and left.Get_rank() == 0:
+        print_notice(
+            f"mpidist: {name_ranks(dead)} of {crew.Get_size()} died; "
+            f"{left.Get_size()} go on"
+        )
+    return left

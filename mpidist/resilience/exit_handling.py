@@ -1,0 +1,196 @@
+"""Ending the whole job when one rank fails, with one readable traceback."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+from typing import NoReturn
+
+from mpi4py import MPI
+
+from mpidist.checkpoint.save import finish_all
+from mpidist.comm.consensus import processes
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.failures import Losses, has_lost, is_last
+from mpidist.context import explain
+from mpidist.device.binding import current_gpu, use_gpu
+from mpidist.errors import DivergenceError, MpidistError, RemoteError
+from mpidist.launch.mpi_defaults import abort_while_importing
+from mpidist.util.environment import hang_seconds
+from mpidist.util.forks import is_forked
+from mpidist.util.notices import print_notice
+
+__all__ = ["abort_on_exception", "leave_together"]
+
+# How long a rank waits for the rank where its error came up to report it, and how long
+# at most while another rank of its node is reporting. The job mostly ends before
+_GRACE_SECONDS = 10.0
+_OTHERS_SECONDS = 60.0
+_LOOK_SECONDS = 0.02
+# How long the one that reports waits before, since the job may be ending already, and
+# after, so that others that fail in the same way stay silent
+_REPORT_SECONDS = 0.3
+_FINALIZE_SECONDS = 3.0
+
+
+def abort_on_exception() -> None:
+    """Make an uncaught exception end all ranks of the job. `import mpidist` calls it.
+
+    The traceback is printed once per node, by the rank that failed first, and headed
+    by the rank. Nothing changes for a job of one rank, in an interactive session, or
+    where something else has replaced sys.excepthook, as debuggers do. Test runners
+    catch exceptions themselves, so theirs never get here.
+    """
+    if sys.excepthook in (sys.__excepthook__, abort_while_importing):
+        sys.excepthook = _report_and_abort
+
+
+def leave_together() -> None:
+    """Make the end of the program a collective, as MPI_Finalize is.
+
+    A rank that ends while others wait for it in a collective would leave them waiting
+    for ever; so they raise, and say so. Checkpoints that are being saved are waited
+    for. `import mpidist` calls it.
+    """
+    atexit.register(_leave, os.getpid())
+
+
+def _leave(pid: int) -> None:
+    if os.getpid() != pid or MPI.Is_finalized():  # a forked child is no rank
+        return
+    processes.stop()
+    try:
+        finish_all()
+        for agreement in list(Agreement.in_use):
+            agreement.require_same(Call("the end of the program"))
+        for agreement in list(Agreement.in_use):
+            agreement.close()
+        if has_lost():
+            _finalize_in_time()
+        else:
+            _limit_the_end()
+    except MpidistError as error:
+        # Where the others were in another collective, they raise the same
+        _report(
+            f"{type(error).__name__}: {error}",
+            isinstance(error, DivergenceError) or _is_copy(error),
+        )
+
+
+def _limit_the_end() -> None:
+    """Let the system end this process where MPI_Finalize waits for ever.
+
+    That comes after the end of Python, so no thread could do it. Programs that use
+    SIGALRM themselves go without.
+    """
+    limit = hang_seconds(os.environ)
+    is_free = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    is_free = is_free and not signal.getitimer(signal.ITIMER_REAL)[0]
+    if _in_job() and is_free and limit < threading.TIMEOUT_MAX:
+        signal.setitimer(signal.ITIMER_REAL, limit)
+
+
+def _finalize_in_time() -> None:
+    """End MPI where ranks have died, which Open MPI 5 sometimes waits for, for ever.
+
+    Unless `mpi_settings` came in time. The program ends while a thread waits.
+    """
+    Losses.stop_looking()
+    gpu = current_gpu()
+
+    def finalize() -> None:
+        if gpu is not None:
+            use_gpu(gpu)  # where MPI has memory and streams
+        # By ctypes, since mpi4py would keep all other threads waiting
+        ctypes.CDLL(MPI.__file__).MPI_Finalize()
+
+    ending = threading.Thread(target=finalize, daemon=True)
+    ending.start()
+    ending.join(_FINALIZE_SECONDS)
+
+
+def _report_and_abort(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    explain(error)
+    if not _in_job() or is_forked() or hasattr(sys, "ps1") or sys.flags.interactive:
+        sys.__excepthook__(kind, error, trace)
+        return
+    text = "".join(traceback.format_exception(kind, error, trace))
+    _report(text, _is_copy(error))
+
+
+def _is_copy(error: BaseException) -> bool:
+    """Return whether an error came up on another rank, which reports it."""
+    return isinstance(error.__cause__, RemoteError)
+
+
+def _report(text: str, is_others: bool) -> NoReturn:
+    """Say why the job ends, unless another rank does, and end it.
+
+    Args:
+      text: the reason.
+      is_others: whether another rank will report the same.
+    """
+    if is_others:
+        time.sleep(_GRACE_SECONDS)
+    end = time.monotonic() + _OTHERS_SECONDS
+    while (claim := _claim_report()) is None and time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
+    time.sleep(_REPORT_SECONDS)
+    _write(_head() + text.removesuffix("\n"))
+    time.sleep(_REPORT_SECONDS)
+    del claim  # held until now
+    _abort()
+
+
+def _abort() -> NoReturn:
+    """End the job. MPICH below srun tells srun so, and returns from MPI_Abort."""
+    if not is_last():
+        MPI.COMM_WORLD.Abort(1)
+    os._exit(1)
+
+
+def _head() -> str:
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    return f"mpidist: rank {rank} of {size} failed; the job ends\n"
+
+
+def _write(text: str) -> None:
+    """Write to stderr, after what was written to stdout."""
+    with contextlib.suppress(Exception):  # a replaced stream may raise anything
+        sys.stdout.flush()
+    print_notice(text)
+
+
+def _in_job() -> bool:
+    return (
+        MPI.Is_initialized()
+        and not MPI.Is_finalized()
+        and MPI.COMM_WORLD.Get_size() > 1
+    )
+
+
+def _claim_report() -> socket.socket | None:
+    """Return a claim to report for this node; None if another rank has it.
+
+    The claim is an abstract socket address (Linux), which vanishes with the process.
+    Ranks of one job on one node have the same parent: the launcher's daemon.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0mpidist-failure-{os.getuid()}-{os.getppid()}")
+    except OSError:
+        claim.close()
+        return None
+    return claim

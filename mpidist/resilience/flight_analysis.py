@@ -1,0 +1,218 @@
+"""Comparing what the flight recorders of all ranks hold: `python -m mpidist diff`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpidist.comm.consensus.calls import group_by_rank, name_ranks
+from mpidist.comm.consensus.flight_files import (
+    BEGUN,
+    ENDED,
+    FORMAT,
+    KIND,
+    NUMBER,
+    STEP,
+    WORDS,
+)
+from mpidist.errors import DataError
+
+__all__ = ["Flight", "compare", "read_flights"]
+
+_SUFFIX = ".jsonl"
+
+
+class Recorded(NamedTuple):
+    """One call.
+
+    Args:
+      kind: the number of its kind.
+      begun: when, in seconds on the clock of time.time.
+      ended: likewise; 0 if it did not.
+      step: of a loop; -1 if there is none.
+    """
+
+    kind: int
+    begun: float
+    ended: float
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Flight:
+    """What one rank has recorded of one communicator.
+
+    Args:
+      channel: the number of the communicator.
+      rank: of the process there.
+      members: the ranks in the world of all that belong to it.
+      kinds: what calls there were: mappings with `operation`, `site`, `agreed` (perhaps
+        cut short) and `digest`, by their number.
+      calls: those that are known, by their number.
+    """
+
+    channel: int
+    rank: int
+    members: tuple[int, ...]
+    kinds: Mapping[int, Mapping[str, Any]]
+    calls: Mapping[int, Recorded]
+
+    def text(self, number: int) -> str:
+        """Return a call and what ranks must agree on."""
+        call = self.calls[number]
+        kind = self.kinds[call.kind]
+        agreed = kind["agreed"] | ({"step": call.step} if call.step >= 0 else {})
+        text = ", ".join(f"{name} {what}" for name, what in agreed.items())
+        return f"{kind['operation']}({text}) at {kind['site']}"
+
+    def key(self, number: int) -> tuple[Any, ...]:
+        """Return what must be the same on all ranks."""
+        call = self.calls[number]
+        kind = self.kinds[call.kind]
+        agreed = json.dumps(kind["agreed"], sort_keys=True)
+        return kind["operation"], agreed, kind["digest"], call.step
+
+
+def read_flights(paths: Sequence[Path]) -> list[Flight]:
+    """Return what is in files, or in all files of folders.
+
+    Raises:
+      DataError: there is none, or one is damaged.
+    """
+    files = [f for path in paths for f in _files_of(path)]
+    if not files:
+        raise DataError(f"there is no dump of a flight recorder in {_list(paths)}")
+    return [_read(path) for path in files]
+
+
+def _list(paths: Sequence[Path]) -> str:
+    return ", ".join(map(str, paths))
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(path.glob(f"channel-*{_SUFFIX}"))
+    if not path.exists():
+        raise DataError(f"there is no {path}")
+    return [path.with_suffix(_SUFFIX)]
+
+
+def _read(path: Path) -> Flight:
+    try:
+        header, *lines = _lines(path.read_text())
+        if header["format"] != FORMAT:
+            raise ValueError(f"format {header['format']}, not {FORMAT}")
+        kinds = {int(line["kind"]): line for line in lines}
+        for kind in lines:
+            kind["operation"], kind["site"], kind["agreed"].items(), kind["digest"]
+        offset = float(header["time"]) - header["monotonic_ns"] / 1e9
+        words = np.fromfile(path.with_suffix(".ring"), np.int64)
+        calls = dict(_calls(words.reshape(-1, WORDS), kinds, offset))
+        members = tuple(map(int, header["members"]))
+        channel, rank = int(header["channel"]), int(header["rank"])
+        return Flight(channel, rank, members, kinds, calls)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise DataError(f"{path} is no dump of a flight recorder: {error!r}") from None
+
+
+def _lines(text: str) -> Iterator[Any]:
+    """Yield what lines hold; the last may have been cut off when the process ended."""
+    lines = text.splitlines(keepends=True)
+    for line in lines:
+        if line.endswith("\n") or line is not lines[-1]:
+            yield json.loads(line)
+
+
+def _calls(
+    words: Any, kinds: Collection[int], offset: float
+) -> Iterator[tuple[int, Recorded]]:
+    for row in words[words[:, NUMBER] > 0].tolist():
+        if row[KIND] in kinds:
+            begun = row[BEGUN] / 1e9 + offset
+            ended = row[ENDED] / 1e9 + offset if row[ENDED] else 0.0
+            yield row[NUMBER], Recorded(row[KIND], begun, ended, row[STEP])
+
+
+def compare(flights: Sequence[Flight]) -> tuple[list[str], bool]:
+    """Return what is to be said, line by line, and whether all ranks did the same."""
+    lines: list[str] = []
+    is_same = True
+    channels = sorted({(flight.channel, flight.members) for flight in flights})
+    for channel in channels:
+        found = [f for f in flights if (f.channel, f.members) == channel]
+        found.sort(key=lambda flight: flight.rank)
+        said, same = _compare_channel(found)
+        number, members = channel
+        head = f"communicator {number}, {len(members)} ranks:"
+        lines += [head, *(f"  {text}" for text in said)]
+        is_same = is_same and same
+    return lines, is_same
+
+
+def _compare_channel(flights: Sequence[Flight]) -> tuple[list[str], bool]:
+    lines = []
+    present = {flight.rank for flight in flights}
+    absent = sorted(set(range(len(flights[0].members))) - present)
+    if absent:
+        lines.append(f"no dump of {name_ranks(absent)}")
+    numbers = sorted({number for flight in flights for number in flight.calls})
+    for number in numbers:
+        having = [flight for flight in flights if number in flight.calls]
+        if len({flight.key(number) for flight in having}) > 1:
+            lines.append(f"call {number} is the first that differs:")
+            lines += [f"  {_said(flight, number)}" for flight in having]
+            return lines, False
+    return [*lines, *_ends(flights, numbers)], not absent and _is_even(flights)
+
+
+def _is_even(flights: Sequence[Flight]) -> bool:
+    """Return whether all ranks have ended the same last call."""
+    ends = {max(flight.calls, default=0) for flight in flights}
+    return len(ends) == 1 and not any(map(_open_call, flights))
+
+
+def _open_call(flight: Flight) -> int | None:
+    """Return the number of the last call if it did not end."""
+    last = max(flight.calls, default=None)
+    return last if last is not None and not flight.calls[last].ended else None
+
+
+def _said(flight: Flight, number: int) -> str:
+    return f"rank {flight.rank}: {flight.text(number)}"
+
+
+def _ends(flights: Sequence[Flight], numbers: Sequence[int]) -> Iterator[str]:
+    """Say where the ranks are."""
+    if not numbers:
+        yield "no calls"
+        return
+    last = numbers[-1]
+    behind = [f.rank for f in flights if last not in f.calls]
+    ahead = next(f for f in flights if last in f.calls)
+    texts = [_state(flight) for flight in flights]
+    if behind:
+        yield (
+            f"{name_ranks(behind)} did not come to call {last}, {ahead.text(last)}; "
+            "all before are the same"
+        )
+    else:
+        yield f"calls {numbers[0]} to {last} are the same on all"
+    yield f"the last call: {group_by_rank(texts)}"
+
+
+def _state(flight: Flight) -> str:
+    """Return the last call of a rank, and whether it ended."""
+    last = max(flight.calls, default=None)
+    if last is None:
+        return "none"
+    operation = flight.kinds[flight.calls[last].kind]["operation"]
+    site = flight.kinds[flight.calls[last].kind]["site"]
+    ended = "ended" if flight.calls[last].ended else "not ended"
+    return f"{last}, {operation} at {site}, {ended}"

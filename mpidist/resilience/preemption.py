@@ -1,0 +1,286 @@
+"""Saving a checkpoint when a job is about to be ended, and ending it for a requeue."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mpidist.checkpoint.checkpoint import Checkpoint
+from mpidist.checkpoint.manager import CheckpointManager
+from mpidist.errors import ArgumentTypeError, ContextError
+from mpidist.util import validation
+
+__all__ = ["PreemptionCheckpointHandler", "RESTART_EXIT_CODE", "TerminationConfig"]
+
+T = TypeVar("T")
+# With this exit code a job asks to be requeued; the scripts in jobs/ know it
+RESTART_EXIT_CODE = 99
+_CALL = "PreemptionCheckpointHandler"
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_WATCH_SECONDS = 1.0
+# How much longer a save and a step may take than they ever did, and what is left over
+_CAUTION = 1.5
+_MARGIN_SECONDS = 10.0
+_UNKNOWN_SAVE_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TerminationConfig:
+    """How a job that is about to be ended is to end.
+
+    Args:
+      termination_watcher_fn: called about once a second by a thread of each rank; True
+        says that the job is about to be ended, as a signal does.
+      exit_fn: called on all ranks once the checkpoint is complete; by default the
+        program ends with exit code 99, on which the scripts in `jobs/` requeue.
+      grace_period: how many seconds the job has from the signal on. It goes on for as
+        long as a step and a save still fit in; by default the next step is the last.
+      save_fn: called on all ranks instead of the manager's `save`, with the arguments
+        of `save_checkpoint_if_preempted`.
+
+    Raises:
+      ArgumentError: grace_period < 0.
+      ArgumentTypeError: what should be a function, or a number, is none.
+
+    Example:
+      >>> mpidist.TerminationConfig(grace_period=30.0).grace_period
+      30.0
+    """
+
+    termination_watcher_fn: Callable[[], bool] | None = None
+    exit_fn: Callable[[], Any] | None = None
+    grace_period: float | None = None
+    save_fn: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
+            validation.optional_function(name, getattr(self, name))
+        if self.grace_period is not None:
+            validation.number(
+                "grace_period", self.grace_period, ">= 0", " seconds or None"
+            )
+
+
+class PreemptionCheckpointHandler:
+    """Saves a checkpoint when the job is about to be ended, and ends it.
+
+    Collective to make, as all its methods are; it restores the latest checkpoint.
+
+    SIGTERM or SIGUSR1 on any rank is noted, and the ranks agree between two steps: all
+    save the same one, and exit. So does the end of the job's time, if Slurm tells it
+    (`SLURM_JOB_END_TIME`, or scontrol): by the time that steps and saves have taken,
+    the last step is saved after which there is time to. The agreement is one small
+    all-reduce for each step, of a few microseconds on one node.
+
+    Args:
+      cluster_resolver: as TensorFlow's; not needed, so None will do.
+      checkpoint_or_checkpoint_manager: a manager; or a `Checkpoint`, with a `save_fn`.
+      termination_config: see `TerminationConfig`.
+
+    Raises, on all ranks:
+      ArgumentTypeError: these are no such objects.
+      ContextError: not in the main thread of a program, which gets the signals.
+      What `CheckpointManager.restore_or_initialize` raises.
+
+    Example:
+      >>> with strategy.scope():
+      ...     w = mpidist.Variable(0.0, aggregation=mpidist.VariableAggregation.SUM)
+      >>> checkpoint = mpidist.Checkpoint(w=w)
+      >>> manager = mpidist.CheckpointManager(checkpoint, "run", max_to_keep=2)
+      >>> handler = mpidist.PreemptionCheckpointHandler(None, manager)
+      >>> for _ in range(3):
+      ...     _ = handler.run(strategy.run, lambda: w.assign_add(np.ones(())))
+      >>> handler.total_run_calls
+      3
+      >>> handler.close()
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any,
+        checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
+        termination_config: TerminationConfig | None = None,
+    ):
+        given = checkpoint_or_checkpoint_manager
+        self._manager = given if isinstance(given, CheckpointManager) else None
+        checkpoint = given.checkpoint if isinstance(given, CheckpointManager) else given
+        if not isinstance(checkpoint, Checkpoint):
+            raise ArgumentTypeError(
+                f"{_CALL} needs a CheckpointManager or a Checkpoint, as "
+                f"checkpoint_or_checkpoint_manager, not {validation.shown(given)}"
+            )
+        self._config = TerminationConfig()
+        if termination_config is not None:
+            self._config = termination_config
+        self._group = checkpoint.strategy.extended
+        self._group.agreement.prepare(_CALL, self._check)
+        self._checkpoint = checkpoint
+        self._former: dict[int, Any] = {}
+        self._asked_at: float | None = None
+        self._step_seconds = 0.0
+        self._edge: float | None = None
+        self._is_closed = False
+        self._end_time: float = self._group.agreement.root_only(
+            _CALL, lambda: job_end_time(os.environ)
+        )
+        path = None if self._manager is None else self._manager.restore_or_initialize()
+        # A checkpoint that was saved without a handler does not have it
+        counted = Checkpoint(strategy=checkpoint.strategy, total_run_calls=0)
+        if path is not None:
+            counted.restore(path, is_partial=True)
+        checkpoint.total_run_calls = counted.total_run_calls
+        self._listen()
+
+    def _check(self) -> None:
+        validation.instance("termination_config", self._config, TerminationConfig)
+        if self._manager is None and self._config.save_fn is None:
+            raise ArgumentTypeError(
+                f"{_CALL} needs a CheckpointManager, or a save_fn for a Checkpoint"
+            )
+        if threading.current_thread() is not threading.main_thread():
+            raise ContextError(
+                f"make {_CALL} in the program's main thread, which gets the signals"
+            )
+
+    def _listen(self) -> None:
+        for number in _SIGNALS:
+            self._former[number] = signal.signal(number, self._note_signal)
+        if self._config.termination_watcher_fn is not None:
+            watcher = threading.Thread(
+                target=self._watch, name="watch-termination", daemon=True
+            )
+            watcher.start()
+
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+
+    def _watch(self) -> None:
+        asks = self._config.termination_watcher_fn
+        assert asks is not None
+        while not self._is_closed and self._asked_at is None:
+            if asks():
+                self._asked_at = time.monotonic()
+            time.sleep(_WATCH_SECONDS)
+
+    @property
+    def total_run_calls(self) -> int:
+        """How many times `run` has called its function, also in former jobs."""
+        return int(self._checkpoint.total_run_calls)
+
+    def run(
+        self, distributed_train_function: Callable[..., T], *args: Any, **kwargs: Any
+    ) -> T:
+        """Return `distributed_train_function(*args, **kwargs)`: a step. Collective.
+
+        Saves and exits before it, if the job is about to be ended.
+        """
+        self.save_checkpoint_if_preempted()
+        result = distributed_train_function(*args, **kwargs)
+        self._checkpoint.total_run_calls = self.total_run_calls + 1
+        return result
+
+    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+        """Save and exit if the job is about to be ended. Collective, between steps.
+
+        Args:
+          args: for `save_fn`.
+          kwargs: for `save_fn`.
+
+        Raises, on all ranks: what saving raises.
+        """
+        now = time.monotonic()
+        if self._edge is not None:
+            self._step_seconds = max(self._step_seconds, now - self._edge)
+        self._edge = now
+        mine = np.array([self._must_end(now)], np.int64)
+        if not self._group.reduce(_CALL, "SUM", mine)[0]:
+            return
+        self._group.agreement.block(_CALL, lambda: self._save(*args, **kwargs))
+        if self._config.exit_fn is None:
+            # One that comes late must not end this rank otherwise, on its way out
+            for number in self._former:
+                signal.signal(number, signal.SIG_IGN)
+            sys.exit(RESTART_EXIT_CODE)
+        self.close()
+        self._config.exit_fn()
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        if self._config.save_fn is not None:
+            self._config.save_fn(*args, **kwargs)
+        if self._manager is not None:
+            if self._config.save_fn is None:
+                self._manager.save(check_interval=False)
+            self._manager.wait()
+
+    @contextmanager
+    def watch_preemption_scope(self) -> Iterator[None]:
+        """Save and exit between the calls of `Strategy.run` in a `with` block.
+
+        All ranks enter and leave it.
+        """
+        former = self._group.before_run
+        self._group.before_run = self.save_checkpoint_if_preempted
+        try:
+            yield
+        finally:
+            self._group.before_run = former
+
+    def _must_end(self, now: float) -> bool:
+        """Return whether this rank knows that the next step must not begin."""
+        needed = _CAUTION * (self._step_seconds + self._longest_save())
+        if self._asked_at is not None:
+            grace = self._config.grace_period or 0.0
+            return now + needed + _MARGIN_SECONDS > self._asked_at + grace
+        if self._group.replica_id > 0 or math.isinf(self._end_time):
+            return False
+        return time.time() + needed + _MARGIN_SECONDS > self._end_time
+
+    def _longest_save(self) -> float:
+        seconds = 0.0 if self._manager is None else self._manager.longest_save_seconds
+        return seconds or _UNKNOWN_SAVE_SECONDS
+
+    def close(self) -> None:
+        """Listen to signals no longer; a second call does nothing. Not collective."""
+        self._is_closed = True
+        while self._former:
+            number, former = self._former.popitem()
+            if signal.getsignal(number) == self._note_signal:
+                signal.signal(number, former)
+
+
+def job_end_time(environ: Mapping[str, str]) -> float:
+    """Return when Slurm will end this job, on time.time's clock; math.inf if unknown.
+
+    Args:
+      environ: the environment variables of this process.
+    """
+    text = environ.get("SLURM_JOB_END_TIME", "")
+    if text.isdecimal() and int(text) > 0:
+        return float(text)
+    job = environ.get("SLURM_JOB_ID", "")
+    if not job.isdecimal():
+        return math.inf
+    try:
+        shown = subprocess.run(
+            ["squeue", "--noheader", f"--jobs={job}", "--format=%e"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout.strip()
+        return time.mktime(time.strptime(shown, "%Y-%m-%dT%H:%M:%S"))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return math.inf

@@ -1,0 +1,248 @@
+"""The watchdog: a thread that looks, now and then, at what this rank waits for.
+
+It names ranks that are slow, and ends the job where a rank has died, was stopped or
+never comes. It does nothing in the calls themselves, and needs no messages: what it
+looks at is the flight recorder, who has come to the call, and other waits (`pending`).
+Where MPI goes on without ranks that die (see `losses`), it asks MPI who has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+
+from mpi4py import MPI
+
+from mpidist.comm.consensus import processes
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.calls import name_ranks
+from mpidist.comm.consensus.failures import Losses, can_survive, is_last
+from mpidist.comm.consensus.flight_recorder import Entry
+from mpidist.comm.consensus.pending import Pending
+from mpidist.util.environment import HANG_SECONDS, hang_seconds
+from mpidist.util.notices import print_notice, warn
+
+__all__ = ["Watch", "end_job", "start_watch"]
+
+_LOOK_SECONDS = 1.0
+_LOOK_FOR_DEAD_SECONDS = 0.02
+# A rank is slow that others wait for so long, and so many times as long as they took
+_SLOW_SECONDS = 5.0
+_SLOW_TIMES = 20
+_SAY_AGAIN_SECONDS = 600.0
+_ABORT_SECONDS = 5.0
+_LAUNCHER_SECONDS = 2.0
+_SAY_SECONDS = 1.0
+# What is longer between two looks was a stop of the process
+_STOP_SECONDS = 5.0
+_MOST_STOPS = 100  # that are remembered
+
+
+def start_watch() -> None:
+    """Watch this process, if it is one of several ranks. `import mpidist` calls it.
+
+    Raises:
+      LaunchError: see `hang_seconds`.
+    """
+    limit = hang_seconds(os.environ)
+    if MPI.Is_initialized() and MPI.COMM_WORLD.Get_size() > 1:
+        try:
+            Watch(limit).start()
+        except RuntimeError as error:  # too many threads, or too little memory
+            warn(f"nothing will notice if this job hangs: {error}")
+
+
+class Watch(threading.Thread):
+    """See the module.
+
+    Args:
+      limit_seconds: how long a rank may wait in one collective.
+    """
+
+    def __init__(self, limit_seconds: float):
+        super().__init__(name="watch-mpidist", daemon=True)
+        self._limit = limit_seconds
+        self._pid = os.getpid()
+        self._silent_until = 0.0
+        self._missed_since: float | None = None
+        # Calls that another rank was seen to have left
+        self._left: set[tuple[Agreement, int]] = set()
+        self._looked = time.monotonic()
+        self._stops: list[tuple[float, float]] = []  # when they ended, and how long
+
+    def run(self) -> None:
+        """Look at all communicators for as long as the program runs."""
+        pause = min(_LOOK_SECONDS, self._limit / 4)
+        survives = can_survive()
+        while os.getpid() == self._pid:
+            if survives:
+                _look_for_dead(pause)
+            else:
+                time.sleep(pause)
+            self.note_stop(pause, time.monotonic())
+            # What is freed at the same time may be gone in the middle of a look
+            with contextlib.suppress(Exception):
+                self.look_at_all(survives)
+
+    def look_at_all(self, survives: bool) -> None:
+        """Look once; `survives` is whether MPI goes on when a rank dies."""
+        for pending in list(Pending.in_use):
+            self.look_at_pending(pending, time.monotonic())
+        for agreement in list(Agreement.in_use):
+            self.look(agreement, time.monotonic())
+            if not survives:
+                self.look_for_ended(agreement, time.monotonic())
+
+    def note_stop(self, pause: float, now: float) -> None:
+        """Note for how long this process was stopped since the last look, if it was.
+
+        A batch system may stop all ranks of a job and let them go on later (SIGSTOP and
+        SIGCONT). That is no hang, so this time does not count.
+        """
+        gap = now - self._looked - pause
+        self._looked = now
+        if gap > _STOP_SECONDS:
+            del self._stops[:-_MOST_STOPS]
+            self._stops.append((now, gap))
+
+    def waited(self, begun: float, now: float) -> float:
+        """Return for how many seconds this process has run since it began to wait."""
+        stopped = sum(seconds for when, seconds in self._stops if when > begun)
+        return max(0.0, now - begun - stopped)
+
+    def look_at_pending(self, pending: Pending, now: float) -> None:
+        """End the job if MPI has waited for too long where it is no recorded call."""
+        waited = self.waited(pending.begun, now)
+        if waited > self._limit:
+            who = f"rank {pending.rank} of {pending.size}"
+            what = f"{pending.operation} (at {pending.site})"
+            end_job(_limit_text(who, waited, what, None))
+
+    def look(self, agreement: Agreement, now: float) -> None:
+        """Look at what a rank waits for, if it does."""
+        entry = agreement.recorder.last()
+        if entry is None or entry.ended is not None:
+            return
+        waited = self.waited(entry.begun, now)
+        missing = agreement.comparison.missing()
+        if waited > self._limit:
+            end_job(_hang_text(agreement, entry, waited, missing))
+        self._look_for_departure(agreement, entry)
+        former = agreement.recorder.before_last()
+        busy = 0.0 if former is None else entry.begun - (former.ended or former.begun)
+        is_slow = waited > max(_SLOW_SECONDS, _SLOW_TIMES * busy)
+        if is_slow and missing and now > self._silent_until:
+            self._silent_until = now + _SAY_AGAIN_SECONDS
+            come = set(range(agreement.size)) - set(missing)
+            if min(come) == agreement.rank:
+                _say(_slow_text(agreement, entry, waited, busy, missing))
+
+    def _look_for_departure(self, agreement: Agreement, entry: Entry) -> None:
+        """End the job if this rank waits inside MPI for one that has left.
+
+        Elsewhere this rank looks itself, so it is left some time to do so.
+        """
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            return
+        reason = agreement.departures.find()
+        call = agreement, entry.number
+        if reason is not None and call in self._left:
+            end_job(_left_text(agreement, entry, reason))
+        if reason is not None:
+            self._left.add(call)
+
+    def look_for_ended(self, agreement: Agreement, now: float) -> None:
+        """End the job if a process of this node has ended before its time.
+
+        At the end of the program all ranks meet, see `launch.leave_together`. Launchers
+        are left some time to say more, and to end the job themselves.
+        """
+        gone = processes.ended(agreement.pids)
+        if not gone or MPI.Is_finalized():
+            return
+        if self._missed_since is None:
+            self._missed_since = now
+        elif now - self._missed_since > _LAUNCHER_SECONDS:
+            end_job(_ended_text(agreement, gone))
+
+
+def _look_for_dead(seconds: float) -> None:
+    """Ask MPI for so long, again and again, who has died."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(min(_LOOK_FOR_DEAD_SECONDS, seconds))
+        if Losses.in_use:
+            Losses.look()
+
+
+def _slow_text(
+    agreement: Agreement, entry: Entry, waited: float, busy: float, missing: list[int]
+) -> str:
+    return (
+        f"mpidist: {name_ranks(missing)} slow: rank {agreement.rank} has waited "
+        f"{waited:.1f} s in {entry.operation} (called at {entry.site}), after "
+        f"{busy:.1f} s of its own work"
+    )
+
+
+def _ended_text(agreement: Agreement, gone: list[int]) -> str:
+    has = "has" if len(gone) == 1 else "have"
+    entry = agreement.recorder.last()
+    call = "" if entry is None else f", whose last call is {entry.operation}"
+    return (
+        f"mpidist: {name_ranks(gone)} of {agreement.size} {has} ended (killed, crashed "
+        f"or by os._exit), says rank {agreement.rank}{call}. The job ends"
+    )
+
+
+def _left_text(agreement: Agreement, entry: Entry, reason: str) -> str:
+    return (
+        f"mpidist: rank {agreement.rank} of {agreement.size} waits inside MPI, in "
+        f"{entry.operation} (call {entry.number}, at {entry.site}), for a rank that "
+        f"does not come: {reason}. The job ends"
+    )
+
+
+def _hang_text(
+    agreement: Agreement, entry: Entry, waited: float, missing: list[int] | None
+) -> str:
+    who = f"rank {agreement.rank} of {agreement.size}"
+    what = f"{entry.operation} (call {entry.number}, at {entry.site})"
+    return _limit_text(who, waited, what, missing)
+
+
+def _limit_text(who: str, waited: float, what: str, missing: list[int] | None) -> str:
+    if missing:
+        reason = f"{name_ranks(missing)} did not come"
+    elif missing is None:
+        reason = "it is not known which ranks did not come, or died in it"
+    else:
+        reason = "all ranks had come; one may have died or been stopped in it"
+    return (
+        f"mpidist: {who} has waited {waited:.1f} s in {what}, more than {HANG_SECONDS} "
+        f"allows: {reason}. The job ends"
+    )
+
+
+def end_job(text: str) -> None:
+    """Say why, and end all ranks of the job, from any thread."""
+    _say(text)
+    if MPI.Query_thread() == MPI.THREAD_MULTIPLE and not is_last():
+        # Abort itself may wait for what hangs
+        threading.Thread(target=_exit_later, daemon=True).start()
+        MPI.COMM_WORLD.Abort(1)
+    os._exit(1)
+
+
+def _exit_later() -> None:
+    time.sleep(_ABORT_SECONDS)
+    os._exit(1)
+
+
+def _say(text: str) -> None:
+    """Write to stderr, but do not wait for ever for a pipe that nobody reads."""
+    saying = threading.Thread(target=print_notice, args=(text,), daemon=True)
+    saying.start()
+    saying.join(_SAY_SECONDS)

@@ -1,0 +1,1 @@
+"""Strategies, their variables, and the contexts of replicas."""

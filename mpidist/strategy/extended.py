@@ -1,0 +1,444 @@
+"""StrategyExtended: what libraries built on a strategy need beside its public calls."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpidist.comm.consensus.calls import Call, group_by_rank, name_ranks
+from mpidist.comm.cross_device_ops import CrossDeviceOps
+from mpidist.comm.device_info import GpuRequest
+from mpidist.comm.replica_group import ReplicaGroup
+from mpidist.context import (
+    ReplicaContext,
+    enter,
+    get_strategy,
+    require_cross_replica,
+)
+from mpidist.device import arrays
+from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, MismatchError
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.strategy.variables import Variable
+from mpidist.util import validation
+from mpidist.values import (
+    Mirrored,
+    local_component,
+    regroup,
+    select_arguments,
+    select_replica,
+)
+
+if TYPE_CHECKING:
+    from mpidist.strategy.strategy import Strategy
+
+__all__ = ["MultiStepContext", "StrategyExtended", "audit_variables"]
+
+
+Arguments = tuple[Any, ...] | list[Any]
+
+
+class StrategyExtended(ReplicaGroup):
+    """The working parts of one strategy. `strategy.extended` gives it.
+
+    Its methods are collective, unless they say otherwise, and need cross-replica (or
+    default) context.
+
+    Example:
+      >>> strategy.extended.worker_devices
+      ('CPU:0',)
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        communicator: MPI.Intracomm | None = None,
+        gpu_request: GpuRequest | None = None,
+    ):
+        super().__init__(devices, cross_device_ops, communicator, gpu_request)
+        self.strategy = strategy
+        self._replica_context = ReplicaContext(strategy, self.replica_id)
+        # Called on all ranks before each `run`
+        self.before_run: Callable[[], None] | None = None
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The device of this process's replica, as a one-tuple."""
+        return (self.device,)
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The device on which this process keeps variables, as a one-tuple."""
+        return (self.device,)
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether shapes may not change from step to step: never required."""
+        return False
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process is the one that writes what all have: rank 0."""
+        return self.replica_id == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process is the one that writes summaries: rank 0."""
+        return self.replica_id == 0
+
+    def call_for_each_replica(
+        self,
+        fn: Callable[..., Any],
+        args: Arguments = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `fn` in replica context on every replica; see `Strategy.run`.
+
+        `args` that are neither a tuple nor a list are the one argument, as in
+        `call_for_each_replica(fn, iterator.get_next())`.
+        """
+        if not isinstance(args, tuple | list):
+            args = (args,)
+        return self.run_replicas(fn, args, kwargs)
+
+    def run_replicas(
+        self,
+        fn: Callable[..., Any],
+        args: Arguments,
+        kwargs: dict[str, Any] | None,
+    ) -> Any:
+        """Do what `Strategy.run` does."""
+        self.topology.require_open()
+        require_cross_replica(self.strategy, "run")
+        if self.before_run is not None:
+            self.before_run()
+        return self.agreement.block("run", lambda: self._replica(fn, args, kwargs))
+
+    def _replica(
+        self, fn: Callable[..., Any], args: Arguments, kwargs: dict[str, Any] | None
+    ) -> Any:
+        validation.function("fn", fn)
+        args, kwargs = select_arguments(*validation.call_arguments(args, kwargs))
+        with enter(self.strategy, self._replica_context):
+            result = fn(*args, **kwargs)
+        return regroup(result, self.replica_id, self.num_replicas)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Arguments = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `merge_fn` in cross-replica context; see `ReplicaContext.merge_call`."""
+        self.topology.require_open()
+        self.agreement.require_same(Call("merge_call"))
+
+        def merge() -> Any:
+            validation.function("merge_fn", merge_fn)
+            given = validation.call_arguments(args, kwargs)
+            merged_args, merged_kwargs = regroup(
+                given, self.replica_id, self.num_replicas
+            )
+            with enter(self.strategy):
+                return merge_fn(self.strategy, *merged_args, **merged_kwargs)
+
+        return select_replica(self.agreement.block("the end of merge_call", merge))
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Arguments = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Run `fn(var, *args, **kwargs)` on every replica's own copy of `var`.
+
+        Not collective. In `fn` assignments change this replica's copy without
+        communication, so what it computes must be the same on every replica: pass
+        reduced values. Distributed values in `args` become this replica's component.
+
+        Args:
+          var: a variable of this strategy, or a mirrored value (read-only arrays).
+          fn: called as `fn(var, *args, **kwargs)` in cross-replica context.
+          args: a tuple or list, nested.
+          kwargs: likewise.
+          group: True returns None (TensorFlow's grouped op), False what `fn` returned.
+
+        Raises ContextError in replica context (there, use `merge_call`), and for a
+        variable of another strategy; ArgumentTypeError for what is no function.
+
+        Example:
+          >>> with strategy.scope():
+          ...     w = mpidist.Variable(np.zeros(2))
+          >>> strategy.extended.update(w, lambda w, x: w.assign_add(x), args=(1.0,))
+          >>> w.numpy()
+          array([1., 1.])
+        """
+        require_cross_replica(self.strategy, "update")
+        if isinstance(var, Variable) and var.distribute_strategy is self.strategy:
+            target = var
+        elif isinstance(var, Mirrored):
+            target = var.values[0]
+        else:
+            raise ContextError(
+                f"update: {validation.shown(var)} is not a variable of this strategy"
+            )
+        validation.function("fn", fn)
+        args, kwargs = select_arguments(*validation.call_arguments(args, kwargs))
+        with enter(self.strategy, updating=True):
+            result = fn(target, *args, **kwargs)
+        return None if group else result
+
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Return the reduction of `value` over all replicas, `Mirrored`.
+
+        Args:
+          reduce_op: SUM or MEAN.
+          value: a `PerReplica`, or an array as this rank's contribution.
+          destinations: a device string, several, or a distributed value. The result
+            lies on every replica.
+          options: see `CommunicationOptions`.
+
+        Raises, on all replicas: see `CrossDeviceOps.reduce`.
+
+        Example:
+          >>> strategy.extended.reduce_to("SUM", np.ones(2), "CPU:0") / 2
+          array([1., 1.])
+        """
+        self.topology.require_open()
+        require_cross_replica(self.strategy, "reduce_to")
+        ops = self.cross_device_ops
+        return self._bare_if_alone(ops.reduce(reduce_op, value, destinations, options))
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Return the reductions of several values, which travel packed together.
+
+        Like `reduce_to` for each `(value, destinations)` of a list.
+
+        Example:
+          >>> pairs = [(np.ones(2), "CPU:0"), (np.ones(1), "CPU:0")]
+          >>> [x / 2 for x in strategy.extended.batch_reduce_to("SUM", pairs)]
+          [array([1., 1.]), array([1.])]
+        """
+        self.topology.require_open()
+        require_cross_replica(self.strategy, "batch_reduce_to")
+        ops = self.cross_device_ops
+        results = ops.batch_reduce(reduce_op, value_destination_pairs, options)
+        return [self._bare_if_alone(result) for result in results]
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Return replica 0's `tensor`, `Mirrored`; see `CrossDeviceOps.broadcast`."""
+        self.topology.require_open()
+        require_cross_replica(self.strategy, "broadcast_to")
+        return self._bare_if_alone(
+            self.cross_device_ops.broadcast(tensor, destinations)
+        )
+
+    def _bare_if_alone(self, value: Any) -> Any:
+        return value if self.num_replicas > 1 else local_component(value)
+
+    def read_var(self, v: Any) -> Any:
+        """Return the value of a variable; collective where `Variable.value` is."""
+        return v.value() if isinstance(v, Variable) else local_component(v)
+
+    def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:
+        """Return the devices for state of no one variable. Not collective."""
+        return self.parameter_devices
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Arguments = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Run `fn(*args, **kwargs)` once per replica, as `update` does; not collective.
+
+        `colocate_with` is what `non_slot_devices` returned; the rest is as in `update`.
+        """
+        require_cross_replica(self.strategy, "update_non_slot")
+        validation.function("fn", fn)
+        args, kwargs = select_arguments(*validation.call_arguments(args, kwargs))
+        with enter(self.strategy, updating=True):
+            result = fn(*args, **kwargs)
+        return None if group else result
+
+    def audit_variables(self) -> None:
+        """Raise if a mirrored variable is not equal on all replicas. Collective.
+
+        Compares checksums of all bytes of each ON_WRITE variable, and moves only those
+        unless there is a difference.
+
+        Raises MismatchError, on all replicas: it names the first variable that differs,
+        the replicas where it differs from replica 0's, and the first such element.
+
+        Example:
+          >>> with strategy.scope():
+          ...     w = mpidist.Variable(np.zeros(2))
+          >>> strategy.extended.audit_variables()
+        """
+        self.topology.require_open()
+        audit_variables(self)
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Return whether `v` is a variable of this strategy. Not collective."""
+        return isinstance(v, Variable) and v.distribute_strategy is self.strategy
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
+        """Return a context manager for making variables beside another one.
+
+        It checks the variable, and no more: a replica has one device. Not collective.
+        Raises ArgumentError for what is no variable of this strategy.
+        """
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise ArgumentError(
+                "colocate_vars_with needs a variable that was created under this "
+                f"strategy, not {validation.shown(colocate_with_variable)}"
+            )
+        manager: AbstractContextManager[None] = nullcontext()
+        return manager
+
+    def value_container(self, value: Any) -> Any:
+        """Return the container of `value`, which is itself. Not collective."""
+        return value
+
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[..., Any],
+        iterator: Any,
+        iterations: int = 1,
+        initial_loop_values: Any = None,
+    ) -> Any:
+        """Call `fn(context, inputs)` for several batches; return the context at last.
+
+        Args:
+          fn: takes a `MultiStepContext` and the next value of `iterator`; it is called
+            in cross-replica context.
+          iterator: has `get_next()`, such as an iterator of a distributed dataset.
+          iterations: how many steps; 0 takes none.
+          initial_loop_values: outputs by name that hold until a step sets them.
+        """
+        call = "experimental_run_steps_on_iterator"
+        require_cross_replica(self.strategy, call)
+
+        def prepare() -> MultiStepContext:
+            validation.function("fn", fn)
+            validation.function(
+                "iterator.get_next", getattr(iterator, "get_next", None)
+            )
+            validation.integer("iterations", iterations, 0)
+            return MultiStepContext(initial_loop_values)
+
+        context = self.agreement.prepare(call, prepare)
+        with self.strategy.scope():
+            for _ in range(iterations):
+                fn(context, iterator.get_next())
+        return context
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """See `ReplicaContext.all_reduce`."""
+        return self.reduce("all_reduce", reduce_op, value, options)
+
+    def all_gather(
+        self, value: Any, axis: int, options: CommunicationOptions | None = None
+    ) -> Any:
+        """See `ReplicaContext.all_gather`."""
+        return self.gather("all_gather", value, axis, options)
+
+
+_CALL = "audit_variables"
+
+
+def audit_variables(group: ReplicaGroup) -> None:
+    """Raise a MismatchError on all replicas if a variable differs. Collective."""
+    mirrored = {i: v for i, v in group.variables.items() if not v.on_read}
+    sums = {i: _checksum(variable.local) for i, variable in mirrored.items()}
+    everyone = group.agreement.gather(_CALL, sums)
+    # A variable may have been forgotten by some processes already
+    for i in sorted(set.intersection(*map(set, everyone))):
+        if len({sums[i] for sums in everyone}) > 1:
+            _report(group, mirrored[i], [sums[i] for sums in everyone])
+
+
+def _checksum(array: Any) -> int:
+    return zlib.crc32(arrays.value_bytes(array).tobytes())
+
+
+def _report(group: ReplicaGroup, variable: Any, sums: list[int]) -> None:
+    differing = [rank for rank, checksum in enumerate(sums) if checksum != sums[0]]
+    mine = np.ascontiguousarray(arrays.to_host(variable.local))
+    first = arrays.to_host(group.broadcast_from_first(_CALL, variable.local))
+    # Compare bytes, as the checksum did: nan equals nan, and 0.0 is not -0.0
+    rows = [arrays.value_bytes(array) for array in (mine, first)]
+    differs = np.flatnonzero((rows[0] != rows[1]).any(axis=1))
+    own = int(differs[0]) if differs.size else mine.size
+    index = min(group.agreement.gather(_CALL, own))
+    values = group.agreement.gather(_CALL, repr(mine.reshape(-1)[index]))
+    place = tuple(int(i) for i in np.unravel_index(index, mine.shape))
+    raise MismatchError(
+        f"variable {variable.name} differs from replica 0's on "
+        f"{name_ranks(differing)}, first in element {place}: {group_by_rank(values)}"
+    )
+
+
+class MultiStepContext:
+    """What the steps of `experimental_run_steps_on_iterator` leave behind.
+
+    Attributes:
+      last_step_outputs: by name, what `set_last_step_output` was given last.
+      non_tensor_outputs: by name, what `set_non_tensor_output` was given last.
+
+    Example:
+      >>> data = mpidist.Dataset.from_tensor_slices(np.ones((4, 3))).batch(2)
+      >>> end = strategy.extended.experimental_run_steps_on_iterator(
+      ...     lambda context, x: context.set_last_step_output("sum", x, "SUM"),
+      ...     iter(strategy.experimental_distribute_dataset(data)),
+      ... )
+      >>> end.last_step_outputs["sum"]
+      array([[2., 2., 2.]])
+    """
+
+    def __init__(self, initial_loop_values: Any = None):
+        values = {} if initial_loop_values is None else initial_loop_values
+        if not isinstance(values, Mapping):
+            raise ArgumentTypeError(
+                f"initial_loop_values must be a dict, not {validation.shown(values)}"
+            )
+        self.last_step_outputs: dict[str, Any] = dict(values)
+        self.non_tensor_outputs: dict[str, Any] = {}
+
+    def set_last_step_output(
+        self, name: str, output: Any, reduce_op: ReduceOp | str | None = None
+    ) -> None:
+        """Keep `output`; with `reduce_op` reduced over all replicas (collective)."""
+        if reduce_op is not None:
+            output = get_strategy().reduce(reduce_op, output)
+        self.last_step_outputs[name] = output
+
+    def set_non_tensor_output(self, name: str, output: Any) -> None:
+        """Keep `output` as it is."""
+        self.non_tensor_outputs[name] = output

@@ -1,0 +1,362 @@
+"""Strategy: the public face of everything below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from mpidist.comm.consensus.calls import Call
+from mpidist.comm.gradient_buckets import GradientBuckets
+from mpidist.comm.packing import Axis
+from mpidist.context import Scope, in_replica_of, require_cross_replica
+from mpidist.data.dataset import DatasetLike
+from mpidist.data.distributed.datasets import DistributedDataset, InputContext
+from mpidist.errors import ContextError
+from mpidist.launch.cluster_resolver import SlurmClusterResolver, below_srun
+from mpidist.options import CommunicationOptions, InputOptions, ReduceOp, RunOptions
+from mpidist.strategy.extended import StrategyExtended
+from mpidist.strategy.variables import Variable
+from mpidist.util import nest, validation
+from mpidist.values import PerReplica, ValueContext, select_replica
+
+__all__ = ["Strategy"]
+
+
+class Strategy:
+    """How a computation is spread over replicas; here, over the ranks of an MPI job.
+
+    Make a `MirroredStrategy`. All methods but `scope` and `experimental_local_results`
+    are collective: every rank calls them, in the same order.
+
+    Example:
+      >>> isinstance(strategy, mpidist.Strategy)
+      True
+      >>> strategy.num_replicas_in_sync
+      2
+    """
+
+    def __init__(self, make_extended: Callable[[Strategy], StrategyExtended]):
+        self._extended = make_extended(self)
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """The working parts, for libraries built on a strategy."""
+        return self._extended
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas, which is the number of ranks."""
+        return self._extended.num_replicas
+
+    @property
+    def cluster_resolver(self) -> SlurmClusterResolver | None:
+        """What tells the ranks' addresses, as "worker"s, below srun; None elsewhere."""
+        return below_srun(self._extended.replica_id, self._extended.num_replicas)
+
+    def scope(self) -> Scope:
+        """Return a context manager in which this strategy is current.
+
+        In it, variables are created under this strategy, and the context is
+        cross-replica. It may be entered again and nested. Not collective, unlike the
+        making of variables in it.
+
+        Raises, on entering, on the replicas where it is so:
+          ContextError: another strategy is current, or a replica function is running.
+
+        Example:
+          >>> with strategy.scope():
+          ...     w = mpidist.Variable(np.zeros(3))
+          >>> w.distribute_strategy is strategy
+          True
+        """
+        return Scope(self)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Run `fn(*args, **kwargs)` on every replica, in replica context. Collective.
+
+        Args:
+          fn: may use `get_replica_context()` and its collectives.
+          args: a tuple or list. Distributed values anywhere in it become this replica's
+            component; variables pass whole.
+          kwargs: likewise.
+          options: accepted for TensorFlow's sake.
+
+        Returns:
+          What `fn` returned, with each leaf as a `PerReplica` (None and variables stay
+          as they are); the bare result with one replica.
+
+        Raises, on all replicas:
+          ArgumentError, ArgumentTypeError: no function, or args, kwargs or options.
+          ContextError: called from replica context or under another strategy.
+          What `fn` raises on any replica, of the same type.
+
+        Example:
+          >>> def step(x, scale=1.0):
+          ...     return {"sum": np.sum(x) * scale}
+          >>> result = strategy.run(step, args=(np.ones(3),), kwargs={"scale": 2.0})
+          >>> print(strategy.reduce("SUM", result["sum"]))
+          12.0
+        """
+        require_cross_replica(self, "run")
+        if options is not None:
+            self._extended.agreement.prepare(
+                "run", lambda: validation.instance("options", options, RunOptions)
+            )
+        return self._extended.run_replicas(fn, args, kwargs)
+
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: Axis | None = None
+    ) -> Any:
+        """Return the sum or mean of `value` over all replicas, on every rank.
+
+        Collective, from cross-replica (or default) context.
+
+        Args:
+          reduce_op: SUM or MEAN, or its name in any case.
+          value: a `PerReplica`, or a plain value as this rank's contribution, or a nest
+            of them.
+          axis: None combines elementwise: equal shapes, MEAN divides by the number of
+            replicas. An integer, or several, is summed over within each replica first;
+            lengths along it may differ and may be zero, and MEAN divides by the number
+            of elements over all replicas.
+
+        Returns:
+          Bare arrays of the shape of a replica's, without the axes. SUM has the dtype
+          of `value`; MEAN of integers is float64; MEAN over an axis that is empty on
+          every replica is nan.
+
+        Raises, on all replicas:
+          ArgumentError: an unknown operation; an axis out of range; a sum of integers
+            that does not fit their dtype.
+          ArgumentTypeError: reduce_op or axis of another type; no array or number.
+          DTypeError: a dtype that cannot be added up, such as bool.
+          MismatchError: structures, dtypes or shapes differ.
+          ContextError: called in replica context or under another strategy.
+
+        Example:
+          >>> strategy.reduce("SUM", np.array([1.0, 2.0]))
+          array([2., 4.])
+          >>> rows = strategy.experimental_distribute_values_from_function(
+          ...     lambda context: np.ones(3 - context.replica_id_in_sync_group)
+          ... )
+          >>> print(strategy.reduce("SUM", rows, axis=0))  # 3 rows and 2 rows
+          5.0
+        """
+        require_cross_replica(self, "reduce")
+        if axis is None:
+            return self._extended.reduce("reduce", reduce_op, value)
+        return self._extended.reduce_over_axis("reduce", reduce_op, value, axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Return the replicas' values one behind the other along `axis`, on every rank.
+
+        Collective, from cross-replica (or default) context; `ReplicaContext.all_gather`
+        is its sister for replica context.
+
+        Args:
+          value: a `PerReplica`, or a plain array as this rank's contribution, with
+            ndim >= 1, or a nest of them. Lengths along `axis` may differ.
+          axis: -ndim <= axis < ndim.
+
+        Returns:
+          Bare arrays, whose length along `axis` is the sum of the replicas' lengths.
+
+        Raises, on all replicas:
+          ArgumentError: a value without dimensions; an axis out of range.
+          MismatchError: dtypes, numbers of dimensions, or other dimensions differ.
+          ContextError: called in replica context or under another strategy.
+
+        Example:
+          >>> rows = strategy.experimental_distribute_values_from_function(
+          ...     lambda context: np.full((1, 2), context.replica_id_in_sync_group)
+          ... )
+          >>> strategy.gather(rows, axis=0)
+          array([[0, 0],
+                 [1, 1]])
+        """
+        if in_replica_of(self):
+            raise ContextError(
+                "gather was called in replica context; there, use "
+                "get_replica_context().all_gather"
+            )
+        require_cross_replica(self, "gather")
+        return self._extended.gather("gather", value, axis)
+
+    def symmetric_like(self, value: Any) -> Any:
+        """Return arrays of zeros like those of `value`, quick to all-reduce.
+
+        Collective, in any context of this strategy. The arrays lie in memory that the
+        replicas of a node share, so `all_reduce` and `reduce` of them, or of views of
+        them that are contiguous, need no copy of them. Write into them, as into any
+        array: `gradients["w"][...] = x.T @ error`. Only this replica writes to its own;
+        until an `all_reduce` of them returns, it leaves them alone. Their memory is
+        freed when no replica refers to any of them any more, not earlier.
+
+        On a GPU, and where a replica is alone on its node, they are plain arrays.
+
+        Args:
+          value: an array, a number, a variable or a nest of them; all replicas pass the
+            same structure, shapes and dtypes. What it holds does not matter.
+
+        Returns:
+          The structure of `value`, with NumPy arrays, or CuPy arrays on a GPU.
+
+        Raises, on all replicas:
+          MismatchError: structures, shapes or dtypes differ.
+          ArgumentTypeError: no array or number.
+          ArgumentError: a node has too little shared memory left.
+          ContextError: called under another strategy.
+
+        Example:
+          >>> gradients = strategy.symmetric_like({"w": np.ones((2, 3)), "b": 0.5})
+          >>> gradients["w"][...] = 2
+          >>> strategy.reduce("SUM", gradients)["w"]
+          array([[4., 4., 4.],
+                 [4., 4., 4.]])
+        """
+        if not in_replica_of(self):
+            require_cross_replica(self, "symmetric_like")
+        return self._extended.symmetric_like("symmetric_like", value)
+
+    def gradient_buckets(
+        self,
+        like: Any,
+        reduce_op: ReduceOp | str = ReduceOp.SUM,
+        options: CommunicationOptions | None = None,
+    ) -> GradientBuckets:
+        """Return what reduces gradients while a backward pass goes on. Collective.
+
+        Args:
+          like: a mapping, list or tuple of arrays or nests, with the shapes and dtypes
+            of the gradients; equal on all replicas. `symmetric_like` arrays given as
+            gradients are reduced fastest.
+          reduce_op: SUM or MEAN.
+          options: see `CommunicationOptions`. Buckets have up to `bytes_per_pack`, or 8
+            MiB if that is 0.
+
+        Raises, on all replicas:
+          MismatchError: structures, shapes, dtypes, reduce_op or options differ.
+          ArgumentError, ArgumentTypeError: an unknown reduce_op; no mapping, list or
+            tuple of arrays.
+          DTypeError: a dtype that cannot be added up.
+
+        For the rest see `GradientBuckets`.
+        """
+        return GradientBuckets(self._extended, like, reduce_op, options)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return a tuple of the values of this process's replicas: one. Not collective.
+
+        A nest of distributed values gives a one-tuple of that nest with this replica's
+        components; a plain value gives `(value,)`. (An ON_READ variable is read, which
+        is collective in cross-replica context.)
+
+        Example:
+          >>> strategy.experimental_local_results(strategy.run(lambda: {"x": 1}))
+          ({'x': 1},)
+          >>> strategy.experimental_local_results("plain")
+          ('plain',)
+        """
+        return (nest.map_leaves(_local_result, value),)
+
+    unwrap = experimental_local_results
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """Return `value_fn(ValueContext)` of every replica as a `PerReplica`.
+
+        Collective. Shapes and dtypes may differ between replicas; a nest gives a nest
+        of `PerReplica`.
+
+        Raises, on all replicas: what `value_fn` raises on any.
+
+        Example:
+          >>> ids = strategy.experimental_distribute_values_from_function(
+          ...     lambda context: context.replica_id_in_sync_group
+          ... )
+          >>> strategy.reduce("SUM", ids)
+          1
+        """
+        require_cross_replica(self, "experimental_distribute_values_from_function")
+        extended = self._extended
+        where = ValueContext(extended.replica_id, extended.num_replicas)
+        call = Call("experimental_distribute_values_from_function")
+        fn = validation.function
+        value = extended.together(call, lambda: fn("value_fn", value_fn)(where))
+        return nest.map_leaves(
+            lambda leaf: PerReplica((leaf,), (extended.replica_id,)), value
+        )
+
+    def experimental_distribute_dataset(
+        self, dataset: DatasetLike, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Return `dataset` with every global batch divided over the replicas.
+
+        Collective, and so is each step of iterating over the result.
+
+        Args:
+          dataset: batched by the GLOBAL batch size. A batch of n rows is cut into
+            slices of ceil(n / replicas) rows; late replicas may get fewer, or none.
+          options: see `InputOptions`.
+
+        Raises, on all replicas:
+          ArgumentError: the dataset is not batched.
+          DataError: its files cannot be read, or differ between replicas.
+        """
+        require_cross_replica(self, "experimental_distribute_dataset")
+        return DistributedDataset.of_global_batches(self._extended, dataset, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], DatasetLike],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Return the datasets that `dataset_fn(InputContext)` makes on each replica.
+
+        Collective, and so is each step of iterating over the result.
+
+        Args:
+          dataset_fn: returns a dataset batched PER REPLICA, which is taken as it is:
+            shard it by the context's `num_input_pipelines` and `input_pipeline_id`.
+            Replicas that run out get batches of zero rows until all have run out.
+          options: see `InputOptions`.
+
+        Raises, on all replicas: what `dataset_fn` raises on any.
+        """
+        require_cross_replica(self, "distribute_datasets_from_function")
+        return DistributedDataset.from_function(self._extended, dataset_fn, options)
+
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def experimental_finalize(self) -> list[Any]:
+        """Free the communicators and buffers. Collective.
+
+        Any later use of the strategy is a ContextError. A second call does nothing.
+        Returns [].
+        """
+        require_cross_replica(self, "experimental_finalize")
+        self._extended.close()
+        return []
+
+    def __reduce__(self) -> NoReturn:
+        raise ContextError(
+            f"a {type(self).__name__} cannot be pickled: its communicators belong to "
+            "the ranks of this job; make one where it is needed"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__}: replica {self._extended.replica_id} of "
+            f"{self.num_replicas_in_sync} on {self._extended.device}>"
+        )
+
+
+def _local_result(leaf: Any) -> Any:
+    return leaf.value() if isinstance(leaf, Variable) else select_replica(leaf)

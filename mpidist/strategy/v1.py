@@ -1,0 +1,315 @@
+"""StrategyV1: the methods of TensorFlow 1's strategies, on top of Strategy."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from mpidist.comm.consensus.calls import Call
+from mpidist.context import require_cross_replica
+from mpidist.data.dataset import Dataset, DatasetLike, as_dataset
+from mpidist.data.distributed.datasets import DistributedDataset, InputContext
+from mpidist.data.distributed.iterator import DistributedIterator
+from mpidist.data.iterable import Generated
+from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError
+from mpidist.options import InputOptions, InputReplicationMode
+from mpidist.strategy.strategy import Strategy
+from mpidist.util import validation
+
+if TYPE_CHECKING:
+    from mpidist.strategy.extended import StrategyExtended
+
+__all__ = ["InputIterator", "StrategyV1", "from_dataset", "from_input_fn"]
+
+
+M = TypeVar("M", bound=Mapping[str, Any])
+
+
+class StrategyV1(Strategy):
+    """A strategy with TensorFlow 1's methods too.
+
+    They are collective, but for `experimental_make_numpy_dataset`,
+    `experimental_initialize` and `update_config_proto`.
+
+    Example:
+      >>> strategy.experimental_run(lambda: np.ones(2)).values
+      (array([1., 1.]),)
+      >>> config = strategy.update_config_proto({"job": "train"})
+      >>> config["job"], config["num_replicas"]
+      ('train', 2)
+    """
+
+    def make_dataset_iterator(self, dataset: DatasetLike) -> InputIterator:
+        """Return an iterator over `dataset`, each batch divided over the replicas.
+
+        Collective, and so is each `get_next` of the result.
+
+        Args:
+          dataset: batched by the GLOBAL batch size, which the number of replicas
+            divides.
+
+        Raises, on all replicas:
+          ArgumentError: a batch cannot be divided evenly: use make_input_fn_iterator.
+        """
+        require_cross_replica(self, "make_dataset_iterator")
+        return from_dataset(self.extended, dataset)
+
+    def make_input_fn_iterator(
+        self,
+        input_fn: Callable[[InputContext], Any],
+        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+    ) -> InputIterator:
+        """Return an iterator over what `input_fn(InputContext)` makes on each replica.
+
+        Collective, and so is each `get_next` of the result.
+
+        Args:
+          input_fn: returns a dataset, or a function without arguments that returns the
+            next batch at each call. Batches are taken whole.
+          replication_mode: PER_WORKER.
+
+        Raises, on all replicas:
+          ArgumentError: another mode; `input_fn` returned something else.
+        """
+        require_cross_replica(self, "make_input_fn_iterator")
+        return from_input_fn(self.extended, input_fn, replication_mode)
+
+    def experimental_run(
+        self, fn: Callable[..., Any], input_iterator: InputIterator | None = None
+    ) -> Any:
+        """Run `fn` on every replica, with the iterator's next value if there is one.
+
+        Collective. Returns and raises what `run` does, and raises what the iterator's
+        `get_next` does, on all replicas.
+        """
+        require_cross_replica(self, "experimental_run")
+        if input_iterator is None:
+            return self.run(fn)
+        self.extended.agreement.prepare(
+            "experimental_run",
+            lambda: validation.instance(
+                "input_iterator", input_iterator, InputIterator
+            ),
+        )
+        return self.run(fn, (input_iterator.get_next(),))
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: Any, session: Any = None
+    ) -> Dataset:
+        """Return a dataset of the rows of arrays: `Dataset.from_tensor_slices`.
+
+        Not collective. `numpy_input` is a nest of arrays `(rows, *shape)`.
+        """
+        return Dataset.from_tensor_slices(numpy_input)
+
+    def experimental_initialize(self) -> list[Any]:
+        """Return what was initialized, which is []: the constructor did it all."""
+        self.extended.topology.require_open()
+        return []
+
+    def update_config_proto(self, config_proto: M) -> M:
+        """Return a copy of a configuration with what this strategy's launch needs.
+
+        Not collective.
+
+        Args:
+          config_proto: a mapping, which is not changed.
+
+        Returns:
+          A deep copy with the keys `num_replicas`, `replica_id`, `device` and
+          `transport`.
+
+        Raises:
+          ArgumentTypeError: it is no mapping.
+        """
+        if not isinstance(config_proto, Mapping):
+            raise ArgumentTypeError(
+                f"config_proto must be a mapping, not {validation.shown(config_proto)}"
+            )
+        updated: Any = copy.deepcopy(config_proto)
+        extended = self.extended
+        updated["num_replicas"] = extended.num_replicas
+        updated["replica_id"] = extended.replica_id
+        updated["device"] = extended.device
+        updated["transport"] = extended.collectives.transport.name
+        return updated  # type: ignore[no-any-return]
+
+    def __copy__(self) -> NoReturn:
+        raise ContextError(
+            f"a {type(self).__name__} cannot be copied shallowly: both would share one "
+            "communicator; use copy.deepcopy, which is collective"
+        )
+
+
+class InputIterator:
+    """An iterator over a distributed dataset that can start again.
+
+    Made by `Strategy.make_dataset_iterator` and `Strategy.make_input_fn_iterator`.
+
+    Example:
+      >>> rows = mpidist.Dataset.range(4).batch(4)
+      >>> iterator = strategy.make_dataset_iterator(rows)
+      >>> doubled = strategy.experimental_run(lambda x: 2 * x, iterator)
+      >>> strategy.gather(doubled, axis=0)
+      array([0, 2, 4, 6])
+      >>> iterator.initialize()  # from the start
+      []
+    """
+
+    def __init__(self, dataset: DistributedDataset):
+        self._dataset = dataset
+        self._iterator: DistributedIterator | None = None
+
+    def initialize(self) -> list[Any]:
+        """Start from the first batch (again), in the next epoch's order. Returns [].
+
+        Every replica must call it; the next `get_next` finds out if one did not.
+        """
+        self.close()
+        self._iterator = iter(self._dataset)
+        return []
+
+    def get_next(self) -> Any:
+        """Return this step's batch of all replicas, a nest of `PerReplica`. Collective.
+
+        It initialises the iterator if nobody has.
+
+        Raises, on all replicas:
+          OutOfRangeError: after the last step.
+          What `DistributedIterator.get_next` raises.
+        """
+        return self._require_iterator().get_next()
+
+    def get_state(self) -> dict[str, int]:
+        """Return where this iterator is; see `DistributedIterator.get_state`.
+
+        Not collective. It initialises the iterator if nobody has.
+        """
+        return self._require_iterator().get_state()
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Go on from a state; see `DistributedIterator.set_state`. Collective.
+
+        `initialize` then starts the epoch after the state's.
+        """
+        self._require_iterator().set_state(state)
+
+    def close(self) -> None:
+        """End the thread that reads ahead. Not collective."""
+        if self._iterator is not None:
+            self._iterator.close()
+
+    def _require_iterator(self) -> DistributedIterator:
+        if self._iterator is None:
+            self.initialize()
+        assert self._iterator is not None
+        return self._iterator
+
+
+def from_dataset(extended: StrategyExtended, dataset: DatasetLike) -> InputIterator:
+    """See `Strategy.make_dataset_iterator`. Collective.
+
+    Args:
+      extended: of the strategy.
+      dataset: batched by the GLOBAL batch size, which the number of replicas divides.
+
+    Raises, on all replicas:
+      ArgumentError: the batches cannot be divided into equal parts, or the dataset is
+        not batched.
+      What `Strategy.experimental_distribute_dataset` raises.
+    """
+    call, replicas = "make_dataset_iterator", extended.num_replicas
+
+    def check() -> None:
+        size = as_dataset(dataset, call).pipeline.batch_size
+        if size is not None and size % replicas:
+            raise ArgumentError(
+                f"{call}: batches of {size} rows cannot be divided into equal parts "
+                f"for {replicas} replicas; use another batch size, or "
+                "make_input_fn_iterator, which does not divide batches"
+            )
+
+    extended.together(Call(call), check)
+    return InputIterator(
+        DistributedDataset.of_global_batches(extended, dataset, None, call)
+    )
+
+
+def from_input_fn(
+    extended: StrategyExtended,
+    input_fn: Callable[[InputContext], Any],
+    replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+) -> InputIterator:
+    """See `Strategy.make_input_fn_iterator`. Collective.
+
+    Args:
+      extended: of the strategy.
+      input_fn: called with an `InputContext`. It returns this replica's dataset, or an
+        iterable of batches, or a function that returns the next batch each time it is
+        called, until it raises StopIteration (so may OutOfRangeError). Batches are not
+        divided. A replay calls it again where it returned a function.
+      replication_mode: PER_WORKER.
+
+    Raises, on all replicas:
+      ArgumentError: another mode, or `input_fn` returned something else.
+      What `input_fn` raises on any.
+    """
+    call, replicas = "make_input_fn_iterator", extended.num_replicas
+    where = InputContext(replicas, extended.replica_id, replicas)
+
+    def make() -> tuple[Dataset, InputOptions]:
+        if replication_mode is not InputReplicationMode.PER_WORKER:
+            raise ArgumentError(
+                f"replication_mode must be InputReplicationMode.PER_WORKER, not "
+                f"{validation.shown(replication_mode)}"
+            )
+        return _make(input_fn, where, call)
+
+    dataset, options = extended.together(Call(call), make)
+    return InputIterator(
+        DistributedDataset.from_function(extended, lambda _: dataset, options, call)
+    )
+
+
+def _make(
+    input_fn: Callable[[InputContext], Any], where: InputContext, call: str
+) -> tuple[Dataset, InputOptions]:
+    """Return what `input_fn` made as a dataset, and how to read it."""
+    made = validation.function("input_fn", input_fn)(where)
+    if callable(made) and not inspect.isgeneratorfunction(made):
+        batches = _Calls(input_fn, where, made)
+        # Called when a batch is asked for, and no sooner
+        options = InputOptions(experimental_per_replica_buffer_size=0)
+        return Dataset(Generated(batches, is_batched=True)), options
+    try:
+        return as_dataset(made, call), InputOptions()
+    except ArgumentTypeError as error:
+        raise ArgumentError(
+            f"{call}: input_fn must return a mpidist.Dataset or a function that "
+            f"returns the next batch, not {made!r}"
+        ) from error
+
+
+class _Calls:
+    """The batches that a function returns one by one; iterable again and again."""
+
+    def __init__(
+        self,
+        input_fn: Callable[[InputContext], Any],
+        where: InputContext,
+        first: Callable[[], Any],
+    ):
+        self._input_fn = input_fn
+        self._where = where
+        self._first: Callable[[], Any] | None = first
+
+    def __iter__(self) -> Iterator[Any]:
+        next_batch, self._first = self._first or self._input_fn(self._where), None
+        while True:
+            try:
+                batch = next_batch()
+            except StopIteration:
+                return
+            yield batch

@@ -1,0 +1,1 @@
+"""`python -m mpidist plan`: what a job will read, told without MPI."""

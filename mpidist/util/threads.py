@@ -1,0 +1,155 @@
+"""Calling a function in threads, with the results in the order of the arguments."""
+
+from __future__ import annotations
+
+import collections
+import os
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from mpidist.util import validation
+
+__all__ = ["call_ahead", "call_all", "count_threads", "share_calls"]
+
+_NAME = "mpidist-map"
+_MOST_THREADS = 4096
+
+
+def count_threads(num_parallel_calls: int | None) -> int:
+    """Return how many threads the argument of `Dataset.map` asks for.
+
+    Raises:
+      ArgumentError: it is neither None, nor -1, nor positive; or it is > 4096.
+      ArgumentTypeError: it is neither None nor an integer.
+    """
+    also = ", or -1 for one per core, or None"
+    count = validation.optional_integer(
+        "num_parallel_calls", num_parallel_calls, -1, also
+    )
+    if count is None:
+        return 1
+    if count == -1:
+        return len(os.sched_getaffinity(0))
+    return validation.integer("num_parallel_calls", count, 1, also, _MOST_THREADS)
+
+
+def call_all(fn: Callable[[Any], Any], items: Sequence[Any], threads: int) -> list[Any]:
+    """Return `fn` of each item, computed by several threads, which end with the call.
+
+    Raises: see `share_calls`.
+    """
+    if min(threads, len(items)) <= 1:
+        return [fn(item) for item in items]
+    with ThreadPoolExecutor(threads, _NAME) as pool:
+        return pool.submit(share_calls, fn, items, pool, threads - 1).result()
+
+
+def share_calls(
+    fn: Callable[[Any], Any], items: Sequence[Any], pool: Executor, helpers: int
+) -> list[Any]:
+    """Return `fn` of each item, computed by this thread and some of a pool.
+
+    All have ended with their calls when it returns or raises.
+
+    Args:
+      fn: what is called.
+      items: with each of which it is called.
+      pool: of threads; where all are busy, this thread does everything.
+      helpers: how many of them may take part.
+
+    Raises: what `fn` raises for the first item, in their order, for which it raises;
+      then some of the items behind that one have been tried too, and no others will be.
+    """
+    calls = _Calls(fn, items)
+    helping = [pool.submit(calls.work) for _ in range(min(helpers, len(items) - 1))]
+    calls.work()
+    wait([helper for helper in helping if not helper.cancel()])
+    return calls.end()
+
+
+class _Calls:
+    """Calls of a function with each of some items, which threads take in turn."""
+
+    def __init__(self, fn: Callable[[Any], Any], items: Sequence[Any]):
+        self._fn: Callable[[Any], Any] | None = fn
+        self._items = items
+        self._numbers = iter(range(len(items)))
+        self._turn = threading.Lock()
+        self._results: list[Any] = [None] * len(items)
+        self._failures: dict[int, BaseException] = {}
+
+    def work(self) -> None:
+        """Make calls until none is left, or one has failed."""
+        while (i := self._take()) is not None:
+            assert self._fn is not None
+            try:
+                self._results[i] = self._fn(self._items[i])
+            except BaseException as error:
+                self._failures[i] = error
+
+    def _take(self) -> int | None:
+        with self._turn:
+            return None if self._failures else next(self._numbers, None)
+
+    def end(self) -> list[Any]:
+        """Return the results, or raise the first error; all threads are done.
+
+        Afterwards it holds nothing: a pool may yet hold calls that were cancelled.
+        """
+        results, failures = self._results, self._failures
+        self._fn, self._items, self._results, self._failures = None, (), [], {}
+        if not failures:
+            return results
+        error = failures[min(failures)]  # all items before it were tried
+        failures.clear()
+        try:
+            raise error
+        finally:
+            del (
+                error
+            )  # or it would hold, by its traceback, itself and what it was about
+
+
+def call_ahead(
+    fn: Callable[[Any], Any], items: Iterable[Any], threads: int
+) -> Generator[Any, None, None]:
+    """Yield `fn` of each item; `threads` more are computed, or wait, meanwhile.
+
+    The items are taken in the thread that asks for results. An error of theirs is
+    raised behind the results before it. The threads end with the iteration.
+    """
+    pool = ThreadPoolExecutor(threads, _NAME)
+    ahead: collections.deque[Future[Any]] = collections.deque()
+    source: Iterator[Any] | None = iter(items)
+    try:
+        while True:
+            while source is not None and len(ahead) <= threads:
+                if not _submit_next(pool, fn, source, ahead):
+                    source = None
+            if not ahead:
+                return
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _submit_next(
+    pool: ThreadPoolExecutor,
+    fn: Callable[[Any], Any],
+    source: Iterator[Any],
+    ahead: collections.deque[Future[Any]],
+) -> bool:
+    """Add the call for the next item; return whether there may be items after it."""
+    try:
+        item = next(source)
+    except StopIteration:
+        return False
+    except Exception as error:
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        ahead.append(failed)
+        return False
+    ahead.append(pool.submit(fn, item))
+    return True
