@@ -46,7 +46,7 @@ import system_calls
 from metadata_model import BATCH, CLUSTERS, LARGE, Job, Run
 from mpi4py import MPI
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import launching
 
 JOB = Path(__file__).with_name("metadata_job.py")

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import launching
 
 HANG_SECONDS = 3.0

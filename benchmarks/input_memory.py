@@ -13,7 +13,7 @@ from comparisons import Comparison
 from input_cases import Setting
 from input_files import ROW_BYTES, write_cheaply
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import launching
 
 JOB = Path(__file__).with_name("input_memory_job.py")

@@ -33,7 +33,7 @@ import h5py
 import numpy as np
 from mpi4py import MPI
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import launching
 
 JOB = str(Path(__file__).parents[1] / "jobs" / "train_digits.py")

@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 import mpidist
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).with_name("support")))
 import launching
 import slurm_cluster
 

@@ -216,14 +216,14 @@ class Plan:
                 yield dataclasses.replace(job, records=records)
             # By the tests it shows, whatever a trial has found before
             variables["MPIDIST_CUDA_AWARE"] = offload
-            tests = [str(ROOT / "tests" / "test_transports.py")]
+            tests = [str(ROOT / "tests" / "comm" / "transports" / "test_transports.py")]
             job = intel._tests(ranks, seconds, tests, variables, f"{label} tests")
             yield dataclasses.replace(job, part="impi")
 
 
 def tests_of_gpus() -> list[Path]:
     """Return the files with tests that need a GPU, but for that of benchmarks."""
-    files = sorted((ROOT / "tests").glob("test_*.py"))
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [
         path
         for path in files

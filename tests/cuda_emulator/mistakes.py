@@ -50,42 +50,42 @@ class Mistake(NamedTuple):
     needs_mpi: bool = False
 
 
-UPLOADS = "tests/test_uploads.py"
-GPU = "tests/test_gpu.py"
-TRANSPORTS = "tests/test_transports.py"
+UPLOADS = "tests/device/test_host_to_device.py"
+GPU = "tests/device/test_gpu.py"
+TRANSPORTS = "tests/comm/transports/test_transports.py"
 
 MISTAKES = [
     Mistake(
         "MPI sends a host buffer before the GPU has written it",
-        "gpu/host_copies.py",
+        "device/copies.py",
         "self.event.synchronize()\n        return self.bytes",
         "return self.bytes",
         (TRANSPORTS, "-k", "test_sums and staging"),
     ),
     Mistake(
         "the current stream does not wait for the copies of a result",
-        "gpu/host_copies.py",
+        "device/copies.py",
         "here.wait_event(record(stream))",
         "pass",
         (GPU, "-k", "late_kernel and staging and 2000000"),
     ),
     Mistake(
         "a small array is read before it has come from the GPU",
-        "gpu/small_copies.py",
+        "device/copies.py",
         "        stream.synchronize()\n",
         "",
         (GPU, "-k", "shapes_stay"),
     ),
     Mistake(
         "a slot is written while other ranks read it",
-        "transports/ipc.py",
+        "comm/transports/ipc.py",
         "SLOTS = 4",
         "SLOTS = 1",
         (TRANSPORTS, "-k", "ipc"),
     ),
     Mistake(
         "ranks meet before a slot is written",
-        "transports/ipc.py",
+        "comm/transports/ipc.py",
         "done.synchronize()\n"
         '            self._meet("all_reduce", deadline)\n            if all_add',
         'self._meet("all_reduce", deadline)\n            if all_add',
@@ -93,49 +93,49 @@ MISTAKES = [
     ),
     Mistake(
         "operations on several streams do not come one after the other",
-        "gpu/streams.py",
+        "device/streams.py",
         "self._last = record()",
         "self._last = None",
         (GPU, "-k", "late_kernel and ipc and changing"),
     ),
     Mistake(
         "a handle of another process's memory is not closed",
-        "gpu/ipc.py",
+        "comm/shared_memory/cuda_ipc.py",
         "runtime.ipcCloseMemHandle(address)",
         "pass",
         (GPU, "-k", "frees_all"),
     ),
     Mistake(
         "a kernel is given an address of the host",
-        "gpu/kernels.py",
+        "device/kernels.py",
         "*numbers, totals.data.ptr, count",
         "*numbers, table.ctypes.data, count",
         (TRANSPORTS, "-k", "test_sums and ipc"),
     ),
     Mistake(
         "a kernel leaves out the last number",
-        "gpu/kernels.cu",
+        "device/kernels.cu",
         "size / width * width, size);",
         "size / width * width, size - 1);",
         (TRANSPORTS, "-k", "test_sums and ipc"),
     ),
     Mistake(
         "MPI that knows nothing of GPUs is given their addresses",
-        "transports/device_transports.py",
+        "comm/transports/selector.py",
         "if not gpus.support.is_aware:",
         "if agreement.size == 1:",
         (GPU, "-k", "shapes_stay and MPI"),
     ),
     Mistake(
         "gradients are reduced before they are computed",
-        "gpu/streams.py",
+        "device/streams.py",
         "for event in (self._begun, *after):",
         "for event in ():",
         (GPU, "-k", "buckets"),
     ),
     Mistake(
         "page-locked memory is given back while it is copied",
-        "uploads.py",
+        "device/host_to_device.py",
         "slot.leaves.extend(leaves[i] for i in layout.as_they_lie)",
         "pass",
         (UPLOADS, "-k", "page_locked and cuda"),
@@ -143,7 +143,7 @@ MISTAKES = [
     ),
     Mistake(
         "a batch overwrites one that nobody has taken",
-        "uploads.py",
+        "device/host_to_device.py",
         "        if slot.taken is not None:\n            stream.wait(slot.taken)\n"
         "        slot.leaves",
         "        slot.leaves",
@@ -152,7 +152,7 @@ MISTAKES = [
     ),
     Mistake(
         "an array is freed while it is copied",
-        "copy_streams.py",
+        "device/streams.py",
         "here.wait_event(sent)  # before",
         "pass  # before",
         (UPLOADS, "-k", "before_their_copies and cuda"),
@@ -160,7 +160,7 @@ MISTAKES = [
     ),
     Mistake(
         "NCCL is told another stream than the current one",
-        "transports/nccl.py",
+        "comm/transports/nccl.py",
         "return int(cupy.cuda.get_current_stream().ptr)",
         "return 0",
         (GPU, "-k", "late_kernel and nccl"),
@@ -168,7 +168,7 @@ MISTAKES = [
     ),
     Mistake(
         "MPI reads memory of a GPU before that has written it",
-        "transports/device.py",
+        "comm/transports/device.py",
         "        arrays.synchronize(send)\n        self._exchange",
         "        self._exchange",
         (GPU, "-k", "late_kernel and device and (own or changing)"),

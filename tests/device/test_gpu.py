@@ -598,7 +598,7 @@ def test_a_gpu_is_chosen_before_mpi_starts(mpirun):
 
 def test_the_main_job_learns_on_gpus(mpirun, tmp_path):
     """As on CPUs, but for the last digits."""
-    job = str(Path(__file__).parents[1] / "jobs" / "train_digits.py")
+    job = str(Path(__file__).parents[2] / "jobs" / "train_digits.py")
     pytest.importorskip("sklearn")
     folder = "--data-dir", str(tmp_path)
     ended = mpirun(2, job, *folder, MPIDIST_ALLOW_SHARED_GPU="1")

@@ -16,7 +16,7 @@ from pathlib import Path
 import launching
 import pytest
 
-JOB = Path(__file__).with_name("device_pointers_job.py")
+JOB = Path(__file__).parents[1] / "jobs" / "device_pointers_job.py"
 
 
 def cuda_headers():
@@ -74,7 +74,7 @@ def test_a_library_without_cuda_crashes_in_a_trial_only(environment):
     """The MPI of these tests; the process that tries goes on."""
     script = (
         "from mpidist.device import probe; "
-        "answer = trial.run(0); print('the answer is', *answer[:2])"
+        "answer = probe.run(0); print('the answer is', *answer[:2])"
     )
     path = {"LD_LIBRARY_PATH": environment["LD_LIBRARY_PATH"]}
     ended = launching.run([sys.executable, "-c", script], **path)

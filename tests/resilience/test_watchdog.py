@@ -138,12 +138,12 @@ def test_a_slow_rank_is_named_and_waited_for(mpirun, tmp_path, nodes):
     named = tmp_path / "named"
     script = f"""
 {PROLOGUE}
-def say(text, say=watch._say):
+def say(text, say=watchdog._say):
     say(text)
     open({str(named)!r}, "w").close()
-watch._say = say
+watchdog._say = say
 MPI.COMM_WORLD.Barrier()
-watch._SLOW_SECONDS = 0.5
+watchdog._SLOW_SECONDS = 0.5
 while rank == 1 and not os.path.exists({str(named)!r}):
     time.sleep(0.01)
 assert strategy.reduce("SUM", 1) == 2
@@ -162,12 +162,12 @@ def test_ranks_that_are_alike_slow_are_not_named(mpirun):
     """They wait for each other for a while, but not many times what they took."""
     script = f"""
 {PROLOGUE}
-watch._LOOK_SECONDS = 0.05
-watch._SLOW_TIMES = 10_000  # rather than what a busy machine may make of 20
+watchdog._LOOK_SECONDS = 0.05
+watchdog._SLOW_TIMES = 10_000  # rather than what a busy machine may make of 20
 watch.Watch(1e9).start()
 threading.Event().wait(0.1)
 strategy.reduce("SUM", 1)
-watch._SLOW_SECONDS = 0.2
+watchdog._SLOW_SECONDS = 0.2
 for _ in range(3):
     threading.Event().wait(0.1 + 0.5 * rank)
     strategy.reduce("SUM", 1)
@@ -206,7 +206,7 @@ from mpi4py import MPI
 from mpidist.comm.shared_memory import node
 strategy = mpidist.MirroredStrategy(["CPU:0"])
 if MPI.COMM_WORLD.rank == 1:
-    node_memory._make_window = lambda *_: threading.Event().wait()
+    node._make_window = lambda *_: threading.Event().wait()
 rows = mpidist.Dataset.range(40).batch(4).cache()
 for batch in strategy.experimental_distribute_dataset(rows):
     pass

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from mpidist.launch.slurm import expand_hosts
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 IS_OPEN_MPI = "Open MPI" in MPI.Get_library_version()
 PROTOCOL = "pmix" if IS_OPEN_MPI else "pmi2"
 # The script for this MPI, the one for the other, and the one for any
@@ -110,7 +110,9 @@ def submit_stepping(submit):
     """A function that submits a script with a job that goes on until it is warned."""
 
     def submit_stepping(script, *arguments):
-        job = submit(script, *arguments, instead=ROOT / "tests" / "slurm_job.py")
+        job = submit(
+            script, *arguments, instead=ROOT / "tests" / "jobs" / "slurm_job.py"
+        )
         job.wait_for_output("is ready in run 0", len(RANKS))
         return job
 

@@ -2,7 +2,7 @@
 
 `Cluster` starts slurmctld, two slurmd and munged in a folder of their own, and stops
 exactly those; nothing outside the folder is read or changed. As a program,
-`python tests/slurm_cluster.py`, this installs what it needs (Debian, as root).
+`python tests/support/slurm_cluster.py`, this installs what it needs (Debian, as root).
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def what_is_missing() -> str | None:
     missing = [name for name in programs if shutil.which(name) is None]
     if missing:
         return (
-            f"{', '.join(missing)} not installed; `python tests/slurm_cluster.py` "
-            "installs Slurm on Debian, as root"
+            f"{', '.join(missing)} not installed; `python tests/support/"
+            "slurm_cluster.py` installs Slurm on Debian, as root"
         )
     return None
 

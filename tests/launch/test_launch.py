@@ -167,7 +167,10 @@ def test_ranks_that_fail_alike_print_one_traceback(mpirun):
 @pytest.mark.parametrize("script", [FAILING_EVERYWHERE, FAILING_IN_RUN])
 def test_ranks_stay_silent_however_long_the_report_of_one_takes(mpirun, script):
     """As on a busy machine, where the launcher ends the others some time later."""
-    slow = "from mpidist.resilience import exit_handling\nexit_handling._REPORT_SECONDS = 2.0\n"
+    slow = """
+from mpidist.resilience import exit_handling
+exit_handling._REPORT_SECONDS = 2.0
+"""
     ended = mpirun(3, slow + script)
     assert ended.returncode != 0
     assert ended.stderr.count("Traceback (most recent call last)") == 1, ended.stderr

@@ -21,7 +21,7 @@ rank = strategy.extended.replica_id
 """
 HANG = """
 from mpidist.resilience import watchdog
-watch._SLOW_SECONDS = 0.1
+watchdog._SLOW_SECONDS = 0.1
 if rank == 1:
     threading.Event().wait()
 strategy.reduce("SUM", 1)
@@ -106,7 +106,7 @@ from mpi4py import MPI
 import numpy as np
 import mpidist
 from mpidist.comm.shared_memory import node
-boards.free_bytes = lambda is_shared: {{"/dev/shm": 1000}}
+node.free_bytes = lambda is_shared: {{"/dev/shm": 1000}}
 if MPI.COMM_WORLD.rank == 1:
     os.environ["MPIDIST_DUMPS"] = {str(file)!r}
 strategy = mpidist.MirroredStrategy(["CPU:0"])

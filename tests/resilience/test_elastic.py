@@ -235,7 +235,7 @@ mpidist.run_elastic(lambda strategy: strategy.reduce("SUM", 1))
 """
     ended = mpirun(3, script, options=ULFM, MPIDIST_HANG_SECONDS="4")
     assert ended.returncode != 0
-    assert "mpi_settings.py" in ended.stderr
+    assert "mpi_defaults.py" in ended.stderr
 
 
 @needs_ulfm
@@ -285,7 +285,7 @@ print("went on")
 @needs_ulfm
 def test_digits_are_the_same_whoever_dies(mpirun, tmp_path):
     """The README's job; a rank is killed at no particular place after some saves."""
-    job = str(Path(__file__).parents[1] / "jobs" / "train_digits.py")
+    job = str(Path(__file__).parents[2] / "jobs" / "train_digits.py")
     folder = tmp_path / "run"
     options = ["--data-dir", str(tmp_path / "data"), "--epochs", "3"]
     undisturbed = mpirun(2, job, *options)

@@ -34,7 +34,7 @@ _OUTER_JOB_PREFIXES = ("OMPI_MCA_ess", "OMPI_MCA_orte", "OMPI_MCA_pmix")
 
 def load_job(name: str) -> Any:
     """Return the script `jobs/<name>.py` as a module."""
-    path = Path(__file__).parents[1] / "jobs" / f"{name}.py"
+    path = Path(__file__).parents[2] / "jobs" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -24,7 +24,7 @@ import mpidist
 from mpidist.checkpoint import files
 
 folder, how, *rest = sys.argv[1:]
-job_locks._PATIENCE_SECONDS = 0.0
+files._PATIENCE_SECONDS = 0.0
 if "no locks" in rest:
     def fail(*arguments):
         raise OSError(errno.ENOLCK, "no locks here")

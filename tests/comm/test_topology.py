@@ -67,7 +67,7 @@ def test_jobs_that_connect_are_nodes_of_their_own(comm, tmp_path):
         pytest.skip("it starts jobs, which Open MPI connects by a server only")
     fifo = tmp_path / "port"
     os.mkfifo(fifo)
-    script = str(Path(__file__).with_name("connected_job.py"))
+    script = str(Path(__file__).parents[1] / "jobs" / "connected_job.py")
 
     def start(ranks, role):
         command = [*launching.mpirun_command(ranks), sys.executable, script]
