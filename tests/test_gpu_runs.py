@@ -137,7 +137,12 @@ print("7 passed, 3 deselected in 1.0s")
 
 def test_the_tests_of_gpus_are_found():
     names = {path.stem for path in gpu_parts.tests_of_gpus()}
-    assert {"test_gpu", "test_transports", "test_uploads", "test_elastic"} <= names
+    assert {
+        "test_gpu",
+        "test_transports",
+        "test_host_to_device",
+        "test_elastic",
+    } <= names
     plan = gpu_parts.Plan(["mpirun"], Path("work"), False, Path("/impi"))
     jobs = list(plan.jobs("contract", 2, is_aware=True))
     assert {job.label for job in jobs} == names

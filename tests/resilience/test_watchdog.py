@@ -30,7 +30,7 @@ for step in range(50):
 """
 # The limit counts from now on, since ranks may take any time to start
 LIMITED = """
-watch.Watch(2.0).start()
+watchdog.Watch(2.0).start()
 MPI.COMM_WORLD.Barrier()
 """
 CASES = {
@@ -164,7 +164,7 @@ def test_ranks_that_are_alike_slow_are_not_named(mpirun):
 {PROLOGUE}
 watchdog._LOOK_SECONDS = 0.05
 watchdog._SLOW_TIMES = 10_000  # rather than what a busy machine may make of 20
-watch.Watch(1e9).start()
+watchdog.Watch(1e9).start()
 threading.Event().wait(0.1)
 strategy.reduce("SUM", 1)
 watchdog._SLOW_SECONDS = 0.2

@@ -35,7 +35,7 @@ __all__ = [
 
 _BITS = (1 << 62) - 1
 _ODD = 0x1E3779B97F4A7C15  # multiplication by it permutes the numbers of 62 bits
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
 class Call(NamedTuple):

@@ -85,7 +85,7 @@ def find_python(packages: dict[str, str | Failure]) -> PythonFacts:
     return PythonFacts(
         f"{platform.python_version()} ({platform.python_implementation()})",
         sys.executable,
-        f"{__version__} in {Path(__file__).parents[1]}",
+        f"{__version__} in {Path(__file__).parents[2]}",
         packages,
         choose_variables(os.environ),
     )

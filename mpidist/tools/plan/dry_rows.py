@@ -11,10 +11,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mpidist.data.hdf5 import rows as hdf5_rows
 from mpidist.data.hdf5.chunks import BlockCache
 from mpidist.data.hdf5.dataset_reader import block_rows
 from mpidist.data.hdf5.index import Column, FileIndex, Way
-from mpidist.data.hdf5.rows import KEPT_BYTES, Hdf5Rows, Layout
+from mpidist.data.hdf5.rows import Hdf5Rows, Layout
 from mpidist.data.shuffling import Blocks
 
 __all__ = ["DryRows", "stored_bytes"]
@@ -49,7 +50,7 @@ class DryRows:
 
     def restart(self) -> None:
         """Begin to count again, with no chunks kept."""
-        self._cache = BlockCache(1, KEPT_BYTES)
+        self._cache = BlockCache(1, hdf5_rows.KEPT_BYTES)
         self._opened: set[int] = set()
         self.read_bytes = 0
         self.decoded_chunks = 0

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidist.data.hdf5.rows import KEPT_BYTES
+from mpidist.data.hdf5 import rows as hdf5_rows
 from mpidist.data.sharding import Indices
 from mpidist.data.shuffling import BlockOrder
 from mpidist.tools.plan.dry_rows import DryRows, stored_bytes
@@ -51,7 +51,7 @@ def count_lanes(share: Share, mixed: BlockOrder) -> int:
 
 def kept_bytes(share: Share) -> int:
     """Return how many bytes of decoded chunks a rank keeps in memory, at most."""
-    limit = KEPT_BYTES
+    limit = hdf5_rows.KEPT_BYTES
     if (mixed := share.pipeline.block_order(ORDER)) is not None:
         rows = mixed.rows_in_use(_lane_starts(share, 0, mixed))
         limit = share.source.layout.bytes_to_keep(rows)

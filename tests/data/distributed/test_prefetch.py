@@ -330,7 +330,7 @@ def test_arrays_stay_on_the_host_where_that_is_asked_for(strategy, stream):
 def test_on_a_cpu_batches_are_handed_out_as_they_were_read(
     strategy, monkeypatch, depth
 ):
-    monkeypatch.setattr(prefetch.uploads, "Uploads", None)
+    monkeypatch.setattr(prefetch.host_to_device, "Uploads", None)
     if strategy.extended.device != "CPU:0":
         pytest.skip("the replicas are on GPUs")
     read, original = [], ReadAhead.read
