@@ -197,7 +197,7 @@ import mpidist
 from mpi4py import MPI
 from mpidist.comm.consensus import barrier
 if MPI.COMM_WORLD.rank == 1:
-    board._shared_window = lambda *_: threading.Event().wait()
+    barrier._shared_window = lambda *_: threading.Event().wait()
 mpidist.MirroredStrategy(["CPU:0"])
 """,
     "making memory of a node": """

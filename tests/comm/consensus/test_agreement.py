@@ -118,8 +118,8 @@ def test_other_operations_are_a_divergence_that_names_both(comm, agreement, seve
         agreement.require_same(Call(operation))
     assert re.search(
         r"different collectives \(call 1 of this strategy\): "
-        rf"load at .*test_agree.py:\d+ on {all_but_last(comm)}; "
-        rf"save at .*test_agree.py:\d+ on rank {several}\.",
+        rf"load at .*test_agreement.py:\d+ on {all_but_last(comm)}; "
+        rf"save at .*test_agreement.py:\d+ on rank {several}\.",
         str(info.value),
     )
     agreement.require_same(Call("step"))
