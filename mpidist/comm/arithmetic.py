@@ -107,10 +107,12 @@ def bound_bytes(op: ReduceOp, values: Sequence[Any]) -> int:
 
 
 def add_in_order(parts: Sequence[Any], out: Any = None) -> Any:
-    """Return the sum of at least two arrays, as a new one, or in `out`.
+    """Return the sum of arrays, as a new one, or in `out`; one array as it is.
 
     All is added up in the dtype of `out`.
     """
+    if len(parts) == 1 and out is None:
+        return parts[0]
     if out is None:
         total = np.add(parts[0], parts[1])
         if not parts[0].ndim:  # then NumPy returns a scalar, which cannot be changed

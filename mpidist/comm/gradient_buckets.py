@@ -346,7 +346,7 @@ class GradientBuckets:
             self._own.raise_together(call.operation, error)
         collectives, options = self._used.channel.collectives, self._options
         with nullcontext() if self._side is None else self._side.work(made):
-            return collectives.reduce_again(call, number, self._op, values, options)
+            return collectives.reduce_large(call, number, self._op, values, options)
 
     def close(self) -> None:
         """Let others use the communicator; a second call does nothing. Collective.

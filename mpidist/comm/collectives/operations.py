@@ -26,10 +26,11 @@ from mpidist.comm.collectives.arguments import (
 )
 from mpidist.comm.collectives.gather import Gathers
 from mpidist.comm.collectives.outputs import Results
-from mpidist.comm.collectives.plans import KnownNest, RepeatedReductions
+from mpidist.comm.collectives.plans import Pack, Plan, Plans, make_packs
 from mpidist.comm.collectives.reduce import Summands, Sums
 from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.calls import Call, digest
+from mpidist.comm.consensus.comparison import BoardComparison, Payload
 from mpidist.comm.packing import Axis
 from mpidist.comm.shared_memory.symmetric import SymmetricMemory
 from mpidist.comm.transports.selector import Routes
@@ -46,6 +47,8 @@ _DEFAULT = CommunicationOptions()
 # Arrays on a GPU that travel with the comparison: so many, and so many bytes
 _GPU_ARRAYS = 8
 _GPU_BYTES = 16 << 10
+# Of one rank: results that share memory keep each other alive
+_ALONE_BYTES = 128 << 10
 
 
 class Collectives:
@@ -73,7 +76,7 @@ class Collectives:
         self.sums = Sums(self.size, routes, symmetric, results)
         self._empty = results.empty
         self._copies = SmallCopies()
-        self._repeated = RepeatedReductions(agreement, self._copies)
+        self._plans = Plans()
 
     def all_reduce(
         self,
@@ -96,69 +99,137 @@ class Collectives:
         Raises, on all ranks: see `Agreement.require_same` and `arrays.to_array`; also
           ArgumentError for a sum of integers that does not fit their dtype.
         """
-        is_plain = options is None and reduce_arrays is None
-        if is_plain:
-            known = self._repeated.find(operation, reduce_op, value)
-            if known is not None and known.fits:
-                return self._repeated.reduce_small(known, value)
-            if known is not None:
-                call, number, op = known.call, known.number, known.op
-                return self.reduce_again(call, number, op, [value], _DEFAULT)[0]
-            found = self._repeated.find_nest(operation, reduce_op, value)
-            if found is not None:
-                return self._reduce_known_nest(*found)
-        options = _DEFAULT if options is None else options
+        key = None
+        if options is None and reduce_arrays is None:
+            key, plan, leaves = self._plans.find(operation, reduce_op, value)
+            if plan is not None:
+                return plan.give_back(self._execute(plan, leaves), leaves)
 
-        def prepare() -> Any:
+        def prepare() -> tuple[Plan, list[Any], list[Any]]:
             op = ReduceOp.parse(reduce_op)
-            leaves, spec, given = self._take(value, options)
+            wanted = _DEFAULT if options is None else options
+            leaves, spec, given = self._take(value, wanted)
             check_each(given, spec, lambda a, name: arrays.summable(a.dtype, name))
-            fits = reduce_arrays is None and self._fits(op, given, options)
-            summands = None
-            if fits:
-                summands = self._small_summands(op, given)
-            elif reduce_arrays is None:
-                summands = self._summands(op, given, options)
-            return op, leaves, spec, given, fits, summands
+            fits = reduce_arrays is None and self._fits(op, given, wanted)
+            packs = make_packs(op, given) if fits else []
+            plan = self._make_plan(operation, op, spec, leaves, given, wanted, packs)
+            return plan, leaves, given
 
         with self.agreement.turns:
-            prepared = self.agreement.prepare(operation, prepare)
-            op, leaves, spec, given, fits, summands = prepared
-            agreed = (("reduce_op", op.name), *option_fields(options))
-            call = Call(operation, agreed, spec, describe(given))
-            timeout = options.timeout_seconds
-            if fits:
-                results = self._reduce_small(op, given, summands, call, timeout)
-            elif reduce_arrays is None:
-                place = summands.place
-                is_symmetric = self.agreement.require_same(
-                    call, timeout=timeout, place=place
-                )
-                results = self._reduce(op, summands, options, is_symmetric)
-            else:
-                self.agreement.require_same(call, timeout=timeout)
-                results = reduce_arrays(op, given, options)
-        if is_plain:
-            self._repeated.remember(call, reduce_op, value, fits)
-            self._repeated.remember_nest(call, reduce_op, leaves, fits)
-        return nest.unflatten(spec, map(arrays.like, results, leaves))
+            plan, leaves, given = self.agreement.prepare(operation, prepare)
+            results = self._execute(plan, given, reduce_arrays)
+        self._plans.keep(key, plan)
+        return plan.give_back(results, leaves)
 
-    def _reduce_known_nest(
-        self, known: KnownNest, leaves: Sequence[Any], spec: nest.Spec
-    ) -> Any:
-        """Return what `all_reduce` does for a call that was made before. Collective."""
-        call, number, fits, op = known
-        values = [np.asarray(leaf) for leaf in leaves]
-        if fits:
-            with self.agreement.turns:
-                summands = self.agreement.prepare(
-                    call.operation, lambda: self._small_summands(op, values)
+    def _make_plan(
+        self,
+        operation: str,
+        op: ReduceOp,
+        spec: nest.Spec,
+        leaves: Sequence[Any],
+        given: Sequence[Any],
+        options: CommunicationOptions,
+        packs: Sequence[Pack],
+    ) -> Plan:
+        """Return the plan of an all-reduce whose arguments have been checked.
+
+        Args:
+          operation: the public call that this is.
+          op: the reduction.
+          spec: the structure of the value.
+          leaves: as the user passed them.
+          given: these as arrays.
+          options: see `CommunicationOptions`.
+          packs: of them, if they travel with the comparison.
+        """
+        agreed = (("reduce_op", op.name), *option_fields(options))
+        call = Call(operation, agreed, spec, describe(given))
+        pages, comparison = None, self.agreement.comparison
+        if packs and isinstance(comparison, BoardComparison):
+            pages = comparison.pages([(pack.dtype, pack.shape) for pack in packs])
+        return Plan(
+            call,
+            digest(call),
+            op,
+            options,
+            packs,
+            pages,
+            arithmetic.is_integer_sum(op, [a.dtype for a in given]),
+            any(map(arrays.is_device_array, given)),
+            [i for i, leaf in enumerate(leaves) if type(leaf) is not np.ndarray],
+        )
+
+    def _execute(
+        self,
+        plan: Plan,
+        given: Sequence[Any],
+        reduce_arrays: Reduction | None = None,
+    ) -> list[Any]:
+        """Return the reductions of the leaves, once the ranks agree. Collective.
+
+        Args:
+          plan: of the call.
+          given: arrays, or numbers where the plan was known.
+          reduce_arrays: what does the work, in place of transports.
+        """
+        with self.agreement.turns:
+            if plan.packs:
+                return self._reduce_packs(plan, given)
+            values = [a if hasattr(a, "dtype") else np.asarray(a) for a in given]
+            if reduce_arrays is None:
+                return self.reduce_large(
+                    plan.call, plan.number, plan.op, values, plan.options
                 )
-                self.agreement.compare(call, number, payload=summands.partial)
-                results = self._add_small(op, values, summands, call)
+            timeout = plan.options.timeout_seconds
+            self.agreement.compare(plan.call, plan.number, timeout=timeout)
+            return reduce_arrays(plan.op, values, plan.options)
+
+    def _reduce_packs(self, plan: Plan, given: Sequence[Any]) -> list[Any]:
+        """Return reductions of leaves that travel with the comparison. Collective."""
+
+        def fill(pages: Sequence[Any]) -> bool:
+            """Write this rank's packs; return whether their sums may overflow."""
+            host = self._copies.down(given) if plan.is_on_gpu else given
+            for pack, page in zip(plan.packs, pages):
+                pack.fill(page, host)
+            return plan.has_integers and any(
+                arithmetic.may_overflow(page, self.size) for page in pages
+            )
+
+        agreement, timeout = self.agreement, plan.options.timeout_seconds
+        if plan.pages is None:  # of one rank
+            alone = [np.empty(pack.shape, pack.dtype) for pack in plan.packs]
+            fill(alone)
+            parts: Sequence[Sequence[Any]] = [(a,) for a in alone]
         else:
-            results = self.reduce_again(call, number, op, values, _DEFAULT)
-        return nest.unflatten(spec, map(arrays.like, results, leaves))
+            payload = Payload(plan.pages, fill)
+            parts = agreement.exchange(plan.call, plan.number, payload, timeout)
+        results: list[Any] = [None] * len(given)
+        for pack, everyone in zip(plan.packs, parts):
+            total = arithmetic.add_in_order(everyone)
+            if plan.op is ReduceOp.MEAN:
+                total /= self.size
+            if total.dtype != pack.out:
+                total = total.astype(pack.out)
+            pack.take_apart(total, results)
+        if plan.has_integers and agreement.comparison.is_any_large:
+            self._require_fit(plan, parts, results)
+        return self._copies.up(results, given) if plan.is_on_gpu else results
+
+    def _require_fit(
+        self, plan: Plan, parts: Sequence[Any], results: Sequence[Any]
+    ) -> None:
+        """Raise, on all ranks, if sums of integers in packs do not fit. Collective."""
+        contributions = []
+        for rank in range(self.size):
+            contribution: list[Any] = [None] * len(results)
+            for pack, everyone in zip(plan.packs, parts):
+                pack.take_apart(everyone[rank], contribution)
+            contributions.append(contribution)
+        pairs = list(zip(results, zip(*contributions)))
+        assert plan.call.spec is not None
+        with self.agreement.same_on_all():
+            check_each(pairs, plan.call.spec, arithmetic.check_sum)
 
     def _take(
         self, value: Any, options: CommunicationOptions = _DEFAULT
@@ -179,53 +250,16 @@ class Collectives:
         That depends only on what must be the same on all ranks.
         """
         limit = self.agreement.comparison.payload_bytes
-        if limit == 0 or self.size == 1 or is_direct(options):
-            return False
-        if options.compression is not None:
+        if self.size == 1:
+            limit = _ALONE_BYTES
+        if limit == 0 or is_direct(options) or options.compression is not None:
             return False
         on_gpu = sum(map(arrays.is_device_array, given))
         if on_gpu:  # each has to be copied twice
             limit = min(limit, _GPU_BYTES)
-        if on_gpu > _GPU_ARRAYS:
+        if on_gpu > _GPU_ARRAYS or (on_gpu and self.size == 1):
             return False
         return arithmetic.bound_bytes(op, given) <= limit
-
-    def _small_summands(self, op: ReduceOp, given: Sequence[Any]) -> Summands:
-        """Return what small arrays add up from, on the host. Not collective."""
-        out, partial = arithmetic.to_add(op, given)
-        if any(map(arrays.is_device_array, given)):
-            partial = self._copies.down(partial)
-        return Summands(out, partial)
-
-    def _reduce_small(
-        self,
-        op: ReduceOp,
-        given: Sequence[Any],
-        summands: Summands,
-        call: Call,
-        timeout: float | None,
-    ) -> list[Any]:
-        """Return the reductions of small arrays, added up in rank order. Collective."""
-        partial = summands.partial
-        self.agreement.require_same(call, timeout=timeout, payload=partial)
-        return self._add_small(op, given, summands, call)
-
-    def _add_small(
-        self, op: ReduceOp, given: Sequence[Any], summands: Summands, call: Call
-    ) -> list[Any]:
-        """Return the reductions of what all ranks have passed to a comparison."""
-        agreement, partial = self.agreement, summands.partial
-        totals = list(
-            map(arithmetic.add_in_order, agreement.comparison.payloads(partial))
-        )
-        if arithmetic.is_integer_sum(op, summands.out):
-            assert call.spec is not None
-            pairs = list(zip(totals, agreement.comparison.payloads(partial)))
-            with agreement.same_on_all():
-                check_each(pairs, call.spec, arithmetic.check_sum)
-        results = arithmetic.finish(op, totals, summands.out, self.size, self._empty)
-        is_on_gpu = any(map(arrays.is_device_array, given))
-        return self._copies.up(results, given) if is_on_gpu else results
 
     def _summands(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
@@ -336,7 +370,7 @@ class Collectives:
             with self.agreement.same_on_all():
                 arithmetic.require_fit(totals[j], rough, what)
 
-    def reduce_again(
+    def reduce_large(
         self,
         call: Call,
         number: int,

@@ -1,6 +1,7 @@
-"""All-reduces that were made before: they need to be checked no more.
+"""Plans of all-reduces: what follows from the kind of a call, found out once.
 
-Only what differs from call to call is looked at. Small calls take half the time.
+A plan says what the ranks compare, and how the leaves of a nest are packed. A call of a
+kind that was seen before takes its plan from here, and needs no other checks.
 """
 
 from __future__ import annotations
@@ -11,130 +12,167 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidist.comm import arithmetic
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call, digest
+from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.comparison import Pages
 from mpidist.device import arrays
-from mpidist.device.copies import SmallCopies
-from mpidist.options import ReduceOp
+from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest
 
-__all__ = ["Known", "RepeatedReductions"]
+__all__ = ["Pack", "Plan", "Plans", "make_packs"]
 
-_MOST = 1000  # calls that are remembered
+_MOST = 1000  # plans that are kept
 _NUMBERS = {float, complex, np.float32, np.float64, np.complex64, np.complex128}
 _NAMES = (str, ReduceOp)  # these can be looked up; what else there may be is an error
 
 
-class Known(NamedTuple):
-    """A call that was checked before.
+class Pack(NamedTuple):
+    """Leaves that are sent as one array, and added up as one.
 
     Args:
-      call: what the ranks compare.
+      dtype: in which they are sent.
+      out: of the results.
+      shape: `(elements,)`, or that of the leaf if there is but one.
+      alone: the number of this leaf; None if there are several.
+      arrays: the numbers of the leaves that are arrays; they come first in the pack.
+      cuts: for each of them where it is in the pack, and its shape.
+      scalars: the numbers of those that have no dimensions, one element each.
+    """
+
+    dtype: np.dtype[Any]
+    out: np.dtype[Any]
+    shape: tuple[int, ...]
+    alone: int | None
+    arrays: tuple[int, ...]
+    cuts: tuple[tuple[slice, tuple[int, ...]], ...]
+    scalars: tuple[int, ...]
+
+    def fill(self, page: Any, leaves: Sequence[Any]) -> None:
+        """Write the leaves into `page`, an array of this dtype and shape."""
+        if self.alone is not None:
+            page[...] = leaves[self.alone]
+            return
+        end = page.size - len(self.scalars)
+        if self.arrays:
+            rows = [leaves[i].reshape(-1) for i in self.arrays]
+            np.concatenate(rows, out=page[:end], casting="same_kind")
+        for position, i in enumerate(self.scalars, end):
+            page[position] = leaves[i]
+
+    def take_apart(self, total: Any, results: list[Any]) -> None:
+        """Put the parts of `total` into `results`, each by the number of its leaf."""
+        if self.alone is not None:
+            results[self.alone] = total
+            return
+        for i, (cut, shape) in zip(self.arrays, self.cuts):
+            results[i] = total[cut].reshape(shape)
+        for position, i in enumerate(self.scalars, total.size - len(self.scalars)):
+            results[i] = total[position : position + 1].reshape(())
+
+
+class Plan(NamedTuple):
+    """One kind of all-reduce.
+
+    Args:
+      call: what the ranks compare; it has the structure of the value.
       number: its digest.
-      fits: whether the ranks exchange the arrays while they compare.
       op: the operation.
-      is_integer_sum: whether it may overflow.
+      options: see `CommunicationOptions`.
+      packs: how the leaves travel with the comparison; empty where they do not.
+      pages: where the packs of all ranks are, see `Comparison.pages`.
+      has_integers: whether sums may overflow.
+      is_on_gpu: whether some of the leaves are.
+      strangers: the numbers of the leaves that are no arrays of NumPy.
     """
 
     call: Call
     number: int
-    fits: bool
     op: ReduceOp
-    is_integer_sum: bool
+    options: CommunicationOptions
+    packs: Sequence[Pack]
+    pages: Pages | None
+    has_integers: bool
+    is_on_gpu: bool
+    strangers: Sequence[int]
+
+    def give_back(self, results: list[Any], leaves: Sequence[Any]) -> Any:
+        """Return results as the nest, and the kinds of leaves, that were given."""
+        for i in self.strangers:
+            results[i] = arrays.like(results[i], leaves[i])
+        spec = self.call.spec
+        assert spec is not None
+        return results[0] if spec.type is None else nest.unflatten(spec, results)
 
 
-class KnownNest(NamedTuple):
-    """A call with a nest of arrays and numbers that was checked before.
+class Plans:
+    """The plans of one strategy, for calls with default options."""
 
-    Args:
-      call, number, fits, op: see `Known`.
-    """
+    def __init__(self) -> None:
+        self._known: dict[Any, Plan] = {}
 
-    call: Call
-    number: int
-    fits: bool
-    op: ReduceOp
-
-
-class RepeatedReductions:
-    """What a strategy remembers of its all-reduces with default options."""
-
-    def __init__(self, agreement: Agreement, copies: SmallCopies):
-        self._agreement = agreement
-        self._copies = copies
-        self._known: dict[Any, Known] = {}
-        self._known_nests: dict[Any, KnownNest] = {}
-
-    def find(self, operation: str, reduce_op: Any, value: Any) -> Known | None:
-        """Return a call like one that was made before, with whatever is passed."""
-        if not _is_array(value) or type(reduce_op) not in _NAMES:
-            return None
-        kind = type(value), value.dtype, value.shape
-        return self._known.get((operation, reduce_op, *kind))
-
-    def remember(self, call: Call, reduce_op: Any, value: Any, fits: bool) -> None:
-        """Note a call that succeeded, if all that it needs is to be known by `find`.
-
-        That is so where an array is added up in its own dtype, as is the result.
-        """
-        if not _is_array(value) or type(reduce_op) not in _NAMES:
-            return
-        if self._agreement.size == 1 or not value.ndim or not value.dtype.isnative:
-            return
-        op = ReduceOp.parse(reduce_op)
-        out, partial = arithmetic.to_add(op, [value[:0]])
-        is_simple = out == [value.dtype] and partial[0].dtype == value.dtype
-        if is_simple and len(self._known) < _MOST:
-            key = call.operation, reduce_op, type(value), value.dtype, value.shape
-            may_overflow = arithmetic.is_integer_sum(op, out)
-            self._known[key] = Known(call, digest(call), fits, op, may_overflow)
-
-    def find_nest(
+    def find(
         self, operation: str, reduce_op: Any, value: Any
-    ) -> tuple[KnownNest, list[Any], nest.Spec] | None:
-        """Return a call like one before, the leaves of `value`, and its structure."""
-        if not self._known_nests or type(reduce_op) not in _NAMES:
-            return None
+    ) -> tuple[Any, Plan | None, Sequence[Any]]:
+        """Return the key of a call, its plan, and the leaves of its value.
+
+        The key is None for what cannot be known again: leaves of which type and shape
+        do not tell what becomes of them. Then, and for a new key, there is no plan.
+        """
+        if type(reduce_op) not in _NAMES:
+            return None, None, ()
+        if type(value) is np.ndarray:
+            key: Any = operation, reduce_op, value.dtype, value.shape
+            return key, self._known.get(key), (value,)
         leaves, spec = nest.flatten(value)
-        key = operation, reduce_op, spec, tuple(map(_kind_of, leaves))
-        known = self._known_nests.get(key)
-        return None if known is None else (known, leaves, spec)
+        kinds = tuple(
+            [
+                (leaf.dtype, leaf.shape)
+                if type(leaf) is np.ndarray
+                else type(leaf)
+                if type(leaf) in _NUMBERS
+                else _kind_on_gpu(leaf)
+                for leaf in leaves
+            ]
+        )
+        if None in kinds:
+            return None, None, leaves
+        key = operation, reduce_op, spec, kinds
+        return key, self._known.get(key), leaves
 
-    def remember_nest(
-        self, call: Call, reduce_op: Any, leaves: Sequence[Any], fits: bool
-    ) -> None:
-        """Note a call that succeeded, if `find_nest` knows kinds of all its leaves."""
-        kinds = tuple(map(_kind_of, leaves))
-        if None in kinds or self._agreement.size == 1 or call.spec is None:
-            return
-        if type(reduce_op) in _NAMES and len(self._known_nests) < _MOST:
-            key = call.operation, reduce_op, call.spec, kinds
-            op = ReduceOp.parse(reduce_op)
-            self._known_nests[key] = KnownNest(call, digest(call), fits, op)
-
-    def reduce_small(self, known: Known, value: Any) -> Any:
-        """Return the reduction of an array for a call that `fits`. Collective."""
-        is_on_gpu = not isinstance(value, np.ndarray)
-        with self._agreement.turns:
-            send = self._copies.down([value])[0] if is_on_gpu else value
-            parts = self._agreement.exchange(known.call, known.number, send)
-            total = arithmetic.add_in_order(parts)
-            if known.is_integer_sum:
-                with self._agreement.same_on_all():
-                    arithmetic.check_sum((total, parts), "value")
-            if known.op is ReduceOp.MEAN:
-                total /= self._agreement.size
-            return self._copies.up([total], [value])[0] if is_on_gpu else total
+    def keep(self, key: Any, plan: Plan) -> None:
+        """Use a plan for calls with this key from now on."""
+        if key is not None and len(self._known) < _MOST:
+            self._known[key] = plan
 
 
-def _kind_of(leaf: Any) -> Any:
-    """Return what a leaf has in common with those like it; None for unusual ones."""
-    kind = type(leaf)
-    if kind is np.ndarray:
-        return (leaf.dtype, leaf.shape) if leaf.dtype.isnative else None
-    return kind if kind in _NUMBERS else None
+def make_packs(op: ReduceOp, given: Sequence[Any]) -> list[Pack]:
+    """Return how arrays are packed: those of one dtype, with one dtype as result."""
+    out, partial = arithmetic.to_add(op, [a.reshape(-1)[:0] for a in given])
+    groups: dict[Any, list[int]] = {}
+    for i, (dtype, empty) in enumerate(zip(out, partial)):
+        groups.setdefault((empty.dtype, dtype), []).append(i)
+    return [
+        _pack(dtype, result, members, given)
+        for (dtype, result), members in groups.items()
+    ]
 
 
-def _is_array(value: Any) -> bool:
-    """Return whether a value is an array of NumPy, and no subclass, or of CuPy."""
-    return type(value) is np.ndarray or arrays.is_device_array(value)
+def _pack(
+    dtype: np.dtype[Any],
+    out: np.dtype[Any],
+    members: Sequence[int],
+    given: Sequence[Any],
+) -> Pack:
+    if len(members) == 1:
+        return Pack(dtype, out, given[members[0]].shape, members[0], (), (), ())
+    scalars = tuple(i for i in members if not given[i].ndim)
+    others = tuple(i for i in members if given[i].ndim)
+    cuts, end = [], 0
+    for i in others:
+        cuts.append((slice(end, end + given[i].size), given[i].shape))
+        end += given[i].size
+    return Pack(dtype, out, (end + len(scalars),), None, others, tuple(cuts), scalars)
+
+
+def _kind_on_gpu(leaf: Any) -> Any:
+    """Return what arrays of CuPy of one kind have in common; None for other leaves."""
+    return ("GPU", leaf.dtype, leaf.shape) if arrays.is_device_array(leaf) else None

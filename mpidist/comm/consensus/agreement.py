@@ -17,7 +17,13 @@ from mpi4py import MPI
 
 from mpidist.comm.consensus.barrier import Board
 from mpidist.comm.consensus.calls import Call, Claim, ThreadState, digest
-from mpidist.comm.consensus.comparison import Comparison, MpiComparison, Telling
+from mpidist.comm.consensus.comparison import (
+    BoardComparison,
+    Comparison,
+    MpiComparison,
+    Payload,
+    Telling,
+)
 from mpidist.comm.consensus.diagnostics import (
     forget_locals,
     left,
@@ -98,7 +104,7 @@ class Agreement:
         error: Exception | None = None,
         timeout: float | None = None,
         is_patient: bool = False,
-        payload: Sequence[Any] = (),
+        payload: Payload | None = None,
         place: int = 0,
     ) -> bool:
         """Return when all ranks are in the same call and none failed. Collective.
@@ -110,7 +116,7 @@ class Agreement:
           error: the reason why this rank cannot, if so.
           timeout: seconds to wait for the other ranks; None for ever.
           is_patient: whether to leave the core to other threads while waiting.
-          payload: see `Telling`; for `comparison.payloads` afterwards.
+          payload: see `exchange`.
           place: see `Telling`.
 
         Raises, on all ranks:
@@ -136,44 +142,55 @@ class Agreement:
             return self.comparison.is_same_place
 
     def compare(
-        self,
-        call: Call,
-        number: int,
-        place: int = 0,
-        timeout: float | None = None,
-        payload: Sequence[Any] = (),
+        self, call: Call, number: int, place: int = 0, timeout: float | None = None
     ) -> bool:
         """Do what `require_same` does, for a call whose digest is `number`. Collective.
 
         For calls that are repeated: it takes less time.
         """
-        if timeout is not None or not self._is_plain():
-            return self.require_same(
-                call, timeout=timeout, place=place, payload=payload
-            )
+        if timeout is not None or self.size == 1 or not self._is_plain():
+            return self.require_same(call, timeout=timeout, place=place)
         self.calls += 1
         self._begin(self.calls, call, number)
-        telling = Telling(number ^ self.places.digest, payload=payload, place=place)
+        telling = Telling(number ^ self.places.digest, place=place)
         if not self.comparison.is_same(telling):
-            self._settle(Claim(call, payload=payload, place=place))
+            self._settle(Claim(call, place=place))
         return self.comparison.is_same_place
 
-    def exchange(self, call: Call, number: int, array: Any) -> Sequence[Any]:
+    def exchange(
+        self,
+        call: Call,
+        number: int,
+        payload: Payload,
+        timeout: float | None = None,
+    ) -> Sequence[Sequence[Any]]:
         """Do what `compare` does, and return the arrays of all ranks. Collective.
 
-        The array must fit into `comparison.payload_bytes`, in any order in memory.
+        Args:
+          call: see `compare`.
+          number: its digest.
+          payload: this rank's arrays.
+          timeout: see `require_same`.
+
+        Returns, for each array, that of every rank: valid until the next comparison.
+        Raises, on all ranks: what `payload.fill` raises on any of them, and see
+          `require_same`.
         """
-        if self._is_plain():
+        comparison, (pages, fill) = self.comparison, payload
+        assert isinstance(comparison, BoardComparison)
+        is_large = False
+        try:
+            is_large = fill(comparison.next_page(pages))
+        except Exception as error:
+            self.require_same(call, error)
+        if timeout is None and self._is_plain():
             self.calls += 1
             self._begin(self.calls, call, number)
-            parts = self.comparison.exchange(number ^ self.places.digest, array)
-            if parts is not None:
-                return parts
-            self._settle(Claim(call, payload=(array,)))
+            if not comparison.exchange(number ^ self.places.digest, is_large):
+                self._settle(Claim(call, payload=payload))
         else:
-            self.require_same(call, payload=(array,))
-        (parts,) = self.comparison.payloads((array,))
-        return parts
+            self.require_same(call, timeout=timeout, payload=payload)
+        return comparison.payload(pages)
 
     def _is_plain(self) -> bool:
         """Return whether nothing can keep this rank from telling a call's number."""

@@ -11,10 +11,13 @@ import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidist.errors import CollectiveError, RemoteError
 from mpidist.util import nest
+
+if TYPE_CHECKING:
+    from mpidist.comm.consensus.comparison import Payload
 
 __all__ = [
     "Call",
@@ -182,5 +185,5 @@ class Claim(NamedTuple):
     error: Exception | None = None
     timeout: float | None = None
     is_patient: bool = False
-    payload: Sequence[Any] = ()
+    payload: Payload | None = None
     place: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -12,11 +12,44 @@ from mpi4py import MPI
 from mpidist.comm.consensus.barrier import Board
 from mpidist.comm.consensus.waiting import Departures, Waiting
 
-__all__ = ["BoardComparison", "Comparison", "MpiComparison", "Telling"]
+__all__ = [
+    "BoardComparison",
+    "Comparison",
+    "MpiComparison",
+    "Pages",
+    "Payload",
+    "Telling",
+]
 
-_HEADER_BYTES = 32  # a number, whether the rank has failed, and a place
+_HEADER_BYTES = 32  # a number, what state the rank is in, and a place
 _ALIGNMENT_BYTES = 16
-_KNOWN = 1000  # kinds of payloads whose places are remembered
+# The state is 1 if the rank has failed, and this if its payload has large integers
+_LARGE = 2
+
+
+class Pages(NamedTuple):
+    """Arrays of one kind of call on the pages of a board, of which two take turns.
+
+    Args:
+      own: this rank's arrays, on the one page and on the other.
+      everyone: for each array that of every rank, likewise.
+    """
+
+    own: Sequence[Sequence[Any]]
+    everyone: Sequence[Sequence[Sequence[Any]]]
+
+
+class Payload(NamedTuple):
+    """What a rank writes for the others before a comparison.
+
+    Args:
+      pages: where.
+      fill: writes into this rank's arrays, and returns whether there are integers so
+        large that their sums may overflow.
+    """
+
+    pages: Pages
+    fill: Callable[[Sequence[Any]], bool]
 
 
 class Telling(NamedTuple):
@@ -25,8 +58,7 @@ class Telling(NamedTuple):
     Args:
       number: of 62 bits.
       has_failed: whether this rank cannot go on.
-      payload: contiguous arrays of at most `Comparison.payload_bytes`, each counted as
-        a multiple of 16 bytes.
+      payload: arrays that travel along; None where there are none.
       deadline: on time.monotonic's clock.
       is_patient: whether to leave the core to other threads while waiting.
       place: of 62 bits; it may differ, see `Comparison.is_same_place`.
@@ -34,53 +66,37 @@ class Telling(NamedTuple):
 
     number: int
     has_failed: bool = False
-    payload: Sequence[Any] = ()
+    payload: Payload | None = None
     deadline: float | None = None
     is_patient: bool = False
     place: int = 0
 
 
 class Comparison(Protocol):
-    """One way to compare numbers; every method but `payloads` is collective."""
+    """One way to compare numbers."""
 
     # Whether all told the same place last time, and not 0
     is_same_place: bool
+    # Whether some rank's payload had large integers last time
+    is_any_large: bool
     payload_bytes: int  # how much every rank can tell the others along with its number
 
     def is_same(self, telling: Telling) -> bool:
-        """Return whether all ranks tell the same number, and none has failed.
+        """Return whether all ranks tell the same number, and none failed. Collective.
 
         Raises:
           LateError: the deadline is over; says who was not heard of.
         """
 
-    def exchange(self, number: int, array: Any) -> list[Any] | None:
-        """Return the arrays of all ranks, None if `is_same` would return False.
-
-        They are valid until the next comparison.
-
-        Args:
-          number: of 62 bits.
-          array: a payload.
-        """
-
     def missing(self) -> list[int] | None:
         """Return the ranks that this one waits for, if it is known. Any thread."""
-
-    def payloads(self, like: Sequence[Any]) -> Iterator[list[Any]]:
-        """Yield for each array of the last payload those of all ranks, by rank.
-
-        They are valid until the next comparison.
-
-        Args:
-          like: arrays of the same shapes and dtypes in the same order.
-        """
 
 
 class MpiComparison:
     """Compares by an MPI_Iallreduce of 40 bytes, without a payload."""
 
     is_same_place = False
+    is_any_large = False
     payload_bytes = 0
 
     def __init__(self, comm: MPI.Intracomm, departures: Departures):
@@ -111,15 +127,6 @@ class MpiComparison:
         """See `Comparison.missing`."""
         return self._waiting.missing()
 
-    def exchange(self, number: int, array: Any) -> list[Any] | None:
-        """See `Comparison.exchange`; no array but one without bytes can come here."""
-        is_same = self.is_same(Telling(number))
-        return [array] * self._comm.Get_size() if is_same else None
-
-    def payloads(self, like: Sequence[Any]) -> Iterator[list[Any]]:
-        """See `Comparison.payloads`."""
-        return iter(())
-
 
 class BoardComparison:
     """Compares what all ranks have written on a board; all must be on one node.
@@ -134,19 +141,36 @@ class BoardComparison:
         self._board = board
         self.payload_bytes = payload_bytes
         self.is_same_place = False
-        self._known: dict[Any, list[list[Any]]] = {}
+        self.is_any_large = False
+
+    def pages(self, kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]) -> Pages:
+        """Return where arrays of some dtypes and shapes are on the pages.
+
+        They may have `payload_bytes`, each counted as a multiple of 16.
+        """
+        everyone = [list(_arrays_on(pages, kinds)) for pages in self._board.both_pages]
+        rank = self._board.rank
+        return Pages([[parts[rank] for parts in page] for page in everyone], everyone)
+
+    def next_page(self, pages: Pages) -> Sequence[Any]:
+        """Return the arrays that this rank may write before the next comparison."""
+        return pages.own[(self._board.meetings + 1) & 1]
+
+    def payload(self, pages: Pages) -> Sequence[Sequence[Any]]:
+        """Return the arrays of all ranks; they are valid until the next comparison."""
+        return pages.everyone[self._board.meetings & 1]
 
     def is_same(self, telling: Telling) -> bool:
         """See `Comparison.is_same`."""
-        board, payload = self._board, telling.payload
-        turn = (board.meetings + 1) & 1
-        for array, places in zip(payload, self._places(payload), strict=True):
-            places[turn][board.rank][...] = array
-        words, place = board.both_words[turn], telling.place
-        mine = words[board.rank]
-        mine[1], mine[2] = telling.has_failed, place
+        state = int(telling.has_failed)
+        if telling.payload is not None:
+            pages, fill = telling.payload
+            state |= _LARGE * fill(self.next_page(pages))
+        board = self._board
+        words, place = board.both_words[(board.meetings + 1) & 1], telling.place
+        words[board.rank][2] = place
         is_same = self._compare(
-            words, telling.number, telling.deadline, telling.is_patient
+            words, telling.number, state, telling.deadline, telling.is_patient
         )
         self.is_same_place = place != 0 and all(word[2] == place for word in words)
         return is_same
@@ -155,55 +179,39 @@ class BoardComparison:
         """See `Comparison.missing`."""
         return self._board.missing()
 
-    def exchange(self, number: int, array: Any) -> list[Any] | None:
-        """See `Comparison.exchange`."""
-        places = self._known.get((array.dtype, array.shape))
-        if places is None:
-            (places,) = self._places((array,))
+    def exchange(self, number: int, is_large: bool) -> bool:
+        """Do what `is_same` does, for a payload that was written. Collective."""
         board = self._board
-        turn = (board.meetings + 1) & 1
-        parts = places[turn]
-        parts[board.rank][...] = array
-        words = board.both_words[turn]
-        words[board.rank][1] = False
-        return parts if self._compare(words, number) else None
+        words = board.both_words[(board.meetings + 1) & 1]
+        return self._compare(words, number, _LARGE if is_large else 0)
 
     def _compare(
         self,
         words: Sequence[Any],
         number: int,
+        state: int,
         deadline: float | None = None,
         is_patient: bool = False,
     ) -> bool:
         """Meet, and compare this number and whether ranks have failed."""
-        words[self._board.rank][0] = number
+        mine = words[self._board.rank]
+        mine[0], mine[1] = number, state
         self._board.meet(deadline, is_patient)
-        return all(not (word[0] != number or word[1]) for word in words)
+        is_same, is_any_large = True, False
+        for word in words:
+            if word[0] != number or word[1]:
+                is_same = is_same and word[0] == number and word[1] == _LARGE
+                is_any_large = True
+        self.is_any_large = is_any_large
+        return is_same
 
-    def payloads(self, like: Sequence[Any]) -> Iterator[list[Any]]:
-        """See `Comparison.payloads`."""
-        turn = self._board.meetings & 1
-        for places in self._places(like):
-            yield places[turn]
 
-    def _places(self, payload: Sequence[Any]) -> Sequence[list[list[Any]]]:
-        """Return for each array where it is: on both pages of each rank, as arrays."""
-        if len(payload) != 1:
-            return list(self._find_places(payload))
-        kind = payload[0].dtype, payload[0].shape
-        if kind not in self._known:
-            if len(self._known) > _KNOWN:
-                self._known.clear()
-            (self._known[kind],) = self._find_places(payload)
-        return [self._known[kind]]
-
-    def _find_places(self, payload: Sequence[Any]) -> Iterator[list[list[Any]]]:
-        start = _HEADER_BYTES
-        for array in payload:
-            stop = start + array.nbytes
-            dtype, shape = array.dtype, array.shape
-            yield [
-                [page[start:stop].view(dtype).reshape(shape) for page in pages]
-                for pages in self._board.both_pages
-            ]
-            start = -(-stop // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+def _arrays_on(
+    pages: Sequence[Any], kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]
+) -> Iterator[list[Any]]:
+    """Yield, for each kind, such an array on each of some ranks' pages."""
+    start = _HEADER_BYTES
+    for dtype, shape in kinds:
+        stop = start + math.prod(shape) * dtype.itemsize
+        yield [page[start:stop].view(dtype).reshape(shape) for page in pages]
+        start = -(-stop // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -229,7 +229,9 @@ def test_ranks_that_miss_a_deadline_are_named(
         assert str(info.value).endswith(f"), but {names} did not arrive")
         # Its own deadline, or that of another rank which told this one
         told = "(this strategy cannot communicate any more: )?"
-        who = re.match(rf"{told}rank (\d) waited .*_agreement.py:\d+\),", str(info.value))
+        who = re.match(
+            rf"{told}rank (\d) waited .*_agreement.py:\d+\),", str(info.value)
+        )
         assert who is not None
         assert int(who[2]) not in late
     agreement.close()

@@ -12,7 +12,7 @@ import pytest
 
 import mpidist
 from mpidist.comm.consensus.barrier import Board
-from mpidist.comm.consensus.comparison import BoardComparison, Telling
+from mpidist.comm.consensus.comparison import BoardComparison, Payload, Telling
 from mpidist.comm.consensus.waiting import LateError
 from mpidist.comm.shared_memory import node
 
@@ -73,15 +73,27 @@ def test_a_deadline_that_is_kept_does_nothing(comm, board):
 
 def test_payloads_come_with_the_comparison(comm, board):
     comparison = BoardComparison(board, 84)
-    mine = [np.arange(3, dtype="i2") + comm.rank, np.full((1, 2), comm.rank, "c16")]
+    kinds = [(np.dtype("i2"), (3,)), (np.dtype("c16"), (1, 2))]
+    pages = comparison.pages(kinds)
+
+    def fill(arrays):
+        arrays[0][...] = np.arange(3) + comm.rank
+        arrays[1][...] = comm.rank
+        return comm.rank == 0
+
     for _ in range(3):
-        assert comparison.is_same(Telling(7, payload=mine))
-        short, complex_ = comparison.payloads(mine)
+        assert comparison.is_same(Telling(7, payload=Payload(pages, fill)))
+        assert comparison.is_any_large
+        short, complex_ = comparison.payload(pages)
         for rank in range(comm.size):
             assert short[rank].tolist() == [rank, rank + 1, rank + 2]
             assert complex_[rank].tolist() == [[rank, rank]]
         assert not comparison.is_same(Telling(7, comm.rank == comm.size - 1))
         assert comparison.is_same(Telling(comm.rank)) == (comm.size == 1)
+        fill(comparison.next_page(pages))
+        assert comparison.exchange(8, is_large=False)
+        assert not comparison.is_any_large
+        assert comparison.payload(pages)[0][comm.size - 1][0] == comm.size - 1
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8", "c8", "i1", "u2", "i8", "f2"])
