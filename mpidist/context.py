@@ -29,6 +29,7 @@ __all__ = [
     "in_cross_replica_context",
     "in_replica_of",
     "in_update",
+    "in_update_of",
     "require_cross_replica",
     "set_default_strategy",
 ]
@@ -162,6 +163,12 @@ def in_replica_of(strategy: Strategy) -> bool:
     """Return whether the current context is a replica's, of this strategy."""
     replica = _stack.top.replica
     return replica is not None and replica.strategy is strategy
+
+
+def in_update_of(strategy: Strategy) -> bool:
+    """Return whether a function passed to this strategy's `update` is running."""
+    top = _stack.top
+    return top.updating and top.strategy is strategy
 
 
 def in_update() -> bool:

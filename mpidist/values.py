@@ -214,11 +214,13 @@ class ArrayView(NDArrayOperatorsMixin):
     def __array_ufunc__(
         self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
     ) -> Any:
+        plain = [x._array() if isinstance(x, ArrayView) else x for x in inputs]
+        if method == "__call__" and not kwargs:
+            return ufunc(*plain)
         if "out" in kwargs and any(isinstance(o, ArrayView) for o in kwargs["out"]):
             self._refuse_in_place(ufunc.__name__)
         if method == "at" and isinstance(inputs[0], ArrayView):
             self._refuse_in_place(f"{ufunc.__name__}.at")
-        plain = [x._array() if isinstance(x, ArrayView) else x for x in inputs]
         return getattr(ufunc, method)(*plain, **kwargs)
 
     def _refuse_in_place(self, operation: str) -> NoReturn:

@@ -37,6 +37,11 @@ def is_local(variable: Variable) -> bool:
 
 def update(variable: Variable, operation: str, apply: Apply, value: Any) -> Variable:
     """Put `apply(old copy, value)` in place of the copies, as the context demands."""
+    if context.in_update_of(variable.distribute_strategy):
+        new = _plainly_applied(variable.local, apply, value)
+        if new is not None:
+            variable.set_local(new)
+            return variable
     _require_strategy(variable)
     if context.in_update() or (is_local(variable) and variable.on_read):
         new = _applied(variable, operation, apply, value)
@@ -135,6 +140,18 @@ def _require_aggregation(variable: Variable, call: str) -> None:
             f"{variable.dtype.name}, which a MEAN does not fit; use a floating dtype "
             "or another aggregation"
         )
+
+
+def _plainly_applied(old: Any, apply: Apply, value: Any) -> Any:
+    """Return `apply(old, value)` for arrays that need no checks; None for others."""
+    if (
+        type(value) is type(old) is np.ndarray
+        and value.dtype == old.dtype
+        and value.shape == old.shape != ()
+        and old.dtype.kind not in "iu"
+    ):
+        return apply(old, value)
+    return None
 
 
 def _applied(variable: Variable, operation: str, apply: Apply, value: Any) -> Any:

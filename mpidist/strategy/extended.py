@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from mpidist.comm.consensus.calls import Call, group_by_rank, name_ranks
+from mpidist.comm.consensus.calls import group_by_rank, name_ranks
 from mpidist.comm.cross_device_ops import CrossDeviceOps
 from mpidist.comm.device_info import GpuRequest
 from mpidist.comm.replica_group import ReplicaGroup
@@ -137,7 +137,6 @@ class StrategyExtended(ReplicaGroup):
     ) -> Any:
         """Run `merge_fn` in cross-replica context; see `ReplicaContext.merge_call`."""
         self.topology.require_open()
-        self.agreement.require_same(Call("merge_call"))
 
         def merge() -> Any:
             validation.function("merge_fn", merge_fn)
@@ -148,7 +147,7 @@ class StrategyExtended(ReplicaGroup):
             with enter(self.strategy):
                 return merge_fn(self.strategy, *merged_args, **merged_kwargs)
 
-        return select_replica(self.agreement.block("the end of merge_call", merge))
+        return select_replica(self.agreement.block("merge_call", merge))
 
     def update(
         self,
@@ -160,12 +159,15 @@ class StrategyExtended(ReplicaGroup):
     ) -> Any:
         """Run `fn(var, *args, **kwargs)` on every replica's own copy of `var`.
 
+        Of a list or tuple of variables `fn` gets the list: one call for all of them.
+
         Not collective. In `fn` assignments change this replica's copy without
         communication, so what it computes must be the same on every replica: pass
         reduced values. Distributed values in `args` become this replica's component.
 
         Args:
-          var: a variable of this strategy, or a mirrored value (read-only arrays).
+          var: a variable of this strategy, or a mirrored value (read-only arrays); or
+            a list or tuple of them.
           fn: called as `fn(var, *args, **kwargs)` in cross-replica context.
           args: a tuple or list, nested.
           kwargs: likewise.
@@ -182,19 +184,24 @@ class StrategyExtended(ReplicaGroup):
           array([1., 1.])
         """
         require_cross_replica(self.strategy, "update")
-        if isinstance(var, Variable) and var.distribute_strategy is self.strategy:
-            target = var
-        elif isinstance(var, Mirrored):
-            target = var.values[0]
-        else:
-            raise ContextError(
-                f"update: {validation.shown(var)} is not a variable of this strategy"
-            )
+        target = self._own_copy(var)
         validation.function("fn", fn)
         args, kwargs = select_arguments(*validation.call_arguments(args, kwargs))
         with enter(self.strategy, updating=True):
             result = fn(target, *args, **kwargs)
         return None if group else result
+
+    def _own_copy(self, var: Any) -> Any:
+        """Return what `update` gives its function of a variable, or of several."""
+        if isinstance(var, Variable) and var.distribute_strategy is self.strategy:
+            return var
+        if isinstance(var, Mirrored):
+            return var.values[0]
+        if type(var) in (list, tuple):
+            return type(var)(map(self._own_copy, var))
+        raise ContextError(
+            f"update: {validation.shown(var)} is not a variable of this strategy"
+        )
 
     def reduce_to(
         self,

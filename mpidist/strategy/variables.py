@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 __all__ = ["Variable"]
 
 
+_ON_READ = VariableSynchronization.ON_READ
+
+
 class Variable(ArrayView, DistributedValues):
     """An array with state, one copy per replica of the strategy it was created under.
 
@@ -259,11 +262,11 @@ class Variable(ArrayView, DistributedValues):
     @property
     def on_read(self) -> bool:
         """Whether it is synchronized ON_READ."""
-        return self._synchronization is VariableSynchronization.ON_READ
+        return self._synchronization is _ON_READ
 
     def _array(self) -> Any:
         """Return what a read in the current context gives."""
-        if not self.on_read or assignment.is_local(self):
+        if self._synchronization is not _ON_READ or assignment.is_local(self):
             return self._values[0]
         if self._aggregation is VariableAggregation.NONE:
             raise ArgumentError(
@@ -286,6 +289,10 @@ class Variable(ArrayView, DistributedValues):
         """The copy of this replica. Not collective."""
         return self._values[0]
 
+    def set_local(self, array: Any) -> None:
+        """Put `array`, of this dtype, shape and device, in place of this copy."""
+        self._values = (make_read_only(array),)
+
     def replace_local(self, array: Any) -> None:
         """Put `array`, which is kept and read-only then, in place of this copy."""
         array = arrays.namespace(self.local).asarray(array)
@@ -293,7 +300,7 @@ class Variable(ArrayView, DistributedValues):
             raise ArgumentError(
                 f"{self._name} has shape {self.shape}; {array.shape} does not fit it"
             )
-        self._values = (make_read_only(array.astype(self.dtype, copy=False)),)
+        self.set_local(array.astype(self.dtype, copy=False))
 
     def _refuse_in_place(self, operation: str) -> NoReturn:
         raise ArgumentTypeError(

@@ -26,16 +26,14 @@ from mpidist.comm.collectives.arguments import (
 )
 from mpidist.comm.collectives.gather import Gathers
 from mpidist.comm.collectives.outputs import Results
-from mpidist.comm.collectives.plans import Pack, Plan, Plans, make_packs
+from mpidist.comm.collectives.plans import Plan, Plans, make_packs
 from mpidist.comm.collectives.reduce import Summands, Sums
 from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call, digest
-from mpidist.comm.consensus.comparison import BoardComparison, Payload
+from mpidist.comm.consensus.calls import Call
 from mpidist.comm.packing import Axis
 from mpidist.comm.shared_memory.symmetric import SymmetricMemory
 from mpidist.comm.transports.selector import Routes
 from mpidist.device import arrays
-from mpidist.device.copies import SmallCopies
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest, validation
 
@@ -75,8 +73,7 @@ class Collectives:
         self._gathers = Gathers(agreement, routes, results)
         self.sums = Sums(self.size, routes, symmetric, results)
         self._empty = results.empty
-        self._copies = SmallCopies()
-        self._plans = Plans()
+        self._plans = Plans(agreement)
 
     def all_reduce(
         self,
@@ -112,52 +109,14 @@ class Collectives:
             check_each(given, spec, lambda a, name: arrays.summable(a.dtype, name))
             fits = reduce_arrays is None and self._fits(op, given, wanted)
             packs = make_packs(op, given) if fits else []
-            plan = self._make_plan(operation, op, spec, leaves, given, wanted, packs)
+            plan = self._plans.make(operation, op, spec, leaves, given, wanted, packs)
             return plan, leaves, given
 
         with self.agreement.turns:
             plan, leaves, given = self.agreement.prepare(operation, prepare)
             results = self._execute(plan, given, reduce_arrays)
-        self._plans.keep(key, plan)
+        self._plans.keep(key, plan, leaves, given)
         return plan.give_back(results, leaves)
-
-    def _make_plan(
-        self,
-        operation: str,
-        op: ReduceOp,
-        spec: nest.Spec,
-        leaves: Sequence[Any],
-        given: Sequence[Any],
-        options: CommunicationOptions,
-        packs: Sequence[Pack],
-    ) -> Plan:
-        """Return the plan of an all-reduce whose arguments have been checked.
-
-        Args:
-          operation: the public call that this is.
-          op: the reduction.
-          spec: the structure of the value.
-          leaves: as the user passed them.
-          given: these as arrays.
-          options: see `CommunicationOptions`.
-          packs: of them, if they travel with the comparison.
-        """
-        agreed = (("reduce_op", op.name), *option_fields(options))
-        call = Call(operation, agreed, spec, describe(given))
-        pages, comparison = None, self.agreement.comparison
-        if packs and isinstance(comparison, BoardComparison):
-            pages = comparison.pages([(pack.dtype, pack.shape) for pack in packs])
-        return Plan(
-            call,
-            digest(call),
-            op,
-            options,
-            packs,
-            pages,
-            arithmetic.is_integer_sum(op, [a.dtype for a in given]),
-            any(map(arrays.is_device_array, given)),
-            [i for i, leaf in enumerate(leaves) if type(leaf) is not np.ndarray],
-        )
 
     def _execute(
         self,
@@ -174,7 +133,7 @@ class Collectives:
         """
         with self.agreement.turns:
             if plan.packs:
-                return self._reduce_packs(plan, given)
+                return self._plans.reduce_packs(plan, given)
             values = [a if hasattr(a, "dtype") else np.asarray(a) for a in given]
             if reduce_arrays is None:
                 return self.reduce_large(
@@ -183,53 +142,6 @@ class Collectives:
             timeout = plan.options.timeout_seconds
             self.agreement.compare(plan.call, plan.number, timeout=timeout)
             return reduce_arrays(plan.op, values, plan.options)
-
-    def _reduce_packs(self, plan: Plan, given: Sequence[Any]) -> list[Any]:
-        """Return reductions of leaves that travel with the comparison. Collective."""
-
-        def fill(pages: Sequence[Any]) -> bool:
-            """Write this rank's packs; return whether their sums may overflow."""
-            host = self._copies.down(given) if plan.is_on_gpu else given
-            for pack, page in zip(plan.packs, pages):
-                pack.fill(page, host)
-            return plan.has_integers and any(
-                arithmetic.may_overflow(page, self.size) for page in pages
-            )
-
-        agreement, timeout = self.agreement, plan.options.timeout_seconds
-        if plan.pages is None:  # of one rank
-            alone = [np.empty(pack.shape, pack.dtype) for pack in plan.packs]
-            fill(alone)
-            parts: Sequence[Sequence[Any]] = [(a,) for a in alone]
-        else:
-            payload = Payload(plan.pages, fill)
-            parts = agreement.exchange(plan.call, plan.number, payload, timeout)
-        results: list[Any] = [None] * len(given)
-        for pack, everyone in zip(plan.packs, parts):
-            total = arithmetic.add_in_order(everyone)
-            if plan.op is ReduceOp.MEAN:
-                total /= self.size
-            if total.dtype != pack.out:
-                total = total.astype(pack.out)
-            pack.take_apart(total, results)
-        if plan.has_integers and agreement.comparison.is_any_large:
-            self._require_fit(plan, parts, results)
-        return self._copies.up(results, given) if plan.is_on_gpu else results
-
-    def _require_fit(
-        self, plan: Plan, parts: Sequence[Any], results: Sequence[Any]
-    ) -> None:
-        """Raise, on all ranks, if sums of integers in packs do not fit. Collective."""
-        contributions = []
-        for rank in range(self.size):
-            contribution: list[Any] = [None] * len(results)
-            for pack, everyone in zip(plan.packs, parts):
-                pack.take_apart(everyone[rank], contribution)
-            contributions.append(contribution)
-        pairs = list(zip(results, zip(*contributions)))
-        assert plan.call.spec is not None
-        with self.agreement.same_on_all():
-            check_each(pairs, plan.call.spec, arithmetic.check_sum)
 
     def _take(
         self, value: Any, options: CommunicationOptions = _DEFAULT

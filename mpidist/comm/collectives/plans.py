@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidist.comm import arithmetic
-from mpidist.comm.consensus.calls import Call
-from mpidist.comm.consensus.comparison import Pages
+from mpidist.comm.collectives.arguments import check_each, describe, option_fields
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.calls import Call, digest
+from mpidist.comm.consensus.comparison import BoardComparison, Pages, Payload
 from mpidist.device import arrays
+from mpidist.device.copies import SmallCopies
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest
 
@@ -104,9 +107,11 @@ class Plan(NamedTuple):
 
 
 class Plans:
-    """The plans of one strategy, for calls with default options."""
+    """The plans of one strategy; those of calls with default options are kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self._copies = SmallCopies()
         self._known: dict[Any, Plan] = {}
 
     def find(
@@ -138,10 +143,103 @@ class Plans:
         key = operation, reduce_op, spec, kinds
         return key, self._known.get(key), leaves
 
-    def keep(self, key: Any, plan: Plan) -> None:
-        """Use a plan for calls with this key from now on."""
-        if key is not None and len(self._known) < _MOST:
+    def keep(
+        self, key: Any, plan: Plan, leaves: Sequence[Any], given: Sequence[Any]
+    ) -> None:
+        """Use a plan for calls with this key from now on.
+
+        Not if leaves have to be converted each time, as arrays of swapped bytes have.
+        """
+        are_plain = all(
+            a is leaf or type(leaf) in _NUMBERS for a, leaf in zip(given, leaves)
+        )
+        if key is not None and are_plain and len(self._known) < _MOST:
             self._known[key] = plan
+
+    def make(
+        self,
+        operation: str,
+        op: ReduceOp,
+        spec: nest.Spec,
+        leaves: Sequence[Any],
+        given: Sequence[Any],
+        options: CommunicationOptions,
+        packs: Sequence[Pack],
+    ) -> Plan:
+        """Return the plan of an all-reduce whose arguments have been checked.
+
+        Args:
+          operation: the public call that this is.
+          op: the reduction.
+          spec: the structure of the value.
+          leaves: as the user passed them.
+          given: these as arrays.
+          options: see `CommunicationOptions`.
+          packs: of them, if they travel with the comparison.
+        """
+        agreed = (("reduce_op", op.name), *option_fields(options))
+        call = Call(operation, agreed, spec, describe(given))
+        pages, comparison = None, self._agreement.comparison
+        if packs and isinstance(comparison, BoardComparison):
+            pages = comparison.pages([(pack.dtype, pack.shape) for pack in packs])
+        return Plan(
+            call,
+            digest(call),
+            op,
+            options,
+            packs,
+            pages,
+            arithmetic.is_integer_sum(op, [a.dtype for a in given]),
+            any(map(arrays.is_device_array, given)),
+            [i for i, leaf in enumerate(leaves) if type(leaf) is not np.ndarray],
+        )
+
+    def reduce_packs(self, plan: Plan, given: Sequence[Any]) -> list[Any]:
+        """Return reductions of leaves that travel with the comparison. Collective."""
+
+        def fill(pages: Sequence[Any]) -> bool:
+            """Write this rank's packs; return whether their sums may overflow."""
+            host = self._copies.down(given) if plan.is_on_gpu else given
+            for pack, page in zip(plan.packs, pages):
+                pack.fill(page, host)
+            return plan.has_integers and any(
+                arithmetic.may_overflow(page, self._agreement.size) for page in pages
+            )
+
+        agreement, timeout = self._agreement, plan.options.timeout_seconds
+        if plan.pages is None:  # of one rank
+            alone = [np.empty(pack.shape, pack.dtype) for pack in plan.packs]
+            fill(alone)
+            parts: Sequence[Sequence[Any]] = [(a,) for a in alone]
+        else:
+            payload = Payload(plan.pages, fill)
+            parts = agreement.exchange(plan.call, plan.number, payload, timeout)
+        results: list[Any] = [None] * len(given)
+        for pack, everyone in zip(plan.packs, parts):
+            total = arithmetic.add_in_order(everyone)
+            if plan.op is ReduceOp.MEAN:
+                total /= self._agreement.size
+            if total.dtype != pack.out:
+                total = total.astype(pack.out)
+            pack.take_apart(total, results)
+        if plan.has_integers and agreement.comparison.is_any_large:
+            self._require_fit(plan, parts, results)
+        return self._copies.up(results, given) if plan.is_on_gpu else results
+
+    def _require_fit(
+        self, plan: Plan, parts: Sequence[Any], results: Sequence[Any]
+    ) -> None:
+        """Raise, on all ranks, if sums of integers in packs do not fit. Collective."""
+        contributions = []
+        for rank in range(self._agreement.size):
+            contribution: list[Any] = [None] * len(results)
+            for pack, everyone in zip(plan.packs, parts):
+                pack.take_apart(everyone[rank], contribution)
+            contributions.append(contribution)
+        pairs = list(zip(results, zip(*contributions)))
+        assert plan.call.spec is not None
+        with self._agreement.same_on_all():
+            check_each(pairs, plan.call.spec, arithmetic.check_sum)
 
 
 def make_packs(op: ReduceOp, given: Sequence[Any]) -> list[Pack]:
