@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,10 +52,11 @@ class Map(Step):
 
     def _call_by_row(self, batch: Any) -> Any:
         """Return the function of some rows, which must give as many rows."""
-        rows = len(nest.flatten(batch)[0][0])
+        rows = len(_leaves(batch)[0])
         result = self._call(batch)
-        for leaf in nest.flatten(result)[0]:
-            if np.shape(leaf)[:1] != (rows,):
+        for leaf in _leaves(result):
+            shape = leaf.shape if type(leaf) is np.ndarray else np.shape(leaf)
+            if shape[:1] != (rows,):
                 raise ArgumentError(
                     f"a function mapped over batches got {rows} rows and returned an "
                     f"array of shape {np.shape(leaf)}; in a distributed dataset "
@@ -93,7 +94,7 @@ class Map(Step):
         return (self._map_part(order, part) for part in given)
 
     def _map_part(self, order: Pass, given: Any) -> Any:
-        if len(nest.flatten(given)[0][0]) == 0:
+        if len(_leaves(given)[0]) == 0:
             return self.empty_part(order)
         return self._call_by_row(given)
 
@@ -199,6 +200,15 @@ class Batch(Step):
     def example(self, order: Pass) -> Any:
         row = self._parent.example(order)
         return nest.map_leaves(lambda a: np.stack([a] * self._batch_size), row)
+
+
+def _leaves(value: Any) -> Sequence[Any]:
+    """Return the leaves of a nest; sooner of what most datasets have."""
+    if type(value) is np.ndarray:
+        return (value,)
+    if type(value) is tuple and {np.ndarray}.issuperset(map(type, value)):
+        return value
+    return nest.flatten(value)[0]
 
 
 def call_mapped(fn: Callable[..., Any], element: Any) -> Any:

@@ -219,7 +219,8 @@ def from_lists(value: Any) -> Any:
     if isinstance(value, list):
         return np.asarray(value)
     if type(value) is tuple:
-        return tuple(map(from_lists, value))
+        is_done = {np.ndarray}.issuperset(map(type, value))
+        return value if is_done else tuple(map(from_lists, value))
     if isinstance(value, dict):
         return {key: from_lists(item) for key, item in value.items()}
     return value

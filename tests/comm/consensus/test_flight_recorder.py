@@ -193,9 +193,9 @@ def test_what_ranks_did_is_kept_when_one_dies(mpirun, tmp_path, ending):
         assert "rank 1: gather(" in found.stdout
         assert "rank 2: reduce(reduce_op MEAN" in found.stdout
     else:
-        assert "rank 1 did not come to call" in found.stdout or "differs" in (
-            found.stdout
-        )
+        # Rank 2 may be ended while it still is in the call before
+        missing = r"ranks? (0, )?1(, 2)? did not come to call|differs"
+        assert re.search(missing, found.stdout)
 
 
 def test_nothing_is_left_by_a_job_that_ends_well(mpirun, tmp_path):
