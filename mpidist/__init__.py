@@ -191,7 +191,6 @@ if not commands.is_command():
     from mpidist.checkpoint.manager import CheckpointManager, latest_checkpoint
     from mpidist.launch.cluster_resolver import SlurmClusterResolver
     from mpidist.context import (
-        ReplicaContext,
         experimental_set_strategy,
         get_replica_context,
         get_strategy,
@@ -257,6 +256,7 @@ if not commands.is_command():
         NcclAllReduce,
         ReductionToOneDevice,
     )
+    from mpidist.strategy.replica_context import ReplicaContext
     from mpidist.strategy.strategy import Strategy
     from mpidist.strategy.v1 import StrategyV1
     from mpidist.values import ValueContext

@@ -15,7 +15,6 @@ from mpidist.comm.cross_device_ops import CrossDeviceOps
 from mpidist.comm.device_info import GpuRequest
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.context import (
-    ReplicaContext,
     enter,
     get_strategy,
     require_cross_replica,
@@ -23,6 +22,7 @@ from mpidist.context import (
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, MismatchError
 from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.strategy.replica_context import ReplicaContext
 from mpidist.strategy.variables import Variable
 from mpidist.util import validation
 from mpidist.values import (

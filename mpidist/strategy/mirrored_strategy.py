@@ -15,6 +15,7 @@ from mpidist.comm.packing import Axis
 from mpidist.context import set_default_strategy
 from mpidist.options import ReduceOp
 from mpidist.strategy.extended import StrategyExtended
+from mpidist.strategy.replica_context import DefaultReplicaContext
 from mpidist.strategy.v1 import StrategyV1
 
 __all__ = ["MirroredStrategy"]
@@ -115,4 +116,7 @@ class _DefaultStrategy(StrategyV1):
         return []
 
 
-set_default_strategy(_DefaultStrategy(), MPI.COMM_WORLD.Get_size())
+_default = _DefaultStrategy()
+set_default_strategy(
+    _default, DefaultReplicaContext(_default, MPI.COMM_WORLD.Get_size())
+)

@@ -17,9 +17,10 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 from mpi4py import MPI
 
 from mpidist.comm.consensus.barrier import Board
-from mpidist.comm.consensus.calls import Call, Claim, ThreadState, digest
+from mpidist.comm.consensus.calls import Call, digest
 from mpidist.comm.consensus.comparison import (
     BoardComparison,
+    Claim,
     Comparison,
     MpiComparison,
     Payload,
@@ -37,7 +38,7 @@ from mpidist.comm.consensus.diagnostics import (
 from mpidist.comm.consensus.failures import Losses
 from mpidist.comm.consensus.flight_recorder import Recorder
 from mpidist.comm.consensus.pending import Pending
-from mpidist.comm.consensus.threads import Places, Turns
+from mpidist.comm.consensus.threads import Places, ThreadState, Turns
 from mpidist.comm.consensus.waiting import Departures, LateError, Waiting
 from mpidist.errors import CollectiveError, DeadlineError, MpidistError
 from mpidist.util.forks import FORKED, call_in_child
@@ -138,6 +139,7 @@ class Agreement:
             if thread and error is None:
                 error = self.turns.ambiguity(call.operation)
             claim = Claim(call, thread, error, timeout, is_patient, payload, place)
+            claim = self._ready(claim)
             if not self._is_agreed(claim):
                 self._settle(claim)
             return self.comparison.is_same_place
@@ -174,24 +176,21 @@ class Agreement:
           timeout: see `require_same`.
 
         Returns, for each array, that of every rank: valid until the next comparison.
-        Raises, on all ranks: what `payload.fill` raises on any of them, and see
-          `require_same`.
+        Raises, on all ranks: what `payload.fill` raises; see also `require_same`.
         """
-        comparison, (pages, fill) = self.comparison, payload
+        comparison = self.comparison
         assert isinstance(comparison, BoardComparison)
-        is_large = False
-        try:
-            is_large = fill(comparison.next_page(pages))
-        except Exception as error:
-            self.require_same(call, error)
-        if timeout is None and self._is_plain():
-            self.calls += 1
-            self._begin(self.calls, call, number)
-            if not comparison.exchange(number ^ self.places.digest, is_large):
-                self._settle(Claim(call, payload=payload))
-        else:
+        if timeout is not None or not self._is_plain():
             self.require_same(call, timeout=timeout, payload=payload)
-        return comparison.payload(pages)
+            return comparison.payload(payload.pages)
+        claim = self._ready(Claim(call, payload=payload))
+        if claim.error is not None:
+            self.require_same(call, claim.error)
+        self.calls += 1
+        self._begin(self.calls, call, number)
+        if not comparison.exchange(number ^ self.places.digest, claim.is_large):
+            self._settle(claim)
+        return comparison.payload(payload.pages)
 
     def _is_plain(self) -> bool:
         """Return whether nothing can keep this rank from telling a call's number."""
@@ -207,14 +206,30 @@ class Agreement:
                 # Take the missing thread's place, to tell the others
                 error = no_such_thread(claim.call, self.rank, first)
                 claim = claim._replace(thread=first, error=error)
+            claim = self._ready(claim)
             is_agreed = self._is_agreed(claim)
+
+    def _ready(self, claim: Claim) -> Claim:
+        """Return a claim whose payload is written, or with the error that prevents it.
+
+        Raises what keeps this rank from communicating. Nothing may be written then:
+        other ranks may still be reading what this one told them before.
+        """
+        if self.losses.ranks:
+            raise self.losses.error() from claim.error
+        self._require_unbroken(claim.error)
+        if claim.payload is None or claim.error is not None:
+            return claim
+        assert isinstance(self.comparison, BoardComparison)
+        pages, fill = claim.payload
+        try:
+            return claim._replace(is_large=fill(self.comparison.next_page(pages)))
+        except Exception as error:
+            return claim._replace(error=error)
 
     def _is_agreed(self, claim: Claim) -> bool:
         """Tell the other ranks, and return whether all said the same."""
-        call, thread, error, timeout, is_patient, payload, place = claim
-        if self.losses.ranks:
-            raise self.losses.error() from error
-        self._require_unbroken(error)
+        call, thread, error, timeout, is_patient, _, place, is_large = claim
         if thread:
             call = call._replace(options=(*call.options, ("thread", thread)))
         number = digest(call.without_step())
@@ -223,7 +238,7 @@ class Agreement:
         number ^= self.places.digest ^ call.step_digest()
         deadline = None if timeout is None else time.monotonic() + timeout
         telling = Telling(
-            number, error is not None, payload, deadline, is_patient, place
+            number, error is not None, is_large, deadline, is_patient, place
         )
         try:
             return self.comparison.is_same(telling)

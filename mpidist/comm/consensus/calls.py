@@ -7,23 +7,17 @@ import hashlib
 import os
 import pickle
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from mpidist.errors import CollectiveError, RemoteError
 from mpidist.util import nest
 
-if TYPE_CHECKING:
-    from mpidist.comm.consensus.comparison import Payload
-
 __all__ = [
     "Call",
-    "Claim",
     "Record",
-    "ThreadState",
     "call_site",
     "differences",
     "digest",
@@ -166,24 +160,3 @@ def name_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 1" or "ranks 0, 2"; of many, the first."""
     shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
-class ThreadState(threading.local):
-    """Where a thread is: in how many blocks, and which of them it must leave."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        # The depth of the blocks that other ranks left by an error, and the error
-        self.unwinding: tuple[int, Exception] | None = None
-
-
-class Claim(NamedTuple):
-    """What this rank is about to do, or why it cannot; see `Agreement.require_same`."""
-
-    call: Call
-    thread: str = ""  # which of the rank's threads makes the call
-    error: Exception | None = None
-    timeout: float | None = None
-    is_patient: bool = False
-    payload: Payload | None = None
-    place: int = 0

@@ -10,10 +10,12 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm.consensus.barrier import Board
+from mpidist.comm.consensus.calls import Call
 from mpidist.comm.consensus.waiting import Departures, Waiting
 
 __all__ = [
     "BoardComparison",
+    "Claim",
     "Comparison",
     "MpiComparison",
     "Pages",
@@ -58,7 +60,7 @@ class Telling(NamedTuple):
     Args:
       number: of 62 bits.
       has_failed: whether this rank cannot go on.
-      payload: arrays that travel along; None where there are none.
+      is_large: whether the payload that was written has large integers.
       deadline: on time.monotonic's clock.
       is_patient: whether to leave the core to other threads while waiting.
       place: of 62 bits; it may differ, see `Comparison.is_same_place`.
@@ -66,10 +68,23 @@ class Telling(NamedTuple):
 
     number: int
     has_failed: bool = False
-    payload: Payload | None = None
+    is_large: bool = False
     deadline: float | None = None
     is_patient: bool = False
     place: int = 0
+
+
+class Claim(NamedTuple):
+    """What this rank is about to do, or why it cannot; see `Agreement.require_same`."""
+
+    call: Call
+    thread: str = ""  # which of the rank's threads makes the call
+    error: Exception | None = None
+    timeout: float | None = None
+    is_patient: bool = False
+    payload: Payload | None = None
+    place: int = 0
+    is_large: bool = False  # see `Telling`
 
 
 class Comparison(Protocol):
@@ -162,10 +177,7 @@ class BoardComparison:
 
     def is_same(self, telling: Telling) -> bool:
         """See `Comparison.is_same`."""
-        state = int(telling.has_failed)
-        if telling.payload is not None:
-            pages, fill = telling.payload
-            state |= _LARGE * fill(self.next_page(pages))
+        state = telling.has_failed | _LARGE * telling.is_large
         board = self._board
         words, place = board.both_words[(board.meetings + 1) & 1], telling.place
         words[board.rank][2] = place

@@ -11,7 +11,6 @@ from typing import NoReturn
 
 from mpidist.comm.consensus.calls import (
     Call,
-    Claim,
     Record,
     call_site,
     differences,
@@ -21,6 +20,7 @@ from mpidist.comm.consensus.calls import (
     name_ranks,
     report_error,
 )
+from mpidist.comm.consensus.comparison import Claim
 from mpidist.comm.consensus.flight_recorder import Entry
 from mpidist.errors import DivergenceError, MismatchError, RemoteError
 

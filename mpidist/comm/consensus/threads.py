@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from mpidist.errors import ContextError
 
-__all__ = ["Places", "Turns"]
+__all__ = ["Places", "ThreadState", "Turns"]
 
 
 _LOOK_AGAIN_SECONDS = 0.05
@@ -191,6 +191,15 @@ class Places(threading.local):
     def describe(self) -> dict[str, str]:
         """Return each place by its name."""
         return {name: str(place) for name, place in self._places.items()}
+
+
+class ThreadState(threading.local):
+    """Where a thread is: in how many blocks, and which of them it must leave."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        # The depth of the blocks that other ranks left by an error, and the error
+        self.unwinding: tuple[int, Exception] | None = None
 
 
 @functools.lru_cache(maxsize=64)

@@ -34,7 +34,7 @@ from mpidist.options import AutoShardPolicy, InputOptions
 from mpidist.util import nest, validation
 
 if TYPE_CHECKING:
-    from mpidist.strategy.extended import StrategyExtended
+    from mpidist.comm.replica_group import ReplicaGroup
 
 __all__ = [
     "DistributedDataset",
@@ -121,7 +121,7 @@ class DistributedDataset:
     @classmethod
     def of_global_batches(
         cls,
-        extended: StrategyExtended,
+        extended: ReplicaGroup,
         dataset: DatasetLike,
         options: InputOptions | None,
         call: str = "experimental_distribute_dataset",
@@ -175,7 +175,7 @@ class DistributedDataset:
     @classmethod
     def from_function(
         cls,
-        extended: StrategyExtended,
+        extended: ReplicaGroup,
         dataset_fn: Callable[[InputContext], DatasetLike],
         options: InputOptions | None,
         call: str = "distribute_datasets_from_function",
@@ -197,7 +197,7 @@ class DistributedDataset:
     @classmethod
     def _of_own_batches(
         cls,
-        extended: StrategyExtended,
+        extended: ReplicaGroup,
         pipeline: Pipeline | Stream,
         options: InputOptions | None,
         call: str,
@@ -274,7 +274,7 @@ def _require_batches(dataset: Dataset, call: str) -> None:
 
 
 def _require_like_elements(
-    extended: StrategyExtended, call: str, pipeline: Pipeline
+    extended: ReplicaGroup, call: str, pipeline: Pipeline
 ) -> None:
     """Raise if the replicas' batches differ in structure, dtypes or dimensions."""
 
@@ -286,7 +286,7 @@ def _require_like_elements(
     extended.agreement.require_same(extended.agreement.prepare(call, describe))
 
 
-def _draw(extended: StrategyExtended, needed: bool) -> int:
+def _draw(extended: ReplicaGroup, needed: bool) -> int:
     """Return a random seed that all replicas share. Collective if it is needed."""
     if not needed:
         return 0
@@ -294,7 +294,7 @@ def _draw(extended: StrategyExtended, needed: bool) -> int:
 
 
 def share_indexes(
-    extended: StrategyExtended, pipeline: Pipeline | Stream, call: str
+    extended: ReplicaGroup, pipeline: Pipeline | Stream, call: str
 ) -> None:
     """Look into the files of a pipeline, each by one rank for all. Collective.
 
@@ -318,7 +318,7 @@ def share_indexes(
 
 
 def index_own_files(
-    extended: StrategyExtended, pipeline: Pipeline | Stream, call: str
+    extended: ReplicaGroup, pipeline: Pipeline | Stream, call: str
 ) -> None:
     """Look into the files of this rank's own pipeline. Collective.
 
@@ -346,7 +346,7 @@ def _sources(pipeline: Pipeline | Stream) -> list[IndexedSource]:
 
 
 def _share(
-    extended: StrategyExtended, source: IndexedSource, call: str, threads: int
+    extended: ReplicaGroup, source: IndexedSource, call: str, threads: int
 ) -> None:
     """Look into every size-th file, tell the other ranks, and hear of theirs."""
     agreement, count = extended.agreement, source.file_count
@@ -375,7 +375,7 @@ def _inspect_one(source: IndexedSource, file: int, rank: int) -> Any:
         return _with_rank(error, rank)
 
 
-def _threads(extended: StrategyExtended, call: str) -> int:
+def _threads(extended: ReplicaGroup, call: str) -> int:
     """Return how many threads of this rank may read: all cores but one. Collective.
 
     The cores are those of this process, shared with other ranks on the node; the one

@@ -22,7 +22,7 @@ from mpidist.options import AutoShardPolicy, InputOptions
 from mpidist.util import nest
 
 if TYPE_CHECKING:
-    from mpidist.strategy.extended import StrategyExtended
+    from mpidist.comm.replica_group import ReplicaGroup
 
 __all__ = [
     "Feed",
@@ -59,7 +59,7 @@ class Plan:
       serial: which dataset of the strategy this is.
     """
 
-    extended: StrategyExtended
+    extended: ReplicaGroup
     pipeline: Pipeline | Stream
     is_global: bool
     is_batched: bool

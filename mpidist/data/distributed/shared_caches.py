@@ -29,7 +29,7 @@ from mpidist.util import nest
 from mpidist.util.buffers import Storage
 
 if TYPE_CHECKING:
-    from mpidist.strategy.extended import StrategyExtended
+    from mpidist.comm.replica_group import ReplicaGroup
 
 __all__ = ["NodeCache", "reorder", "require_shareable", "share"]
 
@@ -54,7 +54,7 @@ def require_shareable(steps: Pipeline | Stream) -> None:
 
 
 def share(
-    extended: StrategyExtended, steps: Pipeline | Stream, order: Pass, slices: int
+    extended: ReplicaGroup, steps: Pipeline | Stream, order: Pass, slices: int
 ) -> Pipeline | Stream:
     """Return the steps with caches that the ranks of a node share. Collective.
 
@@ -84,7 +84,7 @@ def share(
     return shared
 
 
-def reorder(extended: StrategyExtended, steps: Pipeline | Stream, order: Pass) -> None:
+def reorder(extended: ReplicaGroup, steps: Pipeline | Stream, order: Pass) -> None:
     """Empty the shared caches before which the order is another one now. Collective.
 
     Args:
@@ -114,7 +114,7 @@ def _shared_caches(steps: Pipeline | Stream) -> list[NodeCache]:
 
 
 def _make(
-    extended: StrategyExtended,
+    extended: ReplicaGroup,
     parent: Pipeline,
     order: Pass,
     owner: object,

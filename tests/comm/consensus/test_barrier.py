@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import mpidist
+from mpidist.comm.consensus.agreement import Agreement
 from mpidist.comm.consensus.barrier import Board
+from mpidist.comm.consensus.calls import Call
 from mpidist.comm.consensus.comparison import BoardComparison, Payload, Telling
 from mpidist.comm.consensus.waiting import LateError
 from mpidist.comm.shared_memory import node
@@ -82,7 +84,8 @@ def test_payloads_come_with_the_comparison(comm, board):
         return comm.rank == 0
 
     for _ in range(3):
-        assert comparison.is_same(Telling(7, payload=Payload(pages, fill)))
+        is_large = fill(comparison.next_page(pages))
+        assert comparison.is_same(Telling(7, is_large=is_large))
         assert comparison.is_any_large
         short, complex_ = comparison.payload(pages)
         for rank in range(comm.size):
@@ -94,6 +97,45 @@ def test_payloads_come_with_the_comparison(comm, board):
         assert comparison.exchange(8, is_large=False)
         assert not comparison.is_any_large
         assert comparison.payload(pages)[0][comm.size - 1][0] == comm.size - 1
+
+
+def test_a_broken_strategy_writes_no_payload(comm, board):
+    """Others may still read what this rank has told them before it broke off."""
+    if comm.size == 1:
+        pytest.skip("one rank tells nobody")
+    agreement = Agreement(comm, BoardComparison(board, 64))
+    pages = agreement.comparison.pages([(np.dtype("f8"), (3,))])
+    own = [page[0] for page in pages.own]
+
+    def fill(arrays):
+        arrays[0][...] = 7.0
+        return False
+
+    for array in own:
+        array[...] = comm.rank
+    agreement.broken = "it was interrupted"
+    for timeout in (None, 10.0):
+        with pytest.raises(mpidist.CollectiveError, match="was interrupted"):
+            agreement.exchange(Call("step"), 1, Payload(pages, fill), timeout)
+    assert [array.tolist() for array in own] == [[comm.rank] * 3] * 2
+    agreement.close()
+
+
+def test_what_filling_a_payload_raises_is_raised_on_all_ranks(comm, board):
+    if comm.size == 1:
+        pytest.skip("one rank tells nobody")
+    agreement = Agreement(comm, BoardComparison(board, 64))
+    pages = agreement.comparison.pages([(np.dtype("f8"), ())])
+
+    def fill(arrays):
+        arrays[0][...] = float("no number" if comm.rank == 0 else comm.rank)
+        return False
+
+    for timeout in (None, 1000.0):
+        with pytest.raises(ValueError, match="no number"):
+            agreement.exchange(Call("step"), 1, Payload(pages, fill), timeout)
+    agreement.raise_together("a call", None)
+    agreement.close()
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8", "c8", "i1", "u2", "i8", "f2"])

@@ -1,0 +1,177 @@
+"""ReplicaContext: what a function that `Strategy.run` runs has of its replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpidist.context import is_current
+from mpidist.errors import ContextError
+from mpidist.options import CommunicationOptions, ReduceOp
+
+if TYPE_CHECKING:
+    from mpidist.strategy.strategy import Strategy
+
+__all__ = ["DefaultReplicaContext", "ReplicaContext"]
+
+
+class ReplicaContext:
+    """What code inside `Strategy.run` knows about its replica, and its collectives.
+
+    Obtained by `get_replica_context()`, never made by users. Its collectives raise
+    ContextError where it is not the current one.
+
+    Example:
+      >>> def replica_id():
+      ...     return mpidist.get_replica_context().replica_id_in_sync_group
+      >>> strategy.experimental_local_results(strategy.run(replica_id))  # on replica 0
+      (0,)
+    """
+
+    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int):
+        self._strategy = strategy
+        self._replica_id = replica_id_in_sync_group
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that runs this replica."""
+        return self._strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The number of this replica, which is its MPI rank in the strategy."""
+        return self._replica_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of this replica, as a one-tuple (deprecated in TensorFlow)."""
+        return (self._strategy.extended.device,)
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Return the elementwise sum or mean of `value` over all replicas.
+
+        Collective: every replica calls it with the same structure, shapes and dtypes,
+        and gets that structure with new arrays of these shapes, equal on all replicas.
+
+        Args:
+          reduce_op: SUM or MEAN; MEAN of integers is float64.
+          value: an array or number, or a nest of them.
+          options: see `CommunicationOptions`; changes the speed, not the result.
+
+        Raises, on all replicas:
+          MismatchError: structures, shapes, dtypes or `reduce_op` differ.
+          DTypeError: a dtype, such as bool, that cannot be added up.
+          ArgumentError, ArgumentTypeError: an unknown `reduce_op`; no array or number.
+          ArgumentError: a sum of integers that does not fit their dtype.
+          DivergenceError: a replica called something else.
+
+        Example:
+          >>> def total(x):
+          ...     return mpidist.get_replica_context().all_reduce("SUM", x)
+          >>> strategy.run(total, args=(np.ones(2),)).values
+          (array([2., 2.]),)
+        """
+        self._require_current("all_reduce")
+        return self._strategy.extended.reduce("all_reduce", reduce_op, value, options)
+
+    def all_gather(
+        self, value: Any, axis: int, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Return the replicas' values one behind the other along `axis`.
+
+        Collective. Lengths along `axis` may differ, and may be zero; that of the result
+        is their sum. The arrays returned are new ones, equal on all replicas.
+
+        Args:
+          value: an array with ndim >= 1, or a nest of them.
+          axis: the dimension to concatenate along, -ndim <= axis < ndim.
+          options: see `CommunicationOptions`.
+
+        Raises, on all replicas:
+          MismatchError: dtypes, numbers of dimensions, or other dimensions differ.
+          ArgumentError: a value without dimensions; an axis out of range.
+          DivergenceError: a replica called something else.
+
+        Example:
+          >>> def gather():
+          ...     context = mpidist.get_replica_context()
+          ...     n = context.replica_id_in_sync_group + 1
+          ...     return context.all_gather(np.arange(n), axis=0)
+          >>> strategy.run(gather).values
+          (array([0, 0, 1]),)
+        """
+        self._require_current("all_gather")
+        return self._strategy.extended.all_gather(value, axis, options)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Return `merge_fn(strategy, *args, **kwargs)`, run in cross-replica context.
+
+        Collective: the calls of all replicas pair by position. The function runs in
+        every process, with this replica's arguments as `PerReplica` values (mirrored
+        values and variables as they are); what it returns is taken apart again.
+
+        Raises, on all replicas:
+          DivergenceError: a replica makes another collective, or has left `run`.
+          What `merge_fn` raises on any of them.
+
+        Example:
+          >>> def step(x):
+          ...     context = mpidist.get_replica_context()
+          ...     return context.merge_call(lambda s, x: s.reduce("SUM", x), (x,))
+          >>> strategy.run(step, args=(np.ones(2),)).values
+          (array([2., 2.]),)
+        """
+        self._require_current("merge_call")
+        return self._strategy.extended.merge_call(merge_fn, args, kwargs)
+
+    def _require_current(self, call: str) -> None:
+        if not is_current(self):
+            raise ContextError(
+                f"{call} was called on a replica context that is not the current one; "
+                "it belongs inside the function that strategy.run runs"
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} of replica {self._replica_id} of "
+            f"{self.num_replicas_in_sync}>"
+        )
+
+
+class DefaultReplicaContext(ReplicaContext):
+    """What holds outside all scopes, where nobody has asked for the default strategy.
+
+    Args:
+      strategy: the default one.
+      ranks: of the job.
+    """
+
+    def __init__(self, strategy: Strategy, ranks: int):
+        super().__init__(strategy, 0)
+        self._ranks = ranks
+
+    def _require_current(self, call: str) -> None:
+        super()._require_current(call)
+        if self._ranks > 1:
+            raise ContextError(
+                f"{call} was called outside strategy.run, where it would combine what "
+                f"this process has with nothing: there is one replica, of "
+                f"{self._ranks} in this job. Call it in a function that strategy.run "
+                "runs; to mean this process alone, one that "
+                "mpidist.get_strategy().run runs outside all scopes"
+            )
