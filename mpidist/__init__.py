@@ -178,7 +178,9 @@ Absent
 
 from __future__ import annotations
 
+import importlib
 import sys
+from typing import TYPE_CHECKING, Any
 
 from mpidist._version import __version__
 from mpidist.launch import commands
@@ -187,9 +189,13 @@ from mpidist.launch import commands
 if not commands.is_command():
     from mpidist.launch import mpi_defaults  # noqa: F401, I001 - before MPI is imported
     from mpidist.resilience import exit_handling, watchdog
-    from mpidist.checkpoint.checkpoint import Checkpoint
-    from mpidist.checkpoint.manager import CheckpointManager, latest_checkpoint
-    from mpidist.launch.cluster_resolver import SlurmClusterResolver
+    from mpidist.comm.cross_device_kinds import (
+        HierarchicalCopyAllReduce,
+        NcclAllReduce,
+        ReductionToOneDevice,
+    )
+    from mpidist.comm.cross_device_ops import CrossDeviceOps, MpiAllReduce
+    from mpidist.comm.gradient_buckets import GradientBuckets
     from mpidist.context import (
         experimental_set_strategy,
         get_replica_context,
@@ -197,19 +203,15 @@ if not commands.is_command():
         has_strategy,
         in_cross_replica_context,
     )
-    from mpidist.comm.cross_device_ops import CrossDeviceOps, MpiAllReduce
     from mpidist.data.dataset import (
         INFINITE_CARDINALITY,
         UNKNOWN_CARDINALITY,
         Dataset,
     )
     from mpidist.data.distributed.datasets import DistributedDataset, InputContext
-    from mpidist.data.distributed.iterator import DistributedIterator
-    from mpidist.strategy.v1 import InputIterator
-    from mpidist.data.distributed.iterator import Optional
+    from mpidist.data.distributed.iterator import DistributedIterator, Optional
     from mpidist.data.iterator import DatasetIterator
     from mpidist.data.spec import TensorSpec
-    from mpidist.resilience.elastic import run_elastic
     from mpidist.errors import (
         ArgumentError,
         ArgumentTypeError,
@@ -228,48 +230,71 @@ if not commands.is_command():
         RemoteError,
         UnsupportedError,
     )
-    from mpidist.strategy.extended import StrategyExtended
-    from mpidist.comm.gradient_buckets import GradientBuckets
-    from mpidist.strategy.hdf5_writer import Hdf5Writer
+    from mpidist.launch import cluster_resolver
+    from mpidist.launch.cluster_resolver import SlurmClusterResolver
     from mpidist.options import (
         AutoShardPolicy,
+        CommunicationImplementation,
+        CommunicationOptions,
         InputOptions,
         InputReplicationMode,
         Options,
-    )
-    from mpidist.strategy.mirrored_strategy import MirroredStrategy
-    from mpidist.strategy.extended import MultiStepContext
-    from mpidist.options import (
-        CommunicationImplementation,
-        CommunicationOptions,
         ReduceOp,
         RunOptions,
         VariableAggregation,
         VariableSynchronization,
     )
+    from mpidist.strategy.extended import MultiStepContext, StrategyExtended
+    from mpidist.strategy.mirrored_strategy import MirroredStrategy
+    from mpidist.strategy.replica_context import ReplicaContext
+    from mpidist.strategy.strategy import Strategy
+    from mpidist.strategy.v1 import InputIterator, StrategyV1
+    from mpidist.strategy.variables import Variable
+    from mpidist.values import (
+        DistributedValues,
+        IndexedSlices,
+        Mirrored,
+        PerReplica,
+        ValueContext,
+    )
+
+    sys.modules["mpidist.cluster_resolver"] = cluster_resolver  # as TensorFlow has it
+    exit_handling.abort_on_exception()
+    exit_handling.leave_together()
+    watchdog.start_watch()
+
+if TYPE_CHECKING:
+    from mpidist.checkpoint.checkpoint import Checkpoint
+    from mpidist.checkpoint.manager import CheckpointManager, latest_checkpoint
+    from mpidist.resilience.elastic import run_elastic
     from mpidist.resilience.preemption import (
         PreemptionCheckpointHandler,
         TerminationConfig,
     )
-    from mpidist.comm.cross_device_kinds import (
-        HierarchicalCopyAllReduce,
-        NcclAllReduce,
-        ReductionToOneDevice,
-    )
-    from mpidist.strategy.replica_context import ReplicaContext
-    from mpidist.strategy.strategy import Strategy
-    from mpidist.strategy.v1 import StrategyV1
-    from mpidist.values import ValueContext
-    from mpidist.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
-    from mpidist.strategy.variables import Variable
+    from mpidist.strategy.hdf5_writer import Hdf5Writer
 
-    # TensorFlow has a module of this name
-    from mpidist.launch import cluster_resolver
+# What not all jobs need is imported when it is first used
+_LATER = {
+    "Checkpoint": "mpidist.checkpoint.checkpoint",
+    "CheckpointManager": "mpidist.checkpoint.manager",
+    "latest_checkpoint": "mpidist.checkpoint.manager",
+    "run_elastic": "mpidist.resilience.elastic",
+    "PreemptionCheckpointHandler": "mpidist.resilience.preemption",
+    "TerminationConfig": "mpidist.resilience.preemption",
+    "Hdf5Writer": "mpidist.strategy.hdf5_writer",
+}
 
-    sys.modules["mpidist.cluster_resolver"] = cluster_resolver
-    exit_handling.abort_on_exception()
-    exit_handling.leave_together()
-    watchdog.start_watch()
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'mpidist' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "ArgumentError",

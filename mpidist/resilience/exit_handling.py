@@ -17,7 +17,6 @@ from typing import NoReturn
 
 from mpi4py import MPI
 
-from mpidist.checkpoint.save import finish_all
 from mpidist.comm.consensus import processes
 from mpidist.comm.consensus.agreement import Agreement
 from mpidist.comm.consensus.calls import Call
@@ -70,7 +69,8 @@ def _leave(pid: int) -> None:
         return
     processes.stop()
     try:
-        finish_all()
+        if (save := sys.modules.get("mpidist.checkpoint.save")) is not None:
+            save.finish_all()
         for agreement in list(Agreement.in_use):
             agreement.require_same(Call("the end of the program"))
         for agreement in list(Agreement.in_use):
