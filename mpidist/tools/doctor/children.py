@@ -58,7 +58,6 @@ class Child:
         environ = dict(os.environ)
         if not is_rank:  # libraries that load MPI must not start it
             environ["MPI4PY_RC_INITIALIZE"] = "false"
-            environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mpidist", "doctor", "--child"],
             env=environ,
@@ -133,10 +132,10 @@ class Child:
         """Let the child end if it has answered, else kill its process group."""
         self._connection.close()
         if not self._has_answered or not self._has_ended():
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._has_ended()
-        self._relay.join(_END_SECONDS)
+        if self._has_ended():
+            self._relay.join(_END_SECONDS)
 
     def _has_ended(self) -> bool:
         """Wait a moment for the end; a child that is blocked in the kernel has none."""
@@ -212,6 +211,8 @@ def serve() -> NoReturn:
             end_with_parent(signal.SIGKILL)
         if os.getppid() == parent:
             channel.send(("result", _call(channel, is_rank)))
+            # The parent's end closes the channel, and must not interrupt the clean-up
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             channel.recv()
     except (EOFError, OSError, KeyboardInterrupt):
         cleanups.close()
