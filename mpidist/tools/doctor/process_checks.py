@@ -135,7 +135,7 @@ def try_import(name: str) -> str | Failure:
 
 def check_python(facts: Mapping[int, PythonFacts]) -> list[CheckResult]:
     """Return rows on versions; facts by rank."""
-    # Files of one minor version work with its later ones, so the patch may differ
+    # Python is compatible within a minor version, so the patch number may differ
     minors = {fact.python.rpartition(".")[0] for fact in facts.values()}
     return [
         all_same(
