@@ -222,14 +222,19 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how long each check may take (default 20)",
     )
+    # For processes that the doctor itself starts
+    add("--child", action="store_true", help=argparse.SUPPRESS)
 
 
 def _doctor(given: argparse.Namespace) -> int:
     """Examine, and print what was found."""
-    from mpidist.tools.doctor.command import run
-    from mpidist.tools.doctor.examination import Request
+    if given.child:
+        from mpidist.tools.doctor.children import serve
 
-    return run(Request(tuple(dict.fromkeys(given.paths)), given.seconds), given.json)
+        serve()
+    from mpidist.tools.doctor.runner import Request, run
+
+    return run(Request(tuple(dict.fromkeys(given.paths)), given.seconds, given.json))
 
 
 def _path(text: str) -> str:

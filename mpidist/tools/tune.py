@@ -1,9 +1,9 @@
-"""Measuring which transport is the fastest for which size, on this machine.
+"""Measure which transport is the fastest for each size on this machine.
 
     mpirun -n 8 python -m mpidist tune
 
-measures for jobs with as many ranks on each node as this one, and writes what it finds
-where strategies look for it.
+measures for jobs with as many nodes and ranks per node, and writes a tuning table to
+the file from which strategies read it.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from mpidist.strategy.mirrored_strategy import MirroredStrategy
 
 __all__ = ["choose_rows", "tune"]
 
-# Another transport must be so much faster, or the machine's noise would choose
+# Switch only to a clearly faster transport, as measurements are noisy
 _GAIN = 0.9
 _LOOP_SECONDS = 2e-3
 _METHODS = ("allreduce", "allgatherv", "broadcast")
-# They choose the order of additions; that is an option, and not a matter of speed
+# Chosen by an option for the order of additions, not for speed
 _NOT_MEASURED = ("ordered",)
 
 
 def tune(path: Path, largest_bytes: int, repetitions: int) -> dict[str, Any]:
-    """Measure, write the table for this layout, and return it. Collective.
+    """Measure, write the tuning table of this layout, and return it. Collective.
 
     Args:
       path: of the file of tables, on rank 0.
       largest_bytes: up to which size to measure.
-      repetitions: how often each transport is timed; the medians count.
+      repetitions: of each timing, of which the median is taken.
     """
     strategy = MirroredStrategy()
     group = strategy.extended
@@ -72,20 +72,23 @@ def tune(path: Path, largest_bytes: int, repetitions: int) -> dict[str, Any]:
 def _measure(
     group: ReplicaGroup, method: str, sizes: Sequence[int], repetitions: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of a call for each transport, by size, the same on all ranks.
+    """Return the seconds of a call for each transport, by size of the result.
 
-    The size is that of the result.
+    They are the same on all ranks.
     """
-    ways = {
-        name: way
-        for name, way in group.collectives.routes.by_name.items()
+    transports = {
+        name: transport
+        for name, transport in group.collectives.routes.by_name.items()
         if name not in _NOT_MEASURED
     }
-    medians: dict[str, list[float]] = {name: [] for name in ways}
+    medians: dict[str, list[float]] = {name: [] for name in transports}
     for size in sizes:
-        calls = {name: _call(group, way, method, size) for name, way in ways.items()}
+        calls = {
+            name: _call(group, transport, method, size)
+            for name, transport in transports.items()
+        }
         loops = _agree_on_loops(group, list(calls.values()))
-        times: dict[str, list[float]] = {name: [] for name in ways}
+        times: dict[str, list[float]] = {name: [] for name in transports}
         for _, (name, call) in itertools.product(range(repetitions), calls.items()):
             times[name].append(_time(group.topology.comm, call, loops))
         for name, measured in times.items():
@@ -94,66 +97,70 @@ def _measure(
 
 
 def _call(
-    group: ReplicaGroup, way: Transport, method: str, size: int
+    group: ReplicaGroup, transport: Transport, method: str, size: int
 ) -> Callable[[], None]:
     count, ranks = max(1, size // 8), group.num_replicas
     if method == "broadcast":
         buffer = _ones(group, count)
-        return _and_wait(lambda: way.broadcast(buffer, 0, None), buffer)
+        return _synchronized(lambda: transport.broadcast(buffer, 0, None), buffer)
     if method == "allreduce":
         send, receive = _ones(group, count), _ones(group, count)
-        return _and_wait(lambda: way.allreduce_sum(send, receive, None), receive)
+        return _synchronized(
+            lambda: transport.allreduce_sum(send, receive, None), receive
+        )
     counts = [max(1, count // ranks)] * ranks
     part, gathered = _ones(group, counts[0]), _ones(group, sum(counts))
-    return _and_wait(lambda: way.allgatherv(part, gathered, counts, None), gathered)
+    return _synchronized(
+        lambda: transport.allgatherv(part, gathered, counts, None), gathered
+    )
 
 
-def _and_wait(call: Callable[[], None], result: Any) -> Callable[[], None]:
-    """Return a call that ends when a GPU, if one has work with the result, is done."""
+def _synchronized(call: Callable[[], None], result: Any) -> Callable[[], None]:
+    """Return a call that also waits for the GPU of the result, if there is one."""
     if not arrays.is_device_array(result):
         return call
 
-    def call_and_wait() -> None:
+    def synchronized() -> None:
         call()
         arrays.synchronize(result)
 
-    return call_and_wait
+    return synchronized
 
 
 def _ones(group: ReplicaGroup, count: int) -> Any:
-    """Return an array that was written: zeros may be one page of memory, many times."""
+    """Return a written array: unwritten zeros may all map to one page of memory."""
     ones = group.zeros((count,), np.dtype(np.float64))
     ones += 1
     return ones
 
 
 def _agree_on_loops(group: ReplicaGroup, calls: Sequence[Callable[[], None]]) -> int:
-    """Return how many calls to time at once; warms up."""
+    """Warm up, and return how many calls to time at once. Collective."""
     comm = group.topology.comm
     slowest = max(_time(comm, call, 3) for call in calls)
     return max(1, min(1000, int(_LOOP_SECONDS / slowest)))
 
 
 def _time(comm: MPI.Intracomm, call: Callable[[], None], loops: int) -> float:
-    """Return the seconds of one call, on the slowest rank. Collective."""
+    """Return the seconds of one call on the slowest rank. Collective."""
     comm.Barrier()
     start = time.perf_counter()
     for _ in range(loops):
         call()
-    mine = (time.perf_counter() - start) / loops
-    slowest: float = comm.allreduce(mine, MPI.MAX)
+    own = (time.perf_counter() - start) / loops
+    slowest: float = comm.allreduce(own, MPI.MAX)
     return slowest
 
 
 def choose_rows(
     sizes: Sequence[int], seconds: Mapping[str, Sequence[float]], first: Sequence[str]
 ) -> list[tuple[int, str]]:
-    """Return from which size on which transport is to be used.
+    """Return rows of the tuning table: from which size to use which transport.
 
     Args:
       sizes: in bytes, ascending.
       seconds: of each transport, for each size.
-      first: the transport to begin with; another one must be clearly faster.
+      first: the default transports; another than the first must be clearly faster.
     """
     return list(_merge(sizes, seconds, first[0]))
 

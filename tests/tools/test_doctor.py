@@ -356,11 +356,22 @@ def test_mpi_that_does_not_start(fake, tmp_path, ranks, text, expected):
         assert expected in alone(**environment, seconds="3")("starting MPI", "FAIL")
 
 
-def test_no_process_stays_when_it_is_ended(fake, tmp_path):
+@pytest.mark.parametrize(
+    ("module", "stage", "number"),
+    [
+        ("optree", "looking at this process", signal.SIGTERM),
+        ("optree", "", signal.SIGKILL),
+        ("mpi4py.MPI", "starting MPI", signal.SIGTERM),
+        ("mpi4py.MPI", "", signal.SIGKILL),
+    ],
+)
+def test_no_process_stays_when_it_is_ended(fake, tmp_path, module, stage, number):
     fifo, pid_file = tmp_path / "fifo", tmp_path / "pid"
     os.mkfifo(fifo)
     text = f"import os; open({str(pid_file)!r}, 'w').write(str(os.getpid())); "
-    path = fake("optree", text + f"open({str(fifo)!r})")
+    if module == "mpi4py.MPI":
+        fake("mpi4py.__init__", "")
+    path = fake(module, text + f"open({str(fifo)!r})")
     environment = launching.clean_environment() | {"PYTHONPATH": path}
     process = subprocess.Popen(
         [sys.executable, *DOCTOR, "--json"],
@@ -370,15 +381,15 @@ def test_no_process_stays_when_it_is_ended(fake, tmp_path):
         text=True,
     )
     with open(fifo, "w"):  # when somebody opens it to read
-        worker = os.pidfd_open(int(pid_file.read_text()))
-        os.set_blocking(worker, False)
-        process.send_signal(signal.SIGTERM)
+        child = os.pidfd_open(int(pid_file.read_text()))
+        process.send_signal(number)
         out, err = process.communicate(timeout=launching.HANG_SECONDS)
-        ended = subprocess.CompletedProcess([], process.returncode, out, err)
-        report = Report(ended)
-        assert "ended by SIGTERM" in report("looking at this process", "FAIL")
-    assert select.select([worker], [], [], launching.HANG_SECONDS)[0]
-    os.close(worker)
+        if stage:
+            ended = subprocess.CompletedProcess([], process.returncode, out, err)
+            assert "ended by SIGTERM" in Report(ended)(stage, "FAIL")
+        # Open for writing until here, or the child would end by itself
+        assert select.select([child], [], [], launching.HANG_SECONDS)[0]
+    os.close(child)
 
 
 @pytest.mark.slow

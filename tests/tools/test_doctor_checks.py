@@ -4,54 +4,53 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
-import time
+import subprocess
 
 import launching
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidist.tools.doctor import locks
+from mpidist.tools.doctor import file_systems
+from mpidist.tools.doctor.children import Child, run_checks
+from mpidist.tools.doctor.evaluate import RankFacts, evaluate
 from mpidist.tools.doctor.file_systems import Mount, PathFacts, find_mount, look, write
-from mpidist.tools.doctor.finding import (
-    Failure,
-    Finding,
-    Status,
-    by_rank,
-    name_each,
-    name_ranks,
-)
 from mpidist.tools.doctor.gpu_checks import (
     GpuChoice,
     GpuFacts,
     check_gpus,
     check_support,
 )
-from mpidist.tools.doctor.judging import RankFacts, judge
-from mpidist.tools.doctor.launch_checks import (
+from mpidist.tools.doctor.node_checks import (
     LaunchFacts,
+    NodeFacts,
+    check_binding,
     check_launcher,
+    check_memory,
     check_mpi,
     check_nodes,
+    check_threads,
     find_launched,
     is_silent,
 )
-from mpidist.tools.doctor.node_checks import (
-    NodeFacts,
-    check_binding,
-    check_memory,
-    check_threads,
-)
 from mpidist.tools.doctor.path_checks import PathReport, check_path
-from mpidist.tools.doctor.python_checks import (
+from mpidist.tools.doctor.process_checks import (
     PythonFacts,
     check_environment,
     check_python,
 )
-from mpidist.tools.doctor.report import to_text
-from mpidist.tools.doctor.speed import Speed, check_speed
-from mpidist.tools.doctor.workers import Worker
+from mpidist.tools.doctor.rank_job import Speed, check_speed
+from mpidist.tools.doctor.results import (
+    CheckResult,
+    Failure,
+    Status,
+    by_rank,
+    name_each,
+    name_ranks,
+    to_text,
+)
 
 OK, WARN, FAIL = Status.OK, Status.WARN, Status.FAIL
 GIB = 1 << 30
@@ -121,72 +120,54 @@ def test_looking_and_writing(tmp_path):
     assert write(str(tmp_path / "no"))[0] == -errno.ENOENT
 
 
-def _sleep_until_killed():
-    signal.pause()
+def test_checks_that_crash_block_and_raise_do_so_alone():
+    soon = launching.HANG_SECONDS
+    calls = [(os.abort,), None, (os.getppid,), (os.strerror, "x"), (os._exit, 3)]
+    killed, nothing, parent, raised, ended = run_checks(calls, soon)
+    assert killed.text.startswith("the process was ended by SIGABRT")
+    assert nothing is None
+    assert parent == os.getpid()
+    assert raised.text.startswith("TypeError: 'str' object cannot be")
+    assert ended == Failure("the process ended with 3")
+    (blocked,) = run_checks([(signal.pause,)], 0.5)
+    assert blocked == Failure("no answer in 0.5 s")
 
 
-def _kill_itself():
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
-def _raise():
-    raise ValueError("one\ntwo")
-
-
-def _compute(seconds):
-    end = time.process_time() + seconds
-    while time.process_time() < end:
-        pass
-    return "computed"
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_worker_crashes_blocks_and_raises_alone():
-    soon = time.monotonic() + launching.HANG_SECONDS
-    worker = Worker()
-    assert worker.call(_raise, by=soon) == Failure("ValueError: one two")
-    assert worker.call(os.getppid, by=soon) == os.getpid()
-    worker.close()
-    worker = Worker()
-    assert worker.call(_kill_itself, by=soon).text.endswith("by SIGSEGV")
-    assert isinstance(worker.call(os.getpid, by=soon), Failure)
-    worker.close()
-    worker = Worker()
-    assert "no answer" in worker.call(_sleep_until_killed, by=time.monotonic()).text
-    worker.close()
-    with pytest.raises(ChildProcessError):
-        os.waitpid(worker._pid or -1, os.WNOHANG)
+def test_a_late_check_is_killed_with_its_process_group(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    script = f"echo $$ > {fifo}; exec sleep {launching.HANG_SECONDS}"
+    with Child(subprocess.run, ["sh", "-c", script]) as child:
+        program = os.pidfd_open(int(fifo.read_text()))
+        assert child.result(0) == Failure("no answer in 0 s")
+    assert select.select([program], [], [], launching.HANG_SECONDS)[0]
+    os.close(program)
 
 
 @pytest.mark.skipif(
     not os.path.exists("/proc/self/schedstat"), reason="Linux does not tell"
 )
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_worker_that_computes_is_waited_for_but_not_for_ever():
-    worker = Worker()
-    assert worker.call(_compute, 0.7, by=time.monotonic() + 0.5) == "computed"
-    endless = worker.call(_compute, 1e9, by=time.monotonic() + 0.02)
-    assert endless.text.startswith("no answer in ")
-    worker.close()
+def test_a_check_that_computes_is_waited_for_but_not_for_ever():
+    count = 5 * 10**7  # for about a second
+    assert run_checks([(sum, range(count))], 0.5) == [count * (count - 1) // 2]
+    (endless,) = run_checks([(sum, range(10**15))], 0.05)
+    assert endless == Failure("no answer in 0.05 s")
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_locks_are_seen_by_another_process_and_given_back(tmp_path):
-    soon = time.monotonic() + launching.HANG_SECONDS
-    first, second = Worker(), Worker()
-    held = first.call(locks.hold, str(tmp_path), by=soon)
-    assert all(refused == "" for _, refused in held.values())
-    assert second.call(locks.see, held, by=soon) == dict.fromkeys(
-        locks.KINDS, locks.HELD
-    )
+    soon = launching.HANG_SECONDS
     # As on a file system whose locks do nothing
     names = {kind: (str(tmp_path / kind), "") for kind in ("fcntl", "flock")}
     for name, _ in names.values():
         open(name, "w").close()
-    assert set(second.call(locks.see, names, by=soon).values()) == {locks.MISSED}
-    first.close()  # without `release`: its end is enough
+    with Child(file_systems.hold, str(tmp_path)) as holder:
+        held = holder.result(soon)
+        assert all(refused == "" for _, refused in held.values())
+        calls = [(file_systems.see, held), (file_systems.see, names)]
+        first, second = run_checks(calls, soon)
+    assert first == dict.fromkeys(file_systems.KINDS, file_systems.HELD)
+    assert set(second.values()) == {file_systems.MISSED}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fcntl", "flock"]
-    second.close()
 
 
 def node(cores, machine=8, variable=("", ""), shared=4 * GIB, siblings=None):
@@ -343,13 +324,15 @@ def test_environments_that_differ():
 
 EXT4 = PathFacts("", "/d", mount=Mount("/", "ext4", "/dev/sda", frozenset()))
 WELL = PathReport(EXT4._replace(size_bytes=GIB, free_bytes=GIB), written=(0, ""))
-HELD = {kind: (f"/d/{kind}", "") for kind in locks.KINDS}
+HELD = {kind: (f"/d/{kind}", "") for kind in file_systems.KINDS}
 
 
 def path_rows(changes, locking=None, held=HELD):
     """Return what is not OK: rank 0 holds the locks, rank 1 sees them."""
     first = WELL._replace(held=held)
-    second = WELL._replace(written=None, seen=dict.fromkeys(locks.KINDS, locks.HELD))
+    second = WELL._replace(
+        written=None, seen=dict.fromkeys(file_systems.KINDS, file_systems.HELD)
+    )
     reports = {0: first, 1: second._replace(**changes)}
     rows = check_path(reports, "/d", locking)
     return [(r.what, r.status, r.found) for r in rows if r.status is not OK]
@@ -377,26 +360,26 @@ def test_paths_on_all_ranks():
     [
         ("HDF5", "ENOLCK: No locks available", None, FAIL),
         ("flock", "ENOSYS: Function not implemented", None, WARN),
-        ("fcntl", locks.MISSED, None, WARN),
-        ("HDF5", locks.MISSED, None, WARN),
-        ("HDF5", locks.MISSED, "FALSE", OK),
-        ("flock", locks.HIDDEN, None, WARN),
+        ("fcntl", file_systems.MISSED, None, WARN),
+        ("HDF5", file_systems.MISSED, None, WARN),
+        ("HDF5", file_systems.MISSED, "FALSE", OK),
+        ("flock", file_systems.HIDDEN, None, WARN),
     ],
 )
 def test_locks_that_do_not_hold(kind, said, locking, expected):
-    seen = {**dict.fromkeys(locks.KINDS, locks.HELD), kind: said}
+    seen = {**dict.fromkeys(file_systems.KINDS, file_systems.HELD), kind: said}
     rows = path_rows({"seen": seen}, locking)
     assert [status for _, status, _ in rows] == ([] if expected is OK else [expected])
 
 
 def test_files_that_others_do_not_see_are_one_row():
-    rows = path_rows({"seen": dict.fromkeys(locks.KINDS, locks.HIDDEN)})
+    rows = path_rows({"seen": dict.fromkeys(file_systems.KINDS, file_systems.HIDDEN)})
     assert [(what, status) for what, status, _ in rows] == [("/d: locks", WARN)]
 
 
 def test_locks_that_cannot_be_taken():
     held = {**HELD, "HDF5": ("/d/h", "ENOTSUP: Operation not supported")}
-    ((_, status, found),) = path_rows({"seen": {"flock": locks.HELD}}, held=held)
+    ((_, status, found),) = path_rows({"seen": {"flock": file_systems.HELD}}, held=held)
     assert status is FAIL
     assert "ENOTSUP" in found
     ((_, status, _),) = path_rows({"seen": None}, held=Failure("no answer in 1 s"))
@@ -458,16 +441,16 @@ def test_cuda_support(monkeypatch, asked, tried, has_nccl, status):
 
 def test_speed():
     fast = Speed("CPU", 5e-6, 1e-3, "shared", True)
-    assert statuses(check_speed(fast, 2)) == [OK]
-    assert statuses(check_speed(fast._replace(latency_seconds=0.01), 2)) == [WARN]
-    (row,) = check_speed(fast._replace(is_right=False), 2)
+    assert check_speed(fast, 2).status is OK
+    assert check_speed(fast._replace(latency_seconds=0.01), 2).status is WARN
+    row = check_speed(fast._replace(is_right=False), 2)
     assert row.status is FAIL
     assert "WRONG" in row.found
 
 
 def test_a_rank_that_failed_to_look_is_named():
     well = RankFacts(python(), Failure("no answer in 20 s"), NO_GPU)
-    rows = judge(
+    rows = evaluate(
         {0: well, 1: well, 2: RankFacts(Failure("x"), Failure("y"), NO_GPU)}, []
     )
     found = {row.what: row for row in rows}
@@ -476,13 +459,13 @@ def test_a_rank_that_failed_to_look_is_named():
 
 
 def test_a_check_that_fails_is_a_row():
-    rows = judge({0: RankFacts("nonsense", NO_GPU, NO_GPU)}, [])
+    rows = evaluate({0: RankFacts("nonsense", NO_GPU, NO_GPU)}, [])
     bad = [row for row in rows if "itself failed" in row.found]
     assert bad
     assert all(row.status is FAIL for row in bad)
 
 
-ROWS = st.builds(Finding, st.sampled_from(Status), st.text(), st.text(), st.text())
+ROWS = st.builds(CheckResult, st.sampled_from(Status), st.text(), st.text(), st.text())
 
 
 @given(st.lists(ROWS, min_size=1))

@@ -1,31 +1,59 @@
-"""What lies under a path: the file system, and whether files can be written there.
+"""Checks of a path: its file system, writing files there, and locks on them.
 
-These functions may block for ever, or crash: only a `Worker` calls them.
+These functions may block for ever, or crash: call them in a child process.
+
+Locks are of three kinds, which a file system may treat differently: fcntl's, flock's,
+and HDF5's own, which is a flock that HDF5 takes when it opens a file, unless
+HDF5_USE_FILE_LOCKING says otherwise. One process holds them, and others must see that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import re
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["PREFIX", "Mount", "PathFacts", "find_mount", "look", "open_hdf5", "write"]
+from mpidist.tools.doctor.children import cleanups
 
-PREFIX = ".mpidist-doctor-"
+__all__ = [
+    "HELD",
+    "HIDDEN",
+    "KINDS",
+    "MISSED",
+    "Mount",
+    "PathFacts",
+    "find_mount",
+    "hold",
+    "look",
+    "open_hdf5",
+    "see",
+    "write",
+]
+
+_PREFIX = ".mpidist-doctor-"
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _TRIED_BYTES = 1 << 20
+KINDS = ("fcntl", "flock", "HDF5")
+# States of a lock for another process: taken; not taken; its file is not visible
+HELD, MISSED, HIDDEN = "held", "missed", "hidden"
+# Other nodes see a new file when their caches of the folder have expired
+_VISIBLE_SECONDS = 4.0
+_TAKEN = (errno.EAGAIN, errno.EACCES)
 
 
 class Mount(NamedTuple):
     """A line of /proc/self/mountinfo.
 
     Args:
-      point: where it is mounted.
+      point: the folder on which it is mounted.
       kind: the type of the file system, such as "nfs4".
       source: the device or server.
       options: of the mount and of the file system.
@@ -38,13 +66,13 @@ class Mount(NamedTuple):
 
 
 class PathFacts(NamedTuple):
-    """What a rank sees of a path.
+    """A path as one rank sees it.
 
     Args:
-      error: why it cannot be looked at; empty if it can.
-      folder: where files are tried: the path, or the folder of a file.
+      error: why it cannot be accessed; empty if it can.
+      folder: for trial files: the path, or the folder of a file.
       is_file, is_hdf5: what it is.
-      mount: of the file system; None where the system does not tell.
+      mount: of the file system; None if unknown.
       size_bytes, free_bytes: of the file system.
     """
 
@@ -58,7 +86,7 @@ class PathFacts(NamedTuple):
 
 
 def look(path: str) -> PathFacts:
-    """Return what there is at a path."""
+    """Return the facts of a path."""
     try:
         found = Path(path).resolve(strict=True)
         folder = found if found.is_dir() else found.parent
@@ -97,11 +125,11 @@ def _starts_as_hdf5(path: Path) -> bool:
 
 
 def find_mount(table: str, path: str) -> Mount | None:
-    """Return what is mounted where `path`, which holds no links, lies.
+    """Return the mount of a path.
 
     Args:
       table: the text of /proc/self/mountinfo.
-      path: absolute.
+      path: absolute, without symbolic links.
     """
     best: Mount | None = None
     for line in table.splitlines():
@@ -111,7 +139,7 @@ def find_mount(table: str, path: str) -> Mount | None:
             continue
         point = _unescape(fields[4])
         options = frozenset(f"{fields[5]},{after[2]}".split(","))
-        # Of those at one point the last hides the others
+        # The last mount at a point hides the others
         if Path(path).is_relative_to(point) and (
             best is None or len(point) >= len(best.point)
         ):
@@ -124,7 +152,7 @@ def _unescape(text: str) -> str:
 
 
 def open_hdf5(path: str) -> str:
-    """Open an HDF5 file to read; return why that fails, or nothing."""
+    """Open an HDF5 file for reading; return the error, or nothing."""
     import h5py
 
     try:
@@ -136,13 +164,13 @@ def open_hdf5(path: str) -> str:
 
 
 def write(folder: str) -> tuple[int, str]:
-    """Do in a folder what checkpoints do: write, fsync, rename, map, remove.
+    """Write, fsync, rename, map and remove a file, as checkpoints do.
 
-    Returns: the number and the text of the error, 0 if there was none; the number is
-    negative where no file could be made at all.
+    Returns: errno and text of the error, or 0; errno is negative if no file could be
+    created at all.
     """
     try:
-        handle, name = tempfile.mkstemp(dir=folder, prefix=PREFIX)
+        handle, name = tempfile.mkstemp(dir=folder, prefix=_PREFIX)
     except OSError as error:
         return -(error.errno or errno.EIO), error.strerror or str(error)
     renamed = f"{name}-renamed"
@@ -175,3 +203,82 @@ def _sync_folder(folder: str) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def hold(folder: str) -> dict[str, tuple[str, str]]:
+    """Create and lock a file for each kind of lock, until this process ends.
+
+    Returns: for each kind the file's path, and why the lock was refused, or nothing.
+    """
+    return {kind: _hold_one(folder, kind) for kind in KINDS}
+
+
+def see(held: dict[str, tuple[str, str]]) -> dict[str, str]:
+    """Return for each kind HELD, MISSED, HIDDEN, or why the lock was refused."""
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    return {
+        kind: _see_one(kind, path, deadline)
+        for kind, (path, refused) in held.items()
+        if not refused
+    }
+
+
+def _hold_one(folder: str, kind: str) -> tuple[str, str]:
+    try:
+        handle, name = tempfile.mkstemp(".h5", _PREFIX, folder)
+    except OSError as error:
+        return "", error.strerror or str(error)
+    cleanups.callback(_remove, name)
+    cleanups.callback(os.close, handle)
+    try:
+        if kind == "HDF5":
+            _hold_hdf5(name)
+        else:
+            _lock(kind)(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (OSError, RuntimeError) as error:
+        return name, _explain(error)
+    return name, ""
+
+
+def _hold_hdf5(name: str) -> None:
+    import h5py
+
+    file = h5py.File(name, "w")
+    cleanups.callback(file.close)
+    file["x"] = 1
+    file.flush()
+
+
+def _see_one(kind: str, path: str, deadline: float) -> str:
+    while not Path(path).exists():
+        if time.monotonic() > deadline:
+            return HIDDEN
+        time.sleep(0.05)
+    try:
+        if kind == "HDF5":
+            import h5py
+
+            h5py.File(path, "r").close()
+        else:
+            with open(path, "rb+") as file:
+                _lock(kind)(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (OSError, RuntimeError) as error:
+        is_taken = getattr(error, "errno", None) in _TAKEN
+        return HELD if is_taken else _explain(error)
+    return MISSED
+
+
+def _lock(kind: str) -> Callable[[int, int], None]:
+    return fcntl.lockf if kind == "fcntl" else fcntl.flock
+
+
+def _explain(error: OSError | RuntimeError) -> str:
+    number = getattr(error, "errno", None)
+    if number:
+        return f"{errno.errorcode.get(number, number)}: {os.strerror(number)}"
+    return " ".join(str(error).split())
+
+
+def _remove(name: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(name)

@@ -1,4 +1,4 @@
-"""GPUs: who has which, and whether MPI takes addresses of their memory."""
+"""GPUs: which rank uses which, and whether MPI takes addresses of their memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from mpidist.tools.doctor.finding import Finding, Status, all_same, by_rank, name_ranks
+from mpidist.tools.doctor.results import (
+    CheckResult,
+    Status,
+    all_same,
+    by_rank,
+    name_ranks,
+)
 
 __all__ = ["GpuChoice", "GpuFacts", "check_gpus", "check_support", "find_gpus"]
 
 _SHARED = "MPIDIST_ALLOW_SHARED_GPU"
 _AWARE = "MPIDIST_CUDA_AWARE"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-# Where NVIDIA's driver shows that there are GPUs, used or not
+# Device files of NVIDIA's driver
 _DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 
@@ -28,7 +34,7 @@ class GpuFacts(NamedTuple):
       gpus: PCI bus id, UUID and model of each.
       cuda: versions of CUDA's driver and runtime, such as (13000, 13000).
       nccl: its version, such as 22703; 0 without.
-      has_device: whether the machine seems to have one.
+      has_device: whether the machine has a device file of NVIDIA's driver.
       visible: the variable CUDA_VISIBLE_DEVICES, or nothing.
     """
 
@@ -42,14 +48,14 @@ class GpuFacts(NamedTuple):
 
 
 class GpuChoice(NamedTuple):
-    """The GPU of one rank, and what is known of MPI's CUDA support there.
+    """The GPU of one rank, and MPI's CUDA support there.
 
     Args:
       host: the node.
-      number: of the GPU among those that the rank sees.
-      pci, uuid, name: what it is.
-      asked: what the MPI library says of its CUDA support; None if nothing.
-      tried: what came of trying it; None where another rank tried.
+      number: of the GPU among the visible ones.
+      pci, uuid, name: PCI bus id, UUID and model.
+      asked: what the MPI library reports; None if nothing.
+      tried: the outcome of a test; None if another rank tested.
     """
 
     host: str
@@ -62,7 +68,7 @@ class GpuChoice(NamedTuple):
 
 
 def find_gpus() -> GpuFacts:
-    """Return this process's. Starts CUDA, so only a `Worker` calls it."""
+    """Return this process's facts. It starts CUDA: call it in a child."""
     has_device = any(Path(path).exists() for path in _DEVICES)
     visible = os.environ.get(_VISIBLE, "")
     nothing = GpuFacts("", "", (), (0, 0), 0, has_device, visible)
@@ -92,7 +98,7 @@ def find_gpus() -> GpuFacts:
 
 def check_gpus(
     facts: Mapping[int, GpuFacts], choices: Mapping[int, GpuChoice | None]
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Return rows on which rank has which GPU; both by rank."""
     if not any(choices.values()):
         return [_check_none(facts)]
@@ -103,7 +109,7 @@ def check_gpus(
         found = f"{name_ranks(without)} see no GPU, others do"
         errors = {rank: facts[rank].error for rank in without if facts[rank].error}
         found += f" ({by_rank(errors)})" if errors else ""
-        return [Finding(Status.FAIL, "GPUs", found, remedy)]
+        return [CheckResult(Status.FAIL, "GPUs", found, remedy)]
     same = "install the same CuPy, driver and CUDA on all nodes"
     versions = {
         rank: f"CuPy {f.cupy}, driver for CUDA {_version(f.cuda[0])}, NCCL "
@@ -113,14 +119,14 @@ def check_gpus(
     return [_check_own(choices), all_same("CUDA", versions, same, Status.WARN)]
 
 
-def _check_none(facts: Mapping[int, GpuFacts]) -> Finding:
+def _check_none(facts: Mapping[int, GpuFacts]) -> CheckResult:
     unused = {
         rank: fact.error or "CuPy is not installed" for rank, fact in facts.items()
     }
     has_device = [rank for rank, fact in facts.items() if fact.has_device]
     if any(fact.cupy == "broken" for fact in facts.values()):
         remedy = "reinstall it: pip install mpidist[cuda12] or [cuda13]"
-        return Finding(
+        return CheckResult(
             Status.FAIL, "GPUs", f"CuPy is broken: {by_rank(unused)}", remedy
         )
     if has_device:
@@ -129,15 +135,15 @@ def _check_none(facts: Mapping[int, GpuFacts]) -> Finding:
         )
         remedy += f"that {_VISIBLE} is not empty"
         found = f"{name_ranks(has_device)} have an NVIDIA driver, but {by_rank(unused)}"
-        return Finding(Status.WARN, "GPUs", found, remedy)
-    return Finding(Status.OK, "GPUs", f"none ({by_rank(unused)})")
+        return CheckResult(Status.WARN, "GPUs", found, remedy)
+    return CheckResult(Status.OK, "GPUs", f"none ({by_rank(unused)})")
 
 
 def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _check_own(choices: Mapping[int, GpuChoice | None]) -> Finding:
+def _check_own(choices: Mapping[int, GpuChoice | None]) -> CheckResult:
     owners: dict[tuple[str, str, str], list[int]] = {}
     texts = {}
     for rank, choice in choices.items():
@@ -146,14 +152,14 @@ def _check_own(choices: Mapping[int, GpuChoice | None]) -> Finding:
         texts[rank] = f"{choice.name} {choice.pci}"
     shared = [ranks for ranks in owners.values() if len(ranks) > 1]
     if not shared:
-        return Finding(Status.OK, "GPUs", by_rank(texts))
+        return CheckResult(Status.OK, "GPUs", by_rank(texts))
     is_allowed = os.environ.get(_SHARED) == "1"
     remedy = (
         "start one rank per GPU (srun --gpus-per-task=1, or as many ranks per node "
     )
     remedy += f"as it has GPUs); if that is meant, set {_SHARED}=1"
     names = "; ".join(map(name_ranks, shared))
-    return Finding(
+    return CheckResult(
         Status.WARN if is_allowed else Status.FAIL,
         "GPUs",
         f"{names} share one; {by_rank(texts)}",
@@ -163,8 +169,8 @@ def _check_own(choices: Mapping[int, GpuChoice | None]) -> Finding:
 
 def check_support(
     choices: Mapping[int, GpuChoice | None], has_nccl: bool
-) -> list[Finding]:
-    """Return a row on MPI's CUDA support; nothing without GPUs."""
+) -> list[CheckResult]:
+    """Return a row on MPI's CUDA support; none without GPUs."""
     given = {rank: choice for rank, choice in choices.items() if choice is not None}
     if not given or len(choices) < 2:
         return []
@@ -176,11 +182,11 @@ def check_support(
     is_aware = all(c.tried[0] for c in given.values() if c.tried) and bool(tried)
     if os.environ.get(_AWARE) == "1" and not is_aware:
         remedy = f"unset {_AWARE}: ranks would crash"
-        return [Finding(Status.FAIL, "MPI's CUDA support", found, remedy)]
+        return [CheckResult(Status.FAIL, "MPI's CUDA support", found, remedy)]
     if claims and not is_aware:
         remedy = f"set {_AWARE}=0, or repair the MPI library; arrays go another way"
-        return [Finding(Status.WARN, "MPI's CUDA support", found, remedy)]
+        return [CheckResult(Status.WARN, "MPI's CUDA support", found, remedy)]
     if not is_aware and not has_nccl:
         remedy = "arrays go through host memory; take a CUDA-aware MPI, or install NCCL"
-        return [Finding(Status.WARN, "MPI's CUDA support", found, remedy)]
-    return [Finding(Status.OK, "MPI's CUDA support", found)]
+        return [CheckResult(Status.WARN, "MPI's CUDA support", found, remedy)]
+    return [CheckResult(Status.OK, "MPI's CUDA support", found)]

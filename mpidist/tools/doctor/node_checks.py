@@ -1,4 +1,4 @@
-"""The cores and the memory of each node: who is bound where, who shares what."""
+"""Where ranks run: the launcher and MPI, and the cores and the memory of each node."""
 
 from __future__ import annotations
 
@@ -9,28 +9,219 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from mpidist.tools.doctor.finding import Finding, Status, by_rank, name_ranks
+from mpidist.tools.doctor.results import (
+    CheckResult,
+    Status,
+    all_same,
+    by_rank,
+    name_ranks,
+)
 from mpidist.util.available_memory import as_text, free_bytes
 
-__all__ = ["NodeFacts", "check_binding", "check_memory", "check_threads", "find_node"]
+__all__ = [
+    "LaunchFacts",
+    "Launched",
+    "NodeFacts",
+    "check_binding",
+    "check_launcher",
+    "check_memory",
+    "check_mpi",
+    "check_nodes",
+    "check_threads",
+    "find_launched",
+    "find_node",
+    "is_hydra",
+    "is_silent",
+]
 
+# Rank and size by launcher. Slurm comes last: under an mpirun in a Slurm job, its
+# variables describe mpirun's own processes
+_LAUNCHERS = {
+    "Open MPI's mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "MVAPICH's mpirun": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    "PMI (mpirun or srun)": ("PMI_RANK", "PMI_SIZE"),
+    "Flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+}
+_ALLOWED = "MPIDIST_ALLOW_SINGLETON"
+_PRETENDED = "MPIDIST_RANKS_PER_NODE"
+_THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 _SHARED_FOLDER = "/dev/shm"
-# Of shared memory that a rank's transports, and the MPI library, can do with
+# Shared memory that a rank's transports and the MPI library need, per rank
 _LEAST_BYTES = 16 << 20
 _GOOD_BYTES = 64 << 20
-# The first that is set says how many threads NumPy's linear algebra starts
+# The first that is set limits the threads of NumPy's linear algebra
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
 
-class NodeFacts(NamedTuple):
-    """What one rank may use of its node.
+class Launched(NamedTuple):
+    """Rank and size of this process in the variables of a launcher.
 
     Args:
-      cores: the numbers of the processors that it may run on.
+      by: which launcher.
+      rank, size: of the processes that it started.
+      variables: that say so.
+    """
+
+    by: str
+    rank: int
+    size: int
+    variables: str
+
+
+class LaunchFacts(NamedTuple):
+    """One rank in MPI and its launcher.
+
+    Args:
+      size: of COMM_WORLD.
+      host: its node's name.
+      node: the lowest rank on its node.
+      library: first line of MPI's own version.
+      standard: version of MPI's standard.
+      thread_level: 0 to 3, of _THREAD_LEVELS.
+      launched: the launcher's variables; None without.
+      error: of `check_launch`; empty if none.
+      is_allowed: whether MPIDIST_ALLOW_SINGLETON is 1.
+      pretended: the variable MPIDIST_RANKS_PER_NODE, or nothing.
+    """
+
+    size: int
+    host: str
+    node: int
+    library: str
+    standard: str
+    thread_level: int
+    launched: Launched | None
+    error: str
+    is_allowed: bool
+    pretended: str
+
+
+def is_hydra() -> bool:
+    """Return whether MPICH's mpirun, or one like it, started this process."""
+    return "PMI_FD" in os.environ and "MPI_LOCALNRANKS" in os.environ
+
+
+def find_launched(environ: Mapping[str, str]) -> list[Launched]:
+    """Read the variables of launchers, the most reliable first."""
+    found = []
+    for by, names in _LAUNCHERS.items():
+        rank, size = (environ.get(name, "") for name in names)
+        if all(t.isascii() and t.isdecimal() and len(t) < 10 for t in (rank, size)):
+            text = " ".join(
+                f"{n}={v}" for n, v in zip(names, (rank, size), strict=True)
+            )
+            found.append(Launched(by, int(rank), int(size), text))
+    return found
+
+
+def is_silent(environ: Mapping[str, str]) -> bool:
+    """Return whether another process prints, by the launcher's variables."""
+    if environ.get(_ALLOWED) == "1":
+        return False
+    found = find_launched(environ)
+    return bool(found) and 0 < found[0].rank < found[0].size
+
+
+def check_launcher(facts: Mapping[int, LaunchFacts]) -> list[CheckResult]:
+    """Compare the size of COMM_WORLD with the launcher's; facts by rank."""
+    errors = {rank: fact.error for rank, fact in facts.items() if fact.error}
+    first = facts[min(facts)]
+    said = first.launched
+    if errors:
+        found = f"MPI sees {first.size} process; {said.variables if said else ''}"
+        return [
+            CheckResult(Status.FAIL, "launcher", found, next(iter(errors.values())))
+        ]
+    if said is None:
+        alone = "one process, without a launcher"
+        some = f"{first.size} ranks, by a launcher that does not say how many"
+        return [CheckResult(Status.OK, "launcher", alone if first.size == 1 else some)]
+    if said.size != first.size:
+        is_meant = first.is_allowed and first.size == 1
+        found = f"{said.by} says {said.variables}, MPI sees {first.size}"
+        remedy = f"{_ALLOWED}=1 allows that; unset it if it is not meant"
+        if not is_meant:
+            remedy = "unset variables left by another launcher, or start the job anew"
+        return [CheckResult(Status.WARN, "launcher", found, remedy)]
+    unlike = [
+        rank
+        for rank, fact in facts.items()
+        if fact.launched is None or fact.launched.rank != rank
+    ]
+    if unlike:
+        found = f"{said.by} and MPI number {name_ranks(unlike)} differently"
+        remedy = "let scripts take MPI's ranks, not those of the launcher's variables"
+        return [CheckResult(Status.WARN, "launcher", found, remedy)]
+    plural = "s" if first.size > 1 else ""
+    found = f"{said.by} started {said.size} process{'es' * bool(plural)}, MPI sees "
+    return [CheckResult(Status.OK, "launcher", f"{found}{first.size} rank{plural}")]
+
+
+def check_mpi(facts: Mapping[int, LaunchFacts]) -> list[CheckResult]:
+    """Return rows on the library and its thread level; facts by rank."""
+    remedy = "start all ranks with one MPI library, on every node"
+    libraries = {r: f"{f.library}, standard {f.standard}" for r, f in facts.items()}
+    rows = [all_same("MPI", libraries, remedy)]
+    levels = {rank: fact.thread_level for rank, fact in facts.items()}
+    names = by_rank({r: f"MPI_THREAD_{_THREAD_LEVELS[n]}" for r, n in levels.items()})
+    lowest = min(levels.values())
+    status = (Status.FAIL, Status.FAIL, Status.WARN, Status.OK)[lowest]
+    if status is not Status.OK:
+        lost = "a cache that ranks share (Dataset.cache)"
+        if lowest < 2:
+            lost = (
+                "collectives from threads, such as gradient buckets, and shared caches"
+            )
+        names = f"{names}, too low for {lost}"
+    remedy = (
+        "unset MPI4PY_RC_THREAD_LEVEL and what else lowers it, or take an MPI built "
+    )
+    remedy += "with MPI_THREAD_MULTIPLE"
+    rows.append(
+        CheckResult(
+            status, "threads in MPI", names, "" if status is Status.OK else remedy
+        )
+    )
+    return rows
+
+
+def check_nodes(facts: Mapping[int, LaunchFacts]) -> list[CheckResult]:
+    """Return a row on which ranks are on which node; facts by rank."""
+    nodes: dict[int, list[int]] = {}
+    for rank, fact in facts.items():
+        nodes.setdefault(fact.node, []).append(rank)
+    texts = [f"{facts[ranks[0]].host}: {name_ranks(ranks)}" for ranks in nodes.values()]
+    shown = "; ".join(texts[:8]) + "; ..." * (len(texts) > 8)
+    found = f"{len(nodes)} node{'s' * (len(nodes) > 1)} ({shown})"
+    pretended = {fact.pretended for fact in facts.values()} - {""}
+    wrong = {text for text in pretended if not text.isdecimal() or int(text) < 1}
+    if wrong:
+        remedy = "unset it: strategies refuse it"
+        return [
+            CheckResult(Status.FAIL, "nodes", f"{_PRETENDED}={wrong.pop()}", remedy)
+        ]
+    if pretended:
+        found += f", as {_PRETENDED}={pretended.pop()} pretends"
+        remedy = "unset it: it is for tests, and keeps ranks from sharing memory"
+        return [CheckResult(Status.WARN, "nodes", found, remedy)]
+    sizes = sorted({len(ranks) for ranks in nodes.values()})
+    if len(sizes) > 1:
+        remedy = "give each node equally many ranks: they wait for each other"
+        found += f"; unlike numbers of ranks: {', '.join(map(str, sizes))}"
+        return [CheckResult(Status.WARN, "nodes", found, remedy)]
+    return [CheckResult(Status.OK, "nodes", found)]
+
+
+class NodeFacts(NamedTuple):
+    """Cores and memory of the node that one rank may use.
+
+    Args:
+      cores: the numbers of the processors in its affinity mask.
       machine_cores: how many there are.
       siblings: for each of `cores` the first processor of the same physical core.
-      thread_variable: name and value of what limits the threads of NumPy's linear
-        algebra; empty if nothing does.
+      thread_variable: name and value of the variable that limits the threads of
+        NumPy's linear algebra; empty without.
       shared_bytes, shared_free_bytes: of /dev/shm; negative where there is none.
       free: free bytes of all that limits memory, by name.
     """
@@ -45,7 +236,7 @@ class NodeFacts(NamedTuple):
 
 
 def find_node() -> NodeFacts:
-    """Return this process's. To be called when MPI has started, which may bind it."""
+    """Return this process's facts. MPI may bind it, so call this after MPI started."""
     cores = tuple(sorted(os.sched_getaffinity(0)))
     variable = next((name for name in _THREAD_VARIABLES if os.environ.get(name)), "")
     size = free = -1
@@ -73,7 +264,7 @@ def _first_sibling(core: int) -> int:
 
 def check_binding(
     facts: Mapping[int, NodeFacts], nodes: Iterable[list[int]]
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Return a row; `facts` by rank, `nodes` the ranks of each node."""
     crowded: list[str] = []
     oversubscribed: list[str] = []
@@ -82,7 +273,7 @@ def check_binding(
         masks = {rank: set(facts[rank].cores) for rank in ranks}
         everywhere = set().union(*masks.values())
         for mask, inside in _crowds(masks):
-            # All cores that there are being too few is another thing than a bad choice
+            # Too few cores for all ranks is not a wrong binding
             is_chosen = (
                 mask != everywhere or len(mask) == 1 < facts[ranks[0]].machine_cores
             )
@@ -94,22 +285,22 @@ def check_binding(
         remedy = "bind each rank to cores of its own: mpirun --bind-to core, or srun "
         remedy += "--cpu-bind=cores with --cpus-per-task"
         found = f"ranks share cores: {'; '.join(crowded)}"
-        return [Finding(Status.FAIL, "binding", found, remedy)]
+        return [CheckResult(Status.FAIL, "binding", found, remedy)]
     if oversubscribed:
         found = f"more ranks than cores: {'; '.join(oversubscribed)}"
         remedy = "start at most one rank per core: ranks wait for each other busily"
-        return [Finding(Status.WARN, "binding", found, remedy)]
+        return [CheckResult(Status.WARN, "binding", found, remedy)]
     if siblings:
         found = f"threads of one core: {'; '.join(siblings)}"
         remedy = "use srun --hint=nomultithread, or mpirun --bind-to core"
-        return [Finding(Status.WARN, "binding", found, remedy)]
-    return [Finding(Status.OK, "binding", by_rank(_texts(facts)))]
+        return [CheckResult(Status.WARN, "binding", found, remedy)]
+    return [CheckResult(Status.OK, "binding", by_rank(_texts(facts)))]
 
 
 def _known(
     nodes: Iterable[list[int]], facts: Mapping[int, object]
 ) -> Iterator[list[int]]:
-    """Yield the ranks of each node of which something is known."""
+    """Yield the ranks of each node that have facts."""
     for ranks in nodes:
         known = [rank for rank in ranks if rank in facts]
         if known:
@@ -117,7 +308,7 @@ def _known(
 
 
 def _crowds(masks: Mapping[int, set[int]]) -> Iterator[tuple[set[int], list[int]]]:
-    """Yield sets of cores, and the ranks, more than these, that have no others."""
+    """Yield sets of cores that have more ranks bound to them than cores."""
     for mask in {frozenset(mask) for mask in masks.values()}:
         inside = [rank for rank, own in masks.items() if own <= mask]
         if len(inside) > len(mask):
@@ -137,7 +328,7 @@ def _name_cores(cores: Iterable[int]) -> str:
 
 def check_threads(
     facts: Mapping[int, NodeFacts], nodes: Iterable[list[int]]
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Return a row on threads of linear algebra; arguments as `check_binding`'s."""
     too_many, bad = [], {}
     for ranks in _known(nodes, facts):
@@ -152,17 +343,17 @@ def check_threads(
     if bad:
         text = by_rank({rank: "=".join(pair) for rank, pair in bad.items()})
         remedy = "set it to a number of threads, such as 1"
-        return [Finding(Status.WARN, "threads", f"not a number: {text}", remedy)]
+        return [CheckResult(Status.WARN, "threads", f"not a number: {text}", remedy)]
     if too_many:
         text = "; ".join(text for text, _ in too_many)
         remedy = f"set OMP_NUM_THREADS={min(each for _, each in too_many)} on all ranks"
-        return [Finding(Status.WARN, "threads", text, remedy)]
+        return [CheckResult(Status.WARN, "threads", text, remedy)]
     texts = {rank: f"{_threads(fact)} per rank" for rank, fact in facts.items()}
-    return [Finding(Status.OK, "threads", by_rank(texts))]
+    return [CheckResult(Status.OK, "threads", by_rank(texts))]
 
 
 def _threads(fact: NodeFacts) -> int:
-    """Return how many threads linear algebra starts; 0 if the variable is no number."""
+    """Return the threads of linear algebra; 0 if the variable is not a number."""
     name, value = fact.thread_variable
     if not name:
         return len(fact.cores)
@@ -173,7 +364,7 @@ def _threads(fact: NodeFacts) -> int:
 
 def check_memory(
     facts: Mapping[int, NodeFacts], nodes: Iterable[list[int]]
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Return rows on shared and other memory; arguments as `check_binding`'s."""
     rows = []
     status, texts = Status.OK, {}
@@ -189,7 +380,7 @@ def check_memory(
     remedy = f"make {_SHARED_FOLDER} larger (containers: docker run --shm-size=8g, or "
     remedy += "--ipc=host), and remove what dead jobs left there"
     rows.append(
-        Finding(
+        CheckResult(
             status,
             f"shared memory ({_SHARED_FOLDER})",
             by_rank(texts),
@@ -203,5 +394,5 @@ def check_memory(
             name = min(free_of, key=lambda name: free_of[name])
             limits[ranks[0]] = f"{as_text(free_of[name])} free, limited by {name}"
     if limits:
-        rows.append(Finding(Status.OK, "memory", by_rank(limits)))
+        rows.append(CheckResult(Status.OK, "memory", by_rank(limits)))
     return rows

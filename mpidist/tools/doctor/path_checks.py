@@ -1,42 +1,43 @@
-"""Paths of a job's files: that all ranks see them, can write them, and lock them."""
+"""Paths of a job's files: whether all ranks can read, write and lock files there."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mpidist.tools.doctor import file_systems, locks
-from mpidist.tools.doctor.file_systems import PathFacts
-from mpidist.tools.doctor.finding import (
+from mpidist.tools.doctor import file_systems
+from mpidist.tools.doctor.children import Child, run_checks
+from mpidist.tools.doctor.file_systems import HELD, HIDDEN, MISSED, PathFacts
+from mpidist.tools.doctor.results import (
+    CheckResult,
     Failure,
-    Finding,
     Status,
     by_rank,
     name_each,
     name_ranks,
 )
-from mpidist.tools.doctor.workers import Worker
 from mpidist.util.available_memory import as_text
 
-__all__ = ["PathReport", "Paths", "check_path"]
+__all__ = ["PathReport", "PathTrials", "check_path", "try_alone"]
 
-# Where no file can be made, errors that have other reasons than whose the folder is
+# Errors of creating a file that have other reasons than permissions
 _TROUBLES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENFILE)
 _LOCKING = "HDF5_USE_FILE_LOCKING"
 _LITTLE = 0.01
+_STATES = (HELD, MISSED, HIDDEN)
 
 
 class PathReport(NamedTuple):
-    """What one rank found of one path; None for what it did not try.
+    """The facts of one path on one rank; None for what was not checked.
 
     Args:
-      looked: what is there.
-      opened: why an HDF5 file cannot be read, or nothing.
+      looked: see `file_systems.look`.
+      opened: see `file_systems.open_hdf5`.
       written: see `file_systems.write`.
-      held: see `locks.hold`.
-      seen: see `locks.see`.
+      held: see `file_systems.hold`.
+      seen: see `file_systems.see`.
     """
 
     looked: PathFacts | Failure
@@ -46,112 +47,91 @@ class PathReport(NamedTuple):
     seen: dict[str, str] | Failure | None = None
 
 
-class Paths:
-    """The paths as one rank tries them. To be made before MPI starts, as it forks.
+class PathTrials:
+    """The checks of all paths by one rank. Close it, which releases its locks.
+
+    All paths are checked at the same time, so that a dead one does not delay others.
 
     Args:
-      paths: to try.
-      seconds: how long each step may take, for all paths together.
+      paths: to check.
+      seconds: how long each check may take.
     """
 
     def __init__(self, paths: Sequence[str], seconds: float):
         self.paths = paths
+        self.reports: list[PathReport] = []
         self._seconds = seconds
-        self._workers = [Worker() for _ in paths]
-        self._others = [Worker() for _ in paths]  # who sees locks, where one is alone
-        self._reports = [PathReport(Failure("not looked at")) for _ in paths]
+        self._holders = contextlib.ExitStack()
 
-    def look(self, is_writer: bool, is_holder: bool) -> list[Any]:
-        """Look, and perhaps write and take locks; return the locks, by path."""
-        calls: list[Any] = [(file_systems.look, path) for path in self.paths]
-        looked = self._ask(self._workers, calls)
-        self._reports = [PathReport(found) for found in looked]
-        self._set("opened", file_systems.open_hdf5, self._hdf5_files())
+    def __enter__(self) -> PathTrials:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._holders.close()
+
+    @property
+    def held(self) -> list[Any]:
+        """The locks that this rank holds, by path; see `file_systems.hold`."""
+        return [report.held for report in self.reports]
+
+    def look(self, is_writer: bool, is_holder: bool) -> None:
+        """Access the paths, open HDF5 files, and perhaps write and hold locks."""
+        calls = [(file_systems.look, path) for path in self.paths]
+        looked = run_checks(calls, self._seconds)
+        self.reports = [PathReport(found) for found in looked]
+        found = [f if isinstance(f, PathFacts) else PathFacts() for f in looked]
+        files = [
+            path if facts.is_hdf5 else None
+            for path, facts in zip(self.paths, found, strict=True)
+        ]
+        self._check("opened", file_systems.open_hdf5, files)
         if is_writer:
-            self._set("written", file_systems.write, self._folders())
+            folders = [facts.folder or None for facts in found]
+            self._check("written", file_systems.write, folders)
         if is_holder:
-            are_writable = [
-                folder if report.written == (0, "") else None
-                for folder, report in zip(self._folders(), self._reports, strict=True)
-            ]
-            self._set("held", locks.hold, are_writable)
-        return [report.held for report in self._reports]
+            self._hold(found)
 
     def see(self, held: Sequence[Any]) -> None:
-        """See whether other ranks' locks hold."""
-        self._set("seen", locks.see, held)
+        """Check whether the locks of another process are seen, by path."""
+        known = [None if isinstance(locks, Failure) else locks for locks in held]
+        self._check("seen", file_systems.see, known)
 
-    def see_own(self) -> None:
-        """See whether the locks that this process took hold for another one."""
-        held = [
-            None if isinstance(report.held, Failure) else report.held
-            for report in self._reports
-        ]
-        calls = [found and (locks.see, found) for found in held]
-        seen = self._ask(self._others, calls)
-        self._reports = [
-            report._replace(seen=found)
-            for report, found in zip(self._reports, seen, strict=True)
-        ]
-
-    def release(self) -> None:
-        """Give the locks back, when others have seen them."""
-        held = [report.held for report in self._reports]
-        self._ask(self._workers, [found and (locks.release,) for found in held])
-
-    def reports(self) -> list[PathReport]:
-        """Return what was found, by path."""
-        return self._reports
-
-    def close(self) -> None:
-        """End the processes that tried."""
-        for worker in [*self._workers, *self._others]:
-            worker.close()
-
-    def _folders(self) -> list[str | None]:
-        return [
-            report.looked.folder
-            if isinstance(report.looked, PathFacts) and not report.looked.error
+    def _hold(self, found: Sequence[PathFacts]) -> None:
+        holders = [
+            self._holders.enter_context(Child(file_systems.hold, facts.folder))
+            if report.written == (0, "")
             else None
-            for report in self._reports
+            for facts, report in zip(found, self.reports, strict=True)
+        ]
+        self._set(
+            "held", [holder and holder.result(self._seconds) for holder in holders]
+        )
+
+    def _check(
+        self, field: str, function: Callable[..., Any], arguments: Sequence[Any]
+    ) -> None:
+        """Call a function for each path that has an argument."""
+        calls = [None if a is None else (function, a) for a in arguments]
+        self._set(field, run_checks(calls, self._seconds))
+
+    def _set(self, field: str, values: Sequence[Any]) -> None:
+        self.reports = [
+            report._replace(**{field: value})
+            for report, value in zip(self.reports, values, strict=True)
         ]
 
-    def _hdf5_files(self) -> list[str | None]:
-        return [
-            path
-            if isinstance(report.looked, PathFacts) and report.looked.is_hdf5
-            else None
-            for path, report in zip(self.paths, self._reports, strict=True)
-        ]
 
-    def _set(self, field: str, function: Any, arguments: Sequence[Any]) -> None:
-        """Call a function for each path that has an argument, and keep the outcome."""
-        usable = [
-            None if argument is None or isinstance(argument, Failure) else argument
-            for argument in arguments
-        ]
-        calls = [None if a is None else (function, a) for a in usable]
-        found = self._ask(self._workers, calls)
-        self._reports = [
-            report._replace(**{field: outcome})
-            for report, outcome in zip(self._reports, found, strict=True)
-        ]
-
-    def _ask(self, workers: Sequence[Worker], calls: Sequence[Any]) -> list[Any]:
-        """Call at the same time, so that one dead path does not delay the others."""
-        for worker, call in zip(workers, calls, strict=True):
-            if call:
-                worker.ask(*call)
-        deadline = time.monotonic() + self._seconds
-        return [
-            worker.answer(deadline) if call else None
-            for worker, call in zip(workers, calls, strict=True)
-        ]
+def try_alone(paths: Sequence[str], seconds: float) -> list[PathReport]:
+    """Check paths by this process alone; a second child looks at the locks."""
+    with PathTrials(paths, seconds) as trials:
+        trials.look(is_writer=True, is_holder=True)
+        trials.see(trials.held)
+        return trials.reports
 
 
 def check_path(
     reports: Mapping[int, PathReport], path: str, locking: str | None
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Return rows on one path.
 
     Args:
@@ -171,7 +151,7 @@ def check_path(
         remedy = (
             "correct the path, or see that it is mounted, and answers, on every node"
         )
-        return [Finding(Status.FAIL, path, found, remedy)]
+        return [CheckResult(Status.FAIL, path, found, remedy)]
     facts = {
         rank: report.looked
         for rank, report in reports.items()
@@ -185,7 +165,7 @@ def check_path(
     return rows + _check_locks(path, held, seen, locking)
 
 
-def _describe(path: str, facts: Mapping[int, PathFacts]) -> Finding:
+def _describe(path: str, facts: Mapping[int, PathFacts]) -> CheckResult:
     """Return a row on the file system."""
     kinds = {}
     for rank, fact in facts.items():
@@ -198,27 +178,29 @@ def _describe(path: str, facts: Mapping[int, PathFacts]) -> Finding:
     found = f"{by_rank(kinds)}, {space}"
     if len({fact.mount.kind for fact in facts.values() if fact.mount}) > 1:
         remedy = "mount the same file system on every node"
-        return Finding(Status.WARN, path, found, remedy)
+        return CheckResult(Status.WARN, path, found, remedy)
     if least.free_bytes < _LITTLE * least.size_bytes:
-        return Finding(Status.WARN, path, found, "make room there")
-    return Finding(Status.OK, path, found)
+        return CheckResult(Status.WARN, path, found, "make room there")
+    return CheckResult(Status.OK, path, found)
 
 
 def _check_opening(
     path: str, opened: Mapping[int, str | Failure | None]
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Return a row on reading, if it is an HDF5 file."""
     outcomes = {rank: found for rank, found in opened.items() if found is not None}
     if not outcomes:
         return []
     wrong = {r: _text(found) for r, found in outcomes.items() if _text(found)}
     if not wrong:
-        return [Finding(Status.OK, f"{path}: HDF5", "can be read")]
+        return [CheckResult(Status.OK, f"{path}: HDF5", "can be read")]
     remedy = (
         f"a file is damaged, or being written; if locking is refused set {_LOCKING}"
     )
     return [
-        Finding(Status.FAIL, f"{path}: HDF5", name_each(wrong), f"{remedy}=BEST_EFFORT")
+        CheckResult(
+            Status.FAIL, f"{path}: HDF5", name_each(wrong), f"{remedy}=BEST_EFFORT"
+        )
     ]
 
 
@@ -228,8 +210,8 @@ def _text(found: str | Failure) -> str:
 
 def _check_writing(
     path: str, written: Mapping[int, tuple[int, str] | Failure | None]
-) -> list[Finding]:
-    """Return a row on what checkpoints do."""
+) -> list[CheckResult]:
+    """Return a row on writing, as checkpoints do."""
     what = f"{path}: writing"
     outcomes = {rank: found for rank, found in written.items() if found is not None}
     broken, read_only = {}, {}
@@ -242,15 +224,15 @@ def _check_writing(
             broken[rank] = found[1]
     if broken:
         remedy = "checkpoints would be lost: make room, or use another file system"
-        return [Finding(Status.FAIL, what, name_each(broken), remedy)]
+        return [CheckResult(Status.FAIL, what, name_each(broken), remedy)]
     if read_only:
         remedy = "data can be read there; choose another folder for checkpoints and "
         remedy += "Hdf5Writer, or change who may write"
-        return [Finding(Status.WARN, what, name_each(read_only), remedy)]
+        return [CheckResult(Status.WARN, what, name_each(read_only), remedy)]
     if not outcomes:
         return []
     found_text = "write, fsync, rename and memory maps work"
-    return [Finding(Status.OK, what, found_text)]
+    return [CheckResult(Status.OK, what, found_text)]
 
 
 def _check_locks(
@@ -258,8 +240,8 @@ def _check_locks(
     held: dict[str, tuple[str, str]] | Failure | None,
     answers: Mapping[int, dict[str, str] | Failure],
     locking: str | None,
-) -> list[Finding]:
-    """Return rows on the locks that one rank held and others should have seen."""
+) -> list[CheckResult]:
+    """Return rows on the locks that rank 0 held and other ranks should have seen."""
     what = f"{path}: locks"
     failed = {r: s.text for r, s in answers.items() if isinstance(s, Failure)}
     seen = {r: s for r, s in answers.items() if not isinstance(s, Failure)}
@@ -267,7 +249,7 @@ def _check_locks(
         failed[0] = held.text
     remedy = f"set {_LOCKING}=FALSE, so that HDF5 does not ask for locks"
     if failed or isinstance(held, Failure):
-        return [Finding(Status.FAIL, what, name_each(failed), remedy)]
+        return [CheckResult(Status.FAIL, what, name_each(failed), remedy)]
     if held is None:
         return []
     good, rows = [], []
@@ -282,38 +264,37 @@ def _check_locks(
         by = "another process" if len(seen) < 2 and 0 in seen else name_ranks(seen)
         verb = "sees" if len(seen) < 2 else "see"
         text = f"{by} {verb} those of rank 0: {', '.join(good)}"
-        rows.insert(0, Finding(Status.OK, what, text))
-    # A file that others do not see is one fact, not three
+        rows.insert(0, CheckResult(Status.OK, what, text))
+    # A file that is not visible gives one row, not one per kind
     return list(dict.fromkeys(rows))
 
 
 def _check_lock(
     what: str, kind: str, refused: str, said: Mapping[int, str], locking: str | None
-) -> Finding | None:
+) -> CheckResult | None:
     """Return a row if something is wrong with one kind of lock."""
     is_off = kind == "HDF5" and locking in ("FALSE", "0")
     remedy = "mount the file system with locks (Lustre: flock; NFS: without nolock)"
     is_ours = f", or set {_LOCKING}=FALSE on all ranks"
-    if refused or any(text not in _ANSWERS for text in said.values()):
+    if refused or any(text not in _STATES for text in said.values()):
         texts = {0: refused} if refused else said
         status = Status.FAIL if kind == "HDF5" else Status.WARN
         remedy += is_ours if kind == "HDF5" else ""
-        return Finding(status, what, f"{kind} is refused: {name_each(texts)}", remedy)
-    hidden = [rank for rank, text in said.items() if text == locks.HIDDEN]
+        return CheckResult(
+            status, what, f"{kind} is refused: {name_each(texts)}", remedy
+        )
+    hidden = [rank for rank, text in said.items() if text == HIDDEN]
     if hidden:
         text = f"{name_ranks(hidden)} do not see the files of rank 0"
         remedy = "use this path only for files of one node each: it is not shared"
-        return Finding(Status.WARN, what, text, remedy)
-    missed = [rank for rank, text in said.items() if text == locks.MISSED]
+        return CheckResult(Status.WARN, what, text, remedy)
+    missed = [rank for rank, text in said.items() if text == MISSED]
     if missed and not is_off:
         text = f"{kind}: a lock of rank 0 does not keep out {name_ranks(missed)}"
-        return Finding(
+        return CheckResult(
             Status.WARN, what, text, f"{remedy}; or let one rank write a file"
         )
     if is_off:
         text = f"HDF5 does not lock files ({_LOCKING}={locking})"
-        return Finding(Status.OK, what, text)
+        return CheckResult(Status.OK, what, text)
     return None
-
-
-_ANSWERS = (locks.HELD, locks.MISSED, locks.HIDDEN)

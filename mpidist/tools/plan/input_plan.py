@@ -1,8 +1,4 @@
-"""What a job will read, rank by rank: known beforehand, without MPI.
-
-The steps are those of `Dataset`, divided as the ranks of a job divide them, over rows
-that are not read (`DryRows`); so no formula stands here that a job does not use.
-"""
+"""Plan what a job will read, rank by rank, without MPI."""
 
 from __future__ import annotations
 
@@ -20,8 +16,6 @@ from mpidist.data.hdf5.names import choose_datasets, list_files
 from mpidist.data.hdf5.rows import Hdf5Rows
 from mpidist.data.map_dataset import Rows
 from mpidist.options import AutoShardPolicy
-from mpidist.tools.plan.dry_rows import DryRows, stored_bytes
-from mpidist.tools.plan.estimates import Reads, kept_bytes
 from mpidist.tools.plan.parts import (
     DatasetPart,
     InputPlan,
@@ -34,19 +28,27 @@ from mpidist.tools.plan.parts import (
     SourcePart,
     StepPart,
 )
-from mpidist.tools.plan.reads import count_reads
-from mpidist.tools.plan.shares import ORDER, Share, shares_of
+from mpidist.tools.plan.reads import (
+    ORDER,
+    DryRows,
+    Reads,
+    Share,
+    count_reads,
+    kept_bytes,
+    shares_of,
+    stored_bytes,
+)
 
 __all__ = ["make_plan"]
 
 
 def make_plan(request: Request) -> InputPlan:
-    """Return who reads what.
+    """Return the plan of a job.
 
     Raises:
       DataError: a file or a dataset is missing, cannot be read, or does not fit the
         others.
-      ArgumentError: a number that no job could use, or too few files to divide.
+      ArgumentError: a number that no job could use, or fewer files than ranks.
     """
     paths = [path for files in request.files for path in list_files(files)]
     names, others = list(request.datasets), list[str]()
@@ -72,7 +74,7 @@ def make_plan(request: Request) -> InputPlan:
 
 
 def _dataset(request: Request, source: DryRows) -> Dataset:
-    """Return the batches that a job would make."""
+    """Return the dataset of batches that a job would make."""
     dataset = Dataset(Rows(source))
     if request.is_shuffled:
         window = request.window_chunks
@@ -163,7 +165,7 @@ def _steps(request: Request, shares: Sequence[Share], all_rows: int) -> StepPart
 def _groups(
     shares: Sequence[Share], reads: Mapping[int, Reads]
 ) -> tuple[RankGroup, ...]:
-    """Put together the ranks that get equal numbers of rows."""
+    """Group the ranks that get equal numbers of rows."""
     steps = count_steps([share.steps for share in shares])
     by_rows = collections.defaultdict(list)
     for rank, share in enumerate(shares):
@@ -174,18 +176,13 @@ def _groups(
     for key, ranks in by_rows.items():
         counted = [reads[rank] for rank in ranks if rank in reads]
         scale = 1 / max(1, len(counted))
-        if not counted:  # as much for each row as the ranks that were counted
+        if reads and not counted:  # estimate from the rows of the counted ranks
             counted, scale = list(reads.values()), key[0] / counted_rows
-        groups.append(
-            RankGroup(
-                tuple(_runs(ranks)),
-                len(ranks),
-                *key,
-                files=max(_count_files(shares[i], reads.get(i)) for i in ranks),
-                read_bytes=scale * sum(each.read_bytes for each in counted),
-                decoded_chunks=scale * sum(each.decoded_chunks for each in counted),
-            )
-        )
+        read_bytes = scale * sum(each.read_bytes for each in counted)
+        chunks = scale * sum(each.decoded_chunks for each in counted)
+        files = max(_count_files(shares[i], reads.get(i)) for i in ranks)
+        found = (read_bytes, chunks) if reads else (None, None)
+        groups.append(RankGroup(tuple(_runs(ranks)), len(ranks), *key, files, *found))
     return tuple(groups)
 
 
@@ -197,7 +194,7 @@ def _count_files(share: Share, reads: Reads | None) -> int:
 
 
 def _runs(ranks: Iterable[int]) -> Iterable[tuple[int, int]]:
-    """Yield the first and the last of each run of numbers that follow each other."""
+    """Yield the first and the last of each run of consecutive numbers."""
     for _, pairs in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
         run = [rank for _, rank in pairs]
         yield run[0], run[-1]
@@ -206,12 +203,11 @@ def _runs(ranks: Iterable[int]) -> Iterable[tuple[int, int]]:
 def _total(
     shares: Sequence[Share], groups: Sequence[RankGroup], reads: Mapping[int, Reads]
 ) -> ReadPart:
-    are_all_counted = len(reads) == len(shares)
     return ReadPart(
-        read_bytes=round(sum(group.read_bytes * group.count for group in groups)),
-        decoded_chunks=round(sum(g.decoded_chunks * g.count for g in groups)),
+        read_bytes=_sum((g.read_bytes, g.count) for g in groups),
+        decoded_chunks=_sum((g.decoded_chunks, g.count) for g in groups),
         counted_ranks=len(reads),
-        is_exact=are_all_counted and all(each.is_exact for each in reads.values()),
+        is_exact=len(reads) == len(shares),
         are_files_counted=all(
             share.source.filled_files < 2 or (i in reads and reads[i].files is not None)
             for i, share in enumerate(shares)
@@ -219,10 +215,21 @@ def _total(
     )
 
 
-def _node(request: Request, kept: int, read_bytes: int) -> NodePart | None:
-    """Return what the ranks of a node do together."""
+def _sum(parts: Iterable[tuple[float | None, int]]) -> int | None:
+    """Return the sum of `value * count`; None if a value is not estimated."""
+    total = 0.0
+    for value, count in parts:
+        if value is None:
+            return None
+        total += value * count
+    return round(total)
+
+
+def _node(request: Request, kept: int, read_bytes: int | None) -> NodePart | None:
+    """Return what all ranks of a node read and keep."""
     if request.ranks_per_node is None:
         return None
     ranks = min(request.ranks_per_node, request.ranks)
     nodes = -(-request.ranks // ranks)
-    return NodePart(nodes, ranks, kept * ranks, read_bytes / request.ranks * ranks)
+    each = None if read_bytes is None else read_bytes / request.ranks * ranks
+    return NodePart(nodes, ranks, kept * ranks, each)

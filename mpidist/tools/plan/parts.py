@@ -1,4 +1,4 @@
-"""The parts of a plan of what a job will read: plain data, as JSON has them."""
+"""The parts of a plan: plain data, with the names and values of the JSON output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is to be planned; see `python -m mpidist plan --help`."""
+    """The arguments of the command; see `python -m mpidist plan --help`."""
 
     files: tuple[str, ...]
     batch_size: int
@@ -38,16 +38,16 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutPart:
-    """How a dataset lies in some of the files.
+    """The layout of a dataset in some of the files.
 
     Args:
-      files: in how many.
+      files: their number.
       chunk: the shape of a chunk; None without chunks.
       chunk_bytes: of one, before filters; 0 without chunks.
       chunks: how many there are in all these files.
-      filters: the names of those that are undone here.
+      filters: the names of those that mpidist decodes itself.
       way: how rows are read.
-      why: why h5py reads them, if it does.
+      why: why h5py reads them, if so.
     """
 
     files: int
@@ -70,7 +70,7 @@ class DatasetPart:
       row_bytes: of a row in memory.
       memory_bytes: of all rows in memory.
       stored_bytes: of all rows in the files; in memory where h5py reads them.
-      layouts: how they lie in the files.
+      layouts: one for each kind, with the number of its files.
     """
 
     name: str
@@ -84,17 +84,17 @@ class DatasetPart:
 
 @dataclasses.dataclass(frozen=True)
 class SourcePart:
-    """What there is to read.
+    """The files and datasets to read.
 
     Args:
       files: how many.
       fewest_rows: of a file.
       most_rows: of a file.
-      file_bytes: of all files, with all that is in them.
+      file_bytes: size of all files.
       rows: of all files.
       memory_bytes: of all rows in memory.
       datasets: those that are read.
-      other_datasets: of the first file, if none were named.
+      other_datasets: the other ones of the first file, if none were named.
       chunks: how many rows of chunks there are that are read whole.
       chunk_bytes: of these in memory.
     """
@@ -113,7 +113,7 @@ class SourcePart:
 
 @dataclasses.dataclass(frozen=True)
 class OrderPart:
-    """In which order rows come; of several ranks' own files, the first rank's.
+    """The order of rows; the first rank's if ranks read files of their own.
 
     Args:
       kind: "files", "permutation" or "blocks".
@@ -144,7 +144,7 @@ class StepPart:
       fewest_rows: of a rank.
       mean_rows: of a rank.
       most_rows: of a rank.
-      imbalance: by how much of the mean `most_rows` is more than it.
+      imbalance: of `most_rows` over `mean_rows`, less one.
     """
 
     steps: int
@@ -159,20 +159,20 @@ class StepPart:
 
 @dataclasses.dataclass(frozen=True)
 class ReadPart:
-    """What all ranks read in an epoch.
+    """What all ranks read in an epoch; None for what is not estimated.
 
     Args:
       read_bytes: from files, in rows or chunks as they are stored; of what h5py reads,
         as many as it has in memory.
       decoded_chunks: how many rows of chunks are read whole; again if they were not
         kept, or by another rank.
-      counted_ranks: of how many ranks this was found out.
-      is_exact: whether it was counted for all ranks; else it is an estimate.
-      are_files_counted: whether the files that ranks read were.
+      counted_ranks: of how many ranks this was counted.
+      is_exact: whether it was counted for all ranks.
+      are_files_counted: whether the files that ranks read were counted.
     """
 
-    read_bytes: int
-    decoded_chunks: int
+    read_bytes: int | None
+    decoded_chunks: int | None
     counted_ranks: int
     is_exact: bool
     are_files_counted: bool
@@ -184,14 +184,15 @@ class RankGroup:
 
     Args:
       ranks: the first and the last of each run of them.
-      count: how many they are.
+      count: their number.
       rows: of each, per epoch.
       rows_per_step: of each batch but the last.
       rows_in_last_step: of the job's last step.
       empty_steps: in how many steps they get no rows.
       files: from how many files each reads, at most.
-      read_bytes: what each reads per epoch, in the mean.
-      decoded_chunks: how many rows of chunks each decodes per epoch, in the mean.
+      read_bytes: what each reads per epoch, in the mean; None if not estimated.
+      decoded_chunks: how many rows of chunks each decodes per epoch, in the mean; None
+        if not estimated.
     """
 
     ranks: tuple[tuple[int, int], ...]
@@ -201,39 +202,39 @@ class RankGroup:
     rows_in_last_step: int
     empty_steps: int
     files: int
-    read_bytes: float
-    decoded_chunks: float
+    read_bytes: float | None
+    decoded_chunks: float | None
 
 
 @dataclasses.dataclass(frozen=True)
 class NodePart:
-    """What a node has to do, with all its ranks.
+    """What all ranks of a node read and keep.
 
     Args:
-      nodes: how many there are.
+      nodes: their number.
       ranks: on each; there may be fewer on the last.
       kept_bytes: of decoded chunks in memory, at most.
-      read_bytes: per epoch, in the mean.
+      read_bytes: per epoch, in the mean; None if not estimated.
     """
 
     nodes: int
     ranks: int
     kept_bytes: int
-    read_bytes: float
+    read_bytes: float | None
 
 
 @dataclasses.dataclass(frozen=True)
 class InputPlan:
-    """Who reads what.
+    """What each rank reads.
 
     Args:
-      request: what was asked for.
-      source: what there is to read.
+      request: the arguments.
+      source: the files and datasets.
       order: of the rows.
       steps: of an epoch.
       reads: of all ranks.
       groups: of ranks with equal numbers of rows, by their first ranks.
-      node: what a node has to do; None if it is not known how many ranks it has.
+      node: the ranks of a node together; None if their number is not given.
     """
 
     request: Request

@@ -1,54 +1,332 @@
-"""How much the ranks read in an epoch: counted if that is cheap, else estimated."""
+"""What each rank reads in an epoch: its share of the rows, and what reading them takes.
+
+The steps of a dataset run over rows that are not read (`DryRows`), so that no formula
+of a job is repeated here. If that takes too long, only a sample of the ranks is
+counted, or none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from mpidist.tools.plan.estimates import (
-    Reads,
-    count_lanes,
-    estimate_in_order,
-    estimate_shuffled,
-)
-from mpidist.tools.plan.shares import ORDER, Share
+from mpidist.data.batching import Batch
+from mpidist.data.dataset import Dataset
+from mpidist.data.distributed import reader
+from mpidist.data.distributed.reader import divide, is_global
+from mpidist.data.hdf5 import rows as hdf5_rows
+from mpidist.data.hdf5.chunks import BlockCache
+from mpidist.data.hdf5.dataset_reader import block_rows
+from mpidist.data.hdf5.index import Column, FileIndex, Way
+from mpidist.data.hdf5.rows import Hdf5Rows, Layout
+from mpidist.data.map_dataset import Pass
+from mpidist.data.sharding import Indices
+from mpidist.data.shuffling import BlockOrder, Blocks
+from mpidist.options import AutoShardPolicy
 
-__all__ = ["count_reads"]
+__all__ = [
+    "ORDER",
+    "DryRows",
+    "Reads",
+    "Share",
+    "count_reads",
+    "kept_bytes",
+    "shares_of",
+    "stored_bytes",
+]
 
+Rows = npt.NDArray[np.int64]
+ORDER = Pass()  # the first epoch, which has as many rows as any
 # What may be spent, in rows, of which three million take about a second
 _BUDGET_ROWS = 10_000_000
 _CALL_ROWS = 300
-_LOOKUP_ROWS = 25  # to look for a row's chunk among those that are kept
+_LOOKUP_ROWS = 25  # to look up a row's chunk in the cache
 _SAMPLED_RANKS = 4
 
 
+class _Block(NamedTuple):
+    """A chunk that was not decoded: only its size, for the cache."""
+
+    nbytes: int
+
+
+class DryRows:
+    """A row source that gives row numbers, and counts what reading the rows takes.
+
+    The steps of a dataset over it give the numbers of the rows that the same steps read
+    in a job, which has the same cache of chunks.
+
+    Args:
+      rows: of the job.
+      files: the indexes of its files, by path; None reads them from the files.
+    """
+
+    def __init__(self, rows: Hdf5Rows, files: Mapping[Path, FileIndex] | None = None):
+        self._rows = rows
+        if files is not None:
+            rows.adopt([files[path] for path in rows.paths])
+        self._layout = rows.layout()
+        self._files = files or {file.path: file for file in self._layout.files}
+        self.restart()
+
+    def restart(self) -> None:
+        """Reset the counts and the cache."""
+        self._cache = BlockCache(1, hdf5_rows.KEPT_BYTES)
+        self._opened: set[int] = set()
+        self.read_bytes = 0
+        self.decoded_chunks = 0
+
+    @property
+    def opened_files(self) -> int:
+        """The number of files that rows were requested from."""
+        return len(self._opened)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the files."""
+        return self._layout
+
+    @functools.cached_property
+    def columns_in_blocks(self) -> list[Column]:
+        """The datasets of all files whose chunks are read whole."""
+        columns = (column for file in self._layout.files for column in file.columns)
+        return [column for column in columns if column.is_in_blocks]
+
+    @functools.cached_property
+    def filled_files(self) -> int:
+        """The number of files with rows."""
+        return sum(file.rows > 0 for file in self._layout.files)
+
+    @functools.cached_property
+    def memory_bytes_in_blocks(self) -> int:
+        """The bytes of `columns_in_blocks` in memory."""
+        return sum(c.row_bytes * c.shape[0] for c in self.columns_in_blocks)
+
+    @functools.cached_property
+    def fixed_row_bytes(self) -> int | None:
+        """The bytes of reading any row; None if they depend on the row."""
+        sizes = {
+            tuple(_fixed_bytes(column) for column in file.columns)
+            for file in self._layout.files
+        }
+        found = sizes.pop()
+        return None if sizes or None in found else sum(filter(None, found))
+
+    @property
+    def file_count(self) -> int:
+        """The number of files."""
+        return self._rows.file_count
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def describe(self) -> str:
+        """See `RowSource.describe`."""
+        return self._rows.describe()
+
+    def shard_files(self, workers: int, worker: int) -> DryRows:
+        """See `FileSource.shard_files`."""
+        return DryRows(self._rows.shard_files(workers, worker), self._files)
+
+    def blocks(self) -> Blocks:
+        """See `BlockSource.blocks`."""
+        return self._rows.blocks()
+
+    def keep(self, rows: int) -> None:
+        """See `BlockSource.keep`."""
+        self._cache.capacity_bytes = self._layout.bytes_to_keep(rows)
+
+    def retain(self) -> None:
+        """See `BlockSource.retain`; there is nothing to close."""
+
+    def release(self, keep_files: bool = False) -> None:
+        """See `BlockSource.release`."""
+
+    def read(self, rows: Rows) -> Rows:
+        """Return the numbers of the rows, and count what reading them takes."""
+        parts = list(self._layout.cut(rows))
+        if needed := list(self._layout.blocks_in(parts)):
+            self._cache.get(needed, self._decode)
+        for part in parts if rows.size else []:
+            self._opened.add(part.file)
+            for column in self._layout.files[part.file].columns:
+                if not column.is_in_blocks:
+                    self.read_bytes += _row_bytes(column, part.rows)
+        return rows
+
+    def _decode(self, key: tuple[int, ...]) -> _Block:
+        file, field, block = key
+        column = self._layout.files[file].columns[field]
+        decoded_bytes = len(block_rows(column, block)) * column.row_bytes
+        self.decoded_chunks += 1
+        if column.way is Way.CHUNKS:
+            across = math.prod(column.grid[1:])
+            sizes = column.sizes[block * across : (block + 1) * across]
+            self.read_bytes += int(sizes.sum())
+        else:
+            self.read_bytes += decoded_bytes
+        return _Block(decoded_bytes)
+
+
+def stored_bytes(column: Column) -> int:
+    """Return the bytes of all rows in the file; in memory where h5py reads them."""
+    if column.way is Way.CHUNKS:
+        return int(column.sizes.sum())
+    if column.way is not Way.BYTES:
+        return column.row_bytes * column.shape[0]
+    written = int((column.offsets >= 0).sum())
+    return column.dtype.itemsize * math.prod(column.chunk) * written
+
+
+def _fixed_bytes(column: Column) -> int | None:
+    """Return the bytes of reading any row; None if they depend on the row."""
+    if column.is_in_blocks or column.fill:
+        return None
+    if column.way is Way.H5PY:
+        return column.row_bytes
+    return math.prod(column.grid[1:]) * column.chunk_row_bytes
+
+
+def _row_bytes(column: Column, rows: Rows) -> int:
+    """Return the bytes in the file of some rows that do not lie in filtered chunks."""
+    if (each := _fixed_bytes(column)) is not None or column.row_bytes == 0:
+        return rows.size * (each or 0)
+    offsets = column.offsets.reshape(-1, math.prod(column.grid[1:]))
+    is_written = offsets[rows // column.chunk[0]] >= 0
+    return int(is_written.sum()) * column.chunk_row_bytes
+
+
+class Share(NamedTuple):
+    """One rank's batches, requested as in a job.
+
+    Args:
+      pipeline: of batches.
+      source: of its rows.
+      replicas: over how many ranks each batch is divided; 1 for batches of its own.
+      replica: which of the parts is this rank's.
+      is_in_order: whether rows come in the order of the files.
+      reads_example: whether a row is read before the first step.
+    """
+
+    pipeline: Batch
+    source: DryRows
+    replicas: int
+    replica: int
+    is_in_order: bool
+    reads_example: bool
+
+    @property
+    def steps(self) -> int:
+        """How many batches there are."""
+        steps = self.pipeline.length
+        assert steps is not None
+        return steps
+
+    def positions(self, step: int) -> range:
+        """Return which elements before batching this rank gets at a step."""
+        if not 0 <= step < self.steps:
+            return range(0)
+        return self.pipeline.positions(ORDER, step, self.replicas, self.replica)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many rows this rank gets of each batch but the last, and of that."""
+        return len(self.positions(0)), len(self.positions(self.steps - 1))
+
+    @property
+    def rows(self) -> int:
+        """How many rows this rank gets in an epoch."""
+        each, last = self.sizes
+        return each * max(0, self.steps - 1) + last
+
+    def count_empty(self, steps: int) -> int:
+        """Return in how many of the job's steps this rank gets no rows."""
+        each, last = self.sizes
+        full = max(0, self.steps - 1)
+        return steps - (full if each else 0) - (1 if last else 0)
+
+    @property
+    def group(self) -> int:
+        """How many steps are read at a time."""
+        return reader.count_grouped(self.pipeline, self.replicas)
+
+    def begin(self) -> None:
+        """Reset the counts, and request what is read before the first step."""
+        self.source.restart()
+        if self.reads_example:
+            self.pipeline.example(ORDER)
+
+    def ask(self, steps: range) -> None:
+        """Request the rows of some steps from the source."""
+        for first in range(steps.start, steps.stop, self.group):
+            several = range(first, min(first + self.group, steps.stop))
+            self.pipeline.parts(ORDER, several, self.replicas, self.replica)
+
+
+def shares_of(
+    dataset: Dataset, policy: AutoShardPolicy, ranks: int, is_in_order: bool
+) -> list[Share]:
+    """Return the share of each rank of a dataset over `DryRows`.
+
+    Raises:
+      ArgumentError: the policy is FILE, and there are fewer files than ranks.
+    """
+    is_own = policy is AutoShardPolicy.FILE
+    shares = []
+    # With OFF all ranks get the same rows
+    for rank in range(1 if policy is AutoShardPolicy.OFF else ranks):
+        mine = divide(dataset.pipeline, policy, ranks, rank)
+        assert isinstance(mine, Batch)
+        (source,) = mine.sources
+        assert isinstance(source, DryRows)
+        part = (ranks, rank) if is_global(policy) else (1, 0)
+        shares.append(Share(mine, source, *part, is_in_order, reads_example=is_own))
+    return shares * (ranks // len(shares))
+
+
+class Reads(NamedTuple):
+    """What one rank reads in an epoch.
+
+    Args:
+      read_bytes: from files, in rows or chunks as they are stored; of what h5py reads,
+        as many as it has in memory.
+      decoded_chunks: how many rows of chunks are read whole; again if they were not
+        kept.
+      files: from how many files; None if these were not counted.
+    """
+
+    read_bytes: int
+    decoded_chunks: int
+    files: int | None
+
+
 def count_reads(shares: Sequence[Share]) -> dict[int, Reads]:
-    """Return what ranks read: all of them, or some that are spread over all."""
+    """Return what ranks read: all ranks, a sample, or none if that takes too long."""
     distinct = list(dict.fromkeys(shares))
-    reads = _count(distinct)
-    return {i: reads[share] for i, share in enumerate(shares) if share in reads}
-
-
-def _count(shares: Sequence[Share]) -> dict[Share, Reads]:
-    """Return what is read of shares, or of some of them, within the budget."""
-    costs = {share: _cost(share) for share in shares}
-    if sum(costs.values()) <= _BUDGET_ROWS:
-        return {share: _go_through(share) for share in shares}
-    if all(share.source.fixed_row_bytes is not None for share in shares):
-        return {share: _multiply(share) for share in shares}
-    if not all(share.is_in_order for share in shares):
-        return {share: _count_shuffled(share) for share in shares}
-    some = _spread([share for share in shares if share.rows])
-    budget = _BUDGET_ROWS / len(some)
-    return {share: _go_some_way(share, costs[share], budget) for share in some}
+    costs = {share: _cost(share) for share in distinct}
+    count = _go_through
+    if sum(costs.values()) > _BUDGET_ROWS:
+        if all(share.source.fixed_row_bytes is not None for share in distinct):
+            count = _multiply
+        else:
+            distinct = _sample([share for share in distinct if share.rows])
+            if sum(costs[share] for share in distinct) > _BUDGET_ROWS:
+                return {}
+    reads = {share: count(share) for share in distinct}
+    return {rank: reads[share] for rank, share in enumerate(shares) if share in reads}
 
 
 def _cost(share: Share) -> float:
-    """Return what it takes to go through an epoch, in rows."""
+    """Return the cost of going through an epoch, in rows."""
     rows, asked = share.rows, _CALL_ROWS * share.steps / share.group
     if (mixed := share.pipeline.block_order(ORDER)) is not None:
-        part = count_lanes(share, mixed) / mixed.lanes
+        part = mixed.lanes_of(_lane_starts(share, mixed)).size / mixed.lanes
         return asked + rows + len(share.source) * part
     if share.is_in_order:
         return asked + rows
@@ -60,31 +338,36 @@ def _cost(share: Share) -> float:
 
 
 def _go_through(share: Share) -> Reads:
-    """Return what is counted in a whole epoch."""
+    """Count a whole epoch."""
     share.begin()
     share.ask(range(share.steps if share.rows else 0))
     found = share.source
-    return Reads(found.read_bytes, found.decoded_chunks, found.opened_files, True)
-
-
-def _count_shuffled(share: Share) -> Reads:
-    return estimate_shuffled(share) if share.rows else _go_through(share)
-
-
-def _go_some_way(share: Share, cost: float, budget: float) -> Reads:
-    """Return what is counted in an epoch, or estimated if it is too long."""
-    if cost <= budget:
-        return _go_through(share)
-    return estimate_in_order(share, int(budget / cost * share.steps))
+    return Reads(found.read_bytes, found.decoded_chunks, found.opened_files)
 
 
 def _multiply(share: Share) -> Reads:
-    """Return what rows take of which any takes the same."""
+    """Count rows that all take the same number of bytes."""
     rows = share.rows + share.reads_example
-    return Reads(rows * (share.source.fixed_row_bytes or 0), 0, None, True)
+    return Reads(rows * (share.source.fixed_row_bytes or 0), 0, None)
 
 
-def _spread(shares: Sequence[Share]) -> list[Share]:
-    """Return some of the shares, the first and the last among them."""
+def _sample(shares: Sequence[Share]) -> list[Share]:
+    """Return a few shares at equal distances, with the first and the last."""
     places = np.linspace(0, len(shares) - 1, min(_SAMPLED_RANKS, len(shares)))
     return [shares[i] for i in places.astype(int).tolist()]
+
+
+def kept_bytes(share: Share) -> int:
+    """Return how many bytes of decoded chunks a rank keeps in memory, at most."""
+    limit = hdf5_rows.KEPT_BYTES
+    if (mixed := share.pipeline.block_order(ORDER)) is not None:
+        rows = mixed.rows_in_use(_lane_starts(share, mixed))
+        limit = share.source.layout.bytes_to_keep(rows)
+    return min(limit, share.source.memory_bytes_in_blocks)
+
+
+def _lane_starts(share: Share, mixed: BlockOrder) -> Indices:
+    """Return one position of the first batch for each lane that gives a rank rows."""
+    mine = share.positions(0)
+    lane_start = mine.start - mine.start % mixed.lane_rows
+    return np.arange(lane_start, mine.stop, mixed.lane_rows)

@@ -1,0 +1,229 @@
+"""Child processes in which checks run, so that a check can crash or hang safely.
+
+A file system whose server is gone blocks a process for ever, and a broken driver ends
+it. So each such check is a function call in a Python process of its own, started by
+`python -m mpidist doctor --child`, whose stdin is a socket. On that the child receives
+the call, and sends messages `(kind, value)`; the last one is `("result", value)`. Then
+it waits for the socket to be closed, as it may hold locks for that long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from mpidist.tools.doctor.results import Failure, describe_error
+
+__all__ = ["Channel", "Child", "cleanups", "end_with_parent", "run_checks", "serve"]
+
+Channel = Connection  # of messages `(kind, value)`
+
+# What a check has to undo when its process ends; used in the child
+cleanups = contextlib.ExitStack()
+_END_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+# A check may compute for so many times as long as it may be blocked
+_COMPUTING_TIMES = 10
+_KEPT_LINES = 6
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
+
+
+class Child:
+    """A function call in a child process. Close it, which kills its process group.
+
+    Args:
+      function: of a module; it is pickled by name.
+      arguments: of the function.
+      is_rank: whether the child starts MPI in this process's place. Then it inherits
+        the launcher's descriptors, and gets its Channel as first argument.
+
+    What the child writes to stdout or stderr is relayed to stderr.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *arguments: Any, is_rank: bool = False
+    ):
+        self._connection, theirs = Pipe()
+        environ = dict(os.environ)
+        if not is_rank:  # libraries that load MPI must not start it
+            environ["MPI4PY_RC_INITIALIZE"] = "false"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mpidist", "doctor", "--child"],
+            env=environ,
+            stdin=theirs.fileno(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            close_fds=not is_rank,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._started = time.monotonic()
+        self._has_answered = False
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._relay = threading.Thread(target=self._relay_lines, daemon=True)
+        self._relay.start()
+        self.send((os.getpid(), is_rank))
+        self.send((function, arguments))
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(self, message: Any) -> None:
+        """Send a message, unless the child has ended, which `receive` reports."""
+        with contextlib.suppress(OSError):
+            self._connection.send(message)
+
+    def receive(self, seconds: float) -> tuple[str, Any]:
+        """Return the next message, kind and value.
+
+        Raises:
+          EOFError: the child has ended; says how.
+          TimeoutError: there was no message in time.
+        """
+        try:
+            if not self._connection.poll(max(0.0, seconds)):
+                raise TimeoutError
+            kind, value = self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise EOFError(self._how_it_ended()) from None
+        self._has_answered = kind == "result"
+        return kind, value
+
+    def result(self, seconds: float) -> Any:
+        """Return what the function returned, or a Failure.
+
+        Time in which the child computes, or waits for a processor that others use, does
+        not count, so that a busy machine is not reported as a dead file system.
+
+        Args:
+          seconds: since the start of the child.
+        """
+        while True:
+            left = self._seconds_left(seconds)
+            try:
+                return self.receive(min(left, _POLL_SECONDS))[1]
+            except EOFError as error:
+                return Failure(str(error))
+            except TimeoutError:
+                if left <= 0:
+                    return Failure(f"no answer in {seconds:.3g} s")
+
+    def _seconds_left(self, seconds: float) -> float:
+        computed, queued = _scheduled(self._process.pid)
+        if computed > _COMPUTING_TIMES * seconds:
+            return 0.0
+        return self._started + seconds + computed + queued - time.monotonic()
+
+    def close(self) -> None:
+        """Let the child end if it has answered, else kill its process group."""
+        self._connection.close()
+        if not self._has_answered or not self._has_ended():
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._has_ended():
+            self._relay.join(_END_SECONDS)
+
+    def _has_ended(self) -> bool:
+        """Wait a moment for the end; a child that is blocked in the kernel has none."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        return self._process.returncode is not None
+
+    def _how_it_ended(self) -> str:
+        if not self._has_ended():
+            return "the process closed its connection"
+        self._relay.join(_END_SECONDS)
+        code = self._process.returncode
+        said = f"; stderr ends: {' | '.join(self._lines)[-600:]}" if self._lines else ""
+        if code < 0:
+            return f"the process was ended by {signal.Signals(-code).name}{said}"
+        return f"the process ended with {code}{said}"
+
+    def _relay_lines(self) -> None:
+        """Relay the child's output to stderr, and keep the last lines."""
+        assert self._process.stdout is not None
+        with self._process.stdout as stream:
+            for line in stream:
+                with contextlib.suppress(OSError):
+                    os.write(2, line)
+                if text := line.decode(errors="replace").strip():
+                    self._lines.append(text)
+
+
+def run_checks(calls: Sequence[tuple[Any, ...] | None], seconds: float) -> list[Any]:
+    """Run checks at the same time, each in a child process.
+
+    Args:
+      calls: function and arguments of each check; None for no check.
+      seconds: how long each may be blocked.
+
+    Returns: what each function returned, or a Failure; None for no check.
+    """
+    with contextlib.ExitStack() as children:
+        started = [call and children.enter_context(Child(*call)) for call in calls]
+        return [child.result(seconds) if child else None for child in started]
+
+
+def _scheduled(pid: int) -> tuple[float, float]:
+    """Return the seconds that a process has computed, and waited for a processor.
+
+    Both are 0 where the system does not say.
+    """
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            computed, queued = file.read().split()[:2]
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    return int(computed) / 1e9, int(queued) / 1e9
+
+
+def end_with_parent(number: int) -> None:
+    """Let the system send this process a signal when its parent ends; 0 for none."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)
+
+
+def serve() -> NoReturn:
+    """Receive a call, run it, and send its result: the main program of a child."""
+    try:
+        # Keep stdin for messages, and what libraries print out of them
+        channel: Channel[Any, Any] = Connection(os.dup(0))
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        end_with_parent(signal.SIGTERM)
+        parent, is_rank = channel.recv()
+        if is_rank:  # MPI may handle other signals
+            end_with_parent(signal.SIGKILL)
+        if os.getppid() == parent:
+            channel.send(("result", _call(channel, is_rank)))
+            # The parent's end closes the channel, and must not interrupt the clean-up
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            channel.recv()
+    except (EOFError, OSError, KeyboardInterrupt):
+        cleanups.close()
+    finally:
+        os._exit(0)
+
+
+def _call(channel: Channel[Any, Any], is_rank: bool) -> Any:
+    """Receive a call, whose modules are imported by that, and return its result."""
+    try:
+        function, arguments = channel.recv()
+        return function(*([channel] if is_rank else []), *arguments)
+    except Exception as error:
+        return Failure(describe_error(error))
