@@ -92,9 +92,9 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--data-dir", type=Path, default=Path("data"), help="where the HDF5 files are")
     add("--shifts", type=int, default=4, choices=range(5), help="of training images")
-    add("--epochs", type=at_least_one, default=30)
-    add("--batch-size", type=at_least_one, default=512, help="rows over all ranks")
-    add("--learning-rate", type=float, default=0.2)
+    add("--epochs", type=at_least_one, default=40)
+    add("--batch-size", type=at_least_one, default=720, help="rows over all ranks")
+    add("--learning-rate", type=float, default=0.4)
     add("--hidden", type=at_least_one, default=512, help="units of the hidden layer")
     add("--seed", type=int, default=0, help="of the order of rows and first weights")
     add("--plot", type=Path, help="write a picture of the curves to this file")

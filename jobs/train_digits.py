@@ -45,7 +45,9 @@ class Perceptron:
     def forward(self, x: Any) -> tuple[Any, Any]:
         """Return the hidden units and the log-probabilities of the classes."""
         w1, b1, w2, b2 = self.weights
-        hidden = np.maximum(x @ w1 + b1, 0)
+        hidden = x @ w1
+        hidden += b1  # in place: memory that is new in each step costs time
+        np.maximum(hidden, 0, out=hidden)
         logits = hidden @ w2 + b2
         logits = logits - logits.max(axis=1, keepdims=True)
         return hidden, logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -56,7 +58,8 @@ class Perceptron:
         hidden, log_p = self.forward(x)
         target = one_hot(y)
         d_logits = np.exp(log_p) - target
-        d_hidden = (d_logits @ self.weights[2].value().T) * (hidden > 0)
+        d_hidden = d_logits @ self.weights[2].value().T
+        d_hidden *= hidden > 0
         return -(log_p * target).sum(), [
             x.T @ d_hidden,
             d_hidden.sum(axis=0),

@@ -185,7 +185,7 @@ class Plan:
         """Yield a run that compiles the kernels, one on the GPU, and one on the CPU."""
         script = [str(ROOT / "jobs" / "train_digits.py")]
         script.append(f"--data-dir={self.digits}")
-        epochs = 2 if self.is_quick else 30
+        epochs = 2 if self.is_quick else 40
         for label, count in (("warm-up", 1), ("GPU", epochs), ("CPU", epochs)):
             arguments = [*script, f"--epochs={count}"]
             if label == "CPU":
