@@ -46,7 +46,7 @@ class Perceptron:
         """Return the hidden units and the log-probabilities of the classes."""
         w1, b1, w2, b2 = self.weights
         hidden = x @ w1
-        hidden += b1  # in place: memory that is new in each step costs time
+        hidden += b1.value()  # in place: new memory in each step costs time
         np.maximum(hidden, 0, out=hidden)
         logits = hidden @ w2 + b2
         logits = logits - logits.max(axis=1, keepdims=True)
