@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         fixed = [f"--data-dir={folder}", f"--hidden={options.hidden}"]
-        fixed.append(f"--epochs={options.epochs}")
+        fixed += [f"--epochs={options.epochs}", "--shifts=0"]
         for _ in range(options.repetitions):
             for ranks in options.ranks:
                 for kind, batch in (

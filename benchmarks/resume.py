@@ -2,11 +2,11 @@
 
     python benchmarks/resume.py [--kills 100] [--seed 0] [--elastic] [--json FILE]
 
-`jobs/train_digits.py --checkpoint-dir` is started under the mpirun of this environment,
-and after a random time a fault happens: SIGKILL to one rank, to all, or to mpirun;
-SIGTERM to one rank or to mpirun. It is started again, perhaps with another number of
-ranks, until it ends by itself. The weights that it then has are compared with those of
-a job that nobody disturbed: of the same number of ranks each bit, else 1e-6.
+`jobs/train_digits_resumable.py` is started under the mpirun of this environment, and
+after a random time a fault happens: SIGKILL to one rank, to all, or to mpirun; SIGTERM
+to one rank or to mpirun. It is started again, perhaps with another number of ranks,
+until it ends by itself. The weights that it then has are compared with those of a job
+that nobody disturbed: of the same number of ranks each bit, else 1e-6.
 
 With --elastic, below Open MPI, ranks are killed one after the other, once training has
 begun, and those that are left go on (`mpirun --with-ft ulfm`). Another start is needed
@@ -36,8 +36,11 @@ from mpi4py import MPI
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import launching
 
-JOB = str(Path(__file__).parents[1] / "jobs" / "train_digits.py")
+JOB = str(Path(__file__).parents[1] / "jobs" / "train_digits_resumable.py")
 RANKS = (1, 2, 3)
+# Many short steps
+SMALL = ("--shifts", "0", "--hidden", "128", "--batch-size", "64")
+SMALL += ("--learning-rate", "0.05")
 FAULTS = ("kill a rank", "kill all ranks", "kill mpirun", "end a rank", "end mpirun")
 MOST_ELASTIC = 4
 LIMIT_SECONDS = 600
@@ -49,7 +52,7 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start the job; it saves and goes on in `folder`. The options are mpirun's."""
     arguments = ["--data-dir", str(folder.parent / "data"), "--epochs", str(epochs)]
-    arguments += ["--checkpoint-dir", str(folder), "--save-every", "15"]
+    arguments += ["--checkpoint-dir", str(folder), "--save-every", "15", *SMALL]
     environment = {
         **launching.clean_environment(),
         "TQDM_DISABLE": "1",

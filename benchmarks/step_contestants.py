@@ -26,6 +26,7 @@ from mpi4py import MPI
 import mpidist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
+import digits
 import train_digits
 
 __all__ = ["ByHand", "Contestant", "Ours", "tensorflow", "torch_ddp"]
@@ -50,7 +51,7 @@ def read_all(files: Sequence[Path]) -> tuple[Any, Any]:
 def first_weights(options: argparse.Namespace) -> list[Any]:
     """Return the weights with which all begin."""
     rng = np.random.default_rng(options.seed)
-    sizes = [(train_digits.PIXELS, options.hidden), (options.hidden, 10)]
+    sizes = [(digits.PIXELS, options.hidden), (options.hidden, 10)]
     weights = []
     for fan_in, fan_out in sizes:
         scale = np.sqrt(2 / fan_in)
@@ -133,29 +134,17 @@ class ByHand:
 class Ours:
     """The functions of `jobs/train_digits.py`, as it calls them."""
 
-    def __init__(
-        self,
-        strategy: mpidist.Strategy,
-        files: Sequence[Path],
-        options: argparse.Namespace,
-    ):
+    def __init__(self, strategy: mpidist.Strategy, options: argparse.Namespace):
         self._strategy = strategy
+        self._train, _ = train_digits.read(strategy, options)
         with strategy.scope():
-            self._model = train_digits.Perceptron(options.hidden, options.seed)
-            self._optimizer = train_digits.Momentum(
-                self._model.weights, options.learning_rate
-            )
-        train = train_digits.read(strategy, files, options, shuffle=True)
-        self._progress = train_digits.Progress(train)
+            self._trainer = train_digits.Trainer(options)
 
     def epoch(self) -> float:
         """Train, see `Contestant`."""
-        progress = self._progress
-        train_digits.train_epoch(
-            self._strategy, self._model, self._optimizer, progress, lambda: None
-        )
-        progress.end_epoch(train_digits.Score(0.0, 0.0, 0))
-        return float(progress.history[-1][0])
+        for batch in self._train:
+            self._strategy.run(self._trainer.step, args=batch)
+        return self._trainer.end_epoch()
 
 
 @contextlib.contextmanager
@@ -180,7 +169,7 @@ def torch_ddp(
         world_size=comm.size,
         timeout=datetime.timedelta(seconds=60),
     )
-    pixels, hidden = train_digits.PIXELS, options.hidden
+    pixels, hidden = digits.PIXELS, options.hidden
     model = torch.nn.Sequential(
         torch.nn.Linear(pixels, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 10)
     ).double()

@@ -111,7 +111,9 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     _stack.base = None if strategy is None or is_default else _Frame(strategy, None)
 
 
-def get_replica_context() -> ReplicaContext | None:
+# In cross-replica context it is None. Any stands for that in the type, as mypy cannot
+# know which context holds: functions that `run` runs would all need an assertion
+def get_replica_context() -> ReplicaContext | Any:
     """Return the current replica's context, None in cross-replica context.
 
     Outside all scopes it is that of the default strategy: replica 0 of 1. In a job of

@@ -52,12 +52,14 @@ def test_mypy_sees_the_librarys_types(check, tmp_path):
         "reveal_type(mpidist.MirroredStrategy().num_replicas_in_sync)\n"
         "mpidist.Dataset.range_of_nothing()\n"
         "mpidist.CommunicationOptions(bytes_per_pack='many')\n"
+        "mpidist.get_replica_context().all_reduce_of_nothing()\n"
     )
     status, output = check(wrong)
     assert status == 1, output
     assert 'Revealed type is "int"' in output
     assert "[attr-defined]" in output
     assert "[arg-type]" in output
+    assert 'Item "ReplicaContext" of "ReplicaContext | Any" has no' in output
 
 
 @pytest.mark.slow

@@ -1,19 +1,17 @@
-"""Data for the main job where scikit-learn, which has the real digits, is missing."""
+"""Data for the digits job where scikit-learn, which has the real digits, is missing."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
-import h5py
 import numpy as np
 
-__all__ = ["write_if_needed"]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "jobs"))
+import digits
 
-_ROWS_OF = {
-    "digits-test.h5": 360,
-    **{f"digits-train-{i}-of-4.h5": 359 + (i == 3) for i in range(4)},
-}
+__all__ = ["write_if_needed"]
 
 
 def write_if_needed(folder: Path) -> bool:
@@ -24,12 +22,10 @@ def write_if_needed(folder: Path) -> bool:
     if importlib.util.find_spec("sklearn") is not None:
         return False
     random = np.random.default_rng(0)
-    pictures = random.uniform(0, 16, (10, 64))
-    folder.mkdir(parents=True)
-    for name, rows in _ROWS_OF.items():
-        labels = random.integers(0, 10, rows)
-        noisy = pictures[labels] + random.normal(0, 6, (rows, 64))
-        with h5py.File(folder / name, "w") as file:
-            file["x"] = noisy.clip(0, 16).astype(np.uint8)
-            file["y"] = labels.astype(np.uint8)
+    rows, shape = 1797, (digits.CLASSES, digits.PIXELS)
+    pictures = random.uniform(0, digits.BRIGHTEST, shape)
+    labels = random.integers(0, digits.CLASSES, rows)
+    noisy = pictures[labels] + random.normal(0, 6, (rows, digits.PIXELS))
+    shifts = digits.make_parser(None).get_default("shifts")
+    digits.write(folder, shifts, noisy.clip(0, digits.BRIGHTEST), labels)
     return True

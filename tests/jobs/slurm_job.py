@@ -1,4 +1,4 @@
-"""A job for the tests of Slurm, in place of jobs/train_digits.py.
+"""A job for the tests of Slurm, in place of jobs/train_digits_resumable.py.
 
 It steps until Slurm has warned all ranks, then they leave with 99, as a job does that
 has saved and asks for another run. In that run it ends at once. As its first argument

@@ -88,13 +88,13 @@ def folder(tmp_path):
 def submit(slurm, folder):
     """A function that submits a script of jobs/, as it is.
 
-    With `instead`, that runs in place of jobs/train_digits.py.
+    With `instead`, that runs in place of jobs/train_digits_resumable.py.
     """
     started = []
 
     def submit(script, *arguments, instead=None):
         if instead is not None:
-            shutil.copy(instead, folder / "jobs" / "train_digits.py")
+            shutil.copy(instead, folder / "jobs" / "train_digits_resumable.py")
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         job = slurm.submit(f"jobs/{script}", *arguments, cwd=folder, PATH=path)
         started.append(job)
@@ -262,9 +262,11 @@ def test_the_scripts_give_mpiruns_digits(slurm, submit, folder):
 
 @pytest.mark.parametrize("how", ["pre-empted", "warned of the time limit"])
 def test_a_job_goes_on_where_it_was(slurm, submit, folder, how):
-    """The main job, by the script for srun; its digits are those of one that ran on."""
-    arguments = ["--epochs=20", "--devices=CPU:0", "--save-every=10"]
-    job = submit(WITH_SRUN, *arguments)
+    """The job by the script for srun; its digits are those of one that ran on."""
+    # Many short steps
+    arguments = ["--epochs=20", "--shifts=0", "--hidden=128", "--batch-size=64"]
+    arguments.append("--devices=CPU:0")
+    job = submit(WITH_SRUN, *arguments, "--save-every=10")
     saved = folder / "run"
     job.wait_until(lambda: list(saved.glob("ckpt-*.h5")), "a checkpoint is there")
     if how == "pre-empted":
@@ -295,7 +297,7 @@ def digits_in(output):
 def test_the_script_for_the_other_mpi_fails_and_names_the_command(submit):
     job = submit(WITH_OTHER)
     assert job.wait()["JobState"] == "FAILED"
-    assert f"'srun --mpi={PROTOCOL} python train_digits.py'" in job.output
+    assert f"'srun --mpi={PROTOCOL} python train_digits_resumable.py'" in job.output
 
 
 @pytest.mark.parametrize("script", [WITH_SRUN, WITH_MPIRUN])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import shutil
 import signal
@@ -34,14 +34,10 @@ _OUTER_JOB_PREFIXES = ("OMPI_MCA_ess", "OMPI_MCA_orte", "OMPI_MCA_pmix")
 
 def load_job(name: str) -> Any:
     """Return the script `jobs/<name>.py` as a module."""
-    path = Path(__file__).parents[2] / "jobs" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    folder = str(Path(__file__).parents[2] / "jobs")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)
 
 
 def clean_environment() -> dict[str, str]:

@@ -39,7 +39,6 @@ def train(
 
     def step(x: Array, y: Array) -> Array:
         context = mpidist.get_replica_context()
-        assert context is not None
         error: Array = x @ w - y
         total: dict[str, Array] = context.all_reduce(
             mpidist.ReduceOp.SUM,
