@@ -88,13 +88,19 @@ class Momentum:
 
     def apply(self, strategy: mpidist.Strategy, gradients: Sequence[Any]) -> None:
         """Change the weights by the mean gradients. In cross-replica context."""
-        for weight, *more in zip(self.weights, self.velocities, gradients, strict=True):
-            strategy.extended.update(weight, self.descend, args=more)
+        args = self.velocities, gradients
+        strategy.extended.update(self.weights, self.descend, args)
 
-    def descend(self, weight: mpidist.Variable, velocity: Any, gradient: Any) -> None:
-        """Change this replica's copy of a weight and its velocity."""
-        velocity.assign(0.9 * velocity + gradient)
-        weight.assign_sub(self.learning_rate * velocity)
+    def descend(
+        self,
+        weights: Sequence[Any],
+        velocities: Sequence[Any],
+        gradients: Sequence[Any],
+    ) -> None:
+        """Change this replica's copies of the weights and velocities."""
+        for w, v, gradient in zip(weights, velocities, gradients, strict=True):
+            v.assign(0.9 * v + gradient)
+            w.assign_sub(self.learning_rate * v)
 
 
 class Trainer:

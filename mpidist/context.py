@@ -7,7 +7,7 @@ time; below everything lies the replica context of the default strategy.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidist.errors import ArgumentTypeError, ContextError
 from mpidist.util import validation
