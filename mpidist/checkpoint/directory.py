@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpidist.checkpoint import files
-from mpidist.checkpoint.files import is_left_behind, is_locked, removal, remove
+from mpidist.checkpoint.files import is_locked, removal, remove
 from mpidist.checkpoint.reading import read_header, read_tree
 from mpidist.errors import ArgumentError, CheckpointError
 from mpidist.util import validation
+from mpidist.util.files import SHARD_PATTERN, is_abandoned, shard_name
 from mpidist.util.notices import warn
 
 __all__ = [
@@ -27,13 +28,13 @@ __all__ = [
     "remove_other_shards",
     "remove_rests",
     "require_name",
-    "shard_name",
+    "shard_names",
     "warn_skipped",
 ]
 
 SUFFIX = ".h5"
 _LONGEST = 128  # name of checkpoints, in bytes: those of their files have more
-_SHARD = r"-(?P<token>[0-9a-f]{8})-\d{5,}-of-\d{5,}"
+_SHARD = rf"-(?P<token>[0-9a-f]{{8}}){SHARD_PATTERN}"
 
 
 class Saved(NamedTuple):
@@ -72,9 +73,10 @@ def require_name(name: str) -> str:
     return name
 
 
-def shard_name(index: Path, token: str, rank: int, ranks: int) -> str:
-    """Return the name of one shard. A token tells savings to one path apart."""
-    return f"{index.stem}-{token}-{rank:05}-of-{ranks:05}{SUFFIX}"
+def shard_names(index: Path, token: str, count: int) -> list[str]:
+    """Return the names of all shards; a token tells savings to one path apart."""
+    stem = f"{index.stem}-{token}"
+    return [shard_name(stem, rank, count, SUFFIX) for rank in range(count)]
 
 
 def find(folder: Path, name: str, *, warns: bool = False) -> list[Saved]:
@@ -174,14 +176,14 @@ def remove_rests(folder: Path, name: str, in_use: Iterable[str] = ()) -> None:
     """
     stem = rf"(?P<stem>{re.escape(name)}-\d+)"
     shard = re.compile(stem + _SHARD + re.escape(SUFFIX))
-    any_file = re.compile(rf"{stem}({_SHARD})?{re.escape(SUFFIX)}")
+    any_file = rf"{stem}({_SHARD})?{re.escape(SUFFIX)}"
     names = _names(folder)
     for file in names:
         match = shard.fullmatch(file)
         is_lost = match is not None and match["token"] not in in_use
         if match and is_lost and f"{match['stem']}{SUFFIX}" in names:
             is_lost = _is_of_another(folder / f"{match['stem']}{SUFFIX}", file)
-        is_lost = is_lost or is_left_behind(file, any_file)
+        is_lost = is_lost or is_abandoned(file, any_file)
         if is_lost and not is_locked(folder / file):  # by a running job, on any host
             remove(folder / file)
 

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import fcntl
 import os
-import re
 import struct
 import threading
 import time
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import deflate
 
 from mpidist.errors import CheckpointError
-from mpidist.util.files import open_regular, sync_folder
+from mpidist.util.files import open_regular, sync_directory
 
 __all__ = [
     "DamagedError",
@@ -26,7 +25,6 @@ __all__ = [
     "checked_write",
     "damage",
     "hold",
-    "is_left_behind",
     "is_locked",
     "lock",
     "make_folder",
@@ -38,7 +36,6 @@ __all__ = [
 ]
 
 
-_TEMPORARY = re.compile(r"(.+?\.h5)\.(.+)\.(\d+)\.(\d+)\.tmp")
 # So much is checked and written at once: it stays in the cache between the two
 _STEP_BYTES = 4 << 20
 
@@ -52,7 +49,7 @@ def make_folder(folder: Path) -> None:
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        sync_folder(folder.parent)
+        sync_directory(folder.parent)
 
 
 def remove(path: Path) -> None:
@@ -91,32 +88,6 @@ class Removal:
 
 
 removal = Removal()
-
-
-def is_left_behind(name: str, of: re.Pattern[str]) -> bool:
-    """Return whether a temporary file belongs to no process any more.
-
-    That is, to none of this host: a process of another one cannot be seen.
-
-    Args:
-      name: of the file.
-      of: what the name of the complete file must match.
-    """
-    match = _TEMPORARY.fullmatch(name)
-    if match is None or not of.fullmatch(match[1]):
-        return False
-    host, process = match[2], int(match[3])
-    return host != os.uname().nodename or not _is_running(process)
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def checked_write(descriptor: int, offset: int, data: Any) -> int:

@@ -19,7 +19,7 @@ from mpidist.checkpoint.directory import (
     name_of,
     next_serial,
     remove_other_shards,
-    shard_name,
+    shard_names,
 )
 from mpidist.checkpoint.files import (
     checked_write,
@@ -136,7 +136,7 @@ class Saver:
         ranks, rank = self._extended.num_replicas, self._extended.replica_id
 
         def names(count: int) -> list[str]:
-            return [shard_name(index, token, i, count) for i in range(count)]
+            return shard_names(index, token, count)
 
         collected = collect(
             self._strategy, operation, objects, shard_bytes, lambda: names(ranks)

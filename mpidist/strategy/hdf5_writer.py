@@ -33,7 +33,7 @@ from mpidist.errors import (
 )
 from mpidist.strategy.strategy import Strategy
 from mpidist.util import validation
-from mpidist.util.files import Unfinished, sync_folder
+from mpidist.util.files import AtomicHdf5File, sync_directory
 
 __all__ = ["Hdf5Writer"]
 
@@ -117,7 +117,7 @@ class Hdf5Writer:
         self._extended = strategy.extended
         self._extended.topology.require_open()
         self._shard: Shard | None = None
-        self._index: Unfinished | None = None
+        self._index: AtomicHdf5File | None = None
         self._closed = False
 
         def check() -> tuple[Path, str, Storage]:
@@ -248,9 +248,9 @@ class Hdf5Writer:
 
     def _publish_index(self) -> None:
         assert self._index is not None
-        sync_folder(self._path.parent)
+        sync_directory(self._path.parent)
         self._index.publish()
-        sync_folder(self._path.parent)
+        sync_directory(self._path.parent)
 
     def _require_free(self) -> None:
         if not self._overwrite:

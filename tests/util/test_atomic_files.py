@@ -14,7 +14,7 @@ from mpi4py import MPI
 import mpidist
 from mpidist.comm import device_info
 from mpidist.comm.transports.tuning_table import Layout, find_table, write_table
-from mpidist.util.files import NewFile, Unfinished, replace_file
+from mpidist.util.files import AtomicFile, AtomicHdf5File, replace_file
 
 TABLE = {"allreduce": [(0, "mpi")], "allgatherv": [(0, "mpi")]}
 TABLE |= {"broadcast": [(0, "mpi")]}
@@ -45,7 +45,7 @@ def test_the_writer_does_not_follow_links_at_names_that_can_be_guessed(
     assert not (folder / "x.h5").is_symlink()
 
 
-@pytest.mark.parametrize("kind", [NewFile, Unfinished])
+@pytest.mark.parametrize("kind", [AtomicFile, AtomicHdf5File])
 @pytest.mark.parametrize("is_dangling", [False, True])
 def test_what_lies_under_the_temporary_name_is_not_touched(
     tmp_path, victim, monkeypatch, kind, is_dangling

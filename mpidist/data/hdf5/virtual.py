@@ -13,7 +13,13 @@ from h5py import h5g, h5l, h5o
 
 from mpidist.data.hdf5.written_rows import Field
 from mpidist.errors import ArgumentError
-from mpidist.util.files import Unfinished, require_regular, sync_folder
+from mpidist.util.files import (
+    SHARD_PATTERN,
+    AtomicHdf5File,
+    require_regular,
+    shard_name,
+    sync_directory,
+)
 
 __all__ = [
     "escape_source",
@@ -31,13 +37,13 @@ __all__ = [
 
 def shard_path(index: Path, rank: int, size: int) -> Path:
     """Return the name of one rank's file beside an index file."""
-    return index.with_name(f"{index.stem}-{rank:05}-of-{size:05}{index.suffix}")
+    return index.with_name(shard_name(index.stem, rank, size, index.suffix))
 
 
 def _find_output(index: Path) -> list[Path]:
     """Return the index file and its shards, of any number of ranks, that exist."""
     pattern = re.compile(
-        rf"{re.escape(index.stem)}-\d{{5,}}-of-\d{{5,}}{re.escape(index.suffix)}"
+        re.escape(index.stem) + SHARD_PATTERN + re.escape(index.suffix)
     )
     names = set(os.listdir(index.parent))
     shards = sorted(name for name in names if pattern.fullmatch(name))
@@ -61,12 +67,12 @@ def remove_output(index: Path) -> None:
     for path in _find_output(index):
         path.unlink(missing_ok=True)
         if path == index:
-            sync_folder(index.parent)
+            sync_directory(index.parent)
 
 
 def write_index(
     path: Path, fields: Sequence[Field], shards: Sequence[tuple[str, int]]
-) -> Unfinished:
+) -> AtomicHdf5File:
     """Write virtual datasets: the rows of the shards in the given order.
 
     Args:
@@ -77,7 +83,7 @@ def write_index(
     Raises:
       OSError: it cannot be written.
     """
-    unfinished = Unfinished(path)
+    unfinished = AtomicHdf5File(path)
     try:
         with h5py.File(unfinished, "w") as file:
             for field in fields:

@@ -23,7 +23,7 @@ from mpidist.errors import (
     MismatchError,
 )
 from mpidist.util import validation
-from mpidist.util.files import Unfinished
+from mpidist.util.files import AtomicHdf5File
 
 __all__ = [
     "BLOCK_BYTES",
@@ -275,7 +275,7 @@ class Shard:
         self._is_whole = True
         self._storage = storage
         self._datasets: list[_Dataset] = []
-        self._unfinished = self._checked("created", lambda: Unfinished(path))
+        self._unfinished = self._checked("created", lambda: AtomicHdf5File(path))
         # Each chunk is written once and whole: a cache of chunks would be of no use
         self._hdf5 = h5py.File(self._unfinished, "w", rdcc_nbytes=0)
         # Also at the end of the process, when HDF5 could not write to it any more
@@ -434,6 +434,6 @@ class _Dataset:
         return (rows, *self.field.row_shape)
 
 
-def _discard(file: h5py.File, unfinished: Unfinished) -> None:
+def _discard(file: h5py.File, unfinished: AtomicHdf5File) -> None:
     file.close()
     unfinished.discard()
