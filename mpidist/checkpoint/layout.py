@@ -23,7 +23,7 @@ from mpidist.checkpoint.format import (
     stored_as,
 )
 from mpidist.checkpoint.tree import STORED_AS_TEXT, Group, Leaf, Path, leaves
-from mpidist.data.hdf5.virtual import escape_source
+from mpidist.data.hdf5.written_rows import escape_source
 from mpidist.errors import CheckpointError
 
 __all__ = ["BLOCK_BYTES", "Link", "Plan", "Split", "lay_out"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,18 +12,13 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from mpidist.comm.consensus.calls import Call
-from mpidist.data.hdf5.virtual import (
-    remove_output,
-    require_no_output,
-    shard_path,
-    write_index,
-)
 from mpidist.data.hdf5.written_rows import (
     Field,
     Shard,
     Storage,
     clean_name,
     common_fields,
+    write_index,
 )
 from mpidist.errors import (
     ArgumentError,
@@ -33,7 +29,12 @@ from mpidist.errors import (
 )
 from mpidist.strategy.strategy import Strategy
 from mpidist.util import validation
-from mpidist.util.files import AtomicHdf5File, sync_directory
+from mpidist.util.files import (
+    SHARD_PATTERN,
+    AtomicHdf5File,
+    shard_name,
+    sync_directory,
+)
 
 __all__ = ["Hdf5Writer"]
 
@@ -201,7 +202,7 @@ class Hdf5Writer:
     def _create(self, storage: Storage) -> None:
         """Create this rank's file, and let rank 0 see that the folder is shared."""
         extended = self._extended
-        path = shard_path(self._path, extended.replica_id, extended.num_replicas)
+        path = _shard_path(self._path, extended.replica_id, extended.num_replicas)
 
         def create() -> str:
             self._shard = Shard(path, storage)
@@ -234,7 +235,7 @@ class Hdf5Writer:
         self._index = write_index(self._path, fields, shards)
         # No rank renames its file before this
         self._require_free()
-        remove_output(self._path)
+        _remove_output(self._path)
 
     def _publish(self) -> None:
         assert self._shard is not None
@@ -254,7 +255,7 @@ class Hdf5Writer:
 
     def _require_free(self) -> None:
         if not self._overwrite:
-            require_no_output(self._path)
+            _require_no_output(self._path)
 
     def _checked(self, fn: Callable[[], T]) -> Callable[[], T]:
         def checked() -> T:
@@ -303,3 +304,38 @@ def _require_visible(folder: Path, names: Sequence[str]) -> None:
                     "all ranks need one folder on a file system that their nodes share"
                 )
             time.sleep(0.01)
+
+
+def _shard_path(index: Path, rank: int, size: int) -> Path:
+    """Return the name of one rank's file beside an index file."""
+    return index.with_name(shard_name(index.stem, rank, size, index.suffix))
+
+
+def _find_output(index: Path) -> list[Path]:
+    """Return the index file and its shards, of any number of ranks, that exist."""
+    pattern = re.compile(
+        re.escape(index.stem) + SHARD_PATTERN + re.escape(index.suffix)
+    )
+    names = set(os.listdir(index.parent))
+    shards = sorted(name for name in names if pattern.fullmatch(name))
+    found = [index.name] if index.name in names else []
+    return [index.with_name(name) for name in found + shards]
+
+
+def _require_no_output(index: Path) -> None:
+    """Raise an ArgumentError if there is an index file or a shard of that name."""
+    names = [path.name for path in _find_output(index)]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ArgumentError(
+            f"{index}: there are files of this name already: {', '.join(names[:3])}"
+            f"{more}; remove them, write to another path, or pass overwrite=True"
+        )
+
+
+def _remove_output(index: Path) -> None:
+    """Remove an index file, and then its shards, if there are any."""
+    for path in _find_output(index):
+        path.unlink(missing_ok=True)
+        if path == index:
+            sync_directory(index.parent)

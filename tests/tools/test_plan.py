@@ -22,8 +22,7 @@ from mpidist.data import sharding
 from mpidist.data.hdf5 import rows as hdf5
 from mpidist.data.hdf5 import rows as hdf5_parts
 from mpidist.data.hdf5.files import RawFile
-from mpidist.data.hdf5.index import index_file
-from mpidist.data.hdf5.names import choose_datasets
+from mpidist.data.hdf5.index import choose_datasets, index_file
 from mpidist.data.shuffling import BlockOrder, Blocks
 from mpidist.launch import commands
 from mpidist.tools.plan import reads as plan_reads

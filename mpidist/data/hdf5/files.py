@@ -10,47 +10,35 @@ used.
 
 from __future__ import annotations
 
-import collections
-import errno
 import fcntl
+import itertools
 import mmap
 import os
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import h5py
 import numpy as np
+import numpy.typing as npt
 
-from mpidist.data.hdf5.index import (
-    Column,
-    FileIndex,
-    FileState,
-    kind_of,
-    open_hdf5,
-    state_of,
-)
-from mpidist.data.hdf5.row_copy import (
-    Bytes,
-    Map,
-    Offsets,
-    copy_rows,
-    items_of,
-    spans_of,
-    take_rows,
-)
+from mpidist.data.hdf5.index import FileState, state_of
 from mpidist.errors import DataError
 from mpidist.util.buffers import Buffers
 from mpidist.util.files import open_regular
 
-__all__ = ["OpenFiles", "RawFile"]
+__all__ = ["GAP_BYTES", "Map", "RawFile"]
 
 
 T = TypeVar("T")
+Bytes = npt.NDArray[np.uint8]
+Offsets = npt.NDArray[np.int64]
+# `map`, or what maps in threads
+Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+
 _BYTE = np.dtype(np.uint8)
 
 # Where all who change a file do so through this kernel, so that leases hold
@@ -60,7 +48,14 @@ _LOCAL_FILE_SYSTEMS = frozenset(
 # On a network file system asking for a file's size costs messages to its servers
 _CHECK_SECONDS = 60.0
 # Shorter rows are cheaper to move once more than to name to the kernel one by one
-_LONG_BYTES = 32 << 10
+_VECTOR_BYTES = 32 << 10
+# To wake a thread takes as long as copying 0.5 MB
+_PIECE_BYTES = 2 << 20
+# Copying so many takes longer than Python needs for each row
+_LONG_BYTES = 64 << 10
+# Wanted bytes this near to each other are read in one call, up to this many
+GAP_BYTES = 32 << 10
+_CALL_BYTES = 8 << 20
 
 
 class RawFile:
@@ -112,7 +107,7 @@ class RawFile:
             self._read_rows(offsets, found, parallel)
             return found
         try:
-            copy_rows(mapped, offsets, found, parallel)
+            _copy_rows(mapped, offsets, found, parallel)
             return found
         finally:
             self._give_map_back()
@@ -136,7 +131,7 @@ class RawFile:
             self._read_rows(offset + rows * size_bytes, found, parallel)
             return found
         try:
-            take_rows(mapped, offset, rows, found, parallel)
+            _take_rows(mapped, offset, rows, found, parallel)
             return found
         finally:
             self._give_map_back()
@@ -229,7 +224,7 @@ class RawFile:
         )
 
     def _read_rows(self, offsets: Offsets, found: Bytes, parallel: Map) -> None:
-        """Do what `copy_rows` does, in few calls, in the order of the file."""
+        """Do what `_copy_rows` does, in few calls, in the order of the file."""
         self._check_now_and_then()
         order = np.argsort(offsets, kind="stable")
         ordered, size_bytes = offsets[order], found.shape[1]
@@ -242,10 +237,10 @@ class RawFile:
                 self._read_into(views, start)
                 return
             data = self._pread(start, int(starts[-1]) + size_bytes - start)
-            items = items_of(np.frombuffer(data, np.uint8), size_bytes)
+            items = _items_of(np.frombuffer(data, np.uint8), size_bytes)
             whole[places] = items[starts - start]
 
-        list(parallel(read, spans_of(ordered, size_bytes)))
+        list(parallel(read, _spans_of(ordered, size_bytes)))
 
     def _read_into(self, views: list[memoryview], offset: int) -> None:
         """Fill memory with the bytes from `offset` on."""
@@ -300,7 +295,7 @@ def _side_by_side(
         return None
     if (np.diff(places) == 1).all():
         return [found[places[0] : places[-1] + 1].reshape(-1).data]
-    if found.shape[1] < _LONG_BYTES:
+    if found.shape[1] < _VECTOR_BYTES:
         return None
     return [found[place].data for place in places.tolist()]
 
@@ -320,118 +315,84 @@ def _file_system(device: int) -> str:
     return ""
 
 
-_OPEN_FILES = 128
-_FEW_FILES = 16  # are checked at each read
+def _copy_rows(source: Bytes, offsets: Offsets, found: Bytes, parallel: Map) -> None:
+    """Fill each row of `found`, `(offsets, bytes)`, from an offset of `source`."""
+    rows, size_bytes = found.shape
+    if size_bytes >= _LONG_BYTES:
+        _copy_long(source, offsets, found, parallel)
+        return
+    items = _items_of(source, size_bytes)
+    whole = found.view(items.dtype).reshape(-1)
+
+    def copy(piece: slice) -> None:
+        whole[piece] = items[offsets[piece]]
+
+    list(parallel(copy, _pieces(rows, size_bytes)))
 
 
-class OpenFiles:
-    """Files by path, as bytes and by h5py. May be used in threads."""
+def _take_rows(
+    source: Bytes, offset: int, rows: Offsets, found: Bytes, parallel: Map
+) -> None:
+    """Fill `found`, `(rows, bytes)`, with rows that lie side by side from `offset`.
 
-    def __init__(self) -> None:
-        self._raw: collections.OrderedDict[Path, Any] = collections.OrderedDict()
-        self._hdf5: collections.OrderedDict[Path, Any] = collections.OrderedDict()
-        # What files were when this process first opened them: kept when they are closed
-        self._states: dict[Path, FileState] = {}
-        self._other_states: dict[Path, FileState] = {}
-        # Whose many other files were checked since `check_others`
-        self._checked: set[Path] = set()
-        self._lock = threading.RLock()
+    Faster than `_copy_rows`, with the same result.
+    """
+    size_bytes = found.shape[1]
+    if not rows.size or size_bytes >= _LONG_BYTES:
+        _copy_long(source, offset + rows * size_bytes, found, parallel)
+        return
+    stop = offset + (int(rows.max()) + 1) * size_bytes
+    table = source[offset:stop].reshape(-1, size_bytes)
 
-    def raw(self, path: Path, index: FileIndex) -> RawFile:
-        """Return a file as bytes; it must be the one with this index, unchanged."""
-        expected = self._states.get(path, index.state)
-        file: RawFile = self._opened(self._raw, path, lambda: RawFile(path, expected))
-        self._states.setdefault(path, file.state)
-        return file
+    def copy(piece: slice) -> None:
+        # "clip" writes to `found` at once; no row is beyond the last
+        table.take(rows[piece], axis=0, out=found[piece], mode="clip")
 
-    def by_h5py(
-        self,
-        path: Path,
-        index: FileIndex,
-        column: Column,
-        read: Callable[[h5py.Dataset], Any],
-    ) -> Any:
-        """Return `read(dataset)`, of a dataset that must be as it was.
-
-        One thread at a time: h5py waits for itself anyway, and is not safe everywhere.
-        """
-        with self._lock:
-            found = self._by_h5py(path, column, read)
-            if not index.is_being_written:
-                # HDF5 gives zeros for what lies behind the end of a file
-                self.raw(path, index).require_unchanged()
-                self._require_others_unchanged(path, index)
-            return found
-
-    def check_others(self) -> None:
-        """Check all other files that rows lie in once more, where they are many."""
-        with self._lock:
-            self._checked.clear()
-
-    def _require_others_unchanged(self, path: Path, index: FileIndex) -> None:
-        """Raise a DataError if a file has changed that a link or a source leads to."""
-        # Where a rank has a path of its own, so may the others be
-        if path != index.path or path in self._checked:
-            return
-        for before in index.others:
-            expected = self._other_states.setdefault(before.path, before)
-            if changes := expected.changes_to(state_of(before.path), is_shared=False):
-                raise DataError(
-                    f"{before.path}, which it leads to, was changed: "
-                    f"{', '.join(changes)}; a file must not change while it is read; "
-                    "make a new dataset to read it as it is now"
-                )
-        if len(index.others) > _FEW_FILES:
-            self._checked.add(path)
-
-    def _by_h5py(
-        self, path: Path, column: Column, read: Callable[[h5py.Dataset], Any]
-    ) -> Any:
-        file = self._opened(self._hdf5, path, lambda: open_hdf5(path))
-        dataset = file[column.name]
-        found = kind_of(dataset) if isinstance(dataset, h5py.Dataset) else None
-        if column.dtype.kind == "c" and found == (column.shape, _swapped(column)):
-            # HDF5 sorts the members of a type by offset when it is first converted
-            return read(dataset.astype(column.dtype))
-        if found != (column.shape, column.dtype):
-            raise DataError(
-                f"it was {(column.shape, column.dtype)} and is now {found}; a file "
-                "must not change while it is read"
-            )
-        return read(dataset)
-
-    def close(self) -> None:
-        """Close all files. Bytes of a file that is being read go on until the end."""
-        with self._lock:
-            self._raw.clear()
-            while self._hdf5:
-                self._hdf5.popitem()[1].close()
-
-    def _opened(
-        self,
-        files: collections.OrderedDict[Path, Any],
-        path: Path,
-        open_file: Callable[[], Any],
-    ) -> Any:
-        with self._lock:
-            if path not in files:
-                files[path] = self._try_to_open(open_file)
-            files.move_to_end(path)
-            if len(files) > _OPEN_FILES:
-                files.popitem(last=False)
-            return files[path]
-
-    def _try_to_open(self, open_file: Callable[[], Any]) -> Any:
-        try:
-            return open_file()
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                raise
-            self.close()  # this process may have fewer open
-            return open_file()
+    list(parallel(copy, _pieces(rows.size, size_bytes)))
 
 
-def _swapped(column: Column) -> np.dtype[Any]:
-    """Return the dtype of complex numbers with the imaginary part in front."""
-    part = f"{column.dtype.byteorder}f{column.dtype.itemsize // 2}"
-    return np.dtype([("i", part), ("r", part)])
+def _copy_long(source: Bytes, offsets: Offsets, found: Bytes, parallel: Map) -> None:
+    """Do what `_copy_rows` does, row by row; very long ones are cut."""
+    rows, size_bytes = found.shape
+    starts = offsets.tolist()
+
+    def copy(piece: tuple[slice, slice]) -> None:
+        some, part = piece
+        for row, start in zip(found[some, part], starts[some], strict=True):
+            row[:] = source[start + part.start : start + part.stop]
+
+    parts = _pieces(size_bytes, 1)
+    several = _pieces(rows, size_bytes) if len(parts) == 1 else _pieces(rows, 1 << 62)
+    list(parallel(copy, itertools.product(several, parts)))
+
+
+def _pieces(count: int, size_bytes: int) -> list[slice]:
+    """Cut so many items of `size_bytes` into pieces that are worth a thread each."""
+    pieces = max(1, min(count, round(count * size_bytes / _PIECE_BYTES)))
+    edges = [count * i // pieces for i in range(pieces + 1)]
+    return [slice(*edge) for edge in itertools.pairwise(edges)]
+
+
+def _items_of(data: Bytes, size_bytes: int) -> npt.NDArray[np.void]:
+    """Return what starts at each byte of `data`, an array that overlaps itself."""
+    count = max(0, data.size - size_bytes + 1)
+    items: npt.NDArray[np.void] = np.ndarray(
+        (count,), np.dtype((np.void, size_bytes)), data, strides=(1,)
+    )
+    return items
+
+
+def _spans_of(ordered: Offsets, size_bytes: int) -> list[tuple[int, int]]:
+    """Cut increasing offsets where two are far apart, or a call would be too long."""
+    if not ordered.size:
+        return []
+    is_far = np.diff(ordered) - size_bytes > GAP_BYTES
+    cuts = [0, *(np.flatnonzero(is_far) + 1).tolist(), ordered.size]
+    spans = []
+    for first, last in itertools.pairwise(cuts):
+        while first < last:
+            reach = int(ordered[first]) + max(_CALL_BYTES, size_bytes) - size_bytes
+            stop = min(last, int(np.searchsorted(ordered, reach, "right")))
+            spans.append((first, stop))
+            first = stop
+    return spans

@@ -7,6 +7,7 @@ filters) is left to h5py.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import enum
@@ -24,7 +25,7 @@ import numpy.typing as npt
 
 from mpidist.data.hdf5 import chunks as hdf5_chunks
 from mpidist.data.hdf5.chunks import Filter
-from mpidist.data.hdf5.virtual import find_linked, find_storage, missing_sources
+from mpidist.data.hdf5.names import find_linked, find_storage, missing_sources
 from mpidist.errors import DataError
 from mpidist.util.files import open_regular, require_regular
 
@@ -33,6 +34,7 @@ __all__ = [
     "FileIndex",
     "FileState",
     "Way",
+    "choose_datasets",
     "index_file",
     "kind_of",
     "open_hdf5",
@@ -233,6 +235,45 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
         raise DataError(f"{path}: the datasets have unequal rows: {pairs}")
     is_being_written = _is_being_written(path)
     return FileIndex(state, lengths[0], columns, is_being_written, states)
+
+
+def choose_datasets(path: Path) -> tuple[list[str], list[str]]:
+    """Return the names of datasets with equally many rows, and those of all others.
+
+    Of several numbers of rows the one that has the most bytes is taken. Links to other
+    places are not followed.
+
+    Raises:
+      DataError: the file cannot be read, or has no dataset with rows.
+    """
+    sizes: dict[str, int] = {}
+    names = collections.defaultdict(list)
+    others: list[str] = []
+
+    def visit(name: str, item: h5py.Dataset | h5py.Group) -> None:
+        if not isinstance(item, h5py.Dataset):
+            return
+        try:
+            shape, dtype = kind_of(item) if item.shape else ((), None)
+        except TypeError:  # a type that NumPy has not
+            shape, dtype = (), None
+        if dtype is None:
+            others.append(name)
+            return
+        names[shape[0]].append(name)
+        sizes[name] = item.size * dtype.itemsize
+
+    try:
+        os.close(open_regular(path))  # says shortly what HDF5 says at length
+        with open_hdf5(path) as file:
+            file.visititems(visit)
+    except (OSError, RuntimeError) as error:
+        raise DataError(f"{path}: cannot be opened as HDF5: {error}") from error
+    if not names:
+        raise DataError(f"{path}: has no dataset with rows")
+    taken = max(names.values(), key=lambda group: sum(sizes[name] for name in group))
+    others += [name for group in names.values() for name in group if group is not taken]
+    return taken, sorted(others)
 
 
 def state_of(path: Path, descriptor: int | None = None) -> FileState:

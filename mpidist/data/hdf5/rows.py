@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.data.hdf5 import dataset_reader as hdf5_columns
-from mpidist.data.hdf5.chunks import BlockCache
-from mpidist.data.hdf5.files import OpenFiles, RawFile
+from mpidist.data.hdf5.dataset_reader import BlockCache, OpenFiles, pick_rows
+from mpidist.data.hdf5.files import RawFile
 from mpidist.data.hdf5.index import Column, FileIndex, Way, index_file
-from mpidist.data.hdf5.row_copy import pick_rows
 from mpidist.data.shuffling import Blocks
 from mpidist.errors import DataError
 from mpidist.util import nest

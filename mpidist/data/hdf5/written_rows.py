@@ -33,10 +33,12 @@ __all__ = [
     "Storage",
     "clean_name",
     "common_fields",
+    "escape_source",
     "fields_of",
     "require_same_fields",
     "require_storable",
     "to_arrays",
+    "write_index",
 ]
 
 
@@ -437,3 +439,56 @@ class _Dataset:
 def _discard(file: h5py.File, unfinished: AtomicHdf5File) -> None:
     file.close()
     unfinished.discard()
+
+
+def write_index(
+    path: Path, fields: Sequence[Field], shards: Sequence[tuple[str, int]]
+) -> AtomicHdf5File:
+    """Write virtual datasets: the rows of the shards in the given order.
+
+    Args:
+      path: the name that the returned file gets when it is published.
+      fields: the datasets, which every shard has.
+      shards: the name of each file, in the same folder, and its number of rows.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    unfinished = AtomicHdf5File(path)
+    try:
+        with h5py.File(unfinished, "w") as file:
+            for field in fields:
+                _write_dataset(file, field, shards)
+        unfinished.complete()
+    except BaseException:
+        unfinished.discard()
+        raise
+    return unfinished
+
+
+def _write_dataset(
+    file: h5py.File, field: Field, shards: Sequence[tuple[str, int]]
+) -> None:
+    rows = sum(count for _, count in shards)
+    shape = (rows, *field.row_shape)
+    if not rows or not field.row_bytes:
+        file.create_dataset(field.name, shape, field.dtype)
+        return
+    layout = h5py.VirtualLayout(shape, field.dtype)
+    end = 0
+    for name, count in shards:
+        start, end = end, end + count
+        layout[start:end] = h5py.VirtualSource(
+            escape_source(name), escape_source(field.name), (count, *field.row_shape)
+        )
+    group, _, leaf = field.name.rpartition("/")
+    file.require_group(f"/{group}").create_virtual_dataset(leaf, layout)
+
+
+def escape_source(name: str) -> str:
+    """Return the name of a source as virtual datasets write it, where %b is a number.
+
+    That holds for names of files and of datasets; HDF5 refuses, or reads as others,
+    those in which a percent sign stands alone.
+    """
+    return name.replace("%", "%%")

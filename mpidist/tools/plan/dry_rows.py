@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.data.hdf5 import rows as hdf5_rows
-from mpidist.data.hdf5.chunks import BlockCache
-from mpidist.data.hdf5.dataset_reader import block_rows
+from mpidist.data.hdf5.dataset_reader import BlockCache, block_rows
 from mpidist.data.hdf5.index import Column, FileIndex, Way
 from mpidist.data.hdf5.rows import Hdf5Rows, Layout
 from mpidist.data.shuffling import Blocks

@@ -15,8 +15,8 @@ from pathlib import Path
 from mpidist.data.dataset import Dataset
 from mpidist.data.distributed.reader import count_steps
 from mpidist.data.hdf5.chunks import filter_name
-from mpidist.data.hdf5.index import Column
-from mpidist.data.hdf5.names import choose_datasets, list_files
+from mpidist.data.hdf5.index import Column, choose_datasets
+from mpidist.data.hdf5.names import list_files
 from mpidist.data.hdf5.rows import Hdf5Rows
 from mpidist.data.map_dataset import Rows
 from mpidist.options import AutoShardPolicy

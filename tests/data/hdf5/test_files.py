@@ -16,7 +16,7 @@ from hdf5_files import require_same
 
 import mpidist
 from mpidist import DataError, Dataset
-from mpidist.data.hdf5 import files, row_copy
+from mpidist.data.hdf5 import files
 from mpidist.data.hdf5.files import RawFile
 from mpidist.data.hdf5.index import state_of
 from mpidist.util.buffers import Buffers
@@ -64,7 +64,7 @@ def test_rows_at_any_offset(way, path, size, count):
     [1, 3, 4096, 50_000, 100_000, pytest.param(1_499_000, marks=pytest.mark.slow)],
 )
 def test_rows_side_by_side(way, path, size, monkeypatch):
-    monkeypatch.setattr(row_copy, "_PIECE_BYTES", 60_000)  # as with larger files
+    monkeypatch.setattr(files, "_PIECE_BYTES", 60_000)  # as with larger files
     data = np.frombuffer(path.read_bytes(), np.uint8)[101:]
     table = data[: len(data) // size * size].reshape(-1, size)
     rows = np.random.default_rng(0).integers(0, len(table), 200)
