@@ -10,10 +10,9 @@ from typing import Any
 
 from mpidist._version import __version__
 from mpidist.checkpoint.directory import SUFFIX, index_path
-from mpidist.checkpoint.objects import Tracked, require_saveable, strategy_of
-from mpidist.checkpoint.restore import restore
+from mpidist.checkpoint.restore import LoadStatus, restore
 from mpidist.checkpoint.save import Saver
-from mpidist.checkpoint.status import LoadStatus
+from mpidist.checkpoint.state import Tracked, require_saveable, strategy_of
 from mpidist.checkpoint.tree import escape
 from mpidist.comm.topology import job_size
 from mpidist.context import get_strategy, has_strategy, require_cross_replica

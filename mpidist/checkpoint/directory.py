@@ -1,36 +1,58 @@
-"""The checkpoints of a folder: their names, their order, what may be removed."""
+"""The checkpoints of a directory: names, order, locks, and what may be removed.
+
+One job at a time may save under a name. It holds a lock on its latest checkpoint until
+it ends or its strategy is closed.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import fcntl
 import os
 import re
+import struct
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from mpidist.checkpoint import files
-from mpidist.checkpoint.files import is_locked, removal, remove
-from mpidist.checkpoint.reading import read_header, read_tree
+from mpidist.checkpoint.format import read_header
 from mpidist.errors import ArgumentError, CheckpointError
 from mpidist.util import validation
-from mpidist.util.files import SHARD_PATTERN, is_abandoned, shard_name
+from mpidist.util.files import (
+    SHARD_PATTERN,
+    is_abandoned,
+    open_regular,
+    shard_name,
+    sync_directory,
+)
 from mpidist.util.notices import warn
 
 __all__ = [
+    "JOB",
     "SUFFIX",
     "Saved",
     "find",
-    "find_sound",
+    "hold",
     "index_path",
+    "is_locked",
+    "lock",
+    "make_directory",
     "name_of",
     "next_serial",
+    "release",
+    "removal",
+    "remove",
     "remove_checkpoint",
     "remove_other_shards",
-    "remove_rests",
+    "remove_leftovers",
     "require_name",
     "shard_names",
     "warn_skipped",
 ]
+
 
 SUFFIX = ".h5"
 _LONGEST = 128  # name of checkpoints, in bytes: those of their files have more
@@ -100,23 +122,6 @@ def find(folder: Path, name: str, *, warns: bool = False) -> list[Saved]:
     return sorted(found)
 
 
-def find_sound(folder: Path, name: str) -> list[Saved]:
-    """Return the checkpoints up to the last one that is not damaged.
-
-    Large arrays are not looked at. Those that are damaged are skipped with a warning.
-    """
-    found = find(folder, name, warns=True)
-    while found:
-        try:
-            read_tree(found[-1].path)
-        except CheckpointError as error:
-            warn_skipped(error)
-            del found[-1]
-        else:
-            break
-    return found
-
-
 def warn_skipped(error: Exception) -> None:
     """Warn that a checkpoint is passed over."""
     warn(f"skipped: {error}", stacklevel=2)
@@ -147,7 +152,7 @@ def next_serial(index: Path) -> int:
         header = None
     serial = 0 if header is None else header.serial
     job = "" if header is None else header.job
-    files.require_alone(index, name, newest, serial, job)
+    _require_alone(index, newest, serial, job)
     return serial + 1 if name != index.stem else 1
 
 
@@ -166,7 +171,7 @@ def remove_other_shards(index: Path, token: str) -> None:
             removal.remove(index.parent / file)
 
 
-def remove_rests(folder: Path, name: str, in_use: Iterable[str] = ()) -> None:
+def remove_leftovers(folder: Path, name: str, in_use: Iterable[str] = ()) -> None:
     """Remove what dead jobs left: temporary files, and shards without an index.
 
     Args:
@@ -203,3 +208,206 @@ def _names(folder: Path) -> set[str]:
         return set()
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read: {error}") from error
+
+
+def make_directory(folder: Path) -> None:
+    """Make a folder, and those above it, that are missing."""
+    if not folder.is_dir():
+        make_directory(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_directory(folder.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, as far as that is possible."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+class Removal:
+    """Removes files, whose names go at once; their blocks are freed in a thread.
+
+    To free them can take as long as to write them.
+    """
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, as far as that is possible."""
+        try:
+            # The blocks stay while the file is open
+            descriptor = open_regular(path)
+        except OSError:
+            remove(path)
+            return
+        remove(path)
+        thread = threading.Thread(target=os.close, args=(descriptor,), daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def wait(self) -> None:
+        """Wait until the space of the files is free."""
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+
+removal = Removal()
+
+
+_FLOCK = "@hhqqi0q"  # of the C library: type, origin, first byte, bytes, process
+_BYTE = 1 << 62
+# How long a requeued job waits for the previous one to end
+_PATIENCE_SECONDS = 30.0
+_LOOK_SECONDS = 0.1
+_MOST_HELD = 64
+_SCHEDULERS = {
+    "SLURM_JOB_ID": "Slurm job",
+    "PBS_JOBID": "PBS job",
+    "LSB_JOBID": "LSF job",
+    "FLUX_JOB_ID": "Flux job",
+}
+
+
+def _describe_job() -> str:
+    found = [
+        f"{scheduler} {os.environ[name][:40]}, "
+        for name, scheduler in _SCHEDULERS.items()
+        if name in os.environ
+    ]
+    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    where = f"process {os.getpid()} on host {os.uname().nodename[:64]}"
+    return f"{''.join(found[:1])}{where}, started {now}"
+
+
+JOB = _describe_job()
+
+
+class _Held(NamedTuple):
+    """The latest checkpoint that this process saved under a name."""
+
+    descriptor: int
+    serial: int
+    owner: int  # the id of who has saved it
+
+
+# By folder and name of the checkpoints, in the order of saving
+_held: dict[tuple[str, str], _Held] = {}
+
+
+def lock(descriptor: int) -> bool:
+    """Lock an open file; return whether that was possible.
+
+    The lock lasts until this descriptor and its duplicates are closed.
+    """
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _request(fcntl.F_RDLCK))
+    except OSError:  # a file system without locks
+        return False
+    return True
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a running process holds a lock on a file by `lock`."""
+    try:
+        descriptor = open_regular(path)
+    except OSError:
+        return False
+    try:
+        request = _request(fcntl.F_WRLCK)
+        found = struct.unpack(
+            _FLOCK, fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, request)
+        )
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    kind, _, start, size, _ = found
+    # NFS reports HDF5's flock() as a lock on the whole file: that is no saving job
+    return bool(kind != fcntl.F_UNLCK and (start, size) == (_BYTE, 1))
+
+
+def hold(index: Path, descriptor: int, serial: int, owner: int) -> None:
+    """Keep the lock on a complete checkpoint; drop that on the previous one.
+
+    Args:
+      index: the checkpoint.
+      descriptor: of the open, locked file; owned by this module from now on.
+      serial: of the checkpoint.
+      owner: the argument for `release`.
+    """
+    key = _key(index)
+    former = _held.pop(key, None)
+    _held[key] = _Held(descriptor, serial, owner)
+    if former is not None:
+        os.close(former.descriptor)
+    while len(_held) > _MOST_HELD:
+        os.close(_held.pop(next(iter(_held))).descriptor)
+
+
+def release(owner: int) -> None:
+    """Drop the locks on the checkpoints of `owner`, so that other jobs may save."""
+    for key in [key for key, held in _held.items() if held.owner == owner]:
+        os.close(_held.pop(key).descriptor)
+
+
+def _require_alone(index: Path, newest: Path | None, serial: int, job: str) -> None:
+    """Raise if another job saves checkpoints of the same name in the same folder.
+
+    Args:
+      index: what is about to be saved.
+      newest: the checkpoint that was saved last, if there is one.
+      serial: of that checkpoint.
+      job: who has saved it, as it is written there.
+
+    Raises:
+      CheckpointError: the job that saved the latest checkpoint is still running; or
+        it saved after the latest save of this job.
+    """
+    if newest is None or _is_held(newest):
+        return
+    mine = _held.get(_key(index))
+    patience = 0.0 if mine is not None else _PATIENCE_SECONDS
+    deadline = time.monotonic() + patience
+    while is_locked(newest):
+        if time.monotonic() >= deadline:
+            _refuse(index, newest, job, "is running")
+        time.sleep(_LOOK_SECONDS)
+    if mine is not None and serial >= mine.serial and job != JOB:
+        _refuse(index, newest, job, "has saved it after the last one of this job")
+
+
+def _refuse(index: Path, newest: Path, job: str, why: str) -> NoReturn:
+    raise CheckpointError(
+        f"{index}: another job saves checkpoints {name_of(index)!r} in this folder: "
+        f"{job or 'one of an older version'}. It has saved {newest.name}, and {why}. "
+        f"This one is {JOB}. End one of them, or give each a folder of its own"
+    )
+
+
+def _is_held(path: Path) -> bool:
+    """Return whether this process holds a file."""
+    try:
+        found = path.stat()
+        return any(os.path.samestat(found, os.fstat(h[0])) for h in _held.values())
+    except OSError:
+        return False
+
+
+def _key(index: Path) -> tuple[str, str]:
+    return os.path.realpath(index.parent), name_of(index)
+
+
+def _request(kind: int) -> bytes:
+    return struct.pack(_FLOCK, kind, os.SEEK_SET, _BYTE, 1, 0)
+
+
+def _leave_to_parent() -> None:
+    """Close the copies of a forked child, which would keep locks beyond the job."""
+    for held in _held.values():
+        os.close(held.descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,4 +1,10 @@
-"""What HDF5 stores for a dtype: the same, or integers and the name of the dtype."""
+"""The format of a checkpoint's file: a header of text with checksums, then HDF5.
+
+The first lines give the version, the length and the checksum of the header, which is
+JSON: the checksums of large arrays block by block, one of everything else (the
+structure), and the files that belong to the checkpoint. To HDF5 the header is a user
+block, so any HDF5 program can read the file.
+"""
 
 from __future__ import annotations
 
@@ -7,119 +13,37 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import h5py
-import numpy as np
+import deflate
 
-from mpidist.errors import CheckpointError, DTypeError
+from mpidist.errors import CheckpointError
+from mpidist.util.files import open_regular
 
 __all__ = [
+    "DamagedError",
     "FORMAT",
     "Header",
-    "Image",
+    "InMemoryFile",
     "LARGEST_STRUCTURE_BYTES",
     "Shard",
-    "block_bytes",
-    "dtype_text",
-    "is_native",
-    "original_dtype",
+    "checked_read",
+    "checked_write",
+    "damage",
+    "header_bytes",
+    "header_crc32",
+    "open_file",
     "parse",
-    "parse_first",
+    "read_header",
+    "read_header_bytes",
     "render",
-    "stored_as",
+    "unwritable",
 ]
-
-
-_NUMPY_TEXT = re.compile(r"[<>|=][mMU]\d+(\[\w+\])?")
-_ML_TEXT = re.compile(r"bfloat16|float\w+|u?int[1-4]")
-Shape = tuple[int, ...]
-
-
-def is_native(dtype: np.dtype[Any]) -> bool:
-    """Return whether HDF5 gives back the same dtype, metadata left out."""
-    with contextlib.suppress(TypeError, ValueError, KeyError):
-        found = h5py.h5t.py_create(dtype, logical=True).dtype
-        return bool(found == dtype) and dtype.itemsize > 0
-    return False
-
-
-def stored_as(
-    dtype: np.dtype[Any], shape: Shape, name: str
-) -> tuple[np.dtype[Any], Shape]:
-    """Return the dtype and the shape by which HDF5 stores an array, byte by byte.
-
-    Raises:
-      DTypeError: arrays of such a dtype cannot be stored. `name` is for the message.
-    """
-    if dtype.hasobject:
-        raise DTypeError(
-            f"{name} has dtype {dtype}, with Python objects; a checkpoint holds no "
-            "pickles, so an array of numbers is needed"
-        )
-    if dtype.names is None and dtype.kind in "mM":
-        return np.dtype("i8").newbyteorder(dtype.byteorder), shape
-    if dtype.kind == "U" and dtype.itemsize:
-        order = dtype.byteorder
-        return np.dtype("u4").newbyteorder(order), (*shape, dtype.itemsize // 4)
-    if is_native(dtype):
-        return dtype, shape
-    if dtype.names is None and dtype.itemsize in (1, 2) and _is_ml(dtype):
-        return np.dtype(f"u{dtype.itemsize}"), shape
-    raise DTypeError(
-        f"{name} has dtype {dtype}, which HDF5 does not have; convert it first"
-    )
-
-
-def dtype_text(dtype: np.dtype[Any]) -> str | None:
-    """Return the text from which `original_dtype` makes the dtype; None if native."""
-    if dtype.names is None and dtype.kind in "mMU":
-        return str(dtype.str)
-    return None if is_native(dtype) else str(dtype.name)
-
-
-def original_dtype(
-    text: str, stored: np.dtype[Any], shape: Shape
-) -> tuple[np.dtype[Any], Shape]:
-    """Return the dtype and shape of an array that was stored as integers.
-
-    Raises:
-      ValueError: there is no such dtype, or it does not fit what is stored.
-    """
-    if _NUMPY_TEXT.fullmatch(text):
-        dtype = np.dtype(text)
-    elif _ML_TEXT.fullmatch(text):
-        dtype = _ml_dtype(text)
-    else:
-        raise ValueError(f"there is no dtype {text!r}")
-    if stored_as(dtype, (), "")[0] != stored:
-        raise ValueError(f"dtype {text!r} is not stored as {stored}")
-    if dtype.kind != "U":
-        return dtype, shape
-    if not shape or shape[-1] != dtype.itemsize // 4:
-        raise ValueError(f"dtype {text!r} is not stored in shape {shape}")
-    return dtype, shape[:-1]
-
-
-def _is_ml(dtype: np.dtype[Any]) -> bool:
-    with contextlib.suppress(ValueError):
-        return _ml_dtype(dtype.name) == dtype
-    return False
-
-
-def _ml_dtype(name: str) -> np.dtype[Any]:
-    """Return a dtype of the package ml_dtypes, such as bfloat16."""
-    try:
-        import ml_dtypes
-    except ImportError:
-        raise ValueError(f"dtype {name!r} needs pip install ml_dtypes") from None
-    found = getattr(ml_dtypes, name, None)
-    if not isinstance(found, type) or not issubclass(found, np.generic):
-        raise ValueError(f"there is no dtype {name!r}")
-    return np.dtype(found)
 
 
 FORMAT = 1
@@ -167,7 +91,7 @@ class Header:
     job: str = ""
 
 
-def block_bytes(data: int, shards: list[str]) -> int:
+def header_bytes(data: int, shards: list[str]) -> int:
     """Return the length of a header of so many blocks, and shards of these names.
 
     Raises:
@@ -189,7 +113,7 @@ def render(header: Header, length: int) -> bytes:
     body = json.dumps(dataclasses.asdict(header), separators=(", ", ": "))
     padded = body.encode().ljust(length - _LINE_BYTES - 1) + b"\n"
     first = _FIRST.format(FORMAT, length, zlib.crc32(padded)).encode()
-    assert len(first + padded) == length, "block_bytes was too small"
+    assert len(first + padded) == length, "header_bytes was too small"
     return first + padded
 
 
@@ -262,7 +186,117 @@ def _file_name(value: Any) -> str:
     return value
 
 
-class Image(io.RawIOBase):
+def read_header(path: Path) -> Header:
+    """Return what a file's header says.
+
+    Raises:
+      CheckpointError: there is no file, or it is no checkpoint or damaged.
+    """
+    with open_file(path) as descriptor:
+        return parse(read_header_bytes(descriptor))
+
+
+def header_crc32(path: Path) -> int:
+    """Return the checksum of a file's header."""
+    with open_file(path) as descriptor:
+        return parse_first(read_header_bytes(descriptor))[1]
+
+
+@contextlib.contextmanager
+def open_file(path: Path) -> Iterator[int]:
+    """Give a descriptor for reading; raise what happens as a CheckpointError."""
+    with damage(path):
+        descriptor = open_regular(path)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def read_header_bytes(descriptor: int) -> bytes:
+    """Return the header of an open file, which may be damaged.
+
+    Raises:
+      ValueError: there is none that this version reads.
+    """
+    length, _ = parse_first(os.pread(descriptor, _LINE_BYTES, 0))
+    if length > os.fstat(descriptor).st_size:
+        raise ValueError("it ends in its header")
+    return os.pread(descriptor, length, 0)
+
+
+class DamagedError(CheckpointError):
+    """A file is missing or damaged, so that an earlier checkpoint may be taken."""
+
+
+@contextlib.contextmanager
+def unwritable(path: Path) -> Iterator[None]:
+    """Raise what the operating system says as a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error}") from error
+
+
+@contextlib.contextmanager
+def damage(path: Path) -> Iterator[None]:
+    """Raise a CheckpointError for whatever goes wrong while a file is read."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        raise DamagedError(f"{path}: there is no such file") from None
+    except PermissionError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    except Exception as error:  # HDF5 raises almost anything
+        reason = str(error) or type(error).__name__
+        raise DamagedError(f"{path}: the checkpoint is damaged: {reason}") from error
+
+
+# So much is checked and written at once: it stays in the cache between the two
+_STEP_BYTES = 4 << 20
+
+
+def checked_write(descriptor: int, offset: int, data: Any) -> int:
+    """Write all of a contiguous buffer to a file at an offset; return its CRC-32."""
+    rest = memoryview(data).cast("B")
+    crc32 = 0
+    while rest.nbytes:
+        step = rest[:_STEP_BYTES]
+        crc32 = deflate.crc32(step, crc32)
+        rest = rest[step.nbytes :]
+        while step.nbytes:
+            written = os.pwrite(descriptor, step, offset)
+            offset += written
+            step = step[written:]
+    return crc32
+
+
+def checked_read(descriptor: int, offset: int, into: Any, crc32: int) -> None:
+    """Fill a buffer from a file.
+
+    Raises:
+      ValueError: the file ends before, or the bytes do not have that CRC-32.
+    """
+    view = memoryview(into).cast("B")
+    found, at, done = 0, offset, 0
+    while done < view.nbytes:
+        step = view[done : done + _STEP_BYTES]
+        count = os.preadv(descriptor, [step], at)
+        if not count:
+            raise ValueError(f"it ends at byte {at}, in the middle of an array")
+        found = deflate.crc32(step[:count], found)
+        at += count
+        done += count
+    if found != crc32:
+        raise ValueError(
+            f"bytes {offset} to {at} do not have their checksum: {found:08x} instead "
+            f"of {crc32:08x}"
+        )
+
+
+class InMemoryFile(io.RawIOBase):
     """The bytes of a file, but not those of large arrays: as a file for `h5py.File`.
 
     Nothing can fail here as disks do, where HDF5 cannot go on, or clean up.

@@ -1,7 +1,8 @@
-"""A tree as an HDF5 file: its structure, and where in the file the arrays go.
+"""Which rank writes what, and where in its file: partition, layout and writing.
 
 The datasets are contiguous, so what HDF5 calls a dataset is a range of the file. HDF5
-writes the structure, to memory; the arrays are written past it.
+writes the structure, to memory; the arrays are written past it. Nothing here
+communicates: all ranks compute the same partition.
 """
 
 from __future__ import annotations
@@ -9,30 +10,94 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path as FilePath
 from typing import Any
 
 import h5py
 import numpy as np
 
+from mpidist.checkpoint.directory import lock
 from mpidist.checkpoint.format import (
     LARGEST_STRUCTURE_BYTES,
-    Image,
-    block_bytes,
-    dtype_text,
-    stored_as,
+    Header,
+    InMemoryFile,
+    checked_write,
+    header_bytes,
+    render,
+    unwritable,
 )
-from mpidist.checkpoint.tree import STORED_AS_TEXT, Group, Leaf, Path, leaves
+from mpidist.checkpoint.tree import (
+    STORED_AS_TEXT,
+    Group,
+    Leaf,
+    Node,
+    Path,
+    dtype_text,
+    leaves,
+    replace_nodes,
+    stored_as,
+    tree_of_nodes,
+)
 from mpidist.data.hdf5.written_rows import escape_source
 from mpidist.errors import CheckpointError
+from mpidist.util.files import replace_file
 
-__all__ = ["BLOCK_BYTES", "Link", "Plan", "Split", "lay_out"]
+__all__ = [
+    "BLOCK_BYTES",
+    "FileLayout",
+    "Partition",
+    "SMALLEST_SHARD_BYTES",
+    "Split",
+    "boxes",
+    "cut",
+    "lay_out",
+    "make_partition",
+    "shard_count",
+    "write_file",
+]
 
-# Arrays up to this size are checked with the structure; larger ones in blocks
-INLINE_BYTES = 32 << 10
-BLOCK_BYTES = 16 << 20
-_ALIGNMENT = 4096
-_LIBVER = ("v108", "v110")  # what HDF5 1.10 can read
+
+SMALLEST_SHARD_BYTES = 1 << 20
+# A cut this close to the edge of an array is moved there
+_SNAP_BYTES = 64 << 10
+
+
+def shard_count(total_bytes: int, shard_bytes: int, ranks: int) -> int:
+    """Return how many shards so many bytes are divided into; 1 for no division."""
+    smallest = max(shard_bytes, SMALLEST_SHARD_BYTES)
+    return max(1, min(ranks, total_bytes // smallest))
+
+
+def cut(sizes: Sequence[tuple[int, int]], shards: int) -> list[list[int]]:
+    """Return where arrays that lie one behind the other are cut, into equal shards.
+
+    Args:
+      sizes: each array's number of elements, and the bytes of an element.
+      shards: how many.
+
+    Returns:
+      For each array `shards + 1` numbers of elements, ascending: shard s has those from
+      the s-th to the one after it.
+    """
+    total = sum(count * item for count, item in sizes)
+    cuts = []
+    start = 0
+    for count, item in sizes:
+        edges = [
+            _snap(total * s // shards - start, count * item) for s in range(shards)
+        ]
+        cuts.append([*(edge // item for edge in edges), count])
+        start += count * item
+    return cuts
+
+
+def _snap(edge: int, size: int) -> int:
+    if edge < _SNAP_BYTES:
+        return 0
+    return size if edge > size - _SNAP_BYTES else edge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +113,125 @@ class Split:
     parts: tuple[tuple[str, int, int], ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """A node that is in a shard, under the same name."""
-
-    file: str
+Names = Callable[[int], list[str]]
 
 
 @dataclasses.dataclass
-class Plan:
+class Partition:
+    """What one rank writes. The trees are dropped once they are written.
+
+    Args:
+      index: the tree of the index, which rank 0 writes.
+      shard: this rank's tree; None if it writes no shard.
+      shard_names: of all shards, by rank; the first ranks write them.
+    """
+
+    index: Group | None
+    shard: Group | None
+    shard_names: Sequence[str]
+
+
+def make_partition(
+    tree: Group,
+    own: Mapping[Path, Node] | None,
+    *,
+    rank: int,
+    ranks: int,
+    shard_bytes: int,
+    names: Names,
+) -> Partition:
+    """Return what each rank writes.
+
+    Args:
+      tree: the state of all objects, see `gather_state`.
+      own: this rank's nodes for its shard; None if there are none.
+      rank: of this process.
+      ranks: how many there are.
+      shard_bytes: the least size of a shard.
+      names: returns the names of so many shards.
+    """
+    large = {
+        path: leaf
+        for path, leaf in leaves(tree)
+        if leaf.size_bytes >= SMALLEST_SHARD_BYTES
+    }
+    total = sum(leaf.size_bytes for leaf in large.values())
+    count = shard_count(total, shard_bytes, ranks)
+    if count == 1:
+        if own is None:
+            return Partition(tree, None, [])
+        return Partition(tree, tree_of_nodes(own), names(ranks))
+    shard_names = names(count if own is None else ranks)
+    sizes = [
+        (x.size_bytes // x.dtype.itemsize, x.dtype.itemsize) for x in large.values()
+    ]
+    splits: dict[Path, Any] = {}
+    mine = dict(own or {})
+    for (path, leaf), cuts in zip(large.items(), cut(sizes, count), strict=True):
+        parts = zip(shard_names, cuts[:-1], cuts[1:], strict=False)
+        splits[path] = Split(
+            dataclasses.replace(leaf, array=None),
+            tuple((name, start, stop) for name, start, stop in parts if start < stop),
+        )
+        if rank < count and cuts[rank] < cuts[rank + 1]:
+            mine[path] = _part(leaf, cuts[rank], cuts[rank + 1])
+    index = replace_nodes(tree, splits)
+    return Partition(index, tree_of_nodes(mine) if mine else None, shard_names)
+
+
+def _part(leaf: Leaf, start: int, stop: int) -> Leaf:
+    """Return some elements of an array."""
+    flat = leaf.array.reshape(-1)[start:stop]
+    return Leaf("array", leaf.dtype, (stop - start,), flat, is_frozen=leaf.is_frozen)
+
+
+# Arrays up to this size are checked with the structure; larger ones in blocks
+INLINE_BYTES = 32 << 10
+BLOCK_BYTES = 16 << 20
+_ALIGNMENT = 4096
+_LIBVER = ("v108", "v110")  # what HDF5 1.10 can read
+
+
+def write_file(
+    path: FilePath,
+    tree: Any,
+    attributes: dict[str, Any],
+    make_header: Callable[..., Header],
+    shards: Sequence[str] = (),
+    locks: list[int] | None = None,
+) -> None:
+    """Write a file of a tree, all or nothing.
+
+    Args:
+      path: the name that the file gets in the end.
+      tree: of nodes.
+      attributes: of the root.
+      make_header: called with the size, the structure's checksum and the blocks.
+      shards: the names that the header will have.
+      locks: gets a descriptor by which the file is locked, for the caller to close.
+    """
+    plan = lay_out(tree, attributes, shards)
+    with unwritable(path), replace_file(path) as file:
+        descriptor = file.fileno()
+        if locks is not None:
+            lock(descriptor)
+            locks.append(os.dup(descriptor))
+        data = tuple(
+            (offset, block.nbytes, checked_write(descriptor, offset, block))
+            for offset, block in plan.blocks()
+        )
+        image, crc32 = plan.image, 0
+        holes = [(offset, size) for offset, size, _ in data]
+        for offset, part in image.solid(plan.header_bytes, holes):
+            checked_write(descriptor, offset, part)
+            crc32 = zlib.crc32(part, crc32)
+        header = make_header(image.size, crc32, data)
+        checked_write(descriptor, 0, render(header, plan.header_bytes))
+        os.ftruncate(descriptor, image.size)
+
+
+@dataclasses.dataclass
+class FileLayout:
     """What has to be written.
 
     Args:
@@ -65,7 +240,7 @@ class Plan:
       data: offsets and arrays of bytes, in the order of the file.
     """
 
-    image: Image
+    image: InMemoryFile
     header_bytes: int
     data: list[tuple[int, Any]]
 
@@ -76,7 +251,9 @@ class Plan:
                 yield offset + start, array[start : start + BLOCK_BYTES]
 
 
-def lay_out(tree: Any, attributes: dict[str, Any], shards: Sequence[str] = ()) -> Plan:
+def lay_out(
+    tree: Any, attributes: dict[str, Any], shards: Sequence[str] = ()
+) -> FileLayout:
     """Return where everything goes in a file of this tree.
 
     Args:
@@ -87,23 +264,23 @@ def lay_out(tree: Any, attributes: dict[str, Any], shards: Sequence[str] = ()) -
     Raises:
       CheckpointError: there are more small arrays and names than a file can have.
     """
-    sizes = [leaf.size_bytes for _, leaf in leaves(_local(tree))]
+    sizes = [leaf.size_bytes for _, leaf in leaves(tree)]
     inline_bytes = _inline_bytes(sizes)
     blocks = sum(-(-size // BLOCK_BYTES) for size in sizes if size > inline_bytes)
-    header_bytes = block_bytes(blocks, list(shards))
-    image = Image()
+    user_block_bytes = header_bytes(blocks, list(shards))
+    image = InMemoryFile()
     placed: list[tuple[int, Any]] = []
     with h5py.File(
         image,
         "w",
         libver=_LIBVER,
-        userblock_size=header_bytes,
+        userblock_size=user_block_bytes,
         alignment_threshold=inline_bytes,
         alignment_interval=_ALIGNMENT,
     ) as file:
         file.attrs.update(attributes)
         _Writer(file, placed).group(tree, ())
-    plan = Plan(image, header_bytes, [])
+    plan = FileLayout(image, user_block_bytes, [])
     for offset, data in sorted(placed, key=lambda pair: pair[0]):
         if data.nbytes > inline_bytes:
             plan.data.append((offset, data))
@@ -127,18 +304,6 @@ def _inline_bytes(sizes: Sequence[int]) -> int:
     """
     small = sum(size for size in sizes if size <= INLINE_BYTES)
     return INLINE_BYTES if small <= LARGEST_STRUCTURE_BYTES // 2 else _ALIGNMENT
-
-
-def _local(node: Any) -> Any:
-    """Return a group with those nodes only whose bytes are in the file itself."""
-    if not isinstance(node, Group):
-        return node
-    own = {
-        name: _local(child)
-        for name, child in node.children.items()
-        if isinstance(child, Group | Leaf)
-    }
-    return Group(node.kind, own)
 
 
 class _Writer:

@@ -10,12 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mpidist.checkpoint import directory as folders
+from mpidist.checkpoint import directory as directories
 from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.directory import Saved
-from mpidist.checkpoint.files import DamagedError, make_folder, unwritable
+from mpidist.checkpoint.format import DamagedError, unwritable
+from mpidist.checkpoint.reading import read_tree
 from mpidist.checkpoint.save import Saving
-from mpidist.errors import ArgumentError, ArgumentTypeError
+from mpidist.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from mpidist.strategy.variables import Variable
 from mpidist.util import validation
 from mpidist.util.validation import shown
@@ -44,7 +45,7 @@ def latest_checkpoint(
       True
     """
     folder = Path(validation.path("checkpoint_dir", checkpoint_dir)).absolute()
-    found = folders.find_sound(folder, folders.require_name(checkpoint_name))
+    found = _find_undamaged(folder, directories.require_name(checkpoint_name))
     return str(found[-1].path) if found else None
 
 
@@ -125,7 +126,7 @@ class CheckpointManager:
             hours = keep_checkpoint_every_n_hours
             if hours is not None:
                 validation.number("keep_checkpoint_every_n_hours", hours, "> 0")
-            folders.require_name(checkpoint_name)
+            directories.require_name(checkpoint_name)
             self._directory = Path(validation.path("directory", directory)).absolute()
             if not (callable(step_counter) or isinstance(step_counter, Variable)):
                 also = ", a variable, a function or None"
@@ -246,7 +247,7 @@ class CheckpointManager:
             except DamagedError as error:  # on all ranks, and nothing was changed
                 self._found = self._found[:-1]
                 if self._strategy.extended.replica_id == 0:
-                    folders.warn_skipped(error)
+                    directories.warn_skipped(error)
             else:
                 self._last_step = self._step()
                 return path
@@ -279,14 +280,14 @@ class CheckpointManager:
     def _look_around(self) -> list[Saved]:
         """Return the checkpoints of the folder, once rests were removed. On rank 0."""
         with unwritable(self._directory):
-            make_folder(self._directory)
-        folders.remove_rests(self._directory, self._name, Saving.in_use)
-        return folders.find_sound(self._directory, self._name)
+            directories.make_directory(self._directory)
+        directories.remove_leftovers(self._directory, self._name, Saving.in_use)
+        return _find_undamaged(self._directory, self._name)
 
     def _update(self) -> None:
         """Learn what is in the folder now. Collective."""
         self._found = self._agreement.root_only(
-            f"{_CALL}.save", lambda: folders.find(self._directory, self._name)
+            f"{_CALL}.save", lambda: directories.find(self._directory, self._name)
         )
         self._last_saved = None
 
@@ -313,7 +314,9 @@ class CheckpointManager:
         """Remove what need not be kept. On rank 0, perhaps in a thread."""
         if self._max_to_keep is None:
             return
-        for saved in folders.find(self._directory, self._name)[: -self._max_to_keep]:
+        for saved in directories.find(self._directory, self._name)[
+            : -self._max_to_keep
+        ]:
             if self._keep_every and saved.number % self._keep_every == 0:
                 continue
             if self._keep_hours is not None:
@@ -323,7 +326,7 @@ class CheckpointManager:
                 if saved.modified >= self._preserved + self._keep_hours * 3600:
                     self._preserved = saved.modified
                     continue
-            folders.remove_checkpoint(saved.path)
+            directories.remove_checkpoint(saved.path)
 
     def _step(self) -> int | None:
         counter = self._step_counter
@@ -336,3 +339,20 @@ class CheckpointManager:
             raise ArgumentError(
                 f"step_counter must give one whole number, not {shown(found)}"
             ) from error
+
+
+def _find_undamaged(folder: Path, name: str) -> list[Saved]:
+    """Return the checkpoints up to the last one that is not damaged.
+
+    Large arrays are not looked at. Those that are damaged are skipped with a warning.
+    """
+    found = directories.find(folder, name, warns=True)
+    while found:
+        try:
+            read_tree(found[-1].path)
+        except CheckpointError as error:
+            directories.warn_skipped(error)
+            del found[-1]
+        else:
+            break
+    return found

@@ -1,24 +1,38 @@
-"""The files of a checkpoint as a tree, once all but large arrays has been checked."""
+"""The files of a checkpoint as a tree, and trees as the nests that were saved.
+
+Everything but large arrays is checked before HDF5 sees it. Large arrays are read in
+pieces, each by one rank for all.
+"""
 
 from __future__ import annotations
 
 import bisect
+import collections
+import functools
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
-from mpidist.checkpoint import format as headers
-from mpidist.checkpoint.files import checked_read, damage
-from mpidist.checkpoint.format import Header, Image, original_dtype
+from mpidist.checkpoint.format import (
+    Header,
+    InMemoryFile,
+    Shard,
+    checked_read,
+    damage,
+    header_crc32,
+    open_file,
+    parse,
+    read_header_bytes,
+)
 from mpidist.checkpoint.tree import (
     DEEPEST,
+    FACTORIES,
     FAMILIES,
     SCALARS,
     STORED_AS_TEXT,
@@ -27,30 +41,18 @@ from mpidist.checkpoint.tree import (
     Leaf,
     Node,
     Piece,
+    is_container,
+    original_dtype,
+    unescape,
 )
-from mpidist.util.files import open_regular
+from mpidist.comm.consensus.calls import Call
+from mpidist.strategy.extended import StrategyExtended
 
-__all__ = ["header_crc32", "open_file", "read_header", "read_piece", "read_tree"]
+__all__ = ["decode", "load", "read_tree"]
 
 _GROUP_KINDS = ("dict", "dict of int", "list", "tuple", "ranks")
-_PROBE_BYTES = 512
 _DEEPEST = DEEPEST + 1  # with the ranks of a state
-
-
-def read_header(path: Path) -> Header:
-    """Return what a file's header says.
-
-    Raises:
-      CheckpointError: there is no file, or it is no checkpoint or damaged.
-    """
-    with open_file(path) as descriptor:
-        return headers.parse(_header_bytes(descriptor))
-
-
-def header_crc32(path: Path) -> int:
-    """Return the checksum of a file's header."""
-    with open_file(path) as descriptor:
-        return headers.parse_first(_header_bytes(descriptor))[1]
+_SENT_BYTES = 64 << 20
 
 
 def read_tree(path: Path) -> Group:
@@ -69,39 +71,7 @@ def read_tree(path: Path) -> Group:
     return tree if not shards else _read_file(path, shards)[0]
 
 
-def read_piece(folder: Path, piece: Piece, into: Any) -> None:
-    """Fill a buffer with the bytes of a piece.
-
-    Raises:
-      CheckpointError: they cannot be read, or do not have their checksums.
-    """
-    start = 0
-    with open_file(folder / piece.file) as descriptor:
-        for size, crc32 in piece.checks:
-            block = into[start : start + size]
-            checked_read(descriptor, piece.offset + start, block, crc32)
-            start += size
-
-
-@contextmanager
-def open_file(path: Path) -> Iterator[int]:
-    """Give a descriptor for reading; raise what happens as a CheckpointError."""
-    with damage(path):
-        descriptor = open_regular(path)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-
-def _header_bytes(descriptor: int) -> bytes:
-    length, _ = headers.parse_first(os.pread(descriptor, _PROBE_BYTES, 0))
-    if length > os.fstat(descriptor).st_size:
-        raise ValueError("it ends in its header")
-    return os.pread(descriptor, length, 0)
-
-
-def _require_shard(path: Path, shard: headers.Shard) -> None:
+def _require_shard(path: Path, shard: Shard) -> None:
     """Raise if a file is not the one that the index was written for."""
     if header_crc32(path) != shard.crc32:
         raise ValueError(f"{path.name} is of another checkpoint")
@@ -109,20 +79,20 @@ def _require_shard(path: Path, shard: headers.Shard) -> None:
 
 def _read_file(path: Path, shards: Mapping[str, Group]) -> tuple[Group, Header]:
     with open_file(path) as descriptor:
-        start = headers.parse_first(os.pread(descriptor, _PROBE_BYTES, 0))[0]
-        header = headers.parse(_header_bytes(descriptor))
-        image = _read_structure(descriptor, start, header)
+        text = read_header_bytes(descriptor)
+        header = parse(text)
+        image = _read_structure(descriptor, len(text), header)
         with h5py.File(image, "r") as file:
             tree = _Reader(file, path.name, header, image, shards).group(file, "")
     return tree, header
 
 
-def _read_structure(descriptor: int, start: int, header: Header) -> Image:
+def _read_structure(descriptor: int, start: int, header: Header) -> InMemoryFile:
     """Return all of a file that is no large array, if it has its checksum."""
     found = os.fstat(descriptor).st_size
     if found != header.size:
         raise ValueError(f"it has {found} bytes instead of {header.size}")
-    image = Image(header.size)
+    image = InMemoryFile(header.size)
     holes = [(offset, size) for offset, size, _ in header.data]
     parts, crc32 = [], 0
     for offset, size in [*holes, (header.size, 0)]:
@@ -152,7 +122,7 @@ class _Reader:
         file: h5py.File,
         name: str,
         header: Header,
-        image: Image,
+        image: InMemoryFile,
         shards: Mapping[str, Group],
     ):
         self._file = file
@@ -315,3 +285,185 @@ def _dtype_and_shape(
     if dataset.attrs["kind"] in STORED_AS_TEXT and dataset.dtype.kind == "S":
         return np.dtype(np.uint8), (dataset.dtype.itemsize,)
     return _original(dataset, dataset.dtype, dataset.shape)
+
+
+def decode(node: Node, values: Mapping[int, Any], similar: Any = None) -> Any:
+    """Return the nest that a node was made of.
+
+    Args:
+      node: what `encode` returned, or a file holds.
+      values: the arrays of leaves that have none, by the id of the leaf.
+      similar: a nest whose namedtuples and defaultdicts are taken, where they fit; a
+        file has no code.
+
+    Raises:
+      ValueError, TypeError: it is damaged.
+    """
+    if isinstance(node, Leaf):
+        return decode_leaf(node, values)
+    names = list(node.children)
+    if node.type is not None and node.type.name == "OrderedDict":
+        names = list(node.type.details)
+        if sorted(names) != sorted(node.children):
+            raise ValueError("the order of keys is not that of the keys there are")
+    children = {}
+    for name in names:
+        beside = _similar_child(similar, node.kind, name)
+        children[name] = decode(node.children[name], values, beside)
+    if node.kind in ("list", "tuple"):
+        ordered = [children[str(i)] for i in range(len(children))]
+        return _sequence(node, ordered, similar)
+    if node.kind == "dict":
+        return _dict(
+            node, {unescape(n): child for n, child in children.items()}, similar
+        )
+    if node.kind == "dict of int":
+        return _dict(node, {int(n): child for n, child in children.items()}, similar)
+    raise ValueError(f"a group of kind {node.kind!r} is no nest")
+
+
+def _similar_child(similar: Any, kind: str, name: str) -> Any:
+    """Return the child of that name, or another one where there is none."""
+    is_dict = kind.startswith("dict")
+    if (
+        not similar
+        or not is_container(similar)
+        or is_dict != isinstance(similar, Mapping)
+    ):
+        return None
+    if not is_dict:
+        return similar[min(int(name), len(similar) - 1)]
+    key = unescape(name) if kind == "dict" else int(name)
+    return similar[key] if key in similar else next(iter(similar.values()))
+
+
+def _dict(node: Group, children: dict[Any, Any], similar: Any) -> Any:
+    if node.type is None:
+        return children
+    if node.type.name == "OrderedDict":
+        return collections.OrderedDict(children)
+    if node.type.name == "Counter":
+        return collections.Counter(children)
+    factory = FACTORIES.get(node.type.details[0]) if node.type.details else None
+    if isinstance(similar, collections.defaultdict):
+        factory = similar.default_factory
+    return collections.defaultdict(factory, children)
+
+
+def _sequence(node: Group, children: list[Any], similar: Any) -> Any:
+    if node.type is None:
+        return children if node.kind == "list" else tuple(children)
+    if node.type.name == "deque":
+        limit = int(node.type.details[0]) if node.type.details else None
+        return collections.deque(children, limit)
+    name, *fields = node.type.details
+    if len(fields) != len(children):
+        raise ValueError(f"a namedtuple {name!r} of {len(children)} fields")
+    if getattr(similar, "_fields", None) == (*fields,):
+        return type(similar)(*children)
+    return _namedtuple(name, *fields)(*children)
+
+
+@functools.lru_cache(maxsize=256)
+def _namedtuple(name: str, *fields: str) -> Any:
+    """Return a class like one that this program may not have.
+
+    `collections.namedtuple` takes nothing but identifiers.
+    """
+    made = collections.namedtuple(name, fields, rename=True)  # type: ignore[misc] # names are data
+    if made._fields != fields:
+        raise ValueError(f"{fields} cannot be the fields of a namedtuple")
+    return made
+
+
+def decode_leaf(leaf: Leaf, values: Mapping[int, Any]) -> Any:
+    """Return the array, number or text that a leaf was made of."""
+    array = values.get(id(leaf), leaf.array)
+    if leaf.kind == "None":
+        return None
+    if leaf.kind == "array":
+        return array
+    if leaf.kind == "array scalar":
+        return array[()]
+    if leaf.kind in ("bytes", "np.bytes_"):
+        data = array.tobytes()
+        return data if leaf.kind == "bytes" else np.bytes_(data)
+    if leaf.kind in ("str", "np.str_"):
+        text = array.tobytes().decode("utf-8", "surrogatepass")
+        return text if leaf.kind == "str" else np.str_(text)
+    if leaf.kind == "int" and leaf.dtype == np.uint8:
+        return int(array.tobytes().decode("ascii"), 16)
+    if leaf.kind not in SCALARS or leaf.shape:
+        raise ValueError(f"a leaf of kind {leaf.kind!r} and shape {leaf.shape}")
+    return array.item()
+
+
+def load(
+    extended: StrategyExtended,
+    operation: str,
+    folder: Path,
+    shared: Sequence[Leaf],
+    own: Sequence[Leaf],
+) -> dict[int, Any]:
+    """Return the arrays of leaves by the id of the leaf. Collective.
+
+    Args:
+      extended: whose ranks read.
+      operation: the public call, for messages.
+      folder: of the checkpoint's files.
+      shared: what all ranks need, the same on all.
+      own: what only this rank needs.
+
+    Raises, on all ranks:
+      CheckpointError: a file cannot be read, or is damaged.
+    """
+    rank, ranks = extended.replica_id, extended.num_replicas
+    values: dict[int, Any] = {}
+    for leaf in shared:
+        mine = [p for i, p in enumerate(leaf.pieces) if i % ranks == rank]
+        read = functools.partial(_read, folder, leaf, mine)
+        array, flat = extended.agreement.prepare(operation, read)
+        for i, piece in enumerate(leaf.pieces if ranks > 1 else ()):
+            _send(extended, operation, flat, piece, i % ranks)
+        values[id(leaf)] = array
+
+    def read_own() -> dict[int, Any]:
+        found = {}
+        for leaf in own:
+            found[id(leaf)], _ = _read(folder, leaf, leaf.pieces)
+        return found
+
+    return values | extended.together(Call(operation), read_own, is_patient=True)
+
+
+def _read(folder: Path, leaf: Leaf, pieces: Sequence[Piece]) -> tuple[Any, Any]:
+    """Return an array for a leaf, and its bytes, with some pieces read."""
+    array = np.empty(leaf.shape, leaf.dtype)
+    flat = array.reshape(-1).view(np.uint8)
+    for piece in pieces:
+        _read_piece(folder, piece, flat[piece.start : piece.start + piece.size])
+    return array, flat
+
+
+def _send(
+    extended: StrategyExtended, operation: str, flat: Any, piece: Piece, root: int
+) -> None:
+    """Let all ranks have the bytes that one has read. Collective."""
+    end = piece.start + piece.size
+    for start in range(piece.start, end, _SENT_BYTES):
+        part = flat[start : min(start + _SENT_BYTES, end)]
+        part[...] = extended.collectives.broadcast(operation, part, root)
+
+
+def _read_piece(folder: Path, piece: Piece, into: Any) -> None:
+    """Fill a buffer with the bytes of a piece.
+
+    Raises:
+      CheckpointError: they cannot be read, or do not have their checksums.
+    """
+    start = 0
+    with open_file(folder / piece.file) as descriptor:
+        for size, crc32 in piece.checks:
+            block = into[start : start + size]
+            checked_read(descriptor, piece.offset + start, block, crc32)
+            start += size

@@ -16,27 +16,34 @@ Nothing here communicates, and nothing is a file yet.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
-import functools
 import re
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import h5py
 import numpy as np
 
-from mpidist.checkpoint.format import stored_as
 from mpidist.device import arrays
-from mpidist.errors import ArgumentError, ArgumentTypeError, MpidistError
+from mpidist.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DTypeError,
+    MpidistError,
+)
 from mpidist.util.validation import shown
 from mpidist.values import Mirrored
 
 __all__ = [
     "ContainerType",
     "DEEPEST",
+    "FACTORIES",
     "FAMILIES",
     "Group",
     "Leaf",
+    "Link",
     "Node",
     "Path",
     "Piece",
@@ -46,15 +53,20 @@ __all__ = [
     "as_name",
     "child_names",
     "container_type",
-    "decode",
-    "decode_leaf",
+    "dtype_text",
     "encode",
     "escape",
     "is_container",
     "leaf_of_array",
+    "is_native",
     "leaves",
+    "nodes_below",
+    "original_dtype",
     "readable",
+    "replace_nodes",
     "require_depth",
+    "stored_as",
+    "tree_of_nodes",
     "unescape",
 ]
 
@@ -115,6 +127,13 @@ class Leaf:
         return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
 
 
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A node that is in a shard, under the same name."""
+
+    file: str
+
+
 class ContainerType(NamedTuple):
     """The type of a container that is no plain dict, list or tuple.
 
@@ -156,7 +175,7 @@ FAMILIES: dict[str, str] = {  # the kinds of their groups
     "deque": "list",
     "namedtuple": "tuple",
 }
-_FACTORIES: dict[str, Callable[[], Any]] = {
+FACTORIES: dict[str, Callable[[], Any]] = {
     cls.__name__: cls for cls in (bool, int, float, complex, str, bytes, list, dict)
 }
 
@@ -208,7 +227,7 @@ def container_type(container: Any, path: Path) -> ContainerType | None:
         keys = tuple(as_name(key, path) for key in container)
         return ContainerType("OrderedDict", keys)
     if type(container) is collections.defaultdict:
-        known = [n for n, f in _FACTORIES.items() if f is container.default_factory]
+        known = [n for n, f in FACTORIES.items() if f is container.default_factory]
         return ContainerType("defaultdict", tuple(known))
     is_counter = type(container) is collections.Counter
     return ContainerType("Counter") if is_counter else None
@@ -298,126 +317,44 @@ def _encode_int(value: int) -> Leaf:
     return _bytes_leaf("int", f"{value:#x}".encode())
 
 
-def decode(node: Node, values: Mapping[int, Any], similar: Any = None) -> Any:
-    """Return the nest that a node was made of.
-
-    Args:
-      node: what `encode` returned, or a file holds.
-      values: the arrays of leaves that have none, by the id of the leaf.
-      similar: a nest whose namedtuples and defaultdicts are taken, where they fit; a
-        file has no code.
-
-    Raises:
-      ValueError, TypeError: it is damaged.
-    """
-    if isinstance(node, Leaf):
-        return decode_leaf(node, values)
-    names = list(node.children)
-    if node.type is not None and node.type.name == "OrderedDict":
-        names = list(node.type.details)
-        if sorted(names) != sorted(node.children):
-            raise ValueError("the order of keys is not that of the keys there are")
-    children = {}
-    for name in names:
-        beside = _similar_child(similar, node.kind, name)
-        children[name] = decode(node.children[name], values, beside)
-    if node.kind in ("list", "tuple"):
-        ordered = [children[str(i)] for i in range(len(children))]
-        return _sequence(node, ordered, similar)
-    if node.kind == "dict":
-        return _dict(
-            node, {unescape(n): child for n, child in children.items()}, similar
-        )
-    if node.kind == "dict of int":
-        return _dict(node, {int(n): child for n, child in children.items()}, similar)
-    raise ValueError(f"a group of kind {node.kind!r} is no nest")
+def nodes_below(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield every node that is no group, with its path."""
+    if not isinstance(node, Group):
+        yield path, node
+        return
+    for name, child in node.children.items():
+        yield from nodes_below(child, (*path, name))
 
 
-def _similar_child(similar: Any, kind: str, name: str) -> Any:
-    """Return the child of that name, or another one where there is none."""
-    is_dict = kind.startswith("dict")
-    if (
-        not similar
-        or not is_container(similar)
-        or is_dict != isinstance(similar, Mapping)
-    ):
-        return None
-    if not is_dict:
-        return similar[min(int(name), len(similar) - 1)]
-    key = unescape(name) if kind == "dict" else int(name)
-    return similar[key] if key in similar else next(iter(similar.values()))
+def leaves(node: Any, path: Path = ()) -> list[tuple[Path, Leaf]]:
+    """Return the leaves below a node, with their paths."""
+    return [(p, n) for p, n in nodes_below(node, path) if isinstance(n, Leaf)]
 
 
-def _dict(node: Group, children: dict[Any, Any], similar: Any) -> Any:
-    if node.type is None:
-        return children
-    if node.type.name == "OrderedDict":
-        return collections.OrderedDict(children)
-    if node.type.name == "Counter":
-        return collections.Counter(children)
-    factory = _FACTORIES.get(node.type.details[0]) if node.type.details else None
-    if isinstance(similar, collections.defaultdict):
-        factory = similar.default_factory
-    return collections.defaultdict(factory, children)
-
-
-def _sequence(node: Group, children: list[Any], similar: Any) -> Any:
-    if node.type is None:
-        return children if node.kind == "list" else tuple(children)
-    if node.type.name == "deque":
-        limit = int(node.type.details[0]) if node.type.details else None
-        return collections.deque(children, limit)
-    name, *fields = node.type.details
-    if len(fields) != len(children):
-        raise ValueError(f"a namedtuple {name!r} of {len(children)} fields")
-    if getattr(similar, "_fields", None) == (*fields,):
-        return type(similar)(*children)
-    return _namedtuple(name, *fields)(*children)
-
-
-@functools.lru_cache(maxsize=256)
-def _namedtuple(name: str, *fields: str) -> Any:
-    """Return a class like one that this program may not have.
-
-    `collections.namedtuple` takes nothing but identifiers.
-    """
-    made = collections.namedtuple(name, fields, rename=True)  # type: ignore[misc] # names are data
-    if made._fields != fields:
-        raise ValueError(f"{fields} cannot be the fields of a namedtuple")
-    return made
-
-
-def decode_leaf(leaf: Leaf, values: Mapping[int, Any]) -> Any:
-    """Return the array, number or text that a leaf was made of."""
-    array = values.get(id(leaf), leaf.array)
-    if leaf.kind == "None":
-        return None
-    if leaf.kind == "array":
-        return array
-    if leaf.kind == "array scalar":
-        return array[()]
-    if leaf.kind in ("bytes", "np.bytes_"):
-        data = array.tobytes()
-        return data if leaf.kind == "bytes" else np.bytes_(data)
-    if leaf.kind in ("str", "np.str_"):
-        text = array.tobytes().decode("utf-8", "surrogatepass")
-        return text if leaf.kind == "str" else np.str_(text)
-    if leaf.kind == "int" and leaf.dtype == np.uint8:
-        return int(array.tobytes().decode("ascii"), 16)
-    if leaf.kind not in SCALARS or leaf.shape:
-        raise ValueError(f"a leaf of kind {leaf.kind!r} and shape {leaf.shape}")
-    return array.item()
-
-
-def leaves(node: Node, path: Path = ()) -> list[tuple[Path, Leaf]]:
-    """Return all leaves below a node, with their paths."""
-    if isinstance(node, Leaf):
-        return [(path, node)]
-    return [
-        found
+def replace_nodes(node: Any, others: Mapping[Path, Any], path: Path = ()) -> Any:
+    """Return a tree with other nodes at some paths."""
+    if path in others:
+        return others[path]
+    if not isinstance(node, Group):
+        return node
+    children = {
+        name: replace_nodes(child, others, (*path, name))
         for name, child in node.children.items()
-        for found in leaves(child, (*path, name))
-    ]
+    }
+    return dataclasses.replace(node, children=children)
+
+
+def tree_of_nodes(nodes: Mapping[Path, Any]) -> Group:
+    """Return a tree of dicts with these nodes and nothing else."""
+    root = Group("dict", {})
+    for path, node in nodes.items():
+        group = root
+        for name in path[:-1]:
+            below = group.children.setdefault(name, Group("dict", {}))
+            assert isinstance(below, Group)
+            group = below
+        group.children[path[-1]] = node
+    return root
 
 
 Path = tuple[str, ...]  # the escaped names from the root on
@@ -473,3 +410,91 @@ def readable(path: Path) -> str:
 def _percent(character: str) -> str:
     data = character.encode("utf-8", "surrogatepass")
     return "".join(f"%{byte:02X}" for byte in data)
+
+
+_NUMPY_TEXT = re.compile(r"[<>|=][mMU]\d+(\[\w+\])?")
+_ML_TEXT = re.compile(r"bfloat16|float\w+|u?int[1-4]")
+Shape = tuple[int, ...]
+
+
+def is_native(dtype: np.dtype[Any]) -> bool:
+    """Return whether HDF5 gives back the same dtype, metadata left out."""
+    with contextlib.suppress(TypeError, ValueError, KeyError):
+        found = h5py.h5t.py_create(dtype, logical=True).dtype
+        return bool(found == dtype) and dtype.itemsize > 0
+    return False
+
+
+def stored_as(
+    dtype: np.dtype[Any], shape: Shape, name: str
+) -> tuple[np.dtype[Any], Shape]:
+    """Return the dtype and the shape by which HDF5 stores an array, byte by byte.
+
+    Raises:
+      DTypeError: arrays of such a dtype cannot be stored. `name` is for the message.
+    """
+    if dtype.hasobject:
+        raise DTypeError(
+            f"{name} has dtype {dtype}, with Python objects; a checkpoint holds no "
+            "pickles, so an array of numbers is needed"
+        )
+    if dtype.names is None and dtype.kind in "mM":
+        return np.dtype("i8").newbyteorder(dtype.byteorder), shape
+    if dtype.kind == "U" and dtype.itemsize:
+        order = dtype.byteorder
+        return np.dtype("u4").newbyteorder(order), (*shape, dtype.itemsize // 4)
+    if is_native(dtype):
+        return dtype, shape
+    if dtype.names is None and dtype.itemsize in (1, 2) and _is_ml(dtype):
+        return np.dtype(f"u{dtype.itemsize}"), shape
+    raise DTypeError(
+        f"{name} has dtype {dtype}, which HDF5 does not have; convert it first"
+    )
+
+
+def dtype_text(dtype: np.dtype[Any]) -> str | None:
+    """Return the text from which `original_dtype` makes the dtype; None if native."""
+    if dtype.names is None and dtype.kind in "mMU":
+        return str(dtype.str)
+    return None if is_native(dtype) else str(dtype.name)
+
+
+def original_dtype(
+    text: str, stored: np.dtype[Any], shape: Shape
+) -> tuple[np.dtype[Any], Shape]:
+    """Return the dtype and shape of an array that was stored as integers.
+
+    Raises:
+      ValueError: there is no such dtype, or it does not fit what is stored.
+    """
+    if _NUMPY_TEXT.fullmatch(text):
+        dtype = np.dtype(text)
+    elif _ML_TEXT.fullmatch(text):
+        dtype = _ml_dtype(text)
+    else:
+        raise ValueError(f"there is no dtype {text!r}")
+    if stored_as(dtype, (), "")[0] != stored:
+        raise ValueError(f"dtype {text!r} is not stored as {stored}")
+    if dtype.kind != "U":
+        return dtype, shape
+    if not shape or shape[-1] != dtype.itemsize // 4:
+        raise ValueError(f"dtype {text!r} is not stored in shape {shape}")
+    return dtype, shape[:-1]
+
+
+def _is_ml(dtype: np.dtype[Any]) -> bool:
+    with contextlib.suppress(ValueError):
+        return _ml_dtype(dtype.name) == dtype
+    return False
+
+
+def _ml_dtype(name: str) -> np.dtype[Any]:
+    """Return a dtype of the package ml_dtypes, such as bfloat16."""
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise ValueError(f"dtype {name!r} needs pip install ml_dtypes") from None
+    found = getattr(ml_dtypes, name, None)
+    if not isinstance(found, type) or not issubclass(found, np.generic):
+        raise ValueError(f"there is no dtype {name!r}")
+    return np.dtype(found)

@@ -1,34 +1,40 @@
-"""A user's objects as a tree: what each kind of object has to be saved.
+"""The state of a user's objects as a tree, gathered from all ranks.
 
 The calls of `tree_of` may communicate: the ranks make them in the same order.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import deflate
 import numpy as np
 
 from mpidist.checkpoint.tree import (
+    TEXTS,
     Group,
     Leaf,
+    Link,
     Node,
     Path,
-    as_name,
     child_names,
     container_type,
     encode,
     group_kind,
     is_container,
     leaf_of_array,
+    leaves,
+    nodes_below,
     readable,
+    replace_nodes,
     require_depth,
 )
+from mpidist.comm.consensus.calls import Call
+from mpidist.device import arrays
 from mpidist.errors import ArgumentTypeError, ContextError
 from mpidist.strategy.strategy import Strategy
 from mpidist.strategy.variables import Variable
@@ -36,25 +42,22 @@ from mpidist.util import validation
 from mpidist.values import Mirrored, PerReplica
 
 __all__ = [
-    "Change",
     "GENERATOR",
     "OBJECT",
-    "Own",
+    "PerRankState",
     "Tracked",
-    "become",
-    "change_children",
-    "checked_state",
-    "derived_state",
+    "children_of",
+    "gather_state",
     "has_state",
     "is_generator",
-    "set_state",
+    "require_saveable",
+    "require_strategy",
     "state_of",
-    "tree_of",
-    "walk",
+    "strategy_of",
 ]
 
-
 OBJECT, GENERATOR, VARIABLE = "object", "generator", "variable"
+_STEP_BYTES = 16 << 20  # that are copied from a GPU at a time
 
 
 class Tracked:
@@ -67,7 +70,7 @@ class Tracked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
+class PerRankState:
     """A node that each rank has for itself, and that may be the same on all.
 
     Args:
@@ -104,7 +107,7 @@ def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def tree_of(value: Any, path: Path, strategy: Strategy) -> Any:
-    """Return the tree of an object: groups, leaves, and `Own` nodes. Collective.
+    """Return the tree of an object, with `PerRankState` nodes. Collective.
 
     Raises:
       ArgumentTypeError: something that cannot be saved.
@@ -120,13 +123,13 @@ def tree_of(value: Any, path: Path, strategy: Strategy) -> Any:
     if isinstance(value, Variable):
         return _variable_leaf(value, path, strategy)
     if isinstance(value, PerReplica):
-        return Own(encode(value.values[0], path), is_shared=False)
+        return PerRankState(encode(value.values[0], path), is_shared=False)
     if is_generator(value):
         state = encode(state_of(value), path)
-        return Own(_with_role(state, GENERATOR, path), is_shared=True)
+        return PerRankState(_with_role(state, GENERATOR, path), is_shared=True)
     if has_state(value) and not isinstance(value, Mirrored | np.ndarray):
         state = encode(value.get_state(), path)
-        return Own(_with_role(state, OBJECT, path), is_shared=True)
+        return PerRankState(_with_role(state, OBJECT, path), is_shared=True)
     return encode(value, path)
 
 
@@ -199,110 +202,130 @@ def state_of(generator: Any) -> dict[str, Any]:
     return dict(generator.bit_generator.state)
 
 
-def set_state(generator: Any, state: Any) -> None:
-    """Let a generator go on from a state of its kind.
+def gather_state(
+    strategy: Strategy,
+    operation: str,
+    objects: Mapping[str, Any],
+    own_bytes: int,
+    shard_names: Callable[[], list[str]],
+) -> tuple[Group, dict[Path, Node] | None]:
+    """Return the state of all objects, and this rank's nodes for its shard. Collective.
 
-    Raises: ValueError, TypeError, KeyError, ...: it is none.
+    The tree is the same on all ranks. It has a `Link` in the place of each state that
+    goes to the shards; if none do, there are no nodes.
+
+    Args:
+      strategy: whose ranks save.
+      operation: the public call, for messages.
+      objects: by name.
+      own_bytes: per-rank states of more bytes together go to shards.
+      shard_names: returns those of all ranks.
+
+    Raises, on all ranks:
+      MismatchError: arrays, numbers or text that differ between ranks.
+      What `tree_of` raises on any rank.
     """
-    if isinstance(generator, random.Random):
-        numbers = tuple(int(number) for number in state["numbers"])
-        generator.setstate((state["version"], numbers, state["gauss"]))
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
+    agreement = strategy.extended.agreement
+    with strategy.scope():
+        tree = agreement.block(operation, lambda: tree_of(dict(objects), (), strategy))
+    compares = strategy.extended.num_replicas > 1
+    lines = agreement.prepare(operation, lambda: _describe(tree, compares))
+    agreement.require_same(Call(operation, tuple(lines)))
+    own = {p: n for p, n in nodes_below(tree) if isinstance(n, PerRankState)}
+    if not own:
+        return tree, None
+    # One copy is saved of a state that is the same on all ranks
+    mine = {path: (_digest(o.node), _bytes(o.node)) for path, o in own.items()}
+    everyone = agreement.gather(operation, mine)
+    unlike = [
+        path
+        for path, state in own.items()
+        if not state.is_shared or len({ranks[path][0] for ranks in everyone}) > 1
+    ]
+    chosen: dict[Path, Any] = {path: own[path].node for path in own.keys() - unlike}
+    nodes = {path: _on_host(own[path].node) for path in unlike}
+    size_bytes = sum(ranks[path][1] for path in unlike for ranks in everyone)
+    if size_bytes > own_bytes:
+        links: dict[str, Any] = {str(r): Link(n) for r, n in enumerate(shard_names())}
+        chosen |= {path: Group("ranks", links) for path in unlike}
+        rank = str(strategy.extended.replica_id)
+        in_shard = {(*path, rank): node for path, node in nodes.items()}
+        return replace_nodes(tree, chosen), in_shard
+    gathered = agreement.gather(operation, nodes) if unlike else []
+    for path in unlike:
+        states = {str(rank): found[path] for rank, found in enumerate(gathered)}
+        chosen[path] = Group("ranks", states)
+    return replace_nodes(tree, chosen), None
 
 
-def checked_state(generator: Any, state: Any) -> Any:
-    """Return `state` if a generator like this one can go on from it.
-
-    Raises:
-      ValueError: it cannot.
-    """
-    kind = state_of(generator)["bit_generator"]
-    found = state.get("bit_generator") if isinstance(state, dict) else None
-    if found != kind:
-        raise ValueError(f"expected a state of {kind}, found one of {found}")
-    try:
-        trial = _fresh(generator, 0)
-        set_state(trial, state)
-        state_of(trial)
-    except Exception as error:  # classes of others may raise anything
-        raise ValueError(f"the state of {kind} is damaged: {error!r}") from error
-    return state
+def _describe(node: Any, compares: bool, path: Path = ()) -> list[tuple[str, str]]:
+    """Say of every node what must be the same on all ranks, if there are others."""
+    if isinstance(node, PerRankState):
+        return [(readable(path), "a state")]
+    if isinstance(node, Leaf):
+        return [(readable(path), _describe_leaf(node, compares))]
+    lines = [(readable(path), node.kind if node.type is None else repr(node.type))]
+    for name, child in node.children.items():
+        lines += _describe(child, compares, (*path, name))
+    return lines
 
 
-def derived_state(generator: Any, states: Sequence[Any], rank: int) -> Any:
-    """Return the state for a rank that had none: seeded by all states and its number.
+def _describe_leaf(leaf: Leaf, compares: bool) -> str:
+    text = f"{leaf.kind} {leaf.dtype} {leaf.shape}"
+    if leaf.is_frozen or not leaf.size_bytes or not compares:
+        return text
+    if leaf.kind == "array" or leaf.kind in TEXTS:
+        return f"{text} crc {_crc32(leaf.array):08x}"
+    return f"{leaf.kind} {arrays.value_bytes(leaf.array).tobytes().hex()}"
 
-    It is the same for the same states, and differs from rank to rank.
-    """
+
+def _crc32(array: Any) -> int:
+    """Return the checksum of all values of an array."""
+    found = 0
+    for data in _steps(array):
+        found = deflate.crc32(data, found)
+    return found
+
+
+def _steps(array: Any) -> Iterator[Any]:
+    """Yield the bytes of an array's values, some at a time."""
+    flat = array.reshape(-1)
+    count = max(1, _STEP_BYTES // flat.dtype.itemsize)
+    for start in range(0, flat.size, count):
+        yield arrays.value_bytes(flat[start : start + count]).reshape(-1)
+
+
+def _digest(node: Node) -> bytes:
+    """Return a hash of all of a node."""
     hashed = hashlib.blake2b(digest_size=16)
-    for state in states:
-        hashed.update(_text(state).encode())
-    return state_of(_fresh(generator, int.from_bytes(hashed.digest(), "big"), rank))
+    for path, leaf in leaves(node):
+        hashed.update(repr((path, leaf.kind, str(leaf.dtype), leaf.shape)).encode())
+        if leaf.size_bytes:
+            for data in _steps(leaf.array):
+                sums = deflate.crc32(data), deflate.adler32(data)
+                hashed.update(repr(sums).encode())
+    hashed.update(_kinds(node).encode())
+    return hashed.digest()
 
 
-def _text(state: Any) -> str:
-    if isinstance(state, dict):
-        return repr([(key, _text(state[key])) for key in sorted(state)])
-    return state.tobytes().hex() if isinstance(state, np.ndarray) else repr(state)
+def _kinds(node: Node) -> str:
+    if isinstance(node, Leaf):
+        return ""
+    below = [_kinds(child) for child in node.children.values()]
+    return repr((node.kind, node.role, node.type, below))
 
 
-def _fresh(generator: Any, *seeds: int) -> Any:
-    """Return a generator of the same kind."""
-    if isinstance(generator, random.Random):
-        return random.Random(repr(seeds))
-    seed = np.random.SeedSequence(seeds)
-    if isinstance(generator, np.random.RandomState):
-        return np.random.RandomState(type(generator._bit_generator)(seed))
-    return np.random.Generator(type(generator.bit_generator)(seed))
+def _bytes(node: Node) -> int:
+    return sum(leaf.size_bytes for _, leaf in leaves(node))
 
 
-# Returns what is to stand in the place of an object: itself, or another one
-Change = Callable[[], Any]
-
-
-def become(value: Any, new: Any) -> Any:
-    """Return `value` after it has become equal to `new`; or `new` where it cannot."""
-    if isinstance(value, MutableMapping) and isinstance(new, Mapping):
-        for key in list(value):  # in the new order, and no Counter adds up
-            del value[key]
-        for key, child in new.items():
-            value[key] = child
-        return value
-    is_sequence = isinstance(new, list | tuple | collections.deque)
-    if isinstance(value, list) and is_sequence:
-        value[:] = new
-        return value
-    if isinstance(value, collections.deque) and is_sequence:
-        value.clear()
-        value.extend(new)
-        return value
-    if hasattr(value, "_fields") and type(new) is tuple:  # of an older version
-        return type(value)(*new) if len(new) == len(value._fields) else new
-    return new
-
-
-def change_children(value: Any, changes: Mapping[str, Change]) -> Any:
-    """Return a container after its children were changed."""
-    if isinstance(value, Tracked):
-        value = value.objects
-    if isinstance(value, Mapping):
-        keys = {as_name(key, ()): key for key in value}
-        new = {keys[name]: change() for name, change in changes.items()}
-        same = all(new[key] is value[key] for key in new)
-        if same or isinstance(value, MutableMapping):
-            for key, child in new.items():
-                if child is not value[key]:
-                    value[key] = child  # type: ignore[index]  # it is mutable
-            return value
-        return type(value)({**value, **new})  # type: ignore[call-arg]  # as tf.nest's
-    made = [changes[str(i)]() if str(i) in changes else x for i, x in enumerate(value)]
-    if all(a is b for a, b in zip(made, value, strict=True)):
-        return value
-    if isinstance(value, list | collections.deque):
-        for i, child in enumerate(made):
-            value[i] = child
-        return value
-    return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+def _on_host(node: Node) -> Any:
+    """Return a node with copies of its arrays in host memory."""
+    copies = {
+        path: dataclasses.replace(
+            leaf, array=np.array(arrays.to_host(leaf.array), order="C"), is_frozen=True
+        )
+        for path, leaf in leaves(node)
+        if leaf.array is not None
+    }
+    return replace_nodes(node, copies)
