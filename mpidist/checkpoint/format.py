@@ -52,18 +52,18 @@ _PATTERN = re.compile(
     rb"mpidist checkpoint (\d+), header of (\d{12}) bytes, crc32 ([0-9a-f]{8})\n"
 )
 _LINE_BYTES = len(_FIRST.format(FORMAT, 0, 0))
-# A file may claim to have any size. More than this is not read before its checksum is
-# known, and not written: headers of 16 TiB of arrays, and a million small arrays
+# Limits on what is read before its checksum is verified, as damaged files may claim any
+# size. Enough for the header of 16 TiB of arrays, and for a million small arrays
 _LARGEST_BYTES = 64 << 20
 LARGEST_STRUCTURE_BYTES = 1 << 30
 _SMALLEST = 4096  # the alignment of arrays, which HDF5 asks for
-# Of the JSON text: all else, each block's offset, length and checksum, each shard
+# Bytes of JSON at most: the fixed part, one block, one shard without its name
 _FIXED_BYTES, _DATA_BYTES, _SHARD_BYTES = 1800, 60, 80
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A file that belongs to the checkpoint: its name, size and header's checksum."""
+    """A file of the checkpoint besides the index, and its header's checksum."""
 
     name: str
     size: int
@@ -72,15 +72,15 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What the text says.
+    """The content of the header.
 
     Args:
-      serial: checkpoints of one folder are numbered in the order of their saving.
+      serial: orders the checkpoints of a directory.
       size: of the file.
-      structure_crc32: of all after the header that is not in `data`.
-      data: offset, length and CRC-32 of blocks of arrays, in the order of the file.
-      shards: the files that hold the rest.
-      job: who has saved it, for people; nothing in shards and in older files.
+      structure_crc32: of everything after the header except `data`.
+      data: offset, length and CRC-32 of blocks of arrays, in file order.
+      shards: the other files of the checkpoint.
+      job: the job that saved it, for humans; empty in shards and in older files.
     """
 
     serial: int
@@ -92,10 +92,10 @@ class Header:
 
 
 def header_bytes(data: int, shards: list[str]) -> int:
-    """Return the length of a header of so many blocks, and shards of these names.
+    """Return the length of a header of `data` blocks and these shards.
 
     Raises:
-      CheckpointError: there are too many.
+      CheckpointError: it exceeds the limit.
     """
     names = sum(len(json.dumps(name)) + _SHARD_BYTES for name in shards)
     needed = _LINE_BYTES + _FIXED_BYTES + data * _DATA_BYTES + names
@@ -109,7 +109,7 @@ def header_bytes(data: int, shards: list[str]) -> int:
 
 
 def render(header: Header, length: int) -> bytes:
-    """Return the header as so many bytes."""
+    """Return the header as `length` bytes."""
     body = json.dumps(dataclasses.asdict(header), separators=(", ", ": "))
     padded = body.encode().ljust(length - _LINE_BYTES - 1) + b"\n"
     first = _FIRST.format(FORMAT, length, zlib.crc32(padded)).encode()
@@ -118,10 +118,10 @@ def render(header: Header, length: int) -> bytes:
 
 
 def parse_first(data: bytes) -> tuple[int, int]:
-    """Return the length of the header that begins with `data`, and its checksum.
+    """Return length and checksum of the header that starts with `data`.
 
     Raises:
-      ValueError: it is none that this version reads.
+      ValueError: not a header that this version reads.
     """
     match = _PATTERN.match(data)
     if match is None:
@@ -135,7 +135,7 @@ def parse_first(data: bytes) -> tuple[int, int]:
 
 
 def parse(data: bytes) -> Header:
-    """Return what a whole header says.
+    """Parse a whole header, and verify its checksum.
 
     Raises:
       ValueError, KeyError, TypeError: it is damaged.
@@ -164,7 +164,7 @@ def parse(data: bytes) -> Header:
 
 
 def _require_order(header: Header, end: int) -> None:
-    """Raise if blocks overlap each other, or the end of the file."""
+    """Raise if blocks overlap, or exceed the file."""
     for offset, size, _ in header.data:
         if offset < end or size < 1:
             raise ValueError(f"its header has a block of {size} bytes at {offset}")
@@ -180,17 +180,17 @@ def _integer(value: Any) -> int:
 
 
 def _file_name(value: Any) -> str:
-    """Return the name of a file in the same folder, and in no other."""
+    """Return the name of a file if it is one in the same directory."""
     if type(value) is not str or "/" in value or value.strip(".") == "":
         raise ValueError(f"its header has {value!r} where a file's name belongs")
     return value
 
 
 def read_header(path: Path) -> Header:
-    """Return what a file's header says.
+    """Read the header of a file.
 
     Raises:
-      CheckpointError: there is no file, or it is no checkpoint or damaged.
+      CheckpointError: the file is missing, damaged, or not a checkpoint.
     """
     with open_file(path) as descriptor:
         return parse(read_header_bytes(descriptor))
@@ -204,7 +204,7 @@ def header_crc32(path: Path) -> int:
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[int]:
-    """Give a descriptor for reading; raise what happens as a CheckpointError."""
+    """Yield a descriptor for reading; raise errors as a CheckpointError."""
     with damage(path):
         descriptor = open_regular(path)
         try:
@@ -226,12 +226,12 @@ def read_header_bytes(descriptor: int) -> bytes:
 
 
 class DamagedError(CheckpointError):
-    """A file is missing or damaged, so that an earlier checkpoint may be taken."""
+    """A file is missing or damaged; an earlier checkpoint may be used instead."""
 
 
 @contextlib.contextmanager
 def unwritable(path: Path) -> Iterator[None]:
-    """Raise what the operating system says as a CheckpointError."""
+    """Raise an OSError of a write as a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -240,7 +240,7 @@ def unwritable(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def damage(path: Path) -> Iterator[None]:
-    """Raise a CheckpointError for whatever goes wrong while a file is read."""
+    """Raise any error of a read as a CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -249,12 +249,12 @@ def damage(path: Path) -> Iterator[None]:
         raise DamagedError(f"{path}: there is no such file") from None
     except PermissionError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    except Exception as error:  # HDF5 raises almost anything
+    except Exception as error:  # damaged files make HDF5 raise almost anything
         reason = str(error) or type(error).__name__
         raise DamagedError(f"{path}: the checkpoint is damaged: {reason}") from error
 
 
-# So much is checked and written at once: it stays in the cache between the two
+# Bytes that are hashed and written in turn: they stay in the CPU cache in between
 _STEP_BYTES = 4 << 20
 
 
@@ -274,10 +274,10 @@ def checked_write(descriptor: int, offset: int, data: Any) -> int:
 
 
 def checked_read(descriptor: int, offset: int, into: Any, crc32: int) -> None:
-    """Fill a buffer from a file.
+    """Fill a buffer from a file, and verify its CRC-32.
 
     Raises:
-      ValueError: the file ends before, or the bytes do not have that CRC-32.
+      ValueError: the file is too short, or the checksum differs.
     """
     view = memoryview(into).cast("B")
     found, at, done = 0, offset, 0
@@ -297,9 +297,9 @@ def checked_read(descriptor: int, offset: int, into: Any, crc32: int) -> None:
 
 
 class InMemoryFile(io.RawIOBase):
-    """The bytes of a file, but not those of large arrays: as a file for `h5py.File`.
+    """A sparse in-memory file for `h5py.File`, without the bytes of large arrays.
 
-    Nothing can fail here as disks do, where HDF5 cannot go on, or clean up.
+    HDF5 cannot recover from failed writes; in memory they do not fail.
 
     Args:
       size: of the file.
@@ -307,20 +307,21 @@ class InMemoryFile(io.RawIOBase):
 
     def __init__(self, size: int = 0):
         self._parts: dict[int, bytes] = {}  # by offset
-        self._starts: list[int] = []  # of the parts, in order, if none overlap
+        # Sorted offsets, after `compact`
+        self._starts: list[int] = []
         self._position = 0
         self.size = size
 
     def put(self, offset: int, data: bytes) -> None:
-        """Have bytes at an offset; later ones hide those that were there before."""
-        # The latest come last, also where the offset is the same
+        """Write bytes at an offset."""
+        # Keep insertion order: the latest write wins
         self._parts.pop(offset, None)
         self._parts[offset] = data
         self._starts.clear()
         self.size = max(self.size, offset + len(data))
 
     def get(self, offset: int, size: int) -> bytes:
-        """Return bytes; zeros where there are none."""
+        """Return bytes; zeros where none were written."""
         found = bytearray(size)
         near = list(self._parts)
         if self._starts:
@@ -335,9 +336,9 @@ class InMemoryFile(io.RawIOBase):
         return bytes(found)
 
     def solid(self, start: int, holes: list[tuple[int, int]]) -> Iterator[Any]:
-        """Yield offset and bytes of all from `start` on that is in no hole.
+        """Yield offset and bytes of the ranges from `start` on between the holes.
 
-        Holes are offsets and lengths, in order.
+        Holes are sorted offsets and lengths.
         """
         for offset, size in [*holes, (self.size, 0)]:
             if start < offset:
@@ -345,7 +346,7 @@ class InMemoryFile(io.RawIOBase):
             start = offset + size
 
     def compact(self) -> None:
-        """Make `get` quick after many writes: join parts that touch or overlap."""
+        """Join parts that touch or overlap, which makes `get` fast."""
         joined: list[tuple[int, int]] = []
         for at in sorted(self._parts):
             end = at + len(self._parts[at])
@@ -386,14 +387,14 @@ class InMemoryFile(io.RawIOBase):
         return self._position
 
     def write(self, data: Any) -> int:
-        """Put bytes at the position."""
+        """Write bytes at the position."""
         copy = bytes(data)
         self.put(self._position, copy)
         self._position += len(copy)
         return len(copy)
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer from the position on; with zeros where there is nothing."""
+        """Fill a buffer from the position on."""
         view = memoryview(buffer).cast("B")
         view[:] = self.get(self._position, view.nbytes)
         self._position += view.nbytes

@@ -1,8 +1,8 @@
-"""Which rank writes what, and where in its file: partition, layout and writing.
+"""Which rank writes what, at which offset of its file: partition, layout, writing.
 
-The datasets are contiguous, so what HDF5 calls a dataset is a range of the file. HDF5
-writes the structure, to memory; the arrays are written past it. Nothing here
-communicates: all ranks compute the same partition.
+Datasets are contiguous, so each is a range of the file. HDF5 writes the structure to
+an in-memory file; arrays are written directly to their ranges, which HDF5 has
+allocated. Nothing here communicates: all ranks compute the same partition.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mpidist.checkpoint.tree import (
     stored_as,
     tree_of_nodes,
 )
-from mpidist.data.hdf5.written_rows import escape_source
+from mpidist.data.hdf5.shard_writer import escape_source
 from mpidist.errors import CheckpointError
 from mpidist.util.files import replace_file
 
@@ -61,26 +61,26 @@ __all__ = [
 
 
 SMALLEST_SHARD_BYTES = 1 << 20
-# A cut this close to the edge of an array is moved there
+# Cuts this close to an edge of an array are moved to the edge
 _SNAP_BYTES = 64 << 10
 
 
 def shard_count(total_bytes: int, shard_bytes: int, ranks: int) -> int:
-    """Return how many shards so many bytes are divided into; 1 for no division."""
+    """Return the number of shards for arrays of so many bytes; 1 for no shards."""
     smallest = max(shard_bytes, SMALLEST_SHARD_BYTES)
     return max(1, min(ranks, total_bytes // smallest))
 
 
 def cut(sizes: Sequence[tuple[int, int]], shards: int) -> list[list[int]]:
-    """Return where arrays that lie one behind the other are cut, into equal shards.
+    """Cut concatenated arrays into shards of equal size.
 
     Args:
-      sizes: each array's number of elements, and the bytes of an element.
-      shards: how many.
+      sizes: number of elements of each array, and bytes of an element.
+      shards: number of shards.
 
     Returns:
-      For each array `shards + 1` numbers of elements, ascending: shard s has those from
-      the s-th to the one after it.
+      For each array, `shards + 1` ascending element numbers: shard s holds the elements
+      from the s-th to the next.
     """
     total = sum(count * item for count, item in sizes)
     cuts = []
@@ -102,11 +102,11 @@ def _snap(edge: int, size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """An array of which shards have parts, one after the other.
+    """An array whose consecutive parts are in shards.
 
     Args:
-      leaf: the whole array.
-      parts: name of the shard, first element, element after the last one.
+      leaf: the whole array, without its values.
+      parts: name of the shard, first element, end.
     """
 
     leaf: Leaf
@@ -180,12 +180,12 @@ def make_partition(
 
 
 def _part(leaf: Leaf, start: int, stop: int) -> Leaf:
-    """Return some elements of an array."""
+    """Return a range of an array's elements."""
     flat = leaf.array.reshape(-1)[start:stop]
     return Leaf("array", leaf.dtype, (stop - start,), flat, is_frozen=leaf.is_frozen)
 
 
-# Arrays up to this size are checked with the structure; larger ones in blocks
+# Arrays up to this size are part of the structure; others have checksums per block
 INLINE_BYTES = 32 << 10
 BLOCK_BYTES = 16 << 20
 _ALIGNMENT = 4096
@@ -200,15 +200,15 @@ def write_file(
     shards: Sequence[str] = (),
     locks: list[int] | None = None,
 ) -> None:
-    """Write a file of a tree, all or nothing.
+    """Write a tree to a file, atomically.
 
     Args:
-      path: the name that the file gets in the end.
+      path: of the file.
       tree: of nodes.
       attributes: of the root.
-      make_header: called with the size, the structure's checksum and the blocks.
-      shards: the names that the header will have.
-      locks: gets a descriptor by which the file is locked, for the caller to close.
+      make_header: called with size, checksum of the structure, and blocks.
+      shards: names of the shards in the header.
+      locks: a descriptor of the locked file is appended, for the caller to close.
     """
     plan = lay_out(tree, attributes, shards)
     with unwritable(path), replace_file(path) as file:
@@ -216,6 +216,7 @@ def write_file(
         if locks is not None:
             lock(descriptor)
             locks.append(os.dup(descriptor))
+        # Arrays first: the header needs their checksums
         data = tuple(
             (offset, block.nbytes, checked_write(descriptor, offset, block))
             for offset, block in plan.blocks()
@@ -232,12 +233,12 @@ def write_file(
 
 @dataclasses.dataclass
 class FileLayout:
-    """What has to be written.
+    """The content of a file.
 
     Args:
-      image: all but the arrays of `data`.
-      header_bytes: the length of the header, which is not in the image.
-      data: offsets and arrays of bytes, in the order of the file.
+      image: everything except the header and the arrays of `data`.
+      header_bytes: length of the header.
+      data: offsets and arrays of bytes, in file order.
     """
 
     image: InMemoryFile
@@ -254,15 +255,15 @@ class FileLayout:
 def lay_out(
     tree: Any, attributes: dict[str, Any], shards: Sequence[str] = ()
 ) -> FileLayout:
-    """Return where everything goes in a file of this tree.
+    """Lay out a tree in a file.
 
     Args:
-      tree: a Group of nodes, and of `Split` and `Link`.
+      tree: a Group of nodes, `Split` and `Link`.
       attributes: of the root, for humans.
-      shards: the names of all shards, for whose checksums the header has room.
+      shards: names of all shards, for which to reserve space in the header.
 
     Raises:
-      CheckpointError: there are more small arrays and names than a file can have.
+      CheckpointError: too many names and small arrays for one file.
     """
     sizes = [leaf.size_bytes for _, leaf in leaves(tree)]
     inline_bytes = _inline_bytes(sizes)
@@ -298,16 +299,16 @@ def lay_out(
 
 
 def _inline_bytes(sizes: Sequence[int]) -> int:
-    """Return up to which size arrays are checked with the structure.
+    """Return the size up to which arrays are part of the structure.
 
-    Very many small ones are checked in blocks, too, as the structure is read at once.
+    It is smaller for very many arrays, since the structure is read at once.
     """
     small = sum(size for size in sizes if size <= INLINE_BYTES)
     return INLINE_BYTES if small <= LARGEST_STRUCTURE_BYTES // 2 else _ALIGNMENT
 
 
 class _Writer:
-    """Makes groups and datasets, and notes where the bytes of the latter belong."""
+    """Creates groups and datasets, and records the offsets of their bytes."""
 
     def __init__(self, file: h5py.File, placed: list[tuple[int, Any]]):
         self._file = file
@@ -315,7 +316,7 @@ class _Writer:
 
     def group(self, group: Group, path: Path) -> None:
         made = self._file.require_group("/" + "/".join(path))
-        _note(made, group.kind, group.role)
+        _set_attributes(made, group.kind, group.role)
         if group.type is not None:
             made.attrs["type"] = json.dumps(group.type)
         for name, child in group.children.items():
@@ -332,7 +333,7 @@ class _Writer:
 
     def _leaf(self, leaf: Leaf, path: Path) -> None:
         dataset = _contiguous(self._file, path, leaf)
-        _note(dataset, leaf.kind, leaf.role, leaf.dtype)
+        _set_attributes(dataset, leaf.kind, leaf.role, leaf.dtype)
         if leaf.size_bytes:
             flat = np.ascontiguousarray(leaf.array).reshape(-1)
             offset = dataset.id.get_offset()
@@ -340,7 +341,7 @@ class _Writer:
 
     def _split(self, split: Split, path: Path) -> None:
         dtype, shape = stored_as(split.leaf.dtype, split.leaf.shape, "")
-        inner = shape[len(split.leaf.shape) :]  # the characters of text
+        inner = shape[len(split.leaf.shape) :]  # the characters of str
         layout = h5py.VirtualLayout(shape, dtype)
         target = "/" + "/".join(path)
         for file, start, stop in split.parts:
@@ -352,11 +353,11 @@ class _Writer:
                 layout[box] = source[first : first + count]
                 first += count
         dataset = self._file.create_virtual_dataset(target, layout)
-        _note(dataset, split.leaf.kind, split.leaf.role, split.leaf.dtype)
+        _set_attributes(dataset, split.leaf.kind, split.leaf.role, split.leaf.dtype)
 
 
 def _contiguous(file: h5py.File, path: Path, leaf: Leaf) -> h5py.Dataset:
-    """Create a dataset whose place in the file is known before it is written."""
+    """Create a contiguous dataset, whose range of the file is allocated at once."""
     is_text = leaf.dtype == np.uint8 and leaf.kind in STORED_AS_TEXT
     if leaf.kind == "None" or (is_text and not leaf.size_bytes):
         space = h5py.h5s.create(h5py.h5s.NULL)
@@ -376,7 +377,9 @@ def _contiguous(file: h5py.File, path: Path, leaf: Leaf) -> h5py.Dataset:
     return h5py.Dataset(h5py.h5d.create(file.id, name, kind, space, how))
 
 
-def _note(made: Any, kind: str, role: str, dtype: np.dtype[Any] | None = None) -> None:
+def _set_attributes(
+    made: Any, kind: str, role: str, dtype: np.dtype[Any] | None = None
+) -> None:
     made.attrs["kind"] = kind
     if role:
         made.attrs["role"] = role
@@ -387,10 +390,7 @@ def _note(made: Any, kind: str, role: str, dtype: np.dtype[Any] | None = None) -
 def boxes(
     shape: Sequence[int], start: int, stop: int, before: tuple[slice, ...] = ()
 ) -> Iterator[tuple[slice, ...]]:
-    """Yield the hyperslabs that a range of an array's elements consists of, in order.
-
-    Elements are counted in C order.
-    """
+    """Yield the hyperslabs of a range of elements, in C order."""
     if len(shape) <= 1:
         yield (*before, slice(start, stop)) if shape else before
         return

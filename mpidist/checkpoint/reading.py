@@ -1,7 +1,7 @@
-"""The files of a checkpoint as a tree, and trees as the nests that were saved.
+"""Read the files of a checkpoint as a tree, and decode trees to nests.
 
-Everything but large arrays is checked before HDF5 sees it. Large arrays are read in
-pieces, each by one rank for all.
+The checksum of the structure is verified before HDF5 parses it. Large arrays are read
+in pieces, each by one rank, which broadcasts it.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ from mpidist.checkpoint.tree import (
     unescape,
 )
 from mpidist.comm.consensus.calls import Call
+from mpidist.data.hdf5.index import contiguous_offset
 from mpidist.strategy.extended import StrategyExtended
 
 __all__ = ["decode", "load", "read_tree"]
 
 _GROUP_KINDS = ("dict", "dict of int", "list", "tuple", "ranks")
 _DEEPEST = DEEPEST + 1  # with the ranks of a state
-_SENT_BYTES = 64 << 20
+_MESSAGE_BYTES = 64 << 20
 
 
 def read_tree(path: Path) -> Group:
-    """Return the tree of a checkpoint. Large arrays are pieces in its files.
+    """Return the tree of a checkpoint, with large arrays as pieces of its files.
 
     Raises:
-      CheckpointError: there is no checkpoint, or it is damaged.
+      CheckpointError: it is missing or damaged.
     """
     tree, header = _read_file(path, {})
     shards = {}
@@ -72,7 +73,7 @@ def read_tree(path: Path) -> Group:
 
 
 def _require_shard(path: Path, shard: Shard) -> None:
-    """Raise if a file is not the one that the index was written for."""
+    """Raise if a file is not the shard that the index lists."""
     if header_crc32(path) != shard.crc32:
         raise ValueError(f"{path.name} is of another checkpoint")
 
@@ -88,7 +89,7 @@ def _read_file(path: Path, shards: Mapping[str, Group]) -> tuple[Group, Header]:
 
 
 def _read_structure(descriptor: int, start: int, header: Header) -> InMemoryFile:
-    """Return all of a file that is no large array, if it has its checksum."""
+    """Read everything but header and large arrays, and verify its checksum."""
     found = os.fstat(descriptor).st_size
     if found != header.size:
         raise ValueError(f"it has {found} bytes instead of {header.size}")
@@ -110,11 +111,10 @@ def _read_structure(descriptor: int, start: int, header: Header) -> InMemoryFile
 
 
 class _Reader:
-    """Makes nodes of groups and datasets.
+    """Converts groups and datasets to nodes.
 
-    A file that was made to do harm may hold one object under many paths, and one range
-    of bytes in many datasets. Each is taken once, so the tree is no larger than the
-    file.
+    A malicious file may have one object at many paths, and one range of bytes in many
+    datasets. Each is accepted once, so the tree is no larger than the file.
     """
 
     def __init__(
@@ -132,14 +132,14 @@ class _Reader:
         self._shards = shards
         self._seen: set[int] = {h5py.h5o.get_info(file["/"].id).addr}
         self._offsets = [offset for offset, _, _ in header.data]
-        # How much no dataset has claimed yet, of the arrays' blocks and of all else
+        # Bytes that no dataset has claimed yet: of the arrays' blocks, of the structure
         self._blocks_left = sum(size for _, size, _ in header.data)
         self._structure_left = header.size - self._blocks_left
 
     def group(self, group: h5py.Group, path: str) -> Group:
         if path.count("/") > _DEEPEST:
             raise ValueError(f"{path[:40]!r}... has more than {_DEEPEST} levels")
-        kind, role = _notes(group)
+        kind, role = _attributes(group)
         if kind not in _GROUP_KINDS:
             raise ValueError(f"group {path!r} is of kind {kind!r}")
         names = list(group)
@@ -170,7 +170,7 @@ class _Reader:
         return self._leaf(child, path)
 
     def _leaf(self, dataset: h5py.Dataset, path: str) -> Leaf:
-        kind, role = _notes(dataset)
+        kind, role = _attributes(dataset)
         if kind not in (*SCALARS, "array"):
             raise ValueError(f"dataset {path!r} is of kind {kind!r}")
         if dataset.is_virtual:
@@ -180,11 +180,11 @@ class _Reader:
     def _plain_leaf(
         self, dataset: h5py.Dataset, path: str, kind: str, role: str
     ) -> Leaf:
-        """Return the leaf of a dataset whose bytes are in this file."""
+        """Return the leaf of a dataset of this file."""
         dtype, shape = _dtype_and_shape(dataset)
         size = int(np.prod(shape, dtype=object)) * dtype.itemsize
-        offset = dataset.id.get_offset() or 0
-        if size and (dataset.chunks is not None or not offset):
+        offset = contiguous_offset(dataset) or 0
+        if size and not offset:
             raise ValueError(f"dataset {path!r} is not contiguous")
         first = bisect.bisect_left(self._offsets, offset)
         last = bisect.bisect_left(self._offsets, offset + size)
@@ -210,7 +210,7 @@ class _Reader:
     def _split_leaf(
         self, dataset: h5py.Dataset, path: str, kind: str, role: str
     ) -> Leaf:
-        """Return the leaf of a dataset of which each shard has a part."""
+        """Return the leaf of a dataset whose parts are in shards."""
         dtype, shape = _original(dataset, dataset.dtype, dataset.shape)
         pieces = self._pieces(path, dtype.itemsize)
         leaf = Leaf(kind, dtype, shape, None, pieces, role)
@@ -222,7 +222,7 @@ class _Reader:
         return leaf
 
     def _in_shard(self, name: str, path: str) -> Node:
-        """Return the node at a path of a shard's tree."""
+        """Return the node at the same path of a shard."""
         node: Node = self._shards[name]
         for part in path.strip("/").split("/"):
             if not isinstance(node, Group):
@@ -231,9 +231,9 @@ class _Reader:
         return node
 
     def _pieces(self, path: str, item_bytes: int) -> tuple[Piece, ...]:
-        """Return where the parts of an array are, in the order of the array.
+        """Return the pieces of an array, in the order of the shards.
 
-        They have the order of the shards, of which some may have no part.
+        Some shards may have no part of it.
         """
         pieces: list[Piece] = []
         start = 0
@@ -244,19 +244,19 @@ class _Reader:
                 continue
             if not isinstance(leaf, Leaf) or leaf.dtype.itemsize != item_bytes:
                 raise ValueError(f"dataset {path!r} is not in {name}")
-            (piece,) = leaf.pieces  # parts are never small
+            (piece,) = leaf.pieces  # parts are never small enough for the structure
             pieces.append(Piece(piece.file, start, piece.offset, piece.checks))
             start += piece.size
         return tuple(pieces)
 
 
-def _notes(node: Any) -> tuple[str, str]:
-    """Return the kind and the role of a group or dataset."""
+def _attributes(node: Any) -> tuple[str, str]:
+    """Return the kind and role of a group or dataset."""
     return str(node.attrs["kind"]), str(node.attrs.get("role", ""))
 
 
 def _container_type(group: h5py.Group, kind: str) -> ContainerType | None:
-    """Return what a group says of its type; older versions say nothing."""
+    """Return the type of a group's container; older versions did not save it."""
     if "type" not in group.attrs:
         return None
     name, details = json.loads(group.attrs["type"])
@@ -279,7 +279,7 @@ def _original(
 def _dtype_and_shape(
     dataset: h5py.Dataset,
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return what the array was whose bytes the dataset has."""
+    """Return the dtype and shape of the array that the dataset stores."""
     if dataset.shape is None:
         return np.dtype(np.uint8), (0,)
     if dataset.attrs["kind"] in STORED_AS_TEXT and dataset.dtype.kind == "S":
@@ -288,16 +288,16 @@ def _dtype_and_shape(
 
 
 def decode(node: Node, values: Mapping[int, Any], similar: Any = None) -> Any:
-    """Return the nest that a node was made of.
+    """Return the nest of a tree.
 
     Args:
-      node: what `encode` returned, or a file holds.
-      values: the arrays of leaves that have none, by the id of the leaf.
-      similar: a nest whose namedtuples and defaultdicts are taken, where they fit; a
-        file has no code.
+      node: from `encode`, or from a file.
+      values: the arrays of leaves with pieces, by `id(leaf)`.
+      similar: a nest whose classes of namedtuples, and default factories, to use where
+        they match; a file contains no code.
 
     Raises:
-      ValueError, TypeError: it is damaged.
+      ValueError, TypeError: the tree is damaged.
     """
     if isinstance(node, Leaf):
         return decode_leaf(node, values)
@@ -323,7 +323,7 @@ def decode(node: Node, values: Mapping[int, Any], similar: Any = None) -> Any:
 
 
 def _similar_child(similar: Any, kind: str, name: str) -> Any:
-    """Return the child of that name, or another one where there is none."""
+    """Return the child of that name, or else any other child."""
     is_dict = kind.startswith("dict")
     if (
         not similar
@@ -366,9 +366,9 @@ def _sequence(node: Group, children: list[Any], similar: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _namedtuple(name: str, *fields: str) -> Any:
-    """Return a class like one that this program may not have.
+    """Return a namedtuple class for one that this program may lack.
 
-    `collections.namedtuple` takes nothing but identifiers.
+    `collections.namedtuple` only accepts identifiers.
     """
     made = collections.namedtuple(name, fields, rename=True)  # type: ignore[misc] # names are data
     if made._fields != fields:
@@ -377,7 +377,7 @@ def _namedtuple(name: str, *fields: str) -> Any:
 
 
 def decode_leaf(leaf: Leaf, values: Mapping[int, Any]) -> Any:
-    """Return the array, number or text that a leaf was made of."""
+    """Return the array, number or text of a leaf."""
     array = values.get(id(leaf), leaf.array)
     if leaf.kind == "None":
         return None
@@ -401,18 +401,18 @@ def decode_leaf(leaf: Leaf, values: Mapping[int, Any]) -> Any:
 def load(
     extended: StrategyExtended,
     operation: str,
-    folder: Path,
+    directory: Path,
     shared: Sequence[Leaf],
     own: Sequence[Leaf],
 ) -> dict[int, Any]:
-    """Return the arrays of leaves by the id of the leaf. Collective.
+    """Return the arrays of leaves by `id(leaf)`. Collective.
 
     Args:
       extended: whose ranks read.
       operation: the public call, for messages.
-      folder: of the checkpoint's files.
-      shared: what all ranks need, the same on all.
-      own: what only this rank needs.
+      directory: of the files.
+      shared: leaves that all ranks need, equal on all ranks.
+      own: leaves that only this rank needs.
 
     Raises, on all ranks:
       CheckpointError: a file cannot be read, or is damaged.
@@ -420,49 +420,49 @@ def load(
     rank, ranks = extended.replica_id, extended.num_replicas
     values: dict[int, Any] = {}
     for leaf in shared:
-        mine = [p for i, p in enumerate(leaf.pieces) if i % ranks == rank]
-        read = functools.partial(_read, folder, leaf, mine)
+        pieces = [p for i, p in enumerate(leaf.pieces) if i % ranks == rank]
+        read = functools.partial(_read, directory, leaf, pieces)
         array, flat = extended.agreement.prepare(operation, read)
         for i, piece in enumerate(leaf.pieces if ranks > 1 else ()):
-            _send(extended, operation, flat, piece, i % ranks)
+            _broadcast(extended, operation, flat, piece, i % ranks)
         values[id(leaf)] = array
 
     def read_own() -> dict[int, Any]:
         found = {}
         for leaf in own:
-            found[id(leaf)], _ = _read(folder, leaf, leaf.pieces)
+            found[id(leaf)], _ = _read(directory, leaf, leaf.pieces)
         return found
 
     return values | extended.together(Call(operation), read_own, is_patient=True)
 
 
-def _read(folder: Path, leaf: Leaf, pieces: Sequence[Piece]) -> tuple[Any, Any]:
-    """Return an array for a leaf, and its bytes, with some pieces read."""
+def _read(directory: Path, leaf: Leaf, pieces: Sequence[Piece]) -> tuple[Any, Any]:
+    """Return a new array for a leaf and its bytes, after reading some pieces."""
     array = np.empty(leaf.shape, leaf.dtype)
     flat = array.reshape(-1).view(np.uint8)
     for piece in pieces:
-        _read_piece(folder, piece, flat[piece.start : piece.start + piece.size])
+        _read_piece(directory, piece, flat[piece.start : piece.start + piece.size])
     return array, flat
 
 
-def _send(
+def _broadcast(
     extended: StrategyExtended, operation: str, flat: Any, piece: Piece, root: int
 ) -> None:
-    """Let all ranks have the bytes that one has read. Collective."""
+    """Broadcast the bytes of a piece from the rank that read it. Collective."""
     end = piece.start + piece.size
-    for start in range(piece.start, end, _SENT_BYTES):
-        part = flat[start : min(start + _SENT_BYTES, end)]
+    for start in range(piece.start, end, _MESSAGE_BYTES):
+        part = flat[start : min(start + _MESSAGE_BYTES, end)]
         part[...] = extended.collectives.broadcast(operation, part, root)
 
 
-def _read_piece(folder: Path, piece: Piece, into: Any) -> None:
+def _read_piece(directory: Path, piece: Piece, into: Any) -> None:
     """Fill a buffer with the bytes of a piece.
 
     Raises:
-      CheckpointError: they cannot be read, or do not have their checksums.
+      CheckpointError: they cannot be read, or a checksum differs.
     """
     start = 0
-    with open_file(folder / piece.file) as descriptor:
+    with open_file(directory / piece.file) as descriptor:
         for size, crc32 in piece.checks:
             block = into[start : start + size]
             checked_read(descriptor, piece.offset + start, block, crc32)

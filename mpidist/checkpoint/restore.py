@@ -20,12 +20,12 @@ __all__ = ["LoadStatus", "restore"]
 
 
 class LoadStatus:
-    """What `Checkpoint.restore` returns. Nothing here communicates.
+    """The result of `Checkpoint.restore`. Nothing here communicates.
 
     Args:
       path: of the checkpoint; None if there was none.
-      missing: what the objects had, and the file had not.
-      unused: what the file had, and the objects had not.
+      missing: objects that the file did not have.
+      unused: names in the file for which there was no object.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LoadStatus:
     def assert_consumed(self) -> LoadStatus:
         """Raise a CheckpointError unless objects and file had the same names.
 
-        Returns itself, as the other methods do.
+        Returns itself, like the other methods.
         """
         self.assert_existing_objects_matched()
         if self.unused:
@@ -69,7 +69,7 @@ class LoadStatus:
         return self
 
     def expect_partial(self) -> LoadStatus:
-        """Return itself: here nobody warns of what was not used."""
+        """Return itself: there are no warnings of unused names."""
         return self
 
 
@@ -80,18 +80,18 @@ def restore(
     tracked: Tracked,
     is_partial: bool,
 ) -> RestorePlan:
-    """Give objects the state that a checkpoint has of them. Collective.
+    """Restore the state of objects. Collective.
 
     Args:
       strategy: whose ranks restore.
       operation: the public call, for messages.
       index: the checkpoint's file.
       tracked: the objects.
-      is_partial: whether objects that the file lacks are left as they are.
+      is_partial: whether objects that the file lacks stay unchanged.
 
-    Raises, on all ranks, and changes nothing:
-      CheckpointError: the file is missing or damaged, or an object does not fit it.
-      MismatchError: the ranks restore from unlike paths, or unlike objects.
+    Raises, on all ranks, without changes:
+      CheckpointError: the file is missing or damaged, or does not match an object.
+      MismatchError: the ranks restore from different paths, or different objects.
       What `set_state` of an object raises on any rank.
     """
     extended = strategy.extended
@@ -106,7 +106,7 @@ def restore(
     agreement.require_same(Call(operation, (("the arrays to restore", tuple(needed)),)))
     shared, own = plan.shared, plan.own
     plan.values = load(extended, operation, index.parent, shared, own)
-    agreement.prepare(operation, lambda: _prepare(plan, index))
+    agreement.prepare(operation, lambda: _compute(plan, index))
     agreement.require_same(Call(operation))
     with strategy.scope():
         _set_states(agreement.block, operation, plan)
@@ -114,11 +114,11 @@ def restore(
     return plan
 
 
-def _prepare(plan: RestorePlan, index: Path) -> None:
-    """Make all new values, so that nothing can fail afterwards."""
+def _compute(plan: RestorePlan, index: Path) -> None:
+    """Compute all new values: what changes the objects afterwards cannot fail."""
     for deferred in plan.deferred:
         try:
-            deferred.prepare()
+            deferred.compute()
         except CheckpointError:
             raise
         except Exception as error:
@@ -131,7 +131,7 @@ def _set_states(
     operation: str,
     plan: RestorePlan,
 ) -> None:
-    """Call `set_state` of all objects; undo what was done if one raises. Collective."""
+    """Call `set_state` of all objects; undo all calls if one raises. Collective."""
     if not plan.objects:
         return
 

@@ -1,7 +1,8 @@
-"""What a restore changes: a user's objects compared with the tree of a checkpoint.
+"""The plan of a restore: objects matched with the tree of a checkpoint.
 
-`RestorePlan.match` changes nothing; the functions that it returns change the objects,
-and cannot fail.
+Matching changes nothing; it returns functions that change the objects and cannot
+fail. In between, arrays are read (`RestorePlan.shared`, `own`) and `Deferred` values
+computed.
 """
 
 from __future__ import annotations
@@ -47,30 +48,30 @@ from mpidist.values import Mirrored, PerReplica
 
 __all__ = ["RestorePlan"]
 
-# Returns what is to stand in the place of an object: itself, or another one
+# Changes an object in place, or returns another one to replace it
 Change = Callable[[], Any]
 
 
 class Deferred:
-    """A value that is made once the arrays were read, before anything is changed."""
+    """A value that is computed after arrays were read, before objects change."""
 
-    def __init__(self, path: Path, make: Callable[[], Any]):
+    def __init__(self, path: Path, function: Callable[[], Any]):
         self.path = path
-        self._make = make
+        self._function = function
         self.value: Any = None
 
-    def prepare(self) -> None:
-        """Make the value."""
-        self.value = self._make()
+    def compute(self) -> None:
+        """Compute the value."""
+        self.value = self._function()
 
 
 class RestorePlan:
-    """Compares objects with what a checkpoint has.
+    """Matches objects with the nodes of a checkpoint.
 
     Args:
       strategy: of the checkpoint.
-      file: its name, for messages.
-      is_partial: whether objects that the file lacks are left as they are.
+      file: its path, for messages.
+      is_partial: whether objects that the file lacks stay unchanged.
     """
 
     def __init__(self, strategy: Strategy, file: str, is_partial: bool):
@@ -78,19 +79,20 @@ class RestorePlan:
         self._file = file
         self._is_partial = is_partial
         self._is_own = False
-        self.shared: list[Leaf] = []  # what has to be read, for all
-        self.own: list[Leaf] = []  # ... and for this rank alone
-        self.values: dict[int, Any] = {}  # what was read, by the id of the leaf
+        self.shared: list[Leaf] = []  # to be read for all ranks
+        self.own: list[Leaf] = []  # to be read for this rank only
+        self.values: dict[int, Any] = {}  # arrays that were read, by id(leaf)
         self.deferred: list[Deferred] = []
-        self.objects: list[tuple[Path, Any, Deferred]] = []  # with their new states
+        # Those with set_state, and their new states
+        self.objects: list[tuple[Path, Any, Deferred]] = []
         self.missing: list[str] = []
         self.unused: list[str] = []
 
     def match(self, value: Any, node: Node, path: Path = ()) -> Change:
-        """Return what restores `value` from `node`.
+        """Return the change that restores `value` from `node`.
 
         Raises:
-          CheckpointError: they do not fit together.
+          CheckpointError: they do not match.
         """
         if isinstance(value, Variable):
             return self._variable(value, node, path)
@@ -124,7 +126,7 @@ class RestorePlan:
         return change
 
     def _copy_of(self, variable: Variable, value: Any) -> Any:
-        """Return this replica's copy of a variable whose value that is."""
+        """Return this replica's component of a variable of that value."""
         extended = self._strategy.extended
         replicas, replica = extended.num_replicas, extended.replica_id
         if variable.on_read and variable.aggregation is VariableAggregation.SUM:
@@ -137,7 +139,7 @@ class RestorePlan:
     def _array(self, value: Any, node: Node, path: Path) -> Change:
         array = arrays.to_array(value, readable(path))
         if isinstance(value, np.ndarray):
-            array = value  # also in the byte order of another machine
+            array = value  # of any byte order
         leaf = self._array_leaf(node, path, array.dtype, tuple(array.shape))
         is_device = arrays.is_device_array(array)
         if not is_device and not (array.flags.writeable and _is_view(array, value)):
@@ -189,7 +191,7 @@ class RestorePlan:
         return lambda: value
 
     def _states(self, node: Node, path: Path, role: str) -> list[Node] | None:
-        """Return the states of all ranks; None if the node is the state of all."""
+        """Return the states of all ranks; None if one node is the state of all."""
         if isinstance(node, Group) and node.kind == "ranks":
             found = list(node.children.values())
         else:
@@ -226,7 +228,7 @@ class RestorePlan:
         return change_component
 
     def _children(self, value: Any, node: Node, path: Path) -> Change:
-        """Match a container that holds more than numbers: by name, or by place."""
+        """Match the children of a container, by name or by position."""
         children = children_of(value, path) or {}
         is_dict = isinstance(value, Mapping | Tracked)
         kinds = ("dict", "dict of int") if is_dict else ("list", "tuple")
@@ -248,7 +250,7 @@ class RestorePlan:
         return lambda: change_children(value, changes)
 
     def _plain(self, value: Any, node: Node, path: Path) -> Change:
-        """Match numbers and text, or a nest of them: it becomes what was saved."""
+        """Match numbers and text, or a nest of them, which is replaced as a whole."""
         is_leaf = isinstance(node, Leaf) and node.kind in SCALARS
         is_fit = value is None or (
             _is_same_container(value, node) if is_container(value) else is_leaf
@@ -256,7 +258,7 @@ class RestorePlan:
         is_own_state = isinstance(node, Group) and (node.role or node.kind == "ranks")
         if not is_fit or is_own_state:
             self._fail(path, _describe_value(value), node)
-        if value and is_container(value):  # an empty one takes arrays, too
+        if value and is_container(value):  # an empty one accepts arrays, too
             for below, leaf in leaves(node, path):
                 if leaf.kind == "array":
                     self._fail(below, "a number or text", leaf)
@@ -266,14 +268,14 @@ class RestorePlan:
     def _decoded(
         self, node: Node, path: Path, is_own: bool = False, similar: Any = None
     ) -> Callable[[], Any]:
-        """Return what gives the nest of a node, whose arrays will be read."""
+        """Return a function that decodes a node, after its arrays were read."""
         self._need(node, is_own)
         return lambda: decode(node, self.values, similar)
 
     def _array_leaf(
         self, node: Node, path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]
     ) -> Leaf:
-        """Return the leaf of an array, which will be read."""
+        """Return the leaf of an array, and register it to be read."""
         expected = f"an array of {dtype} {shape}"
         if not isinstance(node, Leaf) or node.kind not in ("array", "array scalar"):
             self._fail(path, expected, node)
@@ -292,10 +294,10 @@ class RestorePlan:
     def _value(self, leaf: Leaf) -> Any:
         return self.values[id(leaf)] if leaf.pieces else leaf.array
 
-    def _defer(self, path: Path, make: Callable[[], Any]) -> Deferred:
-        later = Deferred(path, make)
-        self.deferred.append(later)
-        return later
+    def _defer(self, path: Path, function: Callable[[], Any]) -> Deferred:
+        deferred = Deferred(path, function)
+        self.deferred.append(deferred)
+        return deferred
 
     def _fail(self, path: Path, expected: str, node: Node | None) -> NoReturn:
         raise CheckpointError(
@@ -305,7 +307,7 @@ class RestorePlan:
 
 
 def _describe(node: Node | None) -> str:
-    """Say what a file has."""
+    """Describe a node, for messages."""
     if node is None:
         return "nothing of that name in the file"
     if isinstance(node, Leaf):
@@ -320,7 +322,7 @@ def _describe(node: Node | None) -> str:
 
 
 def _describe_value(value: Any) -> str:
-    """Say what an object is, in a few words."""
+    """Describe an object, for messages."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"an array of {value.dtype} {tuple(value.shape)}"
     return f"a {type(value).__name__}"
@@ -333,7 +335,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Return whether a nest holds nothing but numbers, text and None."""
+    """Return whether a nest contains only numbers, text and None."""
     if not is_container(value):
         return _is_scalar(value)
     elements = value.values() if isinstance(value, Mapping) else value
@@ -354,7 +356,7 @@ def _is_view(array: Any, value: Any) -> bool:
 def update_in_place(value: Any, new: Any) -> Any:
     """Make `value` equal to `new` and return it; return `new` where it cannot be."""
     if isinstance(value, MutableMapping) and isinstance(new, Mapping):
-        for key in list(value):  # in the new order, and no Counter adds up
+        for key in list(value):  # to get the new order; and Counter.update would add
             del value[key]
         for key, child in new.items():
             value[key] = child
@@ -367,13 +369,13 @@ def update_in_place(value: Any, new: Any) -> Any:
         value.clear()
         value.extend(new)
         return value
-    if hasattr(value, "_fields") and type(new) is tuple:  # of an older version
+    if hasattr(value, "_fields") and type(new) is tuple:  # saved by an older version
         return type(value)(*new) if len(new) == len(value._fields) else new
     return new
 
 
 def change_children(value: Any, changes: Mapping[str, Change]) -> Any:
-    """Return a container after its children were changed."""
+    """Apply changes to the children of a container; return it, or a new one."""
     if isinstance(value, Tracked):
         value = value.objects
     if isinstance(value, Mapping):
@@ -397,9 +399,9 @@ def change_children(value: Any, changes: Mapping[str, Change]) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Let a generator go on from a state of its kind.
+    """Set the state of a generator.
 
-    Raises: ValueError, TypeError, KeyError, ...: it is none.
+    Raises: ValueError, TypeError, KeyError, ...: not a state of its kind.
     """
     if isinstance(generator, random.Random):
         numbers = tuple(int(number) for number in state["numbers"])
@@ -411,10 +413,10 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def checked_state(generator: Any, state: Any) -> Any:
-    """Return `state` if a generator like this one can go on from it.
+    """Return `state` if it is valid for this kind of generator.
 
     Raises:
-      ValueError: it cannot.
+      ValueError: it is not.
     """
     kind = state_of(generator)["bit_generator"]
     found = state.get("bit_generator") if isinstance(state, dict) else None
@@ -424,15 +426,15 @@ def checked_state(generator: Any, state: Any) -> Any:
         trial = _fresh(generator, 0)
         set_state(trial, state)
         state_of(trial)
-    except Exception as error:  # classes of others may raise anything
+    except Exception as error:  # a bit generator of another library may raise anything
         raise ValueError(f"the state of {kind} is damaged: {error!r}") from error
     return state
 
 
 def derived_state(generator: Any, states: Sequence[Any], rank: int) -> Any:
-    """Return the state for a rank that had none: seeded by all states and its number.
+    """Return the state for a new rank, seeded by all saved states and the rank.
 
-    It is the same for the same states, and differs from rank to rank.
+    It is reproducible, and differs between ranks.
     """
     hashed = hashlib.blake2b(digest_size=16)
     for state in states:
@@ -447,7 +449,7 @@ def _text(state: Any) -> str:
 
 
 def _fresh(generator: Any, *seeds: int) -> Any:
-    """Return a generator of the same kind."""
+    """Return a new generator of the same kind."""
     if isinstance(generator, random.Random):
         return random.Random(repr(seeds))
     seed = np.random.SeedSequence(seeds)

@@ -331,8 +331,8 @@ class Saving:
             if seconds > VISIBLE_SECONDS:
                 raise CheckpointError(
                     f"{self.index.parent}: rank 0 does not see {name}, which another "
-                    "rank wrote; all ranks need one folder on a file system that their "
-                    "nodes share"
+                    "rank wrote; all ranks need one directory on a file system that "
+                    "their nodes share"
                 )
         with unwritable(path):
             return Shard(name, path.stat().st_size, header_crc32(path))

@@ -1,6 +1,6 @@
 """The state of a user's objects as a tree, gathered from all ranks.
 
-The calls of `tree_of` may communicate: the ranks make them in the same order.
+Reading the state of an object can communicate, so all ranks do it in the same order.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ __all__ = [
 ]
 
 OBJECT, GENERATOR, VARIABLE = "object", "generator", "variable"
-_STEP_BYTES = 16 << 20  # that are copied from a GPU at a time
+_STEP_BYTES = 16 << 20  # copied from a GPU at a time
 
 
 class Tracked:
-    """Base of Checkpoint: an object that is a dict of objects, by name."""
+    """Base of Checkpoint: a set of named objects."""
 
     @property
     def objects(self) -> dict[str, Any]:
@@ -71,11 +71,11 @@ class Tracked:
 
 @dataclasses.dataclass(frozen=True)
 class PerRankState:
-    """A node that each rank has for itself, and that may be the same on all.
+    """A node that can differ between ranks.
 
     Args:
-      node: this rank's.
-      is_shared: whether one is saved for all if they are the same.
+      node: of this rank.
+      is_shared: whether to save one node for all ranks if all are equal.
     """
 
     node: Any
@@ -83,13 +83,13 @@ class PerRankState:
 
 
 def has_state(value: Any) -> bool:
-    """Return whether `value` says itself what there is to save."""
+    """Return whether `value` has `get_state` and `set_state`."""
     methods = (getattr(value, name, None) for name in ("get_state", "set_state"))
     return not isinstance(value, type) and all(map(callable, methods))
 
 
 def children_of(value: Any, path: Path) -> dict[str, Any] | None:
-    """Return the children of a container or a Checkpoint; None of anything else."""
+    """Return the children of a container or a Checkpoint; None for other values."""
     require_depth(path)
     if isinstance(value, Tracked):
         return child_names(value.objects, path)
@@ -97,7 +97,7 @@ def children_of(value: Any, path: Path) -> dict[str, Any] | None:
 
 
 def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield everything below `value` that is no container, with its path."""
+    """Yield the values in nested containers, with their paths."""
     children = children_of(value, path)
     if children is None:
         yield path, value
@@ -110,7 +110,7 @@ def tree_of(value: Any, path: Path, strategy: Strategy) -> Any:
     """Return the tree of an object, with `PerRankState` nodes. Collective.
 
     Raises:
-      ArgumentTypeError: something that cannot be saved.
+      ArgumentTypeError: a value that cannot be saved.
       ContextError: a variable of another strategy.
       What `get_state` of an object raises.
     """
@@ -140,7 +140,7 @@ def _with_role(node: Node, role: str, path: Path) -> Group:
 
 
 def _variable_leaf(variable: Variable, path: Path, strategy: Strategy) -> Leaf:
-    """Return the leaf of a variable's one value. Collective if it is ON_READ."""
+    """Return the leaf of a variable's value. Collective if it is ON_READ."""
     require_strategy(variable, path, strategy)
     value = variable.value() if variable.on_read else variable.local
     leaf = leaf_of_array(value, path)
@@ -170,7 +170,7 @@ def strategy_of(value: Any) -> Strategy | None:
 
 
 def require_saveable(value: Any, name: str) -> None:
-    """Raise an ArgumentTypeError for classes and functions, which are no state."""
+    """Raise an ArgumentTypeError for classes and functions."""
     if isinstance(value, type) or (callable(value) and not has_state(value)):
         raise ArgumentTypeError(
             f"{name!r} is {validation.shown(value)}, which has no state to save"
@@ -188,7 +188,7 @@ def is_generator(value: Any) -> bool:
 
 
 def state_of(generator: Any) -> dict[str, Any]:
-    """Return a generator's state."""
+    """Return the state of a generator."""
     if isinstance(generator, random.Random):
         version, numbers, gauss = generator.getstate()
         return {
@@ -209,17 +209,17 @@ def gather_state(
     own_bytes: int,
     shard_names: Callable[[], list[str]],
 ) -> tuple[Group, dict[Path, Node] | None]:
-    """Return the state of all objects, and this rank's nodes for its shard. Collective.
+    """Return the state of all objects, and nodes for this rank's shard. Collective.
 
-    The tree is the same on all ranks. It has a `Link` in the place of each state that
-    goes to the shards; if none do, there are no nodes.
+    The tree is the same on all ranks, with a `Link` for each per-rank state that goes
+    to the shards. Without such states, the nodes are None.
 
     Args:
       strategy: whose ranks save.
       operation: the public call, for messages.
       objects: by name.
-      own_bytes: per-rank states of more bytes together go to shards.
-      shard_names: returns those of all ranks.
+      own_bytes: per-rank states of more bytes in total go to the shards.
+      shard_names: returns the names of the shards of all ranks.
 
     Raises, on all ranks:
       MismatchError: arrays, numbers or text that differ between ranks.
@@ -234,7 +234,7 @@ def gather_state(
     own = {p: n for p, n in nodes_below(tree) if isinstance(n, PerRankState)}
     if not own:
         return tree, None
-    # One copy is saved of a state that is the same on all ranks
+    # A state that is equal on all ranks is saved once
     mine = {path: (_digest(o.node), _bytes(o.node)) for path, o in own.items()}
     everyone = agreement.gather(operation, mine)
     unlike = [
@@ -259,7 +259,7 @@ def gather_state(
 
 
 def _describe(node: Any, compares: bool, path: Path = ()) -> list[tuple[str, str]]:
-    """Say of every node what must be the same on all ranks, if there are others."""
+    """Describe what must be equal on all ranks, per node."""
     if isinstance(node, PerRankState):
         return [(readable(path), "a state")]
     if isinstance(node, Leaf):
@@ -280,7 +280,7 @@ def _describe_leaf(leaf: Leaf, compares: bool) -> str:
 
 
 def _crc32(array: Any) -> int:
-    """Return the checksum of all values of an array."""
+    """Return the CRC-32 of an array."""
     found = 0
     for data in _steps(array):
         found = deflate.crc32(data, found)
@@ -288,7 +288,7 @@ def _crc32(array: Any) -> int:
 
 
 def _steps(array: Any) -> Iterator[Any]:
-    """Yield the bytes of an array's values, some at a time."""
+    """Yield the bytes of an array, some at a time."""
     flat = array.reshape(-1)
     count = max(1, _STEP_BYTES // flat.dtype.itemsize)
     for start in range(0, flat.size, count):
@@ -296,7 +296,7 @@ def _steps(array: Any) -> Iterator[Any]:
 
 
 def _digest(node: Node) -> bytes:
-    """Return a hash of all of a node."""
+    """Return a hash of a tree."""
     hashed = hashlib.blake2b(digest_size=16)
     for path, leaf in leaves(node):
         hashed.update(repr((path, leaf.kind, str(leaf.dtype), leaf.shape)).encode())

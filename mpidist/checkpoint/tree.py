@@ -1,4 +1,4 @@
-"""State as a tree: groups of named nodes, and arrays as leaves.
+"""State as a tree: groups of named nodes, with arrays as leaves.
 
 ::
 
@@ -71,7 +71,7 @@ __all__ = [
 ]
 
 
-STORED_AS_TEXT = ("str", "np.str_", "int")  # HDF5's; integers, if they are large
+STORED_AS_TEXT = ("str", "np.str_", "int")  # of int, only large ones
 TEXTS = ("str", "bytes", "np.str_", "np.bytes_")
 SCALARS = ("None", "bool", "int", "float", "complex", *TEXTS, "array scalar")
 _NUMBERS = {"bool": np.bool_, "float": np.float64, "complex": np.complex128}
@@ -80,13 +80,13 @@ DEEPEST = 60
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Some bytes of an array, and where they are.
+    """A range of an array's bytes in a file.
 
     Args:
-      file: its name; the files of a checkpoint are in one folder.
-      start: their place in the array.
-      offset: their place in the file.
-      checks: the lengths of blocks that follow each other, and their CRC-32.
+      file: name of the file; all files of a checkpoint are in one directory.
+      start: offset in the array.
+      offset: offset in the file.
+      checks: length and CRC-32 of the consecutive blocks.
     """
 
     file: str
@@ -96,21 +96,21 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """How many bytes there are."""
+        """The number of bytes."""
         return sum(size for size, _ in self.checks)
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """An array, or what is stored like one.
+    """An array, or a value that is stored as one.
 
     Args:
       kind: "array", or one of `SCALARS`.
       dtype, shape: of the array; those of its bytes for text.
-      array: of NumPy or CuPy; None where it is in `pieces`, or is empty.
-      pieces: where it lies, if that is not here.
-      role: "variable", or nothing.
-      is_frozen: whether nobody changes `array` in place.
+      array: of NumPy or CuPy; None if it is in `pieces`, or empty.
+      pieces: its bytes in files, if it was not read yet.
+      role: "variable", or empty.
+      is_frozen: whether `array` never changes in place.
     """
 
     kind: str
@@ -129,19 +129,19 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A node that is in a shard, under the same name."""
+    """A node that is in a shard, at the same path."""
 
     file: str
 
 
 class ContainerType(NamedTuple):
-    """The type of a container that is no plain dict, list or tuple.
+    """The type of a container other than dict, list and tuple.
 
     Args:
       name: one of `FAMILIES`.
-      details: the keys of an OrderedDict as names, in order; the name of the factory of
-        a defaultdict, if it is a built-in one; the length of a deque, if it has a
-        limit; the name of the class of a namedtuple, and of its fields.
+      details: names of an OrderedDict's keys, in order; name of a defaultdict's
+        factory, if built-in; maxlen of a deque, if any; names of a namedtuple's class
+        and fields.
     """
 
     name: str
@@ -153,11 +153,10 @@ class Group:
     """Named nodes.
 
     Args:
-      kind: "dict", "dict of int", "list", "tuple", or "ranks" of a state that each rank
-        has for itself.
+      kind: "dict", "dict of int", "list", "tuple", or "ranks" for per-rank states.
       children: by escaped name.
-      role: "object" and "generator" for their states, or nothing.
-      type: of a container that is more than its kind.
+      role: "object" or "generator" for their states, else empty.
+      type: of a container other than dict, list and tuple.
     """
 
     kind: str
@@ -181,7 +180,7 @@ FACTORIES: dict[str, Callable[[], Any]] = {
 
 
 def is_container(value: Any) -> bool:
-    """Return whether `value` is structure, by tf.nest's rules."""
+    """Return whether `value` is a container by tf.nest's rules."""
     return isinstance(value, Mapping | list | tuple | collections.deque)
 
 
@@ -189,8 +188,8 @@ def child_names(container: Any, path: Path) -> dict[str, Any]:
     """Return the children of a dict, list, tuple or deque by escaped name, sorted.
 
     Raises:
-      ArgumentTypeError: a key that is no str or int.
-      ArgumentError: strings and integers as keys of one dict.
+      ArgumentTypeError: a key that is neither str nor int.
+      ArgumentError: both str and int keys in one dict.
     """
     if not isinstance(container, Mapping):
         return {str(i): child for i, child in enumerate(container)}
@@ -204,7 +203,7 @@ def child_names(container: Any, path: Path) -> dict[str, Any]:
 
 
 def group_kind(container: Any) -> str:
-    """Return the kind of the group that a container becomes."""
+    """Return the kind of group that stores a container."""
     if isinstance(container, Mapping):
         is_int = bool(container) and type(next(iter(container))) is int
         return "dict of int" if is_int else "dict"
@@ -212,9 +211,9 @@ def group_kind(container: Any) -> str:
 
 
 def container_type(container: Any, path: Path) -> ContainerType | None:
-    """Return what a container is besides a dict, list or tuple; None if nothing.
+    """Return the type of a container; None for dict, list and tuple.
 
-    Of subclasses only those of the standard library are known, and namedtuples.
+    Supported subclasses: those of `collections`, and namedtuples.
     """
     if isinstance(container, tuple):
         fields = getattr(container, "_fields", None)
@@ -234,7 +233,7 @@ def container_type(container: Any, path: Path) -> ContainerType | None:
 
 
 def require_depth(path: Path) -> None:
-    """Raise an ArgumentError where structures are too deep, or hold themselves."""
+    """Raise an ArgumentError if a nest is too deep, or contains itself."""
     if len(path) > DEEPEST:
         raise ArgumentError(
             f"{readable(path[:4])}... has more than {DEEPEST} levels; does it hold "
@@ -243,11 +242,11 @@ def require_depth(path: Path) -> None:
 
 
 def encode(value: Any, path: Path) -> Node:
-    """Return the node of a nest of arrays, numbers and text.
+    """Return the tree of a nest of arrays, numbers and text.
 
     Raises:
-      ArgumentTypeError: it holds anything else. (DTypeError: a dtype.)
-      ArgumentError: keys, names or depths that cannot be stored.
+      ArgumentTypeError: a value of another type. (DTypeError: a dtype.)
+      ArgumentError: a key, name or depth that cannot be stored.
     """
     require_depth(path)
     if not is_container(value):
@@ -279,13 +278,13 @@ def _encode_leaf(value: Any, path: Path) -> Leaf:
 
 
 def leaf_of_array(value: Any, path: Path) -> Leaf:
-    """Return the leaf of an array of any library, without a copy."""
+    """Return the leaf of an array of any library, without copying."""
     if isinstance(value, bool | int | float | complex | str | bytes | np.void):
         raise _unknown(value, path)  # subclasses, such as enumerations
     try:
-        mine = value.values[0] if isinstance(value, Mirrored) else value
-        is_plain = isinstance(mine, np.ndarray) and type(mine) is not np.ma.MaskedArray
-        array = np.asarray(mine) if is_plain else arrays.to_array(mine, readable(path))
+        own = value.values[0] if isinstance(value, Mirrored) else value
+        is_plain = isinstance(own, np.ndarray) and type(own) is not np.ma.MaskedArray
+        array = np.asarray(own) if is_plain else arrays.to_array(own, readable(path))
     except MpidistError as error:
         if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
             raise
@@ -357,41 +356,41 @@ def tree_of_nodes(nodes: Mapping[Path, Any]) -> Group:
     return root
 
 
-Path = tuple[str, ...]  # the escaped names from the root on
+Path = tuple[str, ...]  # escaped names, from the root
 
-# HDF5 takes "/" for the next group, and cannot have the others
+# "/" separates groups; HDF5 cannot store the others
 _SPECIAL = re.compile(r"[%/\0\ud800-\udfff]")
 _LONGEST = 1000
 
 
 def escape(name: str) -> str:
-    """Return a key of a dict as HDF5 may name it: unchanged, but for odd ones.
+    """Return a dict key as a valid HDF5 name, unchanged if possible.
 
     Raises:
-      ArgumentError: it is longer than 1000 characters.
+      ArgumentError: longer than 1000 characters.
     """
     if len(name) > _LONGEST:
         raise ArgumentError(
             f"the name {name[:40]!r}... has {len(name)} characters, more than "
             f"{_LONGEST}; shorten it"
         )
-    if not name.strip("."):  # HDF5 leaves out "" and "."
+    if not name.strip("."):  # HDF5 ignores "" and "." in paths
         return "%" + "2E" * bool(name) + name[1:]
     return _SPECIAL.sub(lambda match: _percent(match[0]), name)
 
 
 def unescape(name: str) -> str:
-    """Return the key that `escape` made a name of."""
+    """Undo `escape`."""
     if name == "%":
         return ""
     return urllib.parse.unquote(name, errors="surrogatepass")
 
 
 def as_name(key: Any, path: Path) -> str:
-    """Return the name of one key of the dict at `path`.
+    """Return the name for a key of the dict at `path`.
 
     Raises:
-      ArgumentTypeError: it is neither a str nor an int.
+      ArgumentTypeError: neither a str nor an int.
     """
     if type(key) is str:
         return escape(key)
@@ -403,7 +402,7 @@ def as_name(key: Any, path: Path) -> str:
 
 
 def readable(path: Path) -> str:
-    """Return a path as messages show it."""
+    """Return a path as shown in messages."""
     return repr("/".join(map(unescape, path)))
 
 
@@ -418,7 +417,7 @@ Shape = tuple[int, ...]
 
 
 def is_native(dtype: np.dtype[Any]) -> bool:
-    """Return whether HDF5 gives back the same dtype, metadata left out."""
+    """Return whether HDF5 returns the same dtype, apart from metadata."""
     with contextlib.suppress(TypeError, ValueError, KeyError):
         found = h5py.h5t.py_create(dtype, logical=True).dtype
         return bool(found == dtype) and dtype.itemsize > 0
@@ -428,10 +427,10 @@ def is_native(dtype: np.dtype[Any]) -> bool:
 def stored_as(
     dtype: np.dtype[Any], shape: Shape, name: str
 ) -> tuple[np.dtype[Any], Shape]:
-    """Return the dtype and the shape by which HDF5 stores an array, byte by byte.
+    """Return the dtype and shape with which HDF5 stores the bytes of an array.
 
     Raises:
-      DTypeError: arrays of such a dtype cannot be stored. `name` is for the message.
+      DTypeError: the dtype cannot be stored. `name` is for the message.
     """
     if dtype.hasobject:
         raise DTypeError(
@@ -453,7 +452,7 @@ def stored_as(
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str | None:
-    """Return the text from which `original_dtype` makes the dtype; None if native."""
+    """Return the text for `original_dtype`; None for HDF5's own dtypes."""
     if dtype.names is None and dtype.kind in "mMU":
         return str(dtype.str)
     return None if is_native(dtype) else str(dtype.name)
@@ -462,10 +461,10 @@ def dtype_text(dtype: np.dtype[Any]) -> str | None:
 def original_dtype(
     text: str, stored: np.dtype[Any], shape: Shape
 ) -> tuple[np.dtype[Any], Shape]:
-    """Return the dtype and shape of an array that was stored as integers.
+    """Return dtype and shape of an array that is stored as integers.
 
     Raises:
-      ValueError: there is no such dtype, or it does not fit what is stored.
+      ValueError: an unknown dtype, or one that does not match the stored one.
     """
     if _NUMPY_TEXT.fullmatch(text):
         dtype = np.dtype(text)

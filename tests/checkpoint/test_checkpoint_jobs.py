@@ -105,7 +105,9 @@ def test_a_second_job_restores_but_does_not_save(
     first = comm.bcast(directories.JOB)
     for rank in range(2):
         assert f"[{rank}: " in ended.stdout
-    assert ended.stdout.count(f"in this folder: {first}. It has saved ckpt-2.h5") == 2
+    assert (
+        ended.stdout.count(f"in this directory: {first}. It has saved ckpt-2.h5") == 2
+    )
     assert os.uname().nodename in first
     assert {p.name: p.read_bytes() for p in mpi_tmp_path.iterdir()} == before
     comm.Barrier()

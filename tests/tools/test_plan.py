@@ -422,7 +422,7 @@ def test_why_h5py_reads_a_dataset(tmp_path, reason):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["plain"] = np.arange(4)
         REASONS[reason](file)
-    plain, odd = index_file(tmp_path / "a.h5", ["plain", "x"]).columns
+    plain, odd = index_file(tmp_path / "a.h5", ["plain", "x"]).datasets
     assert not plain.why
     assert reason in odd.why
     text = to_text(plan_of(tmp_path / "a.h5", 2, 2, datasets=("plain", "x")))

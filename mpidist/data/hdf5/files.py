@@ -1,11 +1,10 @@
-"""The bytes of a file that must not change while it is read.
+"""Raw access to the bytes of a file, by memory map or by `pread`.
 
-On a local file system rows are copied from a memory map. If a file were cut short in
-that moment the process would be killed by SIGBUS, so it takes a read lease for as long
-as it copies (fcntl(2), F_SETLEASE; 1 microsecond): the kernel lets nobody open the file
-for writing, or truncate it, before the lease is given back. Where a lease cannot be had
-(another user's file, one that is open for writing, a network file system), `pread` is
-used.
+On a local file system rows are copied from a memory map. If the file were truncated
+during the copy, SIGBUS would kill the process. So the process holds a read lease while
+it copies (fcntl(2), F_SETLEASE; 1 microsecond): until it is released, the kernel blocks
+whoever opens the file for writing or truncates it. If no lease can be had (another
+user's file, a file open for writing, a network file system), `pread` is used.
 """
 
 from __future__ import annotations
@@ -36,38 +35,38 @@ __all__ = ["GAP_BYTES", "Map", "RawFile"]
 T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
-# `map`, or what maps in threads
+# `map`, or a parallel version of it
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 _BYTE = np.dtype(np.uint8)
 
-# Where all who change a file do so through this kernel, so that leases hold
+# File systems that only this kernel writes to, so leases exclude all writers
 _LOCAL_FILE_SYSTEMS = frozenset(
     ["btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"]
 )
-# On a network file system asking for a file's size costs messages to its servers
+# On a network file system, `fstat` costs a message to the servers
 _CHECK_SECONDS = 60.0
-# Shorter rows are cheaper to move once more than to name to the kernel one by one
+# Shorter rows: one read and a copy are cheaper than a vector of buffers for the kernel
 _VECTOR_BYTES = 32 << 10
-# To wake a thread takes as long as copying 0.5 MB
+# Waking a thread takes as long as copying 0.5 MB
 _PIECE_BYTES = 2 << 20
-# Copying so many takes longer than Python needs for each row
+# For longer rows, copying outweighs the cost of a Python loop
 _LONG_BYTES = 64 << 10
-# Wanted bytes this near to each other are read in one call, up to this many
+# Ranges with smaller gaps are merged into one read of at most _CALL_BYTES
 GAP_BYTES = 32 << 10
 _CALL_BYTES = 8 << 20
 
 
 class RawFile:
-    """An open file. Dropping it closes it, once no read is going on.
+    """An open file, which is closed with the last reference to it.
 
     Args:
       path: of the file.
-      expected: the state that the file must have.
+      expected: state that the file must have.
 
     Raises:
-      DataError: it has another one.
-      OSError: it cannot be opened, or is no regular file.
+      DataError: its state differs.
+      OSError: it cannot be opened, or is not a regular file.
     """
 
     def __init__(self, path: Path, expected: FileState):
@@ -95,22 +94,22 @@ class RawFile:
         """Return the `size_bytes` bytes at each offset, `(offsets, size_bytes)`.
 
         Args:
-          offsets: in any order; all bytes must lie in the file.
-          size_bytes: of each.
-          buffers: one of which the result is in.
-          parallel: `map`, or what maps in threads.
+          offsets: in any order, within the file.
+          size_bytes: of each row.
+          buffers: allocates the result.
+          parallel: `map`, or a parallel version of it.
         """
         if offsets.size:
             self._require_inside(int(offsets.max()), size_bytes)
         found: Bytes = buffers.empty((offsets.size, size_bytes), _BYTE)
-        if (mapped := self._take_map()) is None:
+        if (mapped := self._acquire_map()) is None:
             self._read_rows(offsets, found, parallel)
             return found
         try:
             _copy_rows(mapped, offsets, found, parallel)
             return found
         finally:
-            self._give_map_back()
+            self._release_map()
 
     def take(
         self,
@@ -120,32 +119,32 @@ class RawFile:
         buffers: Buffers,
         parallel: Map = map,
     ) -> Bytes:
-        """Return the bytes of rows of `size_bytes` that lie side by side from `offset`.
+        """Return rows of `size_bytes` of an array that starts at `offset`.
 
-        Like `gather`, but faster.
+        Faster than `gather`, for contiguous datasets.
         """
         last = int(rows.max()) if rows.size else 0
         self._require_inside(offset + last * size_bytes, size_bytes)
         found: Bytes = buffers.empty((rows.size, size_bytes), _BYTE)
-        if (mapped := self._take_map()) is None:
+        if (mapped := self._acquire_map()) is None:
             self._read_rows(offset + rows * size_bytes, found, parallel)
             return found
         try:
             _take_rows(mapped, offset, rows, found, parallel)
             return found
         finally:
-            self._give_map_back()
+            self._release_map()
 
     def read(self, offset: int, size_bytes: int, use: Callable[[Any], T]) -> T:
-        """Return `use(buffer)` of the bytes at `offset`; it must not keep them."""
+        """Return `use(buffer)` of the bytes at `offset`. `use` must not keep it."""
         self._require_inside(offset, size_bytes)
-        if (mapped := self._take_map()) is None:
-            self._check_now_and_then()
+        if (mapped := self._acquire_map()) is None:
+            self._check_periodically()
             return use(self._pread(offset, size_bytes))
         try:
             return use(mapped[offset : offset + size_bytes])
         finally:
-            self._give_map_back()
+            self._release_map()
 
     def _require_inside(self, offset: int, size_bytes: int) -> None:
         if offset + size_bytes > self._size_bytes:
@@ -154,8 +153,8 @@ class RawFile:
                 f"at {offset}..{offset + size_bytes - 1}"
             )
 
-    def _check_now_and_then(self) -> None:
-        """Check, where that is cheap, that the file has not changed."""
+    def _check_periodically(self) -> None:
+        """Check for changes: always if that is cheap, else once a minute."""
         now = time.monotonic()
         if self._is_local or now >= self._checked + _CHECK_SECONDS:
             self._checked = now
@@ -167,37 +166,37 @@ class RawFile:
         if _identity(status) != self._identity:
             raise DataError(f"{self._path}: {self._change(status)}")
 
-    def _take_map(self) -> Bytes | None:
-        """Return the map, to be given back after use; None where it is not safe."""
+    def _acquire_map(self) -> Bytes | None:
+        """Acquire the lease and return the map; return None if that is not safe."""
         if self._map is None:
             return None
         with self._lock:
             if self._map_users == 0 and not self._lease(fcntl.F_RDLCK):
                 return None
             if fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
-                # Somebody waits to write, so nobody may start to read
+                # The lease is being broken: a writer waits, so start no more reads
                 if self._map_users == 0:
                     self._lease(fcntl.F_UNLCK)
                 return None
             self._map_users += 1
         try:
-            self._check_now_and_then()  # from here on it will not change
+            self._check_periodically()  # the lease keeps it unchanged from here on
         except DataError:
-            self._give_map_back()
+            self._release_map()
             raise
         return self._map
 
-    def _give_map_back(self) -> None:
+    def _release_map(self) -> None:
         with self._lock:
             self._map_users -= 1
             if self._map_users == 0:
                 self._lease(fcntl.F_UNLCK)
 
     def _lease(self, kind: int) -> bool:
-        """Take or give back the lease; return False where that is not possible."""
+        """Acquire or release the lease; return whether that succeeded."""
         try:
-            # The kernel's note that somebody waits must not end the process, as SIGIO
-            # would, to which giving back the lease resets it
+            # The kernel reports a waiting writer by SIGIO, which kills the process.
+            # Choose a harmless signal, each time: releasing the lease resets it
             if kind == fcntl.F_RDLCK:
                 fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, kind)
@@ -215,7 +214,7 @@ class RawFile:
         )
 
     def _map_bytes(self) -> Bytes | None:
-        """Return the bytes of the file as an array, None if it has none."""
+        """Map the file; return None if it is empty."""
         if not self._size_bytes:
             return None
         length = self._size_bytes
@@ -224,8 +223,8 @@ class RawFile:
         )
 
     def _read_rows(self, offsets: Offsets, found: Bytes, parallel: Map) -> None:
-        """Do what `_copy_rows` does, in few calls, in the order of the file."""
-        self._check_now_and_then()
+        """Fill `found` with the rows at `offsets`, by few reads in file order."""
+        self._check_periodically()
         order = np.argsort(offsets, kind="stable")
         ordered, size_bytes = offsets[order], found.shape[1]
         whole = found.view(np.dtype((np.void, size_bytes))).reshape(-1)
@@ -243,7 +242,7 @@ class RawFile:
         list(parallel(read, _spans_of(ordered, size_bytes)))
 
     def _read_into(self, views: list[memoryview], offset: int) -> None:
-        """Fill memory with the bytes from `offset` on."""
+        """Fill buffers with the bytes from `offset` on."""
         while views:
             count = os.preadv(self._descriptor, views, offset)
             if not count:
@@ -251,14 +250,14 @@ class RawFile:
             offset += count
             while views and count >= len(views[0]):
                 count -= len(views.pop(0))
-            if count:  # a signal, or more than the kernel reads at once
+            if count:  # a short read: a signal, or the limit of one call
                 views[0] = views[0][count:]
 
     def _pread(self, offset: int, size_bytes: int) -> bytes | bytearray:
         data = os.pread(self._descriptor, size_bytes, offset)
         if len(data) == size_bytes:
             return data
-        parts = bytearray(data)  # a signal, or more than the kernel reads at once
+        parts = bytearray(data)  # a short read: a signal, or the limit of one call
         while data and len(parts) < size_bytes:
             missing = size_bytes - len(parts)
             data = os.pread(self._descriptor, missing, offset + len(parts))
@@ -275,19 +274,21 @@ class RawFile:
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
-    # A file that is removed or replaced has no link any more
+    # The link count is 0 once the file was removed or replaced
     return status.st_size, status.st_mtime_ns, min(status.st_nlink, 1)
 
 
 def _side_by_side(
     found: Bytes, starts: Offsets, places: Offsets
 ) -> list[memoryview] | None:
-    """Return where bytes that follow each other in a file go; None if they do not.
+    """Return the destinations of consecutive rows of a file, for one vectored read.
+
+    None if they are not consecutive, or too short for that.
 
     Args:
-      found: `(rows, bytes)`, that they go to.
-      starts: of rows, in the order of the file.
-      places: of the same rows in `found`.
+      found: the destination, `(rows, bytes)`.
+      starts: offsets of rows, ascending.
+      places: numbers of the same rows in `found`.
     """
     if starts.size == 1:
         return [found[places[0]].data]
@@ -301,7 +302,7 @@ def _side_by_side(
 
 
 def _file_system(device: int) -> str:
-    """Return the type of the file system with a device number, "" if it is unknown."""
+    """Return the type of the file system of a device number; "" if unknown."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         with open("/proc/self/mountinfo", encoding="utf-8") as mounts:
@@ -316,7 +317,7 @@ def _file_system(device: int) -> str:
 
 
 def _copy_rows(source: Bytes, offsets: Offsets, found: Bytes, parallel: Map) -> None:
-    """Fill each row of `found`, `(offsets, bytes)`, from an offset of `source`."""
+    """Fill row i of `found` with the bytes at `offsets[i]` of `source`."""
     rows, size_bytes = found.shape
     if size_bytes >= _LONG_BYTES:
         _copy_long(source, offsets, found, parallel)
@@ -333,9 +334,9 @@ def _copy_rows(source: Bytes, offsets: Offsets, found: Bytes, parallel: Map) -> 
 def _take_rows(
     source: Bytes, offset: int, rows: Offsets, found: Bytes, parallel: Map
 ) -> None:
-    """Fill `found`, `(rows, bytes)`, with rows that lie side by side from `offset`.
+    """Fill `found` with rows of the array that starts at `offset` of `source`.
 
-    Faster than `_copy_rows`, with the same result.
+    Faster than `_copy_rows`, for contiguous datasets.
     """
     size_bytes = found.shape[1]
     if not rows.size or size_bytes >= _LONG_BYTES:
@@ -345,14 +346,14 @@ def _take_rows(
     table = source[offset:stop].reshape(-1, size_bytes)
 
     def copy(piece: slice) -> None:
-        # "clip" writes to `found` at once; no row is beyond the last
+        # mode="clip" makes `take` write to `found` without a buffer; no row is clipped
         table.take(rows[piece], axis=0, out=found[piece], mode="clip")
 
     list(parallel(copy, _pieces(rows.size, size_bytes)))
 
 
 def _copy_long(source: Bytes, offsets: Offsets, found: Bytes, parallel: Map) -> None:
-    """Do what `_copy_rows` does, row by row; very long ones are cut."""
+    """Copy long rows one by one; very long ones in parts."""
     rows, size_bytes = found.shape
     starts = offsets.tolist()
 
@@ -367,14 +368,14 @@ def _copy_long(source: Bytes, offsets: Offsets, found: Bytes, parallel: Map) -> 
 
 
 def _pieces(count: int, size_bytes: int) -> list[slice]:
-    """Cut so many items of `size_bytes` into pieces that are worth a thread each."""
+    """Split `count` items of `size_bytes` into pieces that are worth a thread each."""
     pieces = max(1, min(count, round(count * size_bytes / _PIECE_BYTES)))
     edges = [count * i // pieces for i in range(pieces + 1)]
     return [slice(*edge) for edge in itertools.pairwise(edges)]
 
 
 def _items_of(data: Bytes, size_bytes: int) -> npt.NDArray[np.void]:
-    """Return what starts at each byte of `data`, an array that overlaps itself."""
+    """Return a view of the items that start at each byte of `data` (they overlap)."""
     count = max(0, data.size - size_bytes + 1)
     items: npt.NDArray[np.void] = np.ndarray(
         (count,), np.dtype((np.void, size_bytes)), data, strides=(1,)
@@ -383,7 +384,7 @@ def _items_of(data: Bytes, size_bytes: int) -> npt.NDArray[np.void]:
 
 
 def _spans_of(ordered: Offsets, size_bytes: int) -> list[tuple[int, int]]:
-    """Cut increasing offsets where two are far apart, or a call would be too long."""
+    """Split ascending offsets at wide gaps, and where one read would be too long."""
     if not ordered.size:
         return []
     is_far = np.diff(ordered) - size_bytes > GAP_BYTES

@@ -1,7 +1,7 @@
-"""Which files rows lie in: those that a user names, and those that they lead to.
+"""Names of files and datasets: those given by users, and those stored in files.
 
-HDF5 follows external links, sources of virtual datasets and external storage to other
-files, without a check of what they are: opening a FIFO would wait for a writer.
+HDF5 follows external links, VDS sources and external storage to other files without
+checking their type, and opening a FIFO would block. So they are found and checked here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LONGEST = 4096  # of a name in a file, in bytes, with its groups
 def list_files(
     files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
 ) -> list[Path]:
-    """Return the files that a path, a pattern or several paths name."""
+    """Return the files of a path, a pattern or several paths."""
     if not isinstance(files, str | bytes | os.PathLike):
         several = _listed("files must be a path, a pattern or a list of paths", files)
         paths = [Path(validation.path("each of files", f)).absolute() for f in several]
@@ -52,7 +52,7 @@ def list_files(
 def check_names(
     datasets: str | Sequence[str] | Mapping[str, str],
 ) -> str | tuple[str, ...] | dict[str, str]:
-    """Return the names of HDF5 datasets in the structure of the elements."""
+    """Validate the names of HDF5 datasets, in the structure of the elements."""
     if isinstance(datasets, str):
         _require_name(datasets)
         return datasets
@@ -70,11 +70,11 @@ def check_names(
 
 
 def _listed(must: str, given: Any) -> list[Any]:
-    """Return what an iterable has; a set's order is not the same on all ranks."""
+    """Return the items of an iterable; sets differ in order between ranks."""
     try:
         if not isinstance(given, Set | Mapping | bytes):
             return list(given)
-    except (TypeError, ArgumentError) as error:  # the latter of a PerReplica
+    except (TypeError, ArgumentError) as error:  # ArgumentError: a PerReplica
         raise ArgumentTypeError(f"{must}, not {validation.shown(given)}") from error
     raise ArgumentTypeError(f"{must}, not {validation.shown(given)}")
 
@@ -95,16 +95,16 @@ def _require_name(name: Any) -> None:
 
 
 def missing_sources(datasets: Sequence[h5py.Dataset], found: list[str]) -> list[str]:
-    """Return the files that virtual datasets of one file need and that are not there.
+    """Return the missing source files of the virtual datasets of one file.
 
-    HDF5 itself would give fill values for their rows, without a word.
+    HDF5 silently returns fill values for their rows.
 
     Args:
       datasets: of one file.
-      found: gets the paths of the files that are there.
+      found: the paths of existing sources are appended.
 
     Raises:
-      OSError: one is no regular file.
+      OSError: one is not a regular file.
     """
     names = {
         name
@@ -112,7 +112,7 @@ def missing_sources(datasets: Sequence[h5py.Dataset], found: list[str]) -> list[
         if dataset.is_virtual
         for name in _source_names(dataset)
     }
-    # A dot is the file itself, and %b the number of a block
+    # "." is the file itself, and %b the number of a block
     plain = sorted(n for n in names if n != "." and "%b" not in n.replace("%%", ""))
     files = [name.replace("%%", "%") for name in plain]
     missing = []
@@ -126,19 +126,19 @@ def missing_sources(datasets: Sequence[h5py.Dataset], found: list[str]) -> list[
 _LINKS = "HDF5_EXT_PREFIX"
 _SOURCES = "HDF5_VDS_PREFIX"
 _STORAGE = "HDF5_EXTFILE_PREFIX"
-_MOST_LINKS = 64  # HDF5 follows 16 if it is not told otherwise
+_MOST_LINKS = 64  # HDF5's default is 16
 
 
 def find_linked(file: h5py.File, name: str, links: int = _MOST_LINKS) -> list[str]:
-    """Return the other files on the way to an object, by external links.
+    """Return the other files on an object's path, through external links.
 
     Args:
-      file: in which the way begins.
-      name: of the object, which need not exist.
-      links: how many may be followed.
+      file: where the path starts.
+      name: path of the object, which need not exist.
+      links: how many to follow at most.
 
     Raises:
-      OSError: one is no regular file.
+      OSError: one is not a regular file.
     """
     root = h5g.open(file.id, b"/")
     place, parts = root, name.encode().split(b"/")
@@ -161,24 +161,24 @@ def find_linked(file: h5py.File, name: str, links: int = _MOST_LINKS) -> list[st
             rest = os.fsdecode(b"/".join([target, *parts]))
             return _follow(_find(os.fsdecode(other), file, _LINKS), rest, links - 1)
         else:
-            break  # of a type that only its own library follows
+            break  # user-defined links need their library
     return []
 
 
 def _find_sources(dataset: h5py.Dataset, name: str) -> list[str]:
-    """Return where the file `name` may be that a virtual dataset has rows in.
+    """Return the paths at which HDF5 may find a VDS source file.
 
     Raises:
-      OSError: it is no regular file.
+      OSError: one is not a regular file.
     """
     return _find(name, dataset.file, _SOURCES)
 
 
 def find_storage(dataset: h5py.Dataset) -> list[str]:
-    """Return the files of external storage, and of sources that have a number.
+    """Return the files of external storage, and numbered VDS sources (%b).
 
     Raises:
-      OSError: one is no regular file.
+      OSError: one is not a regular file.
     """
     found = []
     for name, _, _ in dataset.external or ():
@@ -191,23 +191,23 @@ def find_storage(dataset: h5py.Dataset) -> list[str]:
 
 
 def _source_names(dataset: h5py.Dataset) -> set[str]:
-    """Return the names of the files that a virtual dataset has rows in."""
+    """Return the names of the source files of a virtual dataset."""
     plist = dataset.id.get_create_plist()
     names = set()
     for source in range(plist.get_virtual_count()):
         try:
             names.add(str(plist.get_virtual_filename(source)))
-        except UnicodeDecodeError as error:  # h5py takes each to be UTF-8
+        except UnicodeDecodeError as error:  # h5py assumes UTF-8
             names.add(os.fsdecode(error.object))
     return names
 
 
 def _follow(paths: list[str], name: str, links: int) -> list[str]:
-    """Return the first file that can be opened, and those on the way from there."""
+    """Return the first file that opens, and those on the path `name` in it."""
     for path in paths:
         try:
             file = h5py.File(path, "r", locking=False)
-        except OSError:  # HDF5 tries the next one
+        except OSError:  # HDF5 tries the next
             continue
         with file:
             return [path, *find_linked(file, name, links)]
@@ -217,20 +217,20 @@ def _follow(paths: list[str], name: str, links: int) -> list[str]:
 def _find(
     name: str, file: h5py.File, prefix: str, is_numbered: bool = False
 ) -> list[str]:
-    """Return the files that HDF5 may open by a name in `file`, in its order.
+    """Return the files that HDF5 may open for a name stored in `file`, in its order.
 
     Raises:
-      OSError: one is no regular file.
+      OSError: one is not a regular file.
     """
     path = Path(file.filename)
     prefixes = [
-        folder.replace("${ORIGIN}", str(path.parent))
-        for folder in os.environ.get(prefix, "").split(":")
-        if folder
+        directory.replace("${ORIGIN}", str(path.parent))
+        for directory in os.environ.get(prefix, "").split(":")
+        if directory
     ]
-    folders = [*prefixes, str(path.parent), "", str(path.resolve().parent)]
-    # Of an absolute path that does not exist, HDF5 tries the last part alone
-    places = [os.path.join(f, n) for n in (name, Path(name).name) for f in folders]
+    directories = [*prefixes, str(path.parent), "", str(path.resolve().parent)]
+    # For a missing absolute path, HDF5 tries its last component alone
+    places = [os.path.join(d, n) for n in (name, Path(name).name) for d in directories]
     if is_numbered:
         patterns = [
             glob.escape(p).replace("%%", "%").replace("%b", "*") for p in places

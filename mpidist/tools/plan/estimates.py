@@ -189,7 +189,7 @@ def _means(source: DryRows, block_rows: int) -> _Means:
     """Return the means over all files, for blocks of so many rows."""
     row_bytes = chunks = block_bytes = 0.0
     fields = []
-    for columns in zip(*(file.columns for file in source.layout.files), strict=True):
+    for columns in zip(*(file.datasets for file in source.layout.files), strict=True):
         field = _Field(0, 0, 0, 0)
         for column in columns:
             stored, part = stored_bytes(column), column.shape[0] / max(1, len(source))

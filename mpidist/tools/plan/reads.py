@@ -55,7 +55,7 @@ def _cost(share: Share) -> float:
     # A permutation computes the rows of other ranks as well
     if not share.source.columns_in_blocks:
         return asked + len(share.source)
-    lookups = _LOOKUP_ROWS * len(share.source.layout.files[0].columns)
+    lookups = _LOOKUP_ROWS * len(share.source.layout.files[0].datasets)
     return asked + len(share.source) + rows * lookups
 
 
