@@ -166,7 +166,7 @@ def make_partition(
         (x.size_bytes // x.dtype.itemsize, x.dtype.itemsize) for x in large.values()
     ]
     splits: dict[Path, Any] = {}
-    mine = dict(own or {})
+    own_nodes = dict(own or {})
     for (path, leaf), cuts in zip(large.items(), cut(sizes, count), strict=True):
         parts = zip(shard_names, cuts[:-1], cuts[1:], strict=False)
         splits[path] = Split(
@@ -174,9 +174,11 @@ def make_partition(
             tuple((name, start, stop) for name, start, stop in parts if start < stop),
         )
         if rank < count and cuts[rank] < cuts[rank + 1]:
-            mine[path] = _part(leaf, cuts[rank], cuts[rank + 1])
+            own_nodes[path] = _part(leaf, cuts[rank], cuts[rank + 1])
     index = replace_nodes(tree, splits)
-    return Partition(index, tree_of_nodes(mine) if mine else None, shard_names)
+    return Partition(
+        index, tree_of_nodes(own_nodes) if own_nodes else None, shard_names
+    )
 
 
 def _part(leaf: Leaf, start: int, stop: int) -> Leaf:

@@ -213,10 +213,10 @@ class RestorePlan:
     def _per_replica(self, value: PerReplica, node: Node, path: Path) -> Change:
         if not isinstance(node, Group) or node.kind != "ranks":
             self._fail(path, "a value of each rank", node)
-        mine = self._of_this_rank(list(node.children.values()), path)
+        own_node = self._of_this_rank(list(node.children.values()), path)
         self._is_own = True
         try:
-            change = self.match(value.values[0], mine, path)
+            change = self.match(value.values[0], own_node, path)
         finally:
             self._is_own = False
 

@@ -235,8 +235,8 @@ def gather_state(
     if not own:
         return tree, None
     # A state that is equal on all ranks is saved once
-    mine = {path: (_digest(o.node), _bytes(o.node)) for path, o in own.items()}
-    everyone = agreement.gather(operation, mine)
+    own_hashes = {path: (_digest(o.node), _bytes(o.node)) for path, o in own.items()}
+    everyone = agreement.gather(operation, own_hashes)
     unlike = [
         path
         for path, state in own.items()

@@ -232,25 +232,25 @@ def common_fields(
       MismatchError: they differ.
       DataError: no rank has any.
     """
-    known = [mine for mine in fields if mine]
+    known = [specs for specs in fields if specs]
     if not known:
         raise DataError(
             f"{call}: no rank appended anything, so there is nothing to write; an "
             "append of zero rows says what the datasets are"
         )
-    if any(mine != known[0] for mine in known):
+    if any(specs != known[0] for specs in known):
         raise MismatchError(f"{call}: {_difference(fields)}")
     return known[0]
 
 
 def _difference(fields: Sequence[tuple[FieldSpec, ...] | None]) -> str:
     """Describe the first difference, by rank."""
-    names = [str([c.name for c in mine]) if mine else "nothing" for mine in fields]
+    names = [str([c.name for c in specs]) if specs else "nothing" for specs in fields]
     if len({*names} - {"nothing"}) > 1:
         return f"the datasets are {group_by_rank(names)}"
-    rows = [{c.name: str(c) for c in mine or ()} for mine in fields]
+    rows = [{c.name: str(c) for c in specs or ()} for specs in fields]
     for name in max(rows, key=len):
-        texts = [mine.get(name, "nothing") for mine in rows]
+        texts = [specs.get(name, "nothing") for specs in rows]
         if len({*texts} - {"nothing"}) > 1:
             return f"rows of dataset {name!r} are {group_by_rank(texts)}"
     raise AssertionError("the fields are the same")
