@@ -30,7 +30,7 @@ from measuring import describe_machine, save
 from mpi4py import MPI
 
 import mpidist
-from mpidist.checkpoint.files import removal
+from mpidist.checkpoint.directory import removal
 
 WRITTEN_BYTES = 16 << 20  # by each os.write
 VARIABLES = 16

@@ -1,1 +1,1 @@
-"""Saving the state of a job, and going on from it."""
+"""Save and restore the state of a job."""

@@ -1,4 +1,4 @@
-"""Checkpoint: a user's objects, saved to files and restored from them."""
+"""Checkpoint: saves objects to files, and restores them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 
 from mpidist._version import __version__
 from mpidist.checkpoint.directory import SUFFIX, index_path
-from mpidist.checkpoint.objects import Tracked, require_saveable, strategy_of
-from mpidist.checkpoint.restore import restore
+from mpidist.checkpoint.restore import LoadStatus, restore
 from mpidist.checkpoint.save import Saver
-from mpidist.checkpoint.status import LoadStatus
+from mpidist.checkpoint.state import Tracked, require_saveable, strategy_of
 from mpidist.checkpoint.tree import escape
 from mpidist.comm.topology import job_size
 from mpidist.context import get_strategy, has_strategy, require_cross_replica
@@ -28,46 +27,44 @@ _SHARD_BYTES = 256 << 20
 
 
 class Checkpoint(Tracked):
-    """Objects that are saved together, and restored from what was saved.
+    """Objects that are saved and restored together.
 
     Objects are given by name, or assigned (`checkpoint.step = 7`), and are attributes:
 
-    - variables. Of an ON_WRITE variable one copy is saved, and restored to all ranks.
-      Of an ON_READ one its value: a SUM is restored as a share of the total for each
-      rank (of integers, shares that add up to it), anything else to each.
-    - NumPy arrays, arrays of a GPU or of other libraries. They must be the same on all
-      ranks, and are filled where they lie.
+    - variables. Of an ON_WRITE variable one copy is saved, and restored on all ranks.
+      Of an ON_READ variable its value is saved: a SUM is restored as a share of the
+      total on each rank (shares of integers add up exactly), other values on each rank.
+    - NumPy arrays, arrays of a GPU or of other libraries. They must be equal on all
+      ranks, and are updated in place.
     - numbers, text, bytes, None, and dicts, lists and tuples of all of these. They must
-      be the same on all ranks. They cannot be changed where they are, so read
-      `checkpoint.step` after restoring. A dict or a list of nothing but numbers and
-      text becomes what was saved, whatever it held; None becomes anything.
-    - `PerReplica` values: each rank has its own.
+      be equal on all ranks. Numbers cannot change in place, so read `checkpoint.step`
+      after restoring. A dict or list of only numbers and text is replaced by the saved
+      one, whatever its content; so is None, by any value.
+    - `PerReplica` values: one per rank.
     - random generators: `np.random.Generator`, `RandomState`, `random.Random`; and
       objects with `get_state()` and `set_state(state)`, such as iterators of datasets,
-      where a state is a nest of arrays, numbers and text. Each rank may have its own
-      state.
+      where a state is a nest of arrays, numbers and text. It may differ between ranks.
     - another Checkpoint.
 
-    What each rank has for itself is restored at the same number of ranks only; but of
-    generators ranks that are there no more are left out, and new ranks get states that
-    are seeded by those of all and the rank's number. All else does not depend on the
-    number of ranks.
+    A checkpoint restores identically on any number of ranks, except for per-rank state,
+    which needs the same number of ranks. Random generators are an exception: surplus
+    states are ignored, and new ranks get states seeded by all saved ones and the rank.
 
-    A checkpoint is one HDF5 file, with groups and datasets that have the names of the
-    objects. If it has large arrays of more than `shard_bytes`, each rank writes a part
-    of them to a file of its own beside it, and the file shows them as a whole. A file
-    gets its name when all of it is on the disk, and its checksums are verified when it
-    is read. Nothing in it is code.
+    A checkpoint is one HDF5 file, whose groups and datasets are named like the objects.
+    If large arrays exceed `shard_bytes`, each rank writes a part of them to its own
+    file, and virtual datasets of the first file join the parts. A file gets its name
+    once all of it is on the disk, and its checksums are verified when it is read. It
+    contains no code.
 
     Args:
-      strategy: whose ranks save and restore, by default the current one, or that of the
+      strategy: whose ranks save and restore; by default the current one, or that of the
         variables.
-      shard_bytes: how many bytes each rank should write at least.
-      objects: by name. `save_counter` and the names of methods are taken.
+      shard_bytes: the least number of bytes for each rank to write.
+      objects: by name. `save_counter` and the names of methods are reserved.
 
     Raises:
-      ArgumentError: a name that is taken.
-      ArgumentTypeError: an object that has no state.
+      ArgumentError: a reserved name.
+      ArgumentTypeError: an object without state.
 
     Example:
       >>> with strategy.scope():
@@ -112,7 +109,7 @@ class Checkpoint(Tracked):
 
     @property
     def save_counter(self) -> int:
-        """How many times `save` was called; it is saved, too."""
+        """The number of calls of `save`, which is saved, too."""
         return int(self._objects[_COUNTER])
 
     @property
@@ -120,7 +117,7 @@ class Checkpoint(Tracked):
         """The strategy whose ranks save and restore.
 
         Raises:
-          ArgumentError: there is none, and several ranks.
+          ArgumentError: there is none, in a job of several ranks.
         """
         if self._strategy is None:
             self._strategy = strategy_of(self)
@@ -137,19 +134,19 @@ class Checkpoint(Tracked):
         """Save the objects to one path; return the path. Collective.
 
         Args:
-          file_prefix: the path, to which ".h5" is added if it does not end so. A
-            checkpoint that is there is replaced once the new one is complete.
+          file_prefix: the path; ".h5" is appended if missing. An existing checkpoint is
+            replaced once the new one is complete.
 
-        One job at a time may save under a name (without its number) in a folder: the
-        one that saved there last, until it ends or its strategy is closed. A requeued
-        job waits up to 30 seconds for the previous one to end. On file systems without
+        One job at a time may save under a name (without its number) in a directory: the
+        job that saved last, until it ends or its strategy is closed. A requeued job
+        waits up to 30 seconds for the previous one to end. On file systems without
         locks, the error is raised at the first save after another job's.
 
         Raises, on all ranks:
           CheckpointError: it cannot be written, or another job saves under this name
-            there: the error names host and job. What was there before still is.
-          MismatchError: ranks have unlike objects, or other numbers or arrays.
-          ArgumentTypeError, ArgumentError: no path; an object that cannot be saved.
+            there: the error names host and job. An earlier checkpoint is unchanged.
+          MismatchError: objects, numbers or arrays differ between ranks.
+          ArgumentTypeError, ArgumentError: not a path; an object that cannot be saved.
           ContextError: a variable of another strategy; called in replica context.
           What `get_state` of an object raises on any rank.
         """
@@ -158,40 +155,40 @@ class Checkpoint(Tracked):
     def save(self, file_prefix: str | os.PathLike[str]) -> str:
         """Save the objects to `file_prefix-1.h5`, or the next number; return the path.
 
-        Collective. The number is `save_counter`, which goes up. Raises what `write`
-        raises.
+        Collective. The number is `save_counter`, which is incremented. Raises what
+        `write` raises.
         """
         return self.save_as("Checkpoint.save", file_prefix)
 
     def read(
         self, save_path: str | os.PathLike[str], *, is_partial: bool = False
     ) -> LoadStatus:
-        """Do what `restore` does."""
+        """Alias of `restore`."""
         return self._restore("Checkpoint.read", save_path, is_partial)
 
     def restore(
         self, save_path: str | os.PathLike[str] | None, *, is_partial: bool = False
     ) -> LoadStatus:
-        """Give all objects the state that was saved. Collective.
+        """Restore the state of all objects. Collective.
 
         All objects are restored, or none. If `set_state` of an object raises, objects
-        that had been restored before it get back the state that they had.
+        that were restored before it return to their earlier state.
 
         Args:
-          save_path: what `save` or `write` returned, or None, which does nothing.
-          is_partial: whether objects that the file does not have are left as they are.
+          save_path: returned by `save` or `write`; None does nothing.
+          is_partial: whether objects that the file lacks stay unchanged.
 
         Returns:
           A status with `assert_consumed()`, which raises a CheckpointError if the file
           has more than the objects; `assert_existing_objects_matched()`, which does for
           None, and with `is_partial`; and `expect_partial()`, which does nothing.
 
-        Raises, on all ranks, and changes nothing:
-          CheckpointError: there is no such file, or it is damaged; an object is not in
-            it, or has another shape or dtype; another number of ranks has saved states
-            of their own. The message names file, object, what was expected, and found.
-          MismatchError: the ranks call it with unlike arguments.
-          ArgumentTypeError, ArgumentError: no path; is_partial is no bool.
+        Raises, on all ranks, without changes:
+          CheckpointError: the file is missing or damaged; an object is missing, or has
+            another shape or dtype; per-rank state of another number of ranks. The
+            message names the file, the object, and what was expected and found.
+          MismatchError: the arguments differ between ranks.
+          ArgumentTypeError, ArgumentError: not a path; is_partial is not a bool.
           ContextError: a variable of another strategy; called in replica context.
           What `set_state` of an object raises on any rank.
         """
@@ -207,7 +204,7 @@ class Checkpoint(Tracked):
         is_background: bool = False,
         after: Callable[[], None] | None = None,
     ) -> str:
-        """Do what `write` does, for any public call; see `Saver.save`."""
+        """Implement `write` for other public calls; see `Saver.save`."""
         require_cross_replica(self.strategy, operation)
         now = datetime.datetime.now(datetime.timezone.utc)
         prepare = self.strategy.extended.agreement.prepare
@@ -234,7 +231,7 @@ class Checkpoint(Tracked):
         number: int | None = None,
         **options: Any,
     ) -> str:
-        """Do what `save` does, for any public call; `number` stands for the counter."""
+        """Implement `save` for other public calls; `number` replaces the counter."""
         prepare = self.strategy.extended.agreement.prepare
         path = prepare(operation, lambda: validation.path("file_prefix", file_prefix))
         before = self.save_counter
@@ -250,7 +247,7 @@ class Checkpoint(Tracked):
 
     @property
     def saver(self) -> Saver:
-        """What saves; one for all calls, which take turns."""
+        """The saver, one for all calls."""
         if self._saver is None:
             self._saver = Saver(self.strategy)
         return self._saver

@@ -1,43 +1,67 @@
-"""The checkpoints of a folder: their names, their order, what may be removed."""
+"""The checkpoints of a directory: names, order, locks and removal.
+
+One job at a time may save under a name. It holds a lock on its latest checkpoint until
+it ends or its strategy is closed. The serial in the header orders the checkpoints,
+whatever their numbers and times.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import fcntl
 import os
 import re
+import struct
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from mpidist.checkpoint import files
-from mpidist.checkpoint.files import is_left_behind, is_locked, removal, remove
-from mpidist.checkpoint.reading import read_header, read_tree
+from mpidist.checkpoint.format import read_header
 from mpidist.errors import ArgumentError, CheckpointError
 from mpidist.util import validation
+from mpidist.util.files import (
+    SHARD_PATTERN,
+    is_abandoned,
+    open_regular,
+    shard_name,
+    sync_directory,
+)
 from mpidist.util.notices import warn
 
 __all__ = [
+    "JOB",
     "SUFFIX",
     "Saved",
     "find",
-    "find_sound",
+    "hold",
     "index_path",
+    "is_locked",
+    "lock",
+    "make_directory",
     "name_of",
     "next_serial",
+    "release",
+    "removal",
+    "remove",
     "remove_checkpoint",
     "remove_other_shards",
-    "remove_rests",
+    "remove_leftovers",
     "require_name",
-    "shard_name",
+    "shard_names",
     "warn_skipped",
 ]
 
+
 SUFFIX = ".h5"
-_LONGEST = 128  # name of checkpoints, in bytes: those of their files have more
-_SHARD = r"-(?P<token>[0-9a-f]{8})-\d{5,}-of-\d{5,}"
+_LONGEST = 128  # bytes of a name: shards and temporary files add to it
+_SHARD = rf"-(?P<token>[0-9a-f]{{8}}){SHARD_PATTERN}"
 
 
 class Saved(NamedTuple):
-    """A checkpoint of a folder. They sort in the order of their saving."""
+    """A checkpoint of a directory. They sort in the order of saving."""
 
     serial: int
     number: int
@@ -46,20 +70,20 @@ class Saved(NamedTuple):
 
 
 def index_path(path: str | os.PathLike[str], argument: str) -> Path:
-    """Return the file that a path with or without its suffix stands for.
+    """Return the path of the index, given with or without its suffix.
 
     Raises:
-      ArgumentError, ArgumentTypeError: it is no path; they name the argument.
+      ArgumentError, ArgumentTypeError: not a path; the message names the argument.
     """
     text = validation.path(argument, path)
     return Path(text if text.endswith(SUFFIX) else text + SUFFIX).absolute()
 
 
 def require_name(name: str) -> str:
-    """Return the name of checkpoints if files can begin with it.
+    """Return the name if it is valid as the first part of file names.
 
     Raises:
-      ArgumentError: they cannot.
+      ArgumentError: it is not.
     """
     is_name = isinstance(name, str) and "/" not in name
     if (
@@ -72,21 +96,22 @@ def require_name(name: str) -> str:
     return name
 
 
-def shard_name(index: Path, token: str, rank: int, ranks: int) -> str:
-    """Return the name of one shard. A token tells savings to one path apart."""
-    return f"{index.stem}-{token}-{rank:05}-of-{ranks:05}{SUFFIX}"
+def shard_names(index: Path, token: str, count: int) -> list[str]:
+    """Return the names of all shards; the token is unique to one save."""
+    stem = f"{index.stem}-{token}"
+    return [shard_name(stem, rank, count, SUFFIX) for rank in range(count)]
 
 
-def find(folder: Path, name: str, *, warns: bool = False) -> list[Saved]:
-    """Return the checkpoints `name-<number>.h5` in the order of their saving.
+def find(directory: Path, name: str, *, warns: bool = False) -> list[Saved]:
+    """Return the checkpoints `name-<number>.h5` in the order of saving.
 
-    Those with damaged headers are left out, with a warning if `warns`.
+    Checkpoints with damaged headers are skipped, with a warning if `warns`.
     """
     found = []
     pattern = re.compile(rf"{re.escape(name)}-(\d+){re.escape(SUFFIX)}")
-    for file in _names(folder):
+    for file in _names(directory):
         if match := pattern.fullmatch(file):
-            path = folder / file
+            path = directory / file
             try:
                 serial = read_header(path).serial
                 modified = path.stat().st_mtime
@@ -98,39 +123,22 @@ def find(folder: Path, name: str, *, warns: bool = False) -> list[Saved]:
     return sorted(found)
 
 
-def find_sound(folder: Path, name: str) -> list[Saved]:
-    """Return the checkpoints up to the last one that is not damaged.
-
-    Large arrays are not looked at. Those that are damaged are skipped with a warning.
-    """
-    found = find(folder, name, warns=True)
-    while found:
-        try:
-            read_tree(found[-1].path)
-        except CheckpointError as error:
-            warn_skipped(error)
-            del found[-1]
-        else:
-            break
-    return found
-
-
 def warn_skipped(error: Exception) -> None:
-    """Warn that a checkpoint is passed over."""
+    """Warn that a checkpoint is skipped."""
     warn(f"skipped: {error}", stacklevel=2)
 
 
 def name_of(index: Path) -> str:
-    """Return the name of the checkpoints of which this is one, without its number."""
+    """Return the name of a checkpoint without its number."""
     name, _, number = index.stem.rpartition("-")
     return name if name and number.isdecimal() else index.stem
 
 
 def next_serial(index: Path) -> int:
-    """Return the serial of the next checkpoint beside those that there are.
+    """Return the serial of the next checkpoint of this name and directory.
 
     Raises:
-      CheckpointError: another job saves checkpoints of that name there.
+      CheckpointError: another job saves under that name there.
     """
     name = name_of(index)
     newest: Path | None = None
@@ -141,22 +149,22 @@ def next_serial(index: Path) -> int:
         newest = index
     try:
         header = read_header(newest) if newest is not None else None
-    except CheckpointError:  # damaged, and about to be replaced; or just removed
+    except CheckpointError:  # damaged, or just removed
         header = None
     serial = 0 if header is None else header.serial
     job = "" if header is None else header.job
-    files.require_alone(index, name, newest, serial, job)
+    _require_alone(index, newest, serial, job)
     return serial + 1 if name != index.stem else 1
 
 
 def remove_checkpoint(index: Path) -> None:
-    """Remove a checkpoint: its index first, so that there is never half of one."""
+    """Remove a checkpoint, its index first: the rest is then no checkpoint."""
     removal.remove(index)
     remove_other_shards(index, "")
 
 
 def remove_other_shards(index: Path, token: str) -> None:
-    """Remove the shards of former checkpoints of the same path."""
+    """Remove the shards of earlier checkpoints at the same path."""
     pattern = re.compile(re.escape(index.stem) + _SHARD + re.escape(SUFFIX))
     for file in _names(index.parent):
         match = pattern.fullmatch(file)
@@ -164,40 +172,243 @@ def remove_other_shards(index: Path, token: str) -> None:
             removal.remove(index.parent / file)
 
 
-def remove_rests(folder: Path, name: str, in_use: Iterable[str] = ()) -> None:
-    """Remove what dead jobs left: temporary files, and shards without an index.
+def remove_leftovers(directory: Path, name: str, in_use: Iterable[str] = ()) -> None:
+    """Remove leftovers of dead jobs: temporary files, and shards without an index.
 
     Args:
-      folder: where.
+      directory: of the checkpoints.
       name: of the checkpoints.
-      in_use: tokens of shards that are being saved by this process.
+      in_use: tokens of the saves in progress in this process.
     """
     stem = rf"(?P<stem>{re.escape(name)}-\d+)"
     shard = re.compile(stem + _SHARD + re.escape(SUFFIX))
-    any_file = re.compile(rf"{stem}({_SHARD})?{re.escape(SUFFIX)}")
-    names = _names(folder)
+    any_file = rf"{stem}({_SHARD})?{re.escape(SUFFIX)}"
+    names = _names(directory)
     for file in names:
         match = shard.fullmatch(file)
-        is_lost = match is not None and match["token"] not in in_use
-        if match and is_lost and f"{match['stem']}{SUFFIX}" in names:
-            is_lost = _is_of_another(folder / f"{match['stem']}{SUFFIX}", file)
-        is_lost = is_lost or is_left_behind(file, any_file)
-        if is_lost and not is_locked(folder / file):  # by a running job, on any host
-            remove(folder / file)
+        is_leftover = match is not None and match["token"] not in in_use
+        if match and is_leftover and f"{match['stem']}{SUFFIX}" in names:
+            is_leftover = _is_of_another(directory / f"{match['stem']}{SUFFIX}", file)
+        is_leftover = is_leftover or is_abandoned(file, any_file)
+        # A running job, on any host, locks what it writes
+        if is_leftover and not is_locked(directory / file):
+            remove(directory / file)
 
 
 def _is_of_another(index: Path, shard: str) -> bool:
-    """Return whether an index is sound, and does not name the shard."""
+    """Return whether an index is valid and does not list the shard."""
     try:
         return shard not in {found.name for found in read_header(index).shards}
     except CheckpointError:
         return False
 
 
-def _names(folder: Path) -> set[str]:
+def _names(directory: Path) -> set[str]:
     try:
-        return set(os.listdir(folder))
+        return set(os.listdir(directory))
     except FileNotFoundError:
         return set()
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be read: {error}") from error
+        raise CheckpointError(f"{directory}: cannot be read: {error}") from error
+
+
+def make_directory(directory: Path) -> None:
+    """Create a directory and its missing parents, durably."""
+    if not directory.is_dir():
+        make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file; errors are ignored."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+class Removal:
+    """Removes files: their names at once, their blocks in a thread.
+
+    Freeing blocks can take as long as writing them.
+    """
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def remove(self, path: Path) -> None:
+        """Remove a file; errors are ignored."""
+        try:
+            # An open descriptor delays the freeing of the blocks
+            descriptor = open_regular(path)
+        except OSError:
+            remove(path)
+            return
+        remove(path)
+        thread = threading.Thread(target=os.close, args=(descriptor,), daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def wait(self) -> None:
+        """Wait until the blocks of removed files are free."""
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+
+removal = Removal()
+
+
+_FLOCK = "@hhqqi0q"  # struct flock: type, whence, start, length, pid
+_BYTE = 1 << 62  # the locked byte, far beyond any data
+# How long a requeued job waits for the previous one to end
+_PATIENCE_SECONDS = 30.0
+_POLL_SECONDS = 0.1
+_MOST_HELD = 64
+_SCHEDULERS = {
+    "SLURM_JOB_ID": "Slurm job",
+    "PBS_JOBID": "PBS job",
+    "LSB_JOBID": "LSF job",
+    "FLUX_JOB_ID": "Flux job",
+}
+
+
+def _describe_job() -> str:
+    found = [
+        f"{scheduler} {os.environ[name][:40]}, "
+        for name, scheduler in _SCHEDULERS.items()
+        if name in os.environ
+    ]
+    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    where = f"process {os.getpid()} on host {os.uname().nodename[:64]}"
+    return f"{''.join(found[:1])}{where}, started {now}"
+
+
+JOB = _describe_job()
+
+
+class _Held(NamedTuple):
+    """The latest checkpoint that this process saved under a name, locked."""
+
+    descriptor: int
+    serial: int
+    owner: int  # id of the Saver
+
+
+# By directory and name, in the order of saving
+_held: dict[tuple[str, str], _Held] = {}
+
+
+def lock(descriptor: int) -> bool:
+    """Lock an open file; return whether the file system has locks.
+
+    The lock lasts until this descriptor and all its duplicates are closed.
+    """
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _request(fcntl.F_RDLCK))
+    except OSError:  # a file system without locks
+        return False
+    return True
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a running process, on any host, has locked a file by `lock`."""
+    try:
+        descriptor = open_regular(path)
+    except OSError:
+        return False
+    try:
+        request = _request(fcntl.F_WRLCK)
+        found = struct.unpack(
+            _FLOCK, fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, request)
+        )
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    kind, _, start, size, _ = found
+    # NFS reports HDF5's flock() as a lock of the whole file: not of a saving job
+    return bool(kind != fcntl.F_UNLCK and (start, size) == (_BYTE, 1))
+
+
+def hold(index: Path, descriptor: int, serial: int, owner: int) -> None:
+    """Keep the lock on a complete checkpoint; release that on the previous one.
+
+    Args:
+      index: the checkpoint.
+      descriptor: of the locked file; this module closes it.
+      serial: of the checkpoint.
+      owner: the argument for `release`.
+    """
+    key = _key(index)
+    former = _held.pop(key, None)
+    _held[key] = _Held(descriptor, serial, owner)
+    if former is not None:
+        os.close(former.descriptor)
+    while len(_held) > _MOST_HELD:
+        os.close(_held.pop(next(iter(_held))).descriptor)
+
+
+def release(owner: int) -> None:
+    """Release the locks of `owner`, so that other jobs can save."""
+    for key in [key for key, held in _held.items() if held.owner == owner]:
+        os.close(_held.pop(key).descriptor)
+
+
+def _require_alone(index: Path, newest: Path | None, serial: int, job: str) -> None:
+    """Raise if another job saves under the same name in the same directory.
+
+    Args:
+      index: the checkpoint to be saved.
+      newest: the latest checkpoint, if there is one.
+      serial: of that checkpoint.
+      job: description of the job that saved it, from its header.
+
+    Raises:
+      CheckpointError: that job is still running, or saved after this job's last save.
+    """
+    if newest is None or _is_held(newest):
+        return
+    own = _held.get(_key(index))
+    patience = 0.0 if own is not None else _PATIENCE_SECONDS
+    deadline = time.monotonic() + patience
+    while is_locked(newest):
+        if time.monotonic() >= deadline:
+            _refuse(index, newest, job, "is running")
+        time.sleep(_POLL_SECONDS)
+    if own is not None and serial >= own.serial and job != JOB:
+        _refuse(index, newest, job, "has saved it after the last one of this job")
+
+
+def _refuse(index: Path, newest: Path, job: str, why: str) -> NoReturn:
+    raise CheckpointError(
+        f"{index}: another job saves checkpoints {name_of(index)!r} in this directory: "
+        f"{job or 'one of an older version'}. It has saved {newest.name}, and {why}. "
+        f"This one is {JOB}. End one of them, or give each its own directory"
+    )
+
+
+def _is_held(path: Path) -> bool:
+    """Return whether this process holds the lock on a file."""
+    try:
+        found = path.stat()
+        return any(os.path.samestat(found, os.fstat(h[0])) for h in _held.values())
+    except OSError:
+        return False
+
+
+def _key(index: Path) -> tuple[str, str]:
+    return os.path.realpath(index.parent), name_of(index)
+
+
+def _request(kind: int) -> bytes:
+    return struct.pack(_FLOCK, kind, os.SEEK_SET, _BYTE, 1, 0)
+
+
+def _release_in_child() -> None:
+    """Close descriptors in a forked child, which would keep the locks alive."""
+    for held in _held.values():
+        os.close(held.descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_release_in_child)

@@ -1,4 +1,10 @@
-"""What HDF5 stores for a dtype: the same, or integers and the name of the dtype."""
+"""The format of a checkpoint's file: a header of text with checksums, then HDF5.
+
+The first lines give the version, the length and the checksum of the header, which is
+JSON: the checksums of large arrays block by block, one of everything else (the
+structure), and the files that belong to the checkpoint. To HDF5 the header is a user
+block, so any HDF5 program can read the file.
+"""
 
 from __future__ import annotations
 
@@ -7,119 +13,37 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import h5py
-import numpy as np
+import deflate
 
-from mpidist.errors import CheckpointError, DTypeError
+from mpidist.errors import CheckpointError
+from mpidist.util.files import open_regular
 
 __all__ = [
+    "DamagedError",
     "FORMAT",
     "Header",
-    "Image",
+    "InMemoryFile",
     "LARGEST_STRUCTURE_BYTES",
     "Shard",
-    "block_bytes",
-    "dtype_text",
-    "is_native",
-    "original_dtype",
+    "checked_read",
+    "checked_write",
+    "damage",
+    "header_bytes",
+    "header_crc32",
+    "open_file",
     "parse",
-    "parse_first",
+    "read_header",
+    "read_header_bytes",
     "render",
-    "stored_as",
+    "unwritable",
 ]
-
-
-_NUMPY_TEXT = re.compile(r"[<>|=][mMU]\d+(\[\w+\])?")
-_ML_TEXT = re.compile(r"bfloat16|float\w+|u?int[1-4]")
-Shape = tuple[int, ...]
-
-
-def is_native(dtype: np.dtype[Any]) -> bool:
-    """Return whether HDF5 gives back the same dtype, metadata left out."""
-    with contextlib.suppress(TypeError, ValueError, KeyError):
-        found = h5py.h5t.py_create(dtype, logical=True).dtype
-        return bool(found == dtype) and dtype.itemsize > 0
-    return False
-
-
-def stored_as(
-    dtype: np.dtype[Any], shape: Shape, name: str
-) -> tuple[np.dtype[Any], Shape]:
-    """Return the dtype and the shape by which HDF5 stores an array, byte by byte.
-
-    Raises:
-      DTypeError: arrays of such a dtype cannot be stored. `name` is for the message.
-    """
-    if dtype.hasobject:
-        raise DTypeError(
-            f"{name} has dtype {dtype}, with Python objects; a checkpoint holds no "
-            "pickles, so an array of numbers is needed"
-        )
-    if dtype.names is None and dtype.kind in "mM":
-        return np.dtype("i8").newbyteorder(dtype.byteorder), shape
-    if dtype.kind == "U" and dtype.itemsize:
-        order = dtype.byteorder
-        return np.dtype("u4").newbyteorder(order), (*shape, dtype.itemsize // 4)
-    if is_native(dtype):
-        return dtype, shape
-    if dtype.names is None and dtype.itemsize in (1, 2) and _is_ml(dtype):
-        return np.dtype(f"u{dtype.itemsize}"), shape
-    raise DTypeError(
-        f"{name} has dtype {dtype}, which HDF5 does not have; convert it first"
-    )
-
-
-def dtype_text(dtype: np.dtype[Any]) -> str | None:
-    """Return the text from which `original_dtype` makes the dtype; None if native."""
-    if dtype.names is None and dtype.kind in "mMU":
-        return str(dtype.str)
-    return None if is_native(dtype) else str(dtype.name)
-
-
-def original_dtype(
-    text: str, stored: np.dtype[Any], shape: Shape
-) -> tuple[np.dtype[Any], Shape]:
-    """Return the dtype and shape of an array that was stored as integers.
-
-    Raises:
-      ValueError: there is no such dtype, or it does not fit what is stored.
-    """
-    if _NUMPY_TEXT.fullmatch(text):
-        dtype = np.dtype(text)
-    elif _ML_TEXT.fullmatch(text):
-        dtype = _ml_dtype(text)
-    else:
-        raise ValueError(f"there is no dtype {text!r}")
-    if stored_as(dtype, (), "")[0] != stored:
-        raise ValueError(f"dtype {text!r} is not stored as {stored}")
-    if dtype.kind != "U":
-        return dtype, shape
-    if not shape or shape[-1] != dtype.itemsize // 4:
-        raise ValueError(f"dtype {text!r} is not stored in shape {shape}")
-    return dtype, shape[:-1]
-
-
-def _is_ml(dtype: np.dtype[Any]) -> bool:
-    with contextlib.suppress(ValueError):
-        return _ml_dtype(dtype.name) == dtype
-    return False
-
-
-def _ml_dtype(name: str) -> np.dtype[Any]:
-    """Return a dtype of the package ml_dtypes, such as bfloat16."""
-    try:
-        import ml_dtypes
-    except ImportError:
-        raise ValueError(f"dtype {name!r} needs pip install ml_dtypes") from None
-    found = getattr(ml_dtypes, name, None)
-    if not isinstance(found, type) or not issubclass(found, np.generic):
-        raise ValueError(f"there is no dtype {name!r}")
-    return np.dtype(found)
 
 
 FORMAT = 1
@@ -128,18 +52,18 @@ _PATTERN = re.compile(
     rb"mpidist checkpoint (\d+), header of (\d{12}) bytes, crc32 ([0-9a-f]{8})\n"
 )
 _LINE_BYTES = len(_FIRST.format(FORMAT, 0, 0))
-# A file may claim to have any size. More than this is not read before its checksum is
-# known, and not written: headers of 16 TiB of arrays, and a million small arrays
+# Limits on what is read before its checksum is verified, as damaged files may claim any
+# size. Enough for the header of 16 TiB of arrays, and for a million small arrays
 _LARGEST_BYTES = 64 << 20
 LARGEST_STRUCTURE_BYTES = 1 << 30
 _SMALLEST = 4096  # the alignment of arrays, which HDF5 asks for
-# Of the JSON text: all else, each block's offset, length and checksum, each shard
+# Bytes of JSON at most: the fixed part, one block, one shard without its name
 _FIXED_BYTES, _DATA_BYTES, _SHARD_BYTES = 1800, 60, 80
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A file that belongs to the checkpoint: its name, size and header's checksum."""
+    """A file of the checkpoint besides the index, and its header's checksum."""
 
     name: str
     size: int
@@ -148,15 +72,15 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What the text says.
+    """The content of the header.
 
     Args:
-      serial: checkpoints of one folder are numbered in the order of their saving.
+      serial: orders the checkpoints of a directory.
       size: of the file.
-      structure_crc32: of all after the header that is not in `data`.
-      data: offset, length and CRC-32 of blocks of arrays, in the order of the file.
-      shards: the files that hold the rest.
-      job: who has saved it, for people; nothing in shards and in older files.
+      structure_crc32: of everything after the header except `data`.
+      data: offset, length and CRC-32 of blocks of arrays, in file order.
+      shards: the other files of the checkpoint.
+      job: the job that saved it, for humans; empty in shards and in older files.
     """
 
     serial: int
@@ -167,11 +91,11 @@ class Header:
     job: str = ""
 
 
-def block_bytes(data: int, shards: list[str]) -> int:
-    """Return the length of a header of so many blocks, and shards of these names.
+def header_bytes(data: int, shards: list[str]) -> int:
+    """Return the length of a header of `data` blocks and these shards.
 
     Raises:
-      CheckpointError: there are too many.
+      CheckpointError: it exceeds the limit.
     """
     names = sum(len(json.dumps(name)) + _SHARD_BYTES for name in shards)
     needed = _LINE_BYTES + _FIXED_BYTES + data * _DATA_BYTES + names
@@ -185,19 +109,19 @@ def block_bytes(data: int, shards: list[str]) -> int:
 
 
 def render(header: Header, length: int) -> bytes:
-    """Return the header as so many bytes."""
+    """Return the header as `length` bytes."""
     body = json.dumps(dataclasses.asdict(header), separators=(", ", ": "))
     padded = body.encode().ljust(length - _LINE_BYTES - 1) + b"\n"
     first = _FIRST.format(FORMAT, length, zlib.crc32(padded)).encode()
-    assert len(first + padded) == length, "block_bytes was too small"
+    assert len(first + padded) == length, "header_bytes was too small"
     return first + padded
 
 
 def parse_first(data: bytes) -> tuple[int, int]:
-    """Return the length of the header that begins with `data`, and its checksum.
+    """Return length and checksum of the header that starts with `data`.
 
     Raises:
-      ValueError: it is none that this version reads.
+      ValueError: not a header that this version reads.
     """
     match = _PATTERN.match(data)
     if match is None:
@@ -211,7 +135,7 @@ def parse_first(data: bytes) -> tuple[int, int]:
 
 
 def parse(data: bytes) -> Header:
-    """Return what a whole header says.
+    """Parse a whole header, and verify its checksum.
 
     Raises:
       ValueError, KeyError, TypeError: it is damaged.
@@ -240,7 +164,7 @@ def parse(data: bytes) -> Header:
 
 
 def _require_order(header: Header, end: int) -> None:
-    """Raise if blocks overlap each other, or the end of the file."""
+    """Raise if blocks overlap, or exceed the file."""
     for offset, size, _ in header.data:
         if offset < end or size < 1:
             raise ValueError(f"its header has a block of {size} bytes at {offset}")
@@ -256,16 +180,126 @@ def _integer(value: Any) -> int:
 
 
 def _file_name(value: Any) -> str:
-    """Return the name of a file in the same folder, and in no other."""
+    """Return the name of a file if it is one in the same directory."""
     if type(value) is not str or "/" in value or value.strip(".") == "":
         raise ValueError(f"its header has {value!r} where a file's name belongs")
     return value
 
 
-class Image(io.RawIOBase):
-    """The bytes of a file, but not those of large arrays: as a file for `h5py.File`.
+def read_header(path: Path) -> Header:
+    """Read the header of a file.
 
-    Nothing can fail here as disks do, where HDF5 cannot go on, or clean up.
+    Raises:
+      CheckpointError: the file is missing, damaged, or not a checkpoint.
+    """
+    with open_file(path) as descriptor:
+        return parse(read_header_bytes(descriptor))
+
+
+def header_crc32(path: Path) -> int:
+    """Return the checksum of a file's header."""
+    with open_file(path) as descriptor:
+        return parse_first(read_header_bytes(descriptor))[1]
+
+
+@contextlib.contextmanager
+def open_file(path: Path) -> Iterator[int]:
+    """Yield a descriptor for reading; raise errors as a CheckpointError."""
+    with damage(path):
+        descriptor = open_regular(path)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def read_header_bytes(descriptor: int) -> bytes:
+    """Return the header of an open file, which may be damaged.
+
+    Raises:
+      ValueError: there is none that this version reads.
+    """
+    length, _ = parse_first(os.pread(descriptor, _LINE_BYTES, 0))
+    if length > os.fstat(descriptor).st_size:
+        raise ValueError("it ends in its header")
+    return os.pread(descriptor, length, 0)
+
+
+class DamagedError(CheckpointError):
+    """A file is missing or damaged; an earlier checkpoint may be used instead."""
+
+
+@contextlib.contextmanager
+def unwritable(path: Path) -> Iterator[None]:
+    """Raise an OSError of a write as a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error}") from error
+
+
+@contextlib.contextmanager
+def damage(path: Path) -> Iterator[None]:
+    """Raise any error of a read as a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        raise DamagedError(f"{path}: there is no such file") from None
+    except PermissionError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    except Exception as error:  # damaged files make HDF5 raise almost anything
+        reason = str(error) or type(error).__name__
+        raise DamagedError(f"{path}: the checkpoint is damaged: {reason}") from error
+
+
+# Bytes that are hashed and written in turn: they stay in the CPU cache in between
+_STEP_BYTES = 4 << 20
+
+
+def checked_write(descriptor: int, offset: int, data: Any) -> int:
+    """Write all of a contiguous buffer to a file at an offset; return its CRC-32."""
+    rest = memoryview(data).cast("B")
+    crc32 = 0
+    while rest.nbytes:
+        step = rest[:_STEP_BYTES]
+        crc32 = deflate.crc32(step, crc32)
+        rest = rest[step.nbytes :]
+        while step.nbytes:
+            written = os.pwrite(descriptor, step, offset)
+            offset += written
+            step = step[written:]
+    return crc32
+
+
+def checked_read(descriptor: int, offset: int, into: Any, crc32: int) -> None:
+    """Fill a buffer from a file, and verify its CRC-32.
+
+    Raises:
+      ValueError: the file is too short, or the checksum differs.
+    """
+    view = memoryview(into).cast("B")
+    found, at, done = 0, offset, 0
+    while done < view.nbytes:
+        step = view[done : done + _STEP_BYTES]
+        count = os.preadv(descriptor, [step], at)
+        if not count:
+            raise ValueError(f"it ends at byte {at}, in the middle of an array")
+        found = deflate.crc32(step[:count], found)
+        at += count
+        done += count
+    if found != crc32:
+        raise ValueError(
+            f"bytes {offset} to {at} do not have their checksum: {found:08x} instead "
+            f"of {crc32:08x}"
+        )
+
+
+class InMemoryFile(io.RawIOBase):
+    """A sparse in-memory file for `h5py.File`, without the bytes of large arrays.
+
+    HDF5 cannot recover from failed writes; in memory they do not fail.
 
     Args:
       size: of the file.
@@ -273,20 +307,21 @@ class Image(io.RawIOBase):
 
     def __init__(self, size: int = 0):
         self._parts: dict[int, bytes] = {}  # by offset
-        self._starts: list[int] = []  # of the parts, in order, if none overlap
+        # Sorted offsets, after `compact`
+        self._starts: list[int] = []
         self._position = 0
         self.size = size
 
     def put(self, offset: int, data: bytes) -> None:
-        """Have bytes at an offset; later ones hide those that were there before."""
-        # The latest come last, also where the offset is the same
+        """Write bytes at an offset."""
+        # Keep insertion order: the latest write wins
         self._parts.pop(offset, None)
         self._parts[offset] = data
         self._starts.clear()
         self.size = max(self.size, offset + len(data))
 
     def get(self, offset: int, size: int) -> bytes:
-        """Return bytes; zeros where there are none."""
+        """Return bytes; zeros where none were written."""
         found = bytearray(size)
         near = list(self._parts)
         if self._starts:
@@ -301,9 +336,9 @@ class Image(io.RawIOBase):
         return bytes(found)
 
     def solid(self, start: int, holes: list[tuple[int, int]]) -> Iterator[Any]:
-        """Yield offset and bytes of all from `start` on that is in no hole.
+        """Yield offset and bytes of the ranges from `start` on between the holes.
 
-        Holes are offsets and lengths, in order.
+        Holes are sorted offsets and lengths.
         """
         for offset, size in [*holes, (self.size, 0)]:
             if start < offset:
@@ -311,7 +346,7 @@ class Image(io.RawIOBase):
             start = offset + size
 
     def compact(self) -> None:
-        """Make `get` quick after many writes: join parts that touch or overlap."""
+        """Join parts that touch or overlap, which makes `get` fast."""
         joined: list[tuple[int, int]] = []
         for at in sorted(self._parts):
             end = at + len(self._parts[at])
@@ -352,14 +387,14 @@ class Image(io.RawIOBase):
         return self._position
 
     def write(self, data: Any) -> int:
-        """Put bytes at the position."""
+        """Write bytes at the position."""
         copy = bytes(data)
         self.put(self._position, copy)
         self._position += len(copy)
         return len(copy)
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer from the position on; with zeros where there is nothing."""
+        """Fill a buffer from the position on."""
         view = memoryview(buffer).cast("B")
         view[:] = self.get(self._position, view.nbytes)
         self._position += view.nbytes

@@ -1,7 +1,8 @@
-"""A tree as an HDF5 file: its structure, and where in the file the arrays go.
+"""Which rank writes what, at which offset of its file: partition, layout, writing.
 
-The datasets are contiguous, so what HDF5 calls a dataset is a range of the file. HDF5
-writes the structure, to memory; the arrays are written past it.
+Datasets are contiguous, so each is a range of the file. HDF5 writes the structure to
+an in-memory file; arrays are written directly to their ranges, which HDF5 has
+allocated. Nothing here communicates: all ranks compute the same partition.
 """
 
 from __future__ import annotations
@@ -9,63 +10,240 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path as FilePath
 from typing import Any
 
 import h5py
 import numpy as np
 
+from mpidist.checkpoint.directory import lock
 from mpidist.checkpoint.format import (
     LARGEST_STRUCTURE_BYTES,
-    Image,
-    block_bytes,
-    dtype_text,
-    stored_as,
+    Header,
+    InMemoryFile,
+    checked_write,
+    header_bytes,
+    render,
+    unwritable,
 )
-from mpidist.checkpoint.tree import STORED_AS_TEXT, Group, Leaf, Path, leaves
-from mpidist.data.hdf5.virtual import escape_source
+from mpidist.checkpoint.tree import (
+    STORED_AS_TEXT,
+    Group,
+    Leaf,
+    Node,
+    Path,
+    dtype_text,
+    leaves,
+    replace_nodes,
+    stored_as,
+    tree_of_nodes,
+)
+from mpidist.data.hdf5.shard_writer import escape_source
 from mpidist.errors import CheckpointError
+from mpidist.util.files import replace_file
 
-__all__ = ["BLOCK_BYTES", "Link", "Plan", "Split", "lay_out"]
+__all__ = [
+    "BLOCK_BYTES",
+    "FileLayout",
+    "Partition",
+    "SMALLEST_SHARD_BYTES",
+    "Split",
+    "boxes",
+    "cut",
+    "lay_out",
+    "make_partition",
+    "shard_count",
+    "write_file",
+]
 
-# Arrays up to this size are checked with the structure; larger ones in blocks
-INLINE_BYTES = 32 << 10
-BLOCK_BYTES = 16 << 20
-_ALIGNMENT = 4096
-_LIBVER = ("v108", "v110")  # what HDF5 1.10 can read
+
+SMALLEST_SHARD_BYTES = 1 << 20
+# Cuts this close to an edge of an array are moved to the edge
+_SNAP_BYTES = 64 << 10
+
+
+def shard_count(total_bytes: int, shard_bytes: int, ranks: int) -> int:
+    """Return the number of shards for arrays of so many bytes; 1 for no shards."""
+    smallest = max(shard_bytes, SMALLEST_SHARD_BYTES)
+    return max(1, min(ranks, total_bytes // smallest))
+
+
+def cut(sizes: Sequence[tuple[int, int]], shards: int) -> list[list[int]]:
+    """Cut concatenated arrays into shards of equal size.
+
+    Args:
+      sizes: number of elements of each array, and bytes of an element.
+      shards: number of shards.
+
+    Returns:
+      For each array, `shards + 1` ascending element numbers: shard s holds the elements
+      from the s-th to the next.
+    """
+    total = sum(count * item for count, item in sizes)
+    cuts = []
+    start = 0
+    for count, item in sizes:
+        edges = [
+            _snap(total * s // shards - start, count * item) for s in range(shards)
+        ]
+        cuts.append([*(edge // item for edge in edges), count])
+        start += count * item
+    return cuts
+
+
+def _snap(edge: int, size: int) -> int:
+    if edge < _SNAP_BYTES:
+        return 0
+    return size if edge > size - _SNAP_BYTES else edge
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """An array of which shards have parts, one after the other.
+    """An array whose consecutive parts are in shards.
 
     Args:
-      leaf: the whole array.
-      parts: name of the shard, first element, element after the last one.
+      leaf: the whole array, without its values.
+      parts: name of the shard, first element, end.
     """
 
     leaf: Leaf
     parts: tuple[tuple[str, int, int], ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """A node that is in a shard, under the same name."""
-
-    file: str
+Names = Callable[[int], list[str]]
 
 
 @dataclasses.dataclass
-class Plan:
-    """What has to be written.
+class Partition:
+    """What one rank writes. The trees are dropped once they are written.
 
     Args:
-      image: all but the arrays of `data`.
-      header_bytes: the length of the header, which is not in the image.
-      data: offsets and arrays of bytes, in the order of the file.
+      index: the tree of the index, which rank 0 writes.
+      shard: this rank's tree; None if it writes no shard.
+      shard_names: of all shards, by rank; the first ranks write them.
     """
 
-    image: Image
+    index: Group | None
+    shard: Group | None
+    shard_names: Sequence[str]
+
+
+def make_partition(
+    tree: Group,
+    own: Mapping[Path, Node] | None,
+    *,
+    rank: int,
+    ranks: int,
+    shard_bytes: int,
+    names: Names,
+) -> Partition:
+    """Return what each rank writes.
+
+    Args:
+      tree: the state of all objects, see `gather_state`.
+      own: this rank's nodes for its shard; None if there are none.
+      rank: of this process.
+      ranks: how many there are.
+      shard_bytes: the least size of a shard.
+      names: returns the names of so many shards.
+    """
+    large = {
+        path: leaf
+        for path, leaf in leaves(tree)
+        if leaf.size_bytes >= SMALLEST_SHARD_BYTES
+    }
+    total = sum(leaf.size_bytes for leaf in large.values())
+    count = shard_count(total, shard_bytes, ranks)
+    if count == 1:
+        if own is None:
+            return Partition(tree, None, [])
+        return Partition(tree, tree_of_nodes(own), names(ranks))
+    shard_names = names(count if own is None else ranks)
+    sizes = [
+        (x.size_bytes // x.dtype.itemsize, x.dtype.itemsize) for x in large.values()
+    ]
+    splits: dict[Path, Any] = {}
+    own_nodes = dict(own or {})
+    for (path, leaf), cuts in zip(large.items(), cut(sizes, count), strict=True):
+        parts = zip(shard_names, cuts[:-1], cuts[1:], strict=False)
+        splits[path] = Split(
+            dataclasses.replace(leaf, array=None),
+            tuple((name, start, stop) for name, start, stop in parts if start < stop),
+        )
+        if rank < count and cuts[rank] < cuts[rank + 1]:
+            own_nodes[path] = _part(leaf, cuts[rank], cuts[rank + 1])
+    index = replace_nodes(tree, splits)
+    return Partition(
+        index, tree_of_nodes(own_nodes) if own_nodes else None, shard_names
+    )
+
+
+def _part(leaf: Leaf, start: int, stop: int) -> Leaf:
+    """Return a range of an array's elements."""
+    flat = leaf.array.reshape(-1)[start:stop]
+    return Leaf("array", leaf.dtype, (stop - start,), flat, is_frozen=leaf.is_frozen)
+
+
+# Arrays up to this size are part of the structure; others have checksums per block
+INLINE_BYTES = 32 << 10
+BLOCK_BYTES = 16 << 20
+_ALIGNMENT = 4096
+_LIBVER = ("v108", "v110")  # what HDF5 1.10 can read
+
+
+def write_file(
+    path: FilePath,
+    tree: Any,
+    attributes: dict[str, Any],
+    make_header: Callable[..., Header],
+    shards: Sequence[str] = (),
+    locks: list[int] | None = None,
+) -> None:
+    """Write a tree to a file, atomically.
+
+    Args:
+      path: of the file.
+      tree: of nodes.
+      attributes: of the root.
+      make_header: called with size, checksum of the structure, and blocks.
+      shards: names of the shards in the header.
+      locks: a descriptor of the locked file is appended, for the caller to close.
+    """
+    plan = lay_out(tree, attributes, shards)
+    with unwritable(path), replace_file(path) as file:
+        descriptor = file.fileno()
+        if locks is not None:
+            lock(descriptor)
+            locks.append(os.dup(descriptor))
+        # Arrays first: the header needs their checksums
+        data = tuple(
+            (offset, block.nbytes, checked_write(descriptor, offset, block))
+            for offset, block in plan.blocks()
+        )
+        image, crc32 = plan.image, 0
+        holes = [(offset, size) for offset, size, _ in data]
+        for offset, part in image.solid(plan.header_bytes, holes):
+            checked_write(descriptor, offset, part)
+            crc32 = zlib.crc32(part, crc32)
+        header = make_header(image.size, crc32, data)
+        checked_write(descriptor, 0, render(header, plan.header_bytes))
+        os.ftruncate(descriptor, image.size)
+
+
+@dataclasses.dataclass
+class FileLayout:
+    """The content of a file.
+
+    Args:
+      image: everything except the header and the arrays of `data`.
+      header_bytes: length of the header.
+      data: offsets and arrays of bytes, in file order.
+    """
+
+    image: InMemoryFile
     header_bytes: int
     data: list[tuple[int, Any]]
 
@@ -76,34 +254,36 @@ class Plan:
                 yield offset + start, array[start : start + BLOCK_BYTES]
 
 
-def lay_out(tree: Any, attributes: dict[str, Any], shards: Sequence[str] = ()) -> Plan:
-    """Return where everything goes in a file of this tree.
+def lay_out(
+    tree: Any, attributes: dict[str, Any], shards: Sequence[str] = ()
+) -> FileLayout:
+    """Lay out a tree in a file.
 
     Args:
-      tree: a Group of nodes, and of `Split` and `Link`.
+      tree: a Group of nodes, `Split` and `Link`.
       attributes: of the root, for humans.
-      shards: the names of all shards, for whose checksums the header has room.
+      shards: names of all shards, for which to reserve space in the header.
 
     Raises:
-      CheckpointError: there are more small arrays and names than a file can have.
+      CheckpointError: too many names and small arrays for one file.
     """
-    sizes = [leaf.size_bytes for _, leaf in leaves(_local(tree))]
+    sizes = [leaf.size_bytes for _, leaf in leaves(tree)]
     inline_bytes = _inline_bytes(sizes)
     blocks = sum(-(-size // BLOCK_BYTES) for size in sizes if size > inline_bytes)
-    header_bytes = block_bytes(blocks, list(shards))
-    image = Image()
+    user_block_bytes = header_bytes(blocks, list(shards))
+    image = InMemoryFile()
     placed: list[tuple[int, Any]] = []
     with h5py.File(
         image,
         "w",
         libver=_LIBVER,
-        userblock_size=header_bytes,
+        userblock_size=user_block_bytes,
         alignment_threshold=inline_bytes,
         alignment_interval=_ALIGNMENT,
     ) as file:
         file.attrs.update(attributes)
         _Writer(file, placed).group(tree, ())
-    plan = Plan(image, header_bytes, [])
+    plan = FileLayout(image, user_block_bytes, [])
     for offset, data in sorted(placed, key=lambda pair: pair[0]):
         if data.nbytes > inline_bytes:
             plan.data.append((offset, data))
@@ -121,28 +301,16 @@ def lay_out(tree: Any, attributes: dict[str, Any], shards: Sequence[str] = ()) -
 
 
 def _inline_bytes(sizes: Sequence[int]) -> int:
-    """Return up to which size arrays are checked with the structure.
+    """Return the size up to which arrays are part of the structure.
 
-    Very many small ones are checked in blocks, too, as the structure is read at once.
+    It is smaller for very many arrays, since the structure is read at once.
     """
     small = sum(size for size in sizes if size <= INLINE_BYTES)
     return INLINE_BYTES if small <= LARGEST_STRUCTURE_BYTES // 2 else _ALIGNMENT
 
 
-def _local(node: Any) -> Any:
-    """Return a group with those nodes only whose bytes are in the file itself."""
-    if not isinstance(node, Group):
-        return node
-    own = {
-        name: _local(child)
-        for name, child in node.children.items()
-        if isinstance(child, Group | Leaf)
-    }
-    return Group(node.kind, own)
-
-
 class _Writer:
-    """Makes groups and datasets, and notes where the bytes of the latter belong."""
+    """Creates groups and datasets, and records the offsets of their bytes."""
 
     def __init__(self, file: h5py.File, placed: list[tuple[int, Any]]):
         self._file = file
@@ -150,7 +318,7 @@ class _Writer:
 
     def group(self, group: Group, path: Path) -> None:
         made = self._file.require_group("/" + "/".join(path))
-        _note(made, group.kind, group.role)
+        _set_attributes(made, group.kind, group.role)
         if group.type is not None:
             made.attrs["type"] = json.dumps(group.type)
         for name, child in group.children.items():
@@ -167,7 +335,7 @@ class _Writer:
 
     def _leaf(self, leaf: Leaf, path: Path) -> None:
         dataset = _contiguous(self._file, path, leaf)
-        _note(dataset, leaf.kind, leaf.role, leaf.dtype)
+        _set_attributes(dataset, leaf.kind, leaf.role, leaf.dtype)
         if leaf.size_bytes:
             flat = np.ascontiguousarray(leaf.array).reshape(-1)
             offset = dataset.id.get_offset()
@@ -175,7 +343,7 @@ class _Writer:
 
     def _split(self, split: Split, path: Path) -> None:
         dtype, shape = stored_as(split.leaf.dtype, split.leaf.shape, "")
-        inner = shape[len(split.leaf.shape) :]  # the characters of text
+        inner = shape[len(split.leaf.shape) :]  # the characters of str
         layout = h5py.VirtualLayout(shape, dtype)
         target = "/" + "/".join(path)
         for file, start, stop in split.parts:
@@ -187,11 +355,11 @@ class _Writer:
                 layout[box] = source[first : first + count]
                 first += count
         dataset = self._file.create_virtual_dataset(target, layout)
-        _note(dataset, split.leaf.kind, split.leaf.role, split.leaf.dtype)
+        _set_attributes(dataset, split.leaf.kind, split.leaf.role, split.leaf.dtype)
 
 
 def _contiguous(file: h5py.File, path: Path, leaf: Leaf) -> h5py.Dataset:
-    """Create a dataset whose place in the file is known before it is written."""
+    """Create a contiguous dataset, whose range of the file is allocated at once."""
     is_text = leaf.dtype == np.uint8 and leaf.kind in STORED_AS_TEXT
     if leaf.kind == "None" or (is_text and not leaf.size_bytes):
         space = h5py.h5s.create(h5py.h5s.NULL)
@@ -211,7 +379,9 @@ def _contiguous(file: h5py.File, path: Path, leaf: Leaf) -> h5py.Dataset:
     return h5py.Dataset(h5py.h5d.create(file.id, name, kind, space, how))
 
 
-def _note(made: Any, kind: str, role: str, dtype: np.dtype[Any] | None = None) -> None:
+def _set_attributes(
+    made: Any, kind: str, role: str, dtype: np.dtype[Any] | None = None
+) -> None:
     made.attrs["kind"] = kind
     if role:
         made.attrs["role"] = role
@@ -222,10 +392,7 @@ def _note(made: Any, kind: str, role: str, dtype: np.dtype[Any] | None = None) -
 def boxes(
     shape: Sequence[int], start: int, stop: int, before: tuple[slice, ...] = ()
 ) -> Iterator[tuple[slice, ...]]:
-    """Yield the hyperslabs that a range of an array's elements consists of, in order.
-
-    Elements are counted in C order.
-    """
+    """Yield the hyperslabs of a range of elements, in C order."""
     if len(shape) <= 1:
         yield (*before, slice(start, stop)) if shape else before
         return

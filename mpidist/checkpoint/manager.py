@@ -1,4 +1,4 @@
-"""CheckpointManager: the checkpoints of a job, of which a few are kept."""
+"""CheckpointManager: saves the checkpoints of a job, and removes old ones."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mpidist.checkpoint import directory as folders
+from mpidist.checkpoint import directory as directories
 from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.directory import Saved
-from mpidist.checkpoint.files import DamagedError, make_folder, unwritable
+from mpidist.checkpoint.format import DamagedError, unwritable
+from mpidist.checkpoint.reading import read_tree
 from mpidist.checkpoint.save import Saving
-from mpidist.errors import ArgumentError, ArgumentTypeError
+from mpidist.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from mpidist.strategy.variables import Variable
 from mpidist.util import validation
 from mpidist.util.validation import shown
@@ -28,14 +29,14 @@ _CALL = "CheckpointManager"
 def latest_checkpoint(
     checkpoint_dir: str | os.PathLike[str], *, checkpoint_name: str = "ckpt"
 ) -> str | None:
-    """Return the path of the checkpoint that was saved last; None if there is none.
+    """Return the path of the latest checkpoint; None if there is none.
 
-    Not collective: it reads the folder. Damaged checkpoints are skipped with a warning;
-    the bytes of large arrays are checked not here, but when they are restored.
+    Not collective: it reads the directory. Damaged checkpoints are skipped with a
+    warning; the checksums of large arrays are verified by restoring only.
 
     Raises:
-      ArgumentError, ArgumentTypeError: no path, or no name of files.
-      CheckpointError: the folder cannot be read.
+      ArgumentError, ArgumentTypeError: not a path, or not a name of files.
+      CheckpointError: the directory cannot be read.
 
     Example:
       >>> checkpoint = mpidist.Checkpoint(strategy=strategy, step=7)
@@ -43,40 +44,39 @@ def latest_checkpoint(
       >>> mpidist.latest_checkpoint("runs") == path
       True
     """
-    folder = Path(validation.path("checkpoint_dir", checkpoint_dir)).absolute()
-    found = folders.find_sound(folder, folders.require_name(checkpoint_name))
+    directory = Path(validation.path("checkpoint_dir", checkpoint_dir)).absolute()
+    found = _find_undamaged(directory, directories.require_name(checkpoint_name))
     return str(found[-1].path) if found else None
 
 
 class CheckpointManager:
     """Saves checkpoints `ckpt-1.h5`, `ckpt-2.h5`, ..., and removes old ones.
 
-    Collective to make: what killed jobs have left in the folder is removed. An old
-    checkpoint is removed when the new one is complete. In a `with` block, which all
-    ranks leave together, what is being saved in the background is waited for at the
-    end. Any number of jobs may restore from a folder, but one job at a time may save
-    there under one name: see `Checkpoint.write`.
+    Collective to make, as it removes leftovers of killed jobs. An old checkpoint is
+    removed once the new one is complete. A `with` block, which all ranks leave
+    together, waits at its end for the save in the background. Any number of jobs may
+    restore from a directory, but one job at a time may save there under a name: see
+    `Checkpoint.write`.
 
     Args:
       checkpoint: the `Checkpoint`.
-      directory: the folder, which all ranks must see; it is made if it is missing.
+      directory: which all ranks must see; it is created if it is missing.
       max_to_keep: how many to keep, or None for all.
-      keep_checkpoint_every_n_hours: of those that would be removed, keep one for so
-        many hours.
-      checkpoint_name: the first part of the files' names.
+      keep_checkpoint_every_n_hours: of those to be removed, keep one per so many hours.
+      checkpoint_name: the first part of the names of files.
       step_counter: a variable, or a function without arguments that returns a number;
         for `checkpoint_interval`.
-      checkpoint_interval: save only if the counter has gone up by so much since the
-        last time.
+      checkpoint_interval: save only if the counter has increased by so much since the
+        last save.
       init_fn: called by `restore_or_initialize` if there is no checkpoint.
-      keep_every: keep checkpoints for ever whose number is a multiple of it.
-      is_background: whether a thread writes while training goes on. Arrays are copied
-        before (variables need not be: they never change in place). `save` first waits
-        for the last one, and raises its errors, as `wait` does.
+      keep_every: never remove checkpoints whose number is a multiple of it.
+      is_background: whether a thread writes while training continues. Arrays are copied
+        before (not variables: they never change in place). `save` first waits for the
+        previous save, and raises its errors, like `wait`.
 
     Raises, on all ranks:
       ArgumentError, ArgumentTypeError: one of these arguments.
-      CheckpointError: the folder cannot be used.
+      CheckpointError: the directory cannot be used.
 
     Example:
       >>> checkpoint = mpidist.Checkpoint(strategy=strategy, step=0)
@@ -125,7 +125,7 @@ class CheckpointManager:
             hours = keep_checkpoint_every_n_hours
             if hours is not None:
                 validation.number("keep_checkpoint_every_n_hours", hours, "> 0")
-            folders.require_name(checkpoint_name)
+            directories.require_name(checkpoint_name)
             self._directory = Path(validation.path("directory", directory)).absolute()
             if not (callable(step_counter) or isinstance(step_counter, Variable)):
                 also = ", a variable, a function or None"
@@ -141,7 +141,7 @@ class CheckpointManager:
         self._init_fn = init_fn
         self._is_background = is_background
         self._last_step: int | None = None
-        self._found = self._agreement.root_only(_CALL, self._look_around)
+        self._found = self._agreement.root_only(_CALL, self._clean_up)
         self._preserved = self._last_preserved()
         self._last_saved: Path | None = None
         self._save_began = 0.0
@@ -154,19 +154,19 @@ class CheckpointManager:
 
     @property
     def directory(self) -> str:
-        """The folder."""
+        """The directory."""
         return str(self._directory)
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """How far apart, by the step counter, checkpoints are."""
+        """The least increase of the step counter between saves."""
         return self._interval
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of those that are complete and kept, in the order of saving.
+        """The paths of complete checkpoints that were kept, in the order of saving.
 
-        As they were at the last collective call of this manager, the same on all ranks.
+        As of the last collective call of this manager; equal on all ranks.
         """
         return [str(saved.path) for saved in self._found]
 
@@ -178,17 +178,17 @@ class CheckpointManager:
     def save(
         self, checkpoint_number: int | None = None, check_interval: bool = True
     ) -> str | None:
-        """Save a checkpoint; return its path, or None if it is too early.
+        """Save a checkpoint; return its path, or None before the interval has passed.
 
         Collective.
 
         Args:
-          checkpoint_number: the number in its name, by default `save_counter`, which
-            goes up in any case.
-          check_interval: whether `checkpoint_interval` counts.
+          checkpoint_number: number in its name, by default `save_counter`, which is
+            incremented in any case.
+          check_interval: whether to respect `checkpoint_interval`.
 
         Raises, on all ranks: what `Checkpoint.write` raises. With `is_background` also
-          what kept the last checkpoint from being written.
+          the errors of the previous save.
         """
         call = f"{_CALL}.save"
 
@@ -219,34 +219,34 @@ class CheckpointManager:
         return path
 
     def wait(self) -> None:
-        """Wait until what is being saved in the background is complete. Collective.
+        """Wait until the save in the background is complete. Collective.
 
         Raises, on all ranks:
-          CheckpointError: it could not be written; earlier checkpoints still are there.
+          CheckpointError: it failed; earlier checkpoints are unchanged.
         """
         self._checkpoint.saver.wait()
         if self._last_saved is not None:
             self._update()
 
     def restore_or_initialize(self) -> str | None:
-        """Restore the latest sound checkpoint; return its path. Collective.
+        """Restore the latest undamaged checkpoint; return its path. Collective.
 
-        If there is none, call `init_fn` and return None. A damaged one is skipped with
+        If there is none, call `init_fn` and return None. Damaged ones are skipped with
         a warning.
 
         Raises, on all ranks:
-          CheckpointError: the objects do not fit the checkpoint.
-          What `Checkpoint.restore` raises otherwise, or `init_fn`.
+          CheckpointError: the objects do not match the checkpoint.
+          What `Checkpoint.restore` or `init_fn` raises.
         """
         self.wait()
         while self._found:
             path = str(self._found[-1].path)
             try:
                 self._checkpoint.restore(path)
-            except DamagedError as error:  # on all ranks, and nothing was changed
+            except DamagedError as error:  # on all ranks, without changes
                 self._found = self._found[:-1]
                 if self._strategy.extended.replica_id == 0:
-                    folders.warn_skipped(error)
+                    directories.warn_skipped(error)
             else:
                 self._last_step = self._step()
                 return path
@@ -266,7 +266,7 @@ class CheckpointManager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait for what is being saved. Collective."""
+        """Wait for the save in the background. Collective."""
         try:
             self._agreement.leave_block(f"the end of {_CALL}'s with", error)
         except Exception as raised:  # on all ranks
@@ -276,54 +276,55 @@ class CheckpointManager:
         else:
             self.wait()
 
-    def _look_around(self) -> list[Saved]:
-        """Return the checkpoints of the folder, once rests were removed. On rank 0."""
+    def _clean_up(self) -> list[Saved]:
+        """Remove leftovers; return the checkpoints of the directory. On rank 0."""
         with unwritable(self._directory):
-            make_folder(self._directory)
-        folders.remove_rests(self._directory, self._name, Saving.in_use)
-        return folders.find_sound(self._directory, self._name)
+            directories.make_directory(self._directory)
+        directories.remove_leftovers(self._directory, self._name, Saving.in_use)
+        return _find_undamaged(self._directory, self._name)
 
     def _update(self) -> None:
-        """Learn what is in the folder now. Collective."""
+        """Update the list of checkpoints. Collective."""
         self._found = self._agreement.root_only(
-            f"{_CALL}.save", lambda: folders.find(self._directory, self._name)
+            f"{_CALL}.save", lambda: directories.find(self._directory, self._name)
         )
         self._last_saved = None
 
     def _last_preserved(self) -> float:
-        """Return when the last one was saved that was kept for its hours."""
+        """Return the time of the latest checkpoint that was kept for its hours."""
         outside = [] if self._max_to_keep is None else self._found[: -self._max_to_keep]
-        if outside:  # former managers have kept them
+        if outside:  # earlier managers kept them
             return outside[-1].modified
         oldest = self._found[0].modified if self._found else time.time()
         return math.nextafter(oldest, 0)
 
     @property
     def longest_save_seconds(self) -> float:
-        """How long it ever took to save, until all was on the disk; on rank 0 only."""
+        """The longest save, until all was on the disk; on rank 0 only."""
         return self._longest_save_seconds
 
     def _end_save(self) -> None:
-        """Take note that a checkpoint is complete. On rank 0, perhaps in a thread."""
+        """Finish a complete checkpoint. On rank 0, perhaps in a thread."""
         seconds = time.monotonic() - self._save_began
         self._longest_save_seconds = max(self._longest_save_seconds, seconds)
         self._remove_old()
 
     def _remove_old(self) -> None:
-        """Remove what need not be kept. On rank 0, perhaps in a thread."""
+        """Remove old checkpoints. On rank 0, perhaps in a thread."""
         if self._max_to_keep is None:
             return
-        for saved in folders.find(self._directory, self._name)[: -self._max_to_keep]:
+        found = directories.find(self._directory, self._name)
+        for saved in found[: -self._max_to_keep]:
             if self._keep_every and saved.number % self._keep_every == 0:
                 continue
             if self._keep_hours is not None:
-                # Those up to here were looked at before
+                # Earlier ones were decided on before
                 if saved.modified <= self._preserved:
                     continue
                 if saved.modified >= self._preserved + self._keep_hours * 3600:
                     self._preserved = saved.modified
                     continue
-            folders.remove_checkpoint(saved.path)
+            directories.remove_checkpoint(saved.path)
 
     def _step(self) -> int | None:
         counter = self._step_counter
@@ -336,3 +337,20 @@ class CheckpointManager:
             raise ArgumentError(
                 f"step_counter must give one whole number, not {shown(found)}"
             ) from error
+
+
+def _find_undamaged(directory: Path, name: str) -> list[Saved]:
+    """Return the checkpoints up to the last undamaged one; warn of damaged ones.
+
+    Large arrays are not checked.
+    """
+    found = directories.find(directory, name, warns=True)
+    while found:
+        try:
+            read_tree(found[-1].path)
+        except CheckpointError as error:
+            directories.warn_skipped(error)
+            del found[-1]
+        else:
+            break
+    return found

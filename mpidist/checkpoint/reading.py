@@ -1,24 +1,38 @@
-"""The files of a checkpoint as a tree, once all but large arrays has been checked."""
+"""Read the files of a checkpoint as a tree, and decode trees to nests.
+
+The checksum of the structure is verified before HDF5 parses it. Large arrays are read
+in pieces, each by one rank, which broadcasts it.
+"""
 
 from __future__ import annotations
 
 import bisect
+import collections
+import functools
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
-from mpidist.checkpoint import format as headers
-from mpidist.checkpoint.files import checked_read, damage
-from mpidist.checkpoint.format import Header, Image, original_dtype
+from mpidist.checkpoint.format import (
+    Header,
+    InMemoryFile,
+    Shard,
+    checked_read,
+    damage,
+    header_crc32,
+    open_file,
+    parse,
+    read_header_bytes,
+)
 from mpidist.checkpoint.tree import (
     DEEPEST,
+    FACTORIES,
     FAMILIES,
     SCALARS,
     STORED_AS_TEXT,
@@ -27,37 +41,26 @@ from mpidist.checkpoint.tree import (
     Leaf,
     Node,
     Piece,
+    is_container,
+    original_dtype,
+    unescape,
 )
-from mpidist.util.files import open_regular
+from mpidist.comm.consensus.calls import Call
+from mpidist.data.hdf5.index import contiguous_offset
+from mpidist.strategy.extended import StrategyExtended
 
-__all__ = ["header_crc32", "open_file", "read_header", "read_piece", "read_tree"]
+__all__ = ["decode", "load", "read_tree"]
 
 _GROUP_KINDS = ("dict", "dict of int", "list", "tuple", "ranks")
-_PROBE_BYTES = 512
 _DEEPEST = DEEPEST + 1  # with the ranks of a state
-
-
-def read_header(path: Path) -> Header:
-    """Return what a file's header says.
-
-    Raises:
-      CheckpointError: there is no file, or it is no checkpoint or damaged.
-    """
-    with open_file(path) as descriptor:
-        return headers.parse(_header_bytes(descriptor))
-
-
-def header_crc32(path: Path) -> int:
-    """Return the checksum of a file's header."""
-    with open_file(path) as descriptor:
-        return headers.parse_first(_header_bytes(descriptor))[1]
+_MESSAGE_BYTES = 64 << 20
 
 
 def read_tree(path: Path) -> Group:
-    """Return the tree of a checkpoint. Large arrays are pieces in its files.
+    """Return the tree of a checkpoint, with large arrays as pieces of its files.
 
     Raises:
-      CheckpointError: there is no checkpoint, or it is damaged.
+      CheckpointError: it is missing or damaged.
     """
     tree, header = _read_file(path, {})
     shards = {}
@@ -69,60 +72,28 @@ def read_tree(path: Path) -> Group:
     return tree if not shards else _read_file(path, shards)[0]
 
 
-def read_piece(folder: Path, piece: Piece, into: Any) -> None:
-    """Fill a buffer with the bytes of a piece.
-
-    Raises:
-      CheckpointError: they cannot be read, or do not have their checksums.
-    """
-    start = 0
-    with open_file(folder / piece.file) as descriptor:
-        for size, crc32 in piece.checks:
-            block = into[start : start + size]
-            checked_read(descriptor, piece.offset + start, block, crc32)
-            start += size
-
-
-@contextmanager
-def open_file(path: Path) -> Iterator[int]:
-    """Give a descriptor for reading; raise what happens as a CheckpointError."""
-    with damage(path):
-        descriptor = open_regular(path)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-
-def _header_bytes(descriptor: int) -> bytes:
-    length, _ = headers.parse_first(os.pread(descriptor, _PROBE_BYTES, 0))
-    if length > os.fstat(descriptor).st_size:
-        raise ValueError("it ends in its header")
-    return os.pread(descriptor, length, 0)
-
-
-def _require_shard(path: Path, shard: headers.Shard) -> None:
-    """Raise if a file is not the one that the index was written for."""
+def _require_shard(path: Path, shard: Shard) -> None:
+    """Raise if a file is not the shard that the index lists."""
     if header_crc32(path) != shard.crc32:
         raise ValueError(f"{path.name} is of another checkpoint")
 
 
 def _read_file(path: Path, shards: Mapping[str, Group]) -> tuple[Group, Header]:
     with open_file(path) as descriptor:
-        start = headers.parse_first(os.pread(descriptor, _PROBE_BYTES, 0))[0]
-        header = headers.parse(_header_bytes(descriptor))
-        image = _read_structure(descriptor, start, header)
+        text = read_header_bytes(descriptor)
+        header = parse(text)
+        image = _read_structure(descriptor, len(text), header)
         with h5py.File(image, "r") as file:
             tree = _Reader(file, path.name, header, image, shards).group(file, "")
     return tree, header
 
 
-def _read_structure(descriptor: int, start: int, header: Header) -> Image:
-    """Return all of a file that is no large array, if it has its checksum."""
+def _read_structure(descriptor: int, start: int, header: Header) -> InMemoryFile:
+    """Read everything but header and large arrays, and verify its checksum."""
     found = os.fstat(descriptor).st_size
     if found != header.size:
         raise ValueError(f"it has {found} bytes instead of {header.size}")
-    image = Image(header.size)
+    image = InMemoryFile(header.size)
     holes = [(offset, size) for offset, size, _ in header.data]
     parts, crc32 = [], 0
     for offset, size in [*holes, (header.size, 0)]:
@@ -140,11 +111,10 @@ def _read_structure(descriptor: int, start: int, header: Header) -> Image:
 
 
 class _Reader:
-    """Makes nodes of groups and datasets.
+    """Converts groups and datasets to nodes.
 
-    A file that was made to do harm may hold one object under many paths, and one range
-    of bytes in many datasets. Each is taken once, so the tree is no larger than the
-    file.
+    A malicious file may have one object at many paths, and one range of bytes in many
+    datasets. Each is accepted once, so the tree is no larger than the file.
     """
 
     def __init__(
@@ -152,7 +122,7 @@ class _Reader:
         file: h5py.File,
         name: str,
         header: Header,
-        image: Image,
+        image: InMemoryFile,
         shards: Mapping[str, Group],
     ):
         self._file = file
@@ -162,14 +132,14 @@ class _Reader:
         self._shards = shards
         self._seen: set[int] = {h5py.h5o.get_info(file["/"].id).addr}
         self._offsets = [offset for offset, _, _ in header.data]
-        # How much no dataset has claimed yet, of the arrays' blocks and of all else
+        # Bytes that no dataset has claimed yet: of the arrays' blocks, of the structure
         self._blocks_left = sum(size for _, size, _ in header.data)
         self._structure_left = header.size - self._blocks_left
 
     def group(self, group: h5py.Group, path: str) -> Group:
         if path.count("/") > _DEEPEST:
             raise ValueError(f"{path[:40]!r}... has more than {_DEEPEST} levels")
-        kind, role = _notes(group)
+        kind, role = _attributes(group)
         if kind not in _GROUP_KINDS:
             raise ValueError(f"group {path!r} is of kind {kind!r}")
         names = list(group)
@@ -200,7 +170,7 @@ class _Reader:
         return self._leaf(child, path)
 
     def _leaf(self, dataset: h5py.Dataset, path: str) -> Leaf:
-        kind, role = _notes(dataset)
+        kind, role = _attributes(dataset)
         if kind not in (*SCALARS, "array"):
             raise ValueError(f"dataset {path!r} is of kind {kind!r}")
         if dataset.is_virtual:
@@ -210,11 +180,11 @@ class _Reader:
     def _plain_leaf(
         self, dataset: h5py.Dataset, path: str, kind: str, role: str
     ) -> Leaf:
-        """Return the leaf of a dataset whose bytes are in this file."""
+        """Return the leaf of a dataset of this file."""
         dtype, shape = _dtype_and_shape(dataset)
         size = int(np.prod(shape, dtype=object)) * dtype.itemsize
-        offset = dataset.id.get_offset() or 0
-        if size and (dataset.chunks is not None or not offset):
+        offset = contiguous_offset(dataset) or 0
+        if size and not offset:
             raise ValueError(f"dataset {path!r} is not contiguous")
         first = bisect.bisect_left(self._offsets, offset)
         last = bisect.bisect_left(self._offsets, offset + size)
@@ -240,7 +210,7 @@ class _Reader:
     def _split_leaf(
         self, dataset: h5py.Dataset, path: str, kind: str, role: str
     ) -> Leaf:
-        """Return the leaf of a dataset of which each shard has a part."""
+        """Return the leaf of a dataset whose parts are in shards."""
         dtype, shape = _original(dataset, dataset.dtype, dataset.shape)
         pieces = self._pieces(path, dtype.itemsize)
         leaf = Leaf(kind, dtype, shape, None, pieces, role)
@@ -252,7 +222,7 @@ class _Reader:
         return leaf
 
     def _in_shard(self, name: str, path: str) -> Node:
-        """Return the node at a path of a shard's tree."""
+        """Return the node at the same path of a shard."""
         node: Node = self._shards[name]
         for part in path.strip("/").split("/"):
             if not isinstance(node, Group):
@@ -261,9 +231,9 @@ class _Reader:
         return node
 
     def _pieces(self, path: str, item_bytes: int) -> tuple[Piece, ...]:
-        """Return where the parts of an array are, in the order of the array.
+        """Return the pieces of an array, in the order of the shards.
 
-        They have the order of the shards, of which some may have no part.
+        Some shards may have no part of it.
         """
         pieces: list[Piece] = []
         start = 0
@@ -274,19 +244,19 @@ class _Reader:
                 continue
             if not isinstance(leaf, Leaf) or leaf.dtype.itemsize != item_bytes:
                 raise ValueError(f"dataset {path!r} is not in {name}")
-            (piece,) = leaf.pieces  # parts are never small
+            (piece,) = leaf.pieces  # parts are never small enough for the structure
             pieces.append(Piece(piece.file, start, piece.offset, piece.checks))
             start += piece.size
         return tuple(pieces)
 
 
-def _notes(node: Any) -> tuple[str, str]:
-    """Return the kind and the role of a group or dataset."""
+def _attributes(node: Any) -> tuple[str, str]:
+    """Return the kind and role of a group or dataset."""
     return str(node.attrs["kind"]), str(node.attrs.get("role", ""))
 
 
 def _container_type(group: h5py.Group, kind: str) -> ContainerType | None:
-    """Return what a group says of its type; older versions say nothing."""
+    """Return the type of a group's container; older versions did not save it."""
     if "type" not in group.attrs:
         return None
     name, details = json.loads(group.attrs["type"])
@@ -309,9 +279,191 @@ def _original(
 def _dtype_and_shape(
     dataset: h5py.Dataset,
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return what the array was whose bytes the dataset has."""
+    """Return the dtype and shape of the array that the dataset stores."""
     if dataset.shape is None:
         return np.dtype(np.uint8), (0,)
     if dataset.attrs["kind"] in STORED_AS_TEXT and dataset.dtype.kind == "S":
         return np.dtype(np.uint8), (dataset.dtype.itemsize,)
     return _original(dataset, dataset.dtype, dataset.shape)
+
+
+def decode(node: Node, values: Mapping[int, Any], similar: Any = None) -> Any:
+    """Return the nest of a tree.
+
+    Args:
+      node: from `encode`, or from a file.
+      values: the arrays of leaves with pieces, by `id(leaf)`.
+      similar: a nest whose classes of namedtuples, and default factories, to use where
+        they match; a file contains no code.
+
+    Raises:
+      ValueError, TypeError: the tree is damaged.
+    """
+    if isinstance(node, Leaf):
+        return decode_leaf(node, values)
+    names = list(node.children)
+    if node.type is not None and node.type.name == "OrderedDict":
+        names = list(node.type.details)
+        if sorted(names) != sorted(node.children):
+            raise ValueError("the order of keys is not that of the keys there are")
+    children = {}
+    for name in names:
+        beside = _similar_child(similar, node.kind, name)
+        children[name] = decode(node.children[name], values, beside)
+    if node.kind in ("list", "tuple"):
+        ordered = [children[str(i)] for i in range(len(children))]
+        return _sequence(node, ordered, similar)
+    if node.kind == "dict":
+        return _dict(
+            node, {unescape(n): child for n, child in children.items()}, similar
+        )
+    if node.kind == "dict of int":
+        return _dict(node, {int(n): child for n, child in children.items()}, similar)
+    raise ValueError(f"a group of kind {node.kind!r} is no nest")
+
+
+def _similar_child(similar: Any, kind: str, name: str) -> Any:
+    """Return the child of that name, or else any other child."""
+    is_dict = kind.startswith("dict")
+    if (
+        not similar
+        or not is_container(similar)
+        or is_dict != isinstance(similar, Mapping)
+    ):
+        return None
+    if not is_dict:
+        return similar[min(int(name), len(similar) - 1)]
+    key = unescape(name) if kind == "dict" else int(name)
+    return similar[key] if key in similar else next(iter(similar.values()))
+
+
+def _dict(node: Group, children: dict[Any, Any], similar: Any) -> Any:
+    if node.type is None:
+        return children
+    if node.type.name == "OrderedDict":
+        return collections.OrderedDict(children)
+    if node.type.name == "Counter":
+        return collections.Counter(children)
+    factory = FACTORIES.get(node.type.details[0]) if node.type.details else None
+    if isinstance(similar, collections.defaultdict):
+        factory = similar.default_factory
+    return collections.defaultdict(factory, children)
+
+
+def _sequence(node: Group, children: list[Any], similar: Any) -> Any:
+    if node.type is None:
+        return children if node.kind == "list" else tuple(children)
+    if node.type.name == "deque":
+        limit = int(node.type.details[0]) if node.type.details else None
+        return collections.deque(children, limit)
+    name, *fields = node.type.details
+    if len(fields) != len(children):
+        raise ValueError(f"a namedtuple {name!r} of {len(children)} fields")
+    if getattr(similar, "_fields", None) == (*fields,):
+        return type(similar)(*children)
+    return _namedtuple(name, *fields)(*children)
+
+
+@functools.lru_cache(maxsize=256)
+def _namedtuple(name: str, *fields: str) -> Any:
+    """Return a namedtuple class for one that this program may lack.
+
+    `collections.namedtuple` only accepts identifiers.
+    """
+    made = collections.namedtuple(name, fields, rename=True)  # type: ignore[misc] # names are data
+    if made._fields != fields:
+        raise ValueError(f"{fields} cannot be the fields of a namedtuple")
+    return made
+
+
+def decode_leaf(leaf: Leaf, values: Mapping[int, Any]) -> Any:
+    """Return the array, number or text of a leaf."""
+    array = values.get(id(leaf), leaf.array)
+    if leaf.kind == "None":
+        return None
+    if leaf.kind == "array":
+        return array
+    if leaf.kind == "array scalar":
+        return array[()]
+    if leaf.kind in ("bytes", "np.bytes_"):
+        data = array.tobytes()
+        return data if leaf.kind == "bytes" else np.bytes_(data)
+    if leaf.kind in ("str", "np.str_"):
+        text = array.tobytes().decode("utf-8", "surrogatepass")
+        return text if leaf.kind == "str" else np.str_(text)
+    if leaf.kind == "int" and leaf.dtype == np.uint8:
+        return int(array.tobytes().decode("ascii"), 16)
+    if leaf.kind not in SCALARS or leaf.shape:
+        raise ValueError(f"a leaf of kind {leaf.kind!r} and shape {leaf.shape}")
+    return array.item()
+
+
+def load(
+    extended: StrategyExtended,
+    operation: str,
+    directory: Path,
+    shared: Sequence[Leaf],
+    own: Sequence[Leaf],
+) -> dict[int, Any]:
+    """Return the arrays of leaves by `id(leaf)`. Collective.
+
+    Args:
+      extended: whose ranks read.
+      operation: the public call, for messages.
+      directory: of the files.
+      shared: leaves that all ranks need, equal on all ranks.
+      own: leaves that only this rank needs.
+
+    Raises, on all ranks:
+      CheckpointError: a file cannot be read, or is damaged.
+    """
+    rank, ranks = extended.replica_id, extended.num_replicas
+    values: dict[int, Any] = {}
+    for leaf in shared:
+        pieces = [p for i, p in enumerate(leaf.pieces) if i % ranks == rank]
+        read = functools.partial(_read, directory, leaf, pieces)
+        array, flat = extended.agreement.prepare(operation, read)
+        for i, piece in enumerate(leaf.pieces if ranks > 1 else ()):
+            _broadcast(extended, operation, flat, piece, i % ranks)
+        values[id(leaf)] = array
+
+    def read_own() -> dict[int, Any]:
+        found = {}
+        for leaf in own:
+            found[id(leaf)], _ = _read(directory, leaf, leaf.pieces)
+        return found
+
+    return values | extended.together(Call(operation), read_own, is_patient=True)
+
+
+def _read(directory: Path, leaf: Leaf, pieces: Sequence[Piece]) -> tuple[Any, Any]:
+    """Return a new array for a leaf and its bytes, after reading some pieces."""
+    array = np.empty(leaf.shape, leaf.dtype)
+    flat = array.reshape(-1).view(np.uint8)
+    for piece in pieces:
+        _read_piece(directory, piece, flat[piece.start : piece.start + piece.size])
+    return array, flat
+
+
+def _broadcast(
+    extended: StrategyExtended, operation: str, flat: Any, piece: Piece, root: int
+) -> None:
+    """Broadcast the bytes of a piece from the rank that read it. Collective."""
+    end = piece.start + piece.size
+    for start in range(piece.start, end, _MESSAGE_BYTES):
+        part = flat[start : min(start + _MESSAGE_BYTES, end)]
+        part[...] = extended.collectives.broadcast(operation, part, root)
+
+
+def _read_piece(directory: Path, piece: Piece, into: Any) -> None:
+    """Fill a buffer with the bytes of a piece.
+
+    Raises:
+      CheckpointError: they cannot be read, or a checksum differs.
+    """
+    start = 0
+    with open_file(directory / piece.file) as descriptor:
+        for size, crc32 in piece.checks:
+            block = into[start : start + size]
+            checked_read(descriptor, piece.offset + start, block, crc32)
+            start += size

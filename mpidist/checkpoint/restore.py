@@ -1,379 +1,97 @@
-"""What becomes of a user's objects when a checkpoint is restored.
-
-`Matching.match` compares objects and the tree of a file, and changes nothing; what it
-returns changes the objects, and cannot fail any more.
-"""
+"""Restoring the state of objects from a checkpoint. Collective."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import pathlib
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from mpidist.checkpoint.loading import load
-from mpidist.checkpoint.objects import (
-    GENERATOR,
-    OBJECT,
-    Change,
-    Tracked,
-    become,
-    change_children,
-    checked_state,
-    children_of,
-    derived_state,
-    has_state,
-    is_generator,
-    require_strategy,
-    set_state,
-)
-from mpidist.checkpoint.reading import read_tree
-from mpidist.checkpoint.tree import (
-    DEEPEST,
-    SCALARS,
-    Group,
-    Leaf,
-    Node,
-    Path,
-    decode,
-    is_container,
-    leaves,
-    readable,
-)
+from mpidist.checkpoint.reading import load, read_tree
+from mpidist.checkpoint.restore_plan import RestorePlan
+from mpidist.checkpoint.state import Tracked
+from mpidist.checkpoint.tree import readable
 from mpidist.comm.consensus.calls import Call
-from mpidist.device import arrays
 from mpidist.errors import CheckpointError
-from mpidist.options import VariableAggregation
-from mpidist.strategy.assignment import share
 from mpidist.strategy.strategy import Strategy
-from mpidist.strategy.variables import Variable
-from mpidist.values import Mirrored, PerReplica
 
-__all__ = ["Later", "Matching", "restore"]
+__all__ = ["LoadStatus", "restore"]
 
 
-class Later:
-    """A value that is made once the arrays were read, before anything is changed."""
-
-    def __init__(self, path: Path, make: Callable[[], Any]):
-        self.path = path
-        self._make = make
-        self.value: Any = None
-
-    def prepare(self) -> None:
-        """Make the value."""
-        self.value = self._make()
-
-
-class Matching:
-    """Compares objects with what a checkpoint has.
+class LoadStatus:
+    """The result of `Checkpoint.restore`. Nothing here communicates.
 
     Args:
-      strategy: of the checkpoint.
-      file: its name, for messages.
-      is_partial: whether objects that the file lacks are left as they are.
+      path: of the checkpoint; None if there was none.
+      missing: objects that the file did not have.
+      unused: names in the file for which there was no object.
     """
 
-    def __init__(self, strategy: Strategy, file: str, is_partial: bool):
-        self._strategy = strategy
-        self._file = file
-        self._is_partial = is_partial
-        self._is_own = False
-        self.shared: list[Leaf] = []  # what has to be read, for all
-        self.own: list[Leaf] = []  # ... and for this rank alone
-        self.values: dict[int, Any] = {}  # what was read, by the id of the leaf
-        self.laters: list[Later] = []
-        self.objects: list[tuple[Path, Any, Later]] = []  # with their new states
-        self.missing: list[str] = []
-        self.unused: list[str] = []
+    def __init__(
+        self,
+        path: str | None,
+        missing: Sequence[str] = (),
+        unused: Sequence[str] = (),
+    ):
+        self.path = path
+        self.missing = tuple(missing)
+        self.unused = tuple(unused)
 
-    def match(self, value: Any, node: Node, path: Path = ()) -> Change:
-        """Return what restores `value` from `node`.
+    def assert_consumed(self) -> LoadStatus:
+        """Raise a CheckpointError unless objects and file had the same names.
 
-        Raises:
-          CheckpointError: they do not fit together.
+        Returns itself, like the other methods.
         """
-        if isinstance(value, Variable):
-            return self._variable(value, node, path)
-        if isinstance(value, PerReplica):
-            return self._per_replica(value, node, path)
-        if is_generator(value):
-            return self._generator(value, node, path)
-        if is_container(value) or isinstance(value, Tracked):
-            is_plain = not isinstance(value, Tracked) and _is_plain(value)
-            return (self._plain if is_plain else self._children)(value, node, path)
-        if isinstance(value, Mirrored):
-            return self._mirrored(value, node, path)
-        if has_state(value) and not isinstance(value, np.ndarray):
-            return self._object(value, node, path)
-        if _is_scalar(value):
-            return self._plain(value, node, path)
-        return self._array(value, node, path)
-
-    def _variable(self, variable: Variable, node: Node, path: Path) -> Change:
-        require_strategy(variable, path, self._strategy)
-        is_mean = variable.on_read and variable.aggregation is VariableAggregation.MEAN
-        is_mean = is_mean and variable.dtype.kind in "iu"
-        dtype = np.dtype(np.float64) if is_mean else variable.dtype
-        leaf = self._array_leaf(node, path, dtype, variable.shape)
-        new = self._later(path, lambda: self._copy_of(variable, self._value(leaf)))
-
-        def change() -> Variable:
-            variable.replace_local(new.value)
-            return variable
-
-        return change
-
-    def _copy_of(self, variable: Variable, value: Any) -> Any:
-        """Return this replica's copy of a variable whose value that is."""
-        extended = self._strategy.extended
-        replicas, replica = extended.num_replicas, extended.replica_id
-        if variable.on_read and variable.aggregation is VariableAggregation.SUM:
-            value = share(value, replicas, replica)
-        elif value.dtype != variable.dtype:  # a mean of integers
-            total = np.rint(value * replicas).astype(variable.dtype)
-            value = share(total, replicas, replica)
-        return arrays.to_device_like(np.asarray(value), variable.local)
-
-    def _array(self, value: Any, node: Node, path: Path) -> Change:
-        array = arrays.to_array(value, readable(path))
-        if isinstance(value, np.ndarray):
-            array = value  # also in the byte order of another machine
-        leaf = self._array_leaf(node, path, array.dtype, tuple(array.shape))
-        is_device = arrays.is_device_array(array)
-        if not is_device and not (array.flags.writeable and _is_view(array, value)):
-            new = self._later(path, lambda: arrays.like(self._value(leaf), value))
-            return lambda: new.value
-        new = self._later(path, lambda: arrays.to_device_like(self._value(leaf), array))
-
-        def change() -> Any:
-            array[...] = new.value
-            return value
-
-        return change
-
-    def _mirrored(self, value: Mirrored, node: Node, path: Path) -> Change:
-        array = value.values[0]
-        leaf = self._array_leaf(node, path, array.dtype, tuple(array.shape))
-        new = self._later(path, lambda: arrays.to_device_like(self._value(leaf), array))
-        return lambda: Mirrored((new.value,), value.replica_ids)
-
-    def _generator(self, generator: Any, node: Node, path: Path) -> Change:
-        rank = self._strategy.extended.replica_id
-        states = self._states(node, path, GENERATOR)
-        if states is None:
-            read = self._decoded(node, path)
-        elif rank < len(states):
-            read = self._decoded(states[rank], path)
-        else:
-            every = [self._decoded(state, path) for state in states]
-
-            def read() -> Any:
-                known = [state() for state in every]
-                return derived_state(generator, known, rank)
-
-        new = self._later(path, lambda: checked_state(generator, read()))
-
-        def change() -> Any:
-            set_state(generator, new.value)
-            return generator
-
-        return change
-
-    def _object(self, value: Any, node: Node, path: Path) -> Change:
-        states = self._states(node, path, OBJECT)
-        found = node if states is None else self._of_this_rank(states, path)
-        is_one = isinstance(found, Group) and found.role == f"{OBJECT} of one"
-        read = self._decoded(found, path, is_own=states is not None)
-        new = self._later(path, lambda: read()[0] if is_one else read())
-        self.objects.append((path, value, new))
-        return lambda: value
-
-    def _states(self, node: Node, path: Path, role: str) -> list[Node] | None:
-        """Return the states of all ranks; None if the node is the state of all."""
-        if isinstance(node, Group) and node.kind == "ranks":
-            found = list(node.children.values())
-        else:
-            found = [node]
-        for one in found:
-            if not isinstance(one, Group) or one.role not in (role, f"{role} of one"):
-                self._fail(path, f"the state of a {role}", node)
-        return None if found == [node] and found[0] is node else found
-
-    def _of_this_rank(self, states: list[Node], path: Path) -> Node:
-        extended = self._strategy.extended
-        if len(states) != extended.num_replicas:
+        self.assert_existing_objects_matched()
+        if self.unused:
             raise CheckpointError(
-                f"{self._file}: {readable(path)} was saved by {len(states)} ranks, "
-                f"each with its own; here are {extended.num_replicas} ranks"
+                f"{self.path} has what no object was restored from: "
+                f"{', '.join(self.unused)}"
             )
-        return states[extended.replica_id]
+        return self
 
-    def _per_replica(self, value: PerReplica, node: Node, path: Path) -> Change:
-        if not isinstance(node, Group) or node.kind != "ranks":
-            self._fail(path, "a value of each rank", node)
-        mine = self._of_this_rank(list(node.children.values()), path)
-        self._is_own = True
-        try:
-            change = self.match(value.values[0], mine, path)
-        finally:
-            self._is_own = False
+    def assert_existing_objects_matched(self) -> LoadStatus:
+        """Raise a CheckpointError unless all objects were restored."""
+        if self.path is None:
+            raise CheckpointError("no checkpoint was given, so nothing was restored")
+        if self.missing:
+            raise CheckpointError(
+                f"{self.path} does not have all objects; left as they were: "
+                f"{', '.join(self.missing)}"
+            )
+        return self
 
-        def change_component() -> PerReplica:
-            new = change()
-            is_same = new is value.values[0]
-            return value if is_same else PerReplica((new,), value.replica_ids)
+    def assert_nontrivial_match(self) -> LoadStatus:
+        """Raise a CheckpointError if there was no checkpoint."""
+        if self.path is None:
+            raise CheckpointError("no checkpoint was given, so nothing was restored")
+        return self
 
-        return change_component
-
-    def _children(self, value: Any, node: Node, path: Path) -> Change:
-        """Match a container that holds more than numbers: by name, or by place."""
-        children = children_of(value, path) or {}
-        is_dict = isinstance(value, Mapping | Tracked)
-        kinds = ("dict", "dict of int") if is_dict else ("list", "tuple")
-        if not isinstance(node, Group) or node.kind not in kinds or node.role:
-            self._fail(path, f"a {kinds[0]}", node)
-        if not is_dict and len(children) != len(node.children):
-            self._fail(path, f"{len(children)} elements", node)
-        changes = {}
-        for name, child in children.items():
-            if name in node.children:
-                below = (*path, name)
-                changes[name] = self.match(child, node.children[name], below)
-            elif self._is_partial:
-                self.missing.append(readable((*path, name)))
-            else:
-                self._fail((*path, name), _describe_value(child), None)
-        extra = [name for name in node.children if name not in children]
-        self.unused += [readable((*path, name)) for name in extra]
-        return lambda: change_children(value, changes)
-
-    def _plain(self, value: Any, node: Node, path: Path) -> Change:
-        """Match numbers and text, or a nest of them: it becomes what was saved."""
-        is_leaf = isinstance(node, Leaf) and node.kind in SCALARS
-        is_fit = value is None or (
-            _is_same_container(value, node) if is_container(value) else is_leaf
-        )
-        is_own_state = isinstance(node, Group) and (node.role or node.kind == "ranks")
-        if not is_fit or is_own_state:
-            self._fail(path, _describe_value(value), node)
-        if value and is_container(value):  # an empty one takes arrays, too
-            for below, leaf in leaves(node, path):
-                if leaf.kind == "array":
-                    self._fail(below, "a number or text", leaf)
-        new = self._later(path, self._decoded(node, path, self._is_own, value))
-        return lambda: become(value, new.value)
-
-    def _decoded(
-        self, node: Node, path: Path, is_own: bool = False, similar: Any = None
-    ) -> Callable[[], Any]:
-        """Return what gives the nest of a node, whose arrays will be read."""
-        self._need(node, is_own)
-        return lambda: decode(node, self.values, similar)
-
-    def _array_leaf(
-        self, node: Node, path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]
-    ) -> Leaf:
-        """Return the leaf of an array, which will be read."""
-        expected = f"an array of {dtype} {shape}"
-        if not isinstance(node, Leaf) or node.kind not in ("array", "array scalar"):
-            self._fail(path, expected, node)
-        if (node.dtype, node.shape) != (dtype, shape):
-            self._fail(path, expected, node)
-        self._need(node, self._is_own)
-        return node
-
-    def _need(self, node: Node, is_own: bool) -> None:
-        if isinstance(node, Group):
-            for child in node.children.values():
-                self._need(child, is_own)
-        elif node.pieces:
-            (self.own if is_own else self.shared).append(node)
-
-    def _value(self, leaf: Leaf) -> Any:
-        return self.values[id(leaf)] if leaf.pieces else leaf.array
-
-    def _later(self, path: Path, make: Callable[[], Any]) -> Later:
-        later = Later(path, make)
-        self.laters.append(later)
-        return later
-
-    def _fail(self, path: Path, expected: str, node: Node | None) -> NoReturn:
-        raise CheckpointError(
-            f"{self._file}: {readable(path)}: expected {expected}, found "
-            f"{_describe(node)}"
-        )
-
-
-def _describe(node: Node | None) -> str:
-    """Say what a file has."""
-    if node is None:
-        return "nothing of that name in the file"
-    if isinstance(node, Leaf):
-        if node.kind == "array":
-            return f"an array of {node.dtype} {node.shape}"
-        return node.kind if node.kind == "None" else f"one {node.kind}"
-    if node.kind == "ranks":
-        return f"states of {len(node.children)} ranks"
-    if node.role:
-        return f"the state of a {node.role.removesuffix(' of one')}"
-    return f"a {node.kind} of {len(node.children)} elements"
-
-
-def _describe_value(value: Any) -> str:
-    """Say what an object is, in a few words."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"an array of {value.dtype} {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
-
-
-def _is_scalar(value: Any) -> bool:
-    """Return whether `value` is a number, text or None."""
-    is_python = type(value) in (bool, int, float, complex, str, bytes)
-    return value is None or is_python or isinstance(value, np.generic)
-
-
-def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Return whether a nest holds nothing but numbers, text and None."""
-    if not is_container(value):
-        return _is_scalar(value)
-    elements = value.values() if isinstance(value, Mapping) else value
-    return depth < DEEPEST and all(_is_plain(x, depth + 1) for x in elements)
-
-
-def _is_same_container(value: Any, node: Node) -> bool:
-    if not isinstance(node, Group):
-        return False
-    return node.kind.startswith("dict") == isinstance(value, Mapping)
-
-
-def _is_view(array: Any, value: Any) -> bool:
-    """Return whether writing to the NumPy `array` changes `value`."""
-    return array is value or not isinstance(value, np.generic | Mirrored)
+    def expect_partial(self) -> LoadStatus:
+        """Return itself: there are no warnings of unused names."""
+        return self
 
 
 def restore(
     strategy: Strategy,
     operation: str,
-    index: pathlib.Path,
+    index: Path,
     tracked: Tracked,
     is_partial: bool,
-) -> Matching:
-    """Give objects the state that a checkpoint has of them. Collective.
+) -> RestorePlan:
+    """Restore the state of objects. Collective.
 
     Args:
       strategy: whose ranks restore.
       operation: the public call, for messages.
       index: the checkpoint's file.
       tracked: the objects.
-      is_partial: whether objects that the file lacks are left as they are.
+      is_partial: whether objects that the file lacks stay unchanged.
 
-    Raises, on all ranks, and changes nothing:
-      CheckpointError: the file is missing or damaged, or an object does not fit it.
-      MismatchError: the ranks restore from unlike paths, or unlike objects.
+    Raises, on all ranks, without changes:
+      CheckpointError: the file is missing or damaged, or does not match an object.
+      MismatchError: the ranks restore from different paths, or different objects.
       What `set_state` of an object raises on any rank.
     """
     extended = strategy.extended
@@ -382,49 +100,51 @@ def restore(
     where = ("path", str(index)), ("is_partial", is_partial)
     agreement.require_same(Call(operation, where))
     tree = agreement.root_only(operation, lambda: read_tree(index))
-    matching = Matching(strategy, str(index), is_partial)
-    change = agreement.prepare(operation, lambda: matching.match(tracked, tree))
-    needed = [(leaf.kind, str(leaf.dtype), leaf.shape) for leaf in matching.shared]
+    plan = RestorePlan(strategy, str(index), is_partial)
+    change = agreement.prepare(operation, lambda: plan.match(tracked, tree))
+    needed = [(leaf.kind, str(leaf.dtype), leaf.shape) for leaf in plan.shared]
     agreement.require_same(Call(operation, (("the arrays to restore", tuple(needed)),)))
-    shared, own = matching.shared, matching.own
-    matching.values = load(extended, operation, index.parent, shared, own)
-    agreement.prepare(operation, lambda: _prepare(matching, index))
+    shared, own = plan.shared, plan.own
+    plan.values = load(extended, operation, index.parent, shared, own)
+    agreement.prepare(operation, lambda: _compute(plan, index))
     agreement.require_same(Call(operation))
     with strategy.scope():
-        _set_states(agreement.block, operation, matching)
+        _set_states(agreement.block, operation, plan)
     change()
-    return matching
+    return plan
 
 
-def _prepare(matching: Matching, index: pathlib.Path) -> None:
-    """Make all new values, so that nothing can fail later."""
-    for later in matching.laters:
+def _compute(plan: RestorePlan, index: Path) -> None:
+    """Compute all new values: what changes the objects afterwards cannot fail."""
+    for deferred in plan.deferred:
         try:
-            later.prepare()
+            deferred.compute()
         except CheckpointError:
             raise
         except Exception as error:
-            where = f"{index}: {readable(later.path)}"
+            where = f"{index}: {readable(deferred.path)}"
             raise CheckpointError(f"{where}: {error or repr(error)}") from error
 
 
 def _set_states(
-    block: Callable[[str, Callable[[], Any]], Any], operation: str, matching: Matching
+    block: Callable[[str, Callable[[], Any]], Any],
+    operation: str,
+    plan: RestorePlan,
 ) -> None:
-    """Call `set_state` of all objects; undo what was done if one raises. Collective."""
-    if not matching.objects:
+    """Call `set_state` of all objects; undo all calls if one raises. Collective."""
+    if not plan.objects:
         return
 
     def get_states() -> list[Any]:
-        return [copy.deepcopy(value.get_state()) for _, value, _ in matching.objects]
+        return [copy.deepcopy(value.get_state()) for _, value, _ in plan.objects]
 
     before = block(operation, get_states)
-    for i, (path, value, new) in enumerate(matching.objects):
+    for i, (path, value, new) in enumerate(plan.objects):
         where = f"{operation} of {readable(path)}"
         try:
             block(where, functools.partial(value.set_state, new.value))
         except Exception:
             for j in range(i, -1, -1):
-                _, changed, _ = matching.objects[j]
+                _, changed, _ = plan.objects[j]
                 block(where, functools.partial(changed.set_state, before[j]))
             raise

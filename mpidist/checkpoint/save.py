@@ -1,4 +1,10 @@
-"""Saving a checkpoint, now or beside the work that goes on. Collective."""
+"""Saving a checkpoint, blocking or in the background. Collective.
+
+Every rank gathers the state (`Saver.save`), copies what it writes, and writes it
+(`Saving`): first each its shard, then rank 0 the index, which completes the checkpoint.
+A background thread does the writing without communication; `Saver.wait` compares the
+results of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,75 +15,31 @@ import os
 import secrets
 import threading
 import weakref
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mpidist.checkpoint import files
-from mpidist.checkpoint.directory import (
-    name_of,
-    next_serial,
-    remove_other_shards,
-    shard_name,
-)
-from mpidist.checkpoint.files import (
-    checked_write,
-    make_folder,
-    removal,
-    remove,
-    unwritable,
-)
-from mpidist.checkpoint.format import Header, Shard, render
-from mpidist.checkpoint.layout import lay_out
-from mpidist.checkpoint.partition import Copies, assemble, collect
-from mpidist.checkpoint.reading import header_crc32
-from mpidist.checkpoint.tree import Group
+import numpy as np
+
+from mpidist.checkpoint import directory as directories
+from mpidist.checkpoint.format import Header, Shard, header_crc32, unwritable
+from mpidist.checkpoint.layout import Partition, make_partition, write_file
+from mpidist.checkpoint.state import gather_state
+from mpidist.checkpoint.tree import Group, Leaf, leaves, replace_nodes
+from mpidist.checkpoint.tree import Path as NodePath
 from mpidist.comm.consensus.calls import Call
+from mpidist.device import arrays
+from mpidist.device.memory import Pinned
 from mpidist.errors import CheckpointError, RankLostError
 from mpidist.strategy.strategy import Strategy
-from mpidist.util.files import replace_file
 
 __all__ = ["Saver", "Saving", "finish_all", "finish_lost"]
 
 
 _WAIT = "waiting for a checkpoint"
-
-
-class _Pending:
-    """A saving in a thread."""
-
-    def __init__(self, saving: Saving, is_first: bool):
-        self.saving = saving
-        self.shard_error: Exception | None = None
-        self.index_error: Exception | None = None
-        self.shard_is_done = threading.Event()
-        self._is_first = is_first
-        # A daemon: if the job ends by force, it does not wait for this
-        self.thread = threading.Thread(
-            target=self._work, name="mpidist checkpoint", daemon=True
-        )
-        self.thread.start()
-
-    def _work(self) -> None:
-        """Write what this rank writes. Errors are kept, and nothing communicates."""
-        try:
-            self.saving.write_shard()
-        except Exception as error:
-            self.shard_error = error
-        finally:
-            self.shard_is_done.set()
-        if self._is_first and self.shard_error is None:
-            try:
-                self.saving.write_index()
-            except Exception as error:
-                self.index_error = error
-
-    def finish(self) -> None:
-        """Wait for the end, and raise the error of the index."""
-        self.thread.join()
-        if self.index_error is not None:
-            raise self.index_error
+_POLL_SECONDS = 0.02
+# How long a network file system may take to show one node's file to another
+VISIBLE_SECONDS = 60.0
 
 
 class Saver:
@@ -86,13 +48,13 @@ class Saver:
     Not collective to make.
     """
 
-    # Those that save something, in the order in which all ranks began it
+    # Those with a save in the background, in the order in which all ranks started it
     busy: ClassVar[list[Saver]] = []
 
     def __init__(self, strategy: Strategy):
         self._extended = strategy.extended
         self._strategy = strategy
-        self._pending: _Pending | None = None
+        self._pending: Saving | None = None
         self._copies = Copies()
         _release_at_end(self, self._extended.closing)
 
@@ -118,48 +80,49 @@ class Saver:
           operation: the public call, for messages.
           index: the checkpoint's file.
           objects: by name.
-          shard_bytes: see `assemble`.
+          shard_bytes: the least size of a shard.
           is_background: whether to return once the arrays were copied.
           attributes: of the file, for humans.
           after: called by rank 0 when the checkpoint is complete, perhaps in a thread.
 
         Raises, on all ranks:
-          CheckpointError: a file cannot be written, of this checkpoint or the last one
-            that was saved in the background.
-          What `collect` raises.
+          CheckpointError: a file cannot be written, of this checkpoint or of the
+            previous one, if that was saved in the background.
+          What `gather_state` raises.
         """
-        self._extended.topology.require_open()
-        agreement = self._extended.agreement
-        agreement.require_same(Call(operation, (("path", str(index)),)))
+        extended = self._extended
+        extended.topology.require_open()
+        extended.agreement.require_same(Call(operation, (("path", str(index)),)))
         self.wait()
-        token, serial = agreement.root_only(operation, lambda: _begin(index))
-        ranks, rank = self._extended.num_replicas, self._extended.replica_id
-
-        def names(count: int) -> list[str]:
-            return [shard_name(index, token, i, count) for i in range(count)]
-
-        collected = collect(
+        token, serial = extended.agreement.root_only(operation, lambda: _begin(index))
+        rank, ranks = extended.replica_id, extended.num_replicas
+        names = functools.partial(directories.shard_names, index, token)
+        tree, own = gather_state(
             self._strategy, operation, objects, shard_bytes, lambda: names(ranks)
         )
 
         def prepare() -> Saving:
-            made = assemble(collected, rank, ranks, shard_bytes, names)
-            shard = self._copies.of(made.shard, is_background)
-            is_first = rank == 0
-            tree = self._copies.of(made.index, is_background) if is_first else None
-            name = made.shard_names[rank] if shard is not None else None
-            about = attributes | {"ranks": ranks}
-            shards = made.shard_names
-            return Saving(
-                index, token, serial, shards, name, shard, tree, about, after, id(self)
+            partition = make_partition(
+                tree, own, rank=rank, ranks=ranks, shard_bytes=shard_bytes, names=names
             )
+            copy = functools.partial(self._copies.of, is_needed_later=is_background)
+            partition.shard = copy(partition.shard)
+            partition.index = copy(partition.index) if rank == 0 else None
+            about = attributes | {"ranks": ranks}
+            return Saving(index, token, serial, partition, rank, about, after, id(self))
 
-        saving = agreement.prepare(operation, prepare)
-        agreement.require_same(Call(operation))
+        saving = extended.together(Call(operation), prepare)
         if is_background:
-            self._start(saving)
+            saving.start()
+            self._pending = saving
+            Saver.busy.append(self)
+            extended.closing.append(self.wait)
         else:
-            self._write(operation, saving)
+            with saving.until_complete():
+                write = saving.write_shard
+                extended.together(Call(operation), write, is_patient=True)
+                saving.expect_shards()
+                extended.agreement.root_only(operation, saving.write_index)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being saved is complete. Collective.
@@ -167,51 +130,21 @@ class Saver:
         Raises, on all ranks:
           CheckpointError: it could not be written.
         """
-        pending = self._pending
-        if pending is None:  # on all ranks
+        saving = self._pending
+        if saving is None:  # on all ranks
             return
         agreement = self._extended.agreement
-        pending.shard_is_done.wait()
+        saving.shard_is_done.wait()
         if not agreement.losses.ranks:
-            # If some ranks do something else, all are as before
+            # If some ranks make another call, this raises and changes nothing
             agreement.require_same(Call(_WAIT), is_patient=True)
         self._pending = None
         Saver.busy.remove(self)
         self._extended.closing.remove(self.wait)
-        is_complete = False
-        try:
-            agreement.raise_together(_WAIT, pending.shard_error)
-            pending.saving.expect_shards()
-            agreement.root_only(_WAIT, pending.finish)
-            is_complete = True
-        except RankLostError:
-            is_complete = True  # perhaps; who restores removes what is of no use
-            raise
-        finally:
-            pending.saving.give_up()
-            pending.thread.join()
-            pending.saving.end(is_complete)
-
-    def _start(self, saving: Saving) -> None:
-        self._pending = _Pending(saving, self._extended.replica_id == 0)
-        Saver.busy.append(self)
-        self._extended.closing.append(self.wait)
-
-    def _write(self, operation: str, saving: Saving) -> None:
-        agreement = self._extended.agreement
-        is_complete = False
-        try:
-            self._extended.together(
-                Call(operation), saving.write_shard, is_patient=True
-            )
+        with saving.until_complete():
+            agreement.raise_together(_WAIT, saving.shard_error)
             saving.expect_shards()
-            agreement.root_only(operation, saving.write_index)
-            is_complete = True
-        except RankLostError:
-            is_complete = True  # perhaps, see `wait`
-            raise
-        finally:
-            saving.end(is_complete)
+            agreement.root_only(_WAIT, saving.finish)
 
 
 def _release_at_end(saver: Saver, closing: list[Callable[[], None]]) -> None:
@@ -219,7 +152,7 @@ def _release_at_end(saver: Saver, closing: list[Callable[[], None]]) -> None:
     owner = id(saver)
 
     def release() -> None:
-        files.release(owner)
+        directories.release(owner)
         if release in closing:
             closing.remove(release)
 
@@ -228,15 +161,15 @@ def _release_at_end(saver: Saver, closing: list[Callable[[], None]]) -> None:
 
 
 def finish_all() -> None:
-    """Wait for all that is being saved, at the end of the program. Collective."""
+    """Wait for all saves in the background, at the end of the program. Collective."""
     while Saver.busy:
         Saver.busy[0].wait()
 
 
 def finish_lost() -> None:
-    """Let go of what was being saved by strategies whose ranks have died.
+    """Abandon the background saves of strategies whose ranks have died.
 
-    What is complete, or can be, stays. Not collective.
+    What is complete, or can be completed, stays. Not collective.
     """
     for saver in list(Saver.busy):
         if saver.is_lost:
@@ -245,52 +178,105 @@ def finish_lost() -> None:
 
 
 def _begin(index: Path) -> tuple[str, int]:
-    """Return a token and a serial for this saving, once there is a folder for it."""
-    removal.wait()  # space of former checkpoints may be needed
+    """Return a token and a serial for a save, after making its directory."""
+    directories.removal.wait()  # space of earlier checkpoints may be needed
     with unwritable(index):
-        make_folder(index.parent)
-        return secrets.token_hex(4), next_serial(index)
-
-
-_LOOK_SECONDS = 0.02
-# How long a network file system may take to show one node's file to another
-VISIBLE_SECONDS = 60.0
+        directories.make_directory(index.parent)
+        return secrets.token_hex(4), directories.next_serial(index)
 
 
 @dataclasses.dataclass
 class Saving:
-    """What one rank writes for one checkpoint.
+    """What one rank writes for one checkpoint, in this thread or in one of its own.
 
     Args:
       index: the checkpoint.
-      token: tells its shards from others'.
-      serial: of the checkpoint in its folder.
-      shard_names: of all ranks.
-      shard_tree, shard_name: of this rank, if it has any.
-      index_tree: on rank 0.
+      token: distinguishes its shards from those of other saves.
+      serial: of the checkpoint in its directory.
+      partition: the trees that this rank writes.
+      rank: of this process.
       attributes: of the index's root, for humans.
       after: called on rank 0 once the checkpoint is complete.
-      owner: who releases its lock, see `job_locks`.
+      owner: who releases its lock, see `directory.hold`.
     """
 
     index: Path
     token: str
     serial: int
-    shard_names: Sequence[str] = ()
-    shard_name: str | None = None
-    shard_tree: Group | None = None
-    index_tree: Any = None
-    attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
-    after: Callable[[], None] | None = None
-    owner: int = 0
+    partition: Partition
+    rank: int
+    attributes: dict[str, Any]
+    after: Callable[[], None] | None
+    owner: int
 
     in_use: ClassVar[set[str]] = set()  # tokens of this process
 
     def __post_init__(self) -> None:
+        self.shard_error: Exception | None = None
+        self.shard_is_done = threading.Event()
+        self._index_error: Exception | None = None
         self._given_up = threading.Event()
         self._shards_are_written = threading.Event()
-        self._locks: list[int] = []  # descriptors of what others are not to remove
+        self._thread: threading.Thread | None = None
+        self._locks: list[int] = []  # descriptors that keep other jobs from removing
+        self._shard_path: Path | None = None
+        if self.partition.shard is not None:
+            name = self.partition.shard_names[self.rank]
+            self._shard_path = self.index.with_name(name)
         Saving.in_use.add(self.token)
+
+    def start(self) -> None:
+        """Write in a thread."""
+        # A daemon: if the job ends by force, it does not wait for this
+        self._thread = threading.Thread(
+            target=self._work, name="mpidist checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def _work(self) -> None:
+        """Write what this rank writes; keep errors."""
+        try:
+            self.write_shard()
+        except Exception as error:
+            self.shard_error = error
+        finally:
+            self.shard_is_done.set()
+        if self.rank == 0 and self.shard_error is None:
+            try:
+                self.write_index()
+            except Exception as error:
+                self._index_error = error
+
+    def finish(self) -> None:
+        """Wait for the thread, and raise the error of the index."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._index_error is not None:
+            raise self._index_error
+
+    @contextlib.contextmanager
+    def until_complete(self) -> Iterator[None]:
+        """End the save with the block; remove this rank's shard if the block raises."""
+        is_complete = False
+        try:
+            yield
+            is_complete = True
+        except RankLostError:
+            is_complete = True  # perhaps; a later restore removes useless shards
+            raise
+        finally:
+            self._given_up.set()
+            if self._thread is not None:
+                self._thread.join()
+            self._end(is_complete)
+
+    def _end(self, is_complete: bool) -> None:
+        Saving.in_use.discard(self.token)
+        while self._locks:
+            os.close(self._locks.pop())
+        self.partition.shard = self.partition.index = None
+        if self._shard_path is not None and not is_complete:
+            directories.remove(self._shard_path)
 
     def write_shard(self) -> None:
         """Write this rank's shard, if it has one.
@@ -298,108 +284,98 @@ class Saving:
         Raises:
           CheckpointError: it cannot be written.
         """
-        if self.shard_name is not None:
-            path = self.index.with_name(self.shard_name)
+        if self._shard_path is not None:
             make_header = functools.partial(Header, 0)
-            _write(path, self.shard_tree, {}, make_header, locks=self._locks)
-        self.shard_tree = None
+            tree = self.partition.shard
+            write_file(self._shard_path, tree, {}, make_header, locks=self._locks)
+        self.partition.shard = None
 
     def write_index(self) -> None:
-        """On rank 0, write the index, which makes the checkpoint complete.
+        """Write the index, which completes the checkpoint. On rank 0.
 
-        It waits for the shards of other ranks.
+        Waits for the shards of other ranks.
 
         Raises:
           CheckpointError: it cannot be written, or a shard does not appear.
         """
-        if self.index_tree is None:
-            return
-        shards = tuple(self._look_at(name) for name in self.shard_names)
-        _write(
+        names = self.partition.shard_names
+        shards = tuple(self._wait_for_shard(name) for name in names)
+        write_file(
             self.index,
-            self.index_tree,
+            self.partition.index,
             self.attributes,
-            functools.partial(Header, self.serial, shards=shards, job=files.JOB),
-            [shard.name for shard in shards],
+            functools.partial(Header, self.serial, shards=shards, job=directories.JOB),
+            names,
             self._locks,
         )
-        self.index_tree = None
-        name = name_of(self.index)
-        files.hold(self.index, name, self._locks.pop(), self.serial, self.owner)
-        # It is saved, whatever becomes of old ones
+        self.partition.index = None
+        directories.hold(self.index, self._locks.pop(), self.serial, self.owner)
+        # The checkpoint is complete, even if old ones cannot be removed
         with contextlib.suppress(CheckpointError):
-            remove_other_shards(self.index, self.token)
+            directories.remove_other_shards(self.index, self.token)
             if self.after is not None:
                 self.after()
 
     def expect_shards(self) -> None:
-        """Say that all ranks have written theirs, so that they must be there."""
+        """Start the time limit for shards to appear: all ranks have written theirs."""
         self._shards_are_written.set()
 
-    def give_up(self) -> None:
-        """Let `write_index` stop waiting: another rank has failed."""
-        self._given_up.set()
-
-    def end(self, is_complete: bool) -> None:
-        """Forget the arrays; remove this rank's shard if it is of no use."""
-        Saving.in_use.discard(self.token)
-        while self._locks:
-            os.close(self._locks.pop())
-        self.shard_tree = self.index_tree = None
-        if self.shard_name is not None and not is_complete:
-            remove(self.index.with_name(self.shard_name))
-
-    def _look_at(self, name: str) -> Shard:
-        """Return size and checksum of a shard, once it is there."""
+    def _wait_for_shard(self, name: str) -> Shard:
+        """Return size and checksum of a shard, once it is visible."""
         path = self.index.with_name(name)
         seconds = 0.0
         while not path.exists():
-            if self._given_up.wait(_LOOK_SECONDS):
+            if self._given_up.wait(_POLL_SECONDS):
                 raise CheckpointError(f"{self.index}: another rank's shard failed")
-            seconds += _LOOK_SECONDS * self._shards_are_written.is_set()
+            seconds += _POLL_SECONDS * self._shards_are_written.is_set()
             if seconds > VISIBLE_SECONDS:
                 raise CheckpointError(
                     f"{self.index.parent}: rank 0 does not see {name}, which another "
-                    "rank wrote; all ranks need one folder on a file system that their "
-                    "nodes share"
+                    "rank wrote; all ranks need one directory on a file system that "
+                    "their nodes share"
                 )
         with unwritable(path):
             return Shard(name, path.stat().st_size, header_crc32(path))
 
 
-def _write(
-    path: Path,
-    tree: Any,
-    attributes: dict[str, Any],
-    make_header: Callable[..., Header],
-    shards: Sequence[str] = (),
-    locks: list[int] | None = None,
-) -> None:
-    """Write a file of a tree, all or nothing.
+class Copies:
+    """Copies of arrays in host memory, which the next save uses again."""
 
-    Args:
-      path: the name that the file gets in the end.
-      tree: of nodes.
-      attributes: of the root.
-      make_header: called with the size, the structure's checksum and the blocks.
-      shards: the names that the header will have.
-      locks: gets a descriptor by which the file is locked, for the caller to close.
-    """
-    plan = lay_out(tree, attributes, shards)
-    with unwritable(path), replace_file(path) as file:
-        descriptor = file.fileno()
-        if locks is not None:
-            files.lock(descriptor)
-            locks.append(os.dup(descriptor))
-        data = tuple(
-            (offset, block.nbytes, checked_write(descriptor, offset, block))
-            for offset, block in plan.blocks()
-        )
-        image, crc32 = plan.image, 0
-        holes = [(offset, size) for offset, size, _ in data]
-        for offset, part in image.solid(plan.header_bytes, holes):
-            checked_write(descriptor, offset, part)
-            crc32 = zlib.crc32(part, crc32)
-        header = make_header(image.size, crc32, data)
-        checked_write(descriptor, 0, render(header, plan.header_bytes))
-        os.ftruncate(descriptor, image.size)
+    def __init__(self) -> None:
+        self._buffers: dict[NodePath, Any] = {}
+        self._pinned: dict[NodePath, Pinned] = {}
+
+    def of(self, tree: Group | None, is_needed_later: bool) -> Group | None:
+        """Return a tree with its arrays on the host.
+
+        Args:
+          tree: what this rank writes.
+          is_needed_later: whether to copy arrays that may change in place, too.
+        """
+        copies: dict[NodePath, Leaf] = {}
+        for path, leaf in leaves(tree):
+            if leaf.array is not None:
+                array = self._copy(path, leaf, is_needed_later)
+                copies[path] = dataclasses.replace(leaf, array=array, is_frozen=True)
+        copied: Group | None = replace_nodes(tree, copies)
+        return copied
+
+    def _copy(self, path: NodePath, leaf: Leaf, is_needed_later: bool) -> Any:
+        array = leaf.array
+        if arrays.is_device_array(array):
+            return self._fetch(path, array)
+        if leaf.is_frozen or not is_needed_later:
+            return array
+        buffer = self._buffers.get(path)
+        if buffer is None or (buffer.dtype, buffer.shape) != (array.dtype, array.shape):
+            buffer = self._buffers[path] = np.empty(array.shape, array.dtype)
+        np.copyto(buffer, array)
+        return buffer
+
+    def _fetch(self, path: NodePath, array: Any) -> Any:
+        """Return a copy of a GPU's array in page-locked memory."""
+        pinned = self._pinned.setdefault(path, Pinned())
+        host = pinned.take(array.nbytes).view(array.dtype)
+        if array.nbytes:
+            arrays.namespace(array).ascontiguousarray(array).reshape(-1).get(out=host)
+        return host.reshape(array.shape)

@@ -1,4 +1,4 @@
-"""State as a tree: groups of named nodes, and arrays as leaves.
+"""State as a tree: groups of named nodes, with arrays as leaves.
 
 ::
 
@@ -16,27 +16,34 @@ Nothing here communicates, and nothing is a file yet.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
-import functools
 import re
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import h5py
 import numpy as np
 
-from mpidist.checkpoint.format import stored_as
 from mpidist.device import arrays
-from mpidist.errors import ArgumentError, ArgumentTypeError, MpidistError
+from mpidist.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DTypeError,
+    MpidistError,
+)
 from mpidist.util.validation import shown
 from mpidist.values import Mirrored
 
 __all__ = [
     "ContainerType",
     "DEEPEST",
+    "FACTORIES",
     "FAMILIES",
     "Group",
     "Leaf",
+    "Link",
     "Node",
     "Path",
     "Piece",
@@ -46,20 +53,25 @@ __all__ = [
     "as_name",
     "child_names",
     "container_type",
-    "decode",
-    "decode_leaf",
+    "dtype_text",
     "encode",
     "escape",
     "is_container",
     "leaf_of_array",
+    "is_native",
     "leaves",
+    "nodes_below",
+    "original_dtype",
     "readable",
+    "replace_nodes",
     "require_depth",
+    "stored_as",
+    "tree_of_nodes",
     "unescape",
 ]
 
 
-STORED_AS_TEXT = ("str", "np.str_", "int")  # HDF5's; integers, if they are large
+STORED_AS_TEXT = ("str", "np.str_", "int")  # of int, only large ones
 TEXTS = ("str", "bytes", "np.str_", "np.bytes_")
 SCALARS = ("None", "bool", "int", "float", "complex", *TEXTS, "array scalar")
 _NUMBERS = {"bool": np.bool_, "float": np.float64, "complex": np.complex128}
@@ -68,13 +80,13 @@ DEEPEST = 60
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Some bytes of an array, and where they are.
+    """A range of an array's bytes in a file.
 
     Args:
-      file: its name; the files of a checkpoint are in one folder.
-      start: their place in the array.
-      offset: their place in the file.
-      checks: the lengths of blocks that follow each other, and their CRC-32.
+      file: name of the file; all files of a checkpoint are in one directory.
+      start: offset in the array.
+      offset: offset in the file.
+      checks: length and CRC-32 of the consecutive blocks.
     """
 
     file: str
@@ -84,21 +96,21 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """How many bytes there are."""
+        """The number of bytes."""
         return sum(size for size, _ in self.checks)
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """An array, or what is stored like one.
+    """An array, or a value that is stored as one.
 
     Args:
       kind: "array", or one of `SCALARS`.
       dtype, shape: of the array; those of its bytes for text.
-      array: of NumPy or CuPy; None where it is in `pieces`, or is empty.
-      pieces: where it lies, if that is not here.
-      role: "variable", or nothing.
-      is_frozen: whether nobody changes `array` in place.
+      array: of NumPy or CuPy; None if it is in `pieces`, or empty.
+      pieces: its bytes in files, if it was not read yet.
+      role: "variable", or empty.
+      is_frozen: whether `array` never changes in place.
     """
 
     kind: str
@@ -115,14 +127,21 @@ class Leaf:
         return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
 
 
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A node that is in a shard, at the same path."""
+
+    file: str
+
+
 class ContainerType(NamedTuple):
-    """The type of a container that is no plain dict, list or tuple.
+    """The type of a container other than dict, list and tuple.
 
     Args:
       name: one of `FAMILIES`.
-      details: the keys of an OrderedDict as names, in order; the name of the factory of
-        a defaultdict, if it is a built-in one; the length of a deque, if it has a
-        limit; the name of the class of a namedtuple, and of its fields.
+      details: names of an OrderedDict's keys, in order; name of a defaultdict's
+        factory, if built-in; maxlen of a deque, if any; names of a namedtuple's class
+        and fields.
     """
 
     name: str
@@ -134,11 +153,10 @@ class Group:
     """Named nodes.
 
     Args:
-      kind: "dict", "dict of int", "list", "tuple", or "ranks" of a state that each rank
-        has for itself.
+      kind: "dict", "dict of int", "list", "tuple", or "ranks" for per-rank states.
       children: by escaped name.
-      role: "object" and "generator" for their states, or nothing.
-      type: of a container that is more than its kind.
+      role: "object" or "generator" for their states, else empty.
+      type: of a container other than dict, list and tuple.
     """
 
     kind: str
@@ -156,13 +174,13 @@ FAMILIES: dict[str, str] = {  # the kinds of their groups
     "deque": "list",
     "namedtuple": "tuple",
 }
-_FACTORIES: dict[str, Callable[[], Any]] = {
+FACTORIES: dict[str, Callable[[], Any]] = {
     cls.__name__: cls for cls in (bool, int, float, complex, str, bytes, list, dict)
 }
 
 
 def is_container(value: Any) -> bool:
-    """Return whether `value` is structure, by tf.nest's rules."""
+    """Return whether `value` is a container by tf.nest's rules."""
     return isinstance(value, Mapping | list | tuple | collections.deque)
 
 
@@ -170,8 +188,8 @@ def child_names(container: Any, path: Path) -> dict[str, Any]:
     """Return the children of a dict, list, tuple or deque by escaped name, sorted.
 
     Raises:
-      ArgumentTypeError: a key that is no str or int.
-      ArgumentError: strings and integers as keys of one dict.
+      ArgumentTypeError: a key that is neither str nor int.
+      ArgumentError: both str and int keys in one dict.
     """
     if not isinstance(container, Mapping):
         return {str(i): child for i, child in enumerate(container)}
@@ -185,7 +203,7 @@ def child_names(container: Any, path: Path) -> dict[str, Any]:
 
 
 def group_kind(container: Any) -> str:
-    """Return the kind of the group that a container becomes."""
+    """Return the kind of group that stores a container."""
     if isinstance(container, Mapping):
         is_int = bool(container) and type(next(iter(container))) is int
         return "dict of int" if is_int else "dict"
@@ -193,9 +211,9 @@ def group_kind(container: Any) -> str:
 
 
 def container_type(container: Any, path: Path) -> ContainerType | None:
-    """Return what a container is besides a dict, list or tuple; None if nothing.
+    """Return the type of a container; None for dict, list and tuple.
 
-    Of subclasses only those of the standard library are known, and namedtuples.
+    Supported subclasses: those of `collections`, and namedtuples.
     """
     if isinstance(container, tuple):
         fields = getattr(container, "_fields", None)
@@ -208,14 +226,14 @@ def container_type(container: Any, path: Path) -> ContainerType | None:
         keys = tuple(as_name(key, path) for key in container)
         return ContainerType("OrderedDict", keys)
     if type(container) is collections.defaultdict:
-        known = [n for n, f in _FACTORIES.items() if f is container.default_factory]
+        known = [n for n, f in FACTORIES.items() if f is container.default_factory]
         return ContainerType("defaultdict", tuple(known))
     is_counter = type(container) is collections.Counter
     return ContainerType("Counter") if is_counter else None
 
 
 def require_depth(path: Path) -> None:
-    """Raise an ArgumentError where structures are too deep, or hold themselves."""
+    """Raise an ArgumentError if a nest is too deep, or contains itself."""
     if len(path) > DEEPEST:
         raise ArgumentError(
             f"{readable(path[:4])}... has more than {DEEPEST} levels; does it hold "
@@ -224,11 +242,11 @@ def require_depth(path: Path) -> None:
 
 
 def encode(value: Any, path: Path) -> Node:
-    """Return the node of a nest of arrays, numbers and text.
+    """Return the tree of a nest of arrays, numbers and text.
 
     Raises:
-      ArgumentTypeError: it holds anything else. (DTypeError: a dtype.)
-      ArgumentError: keys, names or depths that cannot be stored.
+      ArgumentTypeError: a value of another type. (DTypeError: a dtype.)
+      ArgumentError: a key, name or depth that cannot be stored.
     """
     require_depth(path)
     if not is_container(value):
@@ -260,13 +278,13 @@ def _encode_leaf(value: Any, path: Path) -> Leaf:
 
 
 def leaf_of_array(value: Any, path: Path) -> Leaf:
-    """Return the leaf of an array of any library, without a copy."""
+    """Return the leaf of an array of any library, without copying."""
     if isinstance(value, bool | int | float | complex | str | bytes | np.void):
         raise _unknown(value, path)  # subclasses, such as enumerations
     try:
-        mine = value.values[0] if isinstance(value, Mirrored) else value
-        is_plain = isinstance(mine, np.ndarray) and type(mine) is not np.ma.MaskedArray
-        array = np.asarray(mine) if is_plain else arrays.to_array(mine, readable(path))
+        own = value.values[0] if isinstance(value, Mirrored) else value
+        is_plain = isinstance(own, np.ndarray) and type(own) is not np.ma.MaskedArray
+        array = np.asarray(own) if is_plain else arrays.to_array(own, readable(path))
     except MpidistError as error:
         if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
             raise
@@ -298,163 +316,81 @@ def _encode_int(value: int) -> Leaf:
     return _bytes_leaf("int", f"{value:#x}".encode())
 
 
-def decode(node: Node, values: Mapping[int, Any], similar: Any = None) -> Any:
-    """Return the nest that a node was made of.
-
-    Args:
-      node: what `encode` returned, or a file holds.
-      values: the arrays of leaves that have none, by the id of the leaf.
-      similar: a nest whose namedtuples and defaultdicts are taken, where they fit; a
-        file has no code.
-
-    Raises:
-      ValueError, TypeError: it is damaged.
-    """
-    if isinstance(node, Leaf):
-        return decode_leaf(node, values)
-    names = list(node.children)
-    if node.type is not None and node.type.name == "OrderedDict":
-        names = list(node.type.details)
-        if sorted(names) != sorted(node.children):
-            raise ValueError("the order of keys is not that of the keys there are")
-    children = {}
-    for name in names:
-        beside = _similar_child(similar, node.kind, name)
-        children[name] = decode(node.children[name], values, beside)
-    if node.kind in ("list", "tuple"):
-        ordered = [children[str(i)] for i in range(len(children))]
-        return _sequence(node, ordered, similar)
-    if node.kind == "dict":
-        return _dict(
-            node, {unescape(n): child for n, child in children.items()}, similar
-        )
-    if node.kind == "dict of int":
-        return _dict(node, {int(n): child for n, child in children.items()}, similar)
-    raise ValueError(f"a group of kind {node.kind!r} is no nest")
+def nodes_below(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield every node that is no group, with its path."""
+    if not isinstance(node, Group):
+        yield path, node
+        return
+    for name, child in node.children.items():
+        yield from nodes_below(child, (*path, name))
 
 
-def _similar_child(similar: Any, kind: str, name: str) -> Any:
-    """Return the child of that name, or another one where there is none."""
-    is_dict = kind.startswith("dict")
-    if (
-        not similar
-        or not is_container(similar)
-        or is_dict != isinstance(similar, Mapping)
-    ):
-        return None
-    if not is_dict:
-        return similar[min(int(name), len(similar) - 1)]
-    key = unescape(name) if kind == "dict" else int(name)
-    return similar[key] if key in similar else next(iter(similar.values()))
+def leaves(node: Any, path: Path = ()) -> list[tuple[Path, Leaf]]:
+    """Return the leaves below a node, with their paths."""
+    return [(p, n) for p, n in nodes_below(node, path) if isinstance(n, Leaf)]
 
 
-def _dict(node: Group, children: dict[Any, Any], similar: Any) -> Any:
-    if node.type is None:
-        return children
-    if node.type.name == "OrderedDict":
-        return collections.OrderedDict(children)
-    if node.type.name == "Counter":
-        return collections.Counter(children)
-    factory = _FACTORIES.get(node.type.details[0]) if node.type.details else None
-    if isinstance(similar, collections.defaultdict):
-        factory = similar.default_factory
-    return collections.defaultdict(factory, children)
-
-
-def _sequence(node: Group, children: list[Any], similar: Any) -> Any:
-    if node.type is None:
-        return children if node.kind == "list" else tuple(children)
-    if node.type.name == "deque":
-        limit = int(node.type.details[0]) if node.type.details else None
-        return collections.deque(children, limit)
-    name, *fields = node.type.details
-    if len(fields) != len(children):
-        raise ValueError(f"a namedtuple {name!r} of {len(children)} fields")
-    if getattr(similar, "_fields", None) == (*fields,):
-        return type(similar)(*children)
-    return _namedtuple(name, *fields)(*children)
-
-
-@functools.lru_cache(maxsize=256)
-def _namedtuple(name: str, *fields: str) -> Any:
-    """Return a class like one that this program may not have.
-
-    `collections.namedtuple` takes nothing but identifiers.
-    """
-    made = collections.namedtuple(name, fields, rename=True)  # type: ignore[misc] # names are data
-    if made._fields != fields:
-        raise ValueError(f"{fields} cannot be the fields of a namedtuple")
-    return made
-
-
-def decode_leaf(leaf: Leaf, values: Mapping[int, Any]) -> Any:
-    """Return the array, number or text that a leaf was made of."""
-    array = values.get(id(leaf), leaf.array)
-    if leaf.kind == "None":
-        return None
-    if leaf.kind == "array":
-        return array
-    if leaf.kind == "array scalar":
-        return array[()]
-    if leaf.kind in ("bytes", "np.bytes_"):
-        data = array.tobytes()
-        return data if leaf.kind == "bytes" else np.bytes_(data)
-    if leaf.kind in ("str", "np.str_"):
-        text = array.tobytes().decode("utf-8", "surrogatepass")
-        return text if leaf.kind == "str" else np.str_(text)
-    if leaf.kind == "int" and leaf.dtype == np.uint8:
-        return int(array.tobytes().decode("ascii"), 16)
-    if leaf.kind not in SCALARS or leaf.shape:
-        raise ValueError(f"a leaf of kind {leaf.kind!r} and shape {leaf.shape}")
-    return array.item()
-
-
-def leaves(node: Node, path: Path = ()) -> list[tuple[Path, Leaf]]:
-    """Return all leaves below a node, with their paths."""
-    if isinstance(node, Leaf):
-        return [(path, node)]
-    return [
-        found
+def replace_nodes(node: Any, others: Mapping[Path, Any], path: Path = ()) -> Any:
+    """Return a tree with other nodes at some paths."""
+    if path in others:
+        return others[path]
+    if not isinstance(node, Group):
+        return node
+    children = {
+        name: replace_nodes(child, others, (*path, name))
         for name, child in node.children.items()
-        for found in leaves(child, (*path, name))
-    ]
+    }
+    return dataclasses.replace(node, children=children)
 
 
-Path = tuple[str, ...]  # the escaped names from the root on
+def tree_of_nodes(nodes: Mapping[Path, Any]) -> Group:
+    """Return a tree of dicts with these nodes and nothing else."""
+    root = Group("dict", {})
+    for path, node in nodes.items():
+        group = root
+        for name in path[:-1]:
+            below = group.children.setdefault(name, Group("dict", {}))
+            assert isinstance(below, Group)
+            group = below
+        group.children[path[-1]] = node
+    return root
 
-# HDF5 takes "/" for the next group, and cannot have the others
+
+Path = tuple[str, ...]  # escaped names, from the root
+
+# "/" separates groups; HDF5 cannot store the others
 _SPECIAL = re.compile(r"[%/\0\ud800-\udfff]")
 _LONGEST = 1000
 
 
 def escape(name: str) -> str:
-    """Return a key of a dict as HDF5 may name it: unchanged, but for odd ones.
+    """Return a dict key as a valid HDF5 name, unchanged if possible.
 
     Raises:
-      ArgumentError: it is longer than 1000 characters.
+      ArgumentError: longer than 1000 characters.
     """
     if len(name) > _LONGEST:
         raise ArgumentError(
             f"the name {name[:40]!r}... has {len(name)} characters, more than "
             f"{_LONGEST}; shorten it"
         )
-    if not name.strip("."):  # HDF5 leaves out "" and "."
+    if not name.strip("."):  # HDF5 ignores "" and "." in paths
         return "%" + "2E" * bool(name) + name[1:]
     return _SPECIAL.sub(lambda match: _percent(match[0]), name)
 
 
 def unescape(name: str) -> str:
-    """Return the key that `escape` made a name of."""
+    """Undo `escape`."""
     if name == "%":
         return ""
     return urllib.parse.unquote(name, errors="surrogatepass")
 
 
 def as_name(key: Any, path: Path) -> str:
-    """Return the name of one key of the dict at `path`.
+    """Return the name for a key of the dict at `path`.
 
     Raises:
-      ArgumentTypeError: it is neither a str nor an int.
+      ArgumentTypeError: neither a str nor an int.
     """
     if type(key) is str:
         return escape(key)
@@ -466,10 +402,98 @@ def as_name(key: Any, path: Path) -> str:
 
 
 def readable(path: Path) -> str:
-    """Return a path as messages show it."""
+    """Return a path as shown in messages."""
     return repr("/".join(map(unescape, path)))
 
 
 def _percent(character: str) -> str:
     data = character.encode("utf-8", "surrogatepass")
     return "".join(f"%{byte:02X}" for byte in data)
+
+
+_NUMPY_TEXT = re.compile(r"[<>|=][mMU]\d+(\[\w+\])?")
+_ML_TEXT = re.compile(r"bfloat16|float\w+|u?int[1-4]")
+Shape = tuple[int, ...]
+
+
+def is_native(dtype: np.dtype[Any]) -> bool:
+    """Return whether HDF5 returns the same dtype, apart from metadata."""
+    with contextlib.suppress(TypeError, ValueError, KeyError):
+        found = h5py.h5t.py_create(dtype, logical=True).dtype
+        return bool(found == dtype) and dtype.itemsize > 0
+    return False
+
+
+def stored_as(
+    dtype: np.dtype[Any], shape: Shape, name: str
+) -> tuple[np.dtype[Any], Shape]:
+    """Return the dtype and shape with which HDF5 stores the bytes of an array.
+
+    Raises:
+      DTypeError: the dtype cannot be stored. `name` is for the message.
+    """
+    if dtype.hasobject:
+        raise DTypeError(
+            f"{name} has dtype {dtype}, with Python objects; a checkpoint holds no "
+            "pickles, so an array of numbers is needed"
+        )
+    if dtype.names is None and dtype.kind in "mM":
+        return np.dtype("i8").newbyteorder(dtype.byteorder), shape
+    if dtype.kind == "U" and dtype.itemsize:
+        order = dtype.byteorder
+        return np.dtype("u4").newbyteorder(order), (*shape, dtype.itemsize // 4)
+    if is_native(dtype):
+        return dtype, shape
+    if dtype.names is None and dtype.itemsize in (1, 2) and _is_ml(dtype):
+        return np.dtype(f"u{dtype.itemsize}"), shape
+    raise DTypeError(
+        f"{name} has dtype {dtype}, which HDF5 does not have; convert it first"
+    )
+
+
+def dtype_text(dtype: np.dtype[Any]) -> str | None:
+    """Return the text for `original_dtype`; None for HDF5's own dtypes."""
+    if dtype.names is None and dtype.kind in "mMU":
+        return str(dtype.str)
+    return None if is_native(dtype) else str(dtype.name)
+
+
+def original_dtype(
+    text: str, stored: np.dtype[Any], shape: Shape
+) -> tuple[np.dtype[Any], Shape]:
+    """Return dtype and shape of an array that is stored as integers.
+
+    Raises:
+      ValueError: an unknown dtype, or one that does not match the stored one.
+    """
+    if _NUMPY_TEXT.fullmatch(text):
+        dtype = np.dtype(text)
+    elif _ML_TEXT.fullmatch(text):
+        dtype = _ml_dtype(text)
+    else:
+        raise ValueError(f"there is no dtype {text!r}")
+    if stored_as(dtype, (), "")[0] != stored:
+        raise ValueError(f"dtype {text!r} is not stored as {stored}")
+    if dtype.kind != "U":
+        return dtype, shape
+    if not shape or shape[-1] != dtype.itemsize // 4:
+        raise ValueError(f"dtype {text!r} is not stored in shape {shape}")
+    return dtype, shape[:-1]
+
+
+def _is_ml(dtype: np.dtype[Any]) -> bool:
+    with contextlib.suppress(ValueError):
+        return _ml_dtype(dtype.name) == dtype
+    return False
+
+
+def _ml_dtype(name: str) -> np.dtype[Any]:
+    """Return a dtype of the package ml_dtypes, such as bfloat16."""
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise ValueError(f"dtype {name!r} needs pip install ml_dtypes") from None
+    found = getattr(ml_dtypes, name, None)
+    if not isinstance(found, type) or not issubclass(found, np.generic):
+        raise ValueError(f"there is no dtype {name!r}")
+    return np.dtype(found)

@@ -12,7 +12,6 @@ Nothing here communicates. A state is a dict of
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from mpidist.data.iterable import Stream
 from mpidist.data.map_dataset import Pass, Pipeline
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.util import validation
+from mpidist.util.hashing import hash62
 
 __all__ = ["Origin", "Passes", "make_state", "read_state"]
 
@@ -74,8 +74,8 @@ class Origin(NamedTuple):
             _EACH_READS_ALL if each_reads_all else 0,
             pipeline.batch_size or 0,
             pipeline.cardinality,
-            _hash(pipeline.describe_source()),
-            _hash(pipeline.describe()),
+            hash62(pipeline.describe_source()),
+            hash62(pipeline.describe()),
         )
 
     @classmethod
@@ -90,8 +90,8 @@ class Origin(NamedTuple):
             len(origins),
             sum(o.batch_size for o in origins),
             cardinality,
-            _hash(repr([o.source for o in origins])),
-            _hash(repr([o.dataset for o in origins])),
+            hash62(repr([o.source for o in origins])),
+            hash62(repr([o.dataset for o in origins])),
         )
 
 
@@ -204,9 +204,3 @@ def _division(origin: Origin) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
-
-
-def _hash(text: str) -> int:
-    """Return 62 bits that are the same in every process and version for one text."""
-    hashed = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(hashed, "big") >> 2

@@ -1,9 +1,10 @@
-"""Hdf5Writer: every rank writes its rows to a file of its own, under one index."""
+"""Hdf5Writer: every rank writes its rows to its own file; an index joins them."""
 
 from __future__ import annotations
 
 import functools
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,18 +12,13 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from mpidist.comm.consensus.calls import Call
-from mpidist.data.hdf5.virtual import (
-    remove_output,
-    require_no_output,
-    shard_path,
-    write_index,
-)
-from mpidist.data.hdf5.written_rows import (
-    Field,
-    Shard,
-    Storage,
+from mpidist.data.hdf5.shard_writer import (
+    FieldSpec,
+    ShardWriter,
+    StorageOptions,
     clean_name,
     common_fields,
+    write_vds,
 )
 from mpidist.errors import (
     ArgumentError,
@@ -33,7 +29,12 @@ from mpidist.errors import (
 )
 from mpidist.strategy.strategy import Strategy
 from mpidist.util import validation
-from mpidist.util.files import Unfinished, sync_folder
+from mpidist.util.files import (
+    SHARD_PATTERN,
+    AtomicHdf5File,
+    shard_name,
+    sync_directory,
+)
 
 __all__ = ["Hdf5Writer"]
 
@@ -45,48 +46,47 @@ _VISIBLE_SECONDS = 10.0
 
 
 class _Part(NamedTuple):
-    """What one rank wrote."""
+    """Name, number of rows and fields of the file of one rank."""
 
     name: str
     rows: int
-    fields: tuple[Field, ...] | None
+    fields: tuple[FieldSpec, ...] | None
 
 
 class Hdf5Writer:
     """Writes the rows of all ranks as HDF5 datasets. Collective to make and to close.
 
-    Rank 3 of 16 writes `features-00003-of-00016.h5`, and `features.h5` is an index: to
-    h5py and to every other HDF5 program it has datasets with the rows of all ranks, in
-    the order of the ranks. The files belong together; their folder may be moved. A rank
+    Rank 3 of 16 writes `features-00003-of-00016.h5`, and `features.h5` is an index: its
+    virtual datasets show h5py and every other HDF5 program the rows of all ranks, in
+    the order of the ranks. Keep the files together; the directory may be moved. A rank
     without rows has no file. `Dataset.from_hdf5` reads the index, or the pattern
     `"features-*-of-*.h5"`.
 
-    Use it in a `with` block, and leave the block on all ranks together. The index
-    appears last, when all rows of all ranks are on the disk. If a rank leaves the block
-    by an exception, all ranks raise, and nothing is left. Of a job that is killed only
-    files `*.tmp` are left, and in the last moment complete files without an index.
+    Use it in a `with` block, which all ranks leave together. The index appears last,
+    when the rows of all ranks are on the disk. If a rank leaves the block by an
+    exception, all ranks raise, and no file is left. A killed job leaves `*.tmp` files,
+    or, at the very end, complete files without an index.
 
-    The ranks need one folder that all of them see. No parallel HDF5 is needed, and no
-    file locks are taken.
+    All ranks must see the same directory. Neither parallel HDF5 nor file locks are
+    needed.
 
     Args:
       strategy: whose ranks write.
-      path: the index file; the same on all ranks. Its folder must exist.
-      dataset: the dataset of rows that are appended as a bare array.
+      path: the index file; the same on all ranks. Its directory must exist.
+      dataset: name of the dataset of rows that are appended as a bare array.
       chunk_rows: rows of a chunk of each dataset; by default about 1 MiB of them. Rows
-        wait in memory until they fill a chunk (or 1 MiB).
+        are buffered until they fill a chunk (or 1 MiB).
       compression: None or "gzip".
       compression_level: 0..9 for gzip; None for h5py's default.
-      shuffle: whether bytes are reordered first, which helps compression.
-      overwrite: whether to put the new files in the place of an index and shards that
-        exist. They stay until all new rows are on the disk; then the old index goes
-        first.
+      shuffle: whether to reorder bytes first, which helps compression.
+      overwrite: whether to replace an existing index and its shards. They stay until
+        all new rows are on the disk; then the old index is removed first.
 
     Raises, on all ranks:
       ArgumentError: an option; or the files exist, and `overwrite` is False.
       ArgumentTypeError: no strategy or no path.
       MismatchError: the arguments differ between ranks.
-      DataError: the folder is missing, cannot be written to, or is not shared.
+      DataError: the directory is missing, not writable, or not shared.
 
     Example:
       >>> x = np.full((2, 3), strategy.extended.replica_id)
@@ -116,13 +116,15 @@ class Hdf5Writer:
             )
         self._extended = strategy.extended
         self._extended.topology.require_open()
-        self._shard: Shard | None = None
-        self._index: Unfinished | None = None
+        self._shard: ShardWriter | None = None
+        self._index: AtomicHdf5File | None = None
         self._closed = False
 
-        def check() -> tuple[Path, str, Storage]:
+        def check() -> tuple[Path, str, StorageOptions]:
             self._overwrite = validation.switch("overwrite", overwrite)
-            storage = Storage(chunk_rows, compression, compression_level, shuffle)
+            storage = StorageOptions(
+                chunk_rows, compression, compression_level, shuffle
+            )
             return _check_path(path), clean_name(dataset), storage
 
         agreement = self._extended.agreement
@@ -136,9 +138,9 @@ class Hdf5Writer:
         self._or_discard(lambda: self._create(storage))
 
     def append(self, rows: Any) -> None:
-        """Add rows after those that this rank appended before. Not collective.
+        """Append rows of this rank. Not collective.
 
-        Each rank appends when and as often as it likes, zero rows too. The first append
+        Each rank may append any number of times, zero rows included. The first append
         fixes the datasets, their dtypes and the shapes of their rows, which must be the
         same on all ranks; `close` compares them.
 
@@ -149,11 +151,11 @@ class Hdf5Writer:
             this replica's component is taken. They are written, or copied, at once.
             Big-endian ones are stored in native byte order.
 
-        Raises, on this rank (and, as it leaves the `with` block, on the others):
+        Raises, on this rank (and, at the end of the `with` block, on the others):
           ArgumentError: unequal numbers of rows; other names, dtypes or shapes than
             before; a name that HDF5 cannot have. Nothing is added.
           ArgumentTypeError: not an array.
-          DTypeError: a dtype that HDF5 has not (bfloat16, str, dates, objects).
+          DTypeError: a dtype that HDF5 lacks (bfloat16, str, dates, objects).
           DataError: the rows cannot be written. The writer cannot go on.
           ContextError: the writer was closed.
         """
@@ -163,14 +165,14 @@ class Hdf5Writer:
         self._shard.append(rows if is_mapping else {self._dataset: rows})
 
     def close(self) -> None:
-        """Complete the files and write the index. Collective; the second does nothing.
+        """Complete the files and write the index. Collective.
 
-        Leaving the `with` block calls it.
+        The end of the `with` block calls it. A second call does nothing.
 
         Raises, on all ranks, and removes what was written:
-          MismatchError: the ranks appended unlike datasets.
+          MismatchError: the ranks appended different datasets.
           DataError: no rank appended anything; or files cannot be written or renamed.
-          ArgumentError: the files have come into existence, and `overwrite` is False.
+          ArgumentError: the files exist by now, and `overwrite` is False.
         """
         if not self._closed:
             self._closed = True
@@ -198,13 +200,13 @@ class Hdf5Writer:
         else:
             self.close()
 
-    def _create(self, storage: Storage) -> None:
-        """Create this rank's file, and let rank 0 see that the folder is shared."""
+    def _create(self, storage: StorageOptions) -> None:
+        """Create this rank's file; check on rank 0 that the directory is shared."""
         extended = self._extended
-        path = shard_path(self._path, extended.replica_id, extended.num_replicas)
+        path = _shard_path(self._path, extended.replica_id, extended.num_replicas)
 
         def create() -> str:
-            self._shard = Shard(path, storage)
+            self._shard = ShardWriter(path, storage)
             return self._shard.temporary.name
 
         name = extended.agreement.prepare(_OPEN, create)
@@ -228,13 +230,13 @@ class Hdf5Writer:
         self._shard.finish()
         return _Part(self._shard.path.name, self._shard.rows, self._shard.fields)
 
-    def _write_index(self, parts: Sequence[_Part], fields: Sequence[Field]) -> None:
-        """Write the index under a temporary name, and remove what is in its place."""
+    def _write_index(self, parts: Sequence[_Part], fields: Sequence[FieldSpec]) -> None:
+        """Write the index under a temporary name, and remove earlier output."""
         shards = [(part.name, part.rows) for part in parts if part.rows]
-        self._index = write_index(self._path, fields, shards)
-        # No rank renames its file before this
+        self._index = write_vds(self._path, fields, shards)
+        # No rank publishes its shard before this
         self._require_free()
-        remove_output(self._path)
+        _remove_output(self._path)
 
     def _publish(self) -> None:
         assert self._shard is not None
@@ -242,19 +244,19 @@ class Hdf5Writer:
         try:
             self._extended.together(call, self._shard.publish)
         except MpidistError:
-            # All ranks know, so there will be no index
+            # The error was raised on all ranks, so there will be no index
             self._shard.withdraw()
             raise
 
     def _publish_index(self) -> None:
         assert self._index is not None
-        sync_folder(self._path.parent)
+        sync_directory(self._path.parent)
         self._index.publish()
-        sync_folder(self._path.parent)
+        sync_directory(self._path.parent)
 
     def _require_free(self) -> None:
         if not self._overwrite:
-            require_no_output(self._path)
+            _require_no_output(self._path)
 
     def _checked(self, fn: Callable[[], T]) -> Callable[[], T]:
         def checked() -> T:
@@ -273,7 +275,7 @@ class Hdf5Writer:
             raise
 
     def _discard(self) -> None:
-        """Remove what has no name yet. Not collective."""
+        """Remove unpublished files. Not collective."""
         self._closed = True
         if self._shard is not None:
             self._shard.discard()
@@ -284,22 +286,58 @@ class Hdf5Writer:
 def _check_path(path: str | os.PathLike[str]) -> Path:
     checked = Path(validation.path("path", path))
     try:
-        is_folder = checked.is_dir()
-    except OSError as error:  # such as of a name that is too long
+        is_directory = checked.is_dir()
+    except OSError as error:  # such as a name that is too long
         raise DataError(f"path cannot be used: {error}") from None
-    if not checked.name or is_folder:
+    if not checked.name or is_directory:
         raise ArgumentError(f"path must name a file, not {str(path)!r}")
     return checked
 
 
-def _require_visible(folder: Path, names: Sequence[str]) -> None:
-    """Raise if this rank does not see the files of all ranks, by rank, in `folder`."""
+def _require_visible(directory: Path, names: Sequence[str]) -> None:
+    """Raise unless this rank sees the files of all ranks in the directory."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
     for rank, name in enumerate(names):
-        while not (folder / name).exists():
+        while not (directory / name).exists():
             if time.monotonic() > deadline:
                 raise DataError(
-                    f"{folder}: rank 0 does not see {name}, which rank {rank} wrote; "
-                    "all ranks need one folder on a file system that their nodes share"
+                    f"{directory}: rank 0 does not see {name}, which rank {rank} "
+                    "wrote; all ranks need one directory on a file system that their "
+                    "nodes share"
                 )
             time.sleep(0.01)
+
+
+def _shard_path(index: Path, rank: int, size: int) -> Path:
+    """Return the path of one rank's file beside an index."""
+    return index.with_name(shard_name(index.stem, rank, size, index.suffix))
+
+
+def _find_output(index: Path) -> list[Path]:
+    """Return the existing index and shards, of any number of ranks."""
+    pattern = re.compile(
+        re.escape(index.stem) + SHARD_PATTERN + re.escape(index.suffix)
+    )
+    names = set(os.listdir(index.parent))
+    shards = sorted(name for name in names if pattern.fullmatch(name))
+    found = [index.name] if index.name in names else []
+    return [index.with_name(name) for name in found + shards]
+
+
+def _require_no_output(index: Path) -> None:
+    """Raise an ArgumentError if the index or a shard of it exists."""
+    names = [path.name for path in _find_output(index)]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ArgumentError(
+            f"{index}: there are files of this name already: {', '.join(names[:3])}"
+            f"{more}; remove them, write to another path, or pass overwrite=True"
+        )
+
+
+def _remove_output(index: Path) -> None:
+    """Remove an existing index, then its shards."""
+    for path in _find_output(index):
+        path.unlink(missing_ok=True)
+        if path == index:
+            sync_directory(index.parent)

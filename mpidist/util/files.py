@@ -1,6 +1,7 @@
-"""Opening files that must be regular ones: opening anything else may block or act.
+"""Open regular files only, and create files atomically.
 
-Opening a FIFO waits for a writer, and opening a device may do things to it.
+Opening a FIFO blocks until there is a writer, and opening a device can change its
+state, so files that users name are checked first.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -16,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "NewFile",
-    "Unfinished",
+    "SHARD_PATTERN",
+    "AtomicFile",
+    "AtomicHdf5File",
+    "is_abandoned",
     "open_regular",
     "replace_file",
     "require_regular",
-    "sync_folder",
+    "shard_name",
+    "sync_directory",
 ]
-
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -34,30 +38,30 @@ _KINDS = {
 
 
 def require_regular(path: str | os.PathLike[str]) -> None:
-    """Raise unless a path leads to a regular file, after following links.
+    """Raise unless `path`, after following links, is a regular file.
 
     Raises:
-      OSError: there is none, or it is something else; the message names it.
+      OSError: it does not exist, or is of another type, which the message names.
     """
     _require_mode(os.stat(path).st_mode, path)
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of a regular file, which is not inherited.
+    """Open a regular file; return a descriptor that child processes do not inherit.
 
     Args:
-      path: to an existing file.
-      flags: of `os.open`; neither O_CREAT nor O_TRUNC.
+      path: of an existing file.
+      flags: of `os.open`, without O_CREAT and O_TRUNC.
 
     Raises:
-      OSError: it cannot be opened, or is no regular file; the message names it.
+      OSError: it cannot be opened, or is not a regular file; the message names it.
     """
     require_regular(path)
     flags |= os.O_CLOEXEC
     try:
-        # Without waiting, in case the path leads to a FIFO by now
+        # Do not block if the path has become a FIFO since the check
         descriptor = os.open(path, flags | os.O_NONBLOCK)
-    except BlockingIOError:  # another process must give back its lease first
+    except BlockingIOError:  # wait until another process releases its lease
         descriptor = os.open(path, flags)
     try:
         _require_mode(os.fstat(descriptor).st_mode, path)
@@ -78,15 +82,20 @@ def _require_mode(mode: int, path: str | os.PathLike[str]) -> None:
         )
 
 
-class NewFile(io.FileIO):
-    """A new file under a temporary name in the folder of `path`, until `publish`.
+# After the final name, which may have dots as the host may
+_TEMPORARY = r"\.(?P<host>.+)\.(?P<process>\d+)\.\d+\.tmp"
 
-    The temporary name holds the host, the process and a random number. The file is
-    created exclusively, so nothing that lies under that name is followed or
-    overwritten, whoever put it there. Its permissions are those of any new file.
+
+class AtomicFile(io.FileIO):
+    """A new file that appears at `path` only once it is complete.
+
+    Until `publish` it has a temporary name in the same directory, of the host, the
+    process and a random number. It is created exclusively: a file or link that exists
+    under that name is neither followed nor overwritten. Its permissions are those of
+    any new file.
 
     Raises:
-      OSError: the folder is not there, or cannot be written to.
+      OSError: the directory does not exist, or is not writable.
     """
 
     def __init__(self, path: Path):
@@ -106,30 +115,30 @@ class NewFile(io.FileIO):
         return size
 
     def complete(self) -> None:
-        """Bring everything to the disk, and close the file.
+        """Flush the file to the disk and close it.
 
         Raises:
-          OSError: something could not be written.
+          OSError: a write failed.
         """
         os.fsync(self.fileno())
         self.close()
 
     def publish(self) -> None:
-        """Give the complete file its name, in place of one that had it before.
+        """Rename the complete file to `path`, replacing a file of that name.
 
-        The name is on the disk once `sync_folder` was called.
+        The new name is durable after `sync_directory`.
         """
         self.temporary.replace(self.path)
         self._is_published = True
 
     def withdraw(self) -> None:
-        """Remove the file if it was published, as far as that is possible."""
+        """Remove the file if it was published; errors are ignored."""
         if self._is_published:
             with contextlib.suppress(OSError):
                 self.path.unlink()
 
     def discard(self) -> None:
-        """Close the file; remove it unless it was published, as far as possible."""
+        """Close the file; remove it unless it was published. Errors are ignored."""
         with contextlib.suppress(OSError):
             self.close()
         if self._is_owned() and not self._is_published:
@@ -137,52 +146,20 @@ class NewFile(io.FileIO):
                 self.temporary.unlink()
 
     def _is_owned(self) -> bool:
-        """Return whether this process, and not a parent of it, made the file."""
+        """Return whether this process, not its parent, created the file."""
         return os.getpid() == self._owner
 
 
-@contextlib.contextmanager
-def replace_file(path: Path) -> Iterator[NewFile]:
-    """Give a file to write, which is published at the end of the block.
+class AtomicHdf5File(AtomicFile):
+    """An `AtomicFile` for `h5py.File`, whose writes do not raise.
 
-    If the block, or writing, fails, nothing is left and `path` is as it was.
-
-    Raises:
-      OSError: the file cannot be written.
-    """
-    file = NewFile(path)
-    try:
-        yield file
-        file.complete()
-        file.publish()
-        sync_folder(path.parent)
-    except BaseException:
-        file.discard()
-        raise
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where the file system has that."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-class Unfinished(NewFile):
-    """A new file for `h5py.File`, whose writes do not raise.
-
-    HDF5 cannot close a file after a write that failed, and brings the process down when
-    that ends. The first error is kept for `require_sound`, and nothing is written after
-    it. In a forked process nothing is written at all. HDF5 takes no locks on such a
-    file, which fail on many network file systems.
+    HDF5 cannot close a file after a failed write, and crashes the process at exit. So
+    the first error is kept for `require_sound`, and later writes are skipped. A forked
+    child writes nothing. HDF5 takes no locks on such a file; they fail on many network
+    file systems.
 
     Raises:
-      OSError: the folder is not there, or cannot be written to.
+      OSError: the directory does not exist, or is not writable.
     """
 
     def __init__(self, path: Path):
@@ -209,10 +186,10 @@ class Unfinished(NewFile):
             raise self._error
 
     def complete(self) -> None:
-        """Bring everything to the disk, and close the file.
+        """Flush the file to the disk and close it.
 
         Raises:
-          OSError: something could not be written, now or before.
+          OSError: this, or an earlier write, failed.
         """
         with self._keep_error():
             super().complete()
@@ -228,3 +205,70 @@ class Unfinished(NewFile):
             yield
         except OSError as error:
             self._error = self._error or error
+
+
+@contextlib.contextmanager
+def replace_file(path: Path) -> Iterator[AtomicFile]:
+    """Yield a file to write; publish it, durably, at the end of the block.
+
+    If the block or a write fails, nothing is left and `path` is unchanged.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    file = AtomicFile(path)
+    try:
+        yield file
+        file.complete()
+        file.publish()
+        sync_directory(path.parent)
+    except BaseException:
+        file.discard()
+        raise
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush the names in a directory to the disk, if the file system can do that."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def is_abandoned(name: str, published: str) -> bool:
+    """Return whether no process of this host writes an `AtomicFile` of that name.
+
+    Processes of other hosts cannot be seen: theirs count as abandoned.
+
+    Args:
+      name: of a file.
+      published: a regular expression, which the name after `publish` must match.
+    """
+    match = re.fullmatch(f"(?:{published}){_TEMPORARY}", name)
+    if match is None:
+        return False
+    is_here = match["host"] == os.uname().nodename
+    return not is_here or not _is_running(int(match["process"]))
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+# What `shard_name` adds to the stem
+SHARD_PATTERN = r"-\d{5,}-of-\d{5,}"
+
+
+def shard_name(stem: str, rank: int, ranks: int, suffix: str) -> str:
+    """Return the name of one rank's file of an output that `ranks` ranks write."""
+    return f"{stem}-{rank:05}-of-{ranks:05}{suffix}"

@@ -15,11 +15,10 @@ from mpi4py import MPI
 import mpidist
 from mpidist import CheckpointError
 from mpidist.checkpoint import format as headers
-from mpidist.checkpoint.format import Header, Image, Shard
-from mpidist.checkpoint.layout import lay_out
-from mpidist.checkpoint.reading import read_tree
-from mpidist.checkpoint.save import _write
-from mpidist.checkpoint.tree import decode, encode
+from mpidist.checkpoint.format import Header, InMemoryFile, Shard
+from mpidist.checkpoint.layout import lay_out, write_file
+from mpidist.checkpoint.reading import decode, read_tree
+from mpidist.checkpoint.tree import encode
 
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=list(HealthCheck)
@@ -263,7 +262,7 @@ NESTS = st.recursive(
 def test_any_nest_comes_back(tmp_path, nest):
     path = tmp_path / "nest.h5"
     tree = encode({"nest": nest, "array": np.arange(20_000)}, ())
-    _write(path, tree, {}, lambda *found: Header(1, *found))
+    write_file(path, tree, {}, lambda *found: Header(1, *found))
     found = read_tree(path)
     (array,) = [leaf for leaf in found.children.values() if hasattr(leaf, "pieces")][:1]
     assert array.shape == (20_000,)
@@ -301,7 +300,7 @@ def test_any_arrays_come_back(tmp_path, kinds, random):
         made = np.frombuffer(data, dtype) if size else np.empty(0, dtype)
         held.append(made.reshape(shape))
     path = tmp_path / "arrays.h5"
-    _write(path, encode(held, ()), {}, lambda *found: Header(1, *found))
+    write_file(path, encode(held, ()), {}, lambda *found: Header(1, *found))
     found = decode(read_tree(path), {})
     assert [x.dtype for x in found] == [x.dtype for x in held]
     for x, y in zip(found, held, strict=True):
@@ -310,7 +309,7 @@ def test_any_arrays_come_back(tmp_path, kinds, random):
 
 def test_an_image_is_a_file_with_holes():
     rng = np.random.default_rng(0)
-    image, expected = Image(), bytearray(5000)
+    image, expected = InMemoryFile(), bytearray(5000)
     for _ in range(300):
         offset, size = int(rng.integers(0, 4000)), int(rng.integers(1, 900))
         data = rng.bytes(size)

@@ -17,8 +17,8 @@ import mpidist
 from mpidist import CheckpointError
 from mpidist.checkpoint import format as headers
 from mpidist.checkpoint import layout
-from mpidist.checkpoint.format import Header
-from mpidist.checkpoint.reading import read_header, read_tree
+from mpidist.checkpoint.format import Header, read_header
+from mpidist.checkpoint.reading import read_tree
 
 GIANT = 12 << 30
 

@@ -14,17 +14,17 @@ from mpi4py import MPI
 
 import mpidist
 from mpidist import CheckpointError
-from mpidist.checkpoint import files
+from mpidist.checkpoint import directory as directories
 
 # What another job does: restore, then save in some way; each rank prints its error
 JOB = """
 import errno, fcntl, os, signal, sys
 import numpy as np
 import mpidist
-from mpidist.checkpoint import files
+from mpidist.checkpoint import directory as directories
 
 folder, how, *rest = sys.argv[1:]
-files._PATIENCE_SECONDS = 0.0
+directories._PATIENCE_SECONDS = 0.0
 if "no locks" in rest:
     def fail(*arguments):
         raise OSError(errno.ENOLCK, "no locks here")
@@ -79,7 +79,7 @@ def require(manager, value):
 @pytest.fixture
 def impatient(monkeypatch):
     """Nobody waits for a job that may be about to end."""
-    monkeypatch.setattr(files, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(directories, "_PATIENCE_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,12 @@ def test_a_second_job_restores_but_does_not_save(
     comm.Barrier()
     ended = mpirun(2, JOB, str(mpi_tmp_path), how)
     assert ended.returncode == 0, ended.stderr
-    first = comm.bcast(files.JOB)
+    first = comm.bcast(directories.JOB)
     for rank in range(2):
         assert f"[{rank}: " in ended.stdout
-    assert ended.stdout.count(f"in this folder: {first}. It has saved ckpt-2.h5") == 2
+    assert (
+        ended.stdout.count(f"in this directory: {first}. It has saved ckpt-2.h5") == 2
+    )
     assert os.uname().nodename in first
     assert {p.name: p.read_bytes() for p in mpi_tmp_path.iterdir()} == before
     comm.Barrier()
@@ -173,14 +175,14 @@ def test_a_job_that_was_started_again_waits_for_the_old_one(
     """The old job ends while the new one looks whether it has."""
     manager = make(strategy, mpi_tmp_path)
     path = save(manager, 1)
-    files.release(id(manager.checkpoint.saver))
+    directories.release(id(manager.checkpoint.saver))
     comm.Barrier()
     looks = []
     if comm.rank == 0:
         old = os.open(path, os.O_RDONLY)
-        assert files.lock(old)
+        assert directories.lock(old)
 
-        is_locked = files.is_locked
+        is_locked = directories.is_locked
 
         def look(path):
             looks.append(path)
@@ -188,7 +190,7 @@ def test_a_job_that_was_started_again_waits_for_the_old_one(
                 os.close(old)
             return is_locked(path)
 
-        monkeypatch.setattr(files, "is_locked", look)
+        monkeypatch.setattr(directories, "is_locked", look)
     save(manager, 2)
     assert len(looks) == (3 if comm.rank == 0 else 0)
     require(manager, 2)
@@ -231,7 +233,7 @@ def test_a_manager_leaves_files_that_a_running_job_writes(strategy, comm, mpi_tm
             path = mpi_tmp_path / name
             path.write_bytes(b"")
             descriptors.append(os.open(path, os.O_RDONLY))
-            assert files.lock(descriptors[-1])
+            assert directories.lock(descriptors[-1])
     comm.Barrier()
     manager = make(strategy, mpi_tmp_path)
     save(manager, 1)

@@ -13,9 +13,8 @@ from mpidist import CheckpointError
 from mpidist import VariableAggregation as Aggregation
 from mpidist import VariableSynchronization as Synchronization
 from mpidist.checkpoint import save
-from mpidist.checkpoint.layout import boxes
-from mpidist.checkpoint.partition import cut, shard_count
-from mpidist.util.files import NewFile
+from mpidist.checkpoint.layout import boxes, cut, shard_count
+from mpidist.util.files import AtomicFile
 
 LARGE = (3, 70_000, 2)  # of which shards get parts that are no whole rows
 SHARD = 1 << 20
@@ -194,9 +193,9 @@ def test_a_folder_that_is_not_shared_is_an_error(
     if comm.size == 1:
         pytest.skip("one rank writes no shards")
     monkeypatch.setattr(save, "VISIBLE_SECONDS", 0.1)
-    publish = NewFile.publish
+    publish = AtomicFile.publish
     if comm.rank == 1:  # as if it were on the disk of another node
-        monkeypatch.setattr(NewFile, "publish", NewFile.discard)
+        monkeypatch.setattr(AtomicFile, "publish", AtomicFile.discard)
     for is_background in (False, True):
         checkpoint = mpidist.Checkpoint(strategy=strategy, shard_bytes=SHARD, w=large())
         manager = mpidist.CheckpointManager(
@@ -208,7 +207,7 @@ def test_a_folder_that_is_not_shared_is_an_error(
         comm.Barrier()
         assert not list(mpi_tmp_path.iterdir())
         comm.Barrier()
-    monkeypatch.setattr(NewFile, "publish", publish)
+    monkeypatch.setattr(AtomicFile, "publish", publish)
     manager.save()
     manager.wait()
     assert manager.latest_checkpoint is not None

@@ -14,9 +14,9 @@ import pytest
 
 import mpidist
 from mpidist import Dataset, Hdf5Writer
-from mpidist.data.hdf5.written_rows import BLOCK_BYTES
+from mpidist.data.hdf5.shard_writer import BLOCK_BYTES
 from mpidist.device import binding
-from mpidist.util.files import Unfinished
+from mpidist.util.files import AtomicHdf5File
 
 
 @pytest.fixture
@@ -186,8 +186,8 @@ def test_row_shapes(comm, strategy, path, shape, options):
 @pytest.mark.parametrize("chunk_rows", [1, 3, 64, None])
 def test_rows_come_in_any_portions(comm, strategy, path, chunk_rows, monkeypatch):
     # Blocks of several chunks, of one, and of less
-    monkeypatch.setattr("mpidist.data.hdf5.written_rows.BLOCK_BYTES", 7 * 8)
-    monkeypatch.setattr("mpidist.data.hdf5.written_rows.BLOCK_BYTES", 7 * 8)
+    monkeypatch.setattr("mpidist.data.hdf5.shard_writer.BLOCK_BYTES", 7 * 8)
+    monkeypatch.setattr("mpidist.data.hdf5.shard_writer.BLOCK_BYTES", 7 * 8)
 
     def rows(rank):
         return rows_of(rank, 200 + rank, (), "f8")
@@ -220,7 +220,7 @@ def test_chunks_are_about_a_mebibyte_and_few_rows_take_no_whole_one(strategy, pa
 
 
 def test_a_row_that_is_too_large_for_a_chunk_is_cut(strategy, path, monkeypatch):
-    monkeypatch.setattr("mpidist.data.hdf5.written_rows.LARGEST_CHUNK_BYTES", 1 << 21)
+    monkeypatch.setattr("mpidist.data.hdf5.shard_writer.LARGEST_CHUNK_BYTES", 1 << 21)
     row = np.random.default_rng(0).normal(size=(1, 400, 1000))
     with Hdf5Writer(strategy, path) as writer:
         writer.append(row)
@@ -761,14 +761,14 @@ def test_a_shard_that_cannot_be_renamed_is_an_error_on_all_ranks(comm, strategy,
 def test_an_index_that_cannot_be_renamed_leaves_complete_shards(
     comm, strategy, path, monkeypatch
 ):
-    real = Unfinished.publish
+    real = AtomicHdf5File.publish
 
     def publish(self):
         if self.path == path:
             self.temporary.unlink()
         real(self)
 
-    monkeypatch.setattr(Unfinished, "publish", publish)
+    monkeypatch.setattr(AtomicHdf5File, "publish", publish)
     with pytest.raises(
         mpidist.DataError, match=r"features\.h5: cannot be written: .*No"
     ):
@@ -805,7 +805,7 @@ def test_the_index_is_named_after_all_else_is_on_the_disk(
     comm, strategy, path, monkeypatch
 ):
     done, names = [], {}
-    real_fsync, real_publish = os.fsync, Unfinished.publish
+    real_fsync, real_publish = os.fsync, AtomicHdf5File.publish
 
     def fsync(descriptor):
         target = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -819,7 +819,7 @@ def test_the_index_is_named_after_all_else_is_on_the_disk(
         real_publish(self)
 
     monkeypatch.setattr("os.fsync", fsync)
-    monkeypatch.setattr(Unfinished, "publish", publish)
+    monkeypatch.setattr(AtomicHdf5File, "publish", publish)
     write(strategy, path, 1)
     mine = shard(comm.rank, comm.size)
     expected = [("sync", mine), ("name", mine)]
@@ -915,20 +915,20 @@ import signal
 import sys
 import numpy as np
 import mpidist
-from mpidist.util.files import Unfinished
+from mpidist.util.files import AtomicHdf5File
 
 path, moment, name = sys.argv[1:]
 
 
 def die_in(method):
-    real = getattr(Unfinished, method)
+    real = getattr(AtomicHdf5File, method)
 
     def dying(self):
         if (moment, name) == (method, self.path.name):
             os.kill(os.getpid(), signal.SIGKILL)
         real(self)
 
-    setattr(Unfinished, method, dying)
+    setattr(AtomicHdf5File, method, dying)
 
 
 die_in("complete")

@@ -22,8 +22,7 @@ from mpidist.data import sharding
 from mpidist.data.hdf5 import rows as hdf5
 from mpidist.data.hdf5 import rows as hdf5_parts
 from mpidist.data.hdf5.files import RawFile
-from mpidist.data.hdf5.index import index_file
-from mpidist.data.hdf5.names import choose_datasets
+from mpidist.data.hdf5.index import choose_datasets, index_file
 from mpidist.data.shuffling import BlockOrder, Blocks
 from mpidist.launch import commands
 from mpidist.tools.plan import reads as plan_reads
@@ -431,7 +430,7 @@ def test_why_h5py_reads_a_dataset(tmp_path, reason):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["plain"] = np.arange(4)
         REASONS[reason](file)
-    plain, odd = index_file(tmp_path / "a.h5", ["plain", "x"]).columns
+    plain, odd = index_file(tmp_path / "a.h5", ["plain", "x"]).datasets
     assert not plain.why
     assert reason in odd.why
     text = to_text(plan_of(tmp_path / "a.h5", 2, 2, datasets=("plain", "x")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import stat
 
@@ -14,7 +15,14 @@ from mpi4py import MPI
 import mpidist
 from mpidist.comm import device_info
 from mpidist.comm.transports.tuning_table import Layout, find_table, write_table
-from mpidist.util.files import NewFile, Unfinished, replace_file
+from mpidist.util.files import (
+    SHARD_PATTERN,
+    AtomicFile,
+    AtomicHdf5File,
+    is_abandoned,
+    replace_file,
+    shard_name,
+)
 
 TABLE = {"allreduce": [(0, "mpi")], "allgatherv": [(0, "mpi")]}
 TABLE |= {"broadcast": [(0, "mpi")]}
@@ -45,7 +53,7 @@ def test_the_writer_does_not_follow_links_at_names_that_can_be_guessed(
     assert not (folder / "x.h5").is_symlink()
 
 
-@pytest.mark.parametrize("kind", [NewFile, Unfinished])
+@pytest.mark.parametrize("kind", [AtomicFile, AtomicHdf5File])
 @pytest.mark.parametrize("is_dangling", [False, True])
 def test_what_lies_under_the_temporary_name_is_not_touched(
     tmp_path, victim, monkeypatch, kind, is_dangling
@@ -94,3 +102,23 @@ def test_permissions_are_those_of_new_files(tmp_path, monkeypatch):
     assert find_table(tmp_path / "table", layout) == TABLE
     assert json.loads((tmp_path / "outcomes").read_text()) == {"key": [True, "why"]}
     assert sorted(os.listdir(tmp_path)) == ["outcomes", "table", "x"]
+
+
+def test_only_files_that_no_process_writes_are_abandoned(tmp_path):
+    published = r"x(-\d+)?\.h5"
+    file = AtomicFile(tmp_path / "x-1.h5")
+    name = file.temporary.name
+    assert not is_abandoned(name, published)
+    elsewhere = f"x-1.h5.node.of.another.cluster.{os.getpid()}.1.tmp"
+    assert is_abandoned(elsewhere, published)
+    assert not is_abandoned(elsewhere, r"y\.h5")
+    assert not is_abandoned("x-1.h5", published)
+    file.discard()
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (3, 16), (99_999, 123_456)])
+def test_names_of_shards_are_recognised(rank, ranks):
+    name = shard_name("x.v1", rank, ranks, ".h5")
+    assert re.fullmatch(rf"x\.v1{SHARD_PATTERN}\.h5", name)
+    assert f"{rank:05}-of-{ranks:05}" in name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import pickle
 import sys
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 from mpidist.errors import CollectiveError, RemoteError
 from mpidist.util import nest
+from mpidist.util.hashing import hash62
 
 __all__ = [
     "Call",
@@ -80,9 +80,7 @@ def _text(leaf: Any) -> str:
 @functools.lru_cache(maxsize=4096)
 def digest(call: Call) -> int:
     """Return 62 bits, the same in every process for the same call without its step."""
-    text = repr((call.operation, call.options, str(call.spec), call.leaves))
-    hashed = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(hashed, "big") >> 2
+    return hash62(repr((call.operation, call.options, str(call.spec), call.leaves)))
 
 
 class Record(NamedTuple):

@@ -9,7 +9,6 @@ threads were first, they let the same one go first. (MPI_THREAD_SERIALIZED is en
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import operator
 import threading
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from mpidist.errors import ContextError
+from mpidist.util.hashing import hash62
 
 __all__ = ["Places", "ThreadState", "Turns"]
 
@@ -204,5 +204,4 @@ class ThreadState(threading.local):
 
 @functools.lru_cache(maxsize=64)
 def _hash(name: str, place: int) -> int:
-    hashed = hashlib.blake2b(f"{name}\n{place}".encode(), digest_size=8).digest()
-    return int.from_bytes(hashed, "big") >> 2
+    return hash62(f"{name}\n{place}")

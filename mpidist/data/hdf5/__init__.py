@@ -1,1 +1,1 @@
-"""Reading and writing the rows of HDF5 files. Nothing here communicates."""
+"""Read and write rows of HDF5 files. Nothing here communicates."""

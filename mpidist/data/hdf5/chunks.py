@@ -1,32 +1,25 @@
-"""Undoing HDF5's filters: deflate, shuffle and fletcher32.
+"""Chunks: their place in the file, and decoding of deflate, shuffle and fletcher32.
 
 The formats are those of the HDF5 library's H5Zdeflate.c, H5Zshuffle.c and
-H5Zfletcher32.c. Inflating is libdeflate's (the package `deflate`), of those on PyPI the
-fastest or nearly so (benchmarks/bench_inflate.py); it releases the GIL, so threads do
-it side by side.
+H5Zfletcher32.c. libdeflate (the package `deflate`) inflates, among the fastest on PyPI
+(benchmarks/bench_inflate.py); it releases the GIL, so threads decode in parallel.
 """
 
 from __future__ import annotations
 
-import collections
 import functools
 import io
 import math
-import threading
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import deflate
 import h5py
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.util.threads import share_calls
-
 __all__ = [
-    "BlockCache",
     "ChunkTable",
     "Filter",
     "UNWRITTEN",
@@ -41,42 +34,42 @@ __all__ = [
 
 
 Bytes = npt.NDArray[np.uint8]
-Filter = tuple[int, tuple[int, ...]]  # HDF5's number of the filter, its parameters
+Filter = tuple[int, tuple[int, ...]]  # HDF5's filter code, parameters
 
 _DEFLATE, _SHUFFLE, _FLETCHER32 = 1, 2, 3
 _KNOWN = {_DEFLATE: "gzip", _SHUFFLE: "shuffle", _FLETCHER32: "fletcher32"}
 
 _CHECKSUM_BYTES = 4
 _MODULUS = 65535
-_SUM_WORDS = 256  # sums of so many weighted words are exact in float64
+_SUM_WORDS = 256  # weighted sums of this many words are exact in float64
 _SUM_WEIGHTS = np.stack([np.ones(_SUM_WORDS), np.arange(_SUM_WORDS, 0.0, -1)], axis=1)
 
 
 def can_decode(filters: Sequence[Filter]) -> bool:
-    """Return whether `decode` undoes these filters."""
+    """Return whether `decode` supports these filters."""
     codes = [code for code, _ in filters]
-    # What was deflated twice was in between of a size that is not known
+    # After a second deflate, the size of the first result is unknown
     return _KNOWN.keys() >= set(codes) and codes.count(_DEFLATE) <= 1
 
 
 def filter_name(code: int) -> str:
-    """Return what h5py calls a filter that `decode` undoes."""
+    """Return h5py's name of a filter that `decode` supports."""
     return _KNOWN[code]
 
 
 def decode(
     stored: Any, filters: Sequence[Filter], skipped: int, size_bytes: int
 ) -> Bytes:
-    """Return the `size_bytes` bytes of a chunk.
+    """Return the `size_bytes` bytes of a decoded chunk.
 
     Args:
-      stored: the chunk as it lies in the file, a buffer.
-      filters: those of the dataset, in the order in which they were applied.
-      skipped: a bit mask of the filters that were left out for this chunk.
-      size_bytes: the size of the chunk before filtering.
+      stored: buffer of the chunk in the file.
+      filters: of the dataset, in the order of their application.
+      skipped: bit mask of the filters that were not applied to this chunk.
+      size_bytes: size of the decoded chunk.
 
     Raises:
-      ValueError: the bytes are no such chunk, or do not have their checksum.
+      ValueError: the chunk is damaged, or its checksum does not match.
     """
     applied = [f for i, f in enumerate(filters) if not skipped >> i & 1]
     sizes = [size_bytes]  # before each filter
@@ -103,7 +96,7 @@ def _inflate(data: Bytes, size: int) -> Bytes:
 
 
 def _inflate_any(data: Bytes) -> Bytes:
-    """Return what was deflated, which may be more than a chunk."""
+    """Inflate data that may be longer than a chunk."""
     try:
         return np.frombuffer(zlib.decompress(data.data), np.uint8)
     except zlib.error as error:
@@ -113,14 +106,14 @@ def _inflate_any(data: Bytes) -> Bytes:
 
 
 def _unshuffle(data: Bytes, item: int = 1) -> Bytes:
-    """Return values of `item` bytes from all their first bytes, all their second..."""
+    """Undo the shuffle of values of `item` bytes: all first bytes, all second..."""
     count = data.size // item
     if item == 1 or count <= 1:
         return data
     planes = data[: count * item].reshape(item, count)
     values = np.empty(data.size, np.uint8)
     body = values[: count * item]
-    if item in (2, 4, 8):  # shifting whole words is faster than scattering bytes
+    if item in (2, 4, 8):  # shifting words is faster than scattering bytes
         _join(planes, body.view(f"<u{item}"))
     else:
         body.reshape(count, item)[:] = planes.T
@@ -129,7 +122,7 @@ def _unshuffle(data: Bytes, item: int = 1) -> Bytes:
 
 
 def _join(planes: Bytes, words: Any) -> None:
-    """Make little-endian words of their bytes: planes[0] holds the lowest ones."""
+    """Join little-endian words of planes of bytes, the lowest first."""
     words[:] = planes[-1]
     for plane in planes[-2::-1]:
         words <<= 8
@@ -137,7 +130,7 @@ def _join(planes: Bytes, words: Any) -> None:
 
 
 def _without_checksum(data: Bytes) -> Bytes:
-    """Return the data without the checksum after it, which must be theirs."""
+    """Verify the checksum at the end of the data; return the data without it."""
     body, tail = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
     if data.size < _CHECKSUM_BYTES:
         raise ValueError(f"a chunk of {data.size} bytes is too short for a checksum")
@@ -152,18 +145,18 @@ def _without_checksum(data: Bytes) -> Bytes:
 def _fletcher32(data: Bytes) -> int:
     """Return the checksum of n 16-bit words w_i: the sums of w_i and of (n - i) w_i.
 
-    Both are modulo 65535, where a sum that is not zero is never reduced to zero.
+    Both modulo 65535, but multiples of it, unless 0, give 65535.
     """
     if data.size % 2:
         data = np.append(data, np.uint8(0))
     words = data.view(">u2")
-    # Weights count from the end, so zeros in front change nothing
+    # Weights count from the end, so leading zeros change nothing
     rows = -(-words.size // _SUM_WORDS)
     padded = np.zeros(rows * _SUM_WORDS)
     padded[padded.size - words.size :] = words
     sums = (padded.reshape(rows, _SUM_WORDS) @ _SUM_WEIGHTS).astype(np.int64)
     plain, weighted = sums[:, 0], sums[:, 1]
-    # All words of a row count once more for each word in the rows after it
+    # A word counts once more for each word in the rows after its own
     words_after = np.arange(rows - 1, -1, -1) * _SUM_WORDS
     first = int(plain.sum())
     second = int((weighted + plain % _MODULUS * (words_after % _MODULUS)).sum())
@@ -178,17 +171,17 @@ Numbers = npt.NDArray[np.int64]
 
 UNWRITTEN = -1
 _FAR_AWAY = 1 << 60
-# No table is made for a dataset with so many times more chunks than were written
+# Datasets with this many times more chunks than were written get no table
 _SPARSE = 1000
 
 
 class ChunkTable(NamedTuple):
-    """Of each chunk, in C order of the chunks.
+    """Place of each chunk in the file, in C order of the chunks.
 
     Args:
-      offsets: where it starts in the file, UNWRITTEN for one that never was.
-      sizes: its bytes in the file.
-      skipped: a bit mask of the filters that it was stored without.
+      offsets: start in the file; UNWRITTEN if it was never written.
+      sizes: bytes in the file.
+      skipped: bit mask of the filters that were not applied.
     """
 
     offsets: Numbers
@@ -197,7 +190,7 @@ class ChunkTable(NamedTuple):
 
 
 def filters_of(dataset: h5py.Dataset) -> tuple[Filter, ...] | None:
-    """Return the filters, None if they cannot be undone without HDF5."""
+    """Return the filters; None if `decode` does not support them."""
     properties = dataset.id.get_create_plist()
     filters = []
     for i in range(properties.get_nfilters()):
@@ -207,24 +200,24 @@ def filters_of(dataset: h5py.Dataset) -> tuple[Filter, ...] | None:
 
 
 def filter_names(dataset: h5py.Dataset) -> list[str]:
-    """Return what the filters of a dataset call themselves."""
+    """Return the names that the filters of a dataset give themselves."""
     properties = dataset.id.get_create_plist()
     found = [properties.get_filter(i) for i in range(properties.get_nfilters())]
     return [name.decode(errors="replace") or str(code) for code, _, _, name in found]
 
 
 def skips_user_block(file: h5py.File) -> bool:
-    """Return whether HDF5 gives chunks of `file` offsets without its user block.
+    """Return whether HDF5 reports chunk offsets in `file` without its user block.
 
-    HDF5 1.14.0 to 1.14.3 do so. Which HDF5 h5py runs with, and with which patches, is
-    known at run time only.
+    HDF5 1.14.0 to 1.14.3 do. The version and patches of h5py's HDF5 are only known at
+    run time.
     """
     return file.userblock_size > 0 and not _offsets_include_user_block()
 
 
 @functools.cache
 def _offsets_include_user_block() -> bool:
-    """Return whether a chunk after a user block is where HDF5 says that it is."""
+    """Return whether HDF5 reports the right offset of a chunk after a user block."""
     image, data = io.BytesIO(), np.arange(1, 17, dtype=np.uint8)
     found: list[int] = []
     with h5py.File(image, "w", userblock_size=512) as file:
@@ -236,7 +229,7 @@ def _offsets_include_user_block() -> bool:
 
 
 def table_of(dataset: h5py.Dataset) -> ChunkTable | None:
-    """Return the chunks of a dataset, None where HDF5 does not tell them rightly."""
+    """Return the chunks of a dataset; None if HDF5 does not report them correctly."""
     grid = [-(-n // c) for n, c in zip(dataset.shape, dataset.chunks, strict=True)]
     count = math.prod(grid)
     is_sparse = count > _SPARSE * (dataset.id.get_num_chunks() + _SPARSE)
@@ -262,11 +255,11 @@ def table_of(dataset: h5py.Dataset) -> ChunkTable | None:
 
 
 def _stored(dataset: h5py.Dataset) -> Numbers:
-    """Return place, offset, size and skipped filters of each chunk that there is."""
+    """Return position, offset, size and skipped filters of each stored chunk."""
     rows: list[tuple[int, ...]] = []
 
     def add(chunk: Any) -> None:
-        # A damaged offset may be any; what lies so far away is noticed when read
+        # Damaged offsets can exceed an int64; reading so far away fails anyway
         offset = min(chunk.byte_offset, _FAR_AWAY)
         where = offset, chunk.size, chunk.filter_mask
         rows.append((*chunk.chunk_offset, *where))
@@ -276,104 +269,10 @@ def _stored(dataset: h5py.Dataset) -> Numbers:
 
 
 def _is_confused(dataset: h5py.Dataset) -> bool:
-    """Return whether HDF5 gives chunks wrong places.
+    """Return whether HDF5 reports wrong positions of chunks.
 
-    It does (2.0.0) where only one dimension may grow for ever, and is not the first:
-    its index then has that dimension first, but tells places as if it had not.
+    HDF5 2.0.0 does if exactly one dimension is unlimited, and is not the first: its
+    index has that dimension first, which the reported positions ignore.
     """
     is_endless = [limit is None for limit in dataset.maxshape]
     return sum(is_endless) == 1 and not is_endless[0]
-
-
-T = TypeVar("T")
-Key = tuple[int, ...]
-
-
-class BlockCache:
-    """Blocks by key, loaded in threads; those not used for the longest time go first.
-
-    Args:
-      threads: how many load at the same time; with one the caller's does.
-      capacity_bytes: of the blocks that are kept beyond those just asked for.
-    """
-
-    def __init__(self, threads: int, capacity_bytes: int):
-        self.threads = threads
-        self.capacity_bytes = capacity_bytes
-        self._blocks: collections.OrderedDict[Key, Future[Any]] = (
-            collections.OrderedDict()
-        )
-        self._bytes = 0
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
-
-    def get(self, keys: Sequence[Key], load: Callable[[Key], Any]) -> dict[Key, Any]:
-        """Return the blocks of several keys.
-
-        Args:
-          keys: in any order.
-          load: returns the block of a key that is missing; called in threads.
-        """
-        missing: list[tuple[Key, Future[Any]]] = []
-        with self._lock:
-            found = {}
-            for key in keys:
-                if key not in self._blocks:
-                    self._blocks[key] = Future()
-                    missing.append((key, self._blocks[key]))
-                self._blocks.move_to_end(key)
-                found[key] = self._blocks[key]
-        list(self.parallel(lambda item: self._fulfil(item[0], item[1], load), missing))
-        try:
-            return {key: future.result() for key, future in found.items()}
-        finally:
-            self._evict(found)
-
-    def parallel(self, fn: Callable[[Any], T], items: Iterable[Any]) -> Iterable[T]:
-        """Return `fn` of each item, computed in threads, of which one is this one."""
-        items = list(items)
-        if self.threads == 1 or len(items) < 2:
-            return map(fn, items)
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.threads - 1, "mpidist-read")
-            pool = self._pool
-        return share_calls(fn, items, pool, self.threads - 1)
-
-    def clear(self) -> None:
-        """Drop all blocks, and end the threads."""
-        with self._lock:
-            self._blocks.clear()
-            self._bytes = 0
-        self.end_threads()
-
-    def end_threads(self) -> None:
-        """End the threads; another `get` starts them again."""
-        with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-    def _fulfil(
-        self, key: Key, future: Future[Any], load: Callable[[Key], Any]
-    ) -> None:
-        try:
-            block = load(key)
-        except BaseException as error:
-            with self._lock:  # the next one who asks tries again
-                self._blocks.pop(key, None)
-            future.set_exception(error)
-        else:
-            with self._lock:
-                self._bytes += block.nbytes
-            future.set_result(block)
-
-    def _evict(self, in_use: Iterable[Key]) -> None:
-        used = set(in_use)
-        with self._lock:
-            while self._bytes > self.capacity_bytes and self._blocks:
-                oldest, block = next(iter(self._blocks.items()))
-                if oldest in used or not block.done():
-                    break
-                self._bytes -= block.result().nbytes
-                del self._blocks[oldest]

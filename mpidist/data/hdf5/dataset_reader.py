@@ -1,84 +1,105 @@
-"""Reading rows of one dataset of one file, by its index."""
+"""Read methods: rows of one dataset of one file, by its index.
+
+Also the caches of open files and of decoded chunks.
+"""
 
 from __future__ import annotations
 
+import collections
+import errno
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 
 from mpidist.data.hdf5.chunks import decode
-from mpidist.data.hdf5.files import RawFile
-from mpidist.data.hdf5.index import Column
-from mpidist.data.hdf5.row_copy import Map
+from mpidist.data.hdf5.files import GAP_BYTES, Map, RawFile
+from mpidist.data.hdf5.index import (
+    DatasetIndex,
+    FileIndex,
+    FileState,
+    kind_of,
+    open_hdf5,
+    state_of,
+)
+from mpidist.errors import DataError
 from mpidist.util.buffers import Buffers
+from mpidist.util.threads import share_calls
 
-__all__ = ["block_rows", "read_bytes", "read_by_h5py", "read_chunks"]
+__all__ = [
+    "BlockCache",
+    "OpenFiles",
+    "block_rows",
+    "pick_rows",
+    "read_bytes",
+    "read_by_h5py",
+    "read_chunks",
+]
 
 Rows = npt.NDArray[np.int64]
 
-# A gap between two wanted rows is read too if it is smaller: one call costs more
-_GAP_BYTES = 32 << 10
 
-
-def block_rows(column: Column, block: int) -> range:
-    """Return which rows a row of chunks holds."""
-    step = column.chunk[0]
-    return range(block * step, min((block + 1) * step, column.shape[0]))
+def block_rows(index: DatasetIndex, block: int) -> range:
+    """Return the numbers of the rows in one block, which is a row of chunks."""
+    step = index.chunk[0]
+    return range(block * step, min((block + 1) * step, index.shape[0]))
 
 
 def read_bytes(
-    column: Column, file: RawFile, rows: Rows, buffers: Buffers, parallel: Map
+    index: DatasetIndex, file: RawFile, rows: Rows, buffers: Buffers, parallel: Map
 ) -> Any:
-    """Return rows that are not filtered, in any order, in native byte order."""
-    if column.row_bytes == 0 or rows.size == 0:
-        return np.empty((rows.size, *column.row_shape), column.native)
-    pieces = _gather(column, file, rows, buffers, parallel)
-    pieces = pieces.view(column.dtype).reshape(-1, *column.chunk[1:])
-    if column.chunk[1:] == column.row_shape:
-        return pieces if column.is_native else pieces.astype(column.native)
-    found = buffers.empty((rows.size, *column.row_shape), column.native)
-    for number, (place, inside) in enumerate(_places(column)):
+    """Return unfiltered rows, in any order, in native byte order."""
+    if index.row_bytes == 0 or rows.size == 0:
+        return np.empty((rows.size, *index.row_shape), index.native)
+    pieces = _gather(index, file, rows, buffers, parallel)
+    pieces = pieces.view(index.dtype).reshape(-1, *index.chunk[1:])
+    if index.chunk[1:] == index.row_shape:
+        return pieces if index.is_native else pieces.astype(index.native)
+    found = buffers.empty((rows.size, *index.row_shape), index.native)
+    for number, (place, inside) in enumerate(_places(index)):
         part = pieces[number * rows.size : (number + 1) * rows.size]
         found[place] = part[inside]
     return found
 
 
 def _gather(
-    column: Column, file: RawFile, rows: Rows, buffers: Buffers, parallel: Map
+    index: DatasetIndex, file: RawFile, rows: Rows, buffers: Buffers, parallel: Map
 ) -> Any:
-    """Return the bytes of the rows: their parts in each column of chunks in turn."""
-    size_bytes, step = column.chunk_row_bytes, column.chunk[0]
-    if not column.is_chunked and not column.fill:
-        offset = int(column.offsets[0])
+    """Return the bytes of the rows, in the order of the chunks across a row."""
+    size_bytes, step = index.chunk_row_bytes, index.chunk[0]
+    if not index.is_chunked and not index.fill:
+        offset = int(index.offsets[0])
         return file.take(offset, size_bytes, rows, buffers, parallel)
-    across = math.prod(column.grid[1:])
+    across = math.prod(index.grid[1:])
     chunks, inside = np.divmod(rows, step)
     numbers = (chunks * across + np.arange(across)[:, np.newaxis]).reshape(-1)
-    starts = column.offsets[numbers]
+    starts = index.offsets[numbers]
     offsets = starts + np.tile(inside * size_bytes, across)
-    if not column.fill:
+    if not index.fill:
         return file.gather(offsets, size_bytes, buffers, parallel)
     written = starts >= 0
-    fill = column.fill * (size_bytes // len(column.fill))
+    fill = index.fill * (size_bytes // len(index.fill))
     pieces = np.full((starts.size, size_bytes), np.frombuffer(fill, np.uint8))
     pieces[written] = file.gather(offsets[written], size_bytes, buffers, parallel)
     return pieces
 
 
-def _places(column: Column) -> list[tuple[Any, Any]]:
-    """Return which part of rows each chunk across them holds, and where it is in it.
+def _places(index: DatasetIndex) -> list[tuple[Any, Any]]:
+    """Return, per chunk of a block, its region of the rows, and that region's in it.
 
-    The chunks at the edge reach over it.
+    Chunks at the edge extend beyond the rows.
     """
     edges = [
         [slice(i * c, min((i + 1) * c, n)) for i in range(count)]
         for n, c, count in zip(
-            column.row_shape, column.chunk[1:], column.grid[1:], strict=True
+            index.row_shape, index.chunk[1:], index.grid[1:], strict=True
         )
     ]
     return [
@@ -91,67 +112,331 @@ def _places(column: Column) -> list[tuple[Any, Any]]:
 
 
 def read_chunks(
-    column: Column,
+    index: DatasetIndex,
     file: RawFile,
     by_h5py: Callable[[tuple[slice, ...]], Any],
     block: int,
 ) -> Any:
-    """Return all rows of a row of chunks, in native byte order.
+    """Return all rows of a block, decoded, in native byte order.
 
     Args:
-      column: filtered, or not.
-      file: that it lies in.
-      by_h5py: reads a region of the dataset, for chunks that are not understood.
-      block: the number of the row of chunks.
+      index: of the dataset.
+      file: its file.
+      by_h5py: reads a region of the dataset, for chunks that only HDF5 can decode.
+      block: number of the row of chunks.
     """
-    rows, across = block_rows(column, block), math.prod(column.grid[1:])
+    rows, across = block_rows(index, block), math.prod(index.grid[1:])
     numbers = range(block * across, (block + 1) * across)
-    is_whole = column.chunk == (len(rows), *column.row_shape) and column.is_native
-    if is_whole and column.offsets[numbers[0]] >= 0:
-        chunk = _chunk(column, file, numbers[0])
+    is_whole = index.chunk == (len(rows), *index.row_shape) and index.is_native
+    if is_whole and index.offsets[numbers[0]] >= 0:
+        chunk = _chunk(index, file, numbers[0])
         return by_h5py((slice(rows.start, rows.stop),)) if chunk is None else chunk
-    found = np.empty((len(rows), *column.row_shape), column.native)
-    for number, (place, inside) in zip(numbers, _places(column), strict=True):
-        if column.offsets[number] < 0:
-            found[place] = np.frombuffer(column.fill, column.dtype)[0]
-        elif (chunk := _chunk(column, file, number)) is not None:
+    found = np.empty((len(rows), *index.row_shape), index.native)
+    for number, (place, inside) in zip(numbers, _places(index), strict=True):
+        if index.offsets[number] < 0:
+            found[place] = np.frombuffer(index.fill, index.dtype)[0]
+        elif (chunk := _chunk(index, file, number)) is not None:
             found[place] = chunk[: len(rows)][inside]
         else:
             found[place] = by_h5py((slice(rows.start, rows.stop), *place[1:]))
     return found
 
 
-def _chunk(column: Column, file: RawFile, number: int) -> Any:
-    """Return a decoded chunk; None for one that may be stored without its filters.
+def _chunk(index: DatasetIndex, file: RawFile, number: int) -> Any:
+    """Return a decoded chunk; None if it may be stored unfiltered.
 
-    HDF5 can be told to do so with the chunks at the edge (H5Pset_chunk_opts), which
-    cannot be seen but by their size.
+    HDF5 has an option to store chunks at the edge unfiltered (H5Pset_chunk_opts); only
+    their size shows it.
     """
-    size_bytes = column.dtype.itemsize * math.prod(column.chunk)
-    stored = int(column.sizes[number])
-    skipped = int(column.skipped[number]) if column.skipped.size else 0
-    is_edge = any(n % c for n, c in zip(column.shape, column.chunk, strict=True))
+    size_bytes = index.dtype.itemsize * math.prod(index.chunk)
+    stored = int(index.sizes[number])
+    skipped = int(index.skipped[number]) if index.skipped.size else 0
+    is_edge = any(n % c for n, c in zip(index.shape, index.chunk, strict=True))
     if is_edge and stored == size_bytes and not skipped:
         return None
 
     def read_chunk(data: Any) -> Any:
-        decoded = decode(data, column.filters, skipped, size_bytes)
-        # The map must not be used when this returns
+        decoded = decode(data, index.filters, skipped, size_bytes)
+        # The buffer is only valid during this call
         is_view = np.may_share_memory(decoded, np.frombuffer(data, np.uint8))
         return decoded.copy() if is_view else decoded
 
-    data = file.read(int(column.offsets[number]), stored, read_chunk)
-    return data.view(column.dtype).reshape(column.chunk)
+    data = file.read(int(index.offsets[number]), stored, read_chunk)
+    return data.view(index.dtype).reshape(index.chunk)
 
 
-def read_by_h5py(dataset: h5py.Dataset, column: Column, rows: Rows) -> Any:
-    """Return rows in native byte order, each read once, in the order of the file."""
+def read_by_h5py(dataset: h5py.Dataset, index: DatasetIndex, rows: Rows) -> Any:
+    """Return rows in native byte order; read each distinct row once, in order."""
     wanted, back = np.unique(rows, return_inverse=True)
-    found = np.empty((wanted.size, *column.row_shape), column.native)
-    row_bytes = max(1, column.row_bytes)
-    gaps = np.flatnonzero((np.diff(wanted) - 1) * row_bytes > _GAP_BYTES) + 1
+    found = np.empty((wanted.size, *index.row_shape), index.native)
+    row_bytes = max(1, index.row_bytes)
+    gaps = np.flatnonzero((np.diff(wanted) - 1) * row_bytes > GAP_BYTES) + 1
     for first, last in itertools.pairwise([0, *gaps.tolist(), wanted.size]):
         if first < last:
             start, stop = int(wanted[first]), int(wanted[last - 1]) + 1
             found[first:last] = dataset[start:stop][wanted[first:last] - start]
     return found[back]
+
+
+# For longer rows, copying outweighs the cost of a loop over the arrays
+_SHORT_BYTES = 16 << 10
+_GATHER_BYTES = (
+    1 << 20
+)  # NumPy gathers into a temporary array; this much fits into a CPU cache
+
+
+def pick_rows(arrays: Sequence[Any], which: Rows, rows: Rows, buffers: Buffers) -> Any:
+    """Return row `rows[i]` of `arrays[which[i]]` for each i, in one of `buffers`.
+
+    Args:
+      arrays: at least one, C-contiguous `(rows, *shape)`, of equal dtype and row shape.
+      which: number of the array that holds each wanted row.
+      rows: number of the row in that array.
+      buffers: allocates the result.
+    """
+    first = arrays[0]
+    row_bytes = first[:1].nbytes
+    result = buffers.empty((which.size, *first.shape[1:]), first.dtype)
+    if 0 < row_bytes <= _SHORT_BYTES and not first.dtype.hasobject:
+        _pick_short(arrays, which, rows, result)
+        return result
+    for number, array in enumerate(arrays):
+        here = np.flatnonzero(which == number)
+        result[here] = array[rows[here]]
+    return result
+
+
+class _Memory:
+    """Memory of this process as overlapping items that start at each byte."""
+
+    def __init__(self, start: int, stop: int, item_bytes: int):
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (start, True),
+            "shape": (stop - start - item_bytes + 1,),
+            "strides": (1,),
+            "typestr": f"|V{item_bytes}",
+        }
+
+
+def _pick_short(arrays: Sequence[Any], which: Rows, rows: Rows, result: Any) -> None:
+    """Copy the rows by their addresses, in one call for all arrays."""
+    starts = np.array([a.__array_interface__["data"][0] for a in arrays], np.int64)
+    stop = max(s + a.nbytes for s, a in zip(starts.tolist(), arrays, strict=True))
+    start, row_bytes = int(starts.min()), arrays[0][:1].nbytes
+    memory = np.asarray(_Memory(start, stop, row_bytes))
+    found = result.reshape(-1).view(memory.dtype)
+    places, step = starts[which] - start + rows * row_bytes, _GATHER_BYTES // row_bytes
+    for first in range(0, len(places), step):
+        found[first : first + step] = memory[places[first : first + step]]
+
+
+_OPEN_FILES = 128
+_FEW_FILES = 16  # up to so many are checked at each read
+
+
+class OpenFiles:
+    """Cache of open files by path, as bytes and by h5py. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._raw: collections.OrderedDict[Path, Any] = collections.OrderedDict()
+        self._hdf5: collections.OrderedDict[Path, Any] = collections.OrderedDict()
+        # States when this process first opened them, kept when files are closed
+        self._states: dict[Path, FileState] = {}
+        self._other_states: dict[Path, FileState] = {}
+        # Files whose many sources were checked since `check_others`
+        self._checked: set[Path] = set()
+        self._lock = threading.RLock()
+
+    def raw(self, path: Path, file_index: FileIndex) -> RawFile:
+        """Return a file as bytes; it must be unchanged since it was indexed."""
+        expected = self._states.get(path, file_index.state)
+        file: RawFile = self._opened(self._raw, path, lambda: RawFile(path, expected))
+        self._states.setdefault(path, file.state)
+        return file
+
+    def by_h5py(
+        self,
+        path: Path,
+        file_index: FileIndex,
+        index: DatasetIndex,
+        read: Callable[[h5py.Dataset], Any],
+    ) -> Any:
+        """Return `read(dataset)`; the dataset must be unchanged since it was indexed.
+
+        One thread at a time: h5py serialises calls anyway, and is not safe everywhere.
+        """
+        with self._lock:
+            found = self._by_h5py(path, index, read)
+            if not file_index.is_being_written:
+                # HDF5 returns zeros for bytes beyond the end of a truncated file
+                self.raw(path, file_index).require_unchanged()
+                self._require_others_unchanged(path, file_index)
+            return found
+
+    def check_others(self) -> None:
+        """Check the sources of files with many of them again at the next read."""
+        with self._lock:
+            self._checked.clear()
+
+    def _require_others_unchanged(self, path: Path, file_index: FileIndex) -> None:
+        """Raise a DataError if a linked file or VDS source has changed."""
+        # A rank that has its own path of the file may have its own sources, too
+        if path != file_index.path or path in self._checked:
+            return
+        for before in file_index.others:
+            expected = self._other_states.setdefault(before.path, before)
+            if changes := expected.changes_to(state_of(before.path), is_shared=False):
+                raise DataError(
+                    f"{before.path}, which it leads to, was changed: "
+                    f"{', '.join(changes)}; a file must not change while it is read; "
+                    "make a new dataset to read it as it is now"
+                )
+        if len(file_index.others) > _FEW_FILES:
+            self._checked.add(path)
+
+    def _by_h5py(
+        self, path: Path, index: DatasetIndex, read: Callable[[h5py.Dataset], Any]
+    ) -> Any:
+        file = self._opened(self._hdf5, path, lambda: open_hdf5(path))
+        dataset = file[index.name]
+        found = kind_of(dataset) if isinstance(dataset, h5py.Dataset) else None
+        if index.dtype.kind == "c" and found == (index.shape, _swapped(index)):
+            # HDF5 sorts the members of a compound type at its first conversion
+            return read(dataset.astype(index.dtype))
+        if found != (index.shape, index.dtype):
+            raise DataError(
+                f"it was {(index.shape, index.dtype)} and is now {found}; a file "
+                "must not change while it is read"
+            )
+        return read(dataset)
+
+    def close(self) -> None:
+        """Close all files; a read of bytes in another thread still completes."""
+        with self._lock:
+            self._raw.clear()
+            while self._hdf5:
+                self._hdf5.popitem()[1].close()
+
+    def _opened(
+        self,
+        files: collections.OrderedDict[Path, Any],
+        path: Path,
+        open_file: Callable[[], Any],
+    ) -> Any:
+        with self._lock:
+            if path not in files:
+                files[path] = self._try_to_open(open_file)
+            files.move_to_end(path)
+            if len(files) > _OPEN_FILES:
+                files.popitem(last=False)
+            return files[path]
+
+    def _try_to_open(self, open_file: Callable[[], Any]) -> Any:
+        try:
+            return open_file()
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            self.close()  # the limit of open files is lower than ours
+            return open_file()
+
+
+def _swapped(index: DatasetIndex) -> np.dtype[Any]:
+    """Return the dtype of complex numbers with the imaginary part first."""
+    part = f"{index.dtype.byteorder}f{index.dtype.itemsize // 2}"
+    return np.dtype([("i", part), ("r", part)])
+
+
+T = TypeVar("T")
+Key = tuple[int, ...]
+
+
+class BlockCache:
+    """LRU cache of decoded blocks, which are loaded in threads.
+
+    Args:
+      threads: how many load concurrently, including the caller's.
+      capacity_bytes: of cached blocks, besides those of the current call.
+    """
+
+    def __init__(self, threads: int, capacity_bytes: int):
+        self.threads = threads
+        self.capacity_bytes = capacity_bytes
+        self._blocks: collections.OrderedDict[Key, Future[Any]] = (
+            collections.OrderedDict()
+        )
+        self._bytes = 0
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def get(self, keys: Sequence[Key], load: Callable[[Key], Any]) -> dict[Key, Any]:
+        """Return the blocks of several keys.
+
+        Args:
+          keys: in any order.
+          load: returns the block of a missing key; called in threads.
+        """
+        missing: list[tuple[Key, Future[Any]]] = []
+        with self._lock:
+            found = {}
+            for key in keys:
+                if key not in self._blocks:
+                    self._blocks[key] = Future()
+                    missing.append((key, self._blocks[key]))
+                self._blocks.move_to_end(key)
+                found[key] = self._blocks[key]
+        list(self.parallel(lambda item: self._fulfil(item[0], item[1], load), missing))
+        try:
+            return {key: future.result() for key, future in found.items()}
+        finally:
+            self._evict(found)
+
+    def parallel(self, fn: Callable[[Any], T], items: Iterable[Any]) -> Iterable[T]:
+        """Map `fn` over items in threads, including this one."""
+        items = list(items)
+        if self.threads == 1 or len(items) < 2:
+            return map(fn, items)
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self.threads - 1, "mpidist-read")
+            pool = self._pool
+        return share_calls(fn, items, pool, self.threads - 1)
+
+    def clear(self) -> None:
+        """Drop all blocks and end the threads."""
+        with self._lock:
+            self._blocks.clear()
+            self._bytes = 0
+        self.end_threads()
+
+    def end_threads(self) -> None:
+        """End the threads; the next `get` restarts them."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _fulfil(
+        self, key: Key, future: Future[Any], load: Callable[[Key], Any]
+    ) -> None:
+        try:
+            block = load(key)
+        except BaseException as error:
+            with self._lock:  # so the next `get` retries
+                self._blocks.pop(key, None)
+            future.set_exception(error)
+        else:
+            with self._lock:
+                self._bytes += block.nbytes
+            future.set_result(block)
+
+    def _evict(self, in_use: Iterable[Key]) -> None:
+        used = set(in_use)
+        with self._lock:
+            while self._bytes > self.capacity_bytes and self._blocks:
+                oldest, block = next(iter(self._blocks.items()))
+                if oldest in used or not block.done():
+                    break
+                self._bytes -= block.result().nbytes
+                del self._blocks[oldest]

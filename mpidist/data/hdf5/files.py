@@ -1,78 +1,72 @@
-"""The bytes of a file that must not change while it is read.
+"""Raw access to the bytes of a file, by memory map or by `pread`.
 
-On a local file system rows are copied from a memory map. If a file were cut short in
-that moment the process would be killed by SIGBUS, so it takes a read lease for as long
-as it copies (fcntl(2), F_SETLEASE; 1 microsecond): the kernel lets nobody open the file
-for writing, or truncate it, before the lease is given back. Where a lease cannot be had
-(another user's file, one that is open for writing, a network file system), `pread` is
-used.
+On a local file system rows are copied from a memory map. If the file were truncated
+during the copy, SIGBUS would kill the process. So the process holds a read lease while
+it copies (fcntl(2), F_SETLEASE; 1 microsecond): until it is released, the kernel blocks
+whoever opens the file for writing or truncates it. If no lease can be had (another
+user's file, a file open for writing, a network file system), `pread` is used.
 """
 
 from __future__ import annotations
 
-import collections
-import errno
 import fcntl
+import itertools
 import mmap
 import os
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import h5py
 import numpy as np
+import numpy.typing as npt
 
-from mpidist.data.hdf5.index import (
-    Column,
-    FileIndex,
-    FileState,
-    kind_of,
-    open_hdf5,
-    state_of,
-)
-from mpidist.data.hdf5.row_copy import (
-    Bytes,
-    Map,
-    Offsets,
-    copy_rows,
-    items_of,
-    spans_of,
-    take_rows,
-)
+from mpidist.data.hdf5.index import FileState, state_of
 from mpidist.errors import DataError
 from mpidist.util.buffers import Buffers
 from mpidist.util.files import open_regular
 
-__all__ = ["OpenFiles", "RawFile"]
+__all__ = ["GAP_BYTES", "Map", "RawFile"]
 
 
 T = TypeVar("T")
+Bytes = npt.NDArray[np.uint8]
+Offsets = npt.NDArray[np.int64]
+# `map`, or a parallel version of it
+Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+
 _BYTE = np.dtype(np.uint8)
 
-# Where all who change a file do so through this kernel, so that leases hold
+# File systems that only this kernel writes to, so leases exclude all writers
 _LOCAL_FILE_SYSTEMS = frozenset(
     ["btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"]
 )
-# On a network file system asking for a file's size costs messages to its servers
+# On a network file system, `fstat` costs a message to the servers
 _CHECK_SECONDS = 60.0
-# Shorter rows are cheaper to move once more than to name to the kernel one by one
-_LONG_BYTES = 32 << 10
+# Shorter rows: one read and a copy are cheaper than a vector of buffers for the kernel
+_VECTOR_BYTES = 32 << 10
+# Waking a thread takes as long as copying 0.5 MB
+_PIECE_BYTES = 2 << 20
+# For longer rows, copying outweighs the cost of a Python loop
+_LONG_BYTES = 64 << 10
+# Ranges with smaller gaps are merged into one read of at most _CALL_BYTES
+GAP_BYTES = 32 << 10
+_CALL_BYTES = 8 << 20
 
 
 class RawFile:
-    """An open file. Dropping it closes it, once no read is going on.
+    """An open file, which is closed with the last reference to it.
 
     Args:
       path: of the file.
-      expected: the state that the file must have.
+      expected: state that the file must have.
 
     Raises:
-      DataError: it has another one.
-      OSError: it cannot be opened, or is no regular file.
+      DataError: its state differs.
+      OSError: it cannot be opened, or is not a regular file.
     """
 
     def __init__(self, path: Path, expected: FileState):
@@ -100,22 +94,22 @@ class RawFile:
         """Return the `size_bytes` bytes at each offset, `(offsets, size_bytes)`.
 
         Args:
-          offsets: in any order; all bytes must lie in the file.
-          size_bytes: of each.
-          buffers: one of which the result is in.
-          parallel: `map`, or what maps in threads.
+          offsets: in any order, within the file.
+          size_bytes: of each row.
+          buffers: allocates the result.
+          parallel: `map`, or a parallel version of it.
         """
         if offsets.size:
             self._require_inside(int(offsets.max()), size_bytes)
         found: Bytes = buffers.empty((offsets.size, size_bytes), _BYTE)
-        if (mapped := self._take_map()) is None:
+        if (mapped := self._acquire_map()) is None:
             self._read_rows(offsets, found, parallel)
             return found
         try:
-            copy_rows(mapped, offsets, found, parallel)
+            _copy_rows(mapped, offsets, found, parallel)
             return found
         finally:
-            self._give_map_back()
+            self._release_map()
 
     def take(
         self,
@@ -125,32 +119,32 @@ class RawFile:
         buffers: Buffers,
         parallel: Map = map,
     ) -> Bytes:
-        """Return the bytes of rows of `size_bytes` that lie side by side from `offset`.
+        """Return rows of `size_bytes` of an array that starts at `offset`.
 
-        Like `gather`, but faster.
+        Faster than `gather`, for contiguous datasets.
         """
         last = int(rows.max()) if rows.size else 0
         self._require_inside(offset + last * size_bytes, size_bytes)
         found: Bytes = buffers.empty((rows.size, size_bytes), _BYTE)
-        if (mapped := self._take_map()) is None:
+        if (mapped := self._acquire_map()) is None:
             self._read_rows(offset + rows * size_bytes, found, parallel)
             return found
         try:
-            take_rows(mapped, offset, rows, found, parallel)
+            _take_rows(mapped, offset, rows, found, parallel)
             return found
         finally:
-            self._give_map_back()
+            self._release_map()
 
     def read(self, offset: int, size_bytes: int, use: Callable[[Any], T]) -> T:
-        """Return `use(buffer)` of the bytes at `offset`; it must not keep them."""
+        """Return `use(buffer)` of the bytes at `offset`. `use` must not keep it."""
         self._require_inside(offset, size_bytes)
-        if (mapped := self._take_map()) is None:
-            self._check_now_and_then()
+        if (mapped := self._acquire_map()) is None:
+            self._check_periodically()
             return use(self._pread(offset, size_bytes))
         try:
             return use(mapped[offset : offset + size_bytes])
         finally:
-            self._give_map_back()
+            self._release_map()
 
     def _require_inside(self, offset: int, size_bytes: int) -> None:
         if offset + size_bytes > self._size_bytes:
@@ -159,8 +153,8 @@ class RawFile:
                 f"at {offset}..{offset + size_bytes - 1}"
             )
 
-    def _check_now_and_then(self) -> None:
-        """Check, where that is cheap, that the file has not changed."""
+    def _check_periodically(self) -> None:
+        """Check for changes: always if that is cheap, else once a minute."""
         now = time.monotonic()
         if self._is_local or now >= self._checked + _CHECK_SECONDS:
             self._checked = now
@@ -172,37 +166,37 @@ class RawFile:
         if _identity(status) != self._identity:
             raise DataError(f"{self._path}: {self._change(status)}")
 
-    def _take_map(self) -> Bytes | None:
-        """Return the map, to be given back after use; None where it is not safe."""
+    def _acquire_map(self) -> Bytes | None:
+        """Acquire the lease and return the map; return None if that is not safe."""
         if self._map is None:
             return None
         with self._lock:
             if self._map_users == 0 and not self._lease(fcntl.F_RDLCK):
                 return None
             if fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
-                # Somebody waits to write, so nobody may start to read
+                # The lease is being broken: a writer waits, so start no more reads
                 if self._map_users == 0:
                     self._lease(fcntl.F_UNLCK)
                 return None
             self._map_users += 1
         try:
-            self._check_now_and_then()  # from here on it will not change
+            self._check_periodically()  # the lease keeps it unchanged from here on
         except DataError:
-            self._give_map_back()
+            self._release_map()
             raise
         return self._map
 
-    def _give_map_back(self) -> None:
+    def _release_map(self) -> None:
         with self._lock:
             self._map_users -= 1
             if self._map_users == 0:
                 self._lease(fcntl.F_UNLCK)
 
     def _lease(self, kind: int) -> bool:
-        """Take or give back the lease; return False where that is not possible."""
+        """Acquire or release the lease; return whether that succeeded."""
         try:
-            # The kernel's note that somebody waits must not end the process, as SIGIO
-            # would, to which giving back the lease resets it
+            # The kernel reports a waiting writer by SIGIO, which kills the process.
+            # Choose a harmless signal, each time: releasing the lease resets it
             if kind == fcntl.F_RDLCK:
                 fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, kind)
@@ -220,7 +214,7 @@ class RawFile:
         )
 
     def _map_bytes(self) -> Bytes | None:
-        """Return the bytes of the file as an array, None if it has none."""
+        """Map the file; return None if it is empty."""
         if not self._size_bytes:
             return None
         length = self._size_bytes
@@ -229,8 +223,8 @@ class RawFile:
         )
 
     def _read_rows(self, offsets: Offsets, found: Bytes, parallel: Map) -> None:
-        """Do what `copy_rows` does, in few calls, in the order of the file."""
-        self._check_now_and_then()
+        """Fill `found` with the rows at `offsets`, by few reads in file order."""
+        self._check_periodically()
         order = np.argsort(offsets, kind="stable")
         ordered, size_bytes = offsets[order], found.shape[1]
         whole = found.view(np.dtype((np.void, size_bytes))).reshape(-1)
@@ -242,13 +236,13 @@ class RawFile:
                 self._read_into(views, start)
                 return
             data = self._pread(start, int(starts[-1]) + size_bytes - start)
-            items = items_of(np.frombuffer(data, np.uint8), size_bytes)
+            items = _items_of(np.frombuffer(data, np.uint8), size_bytes)
             whole[places] = items[starts - start]
 
-        list(parallel(read, spans_of(ordered, size_bytes)))
+        list(parallel(read, _spans_of(ordered, size_bytes)))
 
     def _read_into(self, views: list[memoryview], offset: int) -> None:
-        """Fill memory with the bytes from `offset` on."""
+        """Fill buffers with the bytes from `offset` on."""
         while views:
             count = os.preadv(self._descriptor, views, offset)
             if not count:
@@ -256,14 +250,14 @@ class RawFile:
             offset += count
             while views and count >= len(views[0]):
                 count -= len(views.pop(0))
-            if count:  # a signal, or more than the kernel reads at once
+            if count:  # a short read: a signal, or the limit of one call
                 views[0] = views[0][count:]
 
     def _pread(self, offset: int, size_bytes: int) -> bytes | bytearray:
         data = os.pread(self._descriptor, size_bytes, offset)
         if len(data) == size_bytes:
             return data
-        parts = bytearray(data)  # a signal, or more than the kernel reads at once
+        parts = bytearray(data)  # a short read: a signal, or the limit of one call
         while data and len(parts) < size_bytes:
             missing = size_bytes - len(parts)
             data = os.pread(self._descriptor, missing, offset + len(parts))
@@ -280,19 +274,21 @@ class RawFile:
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
-    # A file that is removed or replaced has no link any more
+    # The link count is 0 once the file was removed or replaced
     return status.st_size, status.st_mtime_ns, min(status.st_nlink, 1)
 
 
 def _side_by_side(
     found: Bytes, starts: Offsets, places: Offsets
 ) -> list[memoryview] | None:
-    """Return where bytes that follow each other in a file go; None if they do not.
+    """Return the destinations of consecutive rows of a file, for one vectored read.
+
+    None if they are not consecutive, or too short for that.
 
     Args:
-      found: `(rows, bytes)`, that they go to.
-      starts: of rows, in the order of the file.
-      places: of the same rows in `found`.
+      found: the destination, `(rows, bytes)`.
+      starts: offsets of rows, ascending.
+      places: numbers of the same rows in `found`.
     """
     if starts.size == 1:
         return [found[places[0]].data]
@@ -300,13 +296,13 @@ def _side_by_side(
         return None
     if (np.diff(places) == 1).all():
         return [found[places[0] : places[-1] + 1].reshape(-1).data]
-    if found.shape[1] < _LONG_BYTES:
+    if found.shape[1] < _VECTOR_BYTES:
         return None
     return [found[place].data for place in places.tolist()]
 
 
 def _file_system(device: int) -> str:
-    """Return the type of the file system with a device number, "" if it is unknown."""
+    """Return the type of the file system of a device number; "" if unknown."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         with open("/proc/self/mountinfo", encoding="utf-8") as mounts:
@@ -320,118 +316,84 @@ def _file_system(device: int) -> str:
     return ""
 
 
-_OPEN_FILES = 128
-_FEW_FILES = 16  # are checked at each read
+def _copy_rows(source: Bytes, offsets: Offsets, found: Bytes, parallel: Map) -> None:
+    """Fill row i of `found` with the bytes at `offsets[i]` of `source`."""
+    rows, size_bytes = found.shape
+    if size_bytes >= _LONG_BYTES:
+        _copy_long(source, offsets, found, parallel)
+        return
+    items = _items_of(source, size_bytes)
+    whole = found.view(items.dtype).reshape(-1)
+
+    def copy(piece: slice) -> None:
+        whole[piece] = items[offsets[piece]]
+
+    list(parallel(copy, _pieces(rows, size_bytes)))
 
 
-class OpenFiles:
-    """Files by path, as bytes and by h5py. May be used in threads."""
+def _take_rows(
+    source: Bytes, offset: int, rows: Offsets, found: Bytes, parallel: Map
+) -> None:
+    """Fill `found` with rows of the array that starts at `offset` of `source`.
 
-    def __init__(self) -> None:
-        self._raw: collections.OrderedDict[Path, Any] = collections.OrderedDict()
-        self._hdf5: collections.OrderedDict[Path, Any] = collections.OrderedDict()
-        # What files were when this process first opened them: kept when they are closed
-        self._states: dict[Path, FileState] = {}
-        self._other_states: dict[Path, FileState] = {}
-        # Whose many other files were checked since `check_others`
-        self._checked: set[Path] = set()
-        self._lock = threading.RLock()
+    Faster than `_copy_rows`, for contiguous datasets.
+    """
+    size_bytes = found.shape[1]
+    if not rows.size or size_bytes >= _LONG_BYTES:
+        _copy_long(source, offset + rows * size_bytes, found, parallel)
+        return
+    stop = offset + (int(rows.max()) + 1) * size_bytes
+    table = source[offset:stop].reshape(-1, size_bytes)
 
-    def raw(self, path: Path, index: FileIndex) -> RawFile:
-        """Return a file as bytes; it must be the one with this index, unchanged."""
-        expected = self._states.get(path, index.state)
-        file: RawFile = self._opened(self._raw, path, lambda: RawFile(path, expected))
-        self._states.setdefault(path, file.state)
-        return file
+    def copy(piece: slice) -> None:
+        # mode="clip" makes `take` write to `found` without a buffer; no row is clipped
+        table.take(rows[piece], axis=0, out=found[piece], mode="clip")
 
-    def by_h5py(
-        self,
-        path: Path,
-        index: FileIndex,
-        column: Column,
-        read: Callable[[h5py.Dataset], Any],
-    ) -> Any:
-        """Return `read(dataset)`, of a dataset that must be as it was.
-
-        One thread at a time: h5py waits for itself anyway, and is not safe everywhere.
-        """
-        with self._lock:
-            found = self._by_h5py(path, column, read)
-            if not index.is_being_written:
-                # HDF5 gives zeros for what lies behind the end of a file
-                self.raw(path, index).require_unchanged()
-                self._require_others_unchanged(path, index)
-            return found
-
-    def check_others(self) -> None:
-        """Check all other files that rows lie in once more, where they are many."""
-        with self._lock:
-            self._checked.clear()
-
-    def _require_others_unchanged(self, path: Path, index: FileIndex) -> None:
-        """Raise a DataError if a file has changed that a link or a source leads to."""
-        # Where a rank has a path of its own, so may the others be
-        if path != index.path or path in self._checked:
-            return
-        for before in index.others:
-            expected = self._other_states.setdefault(before.path, before)
-            if changes := expected.changes_to(state_of(before.path), is_shared=False):
-                raise DataError(
-                    f"{before.path}, which it leads to, was changed: "
-                    f"{', '.join(changes)}; a file must not change while it is read; "
-                    "make a new dataset to read it as it is now"
-                )
-        if len(index.others) > _FEW_FILES:
-            self._checked.add(path)
-
-    def _by_h5py(
-        self, path: Path, column: Column, read: Callable[[h5py.Dataset], Any]
-    ) -> Any:
-        file = self._opened(self._hdf5, path, lambda: open_hdf5(path))
-        dataset = file[column.name]
-        found = kind_of(dataset) if isinstance(dataset, h5py.Dataset) else None
-        if column.dtype.kind == "c" and found == (column.shape, _swapped(column)):
-            # HDF5 sorts the members of a type by offset when it is first converted
-            return read(dataset.astype(column.dtype))
-        if found != (column.shape, column.dtype):
-            raise DataError(
-                f"it was {(column.shape, column.dtype)} and is now {found}; a file "
-                "must not change while it is read"
-            )
-        return read(dataset)
-
-    def close(self) -> None:
-        """Close all files. Bytes of a file that is being read go on until the end."""
-        with self._lock:
-            self._raw.clear()
-            while self._hdf5:
-                self._hdf5.popitem()[1].close()
-
-    def _opened(
-        self,
-        files: collections.OrderedDict[Path, Any],
-        path: Path,
-        open_file: Callable[[], Any],
-    ) -> Any:
-        with self._lock:
-            if path not in files:
-                files[path] = self._try_to_open(open_file)
-            files.move_to_end(path)
-            if len(files) > _OPEN_FILES:
-                files.popitem(last=False)
-            return files[path]
-
-    def _try_to_open(self, open_file: Callable[[], Any]) -> Any:
-        try:
-            return open_file()
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                raise
-            self.close()  # this process may have fewer open
-            return open_file()
+    list(parallel(copy, _pieces(rows.size, size_bytes)))
 
 
-def _swapped(column: Column) -> np.dtype[Any]:
-    """Return the dtype of complex numbers with the imaginary part in front."""
-    part = f"{column.dtype.byteorder}f{column.dtype.itemsize // 2}"
-    return np.dtype([("i", part), ("r", part)])
+def _copy_long(source: Bytes, offsets: Offsets, found: Bytes, parallel: Map) -> None:
+    """Copy long rows one by one; very long ones in parts."""
+    rows, size_bytes = found.shape
+    starts = offsets.tolist()
+
+    def copy(piece: tuple[slice, slice]) -> None:
+        some, part = piece
+        for row, start in zip(found[some, part], starts[some], strict=True):
+            row[:] = source[start + part.start : start + part.stop]
+
+    parts = _pieces(size_bytes, 1)
+    several = _pieces(rows, size_bytes) if len(parts) == 1 else _pieces(rows, 1 << 62)
+    list(parallel(copy, itertools.product(several, parts)))
+
+
+def _pieces(count: int, size_bytes: int) -> list[slice]:
+    """Split `count` items of `size_bytes` into pieces that are worth a thread each."""
+    pieces = max(1, min(count, round(count * size_bytes / _PIECE_BYTES)))
+    edges = [count * i // pieces for i in range(pieces + 1)]
+    return [slice(*edge) for edge in itertools.pairwise(edges)]
+
+
+def _items_of(data: Bytes, size_bytes: int) -> npt.NDArray[np.void]:
+    """Return a view of the items that start at each byte of `data` (they overlap)."""
+    count = max(0, data.size - size_bytes + 1)
+    items: npt.NDArray[np.void] = np.ndarray(
+        (count,), np.dtype((np.void, size_bytes)), data, strides=(1,)
+    )
+    return items
+
+
+def _spans_of(ordered: Offsets, size_bytes: int) -> list[tuple[int, int]]:
+    """Split ascending offsets at wide gaps, and where one read would be too long."""
+    if not ordered.size:
+        return []
+    is_far = np.diff(ordered) - size_bytes > GAP_BYTES
+    cuts = [0, *(np.flatnonzero(is_far) + 1).tolist(), ordered.size]
+    spans = []
+    for first, last in itertools.pairwise(cuts):
+        while first < last:
+            reach = int(ordered[first]) + max(_CALL_BYTES, size_bytes) - size_bytes
+            stop = min(last, int(np.searchsorted(ordered, reach, "right")))
+            spans.append((first, stop))
+            first = stop
+    return spans

@@ -1,12 +1,13 @@
-"""Where the rows of HDF5 datasets lie in their files: read once, then told to others.
+"""Indexes: at which bytes of its file each dataset is stored.
 
-An index is plain data. With it rows can be read from the file's bytes, without HDF5;
-what it does not describe (virtual, external, compact or variable-length data, other
-filters) is left to h5py.
+One rank reads an index and sends it to the others. It is plain data, with which rows
+can be read from the bytes of the file, without HDF5. Datasets that it does not describe
+(virtual, external, compact or variable-length data, other filters) are read by h5py.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import enum
@@ -24,15 +25,17 @@ import numpy.typing as npt
 
 from mpidist.data.hdf5 import chunks as hdf5_chunks
 from mpidist.data.hdf5.chunks import Filter
-from mpidist.data.hdf5.virtual import find_linked, find_storage, missing_sources
+from mpidist.data.hdf5.names import find_linked, find_storage, missing_sources
 from mpidist.errors import DataError
 from mpidist.util.files import open_regular, require_regular
 
 __all__ = [
-    "Column",
+    "DatasetIndex",
     "FileIndex",
     "FileState",
-    "Way",
+    "ReadMethod",
+    "choose_datasets",
+    "contiguous_offset",
     "index_file",
     "kind_of",
     "open_hdf5",
@@ -44,7 +47,7 @@ Offsets = npt.NDArray[np.int64]
 _HEAD_BYTES = 4096
 
 
-class Way(enum.Enum):
+class ReadMethod(enum.Enum):
     """How the rows of a dataset are read."""
 
     BYTES = "each row's bytes"
@@ -54,32 +57,32 @@ class Way(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Column:
-    """One dataset of one file.
+class DatasetIndex:
+    """Where one dataset is stored in one file.
 
-    Contiguous data are one chunk of all rows.
+    A contiguous dataset counts as one chunk of all rows.
 
     Args:
       name: of the HDF5 dataset.
       shape: `(rows, *row_shape)`.
       dtype: as it is stored, with its byte order.
-      way: how to read it.
-      is_chunked: whether it has chunks; else all rows count as one.
+      method: how to read it.
+      is_chunked: whether the dataset has chunks.
       chunk: the shape of a chunk.
-      offsets: where each chunk starts in the file, in C order of the chunks; -1 for one
-        that was never written. Empty where h5py reads.
-      sizes: the bytes of each chunk in the file; empty where they are not filtered.
-      skipped: for each chunk a bit mask of the filters that it was stored without;
-        empty where there are none.
-      filters: in the order in which they were applied.
-      fill: the bytes of a value that was never written.
-      why: why h5py reads it, in words; empty where it does not.
+      offsets: start of each chunk in the file, in C order of the chunks; -1 for a chunk
+        that was never written. Empty if h5py reads.
+      sizes: bytes of each chunk in the file; empty without filters.
+      skipped: per chunk, a bit mask of the filters that were not applied; empty if
+        all were.
+      filters: in the order of their application.
+      fill: the bytes of the fill value; empty if every chunk was written.
+      why: the reason why h5py reads it, as text; empty otherwise.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    way: Way
+    method: ReadMethod
     is_chunked: bool
     chunk: tuple[int, ...] = ()
     offsets: Offsets = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
@@ -91,13 +94,13 @@ class Column:
 
     @functools.cached_property
     def native(self) -> np.dtype[Any]:
-        """The dtype of the rows that are read: in this machine's byte order."""
+        """The dtype of rows in memory: in native byte order."""
         native: np.dtype[Any] = self.dtype.newbyteorder("=")
         return native
 
     @functools.cached_property
     def is_native(self) -> bool:
-        """Whether the rows are stored in this machine's byte order."""
+        """Whether rows are stored in native byte order."""
         return self.dtype == self.native
 
     @functools.cached_property
@@ -112,32 +115,32 @@ class Column:
 
     @functools.cached_property
     def chunk_row_bytes(self) -> int:
-        """The bytes that one chunk has of a row."""
+        """The bytes of a row within one chunk."""
         return self.dtype.itemsize * math.prod(self.chunk[1:])
 
     @functools.cached_property
     def grid(self) -> tuple[int, ...]:
-        """How many chunks there are along each dimension."""
+        """The number of chunks along each dimension."""
         pairs = zip(self.shape, self.chunk, strict=True)
         return tuple(-(-n // max(1, c)) for n, c in pairs)
 
     @property
     def is_in_blocks(self) -> bool:
-        """Whether a row costs the reading of the whole chunks that it lies in."""
-        return self.way in (Way.CHUNKS, Way.H5PY_CHUNKS)
+        """Whether reading a row means reading whole chunks."""
+        return self.method in (ReadMethod.CHUNKS, ReadMethod.H5PY_CHUNKS)
 
 
 @dataclasses.dataclass(frozen=True)
 class FileState:
-    """What a file was when it was opened, to tell whether it is the same later.
+    """The identity of a file when it was opened, to detect later changes.
 
     Args:
       path: of the file.
-      node: the name of the node on which it was opened.
-      device: the number of its file system there.
-      inode: its number in the file system.
+      node: host name of the node that opened it.
+      device: number of its file system on that node.
+      inode: inode number.
       size_bytes: of the file.
-      mtime_ns: when it was last modified.
+      mtime_ns: time of the last modification.
       head: a checksum of its first bytes.
     """
 
@@ -150,14 +153,14 @@ class FileState:
     head: int
 
     def changes_to(self, now: FileState, is_shared: bool) -> list[str]:
-        """Return what differs in another state of the same file, in words.
+        """Return the differences of a later state of the file, as text.
 
-        Nodes, and ranks with paths of their own, may have copies of a file, which have
-        other inodes and times.
+        Other nodes, and ranks with another path, may have a copy of the file, whose
+        inode and times differ legitimately.
 
         Args:
-          now: the other state.
-          is_shared: whether its file system is one of several nodes.
+          now: the later state.
+          is_shared: whether several nodes share its file system.
         """
         found = []
         if now.size_bytes != self.size_bytes:
@@ -181,31 +184,30 @@ class FileIndex:
     """The datasets of one file, all with the same number of rows.
 
     Args:
-      state: of the file, when the index was read.
-      rows: of each dataset.
-      columns: one for each dataset that was asked for.
-      is_being_written: whether this process itself has it open to write.
-      others: the states of other files that rows lie in, by links or as sources.
+      state: of the file when it was indexed.
+      rows: number of rows of each dataset.
+      datasets: one index per requested dataset.
+      is_being_written: whether this process has the file open for writing.
+      others: states of other files that store rows (external links, VDS sources).
     """
 
     state: FileState
     rows: int
-    columns: tuple[Column, ...]
+    datasets: tuple[DatasetIndex, ...]
     is_being_written: bool = False
     others: tuple[FileState, ...] = ()
 
     @property
     def path(self) -> Path:
-        """The path of the file, as the rank knows it that has read the index."""
+        """The path of the file on the rank that indexed it."""
         return self.state.path
 
 
 def index_file(path: Path, names: Sequence[str]) -> FileIndex:
-    """Return where the named datasets of a file lie.
+    """Index the named datasets of a file.
 
     Raises:
-      DataError: the file or a dataset cannot be read, or the datasets have unequal
-        numbers of rows.
+      DataError: the file or a dataset cannot be read, or the numbers of rows differ.
     """
     try:
         descriptor = open_regular(path)
@@ -218,8 +220,8 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
             datasets = [_dataset(path, file, name, others) for name in names]
             missing = missing_sources(datasets, others)
             states = tuple(state_of(Path(other)) for other in dict.fromkeys(others))
-            columns = tuple(
-                map(functools.partial(_column, path, file), names, datasets)
+            indexes = tuple(
+                map(functools.partial(_index_dataset, path, file), names, datasets)
             )
     except (OSError, RuntimeError) as error:
         raise DataError(f"{path}: cannot be opened as HDF5: {error}") from error
@@ -227,18 +229,57 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
         raise DataError(
             f"{path}: files that hold its rows are missing: {', '.join(missing)}"
         )
-    lengths = [column.shape[0] for column in columns]
+    lengths = [index.shape[0] for index in indexes]
     if len(set(lengths)) > 1:
-        pairs = ", ".join(f"{c.name!r} has {c.shape[0]}" for c in columns)
+        pairs = ", ".join(f"{c.name!r} has {c.shape[0]}" for c in indexes)
         raise DataError(f"{path}: the datasets have unequal rows: {pairs}")
     is_being_written = _is_being_written(path)
-    return FileIndex(state, lengths[0], columns, is_being_written, states)
+    return FileIndex(state, lengths[0], indexes, is_being_written, states)
+
+
+def choose_datasets(path: Path) -> tuple[list[str], list[str]]:
+    """Return the names of datasets with equally many rows, and the other names.
+
+    Of the groups with equal numbers of rows, the one with the most bytes is chosen.
+    Links are not followed.
+
+    Raises:
+      DataError: the file cannot be read, or has no dataset with rows.
+    """
+    sizes: dict[str, int] = {}
+    names = collections.defaultdict(list)
+    others: list[str] = []
+
+    def visit(name: str, item: h5py.Dataset | h5py.Group) -> None:
+        if not isinstance(item, h5py.Dataset):
+            return
+        try:
+            shape, dtype = kind_of(item) if item.shape else ((), None)
+        except TypeError:  # a type without a NumPy equivalent
+            shape, dtype = (), None
+        if dtype is None:
+            others.append(name)
+            return
+        names[shape[0]].append(name)
+        sizes[name] = item.size * dtype.itemsize
+
+    try:
+        os.close(open_regular(path))  # a shorter error message than HDF5's
+        with open_hdf5(path) as file:
+            file.visititems(visit)
+    except (OSError, RuntimeError) as error:
+        raise DataError(f"{path}: cannot be opened as HDF5: {error}") from error
+    if not names:
+        raise DataError(f"{path}: has no dataset with rows")
+    taken = max(names.values(), key=lambda group: sum(sizes[name] for name in group))
+    others += [name for group in names.values() for name in group if group is not taken]
+    return taken, sorted(others)
 
 
 def state_of(path: Path, descriptor: int | None = None) -> FileState:
-    """Return the state of the open file that `path` has led to.
+    """Return the state of an open file.
 
-    Without a descriptor, of the file that it leads to now, whose bytes are not read.
+    Without a descriptor: of the file now at `path`, whose bytes are not read.
     """
     status = os.stat(path) if descriptor is None else os.fstat(descriptor)
     head = b"" if descriptor is None else os.pread(descriptor, _HEAD_BYTES, 0)
@@ -254,13 +295,13 @@ def state_of(path: Path, descriptor: int | None = None) -> FileState:
 
 
 def open_hdf5(path: Path) -> h5py.File:
-    """Open a file to read, without locks, which fail on many network file systems."""
+    """Open a file for reading, without locks: many network file systems lack them."""
     require_regular(path)
     for locking in (False, "best-effort", True):
         try:
             return h5py.File(path, "r", locking=locking)
         except OSError as error:
-            # This process has it open already, with other locks
+            # The process already has it open with another locking mode
             if "flag values" not in str(error):
                 raise
             refused = error
@@ -268,7 +309,7 @@ def open_hdf5(path: Path) -> h5py.File:
 
 
 def _dataset(path: Path, file: h5py.File, name: str, others: list[str]) -> h5py.Dataset:
-    """Return a dataset; add other files that it lies in, which must be regular."""
+    """Return a dataset; append the other files that store it, which must be regular."""
     others += find_linked(file, name)
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
@@ -281,7 +322,9 @@ def _dataset(path: Path, file: h5py.File, name: str, others: list[str]) -> h5py.
     return dataset
 
 
-def _column(path: Path, file: h5py.File, name: str, dataset: h5py.Dataset) -> Column:
+def _index_dataset(
+    path: Path, file: h5py.File, name: str, dataset: h5py.Dataset
+) -> DatasetIndex:
     if dataset.ndim == 0 or dataset.shape is None:
         raise DataError(f"{path}: dataset {name!r} is a scalar, without rows")
     try:
@@ -290,57 +333,60 @@ def _column(path: Path, file: h5py.File, name: str, dataset: h5py.Dataset) -> Co
         raise DataError(
             f"{path}: dataset {name!r} is of a type that NumPy has not: {error}"
         ) from error
-    by_h5py = Column(
+    by_h5py = DatasetIndex(
         name,
         *kind,
-        Way.H5PY if dataset.chunks is None else Way.H5PY_CHUNKS,
+        ReadMethod.H5PY if dataset.chunks is None else ReadMethod.H5PY_CHUNKS,
         dataset.chunks is not None,
         dataset.chunks or dataset.shape,
     )
-    if _is_being_written(path):  # chunks are not kept
+    if _is_being_written(path):  # its chunks may change
         why = "this process has the file open to write"
-        return dataclasses.replace(by_h5py, way=Way.H5PY, why=why)
-    column = _indexed(file, name, dataset)
-    if isinstance(column, str):
-        return dataclasses.replace(by_h5py, why=column)
-    return column
+        return dataclasses.replace(by_h5py, method=ReadMethod.H5PY, why=why)
+    index = _indexed(file, name, dataset)
+    if isinstance(index, str):
+        return dataclasses.replace(by_h5py, why=index)
+    return index
 
 
-def _indexed(file: h5py.File, name: str, dataset: h5py.Dataset) -> Column | str:
-    """Return where a dataset's rows lie, or why they are left to h5py."""
+def _indexed(file: h5py.File, name: str, dataset: h5py.Dataset) -> DatasetIndex | str:
+    """Return the index of a dataset, or the reason why h5py must read it."""
     if dataset.file.filename != file.filename:
         return "an external link to another file"
     if not _is_plain(dataset):
         return "values of a type that NumPy stores otherwise"
     is_chunked = dataset.chunks is not None
-    column = (_chunked if is_chunked else _contiguous)(name, dataset)
-    if isinstance(column, Column) and (column.offsets == hdf5_chunks.UNWRITTEN).any():
+    index = (_chunked if is_chunked else _contiguous)(name, dataset)
+    if (
+        isinstance(index, DatasetIndex)
+        and (index.offsets == hdf5_chunks.UNWRITTEN).any()
+    ):
         properties = dataset.id.get_create_plist()
         is_filled = properties.get_fill_time() != h5py.h5d.FILL_TIME_NEVER
         is_defined = properties.fill_value_defined() != h5py.h5d.FILL_VALUE_UNDEFINED
         if not is_filled or not is_defined:
             return "rows that were never written, without a fill value"
         fill = np.array(dataset.fillvalue, dataset.dtype).tobytes()
-        column = dataclasses.replace(column, fill=fill)
-    return column
+        index = dataclasses.replace(index, fill=fill)
+    return index
 
 
 def kind_of(dataset: h5py.Dataset) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return the shape and the dtype of the array that h5py reads.
+    """Return the shape and dtype of the array that h5py reads.
 
-    A dataset of HDF5's array type is read with more dimensions than it has.
+    HDF5's array types add dimensions to those of the dataset.
     """
     dtype, shape = dataset.dtype, dataset.shape
-    while dtype.subdtype is not None:  # arrays of arrays have several
+    while dtype.subdtype is not None:  # array types can be nested
         dtype, more = dtype.subdtype
         shape = (*shape, *more)
     return shape, dtype
 
 
 def _is_being_written(path: Path) -> bool:
-    """Return whether this process has it open to write, so that it lags behind."""
+    """Return whether this process has the file open for writing."""
     for file in h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE):
-        # Another thread may close it meanwhile
+        # Another thread may close it at any time
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             is_open_to_write = file.get_intent() != h5py.h5f.ACC_RDONLY
             if is_open_to_write and os.path.samefile(file.name, path):
@@ -349,7 +395,7 @@ def _is_being_written(path: Path) -> bool:
 
 
 def _is_plain(dataset: h5py.Dataset) -> bool:
-    """Return whether the stored bytes are those of NumPy's arrays of its dtype."""
+    """Return whether NumPy stores the dtype with the same bytes."""
     dtype = dataset.dtype
     if dtype.hasobject or dtype.subdtype is not None or dtype.itemsize == 0:
         return False
@@ -357,7 +403,18 @@ def _is_plain(dataset: h5py.Dataset) -> bool:
     return bool(same_type == dataset.id.get_type())
 
 
-def _contiguous(name: str, dataset: h5py.Dataset) -> Column | str:
+def contiguous_offset(dataset: h5py.Dataset) -> int | None:
+    """Return where the bytes of a dataset start in the file; None if it has chunks.
+
+    Also None if no bytes were stored, though HDF5 then gives an offset after a user
+    block.
+    """
+    is_stored = dataset.id.get_storage_size() > 0
+    offset: int | None = dataset.id.get_offset() if is_stored else None
+    return offset
+
+
+def _contiguous(name: str, dataset: h5py.Dataset) -> DatasetIndex | str:
     properties = dataset.id.get_create_plist()
     if dataset.is_virtual:
         return "a virtual dataset, whose rows lie in others"
@@ -365,15 +422,15 @@ def _contiguous(name: str, dataset: h5py.Dataset) -> Column | str:
         return "compact storage, in the file's metadata"
     if properties.get_external_count() > 0:
         return "external storage, in files without structure"
-    # After a user block there is an offset also of what was never stored
-    is_stored = dataset.id.get_storage_size() > 0
-    offset = dataset.id.get_offset() if is_stored else None
+    offset = contiguous_offset(dataset)
     offsets = np.array([hdf5_chunks.UNWRITTEN if offset is None else offset], np.int64)
     shape = dataset.shape
-    return Column(name, shape, dataset.dtype, Way.BYTES, False, shape, offsets)
+    return DatasetIndex(
+        name, shape, dataset.dtype, ReadMethod.BYTES, False, shape, offsets
+    )
 
 
-def _chunked(name: str, dataset: h5py.Dataset) -> Column | str:
+def _chunked(name: str, dataset: h5py.Dataset) -> DatasetIndex | str:
     if (filters := hdf5_chunks.filters_of(dataset)) is None:
         names = ", ".join(hdf5_chunks.filter_names(dataset))
         return f"filters that only HDF5 undoes: {names}"
@@ -382,11 +439,11 @@ def _chunked(name: str, dataset: h5py.Dataset) -> Column | str:
         return f"chunks after a user block, which HDF5 {version} does not locate"
     if (table := hdf5_chunks.table_of(dataset)) is None:
         return "an index of chunks that HDF5 does not tell, or that is mostly empty"
-    return Column(
+    return DatasetIndex(
         name,
         dataset.shape,
         dataset.dtype,
-        Way.CHUNKS if filters else Way.BYTES,
+        ReadMethod.CHUNKS if filters else ReadMethod.BYTES,
         True,
         dataset.chunks,
         table.offsets,

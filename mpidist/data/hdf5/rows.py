@@ -1,4 +1,4 @@
-"""Rows of HDF5 datasets over one or several files, read by number."""
+"""Rows of HDF5 datasets across several files, read by number."""
 
 from __future__ import annotations
 
@@ -12,37 +12,35 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.data.hdf5 import dataset_reader as hdf5_columns
-from mpidist.data.hdf5.chunks import BlockCache
-from mpidist.data.hdf5.files import OpenFiles, RawFile
-from mpidist.data.hdf5.index import Column, FileIndex, Way, index_file
-from mpidist.data.hdf5.row_copy import pick_rows
+from mpidist.data.hdf5 import dataset_reader as dataset_reader
+from mpidist.data.hdf5.dataset_reader import BlockCache, OpenFiles, pick_rows
+from mpidist.data.hdf5.files import RawFile
+from mpidist.data.hdf5.index import DatasetIndex, FileIndex, ReadMethod, index_file
 from mpidist.data.shuffling import Blocks
 from mpidist.errors import DataError
 from mpidist.util import nest
 from mpidist.util.buffers import Buffers
 
-__all__ = ["Hdf5Rows", "KEPT_BYTES", "Layout", "Part"]
+__all__ = ["Hdf5Rows", "KEPT_BYTES", "FileMap", "FileRows"]
 
 
 Rows = npt.NDArray[np.int64]
 
-_LARGE_BYTES = 4 << 20  # so much of several files is worth several threads
+_LARGE_BYTES = 4 << 20  # reads of several files above this size use threads
 _READ_ERRORS = (OSError, KeyError, RuntimeError, ValueError)
 
 
 class Hdf5Rows:
-    """The rows of HDF5 datasets, file after file; see `Dataset.from_hdf5`.
+    """The rows of HDF5 datasets of concatenated files; see `Dataset.from_hdf5`.
 
-    Where the rows lie is read from each file once, by this process or another one (see
-    `adopt`). Files are opened when they are first read, read-only and without locks,
-    once in every process; a copy or a fork opens its own. May be used in threads.
+    Each file is indexed once, by this process or another one (see `adopt`). Files are
+    opened at the first read, read-only and without locks, once per process; a copy or
+    a forked child opens its own. Thread-safe.
 
     Args:
       paths: of the files.
-      names: a name of an HDF5 dataset, or a tuple or dict of names.
-      threads: how many read and decode at the same time; None for one per core that
-        this process may use.
+      names: name of an HDF5 dataset, or a tuple or dict of names.
+      threads: how many read and decode concurrently; None for one per available core.
     """
 
     def __init__(
@@ -55,12 +53,12 @@ class Hdf5Rows:
         self._names, self._spec = nest.flatten(names)
         self._all_paths = self._paths
         self._threads = threads
-        self._layout: Layout | None = None
+        self._file_map: FileMap | None = None
         self._on_rank = ""
         self._start()
 
     def _start(self) -> None:
-        """Begin without open files and threads."""
+        """Set up the state that copies and forks do not share: files and threads."""
         self._owner = os.getpid()
         self._lock = threading.RLock()
         self._users = 0
@@ -71,7 +69,7 @@ class Hdf5Rows:
         self._blocks = BlockCache(threads, KEPT_BYTES)
 
     def __len__(self) -> int:
-        return self.layout().rows
+        return self.file_map().rows
 
     @property
     def file_count(self) -> int:
@@ -93,27 +91,27 @@ class Hdf5Rows:
     def describe(self) -> str:
         """Return the rows of each file, and the names, dtypes and row shapes."""
         files = [path.name for path in self._paths]
-        if self._all_paths is not self._paths:  # other workers' files are not opened
+        if self._all_paths is not self._paths:  # do not open the files of other workers
             files = [path.name for path in self._all_paths]
             return f"from_hdf5({files}, {self._names}, by file)"
-        layout = self.layout()
-        columns = zip(self._names, layout.files[0].columns, strict=True)
-        fields = [f"{n}: {c.native} {c.row_shape}" for n, c in columns]
-        starts, rows = layout.starts.tolist(), layout.blocks.rows
+        file_map = self.file_map()
+        indexes = zip(self._names, file_map.files[0].datasets, strict=True)
+        fields = [f"{n}: {c.native} {c.row_shape}" for n, c in indexes]
+        starts, rows = file_map.starts.tolist(), file_map.blocks.rows
         return f"from_hdf5({files}, {fields}, first rows {starts}, blocks of {rows})"
 
     def identify(self) -> str:
-        """Return which files and datasets these are, without opening a file."""
+        """Return the names of files and datasets, without opening a file."""
         return f"from_hdf5({[path.name for path in self._paths]}, {self._names})"
 
     def inspect(self, files: Iterable[int]) -> list[FileIndex]:
-        """Return where the rows of some files lie; reads it from them if need be.
+        """Return the indexes of some files, reading them if necessary.
 
         Raises:
           DataError: a file or a dataset is missing, or cannot be read.
         """
-        if self._layout is not None:
-            return [self._layout.files[i] for i in files]
+        if self._file_map is not None:
+            return [self._file_map.files[i] for i in files]
         return [index_file(self._paths[i], self._names) for i in files]
 
     def adopt(
@@ -128,42 +126,42 @@ class Hdf5Rows:
           DataError: the files do not fit together.
         """
         self._on_rank = "" if rank is None else f" on rank {rank}"
-        self._layout = Layout.of(files)
+        self._file_map = FileMap.of(files)
         if threads is not None and self._threads is None:
             self._threads = threads
             self._blocks.end_threads()
             self._blocks.threads = threads
 
     def blocks(self) -> Blocks:
-        """Return how the rows lie in chunks."""
-        return self.layout().blocks
+        """Return how the rows are grouped in chunks."""
+        return self.file_map().blocks
 
     def keep(self, rows: int) -> None:
-        """Make room for the chunks of so many rows that are read in random order."""
-        self._blocks.capacity_bytes = self.layout().bytes_to_keep(rows)
+        """Size the cache for random reads among so many rows."""
+        self._blocks.capacity_bytes = self.file_map().bytes_to_keep(rows)
 
     def read(self, rows: Rows) -> Any:
-        """Return the rows with the given numbers, in the given order.
+        """Return the rows with the given numbers, in that order.
 
         Raises:
           DataError: names the file, the dataset and the rows that cannot be read.
         """
-        layout = self.layout()
-        if self._owner != os.getpid():  # forked: handles must not be shared
+        file_map = self.file_map()
+        if self._owner != os.getpid():  # a forked child must not share handles
             self._start()
-        parts = list(layout.cut(rows))
-        needed = list(layout.blocks_in(parts))
+        parts = list(file_map.cut(rows))
+        needed = list(file_map.blocks_in(parts))
         blocks = self._blocks.get(needed, self._load_block) if needed else {}
-        columns = layout.files[0].columns
+        indexes = file_map.files[0].datasets
         if len(parts) == 1:
-            fields = range(len(columns))
+            fields = range(len(indexes))
             leaves = [self._read(parts[0], i, blocks, self.buffers) for i in fields]
             return nest.unflatten(self._spec, leaves)
         leaves = [
-            self.buffers.empty((rows.size, *c.row_shape), c.native) for c in columns
+            self.buffers.empty((rows.size, *c.row_shape), c.native) for c in indexes
         ]
 
-        def fill(part: Part) -> None:
+        def fill(part: FileRows) -> None:
             for field, leaf in enumerate(leaves):
                 found = self._read(part, field, blocks, self._scratch)
                 leaf[part.places] = found
@@ -194,69 +192,69 @@ class Hdf5Rows:
         self._scratch.clear()
         self._blocks.clear()
 
-    def layout(self) -> Layout:
-        """Return the layout of all files, read when first needed.
+    def file_map(self) -> FileMap:
+        """Return the map of all files; the first call indexes them.
 
         Raises:
           DataError: a file or a dataset cannot be read, or does not fit the others.
         """
-        if self._layout is None:
+        if self._file_map is None:
             self.adopt(self.inspect(range(len(self._paths))))
-        assert self._layout is not None
-        return self._layout
+        assert self._file_map is not None
+        return self._file_map
 
-    def _column(self, file: int, field: int) -> Column:
-        return self.layout().files[file].columns[field]
+    def _index(self, file: int, field: int) -> DatasetIndex:
+        return self.file_map().files[file].datasets[field]
 
     def _read(
-        self, part: Part, field: int, blocks: Mapping[Any, Any], buffers: Buffers
+        self, part: FileRows, field: int, blocks: Mapping[Any, Any], buffers: Buffers
     ) -> Any:
-        """Return the wanted rows of one dataset of one file, perhaps in a buffer."""
-        column = self._column(part.file, field)
-        if column.is_in_blocks:
+        """Return rows of one dataset of one file, perhaps in a buffer."""
+        index = self._index(part.file, field)
+        if index.is_in_blocks:
             return self._pick(part, field, blocks, buffers)
 
         def read() -> Any:
-            if column.way is Way.BYTES:
+            if index.method is ReadMethod.BYTES:
                 file = self._raw_file(part.file)
-                return hdf5_columns.read_bytes(
-                    column, file, part.rows, buffers, self._blocks.parallel
+                return dataset_reader.read_bytes(
+                    index, file, part.rows, buffers, self._blocks.parallel
                 )
             return self._by_h5py(
                 part.file,
                 field,
-                lambda dataset: hdf5_columns.read_by_h5py(dataset, column, part.rows),
+                lambda dataset: dataset_reader.read_by_h5py(dataset, index, part.rows),
             )
 
         return self._explain(part.file, field, part.rows, read)
 
     def _pick(
-        self, part: Part, field: int, blocks: Mapping[Any, Any], buffers: Buffers
+        self, part: FileRows, field: int, blocks: Mapping[Any, Any], buffers: Buffers
     ) -> Any:
-        """Return the wanted rows out of decoded chunks."""
-        column = self._column(part.file, field)
+        """Return rows of decoded blocks."""
+        index = self._index(part.file, field)
         if not part.rows.size:
-            return np.empty((0, *column.row_shape), column.native)
-        numbers, inside = np.divmod(part.rows, column.chunk[0])
+            return np.empty((0, *index.row_shape), index.native)
+        numbers, inside = np.divmod(part.rows, index.chunk[0])
         distinct = np.unique(numbers)
         wanted = [blocks[part.file, field, number] for number in distinct.tolist()]
         which = np.searchsorted(distinct, numbers)
         return pick_rows(wanted, which, inside, buffers)
 
     def _load_block(self, key: tuple[int, ...]) -> Any:
-        """Return all rows of a row of chunks."""
+        """Return all rows of a block."""
         file, field, block = key
-        column = self._column(file, field)
-        rows = hdf5_columns.block_rows(column, block)
+        index = self._index(file, field)
+        rows = dataset_reader.block_rows(index, block)
 
         def by_h5py(region: tuple[slice, ...]) -> Any:
             return self._by_h5py(file, field, lambda dataset: dataset[region])
 
         def load() -> Any:
-            if column.way is Way.H5PY_CHUNKS:
+            if index.method is ReadMethod.H5PY_CHUNKS:
                 return by_h5py((slice(rows.start, rows.stop),))
-            return hdf5_columns.read_chunks(
-                column, self._raw_file(file), by_h5py, block
+            return dataset_reader.read_chunks(
+                index, self._raw_file(file), by_h5py, block
             )
 
         return self._explain(file, field, rows, load)
@@ -264,7 +262,7 @@ class Hdf5Rows:
     def _explain(
         self, file: int, field: int, rows: Any, read: Callable[[], Any]
     ) -> Any:
-        """Return `read()`, or raise a DataError that says what could not be read."""
+        """Return `read()`; raise errors as a DataError with file, rows and dataset."""
         try:
             return read()
         except (*_READ_ERRORS, DataError) as error:
@@ -277,16 +275,16 @@ class Hdf5Rows:
             ) from error
 
     def _raw_file(self, file: int) -> RawFile:
-        return self._open_files.raw(self._paths[file], self.layout().files[file])
+        return self._open_files.raw(self._paths[file], self.file_map().files[file])
 
     def _by_h5py(
         self, file: int, field: int, read: Callable[[h5py.Dataset], Any]
     ) -> Any:
-        """Return what h5py reads, in native byte order."""
-        column = self._column(file, field)
-        path, index = self._paths[file], self.layout().files[file]
-        found = self._open_files.by_h5py(path, index, column, read)
-        return found.astype(column.native, copy=False)
+        """Return `read(dataset)` in native byte order."""
+        index = self._index(file, field)
+        path, file_index = self._paths[file], self.file_map().files[file]
+        found = self._open_files.by_h5py(path, file_index, index, read)
+        return found.astype(index.native, copy=False)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_open_files", "buffers", "_scratch", "_blocks", "_lock"}
@@ -300,27 +298,27 @@ class Hdf5Rows:
 
 RowNumbers = npt.NDArray[np.int64]
 
-# Decoded chunks are kept up to so many bytes, or as `Layout.bytes_to_keep` says
+# Capacity of the cache of decoded chunks, unless `keep` sets another one
 KEPT_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20  # of rows that are not in chunks
 
 
-class Part(NamedTuple):
-    """The wanted rows of one file, and their places among all that are wanted."""
+class FileRows(NamedTuple):
+    """Wanted rows of one file, and their positions among all wanted rows."""
 
     file: int
     rows: RowNumbers
     places: Any
 
 
-class Layout(NamedTuple):
-    """What was found in the files, which must not change while they are read.
+class FileMap(NamedTuple):
+    """Which file holds which rows. The files must not change.
 
     Args:
-      files: at least one.
-      starts: the number of each file's first row, and of all rows.
-      rows: the number of all rows.
-      blocks: how the rows lie in chunks.
+      files: at least one index.
+      starts: number of the first row of each file, then that of all rows.
+      rows: number of all rows.
+      blocks: how the rows are grouped in chunks.
     """
 
     files: list[FileIndex]
@@ -329,8 +327,8 @@ class Layout(NamedTuple):
     blocks: Blocks
 
     @classmethod
-    def of(cls, files: Sequence[FileIndex]) -> Layout:
-        """Return the layout of files that follow each other.
+    def of(cls, files: Sequence[FileIndex]) -> FileMap:
+        """Return the map of concatenated files.
 
         Raises:
           DataError: the files do not fit together.
@@ -340,62 +338,62 @@ class Layout(NamedTuple):
         starts = np.cumsum([0, *(file.rows for file in files)])
         return cls(list(files), starts, int(starts[-1]), _blocks_of(files))
 
-    def cut(self, rows: RowNumbers) -> Iterator[Part]:
-        """Cut wanted rows by file; there is at least one part."""
+    def cut(self, rows: RowNumbers) -> Iterator[FileRows]:
+        """Split wanted rows by file; yields at least one part."""
         starts = self.starts
         if len(starts) == 2 or not rows.size:
-            yield Part(0, rows, slice(None))
+            yield FileRows(0, rows, slice(None))
             return
         files = np.searchsorted(starts, rows, "right") - 1
         for file in np.unique(files).tolist():
             places = np.flatnonzero(files == file)
-            yield Part(file, rows[places] - starts[file], places)
+            yield FileRows(file, rows[places] - starts[file], places)
 
-    def blocks_in(self, parts: Iterable[Part]) -> Iterator[tuple[int, ...]]:
-        """Yield the chunks that must be decoded: file, field and number."""
+    def blocks_in(self, parts: Iterable[FileRows]) -> Iterator[tuple[int, ...]]:
+        """Yield the keys of the blocks to decode: file, field, number."""
         for part in parts:
-            for field, column in enumerate(self.files[part.file].columns):
-                if column.is_in_blocks and part.rows.size:
-                    for block in np.unique(part.rows // column.chunk[0]).tolist():
+            for field, index in enumerate(self.files[part.file].datasets):
+                if index.is_in_blocks and part.rows.size:
+                    for block in np.unique(part.rows // index.chunk[0]).tolist():
                         yield part.file, field, block
 
     def bytes_to_keep(self, rows: int) -> int:
-        """Return what to keep of decoded chunks to read so many rows in any order."""
-        # Half as many again, for the windows that begin before others have ended
+        """Return the cache size for reading so many rows in random order."""
+        # Half as many again: windows begin before earlier ones have ended
         return sum(
-            (rows + rows // 2 + 2 * column.chunk[0]) * column.row_bytes
-            for column in self.files[0].columns
-            if column.is_in_blocks
+            (rows + rows // 2 + 2 * index.chunk[0]) * index.row_bytes
+            for index in self.files[0].datasets
+            if index.is_in_blocks
         )
 
 
 def _require_like(file: FileIndex, first: FileIndex) -> None:
     """Raise a DataError if the rows of two files differ in dtype or shape."""
-    for column, other in zip(file.columns, first.columns, strict=True):
-        if (column.native, column.row_shape) != (other.native, other.row_shape):
+    for index, other in zip(file.datasets, first.datasets, strict=True):
+        if (index.native, index.row_shape) != (other.native, other.row_shape):
             raise DataError(
-                f"{file.path}: rows of dataset {column.name!r} are {column.native} "
-                f"{column.row_shape}, but {other.native} {other.row_shape} in "
+                f"{file.path}: rows of dataset {index.name!r} are {index.native} "
+                f"{index.row_shape}, but {other.native} {other.row_shape} in "
                 f"{first.path}"
             )
 
 
 def _blocks_of(files: Sequence[FileIndex]) -> Blocks:
-    """Return how the rows of all files lie in chunks: those of the largest."""
-    columns = [column for file in files for column in file.columns]
-    costly = [column for column in columns if column.is_in_blocks]
-    _, rows = max(map(_block_size, costly or columns))
+    """Return how the rows are grouped: by the largest chunks of any dataset."""
+    indexes = [index for file in files for index in file.datasets]
+    costly = [index for index in indexes if index.is_in_blocks]
+    _, rows = max(map(_block_size, costly or indexes))
     return Blocks(
         tuple(file.rows for file in files),
         rows,
-        sum(column.row_bytes for column in files[0].columns),
+        sum(index.row_bytes for index in files[0].datasets),
         is_costly=sum(c.row_bytes * c.shape[0] for c in costly) > KEPT_BYTES,
     )
 
 
-def _block_size(column: Column) -> tuple[int, int]:
-    """Return the bytes and the rows of a chunk, or of what counts as one."""
-    row_bytes = max(1, column.row_bytes)
-    if column.is_chunked:
-        return row_bytes * column.chunk[0], column.chunk[0]
+def _block_size(index: DatasetIndex) -> tuple[int, int]:
+    """Return the bytes and rows of a chunk, or of 1 MiB of contiguous rows."""
+    row_bytes = max(1, index.row_bytes)
+    if index.is_chunked:
+        return row_bytes * index.chunk[0], index.chunk[0]
     return row_bytes, max(1, _BLOCK_BYTES // row_bytes)

@@ -11,8 +11,8 @@ from pathlib import Path
 from mpidist.data.dataset import Dataset
 from mpidist.data.distributed.reader import count_steps
 from mpidist.data.hdf5.chunks import filter_name
-from mpidist.data.hdf5.index import Column
-from mpidist.data.hdf5.names import choose_datasets, list_files
+from mpidist.data.hdf5.index import DatasetIndex, choose_datasets
+from mpidist.data.hdf5.names import list_files
 from mpidist.data.hdf5.rows import Hdf5Rows
 from mpidist.data.map_dataset import Rows
 from mpidist.options import AutoShardPolicy
@@ -85,7 +85,7 @@ def _dataset(request: Request, source: DryRows) -> Dataset:
 def _source(source: DryRows, names: Sequence[str], others: Sequence[str]) -> SourcePart:
     files = source.layout.files
     sizes: Mapping[Path, int] = {file.path: file.state.size_bytes for file in files}
-    fields = zip(*(file.columns for file in files), strict=True)
+    fields = zip(*(file.datasets for file in files), strict=True)
     datasets = tuple(_dataset_part(*one) for one in zip(names, fields, strict=True))
     return SourcePart(
         files=len(files),
@@ -101,12 +101,12 @@ def _source(source: DryRows, names: Sequence[str], others: Sequence[str]) -> Sou
     )
 
 
-def _dataset_part(name: str, columns: Sequence[Column]) -> DatasetPart:
+def _dataset_part(name: str, columns: Sequence[DatasetIndex]) -> DatasetPart:
     alike = collections.defaultdict(list)
     for column in columns:
         chunk = column.chunk if column.is_chunked else None
         filters = tuple(filter_name(code) for code, _ in column.filters)
-        alike[chunk, filters, column.way.value, column.why].append(column)
+        alike[chunk, filters, column.method.value, column.why].append(column)
     return DatasetPart(
         name,
         str(columns[0].native),
@@ -119,7 +119,7 @@ def _dataset_part(name: str, columns: Sequence[Column]) -> DatasetPart:
 
 
 def _layout(
-    columns: Sequence[Column],
+    columns: Sequence[DatasetIndex],
     chunk: tuple[int, ...] | None,
     filters: tuple[str, ...],
     way: str,
@@ -130,7 +130,7 @@ def _layout(
     return LayoutPart(len(columns), chunk, size, chunks, filters, way, why)
 
 
-def _memory_bytes(column: Column) -> int:
+def _memory_bytes(column: DatasetIndex) -> int:
     return column.row_bytes * column.shape[0]
 
 

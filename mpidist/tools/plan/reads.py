@@ -21,10 +21,9 @@ from mpidist.data.dataset import Dataset
 from mpidist.data.distributed import reader
 from mpidist.data.distributed.reader import divide, is_global
 from mpidist.data.hdf5 import rows as hdf5_rows
-from mpidist.data.hdf5.chunks import BlockCache
-from mpidist.data.hdf5.dataset_reader import block_rows
-from mpidist.data.hdf5.index import Column, FileIndex, Way
-from mpidist.data.hdf5.rows import Hdf5Rows, Layout
+from mpidist.data.hdf5.dataset_reader import BlockCache, block_rows
+from mpidist.data.hdf5.index import DatasetIndex, FileIndex, ReadMethod
+from mpidist.data.hdf5.rows import FileMap, Hdf5Rows
 from mpidist.data.map_dataset import Pass
 from mpidist.data.sharding import Indices
 from mpidist.data.shuffling import BlockOrder, Blocks
@@ -71,7 +70,7 @@ class DryRows:
         self._rows = rows
         if files is not None:
             rows.adopt([files[path] for path in rows.paths])
-        self._layout = rows.layout()
+        self._layout = rows.file_map()
         self._files = files or {file.path: file for file in self._layout.files}
         self.restart()
 
@@ -88,14 +87,14 @@ class DryRows:
         return len(self._opened)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> FileMap:
         """The layout of the files."""
         return self._layout
 
     @functools.cached_property
-    def columns_in_blocks(self) -> list[Column]:
+    def columns_in_blocks(self) -> list[DatasetIndex]:
         """The datasets of all files whose chunks are read whole."""
-        columns = (column for file in self._layout.files for column in file.columns)
+        columns = (column for file in self._layout.files for column in file.datasets)
         return [column for column in columns if column.is_in_blocks]
 
     @functools.cached_property
@@ -112,7 +111,7 @@ class DryRows:
     def fixed_row_bytes(self) -> int | None:
         """The bytes of reading any row; None if they depend on the row."""
         sizes = {
-            tuple(_fixed_bytes(column) for column in file.columns)
+            tuple(_fixed_bytes(column) for column in file.datasets)
             for file in self._layout.files
         }
         found = sizes.pop()
@@ -155,17 +154,17 @@ class DryRows:
             self._cache.get(needed, self._decode)
         for part in parts if rows.size else []:
             self._opened.add(part.file)
-            for column in self._layout.files[part.file].columns:
+            for column in self._layout.files[part.file].datasets:
                 if not column.is_in_blocks:
                     self.read_bytes += _row_bytes(column, part.rows)
         return rows
 
     def _decode(self, key: tuple[int, ...]) -> _Block:
         file, field, block = key
-        column = self._layout.files[file].columns[field]
+        column = self._layout.files[file].datasets[field]
         decoded_bytes = len(block_rows(column, block)) * column.row_bytes
         self.decoded_chunks += 1
-        if column.way is Way.CHUNKS:
+        if column.method is ReadMethod.CHUNKS:
             across = math.prod(column.grid[1:])
             sizes = column.sizes[block * across : (block + 1) * across]
             self.read_bytes += int(sizes.sum())
@@ -174,26 +173,26 @@ class DryRows:
         return _Block(decoded_bytes)
 
 
-def stored_bytes(column: Column) -> int:
+def stored_bytes(column: DatasetIndex) -> int:
     """Return the bytes of all rows in the file; in memory where h5py reads them."""
-    if column.way is Way.CHUNKS:
+    if column.method is ReadMethod.CHUNKS:
         return int(column.sizes.sum())
-    if column.way is not Way.BYTES:
+    if column.method is not ReadMethod.BYTES:
         return column.row_bytes * column.shape[0]
     written = int((column.offsets >= 0).sum())
     return column.dtype.itemsize * math.prod(column.chunk) * written
 
 
-def _fixed_bytes(column: Column) -> int | None:
+def _fixed_bytes(column: DatasetIndex) -> int | None:
     """Return the bytes of reading any row; None if they depend on the row."""
     if column.is_in_blocks or column.fill:
         return None
-    if column.way is Way.H5PY:
+    if column.method is ReadMethod.H5PY:
         return column.row_bytes
     return math.prod(column.grid[1:]) * column.chunk_row_bytes
 
 
-def _row_bytes(column: Column, rows: Rows) -> int:
+def _row_bytes(column: DatasetIndex, rows: Rows) -> int:
     """Return the bytes in the file of some rows that do not lie in filtered chunks."""
     if (each := _fixed_bytes(column)) is not None or column.row_bytes == 0:
         return rows.size * (each or 0)
@@ -333,7 +332,7 @@ def _cost(share: Share) -> float:
     # A permutation computes the rows of other ranks as well
     if not share.source.columns_in_blocks:
         return asked + len(share.source)
-    lookups = _LOOKUP_ROWS * len(share.source.layout.files[0].columns)
+    lookups = _LOOKUP_ROWS * len(share.source.layout.files[0].datasets)
     return asked + len(share.source) + rows * lookups
 
 

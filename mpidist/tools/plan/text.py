@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from mpidist.data.distributed.reader import is_global
-from mpidist.data.hdf5.index import Way
+from mpidist.data.hdf5.index import ReadMethod
 from mpidist.data.sharding import even_sizes, replica_slice
 from mpidist.data.shuffling import LANE_ROWS
 from mpidist.options import AutoShardPolicy
@@ -311,7 +311,7 @@ def _on_decoding(plan: InputPlan) -> Iterator[str]:
 def _on_chunks(dataset: DatasetPart) -> Iterator[str]:
     """Yield notes on chunks that are too large or too small."""
     for layout in dataset.layouts:
-        if layout.chunk is None or layout.way == Way.BYTES.value:
+        if layout.chunk is None or layout.way == ReadMethod.BYTES.value:
             continue
         together = dataset.row_bytes * layout.chunk[0]
         if together > _HUGE_BYTES:

@@ -16,7 +16,7 @@ from hdf5_files import require_same
 
 import mpidist
 from mpidist import DataError, Dataset
-from mpidist.data.hdf5 import files, row_copy
+from mpidist.data.hdf5 import files
 from mpidist.data.hdf5.files import RawFile
 from mpidist.data.hdf5.index import state_of
 from mpidist.util.buffers import Buffers
@@ -64,7 +64,7 @@ def test_rows_at_any_offset(way, path, size, count):
     [1, 3, 4096, 50_000, 100_000, pytest.param(1_499_000, marks=pytest.mark.slow)],
 )
 def test_rows_side_by_side(way, path, size, monkeypatch):
-    monkeypatch.setattr(row_copy, "_PIECE_BYTES", 60_000)  # as with larger files
+    monkeypatch.setattr(files, "_PIECE_BYTES", 60_000)  # as with larger files
     data = np.frombuffer(path.read_bytes(), np.uint8)[101:]
     table = data[: len(data) // size * size].reshape(-1, size)
     rows = np.random.default_rng(0).integers(0, len(table), 200)
@@ -210,7 +210,7 @@ def test_writers_need_not_wait_when_nobody_reads(path):
     file.gather(np.array([5]), 4, Buffers())
     assert fcntl.fcntl(file._descriptor, fcntl.F_GETLEASE) == fcntl.F_UNLCK
     with open(path, "r+b"):
-        assert file._take_map() is None  # but reading goes on
+        assert file._acquire_map() is None  # but reading goes on
         assert len(file.gather(np.array([5]), 4, Buffers())) == 1
 
 
@@ -219,15 +219,15 @@ def test_a_writer_waits_until_nobody_copies(path):
     file, data = open_file(path), path.read_bytes()
     code = f"import os; os.truncate({str(path)!r}, 0)"
 
-    mapped = file._take_map()
+    mapped = file._acquire_map()
     assert mapped is not None
     with subprocess.Popen([sys.executable, "-c", code]) as writer:
         while fcntl.fcntl(file._descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK:
             assert writer.poll() is None  # it has not got so far yet
-        assert file._take_map() is None
+        assert file._acquire_map() is None
         assert bytes(mapped) == data  # all pages are there
         assert writer.poll() is None
-        file._give_map_back()
+        file._release_map()
         assert writer.wait() == 0
     with pytest.raises(DataError, match="was changed"):
         file.gather(np.array([0]), 4, Buffers())

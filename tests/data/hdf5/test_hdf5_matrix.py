@@ -34,7 +34,7 @@ from hypothesis import strategies as st
 
 from mpidist import DataError, Dataset
 from mpidist.data.hdf5 import chunks as hdf5_chunks
-from mpidist.data.hdf5.index import Way, index_file
+from mpidist.data.hdf5.index import ReadMethod, index_file
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, *ODD])
@@ -336,9 +336,12 @@ def test_chunks_after_a_user_block_are_left_to_a_hdf5_that_does_not_locate_them(
         for name in ("block.h5", "plain.h5"):
             index = index_file(tmp_path / name, ["chunks", "contiguous"])
             is_left = name == "block.h5" and not is_included
-            ways = [Way.H5PY_CHUNKS if is_left else Way.BYTES, Way.BYTES]
-            assert [column.way for column in index.columns] == ways
-            assert ("after a user block" in index.columns[0].why) is is_left
+            methods = [
+                ReadMethod.H5PY_CHUNKS if is_left else ReadMethod.BYTES,
+                ReadMethod.BYTES,
+            ]
+            assert [dataset.method for dataset in index.datasets] == methods
+            assert ("after a user block" in index.datasets[0].why) is is_left
     require_all(tmp_path / "block.h5", ["chunks", "contiguous"])
 
 

@@ -14,7 +14,7 @@ import pytest
 from hdf5_damage import on_root
 
 from mpidist import DataError, Dataset
-from mpidist.data.hdf5.names import choose_datasets
+from mpidist.data.hdf5.index import choose_datasets
 
 SCRIPT = """
 import sys

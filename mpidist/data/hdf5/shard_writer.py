@@ -1,4 +1,7 @@
-"""What the rows of a written HDF5 file are, and what HDF5 can hold."""
+"""Write rows to HDF5: one shard per rank, and virtual datasets (VDS) over all.
+
+Each shard is a file of growing datasets; the index has a virtual dataset per field.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,22 @@ from mpidist.errors import (
     MismatchError,
 )
 from mpidist.util import validation
-from mpidist.util.files import Unfinished
+from mpidist.util.files import AtomicHdf5File
 
 __all__ = [
     "BLOCK_BYTES",
-    "Field",
+    "FieldSpec",
     "LARGEST_CHUNK_BYTES",
-    "Shard",
-    "Storage",
+    "ShardWriter",
+    "StorageOptions",
     "clean_name",
     "common_fields",
+    "escape_source",
     "fields_of",
     "require_same_fields",
     "require_storable",
     "to_arrays",
+    "write_vds",
 ]
 
 
@@ -45,19 +50,18 @@ LARGEST_CHUNK_BYTES = (1 << 32) - 1  # HDF5's limit
 
 
 @dataclasses.dataclass(frozen=True)
-class Field:
-    """What each row of one dataset is."""
+class FieldSpec:
+    """Name, dtype and shape of the rows of one dataset."""
 
     name: str
     dtype: np.dtype[Any]
     row_shape: tuple[int, ...]
-    members: tuple[
-        tuple[str, int], ...
-    ] = ()  # of an enum, which dtypes compare without
+    # Of an enum: `==` of dtypes ignores them
+    members: tuple[tuple[str, int], ...] = ()
 
     @property
     def row_bytes(self) -> int:
-        """The size of a row; 0 if a length in its shape is 0."""
+        """The bytes of a row, which may be 0."""
         return self.dtype.itemsize * math.prod(self.row_shape)
 
     def __str__(self) -> str:
@@ -66,8 +70,8 @@ class Field:
 
 
 @dataclasses.dataclass(frozen=True)
-class Storage:
-    """How rows are stored; the arguments are those of `Hdf5Writer`."""
+class StorageOptions:
+    """How rows are stored; for the arguments see `Hdf5Writer`."""
 
     chunk_rows: int | None = None
     compression: str | None = None
@@ -75,7 +79,7 @@ class Storage:
     shuffle: bool = False
 
     def __post_init__(self) -> None:
-        # As Python's own, since the ranks compare them as text
+        # Convert to Python's types, since ranks compare them as text
         if self.chunk_rows is not None:
             rows = validation.integer(
                 "chunk_rows", self.chunk_rows, 1, most=LARGEST_CHUNK_BYTES
@@ -101,7 +105,7 @@ class Storage:
 
     @property
     def filters(self) -> dict[str, Any]:
-        """The arguments of h5py's create_dataset, empty for none."""
+        """The arguments of h5py's create_dataset; empty without filters."""
         if self.compression is None and not self.shuffle:
             return {}
         return {
@@ -110,8 +114,8 @@ class Storage:
             "shuffle": self.shuffle,
         }
 
-    def chunk_rows_of(self, field: Field) -> int:
-        """Return the rows of a chunk: as asked for, or about 1 MiB of them."""
+    def chunk_rows_of(self, field: FieldSpec) -> int:
+        """Return the rows of a chunk: as requested, or about 1 MiB."""
         if self.chunk_rows is None:
             return max(1, BLOCK_BYTES // max(1, field.row_bytes))
         if self.chunk_rows * field.row_bytes > LARGEST_CHUNK_BYTES:
@@ -124,7 +128,7 @@ class Storage:
 
 
 def to_arrays(rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arrays with equal numbers of rows, sorted by the name of their dataset."""
+    """Return arrays with equal numbers of rows, sorted by the names of datasets."""
     found = {
         clean_name(name): arrays.to_array(value, f"append: dataset {name!r}")
         for name, value in rows.items()
@@ -144,11 +148,11 @@ def to_arrays(rows: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def clean_name(name: str) -> str:
-    """Return the name of a dataset as HDF5 lists it: groups and `/` between them.
+    """Return a dataset's name as HDF5 lists it: with its groups, separated by `/`.
 
     Raises:
       ArgumentTypeError: not a string.
-      ArgumentError: no name, or one that HDF5 takes otherwise.
+      ArgumentError: empty, or not a name that HDF5 can store.
     """
     if not isinstance(name, str):
         raise ArgumentTypeError(
@@ -160,10 +164,10 @@ def clean_name(name: str) -> str:
     return "/".join(parts)
 
 
-def fields_of(found: Mapping[str, Any]) -> tuple[Field, ...]:
-    """Return the fields of arrays `(rows, *shape)` by name."""
+def fields_of(found: Mapping[str, Any]) -> tuple[FieldSpec, ...]:
+    """Return the specs of arrays `(rows, *shape)` by name."""
     return tuple(
-        Field(n, a.dtype, a.shape[1:], _members(a.dtype)) for n, a in found.items()
+        FieldSpec(n, a.dtype, a.shape[1:], _members(a.dtype)) for n, a in found.items()
     )
 
 
@@ -173,12 +177,12 @@ def _members(dtype: np.dtype[Any]) -> tuple[tuple[str, int], ...]:
     return tuple((h5py.check_enum_dtype(dtype) or {}).items())
 
 
-def require_storable(fields: Sequence[Field]) -> None:
+def require_storable(fields: Sequence[FieldSpec]) -> None:
     """Raise if one HDF5 file cannot hold these fields.
 
     Raises:
-      ArgumentError: the name of one is a group in the name of another.
-      DTypeError: HDF5 would not give back the same dtype.
+      ArgumentError: one name is a group of another name.
+      DTypeError: HDF5 would return another dtype.
     """
     names = {field.name for field in fields}
     for name in names:
@@ -191,7 +195,7 @@ def require_storable(fields: Sequence[Field]) -> None:
         _require_dtype(field)
 
 
-def _require_dtype(field: Field) -> None:
+def _require_dtype(field: FieldSpec) -> None:
     try:
         stored = h5py.h5t.py_create(field.dtype, logical=True).dtype
     except (TypeError, ValueError):
@@ -205,8 +209,8 @@ def _require_dtype(field: Field) -> None:
         )
 
 
-def require_same_fields(before: Sequence[Field], now: Sequence[Field]) -> None:
-    """Raise an ArgumentError that names the first difference."""
+def require_same_fields(before: Sequence[FieldSpec], now: Sequence[FieldSpec]) -> None:
+    """Raise an ArgumentError that names the first difference, if any."""
     names, new_names = [c.name for c in before], [c.name for c in now]
     if names != new_names:
         raise ArgumentError(
@@ -220,33 +224,33 @@ def require_same_fields(before: Sequence[Field], now: Sequence[Field]) -> None:
 
 
 def common_fields(
-    call: str, fields: Sequence[tuple[Field, ...] | None]
-) -> tuple[Field, ...]:
-    """Return the fields of all ranks that have any, given those of each rank.
+    call: str, fields: Sequence[tuple[FieldSpec, ...] | None]
+) -> tuple[FieldSpec, ...]:
+    """Return the fields that all ranks with rows have in common.
 
     Raises:
       MismatchError: they differ.
       DataError: no rank has any.
     """
-    known = [mine for mine in fields if mine]
+    known = [specs for specs in fields if specs]
     if not known:
         raise DataError(
             f"{call}: no rank appended anything, so there is nothing to write; an "
             "append of zero rows says what the datasets are"
         )
-    if any(mine != known[0] for mine in known):
+    if any(specs != known[0] for specs in known):
         raise MismatchError(f"{call}: {_difference(fields)}")
     return known[0]
 
 
-def _difference(fields: Sequence[tuple[Field, ...] | None]) -> str:
-    """Say what each rank has where they first differ."""
-    names = [str([c.name for c in mine]) if mine else "nothing" for mine in fields]
+def _difference(fields: Sequence[tuple[FieldSpec, ...] | None]) -> str:
+    """Describe the first difference, by rank."""
+    names = [str([c.name for c in specs]) if specs else "nothing" for specs in fields]
     if len({*names} - {"nothing"}) > 1:
         return f"the datasets are {group_by_rank(names)}"
-    rows = [{c.name: str(c) for c in mine or ()} for mine in fields]
+    rows = [{c.name: str(c) for c in specs or ()} for specs in fields]
     for name in max(rows, key=len):
-        texts = [mine.get(name, "nothing") for mine in rows]
+        texts = [specs.get(name, "nothing") for specs in rows]
         if len({*texts} - {"nothing"}) > 1:
             return f"rows of dataset {name!r} are {group_by_rank(texts)}"
     raise AssertionError("the fields are the same")
@@ -255,46 +259,46 @@ def _difference(fields: Sequence[tuple[Field, ...] | None]) -> str:
 T = TypeVar("T")
 
 
-class Shard:
-    """One process's HDF5 file of rows, under a temporary name until `publish`.
+class ShardWriter:
+    """Writes one rank's HDF5 file, under a temporary name until `publish`.
 
-    Nothing here communicates. Rows are kept until they fill a chunk, or about 1 MiB.
+    Nothing here communicates. Rows are buffered until they fill a chunk, or 1 MiB.
 
     Args:
-      path: the name that the file gets in the end.
+      path: final name of the file.
       storage: how rows are stored.
 
     Raises:
       DataError: the file cannot be created.
     """
 
-    def __init__(self, path: Path, storage: Storage):
+    def __init__(self, path: Path, storage: StorageOptions):
         self.path = path
         self.rows = 0
-        self.fields: tuple[Field, ...] | None = None  # by name, since the first rows
+        self.fields: tuple[FieldSpec, ...] | None = None  # since the first append
         self._is_whole = True
         self._storage = storage
         self._datasets: list[_Dataset] = []
-        self._unfinished = self._checked("created", lambda: Unfinished(path))
-        # Each chunk is written once and whole: a cache of chunks would be of no use
-        self._hdf5 = h5py.File(self._unfinished, "w", rdcc_nbytes=0)
-        # Also at the end of the process, when HDF5 could not write to it any more
-        self.discard = weakref.finalize(self, _discard, self._hdf5, self._unfinished)
+        self._atomic = self._checked("created", lambda: AtomicHdf5File(path))
+        # Chunks are written whole, once: HDF5 needs no cache of them
+        self._hdf5 = h5py.File(self._atomic, "w", rdcc_nbytes=0)
+        # Also runs at exit, before HDF5 loses its Python file
+        self.discard = weakref.finalize(self, _discard, self._hdf5, self._atomic)
 
     @property
     def temporary(self) -> Path:
-        """The name of the file until `publish`."""
-        return self._unfinished.temporary
+        """The path of the file until `publish`."""
+        return self._atomic.temporary
 
     def append(self, rows: Mapping[str, Any]) -> None:
-        """Add rows: arrays `(rows, *shape)` by the names of their datasets.
+        """Add rows: arrays `(rows, *shape)` by name of the dataset.
 
         Raises:
           ArgumentError: the arrays have unequal numbers of rows, or other names, dtypes
             or row shapes than before. Nothing was added.
           ArgumentTypeError: no mapping of names to arrays.
           DTypeError: a dtype that HDF5 does not have.
-          DataError: the file cannot be written; it is not complete any more.
+          DataError: the file cannot be written; it is incomplete from now on.
         """
         self._require_whole()
         found = to_arrays(rows)
@@ -312,31 +316,31 @@ class Shard:
         self.rows += len(next(iter(found.values())))
 
     def finish(self) -> None:
-        """Write what was kept back, and bring the file to the disk.
+        """Write the buffered rows, and flush the file to the disk.
 
         Raises:
-          DataError: something could not be written, now or before.
+          DataError: this, or an earlier write, failed.
         """
         self._require_whole()
         for dataset in self._datasets:
             self._write(dataset, functools.partial(dataset.finish, self._hdf5))
         self._checked("written", self._hdf5.close)
-        self._checked("written", self._unfinished.complete)
+        self._checked("written", self._atomic.complete)
 
     def publish(self) -> None:
-        """Give the finished file its name; remove a file without rows.
+        """Rename the finished file; remove it if it has no rows.
 
         Raises:
           DataError: it cannot be renamed.
         """
         if self.rows:
-            self._checked("renamed", self._unfinished.publish)
+            self._checked("renamed", self._atomic.publish)
         else:
             self.discard()
 
     def withdraw(self) -> None:
         """Remove the file if it was published."""
-        self._unfinished.withdraw()
+        self._atomic.withdraw()
 
     def _require_whole(self) -> None:
         if not self._is_whole:
@@ -347,7 +351,7 @@ class Shard:
     def _write(self, dataset: _Dataset, write: Callable[[], None]) -> None:
         def checked() -> None:
             write()
-            self._unfinished.require_sound()
+            self._atomic.require_sound()
 
         self._checked(f"written (dataset {dataset.field.name!r})", checked)
 
@@ -359,44 +363,46 @@ class Shard:
 
 
 class _Dataset:
-    """One growing dataset of a file, to which rows go in blocks of whole chunks."""
+    """One growing dataset of a file, written in blocks of whole chunks."""
 
-    def __init__(self, field: Field, storage: Storage):
+    def __init__(self, field: FieldSpec, storage: StorageOptions):
         self.field = field
         self._filters = storage.filters if field.row_bytes else {}
         self._chunk_rows = storage.chunk_rows_of(field)
         chunk_bytes = max(1, self._chunk_rows * field.row_bytes)
         block_rows = self._chunk_rows * max(1, BLOCK_BYTES // chunk_bytes)
         self._block = np.empty((block_rows, *field.row_shape), field.dtype)
-        self._kept = 0  # rows in the block
+        self._buffered = 0  # rows in the block
         self._written = 0
         self._hdf5: h5py.Dataset | None = None
 
     def append(self, file: h5py.File, rows: Any) -> None:
-        """Write the blocks that the rows fill, and keep the rest."""
-        if not self.field.row_bytes:  # only counted: HDF5 has no chunks of no bytes
-            self._kept += len(rows)
+        """Write the blocks that the rows fill; buffer the rest."""
+        if (
+            not self.field.row_bytes
+        ):  # only count them: HDF5 has no chunks of zero bytes
+            self._buffered += len(rows)
             return
         start, size = 0, len(self._block)
         while start < len(rows):
-            count = min(len(rows) - start, size - self._kept)
+            count = min(len(rows) - start, size - self._buffered)
             piece = arrays.to_host(rows[start : start + count])
             start += count
             if count < size:
-                self._block[self._kept : self._kept + count] = piece
-                self._kept += count
-                if self._kept < size:
+                self._block[self._buffered : self._buffered + count] = piece
+                self._buffered += count
+                if self._buffered < size:
                     return
-                piece, self._kept = self._block, 0
+                piece, self._buffered = self._block, 0
             self._write(file, piece)
 
     def finish(self, file: h5py.File) -> None:
-        """Write the rows that are kept."""
-        kept, self._kept = self._kept, 0
-        if kept and self._hdf5 is None:
-            self._hdf5 = self._create_small(file, kept)
-        if kept and self.field.row_bytes:
-            self._write(file, self._block[:kept])
+        """Write the buffered rows."""
+        rows, self._buffered = self._buffered, 0
+        if rows and self._hdf5 is None:
+            self._hdf5 = self._create_small(file, rows)
+        if rows and self.field.row_bytes:
+            self._write(file, self._block[:rows])
 
     def _write(self, file: h5py.File, rows: Any) -> None:
         if self._hdf5 is None:
@@ -419,7 +425,7 @@ class _Dataset:
         )
 
     def _create_small(self, file: h5py.File, rows: int) -> h5py.Dataset:
-        """Create a dataset of few rows, for which a whole chunk would be too much."""
+        """Create a dataset of fewer rows than a chunk has."""
         field = self.field
         chunks = self._chunks(min(rows, self._chunk_rows)) if self._filters else None
         shape = (rows, *field.row_shape)
@@ -428,12 +434,65 @@ class _Dataset:
         )
 
     def _chunks(self, rows: int) -> Any:
-        """Return the shape of a chunk; True leaves it to h5py to cut a giant row."""
+        """Return the shape of a chunk; True lets h5py split giant rows."""
         if rows * self.field.row_bytes > LARGEST_CHUNK_BYTES:
             return True
         return (rows, *self.field.row_shape)
 
 
-def _discard(file: h5py.File, unfinished: Unfinished) -> None:
+def _discard(file: h5py.File, atomic: AtomicHdf5File) -> None:
     file.close()
-    unfinished.discard()
+    atomic.discard()
+
+
+def write_vds(
+    path: Path, fields: Sequence[FieldSpec], shards: Sequence[tuple[str, int]]
+) -> AtomicHdf5File:
+    """Write virtual datasets with the rows of the shards, in the given order.
+
+    Args:
+      path: name of the returned file after it is published.
+      fields: the datasets, which every shard has.
+      shards: name of each file, in the same directory, and its number of rows.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    atomic = AtomicHdf5File(path)
+    try:
+        with h5py.File(atomic, "w") as file:
+            for field in fields:
+                _write_dataset(file, field, shards)
+        atomic.complete()
+    except BaseException:
+        atomic.discard()
+        raise
+    return atomic
+
+
+def _write_dataset(
+    file: h5py.File, field: FieldSpec, shards: Sequence[tuple[str, int]]
+) -> None:
+    rows = sum(count for _, count in shards)
+    shape = (rows, *field.row_shape)
+    if not rows or not field.row_bytes:
+        file.create_dataset(field.name, shape, field.dtype)
+        return
+    layout = h5py.VirtualLayout(shape, field.dtype)
+    end = 0
+    for name, count in shards:
+        start, end = end, end + count
+        layout[start:end] = h5py.VirtualSource(
+            escape_source(name), escape_source(field.name), (count, *field.row_shape)
+        )
+    group, _, leaf = field.name.rpartition("/")
+    file.require_group(f"/{group}").create_virtual_dataset(leaf, layout)
+
+
+def escape_source(name: str) -> str:
+    """Escape the name of a VDS source, of a file or a dataset.
+
+    HDF5 reads %b as the number of a block; it refuses or misreads other single percent
+    signs.
+    """
+    return name.replace("%", "%%")

@@ -1,0 +1,331 @@
+"""The state of a user's objects as a tree, gathered from all ranks.
+
+Reading the state of an object can communicate, so all ranks do it in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import deflate
+import numpy as np
+
+from mpidist.checkpoint.tree import (
+    TEXTS,
+    Group,
+    Leaf,
+    Link,
+    Node,
+    Path,
+    child_names,
+    container_type,
+    encode,
+    group_kind,
+    is_container,
+    leaf_of_array,
+    leaves,
+    nodes_below,
+    readable,
+    replace_nodes,
+    require_depth,
+)
+from mpidist.comm.consensus.calls import Call
+from mpidist.device import arrays
+from mpidist.errors import ArgumentTypeError, ContextError
+from mpidist.strategy.strategy import Strategy
+from mpidist.strategy.variables import Variable
+from mpidist.util import validation
+from mpidist.values import Mirrored, PerReplica
+
+__all__ = [
+    "GENERATOR",
+    "OBJECT",
+    "PerRankState",
+    "Tracked",
+    "children_of",
+    "gather_state",
+    "has_state",
+    "is_generator",
+    "require_saveable",
+    "require_strategy",
+    "state_of",
+    "strategy_of",
+]
+
+OBJECT, GENERATOR, VARIABLE = "object", "generator", "variable"
+_STEP_BYTES = 16 << 20  # copied from a GPU at a time
+
+
+class Tracked:
+    """Base of Checkpoint: a set of named objects."""
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The objects by name."""
+        raise NotImplementedError(type(self).__name__)  # pragma: no cover
+
+
+@dataclasses.dataclass(frozen=True)
+class PerRankState:
+    """A node that can differ between ranks.
+
+    Args:
+      node: of this rank.
+      is_shared: whether to save one node for all ranks if all are equal.
+    """
+
+    node: Any
+    is_shared: bool
+
+
+def has_state(value: Any) -> bool:
+    """Return whether `value` has `get_state` and `set_state`."""
+    methods = (getattr(value, name, None) for name in ("get_state", "set_state"))
+    return not isinstance(value, type) and all(map(callable, methods))
+
+
+def children_of(value: Any, path: Path) -> dict[str, Any] | None:
+    """Return the children of a container or a Checkpoint; None for other values."""
+    require_depth(path)
+    if isinstance(value, Tracked):
+        return child_names(value.objects, path)
+    return child_names(value, path) if is_container(value) else None
+
+
+def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the values in nested containers, with their paths."""
+    children = children_of(value, path)
+    if children is None:
+        yield path, value
+        return
+    for name, child in children.items():
+        yield from walk(child, (*path, name))
+
+
+def tree_of(value: Any, path: Path, strategy: Strategy) -> Any:
+    """Return the tree of an object, with `PerRankState` nodes. Collective.
+
+    Raises:
+      ArgumentTypeError: a value that cannot be saved.
+      ContextError: a variable of another strategy.
+      What `get_state` of an object raises.
+    """
+    children = children_of(value, path)
+    if children is not None:
+        nodes = {n: tree_of(c, (*path, n), strategy) for n, c in children.items()}
+        if isinstance(value, Tracked):
+            return Group("dict", nodes)
+        return Group(group_kind(value), nodes, type=container_type(value, path))
+    if isinstance(value, Variable):
+        return _variable_leaf(value, path, strategy)
+    if isinstance(value, PerReplica):
+        return PerRankState(encode(value.values[0], path), is_shared=False)
+    if is_generator(value):
+        state = encode(state_of(value), path)
+        return PerRankState(_with_role(state, GENERATOR, path), is_shared=True)
+    if has_state(value) and not isinstance(value, Mirrored | np.ndarray):
+        state = encode(value.get_state(), path)
+        return PerRankState(_with_role(state, OBJECT, path), is_shared=True)
+    return encode(value, path)
+
+
+def _with_role(node: Node, role: str, path: Path) -> Group:
+    if isinstance(node, Leaf):  # a state of one number
+        return Group("tuple", {"0": node}, role + " of one")
+    return dataclasses.replace(node, role=role)
+
+
+def _variable_leaf(variable: Variable, path: Path, strategy: Strategy) -> Leaf:
+    """Return the leaf of a variable's value. Collective if it is ON_READ."""
+    require_strategy(variable, path, strategy)
+    value = variable.value() if variable.on_read else variable.local
+    leaf = leaf_of_array(value, path)
+    return dataclasses.replace(leaf, role=VARIABLE, is_frozen=True)
+
+
+def require_strategy(variable: Variable, path: Path, strategy: Strategy) -> None:
+    """Raise if a variable belongs to another strategy than the checkpoint."""
+    if variable.distribute_strategy is not strategy:
+        raise ContextError(
+            f"{readable(path)} is a variable of {variable.distribute_strategy!r}, the "
+            f"checkpoint is of {strategy!r}: Mixing different tf.distribute.Strategy "
+            "objects; create the variable in the strategy's scope"
+        )
+
+
+def strategy_of(value: Any) -> Strategy | None:
+    """Return the strategy of the first variable or distributed iterator, if any."""
+    for _, leaf in walk(value):
+        if isinstance(leaf, Variable):
+            return leaf.distribute_strategy
+        plan = getattr(leaf, "_plan", None)
+        extended = getattr(plan, "extended", None)
+        if extended is not None and isinstance(extended.strategy, Strategy):
+            return extended.strategy
+    return None
+
+
+def require_saveable(value: Any, name: str) -> None:
+    """Raise an ArgumentTypeError for classes and functions."""
+    if isinstance(value, type) or (callable(value) and not has_state(value)):
+        raise ArgumentTypeError(
+            f"{name!r} is {validation.shown(value)}, which has no state to save"
+        )
+
+
+_PYTHONS = "random.Random"
+
+
+def is_generator(value: Any) -> bool:
+    """Return whether `value` is a random generator of NumPy or of Python."""
+    return isinstance(value, np.random.Generator | np.random.RandomState) or (
+        type(value) is random.Random
+    )
+
+
+def state_of(generator: Any) -> dict[str, Any]:
+    """Return the state of a generator."""
+    if isinstance(generator, random.Random):
+        version, numbers, gauss = generator.getstate()
+        return {
+            "bit_generator": _PYTHONS,
+            "version": version,
+            "numbers": np.array(numbers, np.uint32),
+            "gauss": gauss,
+        }
+    if isinstance(generator, np.random.RandomState):
+        return dict(generator.get_state(legacy=False))
+    return dict(generator.bit_generator.state)
+
+
+def gather_state(
+    strategy: Strategy,
+    operation: str,
+    objects: Mapping[str, Any],
+    own_bytes: int,
+    shard_names: Callable[[], list[str]],
+) -> tuple[Group, dict[Path, Node] | None]:
+    """Return the state of all objects, and nodes for this rank's shard. Collective.
+
+    The tree is the same on all ranks, with a `Link` for each per-rank state that goes
+    to the shards. Without such states, the nodes are None.
+
+    Args:
+      strategy: whose ranks save.
+      operation: the public call, for messages.
+      objects: by name.
+      own_bytes: per-rank states of more bytes in total go to the shards.
+      shard_names: returns the names of the shards of all ranks.
+
+    Raises, on all ranks:
+      MismatchError: arrays, numbers or text that differ between ranks.
+      What `tree_of` raises on any rank.
+    """
+    agreement = strategy.extended.agreement
+    with strategy.scope():
+        tree = agreement.block(operation, lambda: tree_of(dict(objects), (), strategy))
+    compares = strategy.extended.num_replicas > 1
+    lines = agreement.prepare(operation, lambda: _describe(tree, compares))
+    agreement.require_same(Call(operation, tuple(lines)))
+    own = {p: n for p, n in nodes_below(tree) if isinstance(n, PerRankState)}
+    if not own:
+        return tree, None
+    # A state that is equal on all ranks is saved once
+    own_hashes = {path: (_digest(o.node), _bytes(o.node)) for path, o in own.items()}
+    everyone = agreement.gather(operation, own_hashes)
+    unlike = [
+        path
+        for path, state in own.items()
+        if not state.is_shared or len({ranks[path][0] for ranks in everyone}) > 1
+    ]
+    chosen: dict[Path, Any] = {path: own[path].node for path in own.keys() - unlike}
+    nodes = {path: _on_host(own[path].node) for path in unlike}
+    size_bytes = sum(ranks[path][1] for path in unlike for ranks in everyone)
+    if size_bytes > own_bytes:
+        links: dict[str, Any] = {str(r): Link(n) for r, n in enumerate(shard_names())}
+        chosen |= {path: Group("ranks", links) for path in unlike}
+        rank = str(strategy.extended.replica_id)
+        in_shard = {(*path, rank): node for path, node in nodes.items()}
+        return replace_nodes(tree, chosen), in_shard
+    gathered = agreement.gather(operation, nodes) if unlike else []
+    for path in unlike:
+        states = {str(rank): found[path] for rank, found in enumerate(gathered)}
+        chosen[path] = Group("ranks", states)
+    return replace_nodes(tree, chosen), None
+
+
+def _describe(node: Any, compares: bool, path: Path = ()) -> list[tuple[str, str]]:
+    """Describe what must be equal on all ranks, per node."""
+    if isinstance(node, PerRankState):
+        return [(readable(path), "a state")]
+    if isinstance(node, Leaf):
+        return [(readable(path), _describe_leaf(node, compares))]
+    lines = [(readable(path), node.kind if node.type is None else repr(node.type))]
+    for name, child in node.children.items():
+        lines += _describe(child, compares, (*path, name))
+    return lines
+
+
+def _describe_leaf(leaf: Leaf, compares: bool) -> str:
+    text = f"{leaf.kind} {leaf.dtype} {leaf.shape}"
+    if leaf.is_frozen or not leaf.size_bytes or not compares:
+        return text
+    if leaf.kind == "array" or leaf.kind in TEXTS:
+        return f"{text} crc {_crc32(leaf.array):08x}"
+    return f"{leaf.kind} {arrays.value_bytes(leaf.array).tobytes().hex()}"
+
+
+def _crc32(array: Any) -> int:
+    """Return the CRC-32 of an array."""
+    found = 0
+    for data in _steps(array):
+        found = deflate.crc32(data, found)
+    return found
+
+
+def _steps(array: Any) -> Iterator[Any]:
+    """Yield the bytes of an array, some at a time."""
+    flat = array.reshape(-1)
+    count = max(1, _STEP_BYTES // flat.dtype.itemsize)
+    for start in range(0, flat.size, count):
+        yield arrays.value_bytes(flat[start : start + count]).reshape(-1)
+
+
+def _digest(node: Node) -> bytes:
+    """Return a hash of a tree."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for path, leaf in leaves(node):
+        hashed.update(repr((path, leaf.kind, str(leaf.dtype), leaf.shape)).encode())
+        if leaf.size_bytes:
+            for data in _steps(leaf.array):
+                sums = deflate.crc32(data), deflate.adler32(data)
+                hashed.update(repr(sums).encode())
+    hashed.update(_kinds(node).encode())
+    return hashed.digest()
+
+
+def _kinds(node: Node) -> str:
+    if isinstance(node, Leaf):
+        return ""
+    below = [_kinds(child) for child in node.children.values()]
+    return repr((node.kind, node.role, node.type, below))
+
+
+def _bytes(node: Node) -> int:
+    return sum(leaf.size_bytes for _, leaf in leaves(node))
+
+
+def _on_host(node: Node) -> Any:
+    """Return a node with copies of its arrays in host memory."""
+    copies = {
+        path: dataclasses.replace(
+            leaf, array=np.array(arrays.to_host(leaf.array), order="C"), is_frozen=True
+        )
+        for path, leaf in leaves(node)
+        if leaf.array is not None
+    }
+    return replace_nodes(node, copies)
