@@ -19,6 +19,10 @@ __all__ = ["Spec", "flatten", "leaf_names", "map_leaves", "unflatten"]
 
 Spec = optree.PyTreeSpec
 _NAMESPACE = "mpidist"
+_STRUCTURES = (Mapping, list, tuple)
+# Types of leaves that were seen: to ask whether one is a Mapping takes a while
+_leaf_types: set[type] = set()
+_MOST_LEAF_TYPES = 1000
 
 
 def flatten(nest: Any) -> tuple[list[Any], Spec]:
@@ -29,8 +33,13 @@ def flatten(nest: Any) -> tuple[list[Any], Spec]:
     """
     leaves, spec = optree.tree_flatten(nest, none_is_leaf=True, namespace=_NAMESPACE)
     # optree sees subclasses of dict, list and tuple as leaves until they are registered
-    strangers = {type(x) for x in leaves if isinstance(x, Mapping | list | tuple)}
+    unknown = set(map(type, leaves)) - _leaf_types
+    if not unknown:
+        return leaves, spec
+    strangers = {cls for cls in unknown if issubclass(cls, _STRUCTURES)}
     if not strangers:
+        if len(_leaf_types) < _MOST_LEAF_TYPES:
+            _leaf_types.update(unknown)
         return leaves, spec
     for cls in strangers:
         _register(cls)
