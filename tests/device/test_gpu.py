@@ -573,15 +573,16 @@ EARLY = """
 import ctypes
 
 from mpidist.launch import mpi_defaults  # starts nothing but this
-from mpidist.device import binding; from mpidist.launch import early_binding
+from mpidist.device.binding import gpu_count
+from mpidist.launch.early_binding import choose_early
 
-assert early.choose_early({"SLURM_LOCALID": "0"}) is None  # MPI runs by now
+assert choose_early({"SLURM_LOCALID": "0"}) is None  # MPI runs by now
 from mpi4py import MPI
 
 device = ctypes.c_int(-1)
 status = ctypes.CDLL("libcuda.so.1").cuCtxGetDevice(ctypes.byref(device))
 local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).rank
-assert (status, device.value) == (0, local % devices.gpu_count()), (status, device)
+assert (status, device.value) == (0, local % gpu_count()), (status, device)
 print("chosen")
 """
 
