@@ -184,6 +184,21 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
         return (yield)
 
 
+@pytest.fixture(scope="session")
+def variables() -> dict[str, str]:
+    """The environment before the first test; scripts that are imported add to it."""
+    return dict(os.environ)
+
+
+@pytest.fixture(autouse=True)
+def unchanged_environment(variables: dict[str, str]) -> Iterator[None]:
+    """Leave no variable to later tests, and to the jobs that they start."""
+    yield
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
 @pytest.fixture
 def comm(request: pytest.FixtureRequest) -> Iterator[MPI.Intracomm]:
     """A communicator of all ranks for one test, which all ranks must be in."""
