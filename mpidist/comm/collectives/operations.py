@@ -98,7 +98,10 @@ class Collectives:
         """
         key = None
         if options is None and reduce_arrays is None:
-            key, plan, leaves = self._plans.find(operation, reduce_op, value)
+            # A nest may raise when it is read, perhaps on this rank alone
+            key, plan, leaves = self.agreement.prepare(
+                operation, lambda: self._plans.find(operation, reduce_op, value)
+            )
             if plan is not None:
                 return plan.give_back(self._execute(plan, leaves), leaves)
 

@@ -573,3 +573,15 @@ def test_an_accumulation_function_gets_no_other_arrays(comm):
     check(strategy.reduce("SUM", value), value)
     assert set(shapes) <= {(3,)}
     strategy.experimental_finalize()
+
+
+def test_a_nest_that_one_rank_cannot_read_is_an_error_on_all(strategy, comm):
+    class Unread(dict):
+        def __iter__(self):
+            if comm.rank == 0:
+                raise OSError("no keys")
+            return super().__iter__()
+
+    with pytest.raises(OSError, match="no keys"):
+        strategy.reduce("SUM", Unread(a=1.0))
+    assert strategy.reduce("SUM", 1.0) == comm.size
