@@ -39,9 +39,9 @@ __all__ = [
 
 
 _END = object()
-# Small batches are read together: that is faster, and needs little memory
-_GROUP_BYTES = 8 << 20
-_GROUP_STEPS = 16
+# Small batches are read together: that is faster, and needs little memory. How many
+# bytes, and steps; whichever pair allows more steps
+_GROUPS = ((8 << 20, 16), (2 << 20, 64))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,8 +280,8 @@ def count_grouped(pipeline: Pipeline, replicas: int) -> int:
     # Of functions that are called in several threads, each call is worth its own
     if row_bytes is None or rows is None or pipeline.parallel_calls > 1:
         return 1
-    share = -(-rows // replicas)
-    return min(max(1, _GROUP_BYTES // max(1, row_bytes * share)), _GROUP_STEPS)
+    step_bytes = max(1, row_bytes * -(-rows // replicas))
+    return max(1, *(min(most // step_bytes, steps) for most, steps in _GROUPS))
 
 
 def _read_singly(feed: Feed, steps: Iterable[int]) -> Group:

@@ -35,7 +35,7 @@ def rows_of(strategy, batches):
 @pytest.mark.parametrize("depth", [0, 1, 2, 40])
 @pytest.mark.parametrize("batch", [7, 8, 300])
 def test_every_row_comes_once(strategy, path, monkeypatch, steps, depth, batch):
-    monkeypatch.setattr(reader, "_GROUP_STEPS", steps)
+    monkeypatch.setattr(reader, "_GROUPS", ((8 << 20, steps),))
     options = InputOptions(experimental_per_replica_buffer_size=depth)
     dataset = Dataset.from_hdf5(path, "x").shuffle(seed=1).batch(batch)
     divided = strategy.experimental_distribute_dataset(dataset, options)
@@ -182,7 +182,7 @@ def go_through(strategy, dataset):
 
 def test_slow_reads_are_left_to_a_thread(strategy, path, read_in_threads, threads):
     """The first one, and at times others, are not."""
-    go_through(strategy, Dataset.from_hdf5(path, "x").repeat(60).batch(12))
+    go_through(strategy, Dataset.from_hdf5(path, "x").repeat(240).batch(12))
     assert threads[0] == "MainThread"
     assert set(threads[1:17]) == {"mpidist-input_0"}
     assert "MainThread" in threads[17:]

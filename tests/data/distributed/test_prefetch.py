@@ -110,7 +110,7 @@ def test_steps_that_are_read_at_a_time_arrive(
 
 
 def test_as_many_slots_as_batches_are_on_their_way(strategy, comm, stream, monkeypatch):
-    monkeypatch.setattr(reader, "_GROUP_STEPS", 1)
+    monkeypatch.setattr(reader, "_GROUPS", ((8 << 20, 1),))
     for depth in DEPTHS:
         options = reading_ahead(depth)
         divided = strategy.experimental_distribute_dataset(

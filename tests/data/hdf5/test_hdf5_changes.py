@@ -42,7 +42,7 @@ from mpidist.data.hdf5.rows import Hdf5Rows
 @pytest.fixture(autouse=True)
 def _no_groups(monkeypatch):
     """Read no more steps ahead than the tests say, though they are of few bytes."""
-    monkeypatch.setattr(reader, "_GROUP_STEPS", 1)
+    monkeypatch.setattr(reader, "_GROUPS", ((8 << 20, 1),))
 
 
 CUTS = {"everything": 0, "half a row": 9001, "a few pages": 3 * 4096, "one byte": 1}
