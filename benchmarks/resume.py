@@ -126,11 +126,10 @@ def await_end(job: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def weights_in(folder: Path) -> dict[str, Any]:
-    """Return the weights of the last checkpoint."""
+    """Return the weights of the last checkpoint, and their velocity."""
     last = max(folder.glob("ckpt-*.h5"), key=lambda p: int(p.stem.partition("-")[2]))
     with h5py.File(last, "r", locking=False) as file:
-        weights = file["weights"]
-        return {name: weights[name][...] for name in weights}
+        return {name: file[name][...] for name in ("weights", "velocity")}
 
 
 def undisturbed(folder: Path, epochs: int) -> tuple[dict[int, Any], float]:

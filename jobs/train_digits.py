@@ -32,44 +32,62 @@ import mpidist
 
 
 class Perceptron:
-    """One hidden layer of rectified units, and a softmax over the classes."""
+    """One hidden layer of rectified units, and a softmax over the classes.
+
+    All weights are one vector, so that a step has one array to sum, and one to change.
+    """
 
     def __init__(self, hidden: int, seed: int):
         random = np.random.default_rng(seed)
-        self.weights = []
+        first = []
         for rows, columns in ((digits.PIXELS, hidden), (hidden, digits.CLASSES)):
-            first = random.normal(scale=np.sqrt(2 / rows), size=(rows, columns))
-            self.weights.append(mpidist.Variable(first))
-            self.weights.append(mpidist.Variable(np.zeros(columns)))
-
-    def forward(self, x: Any) -> tuple[Any, Any]:
-        """Return the hidden units and the log-probabilities of the classes."""
-        w1, b1, w2, b2 = self.weights
-        hidden = x @ w1
-        hidden += b1.value()  # in place: new memory in each step costs time
-        np.maximum(hidden, 0, out=hidden)
-        logits = hidden @ w2 + b2
-        logits = logits - logits.max(axis=1, keepdims=True)
-        return hidden, logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-
-    def gradients(self, pixels: Any, y: Any) -> tuple[Any, list[Any]]:
-        """Return the sum of the rows' losses, and its gradients, by backpropagation."""
-        x = pixels / digits.BRIGHTEST
-        hidden, log_p = self.forward(x)
-        target = one_hot(y)
-        d_logits = np.exp(log_p) - target
-        d_hidden = d_logits @ self.weights[2].value().T
-        d_hidden *= hidden > 0
-        return -(log_p * target).sum(), [
-            x.T @ d_hidden,
-            d_hidden.sum(axis=0),
-            hidden.T @ d_logits,
-            d_logits.sum(axis=0),
+            first.append(random.normal(scale=np.sqrt(2 / rows), size=(rows, columns)))
+            first.append(np.zeros(columns))
+        self.weights = mpidist.Variable(np.concatenate([a.ravel() for a in first]))
+        stops = np.cumsum([a.size for a in first]).tolist()
+        self.places = [
+            (slice(stop - a.size, stop), a.shape)
+            for stop, a in zip(stops, first, strict=True)
         ]
+
+    def layers(self, vector: Any) -> list[Any]:
+        """Return weights, biases, weights, biases: views of a vector of all."""
+        return [vector[place].reshape(shape) for place, shape in self.places]
+
+    def forward(self, pixels: Any) -> tuple[Any, Any, Any]:
+        """Return inputs, hidden units, and log-probabilities of the classes."""
+        w1, b1, w2, b2 = self.layers(self.weights.value())
+        x = pixels / digits.BRIGHTEST
+        hidden = x @ w1
+        hidden += b1  # in place: new memory in each step costs time
+        np.maximum(hidden, 0, out=hidden)
+        log_p = hidden @ w2
+        log_p += b2
+        log_p -= log_p.max(axis=1, keepdims=True)
+        log_p -= np.log(np.exp(log_p).sum(axis=1, keepdims=True))
+        return x, hidden, log_p
+
+    def differentiate(self, pixels: Any, y: Any) -> Any:
+        """Return sums over the rows as one vector: gradients, losses, and rows."""
+        x, hidden, log_p = self.forward(pixels)
+        _, _, w2, _ = self.layers(self.weights.value())
+        target = one_hot(y)
+        d_logits = np.exp(log_p)
+        d_logits -= target
+        d_hidden = d_logits @ w2.T
+        d_hidden *= hidden > 0
+        sums = np.empty(self.weights.shape[0] + 2, like=x)
+        d_w1, d_b1, d_w2, d_b2 = self.layers(sums)
+        np.matmul(x.T, d_hidden, out=d_w1)
+        d_hidden.sum(axis=0, out=d_b1)
+        np.matmul(hidden.T, d_logits, out=d_w2)
+        d_logits.sum(axis=0, out=d_b2)
+        sums[-2], sums[-1] = -log_p[target].sum(), len(y)
+        return sums
 
     def scores(self, pixels: Any, y: Any) -> tuple[Any, Any, Any]:
         """Return each row's loss, 1.0 where the likeliest class is `y`, and 1.0."""
-        _, log_p = self.forward(pixels / digits.BRIGHTEST)
+        _, _, log_p = self.forward(pixels)
         losses = -(log_p * one_hot(y)).sum(axis=1)
         return losses, 1.0 * (log_p.argmax(axis=1) == y), np.ones_like(losses)
 
@@ -82,25 +100,20 @@ def one_hot(y: Any) -> Any:
 class Momentum:
     """Gradient descent with momentum 0.9."""
 
-    def __init__(self, weights: Sequence[mpidist.Variable], learning_rate: float):
+    def __init__(self, weights: mpidist.Variable, learning_rate: float):
         self.weights, self.learning_rate = weights, learning_rate
-        self.velocities = [mpidist.Variable(0.0 * w.value()) for w in weights]
+        self.velocity = mpidist.Variable(0.0 * weights)
 
-    def apply(self, strategy: mpidist.Strategy, gradients: Sequence[Any]) -> None:
-        """Change the weights by the mean gradients. In cross-replica context."""
-        args = self.velocities, gradients
-        strategy.extended.update(self.weights, self.descend, args)
+    def apply(self, strategy: mpidist.Strategy, gradient: Any) -> None:
+        """Change the weights by the mean gradient. In cross-replica context."""
+        strategy.extended.update(self.weights, self.descend, (self.velocity, gradient))
 
     def descend(
-        self,
-        weights: Sequence[Any],
-        velocities: Sequence[Any],
-        gradients: Sequence[Any],
+        self, weights: mpidist.Variable, velocity: mpidist.Variable, gradient: Any
     ) -> None:
-        """Change this replica's copies of the weights and velocities."""
-        for w, v, gradient in zip(weights, velocities, gradients, strict=True):
-            v.assign(0.9 * v + gradient)
-            w.assign_sub(self.learning_rate * v)
+        """Change this replica's copies of the weights and of the velocity."""
+        velocity.assign(0.9 * velocity + gradient)
+        weights.assign_sub(self.learning_rate * velocity)
 
 
 class Trainer:
@@ -114,13 +127,10 @@ class Trainer:
     def step(self, pixels: Any, y: Any) -> None:
         """Train on a global batch, of which this replica has these rows."""
         context = mpidist.get_replica_context()
-        loss, gradients = self.model.gradients(pixels, y)
-        # One all-reduce; with the number of rows, as the last replicas may have fewer
-        totals = context.all_reduce("SUM", [loss, float(len(y)), *gradients])
-        loss, rows, *gradients = totals
-        mean = [gradient / rows for gradient in gradients]
-        context.merge_call(self.optimizer.apply, args=(mean,))
-        self.sums += float(loss), float(rows)
+        # The rows are summed, too, as the last replicas may have fewer
+        sums = context.all_reduce("SUM", self.model.differentiate(pixels, y))
+        context.merge_call(self.optimizer.apply, args=(sums[:-2] / sums[-1],))
+        self.sums += float(sums[-2]), float(sums[-1])
 
     def end_epoch(self) -> float:
         """Return the mean loss of the epoch's rows; the next begins."""

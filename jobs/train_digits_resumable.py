@@ -55,7 +55,7 @@ def train(options: argparse.Namespace, strategy: mpidist.Strategy) -> None:
     checkpoint = mpidist.Checkpoint(
         strategy=strategy,
         weights=trainer.model.weights,
-        velocities=trainer.optimizer.velocities,
+        velocity=trainer.optimizer.velocity,
         sums=trainer.sums,
         batches=iter(training_rows),
         history=history,
