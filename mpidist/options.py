@@ -26,9 +26,10 @@ __all__ = [
 
 
 class ReduceOp(enum.Enum):
-    """How the values of all replicas are combined: added up, or averaged.
+    """How the values of all replicas are combined, element by element.
 
-    Wherever an operation is taken, its name in any case is taken too: `"sum"`.
+    SUM and MEAN are tf.distribute's. MIN and MAX are nan where any value is, as in
+    NumPy. Wherever an operation is taken, its name in any case is taken too: `"sum"`.
 
     Example:
       >>> strategy.reduce(mpidist.ReduceOp.SUM, np.array([1.0, 2.0]))
@@ -39,6 +40,14 @@ class ReduceOp(enum.Enum):
 
     SUM = "SUM"
     MEAN = "MEAN"
+    MIN = "MIN"
+    MAX = "MAX"
+    PRODUCT = "PRODUCT"
+
+    @property
+    def adds(self) -> bool:
+        """Whether values are added up, for a mean too."""
+        return self is ReduceOp.SUM or self is ReduceOp.MEAN
 
     @classmethod
     def parse(cls, op: ReduceOp | str) -> ReduceOp:
@@ -59,7 +68,8 @@ class ReduceOp(enum.Enum):
             return cls[op.upper()]
         except KeyError:
             raise ArgumentError(
-                f"reduce_op must be 'SUM' or 'MEAN', not {validation.shown(op)}"
+                "reduce_op must be 'SUM', 'MEAN', 'MIN', 'MAX' or 'PRODUCT', not "
+                f"{validation.shown(op)}"
             ) from None
 
     @staticmethod

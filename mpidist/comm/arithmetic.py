@@ -5,19 +5,23 @@ Nothing here communicates.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpidist.device import arrays
-from mpidist.errors import ArgumentError
+from mpidist.errors import ArgumentError, DTypeError
 from mpidist.options import ReduceOp
 
 __all__ = [
     "add_in_order",
     "bound_bytes",
+    "check_product",
     "check_sum",
+    "combine_in_order",
+    "combine_over",
     "contiguous",
     "finish",
     "is_integer_sum",
@@ -25,7 +29,10 @@ __all__ = [
     "mean_of",
     "narrow",
     "require_fit",
+    "require_reducible",
     "result_bytes",
+    "rough_product",
+    "rough_product_over",
     "rough_sum_over",
     "sum_over",
     "to_add",
@@ -33,6 +40,21 @@ __all__ = [
 
 # Given a number of elements, another array, and a dtype
 Empty = Callable[[int, Any, Any], Any]
+_COMBINE: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+
+
+def require_reducible(op: ReduceOp, dtype: np.dtype[Any], name: str) -> None:
+    """Raise a DTypeError if values of `dtype` cannot be reduced by `op`."""
+    arrays.summable(dtype, name)
+    if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
+        raise DTypeError(
+            f"{name} has dtype {dtype.name}: complex numbers have no order, so there "
+            f"is no {op.name} of them; reduce their absolute values, or their parts"
+        )
 
 
 def to_add(
@@ -124,6 +146,38 @@ def add_in_order(parts: Sequence[Any], out: Any = None) -> Any:
     return total
 
 
+def combine_in_order(op: ReduceOp, parts: Sequence[Any]) -> Any:
+    """Return MIN, MAX or PRODUCT of arrays, as a new one; one array as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = functools.reduce(_COMBINE[op], parts)
+    return arrays.namespace(parts[0]).asarray(found)  # NumPy's may be a scalar
+
+
+def check_product(pair: tuple[Any, Sequence[Any]], name: str) -> Any:
+    """Return the product of all ranks' arrays, if integers have not overflowed in it.
+
+    Arguments and errors as those of `check_sum`.
+    """
+    product, parts = pair
+    if product.dtype.kind not in "iu":
+        return product
+    rough = rough_product([a.astype(np.float64) for a in parts])
+    require_fit(product, rough, f"the product of {name} over all replicas")
+    return product
+
+
+def rough_product(parts: Sequence[Any]) -> Any:
+    """Return the product of arrays of float64 that stand for integers."""
+    return _without_nan(combine_in_order(ReduceOp.PRODUCT, parts))
+
+
+def _without_nan(rough: Any) -> Any:
+    """Return products of integers in float64, without what infinity times 0 is."""
+    return arrays.namespace(rough).where(rough == rough, rough, 0.0)
+
+
 def is_integer_sum(op: ReduceOp, dtypes: Sequence[np.dtype[Any]]) -> bool:
     """Return whether a reduction to these dtypes may overflow, as integers do."""
     return op is ReduceOp.SUM and any(dtype.kind in "iu" for dtype in dtypes)
@@ -175,7 +229,9 @@ def require_fit(total: Any, rough: Any, what: str) -> None:
         return
     lost, total = arrays.to_host(lost), arrays.to_host(total)
     index = tuple(int(i) for i in np.argwhere(lost)[0])
-    exact = int(total[index]) + int(lost[index]) * span
+    exact: float = lost[index]
+    if np.isfinite(exact):
+        exact = int(total[index]) + int(lost[index]) * span
     place = f" in element {index}" if index else ""
     wider = np.dtype(np.int64 if dtype.itemsize < 8 else np.float64)
     raise ArgumentError(
@@ -196,6 +252,33 @@ def rough_sum_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
     if op is ReduceOp.SUM and array.dtype.kind in "iu" and array.dtype.itemsize == 8:
         return _sum_in(np.dtype(np.float64), array, axes)
     return None
+
+
+def combine_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
+    """Return this rank's MIN, MAX or PRODUCT over `axes`, in an axis of its own.
+
+    It comes first, and has length 1; or 0 if there is no MIN or MAX of no elements.
+    Products are wide, and those of integers may have overflowed: see
+    `rough_product_over`.
+    """
+    xp = arrays.namespace(array)
+    if op is ReduceOp.PRODUCT:
+        wide = _wide(ReduceOp.SUM, array.dtype)
+        return xp.asarray(array.prod(axis=axes, dtype=wide))[None]
+    wide = arrays.accumulator_dtype(array.dtype)
+    if any(array.shape[i] == 0 for i in axes):
+        shape = [n for i, n in enumerate(array.shape) if i not in axes]
+        return xp.empty((0, *shape), wide)
+    found = array.min(axis=axes) if op is ReduceOp.MIN else array.max(axis=axes)
+    return xp.asarray(found).astype(wide)[None]
+
+
+def rough_product_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
+    """Return what `combine_over` does in float64, if that may overflow; else None."""
+    if op is not ReduceOp.PRODUCT or array.dtype.kind not in "iu":
+        return None
+    product = array.prod(axis=axes, dtype=np.float64)
+    return _without_nan(arrays.namespace(array).asarray(product))[None]
 
 
 def _sum_in(wide: np.dtype[Any], array: Any, axes: tuple[int, ...]) -> Any:
@@ -220,22 +303,23 @@ def mean_of(total: Any, length: int, dtype: np.dtype[Any]) -> Any:
     return mean.astype(arrays.mean_dtype(dtype), copy=False)
 
 
-def narrow(found: tuple[Any, Any, np.dtype[Any]], name: str) -> Any:
-    """Return a total in the dtype of what was summed; integers must fit.
+def narrow(found: tuple[Any, Any, np.dtype[Any]], name: str, what: str = "sum") -> Any:
+    """Return a total in the dtype of what was reduced; integers must fit.
 
     Args:
-      found: the total, what there is of it in float64 (see `rough_sum_over`), and the
-        dtype.
+      found: the total, what it is in float64 where its own dtype may have overflowed
+        (see `rough_sum_over`), and the dtype.
       name: of the value, for messages.
+      what: the total is.
     """
     total, rough, dtype = found
     if rough is not None:
-        require_fit(total, rough, f"the sum of {name}")
-    elif dtype.kind in "iu" and total.size:
+        require_fit(total, rough, f"the {what} of {name}")
+    if dtype.kind in "iu" and total.size:
         limits = np.iinfo(dtype)
         if total.min() < limits.min or total.max() > limits.max:
             raise ArgumentError(
-                f"the sum of {name} is {total.min()}..{total.max()}, which does not "
+                f"the {what} of {name} is {total.min()}..{total.max()}, which does not "
                 f"fit {dtype.name}; cast it to int64 first"
             )
     return total.astype(dtype, copy=False)

@@ -159,11 +159,17 @@ class ReductionToOneDevice(MpiAllReduce):
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> list[Any]:
         """See `CrossDeviceOps.reduce_checked`."""
-        # What is refused here, or raised by `accumulation_fn`, is raised on all ranks
         reduce = super().reduce_checked
-        return self.collectives.agreement.block(
-            type(self).__qualname__, lambda: reduce(op, values, options)
-        )
+
+        def work() -> list[Any]:
+            if not (op.adds or self.is_sum):
+                raise ArgumentError(
+                    f"accumulation_fn takes the place of SUM and MEAN, not of {op.name}"
+                )
+            return reduce(op, values, options)
+
+        # What is refused here, or raised by `accumulation_fn`, is raised on all ranks
+        return self.collectives.agreement.block(type(self).__qualname__, work)
 
     def sum_arrays(
         self, values: Sequence[Any], options: CommunicationOptions

@@ -108,7 +108,7 @@ class CrossDeviceOps:
         """Return the reduction of a value over all replicas, as `Mirrored`. Collective.
 
         Args:
-          reduce_op: SUM or MEAN.
+          reduce_op: SUM, MEAN, MIN, MAX or PRODUCT.
           per_replica_value: a `PerReplica`, or an array as this replica's contribution.
           destinations: where to put the result: a device string, several, or a
             distributed value that lies there. Here it lies on every replica.

@@ -164,6 +164,11 @@ class GradientBuckets:
             validation.instance("options", self._options, CommunicationOptions)
             self._bucket_bytes = self._options.bytes_per_pack or _BUCKET_BYTES
             self._op = ReduceOp.parse(reduce_op)
+            if not self._op.adds:
+                raise ArgumentError(
+                    "the reduce_op of gradient buckets must be 'SUM' or 'MEAN', not "
+                    f"{self._op.name!r}"
+                )
             _, self._spec, given = to_arrays(like)
             check_each(
                 given, self._spec, lambda a, name: arrays.summable(a.dtype, name)

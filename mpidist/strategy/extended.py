@@ -213,7 +213,7 @@ class StrategyExtended(ReplicaGroup):
         """Return the reduction of `value` over all replicas, `Mirrored`.
 
         Args:
-          reduce_op: SUM or MEAN.
+          reduce_op: SUM, MEAN, MIN, MAX or PRODUCT.
           value: a `PerReplica`, or an array as this rank's contribution.
           destinations: a device string, several, or a distributed value. The result
             lies on every replica.

@@ -58,21 +58,21 @@ class ReplicaContext:
         value: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Return the elementwise sum or mean of `value` over all replicas.
+        """Return the elementwise sum, or what `reduce_op` names, over all replicas.
 
         Collective: every replica calls it with the same structure, shapes and dtypes,
         and gets that structure with new arrays of these shapes, equal on all replicas.
 
         Args:
-          reduce_op: SUM or MEAN; MEAN of integers is float64.
+          reduce_op: SUM, MEAN, MIN, MAX or PRODUCT; MEAN of integers is float64.
           value: an array or number, or a nest of them.
           options: see `CommunicationOptions`; changes the speed, not the result.
 
         Raises, on all replicas:
           MismatchError: structures, shapes, dtypes or `reduce_op` differ.
-          DTypeError: a dtype, such as bool, that cannot be added up.
+          DTypeError: a dtype, such as bool, that cannot be reduced.
           ArgumentError, ArgumentTypeError: an unknown `reduce_op`; no array or number.
-          ArgumentError: a sum of integers that does not fit their dtype.
+          ArgumentError: a sum or product of integers that does not fit their dtype.
           DivergenceError: a replica called something else.
 
         Example:

@@ -113,27 +113,28 @@ class Strategy:
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: Axis | None = None
     ) -> Any:
-        """Return the sum or mean of `value` over all replicas, on every rank.
+        """Return the sum, or another reduction, of `value` over all replicas.
 
-        Collective, from cross-replica (or default) context.
+        Collective, from cross-replica (or default) context; every rank gets it.
 
         Args:
-          reduce_op: SUM or MEAN, or its name in any case.
+          reduce_op: SUM, MEAN, MIN, MAX or PRODUCT, or its name in any case.
           value: a `PerReplica`, or a plain value as this rank's contribution, or a nest
             of them.
           axis: None combines elementwise: equal shapes, MEAN divides by the number of
-            replicas. An integer, or several, is summed over within each replica first;
+            replicas. An integer, or several, is reduced within each replica first;
             lengths along it may differ and may be zero, and MEAN divides by the number
             of elements over all replicas.
 
         Returns:
-          Bare arrays of the shape of a replica's, without the axes. SUM has the dtype
-          of `value`; MEAN of integers is float64; MEAN over an axis that is empty on
-          every replica is nan.
+          Bare arrays of the shape of a replica's, without the axes, and of the dtype of
+          `value`; MEAN of integers is float64; MEAN over an axis that is empty on every
+          replica is nan.
 
         Raises, on all replicas:
-          ArgumentError: an unknown operation; an axis out of range; a sum of integers
-            that does not fit their dtype.
+          ArgumentError: an unknown operation; an axis out of range; a sum or product of
+            integers that does not fit their dtype; MIN or MAX over an axis that is
+            empty on every replica.
           ArgumentTypeError: reduce_op or axis of another type; no array or number.
           DTypeError: a dtype that cannot be added up, such as bool.
           MismatchError: structures, dtypes or shapes differ.

@@ -18,6 +18,7 @@ __all__ = [
     "check_each",
     "deadline_of",
     "describe",
+    "describe_as",
     "describe_but",
     "gather_axis",
     "implementation_of",
@@ -69,18 +70,19 @@ def gather_axis(axis: int, ndim: int, name: str) -> int:
 
 def describe(values: Sequence[Any]) -> tuple[Any, ...]:
     """Return what ranks must have in common: dtypes, shapes, and kinds of memory."""
-    return tuple(_describe(a, a.shape) for a in values)
+    return tuple(describe_as(a, a.shape) for a in values)
 
 
 def describe_but(values: Sequence[Any], axes: Sequence[int]) -> tuple[Any, ...]:
     """Return what `describe` does, with the length along each axis left open."""
     return tuple(
-        _describe(a, (*a.shape[:i], "any", *a.shape[i + 1 :]))
+        describe_as(a, (*a.shape[:i], "any", *a.shape[i + 1 :]))
         for a, i in zip(values, axes)
     )
 
 
-def _describe(array: Any, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+def describe_as(array: Any, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what `describe` does of one array, with another shape."""
     if arrays.is_device_array(array):
         return array.dtype, shape, "on a GPU"
     return array.dtype, shape

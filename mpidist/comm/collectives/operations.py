@@ -6,13 +6,13 @@ together, so a nest costs one MPI call per dtype (and per `bytes_per_pack`).
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpidist.comm import arithmetic, packing
+from mpidist.comm import arithmetic
 from mpidist.comm.collectives.arguments import (
     axis_field,
     check_each,
@@ -24,8 +24,10 @@ from mpidist.comm.collectives.arguments import (
     option_fields,
     to_arrays,
 )
+from mpidist.comm.collectives.combinations import Combinations
 from mpidist.comm.collectives.gather import Gathers
 from mpidist.comm.collectives.outputs import Results
+from mpidist.comm.collectives.over_axis import AxisReductions, Summation
 from mpidist.comm.collectives.plans import Plan, Plans, make_packs
 from mpidist.comm.collectives.reduce import Summands, Sums
 from mpidist.comm.consensus.agreement import Agreement
@@ -39,7 +41,6 @@ from mpidist.util import nest, validation
 
 __all__ = ["Collectives", "Reduction", "Summation"]
 
-Summation = Callable[[Sequence[Any], CommunicationOptions], list[Any]]
 Reduction = Callable[[ReduceOp, Sequence[Any], CommunicationOptions], list[Any]]
 _DEFAULT = CommunicationOptions()
 # Arrays on a GPU that travel with the comparison: so many, and so many bytes
@@ -72,6 +73,10 @@ class Collectives:
         self.size = agreement.size
         self._gathers = Gathers(agreement, routes, results)
         self.sums = Sums(self.size, routes, symmetric, results)
+        self._combinations = Combinations(agreement, routes, results)
+        self._over_axis = AxisReductions(
+            agreement, self.sums, self._gathers, self._take
+        )
         self._empty = results.empty
         self._plans = Plans(agreement)
 
@@ -83,7 +88,7 @@ class Collectives:
         options: CommunicationOptions | None = None,
         reduce_arrays: Reduction | None = None,
     ) -> Any:
-        """Return the elementwise sum or mean of `value` over all ranks, on every rank.
+        """Return the elementwise reduction of `value` over all ranks, on every rank.
 
         Args:
           operation: the public call that this is, for messages.
@@ -109,7 +114,8 @@ class Collectives:
             op = ReduceOp.parse(reduce_op)
             wanted = _DEFAULT if options is None else options
             leaves, spec, given = self._take(value, wanted)
-            check_each(given, spec, lambda a, name: arrays.summable(a.dtype, name))
+            check = functools.partial(arithmetic.require_reducible, op)
+            check_each(given, spec, lambda a, name: check(a.dtype, name))
             fits = reduce_arrays is None and self._fits(op, given, wanted)
             packs = make_packs(op, given) if fits else []
             plan = self._plans.make(operation, op, spec, leaves, given, wanted, packs)
@@ -226,13 +232,16 @@ class Collectives:
         sum_arrays: Summation | None = None,
         is_sum: bool = True,
     ) -> list[Any]:
-        """Return the reductions of arrays that were checked before.
+        """Return the reductions of arrays that were checked before. Collective.
 
         float16 and bfloat16 are added up in float32, the mean of integers in float64.
 
-        Raises, on all ranks: ArgumentError for a sum of integers that does not fit
-          their dtype, unless `sum_arrays` does something else (`is_sum` is False).
+        Raises, on all ranks: ArgumentError for integers that do not fit their dtype,
+          unless `sum_arrays` does something else (`is_sum` is False).
         """
+        if not op.adds:
+            packs = self._combinations.reserve(op, values, options)
+            return self._combinations.combine(op, packs, values, options)
         # Where nothing is sent, nothing needs to be narrow
         compression = options.compression if self.size > 1 else None
         out, partial = arithmetic.to_add(op, values, compression)
@@ -302,11 +311,18 @@ class Collectives:
           values: the arrays.
           options: see `CommunicationOptions`.
         """
+        timeout = options.timeout_seconds
         with self.agreement.turns:
+            if not op.adds:
+                packs = self.agreement.prepare(
+                    call.operation,
+                    lambda: self._combinations.reserve(op, values, options),
+                )
+                self.agreement.compare(call, number, timeout=timeout)
+                return self._combinations.combine(op, packs, values, options)
             summands = self.agreement.prepare(
                 call.operation, lambda: self._summands(op, values, options)
             )
-            timeout = options.timeout_seconds
             is_symmetric = self.agreement.compare(call, number, summands.place, timeout)
             return self._reduce(op, summands, options, is_symmetric)
 
@@ -319,66 +335,23 @@ class Collectives:
         options: CommunicationOptions | None = None,
         sum_arrays: Summation | None = None,
     ) -> Any:
-        """Return the sum or mean over `axis` and over all ranks, on every rank.
+        """Return the reduction over `axis` and over all ranks, on every rank.
 
         Lengths along `axis` may differ between ranks and may be zero; the other
         dimensions must agree. A mean is the sum of all elements over the sum of all
         lengths, and nan where that is zero. Floating values are added up in double
         precision, integers in 64 bits; the result has the dtype of `value` (a mean of
         integers is float64, and of 64-bit ones added up in it, as NumPy does).
+        `sum_arrays` adds up for SUM and MEAN, in place of transports.
 
         Raises, on all ranks: see `all_reduce`; also ArgumentError for an axis out of
-        range or a sum of integers that does not fit their dtype, and
-        ArgumentTypeError for an axis that is no integer.
+        range, a sum or product of integers that does not fit their dtype, and MIN or
+        MAX of no elements; ArgumentTypeError for an axis that is no integer.
         """
         options = _DEFAULT if options is None else options
-
-        def prepare() -> Any:
-            op = ReduceOp.parse(reduce_op)
-            leaves, spec, given = self._take(value, options)
-            check_each(given, spec, lambda a, name: arrays.summable(a.dtype, name))
-            axes = check_each(
-                given, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
-            )
-            pairs = list(zip(given, axes))
-            partial = [arithmetic.sum_over(op, a, drop) for a, drop in pairs]
-            rough = [arithmetic.rough_sum_over(op, a, drop) for a, drop in pairs]
-            described = tuple(
-                (a.dtype, *rest) for a, (_, *rest) in zip(given, describe(partial))
-            )
-            # Sums and lengths travel together
-            lengths = [math.prod(a.shape[i] for i in drop) for a, drop in pairs]
-            sent = [*partial, np.array(lengths), *(r for r in rough if r is not None)]
-            packs: Sequence[Any] = ()
-            if sum_arrays is None and self.size > 1:
-                packs = self.sums.reserve(sent, options)
-            return op, leaves, spec, given, axes, described, rough, sent, packs
-
-        with self.agreement.turns:
-            prepared = self.agreement.prepare(operation, prepare)
-            op, leaves, spec, given, axes, described, rough, sent, packs = prepared
-            agreed = (("reduce_op", op.name), axis_field(axes), *option_fields(options))
-            call = Call(operation, agreed, spec, described)
-            self.agreement.require_same(call, timeout=options.timeout_seconds)
-            if packs:
-                totals = self.sums.sum_packs(packs, options)
-            else:
-                totals = (sum_arrays or self.sums.sum_arrays)(sent, options)
-        sums = iter(totals)
-        totals = [next(sums) for _ in given]
-        total_lengths = next(sums)
-        rough = [None if r is None else next(sums) for r in rough]
-        if op is ReduceOp.MEAN:
-            results = [
-                arithmetic.mean_of(total, length, a.dtype)
-                for total, length, a in zip(totals, total_lengths.tolist(), given)
-            ]
-        else:
-            found = [(*sums, a.dtype) for *sums, a in zip(totals, rough, given)]
-            results = check_each(found, spec, arithmetic.narrow)
-        # As NumPy's sum does, give an array scalar where no dimension is left
-        results = [arrays.like(r[()], leaf) for r, leaf in zip(results, leaves)]
-        return nest.unflatten(spec, results)
+        return self._over_axis.reduce(
+            operation, reduce_op, value, axis, options, sum_arrays
+        )
 
     def all_gather(
         self,

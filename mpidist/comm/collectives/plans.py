@@ -216,20 +216,24 @@ class Plans:
             parts = agreement.exchange(plan.call, plan.number, payload, timeout)
         results: list[Any] = [None] * len(given)
         for pack, everyone in zip(plan.packs, parts):
-            total = arithmetic.add_in_order(everyone)
+            if plan.op.adds:
+                total = arithmetic.add_in_order(everyone)
+            else:
+                total = arithmetic.combine_in_order(plan.op, everyone)
             if plan.op is ReduceOp.MEAN:
                 total /= self._agreement.size
             if total.dtype != pack.out:
                 total = total.astype(pack.out)
             pack.take_apart(total, results)
-        if plan.has_integers and agreement.comparison.is_any_large:
+        is_product = plan.op is ReduceOp.PRODUCT
+        if is_product or (plan.has_integers and agreement.comparison.is_any_large):
             self._require_fit(plan, parts, results)
         return self._copies.up(results, given) if plan.is_on_gpu else results
 
     def _require_fit(
         self, plan: Plan, parts: Sequence[Any], results: Sequence[Any]
     ) -> None:
-        """Raise, on all ranks, if sums of integers in packs do not fit. Collective."""
+        """Raise, on all ranks, if integers have overflowed in packs. Collective."""
         contributions = []
         for rank in range(self._agreement.size):
             contribution: list[Any] = [None] * len(results)
@@ -237,9 +241,11 @@ class Plans:
                 pack.take_apart(everyone[rank], contribution)
             contributions.append(contribution)
         pairs = list(zip(results, zip(*contributions)))
+        is_product = plan.op is ReduceOp.PRODUCT
+        check = arithmetic.check_product if is_product else arithmetic.check_sum
         assert plan.call.spec is not None
         with self._agreement.same_on_all():
-            check_each(pairs, plan.call.spec, arithmetic.check_sum)
+            check_each(pairs, plan.call.spec, check)
 
 
 def make_packs(op: ReduceOp, given: Sequence[Any]) -> list[Pack]:

@@ -1,0 +1,128 @@
+"""MIN, MAX and PRODUCT over all ranks: gathered block by block, and combined here.
+
+MPI and NCCL leave open what becomes of nan, and of integers that do not fit. So each
+rank gets the numbers of all, and combines them in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mpidist.comm import arithmetic, packing
+from mpidist.comm.collectives.arguments import deadline_of, implementation_of
+from mpidist.comm.collectives.outputs import Results
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.transports.selector import Routes, Transport
+from mpidist.device import arrays
+from mpidist.options import CommunicationOptions, ReduceOp
+
+__all__ = ["Combinations"]
+
+# Of all ranks, gathered at a time
+_BLOCK_BYTES = 32 << 20
+
+
+class _Pack(NamedTuple):
+    """Arrays of one dtype that are combined together, and memory for it.
+
+    Args:
+      members: which of the arrays that were passed they are.
+      send: these arrays, one behind the other.
+      received: for a block of all ranks.
+      total: for the result, of `send`'s size.
+    """
+
+    members: Sequence[int]
+    send: Any
+    received: Any
+    total: Any
+
+
+class Combinations:
+    """Reductions of one strategy that do not add.
+
+    Args:
+      agreement: of all ranks.
+      routes: the transports.
+      results: gives memory for what is returned.
+    """
+
+    def __init__(self, agreement: Agreement, routes: Routes, results: Results):
+        self._agreement = agreement
+        self._routes = routes
+        self._results = results
+
+    def reserve(
+        self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[_Pack]:
+        """Take the memory that is needed. Not collective.
+
+        Args:
+          op: the operation.
+          values: arrays, equal in number, shapes and dtypes on all ranks.
+          options: see `CommunicationOptions`.
+        """
+        _, wide = arithmetic.to_add(op, values)
+        sizes = [a.nbytes for a in wide]
+        packs = []
+        for members in packing.groups(wide, sizes, options.bytes_per_pack):
+            send = packing.pack([wide[j] for j in members]).reshape(-1)
+            step = min(send.size, self._step(send)) * self._agreement.size
+            received = self._results.empty(step, send)
+            total = self._results.empty(send.size, send)
+            packs.append(_Pack(members, send, received, total))
+        return packs
+
+    def _step(self, send: Any) -> int:
+        """Return how many numbers of each rank are gathered at a time."""
+        row_bytes: int = send.dtype.itemsize * self._agreement.size
+        return max(1, _BLOCK_BYTES // row_bytes)
+
+    def combine(
+        self,
+        op: ReduceOp,
+        packs: Sequence[_Pack],
+        values: Sequence[Any],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Return reductions of the arrays that `reserve` was called for. Collective.
+
+        Raises, on all ranks: ArgumentError for a product of integers that does not fit
+          their dtype.
+        """
+        deadline = deadline_of(options)
+        results: list[Any] = [None] * len(values)
+        for pack in packs:
+            self._combine_pack(op, pack, options, deadline)
+            shapes = [values[j].shape for j in pack.members]
+            parts = packing.unpack(pack.total, shapes)
+            for j, part in zip(pack.members, parts, strict=True):
+                results[j] = part.astype(values[j].dtype, copy=False)
+        return results
+
+    def _combine_pack(
+        self,
+        op: ReduceOp,
+        pack: _Pack,
+        options: CommunicationOptions,
+        deadline: float | None,
+    ) -> None:
+        send, ranks, step = pack.send, self._agreement.size, self._step(pack.send)
+        way: Transport | None = None
+        if ranks > 1:
+            is_device = arrays.is_device_array(send)
+            way = self._routes.pick(implementation_of(options), False, is_device)
+        for start in range(0, send.size, step):
+            mine = send[start : start + step]
+            parts = [mine]
+            if way is not None:
+                received = pack.received[: mine.size * ranks]
+                way.allgatherv(mine, received, [mine.size] * ranks, deadline)
+                parts = list(received.reshape(ranks, -1))
+            total = arithmetic.combine_in_order(op, parts)
+            pack.total[start : start + step] = total
+            if op is ReduceOp.PRODUCT:
+                with self._agreement.same_on_all():
+                    name = f"value (numbers {start} to {start + mine.size - 1})"
+                    arithmetic.check_product((total, parts), name)
