@@ -349,7 +349,7 @@ def _read_only_view(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class IndexedSlices:
-    """Some rows of an array: what the `scatter_...` methods of a variable take.
+    """Some rows of an array: what `scatter_...` of a variable and reductions take.
 
     Args:
       values: the rows, `(n, *shape)`.

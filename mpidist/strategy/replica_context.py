@@ -65,7 +65,8 @@ class ReplicaContext:
 
         Args:
           reduce_op: SUM, MEAN, MIN, MAX or PRODUCT; MEAN of integers is float64.
-          value: an array or number, or a nest of them.
+          value: an array or number, or a nest of them; also `IndexedSlices`, whose rows
+            of all replicas come one behind the other (MEAN divides by the replicas).
           options: see `CommunicationOptions`; changes the speed, not the result.
 
         Raises, on all replicas:

@@ -30,6 +30,7 @@ from mpidist.comm.collectives.outputs import Results
 from mpidist.comm.collectives.over_axis import AxisReductions, Summation
 from mpidist.comm.collectives.plans import Plan, Plans, make_packs
 from mpidist.comm.collectives.reduce import Summands, Sums
+from mpidist.comm.collectives.slices import SliceReductions, has_slices
 from mpidist.comm.consensus.agreement import Agreement
 from mpidist.comm.consensus.calls import Call
 from mpidist.comm.packing import Axis
@@ -78,6 +79,9 @@ class Collectives:
             agreement, self.sums, self._gathers, self._take
         )
         self._empty = results.empty
+        self._slices = SliceReductions(
+            agreement, self._gathers, routes.require_reachable
+        )
         self._plans = Plans(agreement)
 
     def all_reduce(
@@ -93,7 +97,8 @@ class Collectives:
         Args:
           operation: the public call that this is, for messages.
           reduce_op: the operation, or its name.
-          value: a nest of arrays or numbers, of equal structure, shapes and dtypes.
+          value: a nest of arrays or numbers, of equal structure, shapes and dtypes; or
+            of IndexedSlices, see `SliceReductions`.
           options: see `CommunicationOptions`.
           reduce_arrays: what does the work, once all is checked: by default
             `reduce_arrays`.
@@ -109,6 +114,16 @@ class Collectives:
             )
             if plan is not None:
                 return plan.give_back(self._execute(plan, leaves), leaves)
+        if key is None and self.agreement.prepare(operation, lambda: has_slices(value)):
+            return self._slices.reduce(
+                operation,
+                reduce_op,
+                value,
+                _DEFAULT if options is None else options,
+                lambda op, dense: self.all_reduce(
+                    operation, op, dense, options, reduce_arrays
+                ),
+            )
 
         def prepare() -> tuple[Plan, list[Any], list[Any]]:
             op = ReduceOp.parse(reduce_op)

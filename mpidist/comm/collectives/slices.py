@@ -1,0 +1,140 @@
+"""Reductions of nests with IndexedSlices, which are never made dense.
+
+Their rows are gathered, as in TensorFlow: an index that several replicas have comes
+several times, and adds up where the rows are added to an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpidist.comm.collectives.arguments import describe_but, option_fields
+from mpidist.comm.collectives.gather import Gathers
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.calls import Call
+from mpidist.device import arrays
+from mpidist.errors import ArgumentError, DTypeError
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.util import nest
+from mpidist.values import IndexedSlices, local_component
+
+__all__ = ["SliceReductions", "has_slices"]
+
+
+def has_slices(value: Any) -> bool:
+    """Return whether some leaves, or components of some, are IndexedSlices."""
+    return any(
+        isinstance(local_component(leaf), IndexedSlices)
+        for leaf in nest.flatten(value)[0]
+    )
+
+
+class SliceReductions:
+    """The reductions of IndexedSlices of one strategy.
+
+    Args:
+      agreement: of all ranks.
+      gathers: the gathers.
+      check: raises if no transport can move an array; called with its name.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        gathers: Gathers,
+        check: Callable[[Any, str], None],
+    ):
+        self._agreement = agreement
+        self._gathers = gathers
+        self._check = check
+
+    def reduce(
+        self,
+        operation: str,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions,
+        reduce_dense: Callable[[ReduceOp, list[Any]], list[Any]],
+    ) -> Any:
+        """Return the reduction of a nest, in which other leaves are arrays. Collective.
+
+        Args:
+          operation: the public call that this is.
+          reduce_op: SUM or MEAN, over the replicas.
+          value: the nest.
+          options: see `CommunicationOptions`.
+          reduce_dense: reduces the other leaves. Collective.
+        """
+        agreement, name = self._agreement, f"{operation} of IndexedSlices"
+
+        def prepare() -> tuple[ReduceOp, list[Any], Any, list[int], list[Any]]:
+            op = ReduceOp.parse(reduce_op)
+            if not op.adds:
+                raise ArgumentError(
+                    f"IndexedSlices can be reduced by SUM and MEAN, not by {op.name}"
+                )
+            leaves, spec = nest.flatten(nest.map_leaves(local_component, value))
+            sparse = [i for i, a in enumerate(leaves) if isinstance(a, IndexedSlices)]
+            given: list[Any] = []
+            for i in sparse:
+                given += self._take(leaves[i])
+            return op, leaves, spec, sparse, given
+
+        with agreement.turns:
+            op, leaves, spec, sparse, given = agreement.prepare(name, prepare)
+            shapes = tuple(leaves[i].dense_shape for i in sparse)
+            agreed = (
+                ("reduce_op", op.name),
+                ("the structure", str(spec)),
+                ("dense_shape", shapes),
+                *option_fields(options),
+            )
+            described = describe_but(given, [0] * len(given))
+            call = Call(name, agreed, nest.flatten(given)[1], described)
+            agreement.require_same(call, timeout=options.timeout_seconds)
+            gathered = self._gathers.gather(name, given, [0] * len(given), options)
+        results: list[Any] = list(leaves)
+        for i, values, indices in zip(sparse, gathered[::2], gathered[1::2]):
+            results[i] = self._join(op, leaves[i], values, indices)
+        dense = [i for i in range(len(leaves)) if i not in set(sparse)]
+        if dense:
+            reduced = reduce_dense(op, [leaves[i] for i in dense])
+            for i, result in zip(dense, reduced, strict=True):
+                results[i] = result
+        return nest.unflatten(spec, results)
+
+    def _take(self, slices: IndexedSlices) -> Sequence[Any]:
+        """Return values and indices as arrays that fit together."""
+        values = arrays.to_array(slices.values, "values of IndexedSlices")
+        indices = arrays.to_array(slices.indices, "indices of IndexedSlices")
+        self._check(values, "values of IndexedSlices")
+        self._check(indices, "indices of IndexedSlices")
+        if indices.dtype.kind not in "iu":
+            raise DTypeError(
+                f"indices of IndexedSlices must be integers, not {indices.dtype.name}"
+            )
+        arrays.summable(values.dtype, "values of IndexedSlices")
+        if not values.ndim or indices.ndim != 1:
+            raise ArgumentError(
+                "values of IndexedSlices need a first dimension, of rows, and indices "
+                f"one dimension; not shapes {values.shape} and {indices.shape}"
+            )
+        if len(values) != len(indices):
+            raise ArgumentError(
+                f"IndexedSlices have {len(indices)} indices for {len(values)} rows"
+            )
+        return values, indices
+
+    def _join(
+        self, op: ReduceOp, given: IndexedSlices, values: Any, indices: Any
+    ) -> IndexedSlices:
+        if op is ReduceOp.MEAN:
+            out = arrays.mean_dtype(values.dtype)
+            wide = values.astype(arrays.accumulator_dtype(out), copy=False)
+            values = (wide / self._agreement.size).astype(out, copy=False)
+        return IndexedSlices(
+            arrays.like(values, given.values),
+            arrays.like(indices, given.indices),
+            given.dense_shape,
+        )
