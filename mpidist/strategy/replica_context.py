@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpidist.context import is_current
@@ -113,6 +113,82 @@ class ReplicaContext:
         """
         self._require_current("all_gather")
         return self._strategy.extended.all_gather(value, axis, options)
+
+    def reduce_scatter(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: int = 0,
+        lengths: Sequence[int] | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Return this replica's part of the reduction of `value` over all replicas.
+
+        Collective. It is what `all_reduce` gives, cut along `axis`, but less is moved.
+        Sums are added up in the order of the replicas.
+
+        Args:
+          reduce_op: see `all_reduce`.
+          value: an array with ndim >= 1, or a nest of them, of the same structure,
+            shapes and dtypes on all replicas.
+          axis: the dimension that is cut, -ndim <= axis < ndim.
+          lengths: how long the part of each replica is along `axis`, the same on all
+            replicas; by default ceil(length / replicas), and less for the last ones.
+          options: see `CommunicationOptions`; of these `timeout_seconds` matters.
+
+        Raises, on all replicas: what `all_reduce` raises; also
+          ArgumentError: a value without dimensions; an axis out of range; lengths that
+            do not add up to the length of `value`.
+
+        Example:
+          >>> def part():
+          ...     return mpidist.get_replica_context().reduce_scatter("SUM", np.ones(3))
+          >>> strategy.run(part).values  # on replica 0, of two
+          (array([2., 2.]),)
+        """
+        self._require_current("reduce_scatter")
+        return self._strategy.extended.collectives.reduce_scatter(
+            "reduce_scatter", reduce_op, value, axis, lengths, options
+        )
+
+    def all_to_all(
+        self,
+        value: Any,
+        axis: int = 0,
+        lengths: Sequence[int] | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Send a part of `value` to each replica; return the parts for this one.
+
+        Collective. The parts of all replicas come one behind the other along `axis`, in
+        the order of the replicas.
+
+        Args:
+          value: an array with ndim >= 1, or a nest of them. The length along `axis` may
+            differ between replicas, and may be zero.
+          axis: the dimension that is cut, -ndim <= axis < ndim.
+          lengths: how long the part for each replica is along `axis`; replicas may pass
+            unlike ones. By default ceil(length / replicas), and less for the last ones.
+          options: see `CommunicationOptions`; of these `timeout_seconds` matters.
+
+        Raises, on all replicas:
+          MismatchError: dtypes, numbers of dimensions, or other dimensions differ.
+          ArgumentError: a value without dimensions; an axis out of range; lengths that
+            do not add up to the length of `value`.
+          DivergenceError: a replica called something else.
+
+        Example:
+          >>> def exchange():
+          ...     context = mpidist.get_replica_context()
+          ...     rank = context.replica_id_in_sync_group
+          ...     return context.all_to_all(np.array([10, 20]) + rank)
+          >>> strategy.run(exchange).values  # on replica 0, of two
+          (array([10, 11]),)
+        """
+        self._require_current("all_to_all")
+        return self._strategy.extended.collectives.all_to_all(
+            "all_to_all", value, axis, lengths, options
+        )
 
     def merge_call(
         self,

@@ -169,8 +169,8 @@ MISTAKES = [
     Mistake(
         "MPI reads memory of a GPU before that has written it",
         "comm/transports/device.py",
-        "        arrays.synchronize(send)\n        self._exchange",
-        "        self._exchange",
+        "        arrays.synchronize(send)\n        super().alltoallv",
+        "        super().alltoallv",
         (GPU, "-k", "late_kernel and device and (own or changing)"),
         needs_mpi=True,
     ),

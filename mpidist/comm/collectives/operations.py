@@ -25,6 +25,7 @@ from mpidist.comm.collectives.arguments import (
     to_arrays,
 )
 from mpidist.comm.collectives.combinations import Combinations
+from mpidist.comm.collectives.exchanges import Exchanges
 from mpidist.comm.collectives.gather import Gathers
 from mpidist.comm.collectives.outputs import Results
 from mpidist.comm.collectives.over_axis import AxisReductions, Summation
@@ -79,6 +80,7 @@ class Collectives:
             agreement, self.sums, self._gathers, self._take
         )
         self._empty = results.empty
+        self._exchanges = Exchanges(agreement, routes, self._take)
         self._slices = SliceReductions(
             agreement, self._gathers, routes.require_reachable
         )
@@ -400,6 +402,33 @@ class Collectives:
             self.agreement.require_same(call, timeout=options.timeout_seconds)
             results = self._gathers.gather(operation, given, axes, options)
         return nest.unflatten(spec, map(arrays.like, results, leaves))
+
+    def all_to_all(
+        self,
+        operation: str,
+        value: Any,
+        axis: int,
+        lengths: Sequence[int] | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """See `ReplicaContext.all_to_all`."""
+        options = _DEFAULT if options is None else options
+        return self._exchanges.all_to_all(operation, value, axis, lengths, options)
+
+    def reduce_scatter(
+        self,
+        operation: str,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: int,
+        lengths: Sequence[int] | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """See `ReplicaContext.reduce_scatter`."""
+        options = _DEFAULT if options is None else options
+        return self._exchanges.reduce_scatter(
+            operation, reduce_op, value, axis, lengths, options
+        )
 
     def broadcast(self, operation: str, value: Any, root: int = 0) -> Any:
         """Return, on every rank, the nest of arrays that rank `root` passed.

@@ -64,8 +64,7 @@ class DeviceTransport(OrderedTransport):
             assign(copy, send)
             send = copy
         parts = _as(self._parts, ranks * mine, dtype)
-        arrays.synchronize(send)
-        self._exchange(send, counts, parts, mine, deadline)
+        self.alltoallv(send, counts, parts, [mine] * ranks, deadline, "all_reduce")
         own = receive[edges[rank] : edges[rank + 1]]
         places = [parts.data.ptr + r * mine * dtype.itemsize for r in range(ranks)]
         kernels.add_parts(places, own, dtype)
@@ -82,6 +81,11 @@ class DeviceTransport(OrderedTransport):
         """See `Transport.allgatherv`."""
         arrays.synchronize(send)
         super().allgatherv(send, receive, counts, deadline)
+
+    def alltoallv(self, send: Any, *arguments: Any, **options: Any) -> None:
+        """See `MpiTransport.alltoallv`."""
+        arrays.synchronize(send)
+        super().alltoallv(send, *arguments, **options)
 
     def _broadcast(
         self, buffer: Any, root: int, deadline: float | None, operation: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__ = ["MpiTransport", "bytes_of"]
 
 # MPI libraries before MPI-4 count in 32 bits, and some err long before they overflow
 _MOST_BYTES = 1 << 30
+_TAG = 3  # `consensus.waiting` has others
 
 
 class MpiTransport:
@@ -31,17 +33,17 @@ class MpiTransport:
     is_ordered = False
     packs_in_place = True  # in the memory of the result
 
-    def __init__(self, agreement: Agreement, most_bytes: int = _MOST_BYTES):
+    def __init__(self, agreement: Agreement, most_bytes: int | None = None):
         self._agreement = agreement
         self._comm = agreement.comm
-        self._most_bytes = most_bytes
+        self.most_bytes = _MOST_BYTES if most_bytes is None else most_bytes
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
         """See `Transport.allreduce_sum`."""
-        if send.nbytes <= self._most_bytes:
+        if send.nbytes <= self.most_bytes:
             self._allreduce(send, receive, deadline)
             return
-        step = max(1, self._most_bytes // send.dtype.itemsize)
+        step = max(1, self.most_bytes // send.dtype.itemsize)
         send, receive = send.reshape(-1), receive.reshape(-1)
         for start in range(0, send.size, step):
             piece = slice(start, start + step)
@@ -63,7 +65,7 @@ class MpiTransport:
             self.allreduce_sum(packing.pack(sends), receive, deadline)
             return
         np.concatenate([send.reshape(-1) for send in sends], out=receive)
-        step = max(1, self._most_bytes // receive.dtype.itemsize)
+        step = max(1, self.most_bytes // receive.dtype.itemsize)
         for start in range(0, receive.size, step):
             piece = receive[start : start + step]
             self._allreduce(MPI.IN_PLACE, piece, deadline)
@@ -76,7 +78,7 @@ class MpiTransport:
         width = send.dtype.itemsize
         send, receive = bytes_of(send), bytes_of(receive)
         bytes_from = [count * width for count in counts]
-        if receive.size > self._most_bytes:
+        if receive.size > self.most_bytes:
             self._gather_one_by_one(send, receive, bytes_from, deadline)
             return
         comm, specs = self._comm, ([send, MPI.BYTE], [receive, bytes_from, MPI.BYTE])
@@ -97,6 +99,73 @@ class MpiTransport:
                 part[...] = send
             self._broadcast(part, root, deadline, "all_gather")
 
+    def alltoallv(
+        self,
+        send: Any,
+        counts_to: Sequence[int],
+        receive: Any,
+        counts_from: Sequence[int],
+        deadline: float | None,
+        operation: str = "all_to_all",
+        is_large: bool = False,
+    ) -> None:
+        """Send some elements to each rank, and get others from it.
+
+        They lie one behind the other. Not in `Transport`: few have it.
+
+        Args:
+          send: what is sent.
+          counts_to: how many elements go to each rank.
+          receive: of the same dtype, for what is got.
+          counts_from: how many elements come from each rank.
+          deadline: see `Transport`.
+          operation: the public call that this is for, for messages.
+          is_large: whether one call of MPI cannot move it all; the same on all ranks.
+        """
+        width = send.dtype.itemsize
+        send, receive = bytes_of(send), bytes_of(receive)
+        bytes_to = [count * width for count in counts_to]
+        bytes_from = [count * width for count in counts_from]
+        if is_large:
+            self._exchange_in_pairs(
+                send, bytes_to, receive, bytes_from, deadline, operation
+            )
+            return
+        specs = [send, bytes_to, MPI.BYTE], [receive, bytes_from, MPI.BYTE]
+        if deadline is None:
+            self._agreement.departures.require_none()
+            self._comm.Alltoallv(*specs)
+        else:
+            self._wait(self._comm.Ialltoallv(*specs), deadline, operation)
+
+    def _exchange_in_pairs(
+        self,
+        send: Any,
+        bytes_to: Sequence[int],
+        receive: Any,
+        bytes_from: Sequence[int],
+        deadline: float | None,
+        operation: str,
+    ) -> None:
+        """Send to one rank and get from another, in pieces, until all had a turn."""
+        comm, rank, ranks = self._comm, self._comm.Get_rank(), self._comm.Get_size()
+        starts_to = [0, *itertools.accumulate(bytes_to)]
+        starts_from = [0, *itertools.accumulate(bytes_from)]
+        until = math.inf if deadline is None else deadline
+        for shift in range(ranks):
+            to, source = (rank + shift) % ranks, (rank - shift) % ranks
+            mine = send[starts_to[to] : starts_to[to + 1]]
+            place = receive[starts_from[source] : starts_from[source + 1]]
+            requests = [
+                comm.Irecv([place[k : k + self.most_bytes], MPI.BYTE], source, _TAG)
+                for k in range(0, place.size, self.most_bytes)
+            ] + [
+                comm.Isend([mine[k : k + self.most_bytes], MPI.BYTE], to, _TAG)
+                for k in range(0, mine.size, self.most_bytes)
+            ]
+            for request in requests:
+                self._wait(request, until, operation)
+
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
         """See `Transport.broadcast`."""
         self._broadcast(bytes_of(buffer), root, deadline, "broadcast")
@@ -105,8 +174,8 @@ class MpiTransport:
         self, buffer: Any, root: int, deadline: float | None, operation: str
     ) -> None:
         comm = self._comm
-        for start in range(0, buffer.size, self._most_bytes):
-            spec = [buffer[start : start + self._most_bytes], MPI.BYTE]
+        for start in range(0, buffer.size, self.most_bytes):
+            spec = [buffer[start : start + self.most_bytes], MPI.BYTE]
             if deadline is None:
                 self._agreement.departures.require_none()
                 comm.Bcast(spec, root)

@@ -6,15 +6,13 @@ and the size; with floating-point numbers the last bits follow from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from mpidist.comm import arithmetic, packing
 from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.transports.mpi import MpiTransport, bytes_of
+from mpidist.comm.transports.mpi import MpiTransport
 
 __all__ = ["OrderedTransport"]
 
@@ -56,7 +54,7 @@ class OrderedTransport(MpiTransport):
         mine = counts[self._comm.Get_rank()]
         # Get this rank's part from all
         parts = np.empty((ranks, mine), send.dtype)
-        self._exchange(send, counts, parts, mine, deadline)
+        self.alltoallv(send, counts, parts, [mine] * ranks, deadline, "all_reduce")
         total = np.empty(mine, receive.dtype)
         arithmetic.add_in_order(list(parts), out=total)
         # Share what it adds up to, as narrow as the parts came
@@ -64,22 +62,3 @@ class OrderedTransport(MpiTransport):
         narrow = total.astype(send.dtype, copy=False)
         self.allgatherv(narrow, totals, counts, deadline)
         receive[...] = totals
-
-    def _exchange(
-        self,
-        send: Any,
-        counts: Sequence[int],
-        receive: Any,
-        mine: int,
-        deadline: float | None,
-    ) -> None:
-        """Send `counts[r]` elements to each rank r, and get `mine` from each."""
-        width = send.dtype.itemsize
-        send_spec = [bytes_of(send), [n * width for n in counts], MPI.BYTE]
-        receive_spec = [bytes_of(receive), [mine * width] * len(counts), MPI.BYTE]
-        if deadline is None:
-            self._agreement.departures.require_none()
-            self._comm.Alltoallv(send_spec, receive_spec)
-            return
-        request = self._comm.Ialltoallv(send_spec, receive_spec)
-        self._agreement.wait(request, deadline, "all_reduce")

@@ -103,6 +103,13 @@ class Routes:
         assert ways is not None
         return ways.pick(implementation, is_ordered)
 
+    def exchange(self, is_device: bool) -> MpiTransport | None:
+        """Return what has `alltoallv`; None for arrays on GPUs that MPI cannot move."""
+        ways = self._device if is_device else self._host
+        assert ways is not None
+        way = ways.by_name.get("device" if is_device else "mpi")
+        return way if isinstance(way, MpiTransport) else None
+
     def require_implementation(
         self, implementation: CommunicationImplementation
     ) -> None:
