@@ -189,6 +189,93 @@ class Strategy:
         require_cross_replica(self, "gather")
         return self._extended.gather("gather", value, axis)
 
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """Return the value that replica `root` passes, on every replica.
+
+        Collective, in any context of this strategy. What other replicas pass is not
+        looked at: they need not know what it looks like.
+
+        Args:
+          value: on replica `root` an array, a number, a variable, a str, bytes, a bool
+            or None, or a nest of them (dict, list, tuple). Arrays may have any size.
+          root: a replica, the same number on all replicas.
+
+        Returns:
+          The nest, with new arrays: NumPy's, or CuPy's where `root` has those.
+
+        Raises, on all replicas:
+          ArgumentTypeError: something else in the value, a subclass of dict, list or
+            tuple included; a root that is no integer.
+          ArgumentError: no such replica.
+          MismatchError: replicas pass unlike roots.
+          ContextError: called under another strategy.
+
+        Example:
+          >>> def settings():
+          ...     is_first = strategy.extended.replica_id == 0
+          ...     return {"rate": 0.5, "w": np.ones(2)} if is_first else None
+          >>> strategy.broadcast(settings())
+          {'rate': 0.5, 'w': array([1., 1.])}
+        """
+        self._require_own("broadcast")
+        return self._extended.collectives.objects.broadcast("broadcast", value, root)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Do what `broadcast` does: objects with and without arrays are sent alike.
+
+        Data alone are sent, as JSON and arrays, never pickled classes. Collective.
+        """
+        self._require_own("broadcast_object")
+        objects = self._extended.collectives.objects
+        return objects.broadcast("broadcast_object", value, root)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the values of all replicas, by replica, on every replica.
+
+        Collective, in any context of this strategy. For small objects, which may differ
+        in all; of arrays, `gather` needs less time and memory.
+
+        Args:
+          value: see `broadcast`; arrays come back as NumPy arrays.
+
+        Raises, on all replicas:
+          ArgumentTypeError: something else in the value of a replica.
+          ContextError: called under another strategy.
+
+        Example:
+          >>> strategy.gather_objects({"rank": strategy.extended.replica_id})
+          [{'rank': 0}, {'rank': 1}]
+        """
+        self._require_own("gather_objects")
+        return self._extended.collectives.objects.gather("gather_objects", value)
+
+    def barrier(self, timeout_seconds: float | None = None) -> None:
+        """Return when all replicas have called it. In any context of this strategy.
+
+        Only for what happens outside of mpidist, such as files that another replica
+        has written: collectives wait by themselves. Work on a GPU is not waited for.
+
+        Args:
+          timeout_seconds: how long to wait for the others; None for ever.
+
+        Raises, on all replicas: ArgumentError, ArgumentTypeError: a bad timeout;
+          ContextError: called under another strategy.
+        Raises, on the replicas that have waited too long: DeadlineError. The strategy
+          cannot be used afterwards.
+        """
+        self._require_own("barrier")
+        agreement = self._extended.agreement
+        options = agreement.prepare(
+            "barrier", lambda: CommunicationOptions(timeout_seconds=timeout_seconds)
+        )
+        agreement.require_same(Call("barrier"), timeout=options.timeout_seconds)
+
+    def _require_own(self, call: str) -> None:
+        """Raise where a collective of any context of this strategy is refused."""
+        if not in_replica_of(self):
+            require_cross_replica(self, call)
+        self._extended.topology.require_open()
+
     def symmetric_like(self, value: Any) -> Any:
         """Return arrays of zeros like those of `value`, quick to all-reduce.
 
@@ -221,8 +308,7 @@ class Strategy:
           array([[4., 4., 4.],
                  [4., 4., 4.]])
         """
-        if not in_replica_of(self):
-            require_cross_replica(self, "symmetric_like")
+        self._require_own("symmetric_like")
         return self._extended.symmetric_like("symmetric_like", value)
 
     def gradient_buckets(

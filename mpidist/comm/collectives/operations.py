@@ -27,6 +27,7 @@ from mpidist.comm.collectives.arguments import (
 from mpidist.comm.collectives.combinations import Combinations
 from mpidist.comm.collectives.exchanges import Exchanges
 from mpidist.comm.collectives.gather import Gathers
+from mpidist.comm.collectives.objects import Objects
 from mpidist.comm.collectives.outputs import Results
 from mpidist.comm.collectives.over_axis import AxisReductions, Summation
 from mpidist.comm.collectives.plans import Plan, Plans, make_packs
@@ -81,6 +82,7 @@ class Collectives:
         )
         self._empty = results.empty
         self._exchanges = Exchanges(agreement, routes, self._take)
+        self.objects = Objects(agreement, routes, self._gathers)
         self._slices = SliceReductions(
             agreement, self._gathers, routes.require_reachable
         )

@@ -103,6 +103,11 @@ class Routes:
         assert ways is not None
         return ways.pick(implementation, is_ordered)
 
+    def to_device(self, array: Any) -> Any:
+        """Return a NumPy array on this rank's GPU; this is a strategy on GPUs."""
+        assert self._gpus is not None
+        return arrays.to_device(array, f"GPU:{self._gpus.index}")
+
     def exchange(self, is_device: bool) -> MpiTransport | None:
         """Return what has `alltoallv`; None for arrays on GPUs that MPI cannot move."""
         ways = self._device if is_device else self._host

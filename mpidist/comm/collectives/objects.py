@@ -1,0 +1,154 @@
+"""Values of which only some replicas know what they look like."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from mpidist.comm import arithmetic
+from mpidist.comm.collectives.arguments import implementation_of
+from mpidist.comm.collectives.gather import Gathers
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.calls import Call
+from mpidist.comm.transports.selector import Routes
+from mpidist.device import arrays
+from mpidist.errors import ArgumentError
+from mpidist.options import CommunicationOptions
+from mpidist.util import validation
+from mpidist.util.serialization import decode, dtype_of, encode, text_of
+
+__all__ = ["Objects"]
+
+_DEFAULT = CommunicationOptions()
+
+
+class Objects:
+    """The collectives of one strategy on objects, in which there may be arrays.
+
+    Args:
+      agreement: of all ranks.
+      routes: the transports.
+      gathers: the gathers.
+    """
+
+    def __init__(self, agreement: Agreement, routes: Routes, gathers: Gathers):
+        self._agreement = agreement
+        self._routes = routes
+        self._gathers = gathers
+
+    def broadcast(self, operation: str, value: Any, root: int) -> Any:
+        """See `Strategy.broadcast`. Collective."""
+        agreement = self._agreement
+
+        def prepare() -> tuple[int, str, list[Any]]:
+            number = validation.integer("root", root)
+            if not 0 <= number < agreement.size:
+                raise ArgumentError(
+                    f"root must be a replica, 0..{agreement.size - 1}, not {number}"
+                )
+            text, given = "", []
+            if number == agreement.rank:
+                text, given = self._encode(value)
+            return number, text, given
+
+        with agreement.turns:
+            number, text, given = agreement.prepare(operation, prepare)
+            agreement.require_same(Call(operation, (("root", number),)))
+            if agreement.size > 1:
+                text = self._broadcast_text(text, number)
+
+            def reserve() -> list[Any]:
+                made: list[Any] = []
+                decode(text, lambda kind: made.append(self._empty(kind)))
+                return made
+
+            # What one rank alone has no memory for, the others learn here
+            received = agreement.prepare(operation, reserve)
+            agreement.require_same(Call(operation, (("step", "sending"),)))
+            for i, array in enumerate(received):
+                if number == agreement.rank:
+                    array[...] = given[i]
+                if agreement.size > 1 and array.size:
+                    is_device = arrays.is_device_array(array)
+                    how = implementation_of(_DEFAULT)
+                    way = self._routes.pick(how, False, is_device)
+                    way.broadcast(array, number, None)
+        leaves = iter(received)
+        return decode(text, lambda kind: _as_given(next(leaves), kind))
+
+    def gather(self, operation: str, value: Any) -> list[Any]:
+        """See `Strategy.gather_objects`. Collective."""
+        agreement = self._agreement
+
+        def prepare() -> list[Any]:
+            text, given = self._encode(value)
+            header = text.encode()
+            parts = [arrays.to_host(a).tobytes() for a in given]
+            payload = np.frombuffer(b"".join([header, *parts]), np.uint8)
+            return [payload, np.array([len(header), payload.size])]
+
+        with agreement.turns:
+            mine = agreement.prepare(operation, prepare)
+            agreement.require_same(Call(operation))
+            payloads, sizes = self._gathers.gather(operation, mine, [0, 0], _DEFAULT)
+        found, start = [], 0
+        for header, size in sizes.reshape(-1, 2).tolist():
+            payload = payloads[start : start + size]
+            found.append(_decode_with_arrays(payload, header))
+            start += size
+        return found
+
+    def _encode(self, value: Any) -> tuple[str, list[Any]]:
+        """Return JSON text, and the arrays in a value."""
+        given: list[Any] = []
+
+        def take(leaf: Any, name: str) -> Any:
+            array = arrays.to_array(leaf, name)
+            if arrays.is_device_array(array):
+                self._routes.require_reachable(array, name)
+            given.append(arithmetic.contiguous(array, array.dtype))
+            kind = "scalar" if isinstance(leaf, np.generic) else "array"
+            kind = "GPU" if arrays.is_device_array(array) else kind
+            return [kind, text_of(array.dtype), array.shape]
+
+        return encode(value, take), given
+
+    def _broadcast_text(self, text: str, root: int) -> str:
+        """Return the text of rank `root`. Collective."""
+        way = self._routes.exchange(is_device=False)
+        assert way is not None
+        found = np.frombuffer(text.encode(), np.uint8).copy()
+        size = np.array([found.size])
+        way.broadcast(size, root, None)
+        if root != self._agreement.rank:
+            found = np.empty(int(size[0]), np.uint8)
+        way.broadcast(found, root, None)
+        return bytes(found).decode()
+
+    def _empty(self, kind: Any) -> Any:
+        """Return memory for an array of a kind that `_encode` has described."""
+        where, text, shape = kind
+        made = np.empty(shape, dtype_of(text))
+        return self._routes.to_device(made) if where == "GPU" else made
+
+
+def _decode_with_arrays(payload: Any, header: int) -> Any:
+    """Return an object of its text, and of its arrays' bytes behind that."""
+    place = header
+
+    def give(kind: Any) -> Any:
+        nonlocal place
+        _, text, shape = kind
+        dtype = dtype_of(text)
+        stop = place + math.prod(shape) * dtype.itemsize
+        array = payload[place:stop].copy().view(dtype).reshape(shape)
+        place = stop
+        return _as_given(array, kind)
+
+    return decode(payload[:header].tobytes(), give)
+
+
+def _as_given(array: Any, kind: Any) -> Any:
+    return array[()] if kind[0] == "scalar" else array
