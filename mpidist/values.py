@@ -386,8 +386,10 @@ def regroup(value: Any, replica_id: int, num_replicas: int) -> Any:
 
     None, variables and values that are distributed already stay as they are.
     """
-    if num_replicas == 1:
+    if num_replicas == 1 or value is None:
         return value
+    if type(value) in _COMMON:
+        return _wrap(value, replica_id)
     return nest.map_leaves(lambda leaf: _wrap(leaf, replica_id), value)
 
 
@@ -399,6 +401,8 @@ def _wrap(leaf: Any, replica_id: int) -> Any:
 
 def select_replica(value: Any) -> Any:
     """Return a nest with this process's components; variables pass whole."""
+    if value is None or type(value) in _COMMON:
+        return _select(value)
     return nest.map_leaves(_select, value)
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "contiguous",
     "finish",
     "is_integer_sum",
+    "may_not_fit",
     "may_overflow",
     "mean_of",
     "narrow",
@@ -181,6 +182,12 @@ def _without_nan(rough: Any) -> Any:
 def is_integer_sum(op: ReduceOp, dtypes: Sequence[np.dtype[Any]]) -> bool:
     """Return whether a reduction to these dtypes may overflow, as integers do."""
     return op is ReduceOp.SUM and any(dtype.kind in "iu" for dtype in dtypes)
+
+
+def may_not_fit(op: ReduceOp, dtypes: Sequence[np.dtype[Any]]) -> bool:
+    """Return whether a reduction of these dtypes may be of integers that do not fit."""
+    is_risky = op is ReduceOp.SUM or op is ReduceOp.PRODUCT
+    return is_risky and any(dtype.kind in "iu" for dtype in dtypes)
 
 
 def may_overflow(array: Any, ranks: int) -> bool:

@@ -103,8 +103,8 @@ class Strategy:
           >>> print(strategy.reduce("SUM", result["sum"]))
           12.0
         """
-        require_cross_replica(self, "run")
         if options is not None:
+            require_cross_replica(self, "run")
             self._extended.agreement.prepare(
                 "run", lambda: validation.instance("options", options, RunOptions)
             )

@@ -48,7 +48,7 @@ class Objects:
                 raise ArgumentError(
                     f"root must be a replica, 0..{agreement.size - 1}, not {number}"
                 )
-            text, given = "", []
+            text, given = "", list[Any]()
             if number == agreement.rank:
                 text, given = self._encode(value)
             return number, text, given

@@ -6,7 +6,8 @@ kind that was seen before takes its plan from here, and needs no other checks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ __all__ = ["Pack", "Plan", "Plans", "make_packs"]
 
 _MOST = 1000  # plans that are kept
 _NUMBERS = {float, complex, np.float32, np.float64, np.complex64, np.complex128}
+_FLAT = (list, tuple)
 _NAMES = (str, ReduceOp)  # these can be looked up; what else there may be is an error
 
 
@@ -82,9 +84,13 @@ class Plan(NamedTuple):
       options: see `CommunicationOptions`.
       packs: how the leaves travel with the comparison; empty where they do not.
       pages: where the packs of all ranks are, see `Comparison.pages`.
-      has_integers: whether sums may overflow.
+      has_integers: whether sums or products may overflow.
       is_on_gpu: whether some of the leaves are.
       strangers: the numbers of the leaves that are no arrays of NumPy.
+      kind: of the value: list or tuple if its members are the leaves, None if it is the
+        only leaf, else `nest.Spec`.
+      combine: what makes a total of the arrays of all ranks.
+      divisor: by which totals are divided, for a mean; else 0.
     """
 
     call: Call
@@ -96,14 +102,20 @@ class Plan(NamedTuple):
     has_integers: bool
     is_on_gpu: bool
     strangers: Sequence[int]
+    kind: type | None
+    combine: Callable[[Sequence[Any]], Any]
+    divisor: int
 
     def give_back(self, results: list[Any], leaves: Sequence[Any]) -> Any:
         """Return results as the nest, and the kinds of leaves, that were given."""
         for i in self.strangers:
             results[i] = arrays.like(results[i], leaves[i])
-        spec = self.call.spec
-        assert spec is not None
-        return results[0] if spec.type is None else nest.unflatten(spec, results)
+        if self.kind is None:
+            return results[0]
+        if self.kind in _FLAT:
+            return results if self.kind is list else tuple(results)
+        assert self.call.spec is not None
+        return nest.unflatten(self.call.spec, results)
 
 
 class Plans:
@@ -127,17 +139,13 @@ class Plans:
         if type(value) is np.ndarray:
             key: Any = operation, reduce_op, value.dtype, value.shape
             return key, self._known.get(key), (value,)
+        if type(value) in _FLAT:
+            kinds = tuple(map(_kind, value))
+            if None not in kinds:
+                key = operation, reduce_op, type(value), kinds
+                return key, self._known.get(key), value
         leaves, spec = nest.flatten(value)
-        kinds = tuple(
-            [
-                (leaf.dtype, leaf.shape)
-                if type(leaf) is np.ndarray
-                else type(leaf)
-                if type(leaf) in _NUMBERS
-                else _kind_on_gpu(leaf)
-                for leaf in leaves
-            ]
-        )
+        kinds = tuple(map(_kind, leaves))
         if None in kinds:
             return None, None, leaves
         key = operation, reduce_op, spec, kinds
@@ -189,9 +197,14 @@ class Plans:
             options,
             packs,
             pages,
-            arithmetic.is_integer_sum(op, [a.dtype for a in given]),
+            arithmetic.may_not_fit(op, [a.dtype for a in given]),
             any(map(arrays.is_device_array, given)),
             [i for i, leaf in enumerate(leaves) if type(leaf) is not np.ndarray],
+            _kind_of(spec, len(leaves)),
+            arithmetic.add_in_order
+            if op.adds
+            else functools.partial(arithmetic.combine_in_order, op),
+            self._agreement.size if op is ReduceOp.MEAN else 0,
         )
 
     def reduce_packs(self, plan: Plan, given: Sequence[Any]) -> list[Any]:
@@ -216,17 +229,15 @@ class Plans:
             parts = agreement.exchange(plan.call, plan.number, payload, timeout)
         results: list[Any] = [None] * len(given)
         for pack, everyone in zip(plan.packs, parts):
-            if plan.op.adds:
-                total = arithmetic.add_in_order(everyone)
-            else:
-                total = arithmetic.combine_in_order(plan.op, everyone)
-            if plan.op is ReduceOp.MEAN:
-                total /= self._agreement.size
-            if total.dtype != pack.out:
+            total = plan.combine(everyone)
+            if plan.divisor:
+                total /= plan.divisor
+            if pack.dtype != pack.out:
                 total = total.astype(pack.out)
             pack.take_apart(total, results)
-        is_product = plan.op is ReduceOp.PRODUCT
-        if is_product or (plan.has_integers and agreement.comparison.is_any_large):
+        if plan.has_integers and (
+            plan.op is ReduceOp.PRODUCT or agreement.comparison.is_any_large
+        ):
             self._require_fit(plan, parts, results)
         return self._copies.up(results, given) if plan.is_on_gpu else results
 
@@ -277,6 +288,19 @@ def _pack(
     return Pack(dtype, out, (end + len(scalars),), None, others, tuple(cuts), scalars)
 
 
-def _kind_on_gpu(leaf: Any) -> Any:
-    """Return what arrays of CuPy of one kind have in common; None for other leaves."""
+def _kind(leaf: Any) -> Any:
+    """Return what leaves have in common of which the same becomes; None if unknown."""
+    kind = type(leaf)
+    if kind is np.ndarray:
+        return leaf.dtype, leaf.shape
+    if kind in _NUMBERS:
+        return kind
     return ("GPU", leaf.dtype, leaf.shape) if arrays.is_device_array(leaf) else None
+
+
+def _kind_of(spec: nest.Spec, leaves: int) -> type | None:
+    """Return `Plan.kind` of values of a structure."""
+    if spec.type is None:
+        return None
+    is_flat = spec.type in _FLAT and spec.num_children == leaves == spec.num_nodes - 1
+    return spec.type if is_flat else nest.Spec

@@ -155,10 +155,15 @@ class Agreement:
             return self.require_same(call, timeout=timeout, place=place)
         self.calls += 1
         self._begin(self.calls, call, number)
-        telling = Telling(number ^ self.places.digest, place=place)
-        if not self.comparison.is_same(telling):
+        number ^= self.places.digest
+        comparison = self.comparison
+        if place:
+            is_same = comparison.is_same(Telling(number, place=place))
+        else:
+            is_same = comparison.agrees(number)
+        if not is_same:
             self._settle(Claim(call, place=place))
-        return self.comparison.is_same_place
+        return comparison.is_same_place
 
     def exchange(
         self,
@@ -183,19 +188,22 @@ class Agreement:
         if timeout is not None or not self._is_plain():
             self.require_same(call, timeout=timeout, payload=payload)
             return comparison.payload(payload.pages)
-        claim = self._ready(Claim(call, payload=payload))
-        if claim.error is not None:
-            self.require_same(call, claim.error)
+        try:
+            is_large = payload.fill(comparison.next_page(payload.pages))
+        except Exception as error:
+            self.require_same(call, error)
+            raise
         self.calls += 1
         self._begin(self.calls, call, number)
-        if not comparison.exchange(number ^ self.places.digest, claim.is_large):
-            self._settle(claim)
+        if not comparison.agrees(number ^ self.places.digest, is_large):
+            self._settle(Claim(call, payload=payload, is_large=is_large))
         return comparison.payload(payload.pages)
 
     def _is_plain(self) -> bool:
         """Return whether nothing can keep this rank from telling a call's number."""
-        is_well = self.broken is None and self._thread.unwinding is None
-        return is_well and not self.turns.thread()
+        if self.broken is not None or self.losses.ranks:
+            return False
+        return self._thread.unwinding is None and self.turns.is_creator()
 
     def _settle(self, claim: Claim) -> None:
         """Raise what keeps the ranks apart, or let another thread go first."""

@@ -103,6 +103,9 @@ class Comparison(Protocol):
           LateError: the deadline is over; says who was not heard of.
         """
 
+    def agrees(self, number: int, is_large: bool = False) -> bool:
+        """Do what `is_same` does, for a number and the kind of payload alone."""
+
     def missing(self) -> list[int] | None:
         """Return the ranks that this one waits for, if it is known. Any thread."""
 
@@ -137,6 +140,10 @@ class MpiComparison:
         self._departures.require_none()
         self.is_same_place = bool(place != 0 and highest[2] == -highest[3])
         return bool(highest[4] == 0 and highest[0] == -highest[1])
+
+    def agrees(self, number: int, is_large: bool = False) -> bool:
+        """See `Comparison.agrees`."""
+        return self.is_same(Telling(number))
 
     def missing(self) -> list[int] | None:
         """See `Comparison.missing`."""
@@ -191,10 +198,12 @@ class BoardComparison:
         """See `Comparison.missing`."""
         return self._board.missing()
 
-    def exchange(self, number: int, is_large: bool) -> bool:
-        """Do what `is_same` does, for a payload that was written. Collective."""
+    def agrees(self, number: int, is_large: bool = False) -> bool:
+        """See `Comparison.agrees`."""
         board = self._board
         words = board.both_words[(board.meetings + 1) & 1]
+        words[board.rank][2] = 0  # other ranks may tell a place
+        self.is_same_place = False
         return self._compare(words, number, _LARGE if is_large else 0)
 
     def _compare(

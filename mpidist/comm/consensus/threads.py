@@ -62,6 +62,10 @@ class Turns:
             return ""
         return threading.current_thread().name or "a thread without a name"
 
+    def is_creator(self) -> bool:
+        """Return whether this is the first thread."""
+        return _get_ident() == self._creator
+
     def ambiguity(self, operation: str) -> ContextError | None:
         """Return an error if other ranks cannot tell which thread this one is.
 

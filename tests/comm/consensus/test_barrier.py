@@ -94,7 +94,7 @@ def test_payloads_come_with_the_comparison(comm, board):
         assert not comparison.is_same(Telling(7, comm.rank == comm.size - 1))
         assert comparison.is_same(Telling(comm.rank)) == (comm.size == 1)
         fill(comparison.next_page(pages))
-        assert comparison.exchange(8, is_large=False)
+        assert comparison.agrees(8)
         assert not comparison.is_any_large
         assert comparison.payload(pages)[0][comm.size - 1][0] == comm.size - 1
 
