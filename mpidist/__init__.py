@@ -70,7 +70,7 @@ Strategies and contexts
                                 make_dataset_iterator, make_input_fn_iterator,
                                 experimental_run, ...
     StrategyExtended            with audit_variables beside TensorFlow's methods
-    ReplicaContext              same
+    ReplicaContext              with reduce_scatter and all_to_all
     get_strategy                same
     has_strategy                same
     experimental_set_strategy   for the thread that calls it
@@ -95,11 +95,13 @@ Values and variables
     tf.Variable                 Variable: no gradients; works as an array
     tf.VariableAggregation      VariableAggregation
     tf.VariableSynchronization  VariableSynchronization
-    tf.IndexedSlices            IndexedSlices: for the `scatter_...` methods
+    tf.IndexedSlices            IndexedSlices: for the `scatter_...` methods, and to be
+                                reduced
 
 Communication
 
-    ReduceOp                    or its name, `"sum"`, in any case
+    ReduceOp                    or its name, `"sum"`, in any case; with MIN, MAX, PRODUCT
+    Strategy.broadcast          not in TensorFlow, as `gather_objects` and `barrier`
     CrossDeviceOps              one object for each strategy
     HierarchicalCopyAllReduce   inside nodes first; arrays on GPUs by way of the host
     ReductionToOneDevice        the device may be a replica's number

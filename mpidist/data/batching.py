@@ -178,15 +178,38 @@ class Batch(Step):
     ) -> Iterator[Any]:
         if self._parent.is_mapped:  # an error of a function belongs to its step
             return super().parts(order, steps, replicas, replica)
-        rows = self._parent.length
-        mine = [self._slice(rows, i, replicas, replica) for i in steps]
-        positions = np.concatenate([np.arange(p.start, p.stop) for p in mine])
+        positions, sizes = self._positions(steps, replicas, replica)
         leaves, spec = nest.flatten(self._parent.elements(order, positions))
-        edges = itertools.accumulate(map(len, mine), initial=0)
-        return (
-            nest.unflatten(spec, [leaf[first:last] for leaf in leaves])
+        edges = itertools.accumulate(sizes, initial=0)
+        is_flat = spec.type is tuple and spec.num_nodes == len(leaves) + 1
+        batches = (
+            [leaf[first:last] for leaf in leaves]
             for first, last in itertools.pairwise(edges)
         )
+        return (
+            map(tuple, batches)
+            if is_flat
+            else (nest.unflatten(spec, batch) for batch in batches)
+        )
+
+    def _positions(
+        self, steps: range, replicas: int, replica: int
+    ) -> tuple[Positions, list[int]]:
+        """Return which of the parent's elements a replica has in several batches."""
+        rows = self._parent.length
+        whole = (
+            steps.stop if rows is None else min(rows // self._batch_size, steps.stop)
+        )
+        own = sharding.replica_slice(self._batch_size, replicas, replica)
+        firsts = self._batch_size * np.arange(steps.start, max(whole, steps.start))
+        inside = np.arange(own.start, own.stop)
+        parts = [(firsts[:, np.newaxis] + inside).reshape(-1)]
+        sizes = [inside.size] * firsts.size
+        for i in range(max(whole, steps.start), steps.stop):  # the last one is shorter
+            mine = self._slice(rows, i, replicas, replica)
+            parts.append(np.arange(mine.start, mine.stop))
+            sizes.append(len(mine))
+        return np.concatenate(parts), sizes
 
     def positions(self, order: Pass, i: int, replicas: int, replica: int) -> range:
         """Return which of the parent's elements are in a replica's slice of a batch."""

@@ -21,6 +21,7 @@ from mpidist.data.sources import (
     FileSource,
     Positions,
     RowSource,
+    is_in_blocks,
 )
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError
@@ -188,7 +189,7 @@ class Rows(Pipeline):
     def __init__(self, source: RowSource):
         self._source = source
         # Protocols are slow to compare with
-        self._in_blocks = source if isinstance(source, BlockSource) else None
+        self._in_blocks = source if is_in_blocks(source) else None
 
     @property
     def length(self) -> int:
@@ -356,11 +357,12 @@ class Reading:
     """
 
     def __init__(self, pipeline: Pipeline):
-        self._sources = [s for s in pipeline.sources if isinstance(s, BlockSource)]
+        sources = pipeline.sources
+        self._sources = [s for s in sources if is_in_blocks(s)]
         self._buffers = [
             s.buffers
-            for s in pipeline.sources
-            if isinstance(s, BufferedSource) and not isinstance(s, BlockSource)
+            for s in sources
+            if not is_in_blocks(s) and isinstance(s, BufferedSource)
         ]
         self._lock = threading.Lock()
         self._going_on = 0

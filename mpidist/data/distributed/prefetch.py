@@ -81,13 +81,14 @@ class ReadAhead:
         self._at_hand: collections.deque[Portion | Exception | None] = (
             collections.deque()
         )
-        self._reader = ThreadPoolExecutor(threads, "mpidist-input") if depth else None
+        self._threads = threads if depth else 0
+        self._reader: ThreadPoolExecutor | None = None  # until it is needed
         self._turns = _Turns(threads == 1 and feed.may_change_thread)
 
     @property
     def most(self) -> int:
         """How many steps at most are read at a time."""
-        return self._feed.group if self._reader else 1
+        return self._feed.group if self._threads else 1
 
     def group(self, step: int) -> int:
         """Return how many steps are read at a time, from this step on.
@@ -100,24 +101,23 @@ class ReadAhead:
 
     def read(self, step: int) -> Portion | None:
         """Return the batch of a step, None after the last one, or raise its error."""
-        if self._reader is None:
+        if not self._threads:
             return self._feed.read(step)
-        portion = self._fetch(step, self._reader).popleft()
+        portion = self._fetch(step).popleft()
         if isinstance(portion, Exception):
             raise portion
         return portion
 
     def can_read_group(self, step: int) -> bool:
         """Return whether a step and those read with it are at hand; waits for them."""
-        assert self._reader is not None
-        portions = self._fetch(step, self._reader)
+        portions = self._fetch(step)
         return not any(isinstance(portion, Exception) for portion in portions)
 
     def skip(self, steps: int) -> int:
         """See `Feed.skip`."""
-        if self._reader is None:
+        if not self._threads:
             return self._feed.skip(steps)
-        return self._reader.submit(self._feed.skip, steps).result()
+        return self._pool().submit(self._feed.skip, steps).result()
 
     def end(self) -> None:
         """End the threads; all was read, and perhaps will be again."""
@@ -132,13 +132,17 @@ class ReadAhead:
     def _stop(self, wait: bool = True) -> None:
         self._at_hand.clear()
         self._ahead.clear()
+        self._threads = 0
         if self._reader is not None:
             self._reader.shutdown(wait=wait, cancel_futures=True)
             self._reader = None
 
-    def _fetch(
-        self, step: int, reader: ThreadPoolExecutor
-    ) -> collections.deque[Portion | Exception | None]:
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(self._threads, "mpidist-input")
+        return self._reader
+
+    def _fetch(self, step: int) -> collections.deque[Portion | Exception | None]:
         """Return what is at hand, at least the batch of a step."""
         if self._at_hand:
             return self._at_hand
@@ -146,7 +150,7 @@ class ReadAhead:
             self._asked = step
             if self._turns.is_own():
                 self._read_here()
-        self._ask_ahead(reader)
+        self._ask_ahead()
         if not self._at_hand:
             self._at_hand.extend(self._ahead.popleft().result())
         return self._at_hand
@@ -159,7 +163,7 @@ class ReadAhead:
         self._turns.note_own(time.perf_counter() - start)
         self._asked += count
 
-    def _ask_ahead(self, reader: ThreadPoolExecutor) -> None:
+    def _ask_ahead(self) -> None:
         """Have other threads read what comes next, unless this one will."""
         most = max(_GROUPS, -(-self._depth // self.group(self._asked)))
         while len(self._ahead) <= most and not 0 <= self._steps <= self._asked:
@@ -167,7 +171,7 @@ class ReadAhead:
                 break  # once what other threads read has come
             count = self.group(self._asked)
             # The threads must not know this object: then it can be forgotten
-            reading = reader.submit(self._feed.read_group, self._asked, count)
+            reading = self._pool().submit(self._feed.read_group, self._asked, count)
             self._ahead.append(reading)
             self._asked += count
             self._turns.note_other()

@@ -125,12 +125,13 @@ class RawFile:
         """
         last = int(rows.max()) if rows.size else 0
         self._require_inside(offset + last * size_bytes, size_bytes)
+        stop = offset + (last + 1) * size_bytes
         found: Bytes = buffers.empty((rows.size, size_bytes), _BYTE)
         if (mapped := self._acquire_map()) is None:
             self._read_rows(offset + rows * size_bytes, found, parallel)
             return found
         try:
-            _take_rows(mapped, offset, rows, found, parallel)
+            _take_rows(mapped[:stop], offset, rows, found, parallel)
             return found
         finally:
             self._release_map()
@@ -334,7 +335,7 @@ def _copy_rows(source: Bytes, offsets: Offsets, found: Bytes, parallel: Map) -> 
 def _take_rows(
     source: Bytes, offset: int, rows: Offsets, found: Bytes, parallel: Map
 ) -> None:
-    """Fill `found` with rows of the array that starts at `offset` of `source`.
+    """Fill `found` with rows of the array from `offset` to the end of `source`.
 
     Faster than `_copy_rows`, for contiguous datasets.
     """
@@ -342,8 +343,7 @@ def _take_rows(
     if not rows.size or size_bytes >= _LONG_BYTES:
         _copy_long(source, offset + rows * size_bytes, found, parallel)
         return
-    stop = offset + (int(rows.max()) + 1) * size_bytes
-    table = source[offset:stop].reshape(-1, size_bytes)
+    table = source[offset:].reshape(-1, size_bytes)
 
     def copy(piece: slice) -> None:
         # mode="clip" makes `take` write to `found` without a buffer; no row is clipped

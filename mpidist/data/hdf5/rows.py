@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -345,9 +346,15 @@ class FileMap(NamedTuple):
             yield FileRows(0, rows, slice(None))
             return
         files = np.searchsorted(starts, rows, "right") - 1
-        for file in np.unique(files).tolist():
-            places = np.flatnonzero(files == file)
-            yield FileRows(file, rows[places] - starts[file], places)
+        if len(starts) < 1 << 16:  # numbers of 16 bits are sorted faster
+            files = files.astype(np.uint16)
+        order = np.argsort(files, kind="stable")
+        files, ordered = files[order], rows[order]
+        edges = np.flatnonzero(files[1:] != files[:-1]) + 1
+        for first, last in itertools.pairwise([0, *edges.tolist(), rows.size]):
+            file = int(files[first])
+            inside = ordered[first:last] - starts[file]
+            yield FileRows(file, inside, order[first:last])
 
     def blocks_in(self, parts: Iterable[FileRows]) -> Iterator[tuple[int, ...]]:
         """Yield the keys of the blocks to decode: file, field, number."""
