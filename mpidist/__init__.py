@@ -100,7 +100,7 @@ Values and variables
 
 Communication
 
-    ReduceOp                    or its name, `"sum"`, in any case; with MIN, MAX, PRODUCT
+    ReduceOp                    or its name, `"sum"`, in any case; MIN, MAX, PRODUCT too
     Strategy.broadcast          not in TensorFlow, as `gather_objects` and `barrier`
     CrossDeviceOps              one object for each strategy
     HierarchicalCopyAllReduce   inside nodes first; arrays on GPUs by way of the host
