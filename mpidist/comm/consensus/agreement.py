@@ -8,16 +8,16 @@ raise. In the good case this costs the latency of a 24-byte Allreduce.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from mpi4py import MPI
 
 from mpidist.comm.consensus.barrier import Board
-from mpidist.comm.consensus.calls import Call, digest
+from mpidist.comm.consensus.calls import Call, digest, plain_call
 from mpidist.comm.consensus.comparison import (
     BoardComparison,
     Claim,
@@ -272,12 +272,17 @@ class Agreement:
             return
         self.leave(error)
 
-    def same_on_all(self) -> _SameOnAll:
+    @contextlib.contextmanager
+    def same_on_all(self) -> Iterator[None]:
         """Return a context for checks of what all ranks have alike, in a collective.
 
         An error in it is raised on all ranks, so it breaks nothing.
         """
-        return _SameOnAll(self)
+        try:
+            yield
+        except MpidistError as error:
+            self.note_agreed(error)
+            raise
 
     def note_agreed(self, error: BaseException) -> None:
         """Note that this error leaves the collective on all ranks."""
@@ -359,7 +364,7 @@ class Agreement:
             raise error or reason
         if error is None and timeout is None and self.size > 1:
             with self.turns:
-                self.compare(*_plain_call(operation))
+                self.compare(*plain_call(operation))
         else:
             self.raise_together(operation, error, timeout)
 
@@ -473,29 +478,6 @@ class Agreement:
                 self._thread.unwinding = (outermost, raised)
             self.note_agreed(raised)
             raise
-
-
-@functools.lru_cache(maxsize=256)
-def _plain_call(operation: str) -> tuple[Call, int]:
-    """Return a call without arguments, and its digest."""
-    call = Call(operation)
-    return call, digest(call)
-
-
-class _SameOnAll:
-    """See `Agreement.same_on_all`."""
-
-    def __init__(self, agreement: Agreement):
-        self._agreement = agreement
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: object
-    ) -> None:
-        if isinstance(error, MpidistError):
-            self._agreement.note_agreed(error)
 
 
 def _disown() -> None:

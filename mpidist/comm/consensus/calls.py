@@ -26,6 +26,7 @@ __all__ = [
     "is_own_code",
     "load_error",
     "name_ranks",
+    "plain_call",
     "report_error",
 ]
 
@@ -81,6 +82,13 @@ def _text(leaf: Any) -> str:
 def digest(call: Call) -> int:
     """Return 62 bits, the same in every process for the same call without its step."""
     return hash62(repr((call.operation, call.options, str(call.spec), call.leaves)))
+
+
+@functools.lru_cache(maxsize=256)
+def plain_call(operation: str) -> tuple[Call, int]:
+    """Return a call without arguments, and its digest."""
+    call = Call(operation)
+    return call, digest(call)
 
 
 class Record(NamedTuple):
