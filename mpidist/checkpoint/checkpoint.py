@@ -202,6 +202,7 @@ class Checkpoint(Tracked):
         file_prefix: str | os.PathLike[str],
         *,
         is_background: bool = False,
+        preserved: tuple[int, float] | None = None,
         after: Callable[[], None] | None = None,
     ) -> str:
         """Implement `write` for other public calls; see `Saver.save`."""
@@ -219,6 +220,7 @@ class Checkpoint(Tracked):
                 "saved": now.isoformat(timespec="seconds"),
                 "mpidist": __version__,
             },
+            preserved=preserved,
             after=after,
         )
         return str(index)

@@ -67,6 +67,7 @@ class Saved(NamedTuple):
     number: int
     path: Path
     modified: float  # seconds since 1970
+    preserved: tuple[int, float] | None = None  # see `Header`
 
 
 def index_path(path: str | os.PathLike[str], argument: str) -> Path:
@@ -113,13 +114,15 @@ def find(directory: Path, name: str, *, warns: bool = False) -> list[Saved]:
         if match := pattern.fullmatch(file):
             path = directory / file
             try:
-                serial = read_header(path).serial
+                header = read_header(path)
                 modified = path.stat().st_mtime
             except (CheckpointError, OSError) as error:
                 if warns:
                     warn_skipped(error)
             else:
-                found.append(Saved(serial, int(match[1]), path, modified))
+                number = int(match[1])
+                saved = Saved(header.serial, number, path, modified, header.preserved)
+                found.append(saved)
     return sorted(found)
 
 

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import re
 import zlib
@@ -81,6 +82,8 @@ class Header:
       data: offset, length and CRC-32 of blocks of arrays, in file order.
       shards: the other files of the checkpoint.
       job: the job that saved it, for humans; empty in shards and in older files.
+      preserved: of the manager that saved it: serial and time of the latest checkpoint
+        that was preserved for its hours; None in older files and of other saves.
     """
 
     serial: int
@@ -89,6 +92,7 @@ class Header:
     data: tuple[tuple[int, int, int], ...] = ()
     shards: tuple[Shard, ...] = ()
     job: str = ""
+    preserved: tuple[int, float] | None = None
 
 
 def header_bytes(data: int, shards: list[str]) -> int:
@@ -155,6 +159,7 @@ def parse(data: bytes) -> Header:
             for s in found["shards"]
         ),
         str(found.get("job", "")),
+        _preserved(found.get("preserved")),
     )
     _require_order(header, length)
     structure = header.size - length - sum(size for _, size, _ in header.data)
@@ -177,6 +182,15 @@ def _integer(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"its header has {value!r} where an integer belongs")
     return value
+
+
+def _preserved(value: Any) -> tuple[int, float] | None:
+    if value is None:
+        return None
+    serial, seconds = value
+    if type(seconds) is not float or not math.isfinite(seconds):
+        raise ValueError(f"its header has {seconds!r} where a time belongs")
+    return _integer(serial), seconds
 
 
 def _file_name(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -62,7 +62,8 @@ class CheckpointManager:
       checkpoint: the `Checkpoint`.
       directory: which all ranks must see; it is created if it is missing.
       max_to_keep: how many to keep, or None for all.
-      keep_checkpoint_every_n_hours: of those to be removed, keep one per so many hours.
+      keep_checkpoint_every_n_hours: of those to be removed, preserve one per so many
+        hours, counted over all managers of this directory.
       checkpoint_name: the first part of the names of files.
       step_counter: a variable, or a function without arguments that returns a number;
         for `checkpoint_interval`.
@@ -141,8 +142,9 @@ class CheckpointManager:
         self._init_fn = init_fn
         self._is_background = is_background
         self._last_step: int | None = None
-        self._found = self._agreement.root_only(_CALL, self._clean_up)
-        self._preserved = self._last_preserved()
+        found = self._agreement.root_only(_CALL, self._clean_up)
+        self._found: list[Saved] = found[0]
+        self._preserved: tuple[int, float] = found[1]
         self._last_saved: Path | None = None
         self._save_began = 0.0
         self._longest_save_seconds = 0.0
@@ -164,16 +166,17 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of complete checkpoints that were kept, in the order of saving.
+        """The paths of complete checkpoints, in the order of saving.
 
-        As of the last collective call of this manager; equal on all ranks.
+        Without those that are preserved for their hours. As of the last collective call
+        of this manager; equal on all ranks.
         """
-        return [str(saved.path) for saved in self._found]
+        return [str(s.path) for s in self._found if not self._is_preserved(s)]
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The last of `checkpoints`; None if there are none."""
-        return self.checkpoints[-1] if self._found else None
+        """The path of the checkpoint saved last; None if there is none."""
+        return str(self._found[-1].path) if self._found else None
 
     def save(
         self, checkpoint_number: int | None = None, check_interval: bool = True
@@ -205,12 +208,18 @@ class CheckpointManager:
                 return None
         self.wait()
         self._save_began = time.monotonic()
+        if number is None:
+            number = self._checkpoint.save_counter + 1
+        if self._keep_hours is not None:
+            self._update()  # times of files: those set by users count
+        preserved, outdated = self._plan_removal(number)
         path = self._checkpoint.save_as(
             call,
             self._directory / self._name,
             number=number,
             is_background=self._is_background,
-            after=self._end_save,
+            preserved=preserved,
+            after=functools.partial(self._end_save, outdated),
         )
         self._last_step = step
         self._last_saved = Path(path)
@@ -276,54 +285,76 @@ class CheckpointManager:
         else:
             self.wait()
 
-    def _clean_up(self) -> list[Saved]:
-        """Remove leftovers; return the checkpoints of the directory. On rank 0."""
+    def _clean_up(self) -> tuple[list[Saved], tuple[int, float]]:
+        """Remove leftovers; return the checkpoints, and which one was preserved last.
+
+        On rank 0.
+        """
         with unwritable(self._directory):
             directories.make_directory(self._directory)
         directories.remove_leftovers(self._directory, self._name, Saving.in_use)
-        return _find_undamaged(self._directory, self._name)
+        found = _find_undamaged(self._directory, self._name)
+        serial, seconds = _last_preserved(found) or self._guess_preserved(found)
+        return found, (serial, min(seconds, time.time()))  # a clock may have gone back
+
+    def _guess_preserved(self, found: list[Saved]) -> tuple[int, float]:
+        """Return which checkpoint was preserved last, where none has a record of it."""
+        outside = [] if self._max_to_keep is None else found[: -self._max_to_keep]
+        if self._keep_hours is not None and outside:  # an older version kept them
+            return outside[-1].serial, outside[-1].modified
+        return 0, found[0].modified if found else time.time()
 
     def _update(self) -> None:
         """Update the list of checkpoints. Collective."""
         self._found = self._agreement.root_only(
             f"{_CALL}.save", lambda: directories.find(self._directory, self._name)
         )
+        if self._last_saved is not None:
+            self._preserved = _last_preserved(self._found) or self._preserved
         self._last_saved = None
 
-    def _last_preserved(self) -> float:
-        """Return the time of the latest checkpoint that was kept for its hours."""
-        outside = [] if self._max_to_keep is None else self._found[: -self._max_to_keep]
-        if outside:  # earlier managers kept them
-            return outside[-1].modified
-        oldest = self._found[0].modified if self._found else time.time()
-        return math.nextafter(oldest, 0)
+    def _is_preserved(self, saved: Saved) -> bool:
+        """Return whether a checkpoint is preserved for its hours."""
+        return saved.serial <= self._preserved[0] and not self._is_nth(saved)
+
+    def _is_nth(self, saved: Saved) -> bool:
+        return self._keep_every is not None and saved.number % self._keep_every == 0
+
+    def _plan_removal(self, number: int) -> tuple[tuple[int, float], list[Saved]]:
+        """Return which checkpoint is preserved last after the next save; what to remove.
+
+        The new checkpoint has the former in its header, so the next manager goes on
+        from there. It tells by the serial what was preserved: times of files change
+        when they are copied.
+
+        Args:
+          number: of the next checkpoint, which may replace one.
+        """
+        serial, seconds = self._preserved
+        outdated: list[Saved] = []
+        if self._max_to_keep is None:
+            return self._preserved, outdated
+        others = [saved for saved in self._found if saved.number != number]
+        for saved in others[: max(0, len(others) + 1 - self._max_to_keep)]:
+            if saved.serial <= serial or self._is_nth(saved):
+                continue
+            hours = self._keep_hours
+            if hours is not None and saved.modified >= seconds + hours * 3600:
+                serial, seconds = saved.serial, saved.modified
+            else:
+                outdated.append(saved)
+        return (serial, seconds), outdated
 
     @property
     def longest_save_seconds(self) -> float:
         """The longest save, until all was on the disk; on rank 0 only."""
         return self._longest_save_seconds
 
-    def _end_save(self) -> None:
-        """Finish a complete checkpoint. On rank 0, perhaps in a thread."""
+    def _end_save(self, outdated: list[Saved]) -> None:
+        """Remove old checkpoints: a new one is complete. On rank 0, maybe in a thread."""
         seconds = time.monotonic() - self._save_began
         self._longest_save_seconds = max(self._longest_save_seconds, seconds)
-        self._remove_old()
-
-    def _remove_old(self) -> None:
-        """Remove old checkpoints. On rank 0, perhaps in a thread."""
-        if self._max_to_keep is None:
-            return
-        found = directories.find(self._directory, self._name)
-        for saved in found[: -self._max_to_keep]:
-            if self._keep_every and saved.number % self._keep_every == 0:
-                continue
-            if self._keep_hours is not None:
-                # Earlier ones were decided on before
-                if saved.modified <= self._preserved:
-                    continue
-                if saved.modified >= self._preserved + self._keep_hours * 3600:
-                    self._preserved = saved.modified
-                    continue
+        for saved in outdated:
             directories.remove_checkpoint(saved.path)
 
     def _step(self) -> int | None:
@@ -337,6 +368,12 @@ class CheckpointManager:
             raise ArgumentError(
                 f"step_counter must give one whole number, not {shown(found)}"
             ) from error
+
+
+def _last_preserved(found: list[Saved]) -> tuple[int, float] | None:
+    """Return serial and time of the last preserved one, by the latest that knows it."""
+    known = (saved.preserved for saved in reversed(found))
+    return next((record for record in known if record is not None), None)
 
 
 def _find_undamaged(directory: Path, name: str) -> list[Saved]:
