@@ -13,6 +13,7 @@ from mpidist.checkpoint.restore_plan import RestorePlan
 from mpidist.checkpoint.state import Tracked
 from mpidist.checkpoint.tree import readable
 from mpidist.comm.consensus.calls import Call
+from mpidist.context import enter
 from mpidist.errors import CheckpointError
 from mpidist.strategy.strategy import Strategy
 
@@ -108,7 +109,7 @@ def restore(
     plan.values = load(extended, operation, index.parent, shared, own)
     agreement.prepare(operation, lambda: _compute(plan, index))
     agreement.require_same(Call(operation))
-    with strategy.scope():
+    with enter(strategy):
         _set_states(agreement.block, operation, plan)
     change()
     return plan
