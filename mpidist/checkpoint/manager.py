@@ -321,7 +321,7 @@ class CheckpointManager:
         return self._keep_every is not None and saved.number % self._keep_every == 0
 
     def _plan_removal(self, number: int) -> tuple[tuple[int, float], list[Saved]]:
-        """Return which checkpoint is preserved last after the next save; what to remove.
+        """Return which checkpoint is preserved last, and which to remove, after a save.
 
         The new checkpoint has the former in its header, so the next manager goes on
         from there. It tells by the serial what was preserved: times of files change
@@ -351,7 +351,10 @@ class CheckpointManager:
         return self._longest_save_seconds
 
     def _end_save(self, outdated: list[Saved]) -> None:
-        """Remove old checkpoints: a new one is complete. On rank 0, maybe in a thread."""
+        """Remove old checkpoints once a new one is complete.
+
+        On rank 0, perhaps in a thread.
+        """
         seconds = time.monotonic() - self._save_began
         self._longest_save_seconds = max(self._longest_save_seconds, seconds)
         for saved in outdated:
