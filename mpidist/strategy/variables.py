@@ -28,18 +28,10 @@ from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError
 from mpidist.options import VariableAggregation, VariableSynchronization
 from mpidist.strategy import assignment
-from mpidist.strategy.assignment import (
-    copy_of_new,
-    scatter,
-    scatter_batches,
-    scatter_nd,
-)
 from mpidist.strategy.references import Reference
+from mpidist.strategy.sparse import SparseAccess
 from mpidist.util import validation
 from mpidist.values import (
-    ArrayView,
-    DistributedValues,
-    IndexedSlices,
     make_read_only,
 )
 
@@ -53,7 +45,7 @@ _ON_READ = VariableSynchronization.ON_READ
 Name = str | None
 
 
-class Variable(ArrayView, DistributedValues):
+class Variable(SparseAccess):
     """An array with state, one copy per replica of the strategy it was created under.
 
     Created in a strategy's scope (or in `run`): collective, every replica gets replica
@@ -215,26 +207,6 @@ class Variable(ArrayView, DistributedValues):
         """Return the value as a NumPy array, a copy of its own; see `value`."""
         return np.array(arrays.to_host(self._array()))
 
-    def sparse_read(self, indices: Any, name: Name = None) -> Any:
-        """Return rows of the value, `(*indices.shape, *shape[1:])`; see `gather_nd`."""
-        return self.gather_nd(arrays.to_tensor(indices, "indices")[..., None])
-
-    def gather_nd(self, indices: Any, name: Name = None) -> Any:
-        """Return elements of the value, or parts: `(..., *shape[k:])`.
-
-        Collective where `value` is. Raises ArgumentError for indices out of range.
-
-        Args:
-          indices: `(..., k)`: indices into the first k dimensions in the last one.
-
-        Example:
-          >>> w = mpidist.Variable(np.array([[1.0, 2.0], [3.0, 4.0]]))
-          >>> w.gather_nd([[0, 1], [1, 0]])
-          array([2., 3.])
-        """
-        found = arrays.to_tensor(indices, "indices")
-        return assignment.take(self, self._array(), found)
-
     def assign(
         self,
         value: Any,
@@ -249,7 +221,8 @@ class Variable(ArrayView, DistributedValues):
 
         Args:
           value: an array or number of the variable's shape.
-          use_locking, name: accepted for TensorFlow's sake.
+          use_locking: accepted for TensorFlow's sake, as `name` is.
+          name: likewise.
           read_value: False returns None.
 
         Raises, on all replicas where it is collective:
@@ -276,7 +249,7 @@ class Variable(ArrayView, DistributedValues):
         if self._fits(value):
             self._put(value.copy())
         else:
-            assignment.update(self, "assign", copy_of_new, value)
+            assignment.update(self, "assign", assignment.copy_of_new, value)
         return self if read_value else None
 
     def assign_add(
@@ -315,109 +288,6 @@ class Variable(ArrayView, DistributedValues):
         else:
             assignment.update(self, "assign_sub", operator.sub, delta)
         return self if read_value else None
-
-    def scatter_add(
-        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
-    ) -> Variable:
-        """Add rows to rows of the value; repeated indices add up. Returns self.
-
-        Collective like `assign`. In replica context the slices of all replicas, of
-        which there may be different numbers, are applied (SUM, or divided by the number
-        of replicas for MEAN), or replica 0's (ONLY_FIRST_REPLICA). All scatters inside
-        `StrategyExtended.update` change each copy by itself, whatever the aggregation.
-
-        Args:
-          sparse_delta: rows `(n, *shape[1:])` and their indices `(n,)`, as arrays.
-          use_locking, name: accepted for TensorFlow's sake.
-
-        Raises: see `assign`; ArgumentError also for indices out of range;
-          UnsupportedError: an ON_READ variable.
-
-        Example:
-          >>> with strategy.scope():
-          ...     w = mpidist.Variable(
-          ...         np.zeros(3), aggregation=mpidist.VariableAggregation.SUM
-          ...     )
-          >>> row = mpidist.IndexedSlices(np.array([1.0]), np.array([2]))
-          >>> _ = strategy.run(lambda: w.scatter_add(row))  # one row from each replica
-          >>> w.numpy()
-          array([0., 0., 2.])
-        """
-        return scatter(self, "scatter_add", np.add, sparse_delta)
-
-    def scatter_sub(
-        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
-    ) -> Variable:
-        """Subtract rows from rows of the value; like `scatter_add`."""
-        return scatter(self, "scatter_sub", np.subtract, sparse_delta)
-
-    def scatter_min(
-        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
-    ) -> Variable:
-        """Take the smaller of rows and rows of the value; like `scatter_add`.
-
-        Raises: UnsupportedError: aggregation SUM or MEAN, which make no sense for it.
-        """
-        return scatter(self, "scatter_min", np.minimum, sparse_delta)
-
-    def scatter_max(
-        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
-    ) -> Variable:
-        """Take the larger of rows and rows of the value; like `scatter_min`."""
-        return scatter(self, "scatter_max", np.maximum, sparse_delta)
-
-    def scatter_mul(
-        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
-    ) -> Variable:
-        """Multiply rows of the value by rows; like `scatter_min`."""
-        return scatter(self, "scatter_mul", np.multiply, sparse_delta)
-
-    def scatter_div(
-        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
-    ) -> Variable:
-        """Divide rows of the value by rows; like `scatter_min`."""
-        return scatter(self, "scatter_div", np.true_divide, sparse_delta)
-
-    def scatter_update(
-        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
-    ) -> Variable:
-        """Replace rows of the value; like `scatter_min`."""
-        return scatter(self, "scatter_update", None, sparse_delta)
-
-    def batch_scatter_update(
-        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
-    ) -> Variable:
-        """Replace rows of each batch: the first dimensions; like `scatter_min`.
-
-        Of indices `(*batch, n)` and values `(*batch, n, *shape[k:])`, for k dimensions,
-        it does `w[i, indices[i, j]] = values[i, j]`.
-        """
-        return scatter_batches(self, "batch_scatter_update", sparse_delta)
-
-    def scatter_nd_add(self, indices: Any, updates: Any, name: Name = None) -> Variable:
-        """Add to elements of the value, or parts; like `scatter_add`.
-
-        Args:
-          indices: as in `gather_nd`.
-          updates: what to add, `(..., *shape[k:])`.
-
-        Example:
-          >>> w = mpidist.Variable(np.zeros((2, 2)))
-          >>> w.scatter_nd_add([[0, 1], [1, 0]], [1.0, 2.0]).numpy()
-          array([[0., 1.],
-                 [2., 0.]])
-        """
-        return scatter_nd(self, "scatter_nd_add", np.add, indices, updates)
-
-    def scatter_nd_sub(self, indices: Any, updates: Any, name: Name = None) -> Variable:
-        """Subtract from elements of the value, or parts; like `scatter_nd_add`."""
-        return scatter_nd(self, "scatter_nd_sub", np.subtract, indices, updates)
-
-    def scatter_nd_update(
-        self, indices: Any, updates: Any, name: Name = None
-    ) -> Variable:
-        """Replace elements of the value, or parts; like `scatter_min`."""
-        return scatter_nd(self, "scatter_nd_update", None, indices, updates)
 
     def _fits(self, value: Any) -> bool:
         """Return whether an assignment needs no conversion and no communication."""
