@@ -160,7 +160,7 @@ def _member(kind: type[K], value: Any) -> K | None:
     """Return the member that `value` is, or is the value of."""
     try:
         return kind(value)
-    except ValueError:
+    except Exception:  # also of an object whose `repr` fails
         return None
 
 
