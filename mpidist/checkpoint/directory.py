@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from mpidist.checkpoint.format import read_header
+from mpidist.checkpoint.format import is_begun, read_header
 from mpidist.errors import ArgumentError, CheckpointError
 from mpidist.util import validation
 from mpidist.util.files import (
@@ -36,6 +36,7 @@ __all__ = [
     "SUFFIX",
     "Saved",
     "find",
+    "find_names",
     "hold",
     "index_path",
     "is_locked",
@@ -101,6 +102,21 @@ def shard_names(index: Path, token: str, count: int) -> list[str]:
     """Return the names of all shards; the token is unique to one save."""
     stem = f"{index.stem}-{token}"
     return [shard_name(stem, rank, count, SUFFIX) for rank in range(count)]
+
+
+def find_names(directory: Path) -> set[str]:
+    """Return the names, without numbers, of the checkpoints in a directory.
+
+    Files that do not begin as checkpoints are ignored.
+    """
+    pattern = re.compile(rf"(?P<name>.+)-\d+{re.escape(SUFFIX)}")
+    shard = re.compile(f".+{_SHARD}{re.escape(SUFFIX)}")
+    matches = [pattern.fullmatch(file) for file in _names(directory)]
+    return {
+        match["name"]
+        for match in matches
+        if match and not shard.fullmatch(match[0]) and is_begun(directory / match[0])
+    }
 
 
 def find(directory: Path, name: str, *, warns: bool = False) -> list[Saved]:

@@ -38,6 +38,7 @@ __all__ = [
     "damage",
     "header_bytes",
     "header_crc32",
+    "is_begun",
     "open_file",
     "parse",
     "read_header",
@@ -198,6 +199,16 @@ def _file_name(value: Any) -> str:
     if type(value) is not str or "/" in value or value.strip(".") == "":
         raise ValueError(f"its header has {value!r} where a file's name belongs")
     return value
+
+
+def is_begun(path: Path) -> bool:
+    """Return whether a file begins as a checkpoint does, or cannot be read."""
+    begin = _FIRST.partition("{")[0].encode()
+    try:
+        with open_file(path) as descriptor:
+            return os.pread(descriptor, len(begin), 0) == begin
+    except CheckpointError:
+        return True
 
 
 def read_header(path: Path) -> Header:

@@ -27,12 +27,21 @@ _CALL = "CheckpointManager"
 
 
 def latest_checkpoint(
-    checkpoint_dir: str | os.PathLike[str], *, checkpoint_name: str = "ckpt"
+    checkpoint_dir: str | os.PathLike[str],
+    latest_filename: None = None,
+    *,
+    checkpoint_name: str | None = None,
 ) -> str | None:
     """Return the path of the latest checkpoint; None if there is none.
 
     Not collective: it reads the directory. Damaged checkpoints are skipped with a
     warning; the checksums of large arrays are verified by restoring only.
+
+    Args:
+      checkpoint_dir: the directory.
+      latest_filename: None: there is no file that names the latest.
+      checkpoint_name: the first part of the names of files; by default any. Those of
+        one name are ordered as they were saved, the last of each by the times of files.
 
     Raises:
       ArgumentError, ArgumentTypeError: not a path, or not a name of files.
@@ -45,8 +54,18 @@ def latest_checkpoint(
       True
     """
     directory = Path(validation.path("checkpoint_dir", checkpoint_dir)).absolute()
-    found = _find_undamaged(directory, directories.require_name(checkpoint_name))
-    return str(found[-1].path) if found else None
+    if latest_filename is not None:
+        raise ArgumentError(
+            "latest_filename must be None, as no file names the latest checkpoint, not "
+            f"{shown(latest_filename)}; see checkpoint_name"
+        )
+    if checkpoint_name is None:
+        names = directories.find_names(directory)
+    else:
+        names = {directories.require_name(checkpoint_name)}
+    lists = [_find_undamaged(directory, name) for name in sorted(names)]
+    latest = [found[-1] for found in lists if found]
+    return str(max(latest, key=lambda saved: saved.modified).path) if latest else None
 
 
 class CheckpointManager:
@@ -70,6 +89,7 @@ class CheckpointManager:
       checkpoint_interval: save only if the counter has increased by so much since the
         last save.
       init_fn: called by `restore_or_initialize` if there is no checkpoint.
+      last_checkpoint_step: the counter at the last save, if this manager continues.
       keep_every: never remove checkpoints whose number is a multiple of it.
       is_background: whether a thread writes while training continues. Arrays are copied
         before (not variables: they never change in place). `save` first waits for the
@@ -102,6 +122,7 @@ class CheckpointManager:
         step_counter: Any = None,
         checkpoint_interval: int | None = None,
         init_fn: Callable[[], Any] | None = None,
+        last_checkpoint_step: int | None = None,
         *,
         keep_every: int | None = None,
         is_background: bool = False,
@@ -113,6 +134,7 @@ class CheckpointManager:
             )
         self._checkpoint = checkpoint
         self._strategy = checkpoint.strategy
+        self._last_step: int | None = None
         self._agreement = self._strategy.extended.agreement
 
         def check() -> None:
@@ -120,6 +142,8 @@ class CheckpointManager:
             validation.optional_integer("keep_every", keep_every, 1)
             validation.optional_integer("checkpoint_interval", checkpoint_interval, 1)
             validation.optional_function("init_fn", init_fn)
+            name = "last_checkpoint_step"
+            self._last_step = validation.optional_integer(name, last_checkpoint_step)
             validation.switch("is_background", is_background)
             if checkpoint_interval is not None and step_counter is None:
                 raise ArgumentError("checkpoint_interval needs a step_counter")
@@ -141,7 +165,6 @@ class CheckpointManager:
         self._interval = checkpoint_interval
         self._init_fn = init_fn
         self._is_background = is_background
-        self._last_step: int | None = None
         found = self._agreement.root_only(_CALL, self._clean_up)
         self._found: list[Saved] = found[0]
         self._preserved: tuple[int, float] = found[1]
@@ -236,6 +259,8 @@ class CheckpointManager:
         self._checkpoint.saver.wait()
         if self._last_saved is not None:
             self._update()
+
+    sync = wait
 
     def restore_or_initialize(self) -> str | None:
         """Restore the latest undamaged checkpoint; return its path. Collective.

@@ -69,6 +69,17 @@ class LoadStatus:
             raise CheckpointError("no checkpoint was given, so nothing was restored")
         return self
 
+    def run_restore_ops(self, session: Any = None) -> None:
+        """Do nothing, as in TensorFlow's eager execution: all is restored.
+
+        Raises:
+          CheckpointError: no checkpoint was given.
+        """
+        self.assert_nontrivial_match()
+
+    def initialize_or_restore(self, session: Any = None) -> None:
+        """Do nothing: what was not restored has its initial value."""
+
     def expect_partial(self) -> LoadStatus:
         """Return itself: there are no warnings of unused names."""
         return self
