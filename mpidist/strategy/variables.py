@@ -28,7 +28,7 @@ from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError
 from mpidist.options import VariableAggregation, VariableSynchronization
 from mpidist.strategy import assignment
-from mpidist.strategy.references import Reference
+from mpidist.strategy.references import Part, Reference, number_class, root_of
 from mpidist.strategy.sparse import SparseAccess
 from mpidist.util import validation
 from mpidist.values import (
@@ -100,7 +100,6 @@ class Variable(SparseAccess):
         self._name = name if isinstance(name, str) else f"Variable_{number}"
         self._constraint = constraint
         self._root: Any = None  # see `__getitem__`
-        self._root_of: tuple[Any, ...] = ()
         self._synchronization = VariableSynchronization.ON_WRITE
         self._aggregation = VariableAggregation.NONE
         self._trainable = False
@@ -126,6 +125,7 @@ class Variable(SparseAccess):
         first = extended.agreement.prepare(call, prepare)
         local = extended.broadcast_from_first(call, first)
         self._cannot_overflow = local.dtype.kind not in "iu"
+        self._number = number_class(local)
         super().__init__((make_read_only(local),), (extended.replica_id,))
 
     @property
@@ -302,6 +302,7 @@ class Variable(SparseAccess):
     def _put(self, array: Any) -> None:
         array.setflags(False)
         self._values = (array,)
+        self._root = None
 
     @property
     def on_read(self) -> bool:
@@ -327,12 +328,41 @@ class Variable(SparseAccess):
                 f"{self._name} has shape {self.shape}; {array.shape} does not fit it"
             )
         self._values = (make_read_only(array.astype(self.dtype, copy=False)),)
+        self._root = None
 
     def _refuse_in_place(self, operation: str) -> NoReturn:
         raise ArgumentTypeError(
             f"{operation} in place on {self._name} is refused; use assign, assign_add "
             "or assign_sub, which keep the replicas equal"
         )
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return `value()[key]`; what integers and slices select has `assign(value)`.
+
+        That is collective and raises as the variable's `assign` does, and MismatchError
+        on all replicas if they assign to different parts. Elements of a bool vector,
+        and parts of variables on a GPU, lack it: there, use `scatter_nd_update`.
+
+        Example:
+          >>> with strategy.scope():
+          ...     w = mpidist.Variable(np.zeros((2, 3)))
+          >>> _ = w[0].assign(np.array([1.0, 2.0, 3.0]))  # on all replicas
+          >>> _ = w[1, :2].assign(np.array([4.0, 5.0]))
+          >>> w.numpy()
+          array([[1., 2., 3.],
+                 [4., 5., 0.]])
+        """
+        root = self._root
+        if root is None:
+            root = root_of(self, self._array())
+            if not self.on_read:  # of which a read depends on the context
+                self._root = root
+        found = root[key]
+        if type(found) is Part or self._number is None:
+            return found
+        made = self._number(found)
+        made.source = root, key
+        return made
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         self._refuse_in_place("item assignment")
@@ -358,6 +388,7 @@ class Variable(SparseAccess):
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
         twin._values = (make_read_only(self.local.copy()),)
+        twin._root = None
         self._strategy.extended.register(twin)
         return twin
 
