@@ -9,6 +9,8 @@
                        aggregation, then applied
     assign, cross      the same value to all copies      SUM: shares that add up to it;
                                                          else the same value to all
+    in `update`        own copy only, whatever the       own copy only
+                       aggregation
 
 A copy is never changed in place: an assignment puts a new array in its place. So what
 was read stays as it was. NumPy arrays are read-only; CuPy has none that are, so on a
