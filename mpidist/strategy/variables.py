@@ -356,9 +356,11 @@ class Variable(SparseAccess):
         """
         root = self._root
         if root is None:
-            root = root_of(self, self._array())
+            values, root = self._values, root_of(self, self._array())
             if not self.on_read:  # of which a read depends on the context
                 self._root = root
+                if self._values is not values:  # another thread has assigned since
+                    self._root = None
         found = root[key]
         if type(found) is Part or self._number is None:
             return found

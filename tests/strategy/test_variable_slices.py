@@ -311,3 +311,19 @@ def test_integers_and_copies(strategy):
     b = make(strategy, initial=np.array([True, False]))
     b[1:].assign([True])
     assert b.numpy().all()
+
+
+def test_an_assignment_while_another_thread_reads_is_seen_afterwards(strategy):
+    """It comes between the making of what is indexed and its keeping."""
+    w = make(strategy, initial=np.zeros(3))
+    read = w._array
+
+    def assign_then_read():
+        old = read()
+        del w.__dict__["_array"]
+        w.assign(np.ones(3))  # as another thread could do
+        return old
+
+    w.__dict__["_array"] = assign_then_read
+    assert w[0] == 0
+    assert w[0] == 1
