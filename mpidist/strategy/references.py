@@ -45,9 +45,9 @@ class Reference:
 class Part(np.ndarray[Any, np.dtype[Any]]):
     """A read-only view of a variable's copy, which can assign to that part of it.
 
-    What is computed from it is an ordinary array. It knows its variable by its base:
-    NumPy gives views of views the same one, as they are of one class. So indexing a
-    variable costs no more than indexing an array.
+    What is computed from it is an ordinary array. Its base is the root, which knows the
+    variable: NumPy gives views of views that base, as all are of this class. So nothing
+    has to be noted when a variable is indexed.
     """
 
     __slots__ = ("variable",)  # of a root: a weak reference
