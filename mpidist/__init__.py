@@ -92,7 +92,9 @@ Values and variables
     DistributedValues           `values` holds one component, of this process's replica
     PerReplica                  use as one array is refused
     Mirrored                    works as an array
-    tf.Variable                 Variable: no gradients; works as an array
+    tf.Variable                 Variable: no gradients; works as an array; no members of
+                                graphs (handle, op, graph, eval, load, count_up_to);
+                                `initial_value` is an error, as in eager execution
     tf.VariableAggregation      VariableAggregation
     tf.VariableSynchronization  VariableSynchronization
     tf.IndexedSlices            IndexedSlices: for the `scatter_...` methods, and to be
@@ -149,7 +151,7 @@ Saving and going on
                                 missing is an error, unless is_partial=True; nothing is
                                 restored later than at `restore`
     tf.train.CheckpointManager  CheckpointManager: keep_every and is_background are new
-    tf.train.latest_checkpoint  latest_checkpoint: reads the folder
+    tf.train.latest_checkpoint  latest_checkpoint: reads the folder; no latest_filename
     PreemptionCheckpointHandler also the end of Slurm's time; exits with 99
     TerminationConfig           termination_watcher_fn, exit_fn, grace_period, save_fn
     run_elastic                 not in TensorFlow: goes on without ranks that have died

@@ -7,7 +7,7 @@ time; below everything lies the replica context of the default strategy.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from mpidist.errors import ArgumentTypeError, ContextError
 from mpidist.util import validation
@@ -40,6 +40,7 @@ class _Frame(NamedTuple):
     strategy: Strategy
     replica: ReplicaContext | None
     updating: bool = False
+    is_default_scope: bool = False
 
 
 class _Stack(threading.local):
@@ -173,8 +174,8 @@ def is_current(replica: ReplicaContext) -> bool:
 
 def in_update_of(strategy: Strategy) -> bool:
     """Return whether a function passed to this strategy's `update` is running."""
-    top = _stack.top
-    return top.updating and top.strategy is strategy
+    frames = _stack.frames  # `update` is never at the bottom
+    return bool(frames) and frames[-1].updating and frames[-1].strategy is strategy
 
 
 def in_update() -> bool:
@@ -220,14 +221,20 @@ def require_cross_replica(strategy: Strategy, call: str) -> None:
                 "or from a function passed to get_replica_context().merge_call"
             )
     else:
-        raise ContextError(
-            f"Mixing different tf.distribute.Strategy objects: {call} of {strategy!r} "
-            f"was called under {top.strategy!r}"
-        )
+        _refuse_mixing(call, strategy, top.strategy)
+
+
+def _refuse_mixing(call: str, strategy: Strategy, current: Strategy) -> NoReturn:
+    raise ContextError(
+        f"Mixing different tf.distribute.Strategy objects: {call} of {strategy!r} was "
+        f"called under {current!r}"
+    )
 
 
 class Scope(threading.local):
     """What `Strategy.scope` returns; may be entered again, nested, and kept.
+
+    The default strategy's leaves the context as it is, where that strategy is current.
 
     Each thread that enters it has its own `_entered`, as it has its own stack.
     """
@@ -237,8 +244,14 @@ class Scope(threading.local):
         self._entered: list[_Frame] = []
 
     def __enter__(self) -> Strategy:
-        require_cross_replica(self._strategy, "scope")
-        frame = _Frame(self._strategy, None)
+        if self._strategy is _default[0] is _stack.top.strategy:
+            # Changes nothing but that no other strategy's scope can be entered
+            frame = _stack.top._replace(is_default_scope=True)
+        else:
+            require_cross_replica(self._strategy, "scope")
+            if any(former.is_default_scope for former in _stack.frames):
+                _refuse_mixing("scope", self._strategy, _default[0])
+            frame = _Frame(self._strategy, None)
         _stack.frames.append(frame)
         self._entered.append(frame)
         return self._strategy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib.util
+from typing import Any, TypeVar
 
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.util import validation
@@ -23,6 +24,9 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
 ]
+
+
+K = TypeVar("K", bound=enum.Enum)
 
 
 class ReduceOp(enum.Enum):
@@ -77,13 +81,14 @@ class ReduceOp(enum.Enum):
         """Return the operation that combines updates of a variable so aggregated.
 
         Raises:
-          ArgumentError: NONE and ONLY_FIRST_REPLICA have none.
+          ArgumentError: it has none: NONE, ONLY_FIRST_REPLICA, no aggregation.
         """
-        validation.instance("aggregation", aggregation, VariableAggregation)
         if aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
             return ReduceOp[aggregation.name]
+        is_member = isinstance(aggregation, VariableAggregation)
+        name = str(aggregation) if is_member else shown(aggregation)
         raise ArgumentError(
-            f"{aggregation} has no ReduceOp; only SUM and MEAN have one"
+            f"{name} has no ReduceOp; only SUM and MEAN of VariableAggregation have one"
         )
 
 
@@ -111,6 +116,21 @@ class VariableSynchronization(enum.Enum):
     ON_WRITE = 2
     ON_READ = 3
 
+    @classmethod
+    def parse(cls, synchronization: Any) -> VariableSynchronization:
+        """Return ON_WRITE or ON_READ for a member, its value, or None, which is AUTO.
+
+        Raises:
+          ArgumentError: NONE, or no member.
+        """
+        found = cls.AUTO if synchronization is None else _member(cls, synchronization)
+        if found is None or found is cls.NONE:
+            raise ArgumentError(
+                "synchronization must be a VariableSynchronization, AUTO, ON_WRITE or "
+                f"ON_READ, not {shown(synchronization)}"
+            )
+        return cls.ON_WRITE if found is cls.AUTO else found
+
 
 class VariableAggregation(enum.Enum):
     """How values that replicas assign to one variable are combined.
@@ -130,6 +150,28 @@ class VariableAggregation(enum.Enum):
     SUM = 1
     MEAN = 2
     ONLY_FIRST_REPLICA = 3
+
+    @classmethod
+    def parse(cls, aggregation: Any) -> VariableAggregation:
+        """Return the member that `aggregation` is, or is the value of; NONE for None.
+
+        Raises:
+          ArgumentError: no member.
+        """
+        found = cls.NONE if aggregation is None else _member(cls, aggregation)
+        if found is None:
+            raise ArgumentError(
+                f"aggregation must be a VariableAggregation, not {shown(aggregation)}"
+            )
+        return found
+
+
+def _member(kind: type[K], value: Any) -> K | None:
+    """Return the member that `value` is, or is the value of."""
+    try:
+        return kind(value)
+    except Exception:  # also of an object whose `repr` fails
+        return None
 
 
 class CommunicationImplementation(enum.Enum):

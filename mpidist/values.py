@@ -11,7 +11,7 @@ import dataclasses
 import numbers
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -28,6 +28,7 @@ __all__ = [
     "local_component",
     "make_read_only",
     "regroup",
+    "regroup_results",
     "select_arguments",
     "select_replica",
 ]
@@ -54,6 +55,8 @@ class DistributedValues:
       >>> value.values  # this process's component
       (array([1., 1.]),)
     """
+
+    is_variable: ClassVar[bool] = False
 
     def __init__(self, values: Sequence[Any], replica_ids: Sequence[int] | None = None):
         if type(self) is DistributedValues:
@@ -112,7 +115,8 @@ class PerReplica(DistributedValues):
     by `Strategy.reduce`, `Strategy.gather`, `Strategy.experimental_local_results` and,
     as arguments, by `Strategy.run`. Any other use as an array is a ValueError, since
     each process would compute with another number; so is a comparison with one. Two
-    `PerReplica` values are equal if they are the same object.
+    `PerReplica` values are equal if they are the same object. Each is true, whatever
+    its components are.
 
     Example:
       >>> value = strategy.run(lambda: np.arange(3))
@@ -140,10 +144,13 @@ class PerReplica(DistributedValues):
     def __format__(self, spec: str) -> str:
         return self._refuse() if spec else str(self)
 
+    def __bool__(self) -> bool:
+        return True  # as any object, so that `value or default` works; see __len__
+
     __array__ = __array_ufunc__ = __array_function__ = _refuse
     __len__ = __getitem__ = __setitem__ = __iter__ = __contains__ = _refuse
     __reversed__ = __round__ = __float__ = __int__ = __complex__ = _refuse
-    __index__ = __bool__ = _refuse
+    __index__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
     __divmod__ = __rdivmod__ = __lshift__ = __rlshift__ = _refuse
@@ -162,10 +169,6 @@ class PerReplica(DistributedValues):
         return NotImplemented
 
 
-def _plain(value: Any) -> Any:
-    return value._array() if isinstance(value, ArrayView) else value
-
-
 def _operator(operate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Return a method that operates on the array of its object, and on another value.
 
@@ -173,7 +176,9 @@ def _operator(operate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """
 
     def method(self: ArrayView, other: Any) -> Any:
-        return operate(self._array(), _plain(other))
+        if isinstance(other, ArrayView):
+            other = other._array()
+        return operate(self._array(), other)
 
     return method
 
@@ -182,7 +187,9 @@ def _reflected(operate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Return what `_operator` does, with the other value as first operand."""
 
     def method(self: ArrayView, other: Any) -> Any:
-        return operate(_plain(other), self._array())
+        if isinstance(other, ArrayView):
+            other = other._array()
+        return operate(other, self._array())
 
     return method
 
@@ -379,6 +386,7 @@ def local_component(value: Any) -> Any:
 
 # Types of which most arguments are; they have no structure
 _COMMON = {np.ndarray, np.float64, float, int, PerReplica, Mirrored}
+_PLAIN = _COMMON | {type(None), np.float32, np.bool_, bool, str}
 
 
 def regroup(value: Any, replica_id: int, num_replicas: int) -> Any:
@@ -391,6 +399,23 @@ def regroup(value: Any, replica_id: int, num_replicas: int) -> Any:
     if type(value) in _COMMON:
         return _wrap(value, replica_id)
     return nest.map_leaves(lambda leaf: _wrap(leaf, replica_id), value)
+
+
+def regroup_results(value: Any, replica_id: int, num_replicas: int) -> Any:
+    """Return what `regroup` does, for what a replica function returned.
+
+    In place of each ON_READ variable is this replica's copy: a value per replica.
+    """
+    if num_replicas > 1:
+        return nest.map_leaves(lambda leaf: _wrap(_own_copy(leaf), replica_id), value)
+    return value if type(value) in _PLAIN else nest.map_leaves(_own_copy, value)
+
+
+def _own_copy(leaf: Any) -> Any:
+    if isinstance(leaf, DistributedValues) and leaf.is_variable:
+        variable: Any = leaf
+        return variable.local if variable.on_read else variable
+    return leaf
 
 
 def _wrap(leaf: Any, replica_id: int) -> Any:
@@ -417,7 +442,7 @@ def select_arguments(
 
 
 def _select(leaf: Any) -> Any:
-    if isinstance(leaf, DistributedValues) and not getattr(leaf, "is_variable", False):
+    if isinstance(leaf, DistributedValues) and not leaf.is_variable:
         return local_component(leaf)
     return leaf
 

@@ -86,7 +86,7 @@ class Place:
         return mpidist.CheckpointManager(self.checkpoint, **options)
 
     def new_handler(self, manager, config=None):
-        mpidist.PreemptionCheckpointHandler(None, manager, config).close()
+        mpidist.PreemptionCheckpointHandler(None, manager, None, config).close()
 
     def write(self, path=None, rows=None, **options):
         path = self.folder / "rows.h5" if path is None else path
@@ -471,6 +471,12 @@ COLLECTIVE = {
         mpidist.Checkpoint(strategy=s, x=1), "run", 2
     ).save(j),
     "termination_config": lambda s, j: mpidist.PreemptionCheckpointHandler(
+        None,
+        mpidist.CheckpointManager(mpidist.Checkpoint(strategy=s), "run", 2),
+        None,
+        j,
+    ),
+    "checkpoint_dir": lambda s, j: mpidist.PreemptionCheckpointHandler(
         None, mpidist.CheckpointManager(mpidist.Checkpoint(strategy=s), "run", 2), j
     ),
     "overwrite": lambda s, j: mpidist.Hdf5Writer(s, "rows.h5", overwrite=j or False),

@@ -435,3 +435,47 @@ def test_a_scope_may_be_entered_by_several_threads(strategy):
             assert mpidist.has_strategy()
         assert not other.submit(mpidist.has_strategy).result()
     assert not mpidist.has_strategy()
+
+
+def test_the_default_strategys_scope_changes_nothing(strategy):
+    default = mpidist.get_strategy()
+    scope = default.scope()
+    with scope as yielded, scope, default.scope():
+        assert yielded is default
+        test_outside_everything_holds_the_default_strategys_replica_context()
+        v = mpidist.Variable(1.0)
+        assert v.distribute_strategy is default
+        assert float(v.assign_add(2.0)) == 3.0
+        assert default.run(lambda: 5) == 5
+        for enter in (strategy.scope().__enter__, lambda: strategy.scope().__enter__()):
+            with pytest.raises(RuntimeError, match="Mixing different"):
+                enter()
+        test_outside_everything_holds_the_default_strategys_replica_context()
+    with strategy.scope():
+        assert mpidist.has_strategy()
+    assert not mpidist.has_strategy()
+
+
+def test_the_default_strategys_scope_in_its_own_run_changes_nothing(strategy):
+    default = mpidist.get_strategy()
+
+    def step():
+        context = mpidist.get_replica_context()
+        with default.scope():
+            assert mpidist.get_replica_context() is context
+            with pytest.raises(RuntimeError, match="Mixing different"):
+                strategy.scope().__enter__()
+        return 5
+
+    assert default.run(step) == 5
+
+
+def test_scopes_are_left_in_the_reverse_order_of_the_default_strategy_too(strategy):
+    outer, inner = mpidist.get_strategy().scope(), mpidist.get_strategy().scope()
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(RuntimeError, match="scope nesting error"):
+        outer.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
+    with strategy.scope():
+        pass

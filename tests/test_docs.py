@@ -62,10 +62,17 @@ def examples():
     found = {}
     finder = doctest.DocTestFinder()
     for name in DOCUMENTED:
-        for test in finder.find(getattr(mpidist, name), name, globs={}):
-            is_public = not any(p.startswith("_") for p in test.name.split("."))
-            if test.examples and is_public:
-                found[test.name] = test
+        value = getattr(mpidist, name)
+        # Those that are inherited from a class which is not public itself, too
+        bases = value.__mro__ if inspect.isclass(value) else (value,)
+        public = {getattr(mpidist, other) for other in DOCUMENTED} - {value}
+        for base in reversed([b for b in bases if b not in public]):
+            if not base.__module__.startswith("mpidist"):
+                continue
+            for test in finder.find(base, name, globs={}):
+                is_public = not any(p.startswith("_") for p in test.name.split("."))
+                if test.examples and is_public:
+                    found[test.name] = test
     return found
 
 

@@ -39,7 +39,6 @@ def test_as_many_components_as_replica_ids():
         np.exp,
         float,
         int,
-        bool,
         len,
         list,
         operator.neg,
@@ -78,6 +77,15 @@ def test_a_per_replica_value_has_no_attributes_of_arrays(name):
     with pytest.raises(AttributeError, match=r"no attribute 'losses'$"):
         value.losses  # noqa: B018
     assert f"{value}" == str(value)
+
+
+@pytest.mark.parametrize("component", [0, np.zeros(3), np.ones(3), None, ()])
+def test_a_per_replica_value_is_true_as_any_object(component):
+    """As in `value or default`, and in `if value:`."""
+    value = mpidist.PerReplica((component,), (0,))
+    assert bool(value) is True
+    assert (value or 5) is value
+    assert value
 
 
 def test_per_replica_values_compare_and_hash_by_identity():

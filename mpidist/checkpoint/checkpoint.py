@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,14 @@ from mpidist._version import __version__
 from mpidist.checkpoint.directory import SUFFIX, index_path
 from mpidist.checkpoint.restore import LoadStatus, restore
 from mpidist.checkpoint.save import Saver
-from mpidist.checkpoint.state import Tracked, require_saveable, strategy_of
+from mpidist.checkpoint.state import (
+    Attributes,
+    Tracked,
+    WrittenThrough,
+    has_attributes,
+    require_saveable,
+    strategy_of,
+)
 from mpidist.checkpoint.tree import escape
 from mpidist.comm.topology import job_size
 from mpidist.context import get_strategy, has_strategy, require_cross_replica
@@ -57,13 +64,17 @@ class Checkpoint(Tracked):
     contains no code.
 
     Args:
+      root: whose objects are saved as if given by name, as they are at the time: of a
+        Checkpoint, of a dict, or the attributes of another object that have state,
+        such as a model's variables, at any depth. (Its numbers and texts, functions and
+        what begins with "_" are not among them; give those by name.)
       strategy: whose ranks save and restore; by default the current one, or that of the
         variables.
       shard_bytes: the least number of bytes for each rank to write.
       objects: by name. `save_counter` and the names of methods are reserved.
 
     Raises:
-      ArgumentError: a reserved name.
+      ArgumentError: a reserved name, or one that the root has; what cannot be a root.
       ArgumentTypeError: an object without state.
 
     Example:
@@ -84,6 +95,7 @@ class Checkpoint(Tracked):
 
     def __init__(
         self,
+        root: Any = None,
         *,
         strategy: Strategy | None = None,
         shard_bytes: int = _SHARD_BYTES,
@@ -95,17 +107,35 @@ class Checkpoint(Tracked):
             )
         if strategy is None and has_strategy():
             strategy = get_strategy()
+        self._root = root
+        self._find_objects_of_root = _finder(root)
         self._strategy = strategy
         self._shard_bytes = validation.integer("shard_bytes", shard_bytes, 1)
         self._saver: Saver | None = None
         self._objects: dict[str, Any] = {_COUNTER: 0}
+        for name in self._find_objects_of_root():
+            if name in objects:
+                raise ArgumentError(f"{name!r} is an object of root, too: rename one")
+            _require_name(name)
         for name, value in objects.items():
             setattr(self, name, value)
 
     @property
+    def root(self) -> Any:
+        """The root, or this checkpoint if it has none."""
+        return self if self._root is None else self._root
+
+    @property
     def objects(self) -> dict[str, Any]:
-        """The objects by name, with `save_counter`."""
-        return self._objects
+        """The objects by name, with `save_counter`, and those of the root."""
+        if self._root is None:
+            return self._objects
+        below = self._find_objects_of_root()
+
+        def write(name: str, value: Any) -> None:
+            (self._objects if name in self._objects else below)[name] = value
+
+        return WrittenThrough({**below, **self._objects}, write)
 
     @property
     def save_counter(self) -> int:
@@ -196,12 +226,21 @@ class Checkpoint(Tracked):
             return LoadStatus(None)
         return self._restore("Checkpoint.restore", save_path, is_partial)
 
+    def sync(self) -> None:
+        """Wait until the save in the background is complete. Collective.
+
+        Raises, on all ranks:
+          CheckpointError: it failed; earlier checkpoints are unchanged.
+        """
+        self.saver.wait()
+
     def write_as(
         self,
         operation: str,
         file_prefix: str | os.PathLike[str],
         *,
         is_background: bool = False,
+        preserved: tuple[int, float] | None = None,
         after: Callable[[], None] | None = None,
     ) -> str:
         """Implement `write` for other public calls; see `Saver.save`."""
@@ -212,13 +251,14 @@ class Checkpoint(Tracked):
         self.saver.save(
             operation,
             index,
-            self._objects,
+            self.objects,
             shard_bytes=self._shard_bytes,
             is_background=is_background,
             attributes={
                 "saved": now.isoformat(timespec="seconds"),
                 "mpidist": __version__,
             },
+            preserved=preserved,
             after=after,
         )
         return str(index)
@@ -270,10 +310,10 @@ class Checkpoint(Tracked):
         if name.startswith("_"):
             object.__setattr__(self, name, value)
             return
-        if name == _COUNTER or hasattr(type(self), name):
-            raise ArgumentError(f"an object of a Checkpoint cannot be named {name!r}")
-        escape(name)
+        _require_name(name)
         require_saveable(value, name)
+        if name in self._find_objects_of_root():
+            raise ArgumentError(f"{name!r} is an object of root: assign it there")
         self._objects[name] = value
 
     def __getattr__(self, name: str) -> Any:
@@ -282,4 +322,34 @@ class Checkpoint(Tracked):
         return self._objects[name]
 
     def __repr__(self) -> str:
-        return f"<mpidist.Checkpoint of {', '.join(self._objects)}>"
+        return f"<mpidist.Checkpoint of {', '.join(self.objects)}>"
+
+
+def _require_name(name: str) -> None:
+    """Raise an ArgumentError for a name that no object can have."""
+    if name == _COUNTER or hasattr(Checkpoint, name):
+        raise ArgumentError(f"an object of a Checkpoint cannot be named {name!r}")
+    escape(name)
+
+
+def _finder(root: Any) -> Callable[[], dict[str, Any]]:
+    """Return a function that returns the objects of a root as they are then.
+
+    Raises:
+      ArgumentError: it cannot be a root.
+    """
+    if root is None:
+        return dict
+    if isinstance(root, Checkpoint):
+        return lambda: WrittenThrough(
+            {name: value for name, value in root.objects.items() if name != _COUNTER},
+            lambda name, value: root.objects.__setitem__(name, value),
+        )
+    if isinstance(root, MutableMapping) and all(type(name) is str for name in root):
+        return lambda: WrittenThrough(root, root.__setitem__)
+    if has_attributes(root):
+        return lambda: Attributes(root).objects
+    raise ArgumentError(
+        "root must be a Checkpoint, a dict of objects by name, or an object with "
+        f"attributes, not {validation.shown(root)}"
+    )

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from mpidist.checkpoint.format import read_header
+from mpidist.checkpoint.format import is_begun, read_header
 from mpidist.errors import ArgumentError, CheckpointError
 from mpidist.util import validation
 from mpidist.util.files import (
@@ -36,6 +36,7 @@ __all__ = [
     "SUFFIX",
     "Saved",
     "find",
+    "find_names",
     "hold",
     "index_path",
     "is_locked",
@@ -67,6 +68,7 @@ class Saved(NamedTuple):
     number: int
     path: Path
     modified: float  # seconds since 1970
+    preserved: tuple[int, float] | None = None  # see `Header`
 
 
 def index_path(path: str | os.PathLike[str], argument: str) -> Path:
@@ -102,6 +104,21 @@ def shard_names(index: Path, token: str, count: int) -> list[str]:
     return [shard_name(stem, rank, count, SUFFIX) for rank in range(count)]
 
 
+def find_names(directory: Path) -> set[str]:
+    """Return the names, without numbers, of the checkpoints in a directory.
+
+    Files that do not begin as checkpoints are ignored.
+    """
+    pattern = re.compile(rf"(?P<name>.+)-\d+{re.escape(SUFFIX)}")
+    shard = re.compile(f".+{_SHARD}{re.escape(SUFFIX)}")
+    matches = [pattern.fullmatch(file) for file in _names(directory)]
+    return {
+        match["name"]
+        for match in matches
+        if match and not shard.fullmatch(match[0]) and is_begun(directory / match[0])
+    }
+
+
 def find(directory: Path, name: str, *, warns: bool = False) -> list[Saved]:
     """Return the checkpoints `name-<number>.h5` in the order of saving.
 
@@ -113,13 +130,15 @@ def find(directory: Path, name: str, *, warns: bool = False) -> list[Saved]:
         if match := pattern.fullmatch(file):
             path = directory / file
             try:
-                serial = read_header(path).serial
+                header = read_header(path)
                 modified = path.stat().st_mtime
             except (CheckpointError, OSError) as error:
                 if warns:
                     warn_skipped(error)
             else:
-                found.append(Saved(serial, int(match[1]), path, modified))
+                number = int(match[1])
+                saved = Saved(header.serial, number, path, modified, header.preserved)
+                found.append(saved)
     return sorted(found)
 
 

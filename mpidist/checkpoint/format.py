@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import re
 import zlib
@@ -37,6 +38,7 @@ __all__ = [
     "damage",
     "header_bytes",
     "header_crc32",
+    "is_begun",
     "open_file",
     "parse",
     "read_header",
@@ -81,6 +83,8 @@ class Header:
       data: offset, length and CRC-32 of blocks of arrays, in file order.
       shards: the other files of the checkpoint.
       job: the job that saved it, for humans; empty in shards and in older files.
+      preserved: of the manager that saved it: serial and time of the latest checkpoint
+        that was preserved for its hours; None in older files and of other saves.
     """
 
     serial: int
@@ -89,6 +93,7 @@ class Header:
     data: tuple[tuple[int, int, int], ...] = ()
     shards: tuple[Shard, ...] = ()
     job: str = ""
+    preserved: tuple[int, float] | None = None
 
 
 def header_bytes(data: int, shards: list[str]) -> int:
@@ -155,6 +160,7 @@ def parse(data: bytes) -> Header:
             for s in found["shards"]
         ),
         str(found.get("job", "")),
+        _preserved(found.get("preserved")),
     )
     _require_order(header, length)
     structure = header.size - length - sum(size for _, size, _ in header.data)
@@ -179,11 +185,30 @@ def _integer(value: Any) -> int:
     return value
 
 
+def _preserved(value: Any) -> tuple[int, float] | None:
+    if value is None:
+        return None
+    serial, seconds = value
+    if type(seconds) is not float or not math.isfinite(seconds):
+        raise ValueError(f"its header has {seconds!r} where a time belongs")
+    return _integer(serial), seconds
+
+
 def _file_name(value: Any) -> str:
     """Return the name of a file if it is one in the same directory."""
     if type(value) is not str or "/" in value or value.strip(".") == "":
         raise ValueError(f"its header has {value!r} where a file's name belongs")
     return value
+
+
+def is_begun(path: Path) -> bool:
+    """Return whether a file begins as a checkpoint does, or cannot be read."""
+    begin = _FIRST.partition("{")[0].encode()
+    try:
+        with open_file(path) as descriptor:
+            return os.pread(descriptor, len(begin), 0) == begin
+    except CheckpointError:
+        return True
 
 
 def read_header(path: Path) -> Header:

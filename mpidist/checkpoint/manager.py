@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -27,12 +27,21 @@ _CALL = "CheckpointManager"
 
 
 def latest_checkpoint(
-    checkpoint_dir: str | os.PathLike[str], *, checkpoint_name: str = "ckpt"
+    checkpoint_dir: str | os.PathLike[str],
+    latest_filename: None = None,
+    *,
+    checkpoint_name: str | None = None,
 ) -> str | None:
     """Return the path of the latest checkpoint; None if there is none.
 
     Not collective: it reads the directory. Damaged checkpoints are skipped with a
     warning; the checksums of large arrays are verified by restoring only.
+
+    Args:
+      checkpoint_dir: the directory.
+      latest_filename: None: there is no file that names the latest.
+      checkpoint_name: the first part of the names of files; by default any. Those of
+        one name are ordered as they were saved, the last of each by the times of files.
 
     Raises:
       ArgumentError, ArgumentTypeError: not a path, or not a name of files.
@@ -45,8 +54,18 @@ def latest_checkpoint(
       True
     """
     directory = Path(validation.path("checkpoint_dir", checkpoint_dir)).absolute()
-    found = _find_undamaged(directory, directories.require_name(checkpoint_name))
-    return str(found[-1].path) if found else None
+    if latest_filename is not None:
+        raise ArgumentError(
+            "latest_filename must be None, as no file names the latest checkpoint, not "
+            f"{shown(latest_filename)}; see checkpoint_name"
+        )
+    if checkpoint_name is None:
+        names = directories.find_names(directory)
+    else:
+        names = {directories.require_name(checkpoint_name)}
+    lists = [_find_undamaged(directory, name) for name in sorted(names)]
+    latest = [found[-1] for found in lists if found]
+    return str(max(latest, key=lambda saved: saved.modified).path) if latest else None
 
 
 class CheckpointManager:
@@ -62,13 +81,15 @@ class CheckpointManager:
       checkpoint: the `Checkpoint`.
       directory: which all ranks must see; it is created if it is missing.
       max_to_keep: how many to keep, or None for all.
-      keep_checkpoint_every_n_hours: of those to be removed, keep one per so many hours.
+      keep_checkpoint_every_n_hours: of those to be removed, preserve one per so many
+        hours, counted over all managers of this directory.
       checkpoint_name: the first part of the names of files.
       step_counter: a variable, or a function without arguments that returns a number;
         for `checkpoint_interval`.
       checkpoint_interval: save only if the counter has increased by so much since the
         last save.
       init_fn: called by `restore_or_initialize` if there is no checkpoint.
+      last_checkpoint_step: the counter at the last save, if this manager continues.
       keep_every: never remove checkpoints whose number is a multiple of it.
       is_background: whether a thread writes while training continues. Arrays are copied
         before (not variables: they never change in place). `save` first waits for the
@@ -101,6 +122,7 @@ class CheckpointManager:
         step_counter: Any = None,
         checkpoint_interval: int | None = None,
         init_fn: Callable[[], Any] | None = None,
+        last_checkpoint_step: int | None = None,
         *,
         keep_every: int | None = None,
         is_background: bool = False,
@@ -112,6 +134,7 @@ class CheckpointManager:
             )
         self._checkpoint = checkpoint
         self._strategy = checkpoint.strategy
+        self._last_step: int | None = None
         self._agreement = self._strategy.extended.agreement
 
         def check() -> None:
@@ -119,6 +142,8 @@ class CheckpointManager:
             validation.optional_integer("keep_every", keep_every, 1)
             validation.optional_integer("checkpoint_interval", checkpoint_interval, 1)
             validation.optional_function("init_fn", init_fn)
+            name = "last_checkpoint_step"
+            self._last_step = validation.optional_integer(name, last_checkpoint_step)
             validation.switch("is_background", is_background)
             if checkpoint_interval is not None and step_counter is None:
                 raise ArgumentError("checkpoint_interval needs a step_counter")
@@ -140,9 +165,9 @@ class CheckpointManager:
         self._interval = checkpoint_interval
         self._init_fn = init_fn
         self._is_background = is_background
-        self._last_step: int | None = None
-        self._found = self._agreement.root_only(_CALL, self._clean_up)
-        self._preserved = self._last_preserved()
+        found = self._agreement.root_only(_CALL, self._clean_up)
+        self._found: list[Saved] = found[0]
+        self._preserved: tuple[int, float] = found[1]
         self._last_saved: Path | None = None
         self._save_began = 0.0
         self._longest_save_seconds = 0.0
@@ -164,16 +189,17 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of complete checkpoints that were kept, in the order of saving.
+        """The paths of complete checkpoints, in the order of saving.
 
-        As of the last collective call of this manager; equal on all ranks.
+        Without those that are preserved for their hours. As of the last collective call
+        of this manager; equal on all ranks.
         """
-        return [str(saved.path) for saved in self._found]
+        return [str(s.path) for s in self._found if not self._is_preserved(s)]
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The last of `checkpoints`; None if there are none."""
-        return self.checkpoints[-1] if self._found else None
+        """The path of the checkpoint saved last; None if there is none."""
+        return str(self._found[-1].path) if self._found else None
 
     def save(
         self, checkpoint_number: int | None = None, check_interval: bool = True
@@ -205,12 +231,18 @@ class CheckpointManager:
                 return None
         self.wait()
         self._save_began = time.monotonic()
+        if number is None:
+            number = self._checkpoint.save_counter + 1
+        if self._keep_hours is not None:
+            self._update()  # times of files: those set by users count
+        preserved, outdated = self._plan_removal(number)
         path = self._checkpoint.save_as(
             call,
             self._directory / self._name,
             number=number,
             is_background=self._is_background,
-            after=self._end_save,
+            preserved=preserved,
+            after=functools.partial(self._end_save, outdated),
         )
         self._last_step = step
         self._last_saved = Path(path)
@@ -227,6 +259,8 @@ class CheckpointManager:
         self._checkpoint.saver.wait()
         if self._last_saved is not None:
             self._update()
+
+    sync = wait
 
     def restore_or_initialize(self) -> str | None:
         """Restore the latest undamaged checkpoint; return its path. Collective.
@@ -276,54 +310,79 @@ class CheckpointManager:
         else:
             self.wait()
 
-    def _clean_up(self) -> list[Saved]:
-        """Remove leftovers; return the checkpoints of the directory. On rank 0."""
+    def _clean_up(self) -> tuple[list[Saved], tuple[int, float]]:
+        """Remove leftovers; return the checkpoints, and which one was preserved last.
+
+        On rank 0.
+        """
         with unwritable(self._directory):
             directories.make_directory(self._directory)
         directories.remove_leftovers(self._directory, self._name, Saving.in_use)
-        return _find_undamaged(self._directory, self._name)
+        found = _find_undamaged(self._directory, self._name)
+        serial, seconds = _last_preserved(found) or self._guess_preserved(found)
+        return found, (serial, min(seconds, time.time()))  # a clock may have gone back
+
+    def _guess_preserved(self, found: list[Saved]) -> tuple[int, float]:
+        """Return which checkpoint was preserved last, where none has a record of it."""
+        outside = [] if self._max_to_keep is None else found[: -self._max_to_keep]
+        if self._keep_hours is not None and outside:  # an older version kept them
+            return outside[-1].serial, outside[-1].modified
+        return 0, found[0].modified if found else time.time()
 
     def _update(self) -> None:
         """Update the list of checkpoints. Collective."""
         self._found = self._agreement.root_only(
             f"{_CALL}.save", lambda: directories.find(self._directory, self._name)
         )
+        if self._last_saved is not None:
+            self._preserved = _last_preserved(self._found) or self._preserved
         self._last_saved = None
 
-    def _last_preserved(self) -> float:
-        """Return the time of the latest checkpoint that was kept for its hours."""
-        outside = [] if self._max_to_keep is None else self._found[: -self._max_to_keep]
-        if outside:  # earlier managers kept them
-            return outside[-1].modified
-        oldest = self._found[0].modified if self._found else time.time()
-        return math.nextafter(oldest, 0)
+    def _is_preserved(self, saved: Saved) -> bool:
+        """Return whether a checkpoint is preserved for its hours."""
+        return saved.serial <= self._preserved[0] and not self._is_nth(saved)
+
+    def _is_nth(self, saved: Saved) -> bool:
+        return self._keep_every is not None and saved.number % self._keep_every == 0
+
+    def _plan_removal(self, number: int) -> tuple[tuple[int, float], list[Saved]]:
+        """Return which checkpoint is preserved last, and which to remove, after a save.
+
+        The new checkpoint has the former in its header, so the next manager goes on
+        from there. It tells by the serial what was preserved: times of files change
+        when they are copied.
+
+        Args:
+          number: of the next checkpoint, which may replace one.
+        """
+        serial, seconds = self._preserved
+        outdated: list[Saved] = []
+        if self._max_to_keep is None:
+            return self._preserved, outdated
+        others = [saved for saved in self._found if saved.number != number]
+        for saved in others[: max(0, len(others) + 1 - self._max_to_keep)]:
+            if saved.serial <= serial or self._is_nth(saved):
+                continue
+            hours = self._keep_hours
+            if hours is not None and saved.modified >= seconds + hours * 3600:
+                serial, seconds = saved.serial, saved.modified
+            else:
+                outdated.append(saved)
+        return (serial, seconds), outdated
 
     @property
     def longest_save_seconds(self) -> float:
         """The longest save, until all was on the disk; on rank 0 only."""
         return self._longest_save_seconds
 
-    def _end_save(self) -> None:
-        """Finish a complete checkpoint. On rank 0, perhaps in a thread."""
+    def _end_save(self, outdated: list[Saved]) -> None:
+        """Remove old checkpoints once a new one is complete.
+
+        On rank 0, perhaps in a thread.
+        """
         seconds = time.monotonic() - self._save_began
         self._longest_save_seconds = max(self._longest_save_seconds, seconds)
-        self._remove_old()
-
-    def _remove_old(self) -> None:
-        """Remove old checkpoints. On rank 0, perhaps in a thread."""
-        if self._max_to_keep is None:
-            return
-        found = directories.find(self._directory, self._name)
-        for saved in found[: -self._max_to_keep]:
-            if self._keep_every and saved.number % self._keep_every == 0:
-                continue
-            if self._keep_hours is not None:
-                # Earlier ones were decided on before
-                if saved.modified <= self._preserved:
-                    continue
-                if saved.modified >= self._preserved + self._keep_hours * 3600:
-                    self._preserved = saved.modified
-                    continue
+        for saved in outdated:
             directories.remove_checkpoint(saved.path)
 
     def _step(self) -> int | None:
@@ -337,6 +396,12 @@ class CheckpointManager:
             raise ArgumentError(
                 f"step_counter must give one whole number, not {shown(found)}"
             ) from error
+
+
+def _last_preserved(found: list[Saved]) -> tuple[int, float] | None:
+    """Return serial and time of the last preserved one, by the latest that knows it."""
+    known = (saved.preserved for saved in reversed(found))
+    return next((record for record in known if record is not None), None)
 
 
 def _find_undamaged(directory: Path, name: str) -> list[Saved]:

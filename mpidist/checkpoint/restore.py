@@ -13,6 +13,7 @@ from mpidist.checkpoint.restore_plan import RestorePlan
 from mpidist.checkpoint.state import Tracked
 from mpidist.checkpoint.tree import readable
 from mpidist.comm.consensus.calls import Call
+from mpidist.context import enter
 from mpidist.errors import CheckpointError
 from mpidist.strategy.strategy import Strategy
 
@@ -68,6 +69,17 @@ class LoadStatus:
             raise CheckpointError("no checkpoint was given, so nothing was restored")
         return self
 
+    def run_restore_ops(self, session: Any = None) -> None:
+        """Do nothing, as in TensorFlow's eager execution: all is restored.
+
+        Raises:
+          CheckpointError: no checkpoint was given.
+        """
+        self.assert_nontrivial_match()
+
+    def initialize_or_restore(self, session: Any = None) -> None:
+        """Do nothing: what was not restored has its initial value."""
+
     def expect_partial(self) -> LoadStatus:
         """Return itself: there are no warnings of unused names."""
         return self
@@ -108,7 +120,7 @@ def restore(
     plan.values = load(extended, operation, index.parent, shared, own)
     agreement.prepare(operation, lambda: _compute(plan, index))
     agreement.require_same(Call(operation))
-    with strategy.scope():
+    with enter(strategy):
         _set_states(agreement.block, operation, plan)
     change()
     return plan

@@ -377,7 +377,8 @@ def update_in_place(value: Any, new: Any) -> Any:
 def change_children(value: Any, changes: Mapping[str, Change]) -> Any:
     """Apply changes to the children of a container; return it, or a new one."""
     if isinstance(value, Tracked):
-        value = value.objects
+        change_children(value.objects, changes)
+        return value
     if isinstance(value, Mapping):
         keys = {as_name(key, ()): key for key in value}
         new = {keys[name]: change() for name, change in changes.items()}

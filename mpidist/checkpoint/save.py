@@ -72,6 +72,7 @@ class Saver:
         shard_bytes: int,
         is_background: bool,
         attributes: dict[str, Any],
+        preserved: tuple[int, float] | None = None,
         after: Callable[[], None] | None = None,
     ) -> None:
         """Save objects as a checkpoint. Collective.
@@ -83,6 +84,7 @@ class Saver:
           shard_bytes: the least size of a shard.
           is_background: whether to return once the arrays were copied.
           attributes: of the file, for humans.
+          preserved: see `Header`.
           after: called by rank 0 when the checkpoint is complete, perhaps in a thread.
 
         Raises, on all ranks:
@@ -109,7 +111,17 @@ class Saver:
             partition.shard = copy(partition.shard)
             partition.index = copy(partition.index) if rank == 0 else None
             about = attributes | {"ranks": ranks}
-            return Saving(index, token, serial, partition, rank, about, after, id(self))
+            return Saving(
+                index,
+                token,
+                serial,
+                partition,
+                rank,
+                about,
+                preserved,
+                after,
+                id(self),
+            )
 
         saving = extended.together(Call(operation), prepare)
         if is_background:
@@ -196,6 +208,7 @@ class Saving:
       partition: the trees that this rank writes.
       rank: of this process.
       attributes: of the index's root, for humans.
+      preserved: see `Header`.
       after: called on rank 0 once the checkpoint is complete.
       owner: who releases its lock, see `directory.hold`.
     """
@@ -206,6 +219,7 @@ class Saving:
     partition: Partition
     rank: int
     attributes: dict[str, Any]
+    preserved: tuple[int, float] | None
     after: Callable[[], None] | None
     owner: int
 
@@ -299,15 +313,15 @@ class Saving:
           CheckpointError: it cannot be written, or a shard does not appear.
         """
         names = self.partition.shard_names
-        shards = tuple(self._wait_for_shard(name) for name in names)
-        write_file(
-            self.index,
-            self.partition.index,
-            self.attributes,
-            functools.partial(Header, self.serial, shards=shards, job=directories.JOB),
-            names,
-            self._locks,
+        make_header = functools.partial(
+            Header,
+            self.serial,
+            shards=tuple(self._wait_for_shard(name) for name in names),
+            job=directories.JOB,
+            preserved=self.preserved,
         )
+        tree = self.partition.index
+        write_file(self.index, tree, self.attributes, make_header, names, self._locks)
         self.partition.index = None
         directories.hold(self.index, self._locks.pop(), self.serial, self.owner)
         # The checkpoint is complete, even if old ones cannot be removed

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import random
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +23,7 @@ from mpidist.checkpoint.tree import (
     Link,
     Node,
     Path,
+    as_name,
     child_names,
     container_type,
     encode,
@@ -39,15 +42,18 @@ from mpidist.errors import ArgumentTypeError, ContextError
 from mpidist.strategy.strategy import Strategy
 from mpidist.strategy.variables import Variable
 from mpidist.util import validation
-from mpidist.values import Mirrored, PerReplica
+from mpidist.values import DistributedValues, Mirrored, PerReplica
 
 __all__ = [
     "GENERATOR",
     "OBJECT",
+    "Attributes",
     "PerRankState",
     "Tracked",
+    "WrittenThrough",
     "children_of",
     "gather_state",
+    "has_attributes",
     "has_state",
     "is_generator",
     "require_saveable",
@@ -67,6 +73,95 @@ class Tracked:
     def objects(self) -> dict[str, Any]:
         """The objects by name."""
         raise NotImplementedError(type(self).__name__)  # pragma: no cover
+
+
+class WrittenThrough(dict[str, Any]):
+    """A dict whose changes are passed on, to where its values come from.
+
+    Args:
+      items: its content.
+      write: called with name and value of each change.
+    """
+
+    def __init__(self, items: Mapping[str, Any], write: Callable[[str, Any], None]):
+        super().__init__(items)
+        self._write = write
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._write(name, value)
+
+
+class Attributes(Tracked):
+    """The members of an object, or of a container, that have state.
+
+    Of an object these are attributes without "_" that are variables, checkpoints,
+    arrays, values with a state of their own, or hold such themselves.
+
+    Args:
+      owner: the object, a list, a tuple or a dict.
+      above: the objects that it is a member of, which are not looked at again.
+    """
+
+    def __init__(self, owner: Any, above: tuple[Any, ...] = ()):
+        self._owner = owner
+        self._above = (*above, owner)
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The members by name, or position."""
+        owner, keys = self._owner, {}
+        if isinstance(owner, Mapping):
+            keys = {as_name(key, ()): key for key in owner}
+            members = {name: owner[key] for name, key in keys.items()}
+        elif is_container(owner):
+            keys = {str(i): i for i in range(len(owner))}
+            members = {name: owner[i] for name, i in keys.items()}
+        else:
+            found = vars(owner).items()
+            members = {n: member for n, member in found if not n.startswith("_")}
+
+        def write(name: str, value: Any) -> None:
+            if isinstance(value, Attributes):
+                return  # its members are written, where they are
+            if name in keys:
+                owner[keys[name]] = value
+            else:
+                setattr(owner, name, value)
+
+        children = {name: self._child(member) for name, member in members.items()}
+        kept = {name: child for name, child in children.items() if child is not None}
+        return WrittenThrough(kept, write)
+
+    def _child(self, value: Any) -> Any:
+        """Return what a checkpoint saves of a member; None for one without state."""
+        is_value = isinstance(value, DistributedValues | Tracked) or is_generator(value)
+        if is_value or has_state(value) or _is_array(value):
+            return value
+        if any(value is other for other in self._above):
+            return None
+        if is_container(value):
+            members = value.values() if isinstance(value, Mapping) else value
+            children = [self._child(member) for member in members]
+            if all(child is None for child in children):
+                return None
+            is_plain = not any(isinstance(child, Attributes) for child in children)
+            return value if is_plain else Attributes(value, self._above)
+        if not has_attributes(value):
+            return None
+        child = Attributes(value, self._above)
+        return child if child.objects else None
+
+
+def has_attributes(value: Any) -> bool:
+    """Return whether `value` is an object whose attributes may have state."""
+    is_code = isinstance(value, type | types.ModuleType) or inspect.isroutine(value)
+    is_own = type(value).__module__.partition(".")[0] == "mpidist"
+    return hasattr(value, "__dict__") and not (is_code or is_own)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or arrays.is_device_array(value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -12,7 +13,7 @@ import numpy as np
 
 from mpidist.comm.collectives.operations import Collectives
 from mpidist.comm.cross_device_ops import MpiAllReduce
-from mpidist.comm.topology import Topology
+from mpidist.comm.topology import Topology, parse_devices
 from mpidist.comm.transports.selector import Transport
 from mpidist.comm.transports.staging import StagingTransport
 from mpidist.device import arrays
@@ -226,8 +227,10 @@ def _replica_on(device: int | str | None, devices: Sequence[str]) -> int:
         return 0
     if isinstance(device, int) and 0 <= device < len(devices):
         return device
-    if device in devices:
-        return list(devices).index(str(device))
+    if isinstance(device, str):
+        with contextlib.suppress(ValueError):  # the one below names the argument
+            kind, index = parse_devices([device])[0]
+            return list(devices).index(f"{kind}:{index}")
     raise ArgumentError(
         f"reduce_to_device is {device!r}, but the replicas are on {list(devices)}"
     )

@@ -24,8 +24,11 @@ __all__ = ["Topology", "job_size", "parse_devices"]
 
 _RANKS_PER_NODE = "MPIDIST_RANKS_PER_NODE"
 _MOST_DIGITS = 10
+# "GPU:0", "/gpu:0", "/device:GPU:0", "/job:worker/replica:0/task:0/device:GPU:0"
 _DEVICE = re.compile(
-    r"(?:/.*/)?(?:device:|/)?(?P<kind>CPU|GPU):(?P<index>\d{1,9})", re.I
+    r"(?:/(?:(?:job:[^/]+|replica:\d+|task:\d+)/)*)?(?:device:)?"
+    r"(?P<kind>CPU|GPU):(?P<index>\d{1,9})",
+    re.I,
 )
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpidist.checkpoint.checkpoint import Checkpoint
-from mpidist.checkpoint.manager import CheckpointManager
+from mpidist.checkpoint.manager import CheckpointManager, latest_checkpoint
 from mpidist.errors import ArgumentTypeError, ContextError
 from mpidist.util import validation
 
@@ -86,7 +86,11 @@ class PreemptionCheckpointHandler:
 
     Args:
       cluster_resolver: as TensorFlow's; not needed, so None will do.
-      checkpoint_or_checkpoint_manager: a manager; or a `Checkpoint`, with a `save_fn`.
+      checkpoint_or_checkpoint_manager: a manager; or a `Checkpoint`, with a
+        `checkpoint_dir` or a `save_fn`.
+      checkpoint_dir: for a `Checkpoint`: the directory from which the latest one is
+        restored, and to which one is saved, unless there is a `save_fn`. Of a manager
+        its own directory counts.
       termination_config: see `TerminationConfig`.
 
     Raises, on all ranks:
@@ -111,10 +115,12 @@ class PreemptionCheckpointHandler:
         self,
         cluster_resolver: Any,
         checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
         termination_config: TerminationConfig | None = None,
     ):
         given = checkpoint_or_checkpoint_manager
         self._manager = given if isinstance(given, CheckpointManager) else None
+        self._directory = checkpoint_dir
         checkpoint = given.checkpoint if isinstance(given, CheckpointManager) else given
         if not isinstance(checkpoint, Checkpoint):
             raise ArgumentTypeError(
@@ -135,7 +141,10 @@ class PreemptionCheckpointHandler:
         self._end_time: float = self._group.agreement.root_only(
             _CALL, lambda: job_end_time(os.environ)
         )
-        path = None if self._manager is None else self._manager.restore_or_initialize()
+        if self._manager is None and self._config.save_fn is None:
+            assert checkpoint_dir is not None
+            self._manager = CheckpointManager(checkpoint, checkpoint_dir, max_to_keep=1)
+        path = self._restore_latest()
         # A checkpoint that was saved without a handler does not have it
         counted = Checkpoint(strategy=checkpoint.strategy, total_run_calls=0)
         if path is not None:
@@ -145,14 +154,35 @@ class PreemptionCheckpointHandler:
 
     def _check(self) -> None:
         validation.instance("termination_config", self._config, TerminationConfig)
-        if self._manager is None and self._config.save_fn is None:
+        if isinstance(self._directory, TerminationConfig):
             raise ArgumentTypeError(
-                f"{_CALL} needs a CheckpointManager, or a save_fn for a Checkpoint"
+                "checkpoint_dir must be a path, not a TerminationConfig: that is the "
+                "fourth argument, termination_config"
+            )
+        if self._directory is not None:
+            validation.path("checkpoint_dir", self._directory)
+        elif self._manager is None and self._config.save_fn is None:
+            raise ArgumentTypeError(
+                f"{_CALL} needs a CheckpointManager, or for a Checkpoint a "
+                "checkpoint_dir or a save_fn"
             )
         if threading.current_thread() is not threading.main_thread():
             raise ContextError(
                 f"make {_CALL} in the program's main thread, which gets the signals"
             )
+
+    def _restore_latest(self) -> str | None:
+        """Restore the latest checkpoint; return its path. Collective."""
+        if self._manager is not None:
+            return self._manager.restore_or_initialize()
+        directory = self._directory
+        if directory is None:
+            return None
+        path: str | None = self._group.agreement.root_only(
+            _CALL, lambda: latest_checkpoint(directory)
+        )
+        self._checkpoint.restore(path)
+        return path
 
     def _listen(self) -> None:
         for number in _SIGNALS:

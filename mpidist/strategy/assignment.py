@@ -13,20 +13,37 @@ import numpy as np
 
 from mpidist import context
 from mpidist.comm import arithmetic
+from mpidist.comm.consensus.calls import Call
 from mpidist.device import arrays
-from mpidist.errors import ArgumentError, ContextError, DTypeError, UnsupportedError
+from mpidist.errors import ArgumentError, ContextError, DTypeError
 from mpidist.options import ReduceOp, VariableAggregation
 from mpidist.util import validation
 from mpidist.util.validation import shown
-from mpidist.values import ArrayView, DistributedValues, IndexedSlices, Mirrored
+from mpidist.values import (
+    ArrayView,
+    DistributedValues,
+    Mirrored,
+    make_read_only,
+)
 
 if TYPE_CHECKING:
     from mpidist.strategy.variables import Variable
 
-__all__ = ["Apply", "is_local", "scatter", "share", "update"]
+__all__ = [
+    "Apply",
+    "apply_to_copy",
+    "convert",
+    "copy_of_new",
+    "initial",
+    "is_local",
+    "read_reduced",
+    "require_aggregation",
+    "require_strategy",
+    "share",
+    "update",
+]
 
 Apply = Callable[[Any, Any], Any]
-_SPARSE_SUMS = ("scatter_add", "scatter_sub")
 
 
 def is_local(variable: Variable) -> bool:
@@ -35,66 +52,46 @@ def is_local(variable: Variable) -> bool:
     return context.in_update() or context.in_replica_of(strategy)
 
 
-def update(variable: Variable, operation: str, apply: Apply, value: Any) -> Variable:
-    """Put `apply(old copy, value)` in place of the copies, as the context demands."""
-    if context.in_update_of(variable.distribute_strategy):
-        new = _plainly_applied(variable.local, apply, value)
-        if new is not None:
-            variable.set_local(new)
-            return variable
-    _require_strategy(variable)
-    if context.in_update() or (is_local(variable) and variable.on_read):
-        new = _applied(variable, operation, apply, value)
-    elif is_local(variable):
-        combined = _combine(variable, f"{operation} of {variable.name}", value)
-        new = _applied(variable, operation, apply, combined)
+def read_reduced(variable: Variable) -> Any:
+    """Return what the copies of an ON_READ variable come to. Collective."""
+    if variable.aggregation is VariableAggregation.NONE:
+        raise ArgumentError(
+            f"{variable.name} cannot be read in cross-replica context: it is ON_READ "
+            "with aggregation NONE, so its copies have no common value; set an "
+            "aggregation"
+        )
+    extended, call = variable.distribute_strategy.extended, f"read of {variable.name}"
+    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        value = extended.broadcast_from_first(call, variable.local)
     else:
-        new = _applied_everywhere(variable, operation, apply, value)
+        op = ReduceOp.from_variable_aggregation(variable.aggregation)
+        value = extended.reduce(call, op, variable.local)
+    return make_read_only(value)
+
+
+def update(
+    variable: Variable, operation: str, apply: Apply, value: Any, part: Any = None
+) -> Variable:
+    """Put `apply(old copy, value)` in place of the copies, as the context demands.
+
+    `part` says which elements `apply` changes, if not all; it must be the same on all
+    replicas where they communicate.
+    """
+    require_strategy(variable)
+    if context.in_update() or (is_local(variable) and variable.on_read):
+        new = apply_to_copy(variable, operation, apply, value)
+    elif is_local(variable):
+        call = f"{operation} of {variable.name}"
+        combined = _combine(variable, call, value, part)
+        new = apply_to_copy(variable, operation, apply, combined)
+    else:
+        new = _applied_everywhere(variable, operation, apply, value, part)
     variable.replace_local(new)
     return variable
 
 
-def scatter(
-    variable: Variable, operation: str, ufunc: np.ufunc | None, delta: IndexedSlices
-) -> Variable:
-    """Apply `ufunc` to some rows of the copies; None replaces them."""
-    _require_strategy(variable)
-    call = f"{operation} of {variable.name}"
-    extended = variable.distribute_strategy.extended
-    is_reduced = variable.aggregation in (
-        VariableAggregation.SUM,
-        VariableAggregation.MEAN,
-    )
-    if variable.on_read or (is_reduced and operation not in _SPARSE_SUMS):
-        raise UnsupportedError(
-            f"{call} is not supported: it is {variable.synchronization.name} with "
-            f"aggregation {variable.aggregation.name}"
-        )
-    if context.in_update() or (not context.has_strategy() and is_local(variable)):
-        slices = _checked_slices(variable, delta)
-    else:
-        slices = extended.agreement.prepare(
-            call, lambda: _checked_slices(variable, delta)
-        )
-        if is_local(variable):
-            slices = _combine_slices(variable, call, *slices)
-        else:
-            extended.require_equal(call, slices)
-    indices, rows = slices
-
-    def put(old: Any, rows: Any) -> Any:
-        new = old.copy()
-        if ufunc is None:
-            new[indices] = rows
-        else:
-            ufunc.at(new, indices, rows)
-        return new
-
-    variable.replace_local(_applied(variable, operation, put, rows))
-    return variable
-
-
-def _require_strategy(variable: Variable) -> None:
+def require_strategy(variable: Variable) -> None:
+    """Raise unless a variable is used under its own strategy, or none."""
     current = context.get_strategy()
     if context.has_strategy() and current is not variable.distribute_strategy:
         raise ContextError(
@@ -103,13 +100,21 @@ def _require_strategy(variable: Variable) -> None:
         )
 
 
-def _combine(variable: Variable, call: str, value: Any) -> Any:
+def _require_same_part(variable: Variable, call: str, part: Any) -> None:
+    """Raise on all replicas if they change other parts. Collective, with a part."""
+    if part is not None:
+        agreement = variable.distribute_strategy.extended.agreement
+        agreement.require_same(Call(call, (("part", part),)))
+
+
+def _combine(variable: Variable, call: str, value: Any, part: Any) -> Any:
     """Return what the values of all replicas come to for an ON_WRITE variable."""
     if not context.has_strategy():  # the default strategy: nothing to combine
         return value
-    _require_aggregation(variable, call)
+    require_aggregation(variable, call)
+    _require_same_part(variable, call, part)
     extended = variable.distribute_strategy.extended
-    converted = extended.agreement.prepare(call, lambda: _converted(variable, value))
+    converted = extended.agreement.prepare(call, lambda: convert(variable, value))
     if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return extended.broadcast_from_first(call, converted)
     is_number = isinstance(value, numbers.Number) and not hasattr(value, "dtype")
@@ -126,7 +131,8 @@ def _combine(variable: Variable, call: str, value: Any) -> Any:
     return extended.reduce(call, op, converted)
 
 
-def _require_aggregation(variable: Variable, call: str) -> None:
+def require_aggregation(variable: Variable, call: str) -> None:
+    """Raise unless values of several replicas can be combined."""
     if variable.aggregation is VariableAggregation.NONE:
         raise ArgumentError(
             f"{call} in replica context is refused: its aggregation is NONE, so the "
@@ -142,21 +148,9 @@ def _require_aggregation(variable: Variable, call: str) -> None:
         )
 
 
-def _plainly_applied(old: Any, apply: Apply, value: Any) -> Any:
-    """Return `apply(old, value)` for arrays that need no checks; None for others."""
-    if (
-        type(value) is type(old) is np.ndarray
-        and value.dtype == old.dtype
-        and value.shape == old.shape != ()
-        and old.dtype.kind not in "iu"
-    ):
-        return apply(old, value)
-    return None
-
-
-def _applied(variable: Variable, operation: str, apply: Apply, value: Any) -> Any:
+def apply_to_copy(variable: Variable, operation: str, apply: Apply, value: Any) -> Any:
     """Return `apply(old copy, value)`; integers must not overflow."""
-    old, given = variable.local, _converted(variable, value)
+    old, given = variable.local, convert(variable, value)
     new = apply(old, given)
     if old.dtype.kind in "iu" and operation != "assign":
         rough = apply(old.astype(np.float64), given.astype(np.float64))
@@ -165,24 +159,24 @@ def _applied(variable: Variable, operation: str, apply: Apply, value: Any) -> An
 
 
 def _applied_everywhere(
-    variable: Variable, operation: str, apply: Apply, value: Any
+    variable: Variable, operation: str, apply: Apply, value: Any, part: Any
 ) -> Any:
     """Return this replica's new copy for a value that all replicas give alike."""
     call = f"{operation} of {variable.name}"
     extended = variable.distribute_strategy.extended
 
-    def convert() -> tuple[Any, Any]:
+    def prepare() -> tuple[Any, Any]:
         if isinstance(value, DistributedValues) and not isinstance(value, ArrayView):
             raise ArgumentError(
                 f"{call}: a {type(value).__name__} is refused in cross-replica "
                 "context, where all copies must get the same value; reduce it first"
             )
         plain = value.values[0] if isinstance(value, Mirrored) else value
-        converted = _converted(variable, plain)
+        converted = convert(variable, plain)
         own = converted
         if is_sum:
             own = share(converted, extended.num_replicas, extended.replica_id)
-        return converted, _applied(variable, operation, apply, own)
+        return converted, apply_to_copy(variable, operation, apply, own)
 
     is_sum = variable.on_read and variable.aggregation is VariableAggregation.SUM
     if is_sum and operation != "assign":
@@ -190,8 +184,9 @@ def _applied_everywhere(
             f"{call} in cross-replica context is refused: it is ON_READ with "
             "aggregation SUM; call assign, or do it in replica context"
         )
+    _require_same_part(variable, call, part)
     # Copies of ON_READ variables differ, so that of one replica alone may overflow
-    converted, new = extended.agreement.prepare(call, convert)
+    converted, new = extended.agreement.prepare(call, prepare)
     extended.require_equal(call, converted)
     return new
 
@@ -205,7 +200,7 @@ def share(value: Any, replicas: int, replica: int) -> Any:
     return (value / replicas).astype(value.dtype)
 
 
-def _converted(variable: Variable, value: Any) -> Any:
+def convert(variable: Variable, value: Any) -> Any:
     """Return `value` as an array of the variable's dtype, on its device."""
     local = variable.local
     if type(value) is type(local) is np.ndarray and value.dtype == local.dtype:
@@ -233,41 +228,25 @@ def _loses(value: complex, dtype: np.dtype[Any]) -> bool:
     return not isinstance(value, int)
 
 
-def _checked_slices(variable: Variable, delta: IndexedSlices) -> tuple[Any, Any]:
-    """Return indices `(n,)` and rows `(n, *shape)` that fit the variable."""
-    if not isinstance(delta, IndexedSlices):
-        raise ArgumentError(
-            f"{variable.name}: IndexedSlices are needed, not {validation.shown(delta)}"
-        )
-    indices = arrays.to_tensor(delta.indices, "indices").reshape(-1)
-    rows = _converted(variable, delta.values)
-    if indices.dtype.kind not in "iu" and indices.size:
-        raise DTypeError(f"indices must be integers, not {indices.dtype.name}")
-    indices = indices.astype(np.int64)
-    length = variable.shape[0] if variable.shape else 0
-    if indices.size and not (indices.min() >= 0 and indices.max() < length):
-        raise ArgumentError(
-            f"{variable.name} has {length} rows; indices {indices.min()}.."
-            f"{indices.max()} are out of range"
-        )
-    if rows.shape != (indices.size, *variable.shape[1:]):
-        raise ArgumentError(
-            f"{variable.name} needs {indices.size} rows of shape {variable.shape[1:]} "
-            f"for as many indices, not values of shape {rows.shape}"
-        )
-    return indices, rows
+def copy_of_new(old: Any, new: Any) -> Any:
+    """Return a copy of the new value: what `assign` applies."""
+    return new.copy()
 
 
-def _combine_slices(
-    variable: Variable, call: str, indices: Any, rows: Any
-) -> tuple[Any, Any]:
-    """Return the slices of all replicas, or of the first."""
-    _require_aggregation(variable, call)
-    extended = variable.distribute_strategy.extended
-    mine = indices, rows, np.array([indices.size])
-    indices, rows, counts = extended.gather(call, mine, axis=0)
-    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        return indices[: counts[0]], rows[: counts[0]]
-    if variable.aggregation is VariableAggregation.MEAN:
-        rows = (rows / extended.num_replicas).astype(rows.dtype)
-    return indices, rows
+def initial(initial_value: Any, dtype: Any) -> Any:
+    """Return the initial value of a variable as an array, of `dtype` if it is given."""
+    if callable(initial_value) and not hasattr(initial_value, "shape"):
+        initial_value = initial_value()
+    array = arrays.to_tensor(initial_value, "initial_value")
+    if dtype is None:
+        return array
+    found = validation.dtype("dtype", dtype)
+    if found.hasobject:
+        raise DTypeError(f"dtype must not be one of Python objects, as {found} is")
+    arrays.require_range(array, found, "initial_value")
+    try:
+        return array.astype(found, copy=False)
+    except (TypeError, ValueError) as error:
+        raise DTypeError(
+            f"dtype {found} does not fit initial_value, of {array.dtype}: {error}"
+        ) from error

@@ -29,6 +29,7 @@ from mpidist.values import (
     Mirrored,
     local_component,
     regroup,
+    regroup_results,
     select_arguments,
     select_replica,
 )
@@ -127,7 +128,7 @@ class StrategyExtended(ReplicaGroup):
         args, kwargs = select_arguments(*validation.call_arguments(args, kwargs))
         with enter(self.strategy, self._replica_context):
             result = fn(*args, **kwargs)
-        return regroup(result, self.replica_id, self.num_replicas)
+        return regroup_results(result, self.replica_id, self.num_replicas)
 
     def merge_call(
         self,
@@ -356,7 +357,7 @@ class StrategyExtended(ReplicaGroup):
             return MultiStepContext(initial_loop_values)
 
         context = self.agreement.prepare(call, prepare)
-        with self.strategy.scope():
+        with enter(self.strategy):
             for _ in range(iterations):
                 fn(context, iterator.get_next())
         return context

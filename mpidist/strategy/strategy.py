@@ -58,10 +58,11 @@ class Strategy:
 
         In it, variables are created under this strategy, and the context is
         cross-replica. It may be entered again and nested. Not collective, unlike the
-        making of variables in it.
+        making of variables in it. (The scope of the default strategy, entered outside
+        all others, changes nothing.)
 
         Raises, on entering, on the replicas where it is so:
-          ContextError: another strategy is current, or a replica function is running.
+          ContextError: in another strategy's scope, or a replica function is running.
 
         Example:
           >>> with strategy.scope():
@@ -88,8 +89,9 @@ class Strategy:
           options: accepted for TensorFlow's sake.
 
         Returns:
-          What `fn` returned, with each leaf as a `PerReplica` (None and variables stay
-          as they are); the bare result with one replica.
+          What `fn` returned, with each leaf as a `PerReplica` (None and ON_WRITE
+          variables stay as they are, and of an ON_READ variable it is the copy of each
+          replica); the bare result with one replica.
 
         Raises, on all replicas:
           ArgumentError, ArgumentTypeError: no function, or args, kwargs or options.
@@ -341,8 +343,8 @@ class Strategy:
         """Return a tuple of the values of this process's replicas: one. Not collective.
 
         A nest of distributed values gives a one-tuple of that nest with this replica's
-        components; a plain value gives `(value,)`. (An ON_READ variable is read, which
-        is collective in cross-replica context.)
+        components; a plain value gives `(value,)`. Of a variable it is this replica's
+        own copy, read-only, in any context; so too of an ON_READ variable.
 
         Example:
           >>> strategy.experimental_local_results(strategy.run(lambda: {"x": 1}))
@@ -446,4 +448,4 @@ class Strategy:
 
 
 def _local_result(leaf: Any) -> Any:
-    return leaf.value() if isinstance(leaf, Variable) else select_replica(leaf)
+    return leaf.local if isinstance(leaf, Variable) else select_replica(leaf)

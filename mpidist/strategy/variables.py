@@ -9,6 +9,8 @@
                        aggregation, then applied
     assign, cross      the same value to all copies      SUM: shares that add up to it;
                                                          else the same value to all
+    in `update`        own copy only, whatever the       own copy only
+                       aggregation
 
 A copy is never changed in place: an assignment puts a new array in its place. So what
 was read stays as it was. NumPy arrays are read-only; CuPy has none that are, so on a
@@ -17,20 +19,21 @@ GPU nothing keeps a program from changing the array that it has read.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from mpidist import context
 from mpidist.device import arrays
-from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, DTypeError
-from mpidist.options import ReduceOp, VariableAggregation, VariableSynchronization
+from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError
+from mpidist.options import VariableAggregation, VariableSynchronization
 from mpidist.strategy import assignment
+from mpidist.strategy.references import Part, Reference, number_class, root_of
+from mpidist.strategy.sparse import SparseAccess
 from mpidist.util import validation
 from mpidist.values import (
-    ArrayView,
-    DistributedValues,
-    IndexedSlices,
     make_read_only,
 )
 
@@ -41,9 +44,10 @@ __all__ = ["Variable"]
 
 
 _ON_READ = VariableSynchronization.ON_READ
+Name = str | None
 
 
-class Variable(ArrayView, DistributedValues):
+class Variable(SparseAccess):
     """An array with state, one copy per replica of the strategy it was created under.
 
     Created in a strategy's scope (or in `run`): collective, every replica gets replica
@@ -55,15 +59,18 @@ class Variable(ArrayView, DistributedValues):
     Args:
       initial_value: an array, a number, or a function without arguments that returns
         one. The same shape and dtype on all replicas.
-      trainable: whether an optimizer should change it; carried, not used.
+      trainable: whether an optimizer should change it, by default unless it is ON_READ;
+        carried, not used.
       name: for messages.
       dtype: the dtype, by default that of `initial_value`.
-      synchronization: AUTO (= ON_WRITE), ON_WRITE or ON_READ.
+      constraint: what an optimizer should apply to changed values; carried, not used.
+      synchronization: AUTO (= ON_WRITE), ON_WRITE or ON_READ; None is AUTO.
       aggregation: how replicas' values are combined: NONE, SUM, MEAN or
-        ONLY_FIRST_REPLICA.
+        ONLY_FIRST_REPLICA; None is NONE.
 
     Raises, on all replicas:
-      ArgumentError: synchronization NONE.
+      ArgumentError: synchronization NONE; a synchronization or aggregation that does
+        not exist.
       ArgumentTypeError: `initial_value` is no array, number or list of numbers; an
         argument of another type.
       MismatchError: initial values of unlike shapes or dtypes.
@@ -82,31 +89,45 @@ class Variable(ArrayView, DistributedValues):
     def __init__(
         self,
         initial_value: Any,
-        trainable: bool = True,
+        trainable: bool | None = None,
         *,
         name: str | None = None,
         dtype: Any = None,
+        constraint: Callable[[Any], Any] | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ):
-        if synchronization is VariableSynchronization.AUTO:
-            synchronization = VariableSynchronization.ON_WRITE
         self._strategy = context.get_strategy()
         number = self._strategy.extended.register(self)
         self._name = name if isinstance(name, str) else f"Variable_{number}"
-        self._trainable = trainable
-        self._synchronization = synchronization
-        self._aggregation = aggregation
+        self._constraint = constraint
+        self._root: Any = None  # see `__getitem__`
+        self._synchronization = VariableSynchronization.ON_WRITE
+        self._aggregation = VariableAggregation.NONE
+        self._trainable = False
 
         extended = self._strategy.extended
         call = f"Variable {self._name}"
 
         def prepare() -> Any:
-            _require_kinds(name, trainable, synchronization, aggregation)
-            return arrays.to_device(_first(initial_value, dtype), extended.device)
+            if name is not None and not isinstance(name, str):
+                raise ArgumentTypeError(
+                    f"name must be a str or None, not {validation.shown(name)}"
+                )
+            validation.optional_function("constraint", constraint)
+            self._synchronization = VariableSynchronization.parse(synchronization)
+            self._aggregation = VariableAggregation.parse(aggregation)
+            self._trainable = not self.on_read
+            if trainable is not None:
+                self._trainable = validation.switch("trainable", trainable)
+            return arrays.to_device(
+                assignment.initial(initial_value, dtype), extended.device
+            )
 
         first = extended.agreement.prepare(call, prepare)
         local = extended.broadcast_from_first(call, first)
+        self._cannot_overflow = local.dtype.kind not in "iu"
+        self._number = number_class(local)
         super().__init__((make_read_only(local),), (extended.replica_id,))
 
     @property
@@ -144,6 +165,36 @@ class Variable(ArrayView, DistributedValues):
         """The shape, which never changes."""
         return tuple(self._values[0].shape)
 
+    def get_shape(self) -> tuple[int, ...]:
+        """Return `shape`."""
+        return self.shape
+
+    @property
+    def device(self) -> str:
+        """The device of this replica's copy, such as "GPU:0"."""
+        return self._strategy.extended.device
+
+    @property
+    def constraint(self) -> Callable[[Any], Any] | None:
+        """What an optimizer should apply to changed values."""
+        return self._constraint
+
+    @property
+    def initial_value(self) -> NoReturn:
+        """A ContextError, as in TensorFlow's eager execution."""
+        raise ContextError(
+            f"the initial value of {self._name} is not kept, which would take as much "
+            "memory as the variable; keep it yourself"
+        )
+
+    def is_initialized(self, name: Name = None) -> bool:
+        """Return True: a variable has a value from its creation on."""
+        return True
+
+    def ref(self) -> Reference:
+        """Return a hashable reference with `deref()`; those of a variable are equal."""
+        return Reference(self)
+
     def value(self) -> Any:
         """Return the value as a read-only array.
 
@@ -158,14 +209,23 @@ class Variable(ArrayView, DistributedValues):
         """Return the value as a NumPy array, a copy of its own; see `value`."""
         return np.array(arrays.to_host(self._array()))
 
-    def assign(self, value: Any) -> Variable:
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool = False,
+        name: Name = None,
+        read_value: bool = True,
+    ) -> Any:
         """Replace the value, by the table at the top of this module. Returns self.
 
         Collective, but for an ON_READ variable in replica context and inside
-        `StrategyExtended.update`.
+        `StrategyExtended.update`. `w[...].assign(value)` replaces a part.
 
         Args:
           value: an array or number of the variable's shape.
+          use_locking: accepted for TensorFlow's sake, as `name` is.
+          name: likewise.
+          read_value: False returns None.
 
         Raises, on all replicas where it is collective:
           ArgumentError: another shape; a `PerReplica` in cross-replica context; in
@@ -188,9 +248,19 @@ class Variable(ArrayView, DistributedValues):
           >>> w.assign(np.array([5.0, 7.0])).numpy()  # the same value to all
           array([5., 7.])
         """
-        return assignment.update(self, "assign", lambda old, new: new.copy(), value)
+        if self._fits(value):
+            self._put(value.copy())
+        else:
+            assignment.update(self, "assign", assignment.copy_of_new, value)
+        return self if read_value else None
 
-    def assign_add(self, delta: Any) -> Variable:
+    def assign_add(
+        self,
+        delta: Any,
+        use_locking: bool = False,
+        name: Name = None,
+        read_value: bool = True,
+    ) -> Any:
         """Add to the value; collective and raising like `assign`. Returns self.
 
         `delta` has a shape that broadcasts to the variable's.
@@ -201,63 +271,40 @@ class Variable(ArrayView, DistributedValues):
           >>> w.assign_add(np.array([1.0, 2.0])).numpy()
           array([2., 3.])
         """
-        return assignment.update(self, "assign_add", lambda old, new: old + new, delta)
+        if self._cannot_overflow and self._fits(delta):
+            self._put(self._values[0] + delta)
+        else:
+            assignment.update(self, "assign_add", operator.add, delta)
+        return self if read_value else None
 
-    def assign_sub(self, delta: Any) -> Variable:
+    def assign_sub(
+        self,
+        delta: Any,
+        use_locking: bool = False,
+        name: Name = None,
+        read_value: bool = True,
+    ) -> Any:
         """Subtract from the value; like `assign_add`."""
-        return assignment.update(self, "assign_sub", lambda old, new: old - new, delta)
+        if self._cannot_overflow and self._fits(delta):
+            self._put(self._values[0] - delta)
+        else:
+            assignment.update(self, "assign_sub", operator.sub, delta)
+        return self if read_value else None
 
-    def scatter_add(self, sparse_delta: IndexedSlices) -> Variable:
-        """Add rows to rows of the value; repeated indices add up. Returns self.
+    def _fits(self, value: Any) -> bool:
+        """Return whether an assignment needs no conversion and no communication."""
+        local = self._values[0]
+        return (
+            type(value) is type(local) is np.ndarray
+            and value.dtype is local.dtype
+            and value.shape == local.shape != ()
+            and context.in_update_of(self._strategy)
+        )
 
-        Collective like `assign`. In replica context the slices of all replicas, of
-        which there may be different numbers, are applied (SUM, or divided by the number
-        of replicas for MEAN), or replica 0's (ONLY_FIRST_REPLICA).
-
-        Args:
-          sparse_delta: rows `(n, *shape[1:])` and their indices `(n,)`, as arrays.
-
-        Raises: see `assign`; ArgumentError also for indices out of range;
-          UnsupportedError: an ON_READ variable.
-
-        Example:
-          >>> with strategy.scope():
-          ...     w = mpidist.Variable(
-          ...         np.zeros(3), aggregation=mpidist.VariableAggregation.SUM
-          ...     )
-          >>> row = mpidist.IndexedSlices(np.array([1.0]), np.array([2]))
-          >>> _ = strategy.run(lambda: w.scatter_add(row))  # one row from each replica
-          >>> w.numpy()
-          array([0., 0., 2.])
-        """
-        return assignment.scatter(self, "scatter_add", np.add, sparse_delta)
-
-    def scatter_sub(self, sparse_delta: IndexedSlices) -> Variable:
-        """Subtract rows from rows of the value; like `scatter_add`."""
-        return assignment.scatter(self, "scatter_sub", np.subtract, sparse_delta)
-
-    def scatter_min(self, sparse_delta: IndexedSlices) -> Variable:
-        """Take the smaller of rows and rows of the value; like `scatter_add`.
-
-        Raises: UnsupportedError: aggregation SUM or MEAN, which make no sense for it.
-        """
-        return assignment.scatter(self, "scatter_min", np.minimum, sparse_delta)
-
-    def scatter_max(self, sparse_delta: IndexedSlices) -> Variable:
-        """Take the larger of rows and rows of the value; like `scatter_min`."""
-        return assignment.scatter(self, "scatter_max", np.maximum, sparse_delta)
-
-    def scatter_mul(self, sparse_delta: IndexedSlices) -> Variable:
-        """Multiply rows of the value by rows; like `scatter_min`."""
-        return assignment.scatter(self, "scatter_mul", np.multiply, sparse_delta)
-
-    def scatter_div(self, sparse_delta: IndexedSlices) -> Variable:
-        """Divide rows of the value by rows; like `scatter_min`."""
-        return assignment.scatter(self, "scatter_div", np.true_divide, sparse_delta)
-
-    def scatter_update(self, sparse_delta: IndexedSlices) -> Variable:
-        """Replace rows of the value; like `scatter_min`."""
-        return assignment.scatter(self, "scatter_update", None, sparse_delta)
+    def _put(self, array: Any) -> None:
+        array.setflags(False)
+        self._values = (array,)
+        self._root = None
 
     @property
     def on_read(self) -> bool:
@@ -268,30 +315,12 @@ class Variable(ArrayView, DistributedValues):
         """Return what a read in the current context gives."""
         if self._synchronization is not _ON_READ or assignment.is_local(self):
             return self._values[0]
-        if self._aggregation is VariableAggregation.NONE:
-            raise ArgumentError(
-                f"{self._name} cannot be read in cross-replica context: it is ON_READ "
-                "with aggregation NONE, so its copies have no common value; set an "
-                "aggregation"
-            )
-        extended = self._strategy.extended
-        if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            value = extended.broadcast_from_first(
-                f"read of {self._name}", self._values[0]
-            )
-        else:
-            op = ReduceOp.from_variable_aggregation(self._aggregation)
-            value = extended.reduce(f"read of {self._name}", op, self._values[0])
-        return make_read_only(value)
+        return assignment.read_reduced(self)
 
     @property
     def local(self) -> Any:
         """The copy of this replica. Not collective."""
         return self._values[0]
-
-    def set_local(self, array: Any) -> None:
-        """Put `array`, of this dtype, shape and device, in place of this copy."""
-        self._values = (make_read_only(array),)
 
     def replace_local(self, array: Any) -> None:
         """Put `array`, which is kept and read-only then, in place of this copy."""
@@ -300,13 +329,44 @@ class Variable(ArrayView, DistributedValues):
             raise ArgumentError(
                 f"{self._name} has shape {self.shape}; {array.shape} does not fit it"
             )
-        self.set_local(array.astype(self.dtype, copy=False))
+        self._values = (make_read_only(array.astype(self.dtype, copy=False)),)
+        self._root = None
 
     def _refuse_in_place(self, operation: str) -> NoReturn:
         raise ArgumentTypeError(
             f"{operation} in place on {self._name} is refused; use assign, assign_add "
             "or assign_sub, which keep the replicas equal"
         )
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return `value()[key]`; what integers and slices select has `assign(value)`.
+
+        That is collective and raises as the variable's `assign` does, and MismatchError
+        on all replicas if they assign to different parts. Elements of a bool vector,
+        and parts of variables on a GPU, lack it: there, use `scatter_nd_update`.
+
+        Example:
+          >>> with strategy.scope():
+          ...     w = mpidist.Variable(np.zeros((2, 3)))
+          >>> _ = w[0].assign(np.array([1.0, 2.0, 3.0]))  # on all replicas
+          >>> _ = w[1, :2].assign(np.array([4.0, 5.0]))
+          >>> w.numpy()
+          array([[1., 2., 3.],
+                 [4., 5., 0.]])
+        """
+        root = self._root
+        if root is None:
+            values, root = self._values, root_of(self, self._array())
+            if not self.on_read:  # of which a read depends on the context
+                self._root = root
+                if self._values is not values:  # another thread has assigned since
+                    self._root = None
+        found = root[key]
+        if type(found) is Part or self._number is None:
+            return found
+        made = self._number(found)
+        made.source = root, key
+        return made
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         self._refuse_in_place("item assignment")
@@ -332,6 +392,7 @@ class Variable(ArrayView, DistributedValues):
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
         twin._values = (make_read_only(self.local.copy()),)
+        twin._root = None
         self._strategy.extended.register(twin)
         return twin
 
@@ -342,38 +403,3 @@ class Variable(ArrayView, DistributedValues):
             f"{self._aggregation.name}, replica {self._replica_ids[0]}: "
             f"{self._values[0]!r}>"
         )
-
-
-def _require_kinds(
-    name: Any, trainable: Any, synchronization: Any, aggregation: Any
-) -> None:
-    if name is not None and not isinstance(name, str):
-        raise ArgumentTypeError(
-            f"name must be a str or None, not {validation.shown(name)}"
-        )
-    if trainable is not None:  # as it may be in TensorFlow
-        validation.switch("trainable", trainable)
-    if synchronization is VariableSynchronization.NONE:
-        raise ArgumentError(
-            "synchronization NONE is not supported; use AUTO, ON_WRITE or ON_READ"
-        )
-    validation.instance("synchronization", synchronization, VariableSynchronization)
-    validation.instance("aggregation", aggregation, VariableAggregation)
-
-
-def _first(initial_value: Any, dtype: Any) -> Any:
-    if callable(initial_value) and not hasattr(initial_value, "shape"):
-        initial_value = initial_value()
-    array = arrays.to_tensor(initial_value, "initial_value")
-    if dtype is None:
-        return array
-    found = validation.dtype("dtype", dtype)
-    if found.hasobject:
-        raise DTypeError(f"dtype must not be one of Python objects, as {found} is")
-    arrays.require_range(array, found, "initial_value")
-    try:
-        return array.astype(found, copy=False)
-    except (TypeError, ValueError) as error:
-        raise DTypeError(
-            f"dtype {found} does not fit initial_value, of {array.dtype}: {error}"
-        ) from error

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def test_every_nth_is_kept_for_ever(strategy, comm, mpi_tmp_path):
 def test_one_is_kept_for_so_many_hours(strategy, comm, mpi_tmp_path):
     """Times of files are set, so that nobody has to wait."""
     manager = make(strategy, mpi_tmp_path, 1, keep_checkpoint_every_n_hours=2)
-    start = manager._preserved
+    start = manager._preserved[1]
     for i in range(9):
         path = save(manager, i)
         comm.Barrier()
@@ -311,3 +312,135 @@ def test_a_function_that_raises_on_one_rank_raises_on_all(
         else:
             manager.save()
     assert strategy.reduce("SUM", 1) == comm.size
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A function that sets the hours since the start that `time.time` tells."""
+    start = time.time()
+
+    def set_clock(hours):
+        monkeypatch.setattr(time, "time", lambda: start + 3600 * hours)
+        return start + 3600 * hours
+
+    set_clock(0)
+    return set_clock
+
+
+def save_at(manager, comm, clock, hours):
+    """Save a checkpoint whose file is as old as it would be."""
+    now = clock(hours)
+    path = manager.save()
+    manager.wait()
+    comm.Barrier()
+    if comm.rank == 0:
+        os.utime(path, (now, now))
+    comm.Barrier()
+    return path
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+def test_hours_are_counted_over_jobs(
+    strategy, comm, mpi_tmp_path, clock, is_background
+):
+    """Jobs of 4 hours, each with a manager, that save every hour: 11 h, 22 h, ..."""
+    saved = {}
+    for job in range(7):
+        clock(4 * job)
+        manager = make(
+            strategy,
+            mpi_tmp_path,
+            2,
+            keep_checkpoint_every_n_hours=10.5,
+            is_background=is_background,
+        )
+        manager.restore_or_initialize()
+        for hour in range(1, 5):
+            path = save_at(manager, comm, clock, 4 * job + hour)
+            saved[path] = 4 * job + hour
+    kept = sorted(saved[str(path)] for path in mpi_tmp_path.iterdir())
+    assert kept == [11, 22, 27, 28]
+    assert [saved[path] for path in manager.checkpoints] == [27, 28]
+    comm.Barrier()
+    again = make(strategy, mpi_tmp_path, 2)  # without hours: what was kept stays
+    assert again.checkpoints == manager.checkpoints
+    assert again.latest_checkpoint == manager.latest_checkpoint
+    again.restore_or_initialize()
+    saved[save_at(again, comm, clock, 29)] = 29
+    kept = sorted(saved[str(path)] for path in mpi_tmp_path.iterdir())
+    assert kept == [11, 22, 28, 29]
+    comm.Barrier()
+
+
+def test_times_do_not_matter_to_what_was_kept(strategy, comm, mpi_tmp_path, clock):
+    """A copy of the folder has new times; one that was kept is never removed."""
+    options = {"keep_checkpoint_every_n_hours": 2}
+    manager = make(strategy, mpi_tmp_path, 1, **options)
+    paths = [save_at(manager, comm, clock, hours) for hours in (1, 2, 3)]
+    assert manager.checkpoints == paths[2:]
+    now = clock(100)
+    if comm.rank == 0:
+        for path in paths[1:]:
+            os.utime(path, (now, now))
+    comm.Barrier()
+    manager = make(strategy, mpi_tmp_path, 1, **options)
+    manager.restore_or_initialize()
+    assert manager.checkpoints == paths[2:]
+    for _ in range(3):
+        manager.save()
+    assert numbers(mpi_tmp_path) == [2, 3, 6]  # 3 is 98 hours younger than 2 now
+    comm.Barrier()
+
+
+def test_a_damaged_record_of_what_was_kept_is_made_up_for(
+    strategy, comm, mpi_tmp_path, clock
+):
+    options = {"keep_checkpoint_every_n_hours": 2}
+    manager = make(strategy, mpi_tmp_path, 1, **options)
+    paths = [save_at(manager, comm, clock, hours) for hours in (1, 2, 3)]
+    break_file(comm, paths[-1], lambda data: data[:70])
+    with caught(comm):
+        manager = make(strategy, mpi_tmp_path, 1, **options)
+        assert manager.restore_or_initialize() == paths[1]
+    for hours in (3.5, 4.5, 5.5):
+        save_at(manager, comm, clock, hours)
+    # 2 of 2 h, 4 (saved as 4) of 4.5 h, and the last
+    assert numbers(mpi_tmp_path) == [2, 4, 5]
+    comm.Barrier()
+
+
+def test_hours_of_a_folder_without_a_record(strategy, comm, mpi_tmp_path, clock):
+    checkpoint = mpidist.Checkpoint(strategy=strategy, step=0, x=np.zeros(3))
+    for hours in range(4):
+        now = clock(hours)
+        path = checkpoint.save(mpi_tmp_path / "ckpt")
+        comm.Barrier()
+        if comm.rank == 0:
+            os.utime(path, (now, now))
+        comm.Barrier()
+    manager = make(strategy, mpi_tmp_path, 3, keep_checkpoint_every_n_hours=2)
+    manager.restore_or_initialize()
+    assert numbers(mpi_tmp_path) == [1, 2, 3, 4]
+    assert [Path(p).name for p in manager.checkpoints] == [
+        "ckpt-2.h5",
+        "ckpt-3.h5",
+        "ckpt-4.h5",
+    ]
+    for hours in (4, 5):
+        save_at(manager, comm, clock, hours)
+    assert numbers(mpi_tmp_path) == [1, 3, 4, 5, 6]
+    comm.Barrier()
+
+
+def test_a_clock_that_went_back_does_not_stop_the_count(
+    strategy, comm, mpi_tmp_path, clock
+):
+    clock(1000)
+    manager = make(strategy, mpi_tmp_path, 1, keep_checkpoint_every_n_hours=2)
+    save_at(manager, comm, clock, 0)
+    manager = make(strategy, mpi_tmp_path, 1, keep_checkpoint_every_n_hours=2)
+    manager.restore_or_initialize()
+    for hours in (1, 2, 3, 4):
+        save_at(manager, comm, clock, hours)
+    assert numbers(mpi_tmp_path) == [3, 5]
+    comm.Barrier()

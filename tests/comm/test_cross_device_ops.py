@@ -260,3 +260,23 @@ def test_hierarchical_without_shared_memory_is_refused(comm, monkeypatch):
     ):
         warnings.simplefilter("ignore")
         mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)
+
+
+DEVICES = ["CPU:0", "cpu:0", "/CPU:0", "/device:CPU:0", "/job:w/task:0/device:CPU:0"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_devices_are_named_as_in_tensorflow(comm, device):
+    ops = mpidist.ReductionToOneDevice(device)
+    strategy = mpidist.MirroredStrategy([device], ops, communicator=comm)
+    assert strategy.extended.worker_devices == ("CPU:0",)
+    value, size = np.ones(2), comm.size
+    for destinations in (device, [device]):
+        total = strategy.extended.reduce_to("SUM", value, destinations)
+        np.testing.assert_array_equal(total, [size, size])
+        pairs = [(value, destinations)]
+        (total,) = strategy.extended.batch_reduce_to("SUM", pairs)
+        np.testing.assert_array_equal(total, [size, size])
+        first = strategy.extended.broadcast_to(comm.rank + 5, destinations)
+        assert int(first) == 5
+    strategy.experimental_finalize()

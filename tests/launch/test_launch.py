@@ -272,6 +272,12 @@ def test_a_singleton_job_fails_before_it_computes():
         ("GPU:1", ("GPU", 1)),
         ("cpu:0", ("CPU", 0)),
         ("/gpu:3", ("GPU", 3)),
+        ("/CPU:0", ("CPU", 0)),
+        ("/device:CPU:0", ("CPU", 0)),
+        ("/device:GPU:1", ("GPU", 1)),
+        ("device:gpu:2", ("GPU", 2)),
+        ("/job:worker/task:0/device:GPU:0", ("GPU", 0)),
+        ("/job:localhost/replica:0/task:2/gpu:1", ("GPU", 1)),
         ("/job:worker/replica:0/task:2/device:GPU:1", ("GPU", 1)),
     ],
 )
@@ -280,7 +286,19 @@ def test_device_strings(text, expected):
 
 
 @pytest.mark.parametrize(
-    "devices", [[], ["GPU"], ["GPU:x"], ["TPU:0"], [0], ["CPU:0", "CPU:0"]]
+    "devices",
+    [
+        [],
+        ["GPU"],
+        ["GPU:x"],
+        ["TPU:0"],
+        [0],
+        ["CPU:0", "CPU:0"],
+        ["CPU:0", "/device:CPU:0"],
+        ["/task:x/device:CPU:0"],
+        ["/nonsense/CPU:0"],
+        ["CPU:0/"],
+    ],
 )
 def test_malformed_devices_are_refused_on_all_ranks(comm, devices):
     with pytest.raises(ValueError, match="devices"):

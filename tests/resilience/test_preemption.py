@@ -57,7 +57,7 @@ def make(comm, strategy, tmp_path):
         checkpoint = mpidist.Checkpoint(w=w)
         manager = mpidist.CheckpointManager(checkpoint, folder / "run", max_to_keep=2)
         handler = mpidist.PreemptionCheckpointHandler(
-            None, manager, mpidist.TerminationConfig(**config)
+            None, manager, None, mpidist.TerminationConfig(**config)
         )
         made.append(handler)
         return w, manager, handler
@@ -254,3 +254,85 @@ def test_a_step_costs_one_small_reduction(comm, strategy, make):
     handler.save_checkpoint_if_preempted()
     assert strategy.extended.agreement.calls - before == (1 if comm.size > 1 else 0)
     assert np.array_equal(w.numpy(), 0)
+
+
+@pytest.fixture
+def handle(comm, strategy, tmp_path):
+    """A function that makes a handler of a plain Checkpoint and a folder."""
+    folder = str(comm.bcast(tmp_path) / "run")
+    made = []
+
+    def handle(**config):
+        with strategy.scope():
+            once = mpidist.VariableAggregation.ONLY_FIRST_REPLICA
+            w = mpidist.Variable(0, aggregation=once)
+        handler = mpidist.PreemptionCheckpointHandler(
+            None,
+            mpidist.Checkpoint(w=w),
+            folder,
+            mpidist.TerminationConfig(**config),
+        )
+        made.append(handler)
+        return w, handler
+
+    handle.folder = folder
+    yield handle
+    for handler in made:
+        handler.close()
+
+
+def test_a_checkpoint_and_a_folder_do(comm, handle):
+    exits = []
+    w, handler = handle(exit_fn=lambda: exits.append(int(w.numpy())))
+    for step in range(10):
+        if step == 4 and comm.rank == comm.size - 1:
+            signal.raise_signal(signal.SIGTERM)
+        if not exits:
+            handler.run(w.assign_add, 1)
+    assert exits == [4]
+    assert len([n for n in os.listdir(handle.folder) if n.endswith(".h5")]) == 1
+    comm.Barrier()
+    v, again = handle()
+    assert (int(v.numpy()), again.total_run_calls) == (4, 4)
+    assert mpidist.latest_checkpoint(handle.folder) is not None
+    comm.Barrier()
+
+
+def test_a_checkpoint_and_a_folder_with_a_save_fn(comm, strategy, handle):
+    """The function saves where it likes; what is in the folder is restored."""
+    exits = []
+
+    def save():
+        checkpoint.save(os.path.join(handle.folder, "mine"))
+
+    w, handler = handle(save_fn=save, exit_fn=lambda: exits.append(1))
+    checkpoint = mpidist.Checkpoint(w=w)
+    handler.run(w.assign_add, 3)
+    signal.raise_signal(signal.SIGTERM)
+    handler.save_checkpoint_if_preempted()
+    assert exits == [1]
+    assert os.listdir(handle.folder) == ["mine-1.h5"]
+    comm.Barrier()
+    v, _ = handle(save_fn=save)
+    assert int(v.numpy()) == 3
+    comm.Barrier()
+
+
+def test_the_arguments_of_a_handler(comm, strategy, tmp_path):
+    handler = mpidist.PreemptionCheckpointHandler
+    folder = comm.bcast(tmp_path)
+    checkpoint = mpidist.Checkpoint(strategy=strategy, step=1)
+    with pytest.raises(TypeError, match="checkpoint_dir"):
+        handler(None, checkpoint)
+    is_last = comm.rank == comm.size - 1
+    with pytest.raises(TypeError, match="termination_config"):
+        handler(None, checkpoint, folder, 3 if is_last else None)
+    with pytest.raises(TypeError, match="checkpoint_dir"):
+        handler(None, checkpoint, 3 if is_last else folder)
+    with pytest.raises(TypeError, match="termination_config"):
+        handler(None, checkpoint, mpidist.TerminationConfig())
+    manager = mpidist.CheckpointManager(checkpoint, folder / "run", max_to_keep=2)
+    made = handler(None, manager, folder / "other", mpidist.TerminationConfig())
+    made.close()
+    assert not (folder / "other").exists()  # as in TensorFlow: the manager's counts
+    assert strategy.reduce("SUM", 1) == comm.size

@@ -1,0 +1,395 @@
+"""What tf.Variable has besides values and assignments; NumPy is the oracle."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import IndexedSlices
+from mpidist import VariableAggregation as Aggregation
+from mpidist import VariableSynchronization as Synchronization
+
+NONE, SUM, MEAN, FIRST = (
+    Aggregation.NONE,
+    Aggregation.SUM,
+    Aggregation.MEAN,
+    Aggregation.ONLY_FIRST_REPLICA,
+)
+ON_READ, ON_WRITE = Synchronization.ON_READ, Synchronization.ON_WRITE
+START = np.arange(12.0).reshape(4, 3)
+
+
+def make(strategy, aggregation=NONE, initial=START, on_read=False, **kwargs):
+    on = ON_READ if on_read else ON_WRITE
+    with strategy.scope():
+        return mpidist.Variable(
+            initial, aggregation=aggregation, synchronization=on, **kwargs
+        )
+
+
+def each_replica(strategy, fn):
+    """Call `fn(replica id)` on each replica, in replica context."""
+    strategy.run(lambda: fn(strategy.extended.replica_id))
+
+
+# trainable
+
+
+@pytest.mark.parametrize("synchronization", Synchronization)
+@pytest.mark.parametrize("trainable", [None, True, False])
+def test_which_variables_are_trainable(strategy, synchronization, trainable):
+    if synchronization is Synchronization.NONE:
+        return
+    with strategy.scope():
+        w = mpidist.Variable(
+            1.0, trainable=trainable, synchronization=synchronization, aggregation=SUM
+        )
+        by_default = mpidist.Variable(1.0, synchronization=synchronization)
+    expected = synchronization is not ON_READ
+    assert w.trainable is (expected if trainable is None else trainable)
+    assert by_default.trainable is expected
+
+
+# Local results
+
+
+@pytest.mark.parametrize("aggregation", [NONE, SUM, MEAN, FIRST])
+def test_local_results_of_on_read_are_this_replicas_own(strategy, aggregation):
+    w = make(strategy, aggregation, on_read=True)
+    rank = strategy.extended.replica_id
+    each_replica(strategy, lambda rank: w.assign_add(START * rank))
+    own, calls = START * (rank + 1), strategy.extended.agreement.calls
+
+    def check():
+        nest = strategy.experimental_local_results({"w": [w]})
+        np.testing.assert_array_equal(nest[0]["w"][0], own)
+        (result,) = strategy.experimental_local_results(w)
+        np.testing.assert_array_equal(result, own)
+        assert isinstance(result, np.ndarray)
+        assert not result.flags.writeable
+
+    check()
+    with strategy.scope():
+        check()
+    if rank == 0:  # no communication: one replica alone may ask
+        check()
+    assert strategy.extended.agreement.calls == calls
+    strategy.run(check)
+
+
+@pytest.mark.parametrize("aggregation", [NONE, SUM, MEAN, FIRST])
+def test_run_returns_each_replicas_own_value_of_on_read(strategy, aggregation):
+    w = make(strategy, aggregation, on_read=True)
+    rank = strategy.extended.replica_id
+
+    def step():
+        return {"w": w.assign_add(START * rank), "all": (w, None)}
+
+    result = strategy.run(step)
+    each_replica(strategy, lambda rank: w.assign_add(START))
+    own = START * (rank + 1)  # at the end of the function, and so it stays
+    for value in (result["w"], result["all"][0]):
+        assert not isinstance(value, mpidist.Variable)
+        is_alone = strategy.num_replicas_in_sync == 1
+        assert isinstance(value, np.ndarray if is_alone else mpidist.PerReplica)
+        (local,) = strategy.experimental_local_results(value)
+        np.testing.assert_array_equal(local, own)
+    assert result["all"][1] is None
+    n = strategy.num_replicas_in_sync
+    total = strategy.reduce("SUM", strategy.run(lambda: w))
+    np.testing.assert_array_equal(total, START * (2 * n + n * (n - 1) / 2))
+    v = make(strategy, aggregation)
+    assert strategy.run(lambda: v) is v
+
+
+def test_merge_call_gets_on_read_variables_whole(strategy):
+    w = make(strategy, SUM, on_read=True)
+
+    def merge(strategy, v):
+        assert v is w
+        return v
+
+    context = mpidist.get_replica_context
+    strategy.run(lambda: context().merge_call(merge, (w,)).assign_add(START))
+
+
+# The errors of kinds
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"synchronization": "ON_READ"},
+        {"synchronization": 7},
+        {"synchronization": []},
+        {"synchronization": SUM},
+        {"aggregation": "SUM"},
+        {"aggregation": 3.5},
+        {"aggregation": {}},
+        {"aggregation": ON_READ},
+    ],
+)
+def test_kinds_that_do_not_exist_are_value_errors_on_all(strategy, kinds):
+    is_last = strategy.extended.replica_id == strategy.num_replicas_in_sync - 1
+    (name,) = kinds
+    with strategy.scope(), pytest.raises(ValueError, match=f"{name} must be"):
+        mpidist.Variable(1.0, **(kinds if is_last else {}))
+    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
+
+
+def test_kinds_may_be_none_or_values(strategy):
+    with strategy.scope():
+        w = mpidist.Variable(1.0, synchronization=None, aggregation=None)
+        v = mpidist.Variable(1.0, synchronization=3, aggregation=2)
+    assert (w.synchronization, w.aggregation) == (ON_WRITE, NONE)
+    assert (v.synchronization, v.aggregation, v.trainable) == (ON_READ, MEAN, False)
+
+
+@pytest.mark.parametrize("bad", ["SUM", None, NONE, FIRST, 7])
+def test_aggregations_without_an_operation(bad):
+    with pytest.raises(ValueError, match="has no ReduceOp"):
+        mpidist.ReduceOp.from_variable_aggregation(bad)
+
+
+# Signatures
+
+
+def parameters(function):
+    return [
+        (p.name, None if p.default is p.empty else p.default)
+        for p in list(inspect.signature(function).parameters.values())[1:]
+    ]
+
+
+def test_signatures_are_tensorflows():
+    more = [("use_locking", False), ("name", None)]
+    for name, first in (("", "value"), ("_add", "delta"), ("_sub", "delta")):
+        found = parameters(getattr(mpidist.Variable, f"assign{name}"))
+        assert found == [(first, None), *more, ("read_value", True)]
+    kinds = ("add", "sub", "min", "max", "mul", "div", "update")
+    for name in (*(f"scatter_{kind}" for kind in kinds), "batch_scatter_update"):
+        found = parameters(getattr(mpidist.Variable, name))
+        assert found == [("sparse_delta", None), *more]
+    for kind in ("add", "sub", "update"):
+        found = parameters(getattr(mpidist.Variable, f"scatter_nd_{kind}"))
+        assert found == [("indices", None), ("updates", None), ("name", None)]
+    for name in ("gather_nd", "sparse_read"):
+        found = parameters(getattr(mpidist.Variable, name))
+        assert found == [("indices", None), ("name", None)]
+
+
+@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
+def test_assignments_take_tensorflows_arguments(strategy, method):
+    w = make(strategy, MEAN)
+    assign = getattr(w, method)
+    assert assign(START, False, "name") is w
+    assert assign(START, use_locking=True, name="name", read_value=True) is w
+    assert assign(START, read_value=False) is None
+    strategy.run(lambda: assign(START, read_value=False))
+    update = strategy.extended.update
+    assert update(w, lambda v: getattr(v, method)(START, True, "n", False)) is None
+    each = {"assign": START, "assign_add": 6 * START, "assign_sub": -4 * START}
+    np.testing.assert_array_equal(w, each[method])
+
+
+# Members
+
+
+def test_harmless_members(strategy):
+    def clip(value):
+        return value
+
+    w = make(strategy, constraint=clip)
+    assert w.get_shape() == w.shape == (4, 3)
+    assert w.device == strategy.extended.device
+    assert w.constraint is clip
+    assert make(strategy).constraint is None
+    assert w.is_initialized()
+    with pytest.raises(RuntimeError, match="is not kept"):
+        w.initial_value  # noqa: B018
+    with pytest.raises(TypeError, match="constraint must be a function"):
+        make(strategy, constraint=3)
+
+
+def test_references(strategy):
+    w, v = make(strategy), make(strategy)
+    assert w.ref() == w.ref() != v.ref()
+    assert {w.ref(): 1}[w.ref()] == 1
+    assert w.ref().deref() is w
+    assert w.ref() != "w"
+    assert {w: 1}[w] == 1
+    kept = w.ref()
+    del w
+    gc.collect()
+    np.testing.assert_array_equal(kept.deref(), START)
+
+
+@pytest.mark.parametrize("name", ["eval", "handle", "op", "graph", "load"])
+def test_members_of_graphs_are_absent(strategy, name):
+    assert not hasattr(make(strategy), name)
+
+
+def test_rows_are_read_by_numbers(strategy):
+    w = make(strategy)
+    rows = [2, 0, 2]
+    np.testing.assert_array_equal(w.sparse_read(rows), START[rows])
+    np.testing.assert_array_equal(
+        w.sparse_read(np.array([[1, 2]])), START[np.array([[1, 2]])]
+    )
+    np.testing.assert_array_equal(w.gather_nd([[1], [3]]), START[[1, 3]])
+    np.testing.assert_array_equal(w.gather_nd([[1, 2], [3, 0]]), [5.0, 9.0])
+    np.testing.assert_array_equal(w.gather_nd([1, 2]), 5.0)
+    assert w.gather_nd(np.zeros((0, 2), int)).shape == (0,)
+    for bad in ([4], [-1], [[0, 7]]):
+        with pytest.raises(ValueError, match="out of range"):
+            w.sparse_read(bad)
+    for bad in ([[4]], [[-1]], [[0, 3]], [[0, -1]]):
+        with pytest.raises(ValueError, match="out of range"):
+            w.gather_nd(bad)
+    with pytest.raises(ValueError, match="2 dimensions"):
+        w.gather_nd([[0, 0, 0]])
+    with pytest.raises(TypeError, match="indices must be integers"):
+        w.sparse_read([0.5])
+
+
+# Scatters of elements
+
+
+ND = {"scatter_nd_add": np.add, "scatter_nd_sub": np.subtract}
+
+
+@pytest.mark.parametrize("method", ND)
+@pytest.mark.parametrize(
+    ("indices", "shape"),
+    [
+        ([[3], [0], [3]], (3, 3)),
+        ([[3, 1], [0, 0], [3, 1]], (3,)),
+        ([[[3, 1]], [[0, 2]]], (2, 1)),
+        (np.zeros((0, 1), int), (0, 3)),
+    ],
+)
+def test_elements_are_added(strategy, method, indices, shape):
+    updates = np.arange(1.0, 1 + np.prod(shape)).reshape(shape)
+    expected = START.copy()
+    where = tuple(np.moveaxis(np.array(indices), -1, 0))
+    ND[method].at(expected, where, updates)
+    w = make(strategy)
+    assert getattr(w, method)(indices, updates) is w
+    np.testing.assert_array_equal(w, expected)
+    w = make(strategy)
+    strategy.extended.update(w, lambda v: getattr(v, method)(indices, updates))
+    np.testing.assert_array_equal(w, expected)
+
+
+@pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST])
+@pytest.mark.parametrize("method", ND)
+def test_elements_of_all_replicas_are_added(strategy, aggregation, method):
+    n = strategy.num_replicas_in_sync
+    w = make(strategy, aggregation)
+    each_replica(
+        strategy, lambda rank: getattr(w, method)([[rank % 4, 1]], [rank + 1.0])
+    )
+    expected = START.copy()
+    for rank in range(1 if aggregation is FIRST else n):
+        value = (rank + 1.0) / (n if aggregation is MEAN else 1)
+        ND[method].at(expected, (rank % 4, 1), value)
+    np.testing.assert_allclose(w, expected, rtol=1e-15)
+
+
+def test_elements_and_rows_of_batches_are_replaced(strategy):
+    w = make(strategy)
+    w.scatter_nd_update([[1, 2], [0, 0]], [50.0, 60.0])
+    expected = START.copy()
+    expected[1, 2], expected[0, 0] = 50, 60
+    np.testing.assert_array_equal(w, expected)
+    w.scatter_nd_update([[2]], [[7.0, 8.0, 9.0]])
+    expected[2] = 7, 8, 9
+    np.testing.assert_array_equal(w, expected)
+    w.batch_scatter_update(
+        IndexedSlices([[1.0], [2.0], [3.0], [4.0]], [[0], [1], [2], [0]])
+    )
+    expected[range(4), (0, 1, 2, 0)] = 1, 2, 3, 4
+    np.testing.assert_array_equal(w, expected)
+    w.batch_scatter_update(IndexedSlices([[9.0, 9.0, 9.0]], [3]))
+    expected[3] = 9
+    np.testing.assert_array_equal(w, expected)
+
+
+def test_other_scatters_of_elements_follow_the_tables(strategy):
+    for aggregation in (SUM, MEAN):
+        w = make(strategy, aggregation)
+        for call in (
+            lambda w=w: w.scatter_nd_update([[0]], [[1.0, 2.0, 3.0]]),
+            lambda w=w: w.batch_scatter_update(IndexedSlices([[9.0] * 3], [3])),
+        ):
+            with pytest.raises(NotImplementedError, match="scatter"):
+                strategy.run(call)
+    w = make(strategy, FIRST)
+    each_replica(strategy, lambda rank: w.scatter_nd_update([[0, rank % 3]], [5.0]))
+    expected = START.copy()
+    expected[0, 0] = 5
+    np.testing.assert_array_equal(w, expected)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "message"),
+    [
+        ("scatter_nd_add", ([[4, 0]], [1.0]), "out of range"),
+        ("scatter_nd_add", ([[0, -1]], [1.0]), "out of range"),
+        ("scatter_nd_add", ([[0, 0, 0]], [1.0]), "2 dimensions"),
+        ("scatter_nd_add", ([[0, 0]], [1.0, 2.0]), "shape"),
+        ("scatter_nd_update", (3, 1.0), "2 dimensions"),
+        ("batch_scatter_update", (3,), "IndexedSlices"),
+        ("batch_scatter_update", (IndexedSlices([1.0], [[[0]]]),), "2 dimensions"),
+    ],
+)
+def test_bad_elements_on_one_rank_are_an_error_on_all(
+    strategy, method, arguments, message
+):
+    w = make(strategy)
+    is_last = strategy.extended.replica_id == strategy.num_replicas_in_sync - 1
+    good = ([[0, 0]], [1.0])
+    if method == "batch_scatter_update":
+        good = (IndexedSlices(START, np.arange(4)),)
+    with pytest.raises((TypeError, ValueError), match=message):
+        getattr(w, method)(*(arguments if is_last else good))
+    np.testing.assert_array_equal(w, START)
+    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
+
+
+# Scatters in update
+
+
+ALL = ["add", "sub", "min", "max", "mul", "div", "update"]
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("aggregation", [NONE, SUM, MEAN, FIRST])
+@pytest.mark.parametrize("on_read", [False, True])
+def test_scatters_in_update_change_each_copy_by_itself(
+    strategy, kind, aggregation, on_read
+):
+    w = make(strategy, aggregation, on_read=on_read)
+    rows = np.array([[2.0, 7.0, 4.0], [5.0, 1.0, 3.0]])
+    ufunc = {
+        "add": np.add,
+        "sub": np.subtract,
+        "min": np.minimum,
+        "max": np.maximum,
+        "mul": np.multiply,
+        "div": np.true_divide,
+    }.get(kind)
+    expected = START.copy()
+    if ufunc is None:
+        expected[[3, 1]] = rows
+    else:
+        ufunc.at(expected, [3, 1], rows)
+    delta = IndexedSlices(rows, [3, 1])
+    calls = strategy.extended.agreement.calls
+    strategy.extended.update(w, lambda v: getattr(v, f"scatter_{kind}")(delta))
+    assert strategy.extended.agreement.calls == calls
+    np.testing.assert_array_equal(w.local, expected)
