@@ -13,6 +13,7 @@ from mpidist.data.iterable import InOrder, Stream
 from mpidist.data.iterator_state import Origin, Passes, make_state, read_state
 from mpidist.data.map_dataset import Pass, Pipeline
 from mpidist.errors import DataError
+from mpidist.util.tracebacks import fold
 
 __all__ = [
     "DatasetIterator",
@@ -69,6 +70,7 @@ class DatasetIterator:
             self.close()
             raise
         except BaseException as error:  # also an interrupt must not lose elements
+            fold(error)
             self._recover(error)
             raise
         self._step += 1

@@ -25,6 +25,7 @@ from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.strategy.replica_context import ReplicaContext
 from mpidist.strategy.variables import Variable
 from mpidist.util import validation
+from mpidist.util.tracebacks import fold
 from mpidist.values import (
     Mirrored,
     local_component,
@@ -105,7 +106,11 @@ class StrategyExtended(ReplicaGroup):
         """
         if not isinstance(args, tuple | list):
             args = (args,)
-        return self.run_replicas(fn, args, kwargs)
+        try:
+            return self.run_replicas(fn, args, kwargs)
+        except BaseException as error:
+            fold(error)
+            raise
 
     def run_replicas(
         self,

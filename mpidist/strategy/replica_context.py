@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpidist.context import is_current
 from mpidist.errors import ContextError
 from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.util.tracebacks import fold
 
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
@@ -137,7 +138,11 @@ class ReplicaContext:
           (array([2., 2.]),)
         """
         self._require_current("merge_call")
-        return self._strategy.extended.merge_call(merge_fn, args, kwargs)
+        try:
+            return self._strategy.extended.merge_call(merge_fn, args, kwargs)
+        except BaseException as error:
+            fold(error)
+            raise
 
     def _require_current(self, call: str) -> None:
         if not is_current(self):

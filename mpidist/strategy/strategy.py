@@ -17,6 +17,7 @@ from mpidist.options import CommunicationOptions, InputOptions, ReduceOp, RunOpt
 from mpidist.strategy.extended import StrategyExtended
 from mpidist.strategy.variables import Variable
 from mpidist.util import nest, validation
+from mpidist.util.tracebacks import fold
 from mpidist.values import PerReplica, ValueContext, select_replica
 
 __all__ = ["Strategy"]
@@ -94,7 +95,9 @@ class Strategy:
         Raises, on all replicas:
           ArgumentError, ArgumentTypeError: no function, or args, kwargs or options.
           ContextError: called from replica context or under another strategy.
-          What `fn` raises on any replica, of the same type.
+          What `fn` raises on any replica, of the same type. The traceback shows the
+            functions of the program, and of mpidist `run` alone; the variable
+            MPIDIST_FULL_TRACEBACKS=1 shows all.
 
         Example:
           >>> def step(x, scale=1.0):
@@ -108,7 +111,11 @@ class Strategy:
             self._extended.agreement.prepare(
                 "run", lambda: validation.instance("options", options, RunOptions)
             )
-        return self._extended.run_replicas(fn, args, kwargs)
+        try:
+            return self._extended.run_replicas(fn, args, kwargs)
+        except BaseException as error:
+            fold(error)
+            raise
 
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: Axis | None = None

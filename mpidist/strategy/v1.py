@@ -17,6 +17,7 @@ from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError
 from mpidist.options import InputOptions, InputReplicationMode
 from mpidist.strategy.strategy import Strategy
 from mpidist.util import validation
+from mpidist.util.tracebacks import fold
 
 if TYPE_CHECKING:
     from mpidist.strategy.extended import StrategyExtended
@@ -85,6 +86,13 @@ class StrategyV1(Strategy):
         `get_next` does, on all replicas.
         """
         require_cross_replica(self, "experimental_run")
+        try:
+            return self._run(fn, input_iterator)
+        except BaseException as error:
+            fold(error)
+            raise
+
+    def _run(self, fn: Callable[..., Any], input_iterator: InputIterator | None) -> Any:
         if input_iterator is None:
             return self.run(fn)
         self.extended.agreement.prepare(
@@ -180,7 +188,11 @@ class InputIterator:
           OutOfRangeError: after the last step.
           What `DistributedIterator.get_next` raises.
         """
-        return self._require_iterator().get_next()
+        try:
+            return self._require_iterator().get_next()
+        except BaseException as error:
+            fold(error)
+            raise
 
     def get_state(self) -> dict[str, int]:
         """Return where this iterator is; see `DistributedIterator.get_state`.

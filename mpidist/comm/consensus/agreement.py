@@ -42,6 +42,7 @@ from mpidist.comm.consensus.threads import Places, ThreadState, Turns
 from mpidist.comm.consensus.waiting import Departures, LateError, Waiting
 from mpidist.errors import CollectiveError, DeadlineError, MpidistError
 from mpidist.util.forks import FORKED, call_in_child
+from mpidist.util.tracebacks import fold
 
 __all__ = ["Agreement"]
 
@@ -311,6 +312,7 @@ class Agreement:
         try:
             result = fn()
         except BaseException as caught:
+            fold(caught)  # what other ranks show of it
             error = caught
         try:
             self.leave_block(operation, error)

@@ -20,6 +20,7 @@ from mpidist.data.map_dataset import Pass
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, DataError, MismatchError, OutOfRangeError
 from mpidist.util import nest
+from mpidist.util.tracebacks import fold
 
 __all__ = [
     "DistributedIterator",
@@ -108,7 +109,11 @@ class DistributedIterator:
           ArgumentError: called inside a function that `Strategy.run` runs.
           What a mapped function or a generator raises on any replica.
         """
-        batch = self.get_next_as_optional()
+        try:
+            batch = self.get_next_as_optional()
+        except BaseException as error:
+            fold(error)
+            raise
         if not batch.has_value():
             raise StopIteration
         return batch.get_value()
@@ -120,7 +125,11 @@ class DistributedIterator:
           OutOfRangeError: after the last step.
           What `next` raises.
         """
-        batch = self.get_next_as_optional()
+        try:
+            batch = self.get_next_as_optional()
+        except BaseException as error:
+            fold(error)
+            raise
         if not batch.has_value():
             raise OutOfRangeError(f"the dataset has ended after {self._step} steps")
         return batch.get_value()
@@ -132,7 +141,11 @@ class DistributedIterator:
         """
         self._require_callable("next")
         extended = self._plan.extended
-        portion = self._advance()
+        try:
+            portion = self._advance()
+        except BaseException as error:
+            fold(error)
+            raise
         if portion is None:
             return Optional()
         replica, replicas = extended.replica_id, extended.num_replicas
@@ -348,7 +361,11 @@ class DistributedIterator:
             )
 
     def _read(self) -> Portion | None:
-        return prefetch.hand_out(self._reader.read(self._step))
+        try:
+            return prefetch.hand_out(self._reader.read(self._step))
+        except BaseException as error:
+            fold(error)  # what other ranks show of it
+            raise
 
     def __del__(self) -> None:
         if not getattr(self, "_is_closed", True):
