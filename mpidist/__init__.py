@@ -287,7 +287,9 @@ _LATER = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
-        raise AttributeError(f"module 'mpidist' has no attribute {name!r}")
+        from mpidist.util import near_misses
+
+        near_misses.refuse(sys.modules[__name__], name, near_misses.MODULE)
     value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
     return value
 

@@ -7,7 +7,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from mpidist.data.map_dataset import INFINITE_CARDINALITY, Pipeline, Rows
 from mpidist.data.sources import ArrayRows, RangeRows, as_element, from_lists
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import MOST_BUFFERED, AutoShardPolicy, Options
-from mpidist.util import nest, validation
+from mpidist.util import near_misses, nest, validation
 from mpidist.util.notices import warn
 from mpidist.util.threads import count_threads
 from mpidist.values import DistributedValues
@@ -40,7 +40,16 @@ __all__ = [
 _LARGEST_SEED = 1 << 256
 
 
-class Dataset:
+class _DatasetType(type):
+    """The class of `Dataset`, which has no attributes but those that exist."""
+
+    if not TYPE_CHECKING:  # or every name would be one
+
+        def __getattr__(cls, name: str) -> NoReturn:
+            near_misses.refuse(cls, name, near_misses.DATASET)
+
+
+class Dataset(metaclass=_DatasetType):
     """Elements to iterate over: nests of arrays. Made by the `from_...` functions.
 
     Each method returns a new dataset and leaves its own as it was. Nothing is read
@@ -338,6 +347,11 @@ class Dataset:
         if not (is_meant or is_sharded(self._pipeline)):
             warn_undistributed()
         return DatasetIterator(self._pipeline, self._passes, self._read_ahead)
+
+    if not TYPE_CHECKING:  # or every name would be one
+
+        def __getattr__(self, name: str) -> NoReturn:
+            near_misses.refuse(self, name, near_misses.DATASET)
 
     def _then(self, step: Callable[..., Any], *arguments: Any) -> Dataset:
         return Dataset(step(self._pipeline, *arguments), self._options)

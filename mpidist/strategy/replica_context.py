@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpidist.context import is_current
 from mpidist.errors import ContextError
 from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.util import near_misses
 from mpidist.util.tracebacks import fold
 
 if TYPE_CHECKING:
@@ -150,6 +151,11 @@ class ReplicaContext:
                 f"{call} was called on a replica context that is not the current one; "
                 "it belongs inside the function that strategy.run runs"
             )
+
+    if not TYPE_CHECKING:  # or every name would be one
+
+        def __getattr__(self, name: str) -> NoReturn:
+            near_misses.refuse(self, name, near_misses.REPLICA_CONTEXT)
 
     def __repr__(self) -> str:
         return (

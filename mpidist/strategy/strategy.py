@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpidist.comm.consensus.calls import Call
 from mpidist.comm.gradient_buckets import GradientBuckets
@@ -16,7 +16,7 @@ from mpidist.launch.cluster_resolver import SlurmClusterResolver, below_srun
 from mpidist.options import CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from mpidist.strategy.extended import StrategyExtended
 from mpidist.strategy.variables import Variable
-from mpidist.util import nest, validation
+from mpidist.util import near_misses, nest, validation
 from mpidist.util.tracebacks import fold
 from mpidist.values import PerReplica, ValueContext, select_replica
 
@@ -351,6 +351,11 @@ class Strategy:
         require_cross_replica(self, "experimental_finalize")
         self._extended.close()
         return []
+
+    if not TYPE_CHECKING:  # or every name would be one
+
+        def __getattr__(self, name: str) -> NoReturn:
+            near_misses.refuse(self, name, near_misses.STRATEGY)
 
     def __reduce__(self) -> NoReturn:
         raise ContextError(
