@@ -31,6 +31,7 @@ class Stream:
 
     cardinality = UNKNOWN_CARDINALITY
     file_count = 0
+    may_be_scalars = False  # though they stand for batches
 
     @property
     def batch_size(self) -> int | None:
@@ -87,12 +88,17 @@ class Generated(Stream):
       generator: an iterable that starts again each time, or a function that returns
         one.
       is_batched: whether it yields batches.
+      may_be_scalars: whether it may yield scalars in place of batches.
     """
 
     def __init__(
-        self, generator: Callable[[], Iterable[Any]] | Iterable[Any], is_batched: bool
+        self,
+        generator: Callable[[], Iterable[Any]] | Iterable[Any],
+        is_batched: bool,
+        may_be_scalars: bool = False,
     ):
         _require_source(generator)
+        self.may_be_scalars = may_be_scalars
         self._generator = generator
         self._is_batched = is_batched
         self._last: Iterator[Any] | None = None

@@ -334,7 +334,7 @@ class DistributedIterator:
         if not any(shown):
             return None
         if not all(shown):
-            self._require_replaceable(shown)
+            self._require_replaceable(shown, is_first)
         if is_first:
             require_equal(
                 _NEXT, "the batch", [k.text if k else "missing" for k in shown]
@@ -345,10 +345,12 @@ class DistributedIterator:
         self._kind = portion.kind
         return portion
 
-    def _require_replaceable(self, shown: Sequence[Any]) -> None:
+    def _require_replaceable(self, shown: Sequence[Any], is_first: bool) -> None:
         """Raise, on all ranks, if those that ended cannot get batches of no rows."""
         ended = name_ranks([rank for rank, kind in enumerate(shown) if not kind])
-        if not self._plan.is_batched:
+        of_first = next(kind for kind in shown if kind)
+        have_rows = of_first.has_rows if is_first else _have_rows(self._kind)
+        if not (self._plan.is_batched and have_rows):
             raise MismatchError(
                 f"{_NEXT}: the dataset of {ended} has ended at step {self._step}, the "
                 "others have not, and elements that are no batches cannot be replaced "
@@ -388,6 +390,7 @@ class Kind(NamedTuple):
 
     text: str
     pickled: bytes | None
+    has_rows: bool
 
     def load(self) -> Any:
         """Return arrays of no rows."""
@@ -399,9 +402,15 @@ def show(kind: Any) -> Kind:
     leaves, spec = nest.flatten(kind)
     text = f"{spec} of {[f'{a.dtype.name} {a.ndim} dimensions' for a in leaves]}"
     try:
-        return Kind(text, pickle.dumps(kind))
+        pickled = pickle.dumps(kind)
     except (pickle.PicklingError, AttributeError, TypeError):  # say, a local class
-        return Kind(text, None)
+        pickled = None
+    return Kind(text, pickled, _have_rows(kind))
+
+
+def _have_rows(kind: Any) -> bool:
+    """Return whether no leaf is a scalar."""
+    return all(leaf.ndim for leaf in nest.flatten(kind)[0])
 
 
 def require_equal(operation: str, name: str, things: Sequence[Any]) -> None:

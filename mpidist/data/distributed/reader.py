@@ -232,6 +232,7 @@ class _StreamFeed:
     def __init__(self, plan: Plan, stream: Stream, order: Pass):
         self._plan = plan
         self._elements = stream.iterate(order)
+        self._has_rows = plan.is_batched and not stream.may_be_scalars
         self._kind: Any = None
 
     def read(self, step: int) -> Portion | None:
@@ -242,7 +243,7 @@ class _StreamFeed:
         element = as_element(element)
         kind = _kind(element)
         self._kind = kind if self._kind is None else _require_like(kind, self._kind)
-        rows = _count_rows(element) if self._plan.is_batched else None
+        rows = _count_rows(element) if self._has_rows else None
         if self._plan.is_global:
             element = self._slice(element, rows or 0)
         return Portion(element, kind, rows)
