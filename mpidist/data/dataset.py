@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
 import sys
@@ -32,6 +33,7 @@ __all__ = [
     "INFINITE_CARDINALITY",
     "UNKNOWN_CARDINALITY",
     "as_dataset",
+    "require_end",
     "require_length",
     "warn_undistributed",
 ]
@@ -326,11 +328,11 @@ class Dataset(metaclass=_DatasetType):
     def with_options(self, options: Options) -> Dataset:
         """Return this dataset with `options`, which steps after it keep."""
         options = validation.instance("options", options, Options)
-        return Dataset(self._pipeline, options, self._read_ahead)
+        return Dataset(self._pipeline, copy.copy(options), self._read_ahead)
 
     def options(self) -> Options:
-        """Return the options of this dataset."""
-        return self._options
+        """Return the options of this dataset: a copy, which may be changed."""
+        return copy.copy(self._options)
 
     def cardinality(self) -> int:
         """Return the number of elements.
@@ -386,6 +388,14 @@ def require_length(cardinality: int) -> int:
     if cardinality == UNKNOWN_CARDINALITY:
         raise TypeError("the length of a generator's dataset is not known")
     return cardinality
+
+
+def require_end(cardinality: int, call: str) -> None:
+    """Raise an ArgumentError if a dataset has no end."""
+    if cardinality == INFINITE_CARDINALITY:
+        raise ArgumentError(
+            f"{call} would never return: the dataset has no end; call take(count) first"
+        )
 
 
 # Functions that these call may iterate over datasets: a generator's function, or the
