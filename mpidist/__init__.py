@@ -115,9 +115,11 @@ Input
     tf.data.Dataset             Dataset: with from_hdf5; from_tensor_slices,
                                 from_tensors, from_generator, range; map, batch,
                                 shuffle (of all rows), repeat, take, skip, shard,
-                                concatenate, cache (in memory, once per node),
+                                concatenate, zip, enumerate, unbatch, filter,
+                                interleave, reduce, cache (in memory, once per node),
                                 prefetch, with_options
-    tf.data.Options             Options: auto_shard_policy, and no others
+    tf.data.Options             Options: experimental_distribute.auto_shard_policy, and
+                                no others
     tf.data.experimental.AutoShardPolicy
                                 AutoShardPolicy: OFF, AUTO, FILE, DATA; no HINT
     tf.data.INFINITE_CARDINALITY, tf.data.UNKNOWN_CARDINALITY
@@ -209,7 +211,8 @@ if not commands.is_command():
         Dataset,
     )
     from mpidist.data.distributed.datasets import DistributedDataset, InputContext
-    from mpidist.data.distributed.iterator import DistributedIterator, Optional
+    from mpidist.data.distributed.iterator import DistributedIterator
+    from mpidist.data.distributed.optional import Optional
     from mpidist.data.iterator import DatasetIterator
     from mpidist.data.spec import TensorSpec
     from mpidist.errors import (

@@ -392,6 +392,7 @@ class _DistributeOptions:
     """The options of the division over workers, kept in an `Options` object."""
 
     __slots__ = ("_options",)
+    _options: Options
 
     def __init__(self, options: Options):
         object.__setattr__(self, "_options", options)

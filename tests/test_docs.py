@@ -61,8 +61,16 @@ def examples():
     """Return the doctests of the public names and their methods, by qualified name."""
     found = {}
     finder = doctest.DocTestFinder()
-    for name in DOCUMENTED:
-        for test in finder.find(getattr(mpidist, name), name, globs={}):
+    documented = [(name, getattr(mpidist, name)) for name in DOCUMENTED]
+    # Methods may stand in a base class that has no public name
+    documented += [
+        (name, base)
+        for name, value in documented
+        for base in getattr(value, "__mro__", ())[1:]
+        if base.__module__.startswith("mpidist.") and base.__name__ not in NAMES
+    ]
+    for name, value in documented:
+        for test in finder.find(value, name, globs={}):
             is_public = not any(p.startswith("_") for p in test.name.split("."))
             if test.examples and is_public:
                 found[test.name] = test

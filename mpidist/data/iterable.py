@@ -16,11 +16,18 @@ from mpidist.data.map_dataset import Pass, Pipeline, Reading
 from mpidist.data.sources import as_element, take_element
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
-from mpidist.util import validation
+from mpidist.util import nest, validation
 from mpidist.util.threads import call_ahead
 from mpidist.values import DistributedValues
 
-__all__ = ["UNKNOWN_CARDINALITY", "Generated", "InOrder", "Step", "Stream"]
+__all__ = [
+    "UNKNOWN_CARDINALITY",
+    "Generated",
+    "InOrder",
+    "Step",
+    "Stream",
+    "count_rows",
+]
 
 UNKNOWN_CARDINALITY = -2
 _END = object()
@@ -241,6 +248,23 @@ class Step(Stream):
 
     def example(self) -> Any:
         return self._parent.example()
+
+
+def count_rows(batch: Any, call: str = "") -> int:
+    """Return the first dimension of all arrays of a batch.
+
+    Raises:
+      DataError: they have none, or unlike ones; `call` is what needs it.
+    """
+    shapes = [leaf.shape for leaf in nest.flatten(batch)[0]]
+    if not shapes or any(s[:1] != shapes[0][:1] or not s for s in shapes):
+        raise DataError(
+            f"{call and f'{call}: '}a batch needs arrays of equal first dimension, not "
+            f"of shapes {', '.join(map(str, shapes)) or 'none'}; does the generator "
+            "yield single elements? Then make Dataset.from_generator(...).batch(...) "
+            "of it"
+        )
+    return int(shapes[0][0])
 
 
 def _require_source(generator: Any) -> None:

@@ -395,10 +395,7 @@ class Agreement:
         return pickle.loads(payload)  # type: ignore[no-any-return]
 
     def gather(self, operation: str, value: T) -> list[T]:
-        """Return the `value` of every rank, by rank. Collective.
-
-        For small objects: they are pickled.
-        """
+        """Return each rank's `value`, a small object, by rank: pickled. Collective."""
         payload = self.prepare(operation, lambda: pickle.dumps(value))
         with self.turns:
             self.require_same(Call(operation))

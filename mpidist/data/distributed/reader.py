@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from mpidist.data import sharding
-from mpidist.data.iterable import UNKNOWN_CARDINALITY, Stream
+from mpidist.data.iterable import UNKNOWN_CARDINALITY, Stream, count_rows
 from mpidist.data.iterator_state import Origin
 from mpidist.data.map_dataset import INFINITE_CARDINALITY, Pass, Pipeline, Reading
 from mpidist.data.sources import as_element
@@ -243,7 +243,7 @@ class _StreamFeed:
         element = as_element(element)
         kind = _kind(element)
         self._kind = kind if self._kind is None else _require_like(kind, self._kind)
-        rows = _count_rows(element) if self._has_rows else None
+        rows = count_rows(element) if self._has_rows else None
         if self._plan.is_global:
             element = self._slice(element, rows or 0)
         return Portion(element, kind, rows)
@@ -324,18 +324,6 @@ def _require_like(kind: Any, before: Any) -> Any:
                 f"{b.dtype.name} of {b.ndim}"
             )
     return kind
-
-
-def _count_rows(batch: Any) -> int:
-    """Return the first dimension of all arrays of a batch."""
-    shapes = [leaf.shape for leaf in nest.flatten(batch)[0]]
-    if not shapes or any(s[:1] != shapes[0][:1] or not s for s in shapes):
-        raise DataError(
-            "a batch needs arrays of equal first dimension, not of shapes "
-            f"{', '.join(map(str, shapes)) or 'none'}; does the generator yield single "
-            "elements? Then make Dataset.from_generator(...).batch(...) of it"
-        )
-    return int(shapes[0][0])
 
 
 def is_global(policy: AutoShardPolicy) -> bool:
