@@ -37,7 +37,6 @@ class Stream:
     """One step and all before it. Elements are nests of arrays."""
 
     cardinality = UNKNOWN_CARDINALITY
-    file_count = 0
     may_be_scalars = False  # though they stand for batches
 
     @property
@@ -54,6 +53,15 @@ class Stream:
     def needs_entropy(self) -> bool:
         """Whether the order depends on `Pass.entropy`."""
         raise NotImplementedError  # pragma: no cover
+
+    @property
+    def file_count(self) -> int:
+        """How many files the rows come from; 0 for rows that are not in files."""
+        return 0
+
+    def shard_files(self, workers: int, worker: int) -> Stream:
+        """Return the same steps of the rows of one worker's files."""
+        return self.over(lambda parent: parent.shard_files(workers, worker))
 
     def describe(self) -> str:
         """Return what must be the same on every replica, as text."""
@@ -177,6 +185,10 @@ class InOrder(Stream):
     def needs_entropy(self) -> bool:
         return self._pipeline.needs_entropy
 
+    @property
+    def file_count(self) -> int:
+        return self._pipeline.file_count
+
     def describe(self) -> str:
         return self._pipeline.describe()
 
@@ -229,6 +241,10 @@ class Step(Stream):
     @property
     def needs_entropy(self) -> bool:
         return self._parent.needs_entropy
+
+    @property
+    def file_count(self) -> int:
+        return self._parent.file_count
 
     def describe(self) -> str:
         arguments = [v for k, v in vars(self).items() if k != "_parent"]

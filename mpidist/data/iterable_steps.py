@@ -204,6 +204,10 @@ class Concatenate(Stream):
     def needs_entropy(self) -> bool:
         return self._first.needs_entropy or self._second.needs_entropy
 
+    @property
+    def file_count(self) -> int:
+        return min(self._first.file_count, self._second.file_count)
+
     def describe(self) -> str:
         return f"{self._first.describe()}.concatenate({self._second.describe()})"
 

@@ -214,7 +214,7 @@ class Transformations:
         elements can only be had one after the other. `shuffle` behind it needs a
         buffer_size (so shuffle before), and it has no length. Divided over replicas
         every replica goes through all of it, so the predicate must say the same on
-        each.
+        each; with AutoShardPolicy.FILE, through its own files.
 
         Args:
           predicate: of an element; a tuple is passed as arguments. It returns one bool.

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import mpidist
 from mpidist import AutoShardPolicy, Dataset, Options, TensorSpec
 from mpidist.data.iterable import Stream
+from mpidist.data.map_dataset import Pass
 
 
 def numbers(n):
@@ -291,7 +292,7 @@ def test_interleave(sizes, cycle, block, calls, is_generated):
     )
     parts = [[10 * i + x for x in range(n)] for i, n in enumerate(sizes)]
     assert plains(rows) == plains(rows) == interleaved(parts, cycle, block)
-    assert not [t for t in threading.enumerate() if "mpidist" in t.name]
+    assert not [t for t in threading.enumerate() if "mpidist-prefetch" in t.name]
 
 
 def test_interleave_of_files(tmp_path):
@@ -382,6 +383,70 @@ def test_no_row_is_lost_or_doubled(strategy, comm, policy, size):
             shuffled = rows.shuffle().batch(size).with_options(options)
             found = everything(strategy, comm, shuffled)
             assert sorted(found) == list(range(0, 46, 2)), name
+
+
+def parts_of(pipeline, epoch, replicas):
+    """All replicas' rows of an epoch, step by step."""
+    return [
+        [
+            plain(pipeline.part(Pass(epoch, 7), i, replicas, replica))
+            for replica in range(replicas)
+        ]
+        for i in range(pipeline.length)
+    ]
+
+
+def flat(lists):
+    return [x for part in lists for x in part]
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(
+    n=st.integers(0, 40),
+    more=st.integers(0, 9),
+    size=st.integers(1, 9),
+    drop=st.booleans(),
+)
+def test_every_row_once_for_any_number_of_replicas(n, more, size, drop):
+    zipped = Dataset.zip(numbers(n).shuffle(), numbers(n + more).shuffle())
+    cases = [
+        zipped.map(lambda a, b: a),
+        numbers(n).enumerate().shuffle().map(lambda i, x: x),
+        numbers(n).shuffle().batch(3).unbatch().shuffle(),
+    ]
+    for rows in cases:
+        pipeline = rows.batch(size, drop).pipeline
+        orders = [flat(flat(parts_of(pipeline, epoch, 1))) for epoch in range(2)]
+        for order in orders:
+            assert len(order) == (n - n % size if drop else n)
+            assert sorted(set(order)) == sorted(order)
+        for replicas in range(2, 5):
+            for epoch in range(2):
+                assert flat(flat(parts_of(pipeline, epoch, replicas))) == orders[epoch]
+
+
+def test_filtered_files_can_be_divided(strategy, comm, mpi_tmp_path):
+    if comm.rank == 0:
+        for i in range(5):
+            with h5py.File(mpi_tmp_path / f"{i}.h5", "w") as file:
+                file["x"] = np.arange(10 * i, 10 * i + i)
+    comm.Barrier()
+    paths = [mpi_tmp_path / f"{i}.h5" for i in range(5)]
+    rows = Dataset.from_hdf5(paths, "x").filter(lambda x: x % 2 == 0).batch(4)
+    data = strategy.experimental_distribute_dataset(
+        rows.with_options(Options(AutoShardPolicy.FILE))
+    )
+    steps = on_all_ranks(strategy, comm, data)
+    assert sorted(in_order(steps)) == [10, 20, 30, 32, 40, 42]
+    for rank, parts in enumerate(zip(*steps)):
+        files = {x // 10 for part in parts for x in part.tolist()}
+        assert files <= set(range(rank, 5, comm.size))
+    data = numbers(4).filter(lambda x: True).batch(2)
+    with pytest.raises(ValueError, match="FILE needs a dataset of files"):
+        strategy.experimental_distribute_dataset(
+            data.with_options(Options(AutoShardPolicy.FILE))
+        )
 
 
 def test_every_rank_reads_all_with_off(strategy, comm):

@@ -344,7 +344,7 @@ def divide(
     if policy is AutoShardPolicy.OFF:
         return pipeline.rebatch(workers)
     files = pipeline.file_count
-    if files == 0 or isinstance(pipeline, Stream):
+    if files == 0:
         raise ArgumentError(
             "auto_shard_policy FILE needs a dataset of files, from Dataset.from_hdf5; "
             "use AutoShardPolicy.DATA"
