@@ -31,6 +31,11 @@ class Zip(Pipeline):
         self._spec = spec
 
     @property
+    def later_parts(self) -> tuple[Pipeline, ...]:
+        """All parts but the first: see `part_pass`."""
+        return self._parts[1:]
+
+    @property
     def length(self) -> int | None:
         lengths = [part.length for part in self._parts]
         return min((n for n in lengths if n is not None), default=None)

@@ -251,6 +251,11 @@ class Zip(Stream):
         self._spec = spec
 
     @property
+    def later_parts(self) -> tuple[Stream, ...]:
+        """All parts but the first: see `part_pass`."""
+        return self._parts[1:]
+
+    @property
     def batch_size(self) -> int | None:
         sizes = {part.batch_size for part in self._parts}
         return sizes.pop() if len(sizes) == 1 else None

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, NoReturn
 
-__all__ = ["DATASET", "MODULE", "REPLICA_CONTEXT", "STRATEGY", "refuse"]
+__all__ = ["DATASET", "DISTRIBUTED", "MODULE", "REPLICA_CONTEXT", "STRATEGY", "refuse"]
 
 _IN_REPLICA = "in a function that strategy.run runs, get_replica_context()"
 _RANK = "strategy.extended.replica_id (in a replica function, get_replica_context()"
@@ -92,6 +92,21 @@ DATASET = {
     "size": "len(dataset), or cardinality()",
     "shape": "element_spec",
     "split": "take() and skip(), or shard()",
+}
+
+_BEFORE = "dataset.{}, before the dataset is distributed"
+DISTRIBUTED = {
+    name: _BEFORE.format(name)
+    for name in (
+        *("batch", "cache", "concatenate", "enumerate", "filter", "interleave", "map"),
+        *("options", "prefetch", "repeat", "shard", "shuffle", "skip", "take"),
+        *("unbatch", "with_options", "zip"),
+    )
+} | {
+    "get_next": "iter(dataset).get_next()",
+    "get_next_as_optional": "iter(dataset).get_next_as_optional()",
+    "get_state": "iter(dataset).get_state()",
+    "set_state": "iter(dataset).set_state(state)",
 }
 
 MODULE = {

@@ -8,7 +8,7 @@ import threading
 import h5py
 import numpy as np
 import pytest
-from all_ranks import in_order, on_all_ranks
+from all_ranks import in_order, local, on_all_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -447,6 +447,22 @@ def test_filtered_files_can_be_divided(strategy, comm, mpi_tmp_path):
         strategy.experimental_distribute_dataset(
             data.with_options(Options(AutoShardPolicy.FILE))
         )
+
+
+@pytest.mark.parametrize("make", [numbers, generated])
+def test_caches_in_zipped_datasets(strategy, comm, make):
+    def zipped(seed):
+        cached = numbers(9).shuffle(seed=seed).cache()
+        return Dataset.zip(make(9), cached, cached.shuffle(seed=2)).batch(3)
+
+    data = strategy.experimental_distribute_dataset(zipped(1))
+    epochs = [[plain(local(strategy, batch)) for batch in data] for epoch in range(2)]
+    everyone = comm.allgather(epochs[1])
+    for leaf in (1, 2):
+        found = [x for mine in everyone for batch in mine for x in batch[leaf]]
+        assert sorted(found) == list(range(9))
+    with pytest.raises(ValueError, match="give the shuffle a seed"):
+        strategy.experimental_distribute_dataset(zipped(None))
 
 
 def test_every_rank_reads_all_with_off(strategy, comm):

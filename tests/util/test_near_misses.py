@@ -16,7 +16,9 @@ from mpidist.util import near_misses
 ROWS = mpidist.Dataset.range(4)
 CONTEXT = mpidist.get_replica_context()
 STRATEGY = mpidist.get_strategy()
+DIVIDED = STRATEGY.experimental_distribute_dataset(ROWS.batch(2))
 OWNERS = [
+    (DIVIDED, near_misses.DISTRIBUTED),
     (STRATEGY, near_misses.STRATEGY),
     (CONTEXT, near_misses.REPLICA_CONTEXT),
     (ROWS, near_misses.DATASET),
@@ -45,6 +47,7 @@ def test_a_near_miss_says_what_is_meant(owner, name):
         (mpidist.Dataset, "from_h5", r"Dataset\.from_hdf5"),
         (CONTEXT, "rank", "replica_id_in_sync_group"),
         (mpidist, "init", "MirroredStrategy"),
+        (DIVIDED, "map", r"dataset\.map, before"),
     ],
 )
 def test_the_name_that_is_meant(owner, name, meant):
@@ -59,7 +62,8 @@ def test_what_is_named_exists():
             for owner, name in re.findall(r"\b(strategy|Dataset|mpidist)\.(\w+)", text):
                 assert hasattr(owners[owner], name), text
             for name in re.findall(r"\b(?<!\.)(\w+)\(", text):
-                is_known = hasattr(mpidist.Dataset, name) or hasattr(mpidist, name)
+                owner = mpidist.Dataset, mpidist, mpidist.DistributedIterator
+                is_known = any(hasattr(some, name) for some in owner)
                 assert is_known or name in ("iter", "len"), text
 
 

@@ -11,7 +11,7 @@ import functools
 import os
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpidist.comm.banner import show_input
 from mpidist.comm.consensus.calls import Call
@@ -33,7 +33,7 @@ from mpidist.data.sharding import even_sizes
 from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.options import AutoShardPolicy, InputOptions
-from mpidist.util import nest, validation
+from mpidist.util import near_misses, nest, validation
 from mpidist.util.tracebacks import fold
 
 if TYPE_CHECKING:
@@ -287,6 +287,11 @@ class DistributedDataset:
             iterator.abandon()
             fold(error)
             raise
+
+    if not TYPE_CHECKING:  # or every name would be one
+
+        def __getattr__(self, name: str) -> NoReturn:
+            near_misses.refuse(self, name, near_misses.DISTRIBUTED)
 
     def __len__(self) -> int:
         return require_length(self.cardinality)
