@@ -68,7 +68,7 @@ Strategies and contexts
                                 indexed by the rank on its node; `communicator` is new
     tf.compat.v1's Strategy     StrategyV1, which MirroredStrategy is too: with
                                 make_dataset_iterator, make_input_fn_iterator,
-                                experimental_run, ...
+                                experimental_run, group, configure, ...
     StrategyExtended            with audit_variables beside TensorFlow's methods
     ReplicaContext              same
     get_strategy                same
@@ -133,7 +133,7 @@ Input
     InputOptions                batches are read ahead in a thread
     InputReplicationMode        PER_WORKER, since every worker is one replica
     tf.TensorSpec               TensorSpec: in `element_spec`, with None for the rows
-    tf.experimental.Optional    Optional: of get_next_as_optional
+    tf.experimental.Optional    Optional: of get_next_as_optional, from_value and empty
     tf.errors.OutOfRangeError   OutOfRangeError: a StopIteration
 
 Output
