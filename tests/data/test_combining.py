@@ -426,6 +426,29 @@ def test_every_row_once_for_any_number_of_replicas(n, more, size, drop):
                 assert flat(flat(parts_of(pipeline, epoch, replicas))) == orders[epoch]
 
 
+@pytest.mark.parametrize("n", [5, 17, 30])
+def test_chunks_are_mixed_behind_combined_files(tmp_path, n):
+    for i, count in enumerate((10, 7)):
+        with h5py.File(tmp_path / f"{i}.h5", "w") as file:
+            rows = np.arange(10 * i, 10 * i + count)
+            file.create_dataset("x", data=rows, chunks=(2,), compression="gzip")
+    files = Dataset.from_hdf5([tmp_path / "0.h5", tmp_path / "1.h5"], "x")
+    zipped = Dataset.zip(files, numbers(n))
+    cases = {
+        zipped.map(lambda x, i: i): (min(n, 17), lambda i: i),
+        files.enumerate().map(lambda i, x: x): (17, lambda i: i),
+        files.batch(5, drop_remainder=True).unbatch(): (15, lambda i: i),
+        files.batch(5).skip(1).take(1).unbatch(): (5, lambda i: 5 + i),
+    }
+    for rows, (count, expected) in cases.items():
+        shuffled = plains(rows.shuffle(seed=1, window_chunks=2))
+        assert sorted(shuffled) == [expected(i) for i in range(count)]
+        found = [x for b in rows.shuffle(window_chunks=2).batch(3) for x in plain(b)]
+        assert sorted(found) == [expected(i) for i in range(count)]
+    pairs = plains(zipped.shuffle(window_chunks=2))
+    assert sorted(pairs) == list(zip(range(17), range(n)))
+
+
 def test_filtered_files_can_be_divided(strategy, comm, mpi_tmp_path):
     if comm.rank == 0:
         for i in range(5):
