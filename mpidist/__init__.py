@@ -68,7 +68,7 @@ Strategies and contexts
                                 indexed by the rank on its node; `communicator` is new
     tf.compat.v1's Strategy     StrategyV1, which MirroredStrategy is too: with
                                 make_dataset_iterator, make_input_fn_iterator,
-                                experimental_run, ...
+                                experimental_run, group, configure, ...
     StrategyExtended            with audit_variables beside TensorFlow's methods
     ReplicaContext              with reduce_scatter and all_to_all
     get_strategy                same
@@ -119,9 +119,11 @@ Input
     tf.data.Dataset             Dataset: with from_hdf5; from_tensor_slices,
                                 from_tensors, from_generator, range; map, batch,
                                 shuffle (of all rows), repeat, take, skip, shard,
-                                concatenate, cache (in memory, once per node),
+                                concatenate, zip, enumerate, unbatch, filter,
+                                interleave, reduce, cache (in memory, once per node),
                                 prefetch, with_options
-    tf.data.Options             Options: auto_shard_policy, and no others
+    tf.data.Options             Options: experimental_distribute.auto_shard_policy, and
+                                no others
     tf.data.experimental.AutoShardPolicy
                                 AutoShardPolicy: OFF, AUTO, FILE, DATA; no HINT
     tf.data.INFINITE_CARDINALITY, tf.data.UNKNOWN_CARDINALITY
@@ -135,7 +137,7 @@ Input
     InputOptions                batches are read ahead in a thread
     InputReplicationMode        PER_WORKER, since every worker is one replica
     tf.TensorSpec               TensorSpec: in `element_spec`, with None for the rows
-    tf.experimental.Optional    Optional: of get_next_as_optional
+    tf.experimental.Optional    Optional: of get_next_as_optional, from_value and empty
     tf.errors.OutOfRangeError   OutOfRangeError: a StopIteration
 
 Output
@@ -213,7 +215,8 @@ if not commands.is_command():
         Dataset,
     )
     from mpidist.data.distributed.datasets import DistributedDataset, InputContext
-    from mpidist.data.distributed.iterator import DistributedIterator, Optional
+    from mpidist.data.distributed.iterator import DistributedIterator
+    from mpidist.data.distributed.optional import Optional
     from mpidist.data.iterator import DatasetIterator
     from mpidist.data.spec import TensorSpec
     from mpidist.errors import (
@@ -291,7 +294,9 @@ _LATER = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
-        raise AttributeError(f"module 'mpidist' has no attribute {name!r}")
+        from mpidist.util import near_misses
+
+        near_misses.refuse(sys.modules[__name__], name, near_misses.MODULE)
     value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
     return value
 

@@ -22,6 +22,10 @@
 Errors in the arguments of a collective, and errors that happen inside
 `Strategy.run`, are raised on every replica, before any data move. On a replica that
 was not the one to fail, the error's `origin_rank` says which one was.
+
+Tracebacks of errors in functions that `Strategy.run`, `ReplicaContext.merge_call` and
+`Dataset.map` call show the program's own lines, and one of mpidist; the variable
+MPIDIST_FULL_TRACEBACKS=1 shows all.
 """
 
 from __future__ import annotations

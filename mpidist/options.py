@@ -406,24 +406,73 @@ class InputOptions:
             )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Options:
-    """Options of a dataset, for `Dataset.with_options`.
+    """Options of a dataset, for `Dataset.with_options`, which takes a copy of them.
 
     Args:
-      auto_shard_policy: how the dataset is divided over the workers.
+      auto_shard_policy: how the dataset is divided over the workers. TensorFlow's place
+        for it is `experimental_distribute.auto_shard_policy`: that is the same one.
+
+    Raises, also where the policy is set later:
+      ArgumentTypeError: it is no AutoShardPolicy.
+      AttributeError: another option is set.
 
     Example:
       >>> options = mpidist.Options(mpidist.AutoShardPolicy.DATA)
       >>> mpidist.Dataset.range(4).with_options(options).options().auto_shard_policy
       <AutoShardPolicy.DATA: 2>
+      >>> policy = mpidist.AutoShardPolicy.OFF
+      >>> options.experimental_distribute.auto_shard_policy = policy
+      >>> options
+      Options(auto_shard_policy=<AutoShardPolicy.OFF: -1>)
     """
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.auto_shard_policy, AutoShardPolicy):
-            raise ArgumentTypeError(
-                "auto_shard_policy must be an AutoShardPolicy, not "
-                f"{validation.shown(self.auto_shard_policy)}"
-            )
+    @property
+    def experimental_distribute(self) -> _DistributeOptions:
+        """The options of the division over workers."""
+        return _DistributeOptions(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, _checked_policy(name, value))
+
+
+class _DistributeOptions:
+    """The options of the division over workers, kept in an `Options` object."""
+
+    __slots__ = ("_options",)
+    _options: Options
+
+    def __init__(self, options: Options):
+        object.__setattr__(self, "_options", options)
+
+    @property
+    def auto_shard_policy(self) -> AutoShardPolicy:
+        """How the dataset is divided over the workers."""
+        return self._options.auto_shard_policy
+
+    @auto_shard_policy.setter
+    def auto_shard_policy(self, policy: AutoShardPolicy) -> None:
+        self._options.auto_shard_policy = policy
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, _checked_policy(name, value))
+
+    def __repr__(self) -> str:
+        return f"DistributeOptions(auto_shard_policy={self.auto_shard_policy!r})"
+
+
+def _checked_policy(name: str, value: Any) -> AutoShardPolicy:
+    if name != "auto_shard_policy":
+        raise AttributeError(
+            f"there is no option {name!r} of a dataset here; the one that there is, is "
+            "auto_shard_policy"
+        )
+    if not isinstance(value, AutoShardPolicy):
+        raise ArgumentTypeError(
+            "auto_shard_policy must be an AutoShardPolicy, not "
+            f"{validation.shown(value)}"
+        )
+    return value

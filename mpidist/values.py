@@ -95,7 +95,8 @@ class DistributedValues:
 
 
 _ADVICE = (
-    "Use strategy.reduce or strategy.gather to combine them, or "
+    "Use strategy.run(function, args=(value,)) to compute with each replica's own, "
+    "strategy.reduce or strategy.gather to combine them, or "
     "strategy.experimental_local_results to look at this process's own"
 )
 

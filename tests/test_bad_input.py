@@ -30,6 +30,7 @@ SWITCHES = (
     "MPIDIST_BANNER",
     "MPIDIST_BIND_GPU",
     "MPIDIST_CUDA_AWARE",
+    "MPIDIST_FULL_TRACEBACKS",
 )
 
 
@@ -186,6 +187,28 @@ CALLS |= {
     "num_parallel_calls": lambda p, j: p.first(rows().map(abs, j)),
     "prefetch buffer_size": lambda p, j: p.first(rows().prefetch(j)),
     "options": lambda p, j: rows().with_options(j),
+    "zip": lambda p, j: p.first(Dataset.zip(rows(), j)),
+    "predicate": lambda p, j: p.first(rows().filter(j)),
+    "result of the predicate": lambda p, j: p.first(rows().filter(lambda x: j)),
+    "enumerate start": lambda p, j: p.first(rows().enumerate(j)),
+    "interleave map_func": lambda p, j: p.first(rows().interleave(j)),
+    "result of map_func": lambda p, j: p.first(rows().interleave(lambda x: j)),
+    "cycle_length": lambda p, j: p.first(rows().interleave(lambda x: rows(), j)),
+    "block_length": lambda p, j: p.first(rows().interleave(lambda x: rows(), 1, j)),
+    "interleave num_parallel_calls": lambda p, j: p.first(
+        rows().interleave(lambda x: rows(), 1, 1, j)
+    ),
+    "deterministic": lambda p, j: rows().interleave(abs, deterministic=j),
+    "reduce_func": lambda p, j: rows().reduce(0, j),
+    "distributed reduce_func": lambda p, j: p.strategy.experimental_distribute_dataset(
+        rows().batch(2)
+    ).reduce(0, j),
+    "element_spec": lambda p, j: mpidist.Optional.empty(j),
+    "session_config": lambda p, j: p.strategy.configure(j),
+    "cluster_spec": lambda p, j: p.strategy.configure(None, j),
+    "numpy_input|from_tensor_slices": lambda p, j: (
+        p.strategy.experimental_make_numpy_dataset(j)
+    ),
     "concatenate|once": lambda p, j: rows().batch(2).concatenate(j),
     "stop": lambda p, j: p.first(Dataset.range(j)),
     "start": lambda p, j: p.first(Dataset.range(j, 5)),

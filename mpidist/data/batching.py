@@ -10,6 +10,7 @@ import numpy as np
 
 from mpidist.data import sharding
 from mpidist.data.map_dataset import Pass, Pipeline, Step
+from mpidist.data.ordering import FullBatches
 from mpidist.data.shuffling import BlockOrder, Blocks
 from mpidist.data.sources import Positions, from_lists, owned, stack
 from mpidist.data.spec import batch_of
@@ -17,7 +18,7 @@ from mpidist.errors import ArgumentError
 from mpidist.util import nest
 from mpidist.util.threads import call_all
 
-__all__ = ["Batch", "Map", "call_mapped"]
+__all__ = ["Batch", "Map", "call_function", "call_mapped"]
 
 
 class Map(Step):
@@ -132,6 +133,15 @@ class Batch(Step):
     def parallel_calls(self) -> int:
         return 1  # the rows of one batch are spread over threads
 
+    @property
+    def has_even_batches(self) -> bool:
+        return True
+
+    def unbatched(self) -> Pipeline:
+        if self._drop_remainder:
+            return FullBatches(self._parent, self._batch_size)
+        return self._parent
+
     def for_batches(self, batch_size: int) -> Pipeline:
         return self  # batches of batches
 
@@ -234,16 +244,21 @@ def _leaves(value: Any) -> Sequence[Any]:
     return nest.flatten(value)[0]
 
 
+def call_function(fn: Callable[..., Any], element: Any) -> Any:
+    """Return `fn(element)`; a tuple is passed as arguments."""
+    try:
+        return fn(*element) if type(element) is tuple else fn(element)
+    except StopIteration as error:  # it would end an iteration, silently
+        raise RuntimeError("a mapped function raised StopIteration") from error
+
+
 def call_mapped(fn: Callable[..., Any], element: Any) -> Any:
     """Return `fn(element)`; a tuple is passed as arguments.
 
     Nobody but the caller has its arrays, unless they are those of the element.
     """
     arguments = element if type(element) is tuple else (element,)
-    try:
-        holder = [fn(*arguments)]
-    except StopIteration as error:  # it would end an iteration, silently
-        raise RuntimeError("a mapped function raised StopIteration") from error
+    holder = [call_function(fn, element)]
     if type(holder[0]) is not np.ndarray:
         holder.append(from_lists(holder.pop()))
     return owned(holder, arguments)

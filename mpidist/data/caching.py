@@ -144,6 +144,14 @@ class Cache(AnyCache):
     def _after(self, parent: Pipeline) -> Pipeline:
         return Cache(parent)  # it has other elements
 
+    @property
+    def has_even_batches(self) -> bool:
+        return self._parent.has_even_batches
+
+    def unbatched(self) -> Pipeline | None:
+        rows = self._parent.unbatched()
+        return rows and Cache(rows)
+
     def require_end(self) -> None:
         """Raise if there is no end of the elements."""
         if self._parent.length is None:

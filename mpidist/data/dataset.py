@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import secrets
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -15,15 +15,21 @@ import numpy.typing as npt
 from mpidist.data.hdf5.names import check_names, list_files
 from mpidist.data.hdf5.rows import Hdf5Rows
 from mpidist.data.iterable import UNKNOWN_CARDINALITY, Generated, Stream
-from mpidist.data.iterator import DatasetIterator, concatenate, is_sharded, steps_of
+from mpidist.data.iterator import (
+    DatasetIterator,
+    concatenate,
+    is_sharded,
+    warn_undistributed,
+    zip_together,
+)
 from mpidist.data.iterator_state import Passes
 from mpidist.data.map_dataset import INFINITE_CARDINALITY, Pipeline, Rows
 from mpidist.data.sources import ArrayRows, RangeRows, as_element, from_lists
+from mpidist.data.transformations import Transformations
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import MOST_BUFFERED, AutoShardPolicy, Options
-from mpidist.util import nest, validation
-from mpidist.util.notices import warn
-from mpidist.util.threads import count_threads
+from mpidist.util import near_misses, nest, validation
+from mpidist.util.tracebacks import fold
 from mpidist.values import DistributedValues
 
 __all__ = [
@@ -32,15 +38,21 @@ __all__ = [
     "INFINITE_CARDINALITY",
     "UNKNOWN_CARDINALITY",
     "as_dataset",
+    "require_end",
     "require_length",
-    "warn_undistributed",
 ]
 
 
-_LARGEST_SEED = 1 << 256
+class _DatasetType(type):
+    """The class of `Dataset`, which has no attributes but those that exist."""
+
+    if not TYPE_CHECKING:  # or every name would be one
+
+        def __getattr__(cls, name: str) -> NoReturn:
+            near_misses.refuse(cls, name, near_misses.DATASET)
 
 
-class Dataset:
+class Dataset(Transformations, metaclass=_DatasetType):
     """Elements to iterate over: nests of arrays. Made by the `from_...` functions.
 
     Each method returns a new dataset and leaves its own as it was. Nothing is read
@@ -67,7 +79,6 @@ class Dataset:
         read_ahead: int = 0,
     ):
         self._pipeline = pipeline
-        self._steps = steps_of(pipeline)
         self._options = options or Options()
         self._read_ahead = read_ahead
         # Without a seed to be drawn, states are alike in every process
@@ -164,108 +175,66 @@ class Dataset:
         """
         return Dataset(Rows(Hdf5Rows(list_files(files), check_names(datasets))))
 
-    def map(
-        self, map_func: Callable[..., Any], num_parallel_calls: int | None = None
-    ) -> Dataset:
-        """Return a dataset of `map_func(element)`; a tuple is passed as arguments.
+    @staticmethod
+    def zip(*args: Any, datasets: Any = None) -> Dataset:
+        """Return a dataset of elements of several datasets side by side.
 
-        Before `batch` the function sees one row at a time. After `batch` it sees the
-        rows of a batch; in a distributed dataset those are this replica's rows, so
-        there it must treat each row by itself and return as many rows as it got. (Of
-        a generator's dataset it sees whole batches, on every replica.)
-
-        Args:
-          map_func: of an element. It may fill and return the same array again.
-          num_parallel_calls: in how many threads it is called at the same time; -1
-            (TensorFlow's AUTOTUNE) for one per core; None for one by one. The order
-            stays. The rows of a batch are spread over the threads; single elements,
-            and batches, are computed ahead. This helps where `map_func` waits, or is
-            in functions that let other threads run, as many of NumPy are.
-        """
-        function = validation.function("map_func", map_func)
-        return self._then(self._steps.map, function, count_threads(num_parallel_calls))
-
-    def shuffle(
-        self,
-        buffer_size: int | None = None,
-        seed: int | None = None,
-        reshuffle_each_iteration: bool = True,
-        *,
-        window_chunks: int | None = None,
-    ) -> Dataset:
-        """Return a dataset of the same elements in a random order.
-
-        The order is a permutation of all elements, whatever `buffer_size` says: rows
-        need not pass through a buffer here. It is a function of the seed and the epoch,
-        the same for any number of replicas. (Only the elements of a generator pass
-        through a buffer of `buffer_size`, from which they are drawn.)
-
-        All permutations are alike to come up but for rows of HDF5 files in compressed
-        chunks, where each row would cost the decoding of a chunk. There the chunks come
-        in a random order, and the rows of several are mixed, of `window_chunks`; which
-        rows meet in a batch then also depends on the batch size. (Compressed datasets
-        that have at most 64 MiB in all are kept decoded, and shuffled exactly.)
+        It ends with the shortest. If each of them can be read at any place, so can
+        this one; otherwise (with a generator's dataset) its elements can only be had
+        one after the other. Shuffles before it that were given no seed have an order of
+        their own in each dataset. AutoShardPolicy.FILE is refused, as the rows of one
+        file belong to rows of several others.
 
         Args:
-          buffer_size: None or >= 1; needed for a generator.
-          seed: an integer of up to 256 bits. None draws one, which all replicas share.
-          reshuffle_each_iteration: whether each epoch has another order.
-          window_chunks: how many chunks are mixed at a time, over all replicas; at
-            least one for each 16 to 32 rows of a batch are. 0 always permutes exactly;
-            None mixes 64 chunks (fewer if these have more than 256 MiB) where chunks
-            are compressed, and else permutes exactly. A number mixes that many
-            everywhere; uncompressed rows count as chunks of 1 MiB if they have none.
+          *args: datasets; or one structure of datasets: tuples and dicts.
+          datasets: that structure, by name.
+
+        The options are those of the datasets.
+
+        Raises:
+          ArgumentError: no dataset; they have different policies in their options.
+          ArgumentTypeError: something else than datasets; a list.
+        Raises, when batches are divided over replicas, on all of them:
+          ArgumentError: the last batches have unlike numbers of rows.
+
+        Example:
+          >>> x = mpidist.Dataset.from_tensor_slices([1.0, 2.0, 3.0])
+          >>> for batch in mpidist.Dataset.zip(x, mpidist.Dataset.range(10)).batch(2):
+          ...     print(*batch)
+          [1. 2.] [0 1]
+          [3.] [2]
         """
-        size = validation.optional_integer("buffer_size", buffer_size, 1)
-        most = _LARGEST_SEED
-        seed = validation.optional_integer("seed", seed, -most, " or None", most)
-        chunks = validation.optional_integer("window_chunks", window_chunks, 0, "")
-        reshuffle = validation.switch(
-            "reshuffle_each_iteration", reshuffle_each_iteration
+        given, spec = nest.flatten(_structure(args, datasets))
+        return Dataset(
+            zip_together([dataset._pipeline for dataset in given], spec),
+            _common_options(given),
         )
-        return self._then(self._steps.shuffle, size, seed, reshuffle, chunks)
 
-    def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
-        """Return a dataset of batches: arrays `(batch_size, *shape)`.
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Return the state after one pass: `state = reduce_func(state, element)`.
 
         Args:
-          batch_size: rows per batch; the last batch of an epoch may have fewer.
-          drop_remainder: leave that last, smaller batch out.
+          initial_state: what the function gets first; returned if there is no element.
+          reduce_func: of the state and an element.
+
+        Raises:
+          ArgumentError: the dataset has no end.
+          What `reduce_func` raises, and what iterating does.
+
+        Example:
+          >>> mpidist.Dataset.range(5).reduce(0, lambda state, x: state + int(x))
+          10
         """
-        size = validation.integer("batch_size", batch_size, 1)
-        drop_remainder = validation.switch("drop_remainder", drop_remainder)
-        return self._then(self._steps.batch, size, drop_remainder)
-
-    def repeat(self, count: int | None = None) -> Dataset:
-        """Return a dataset that goes through this one `count` times, None for ever.
-
-        Shuffles before it give another order each time.
-        """
-        count = validation.optional_integer("count", count)
-        if count == -1:  # TensorFlow's other word for it
-            count = None
-        count = validation.optional_integer("count", count, 0, ", or None")
-        return self._then(self._steps.repeat, count)
-
-    def take(self, count: int) -> Dataset:
-        """Return a dataset of the first `count` elements; -1 takes all."""
-        if validation.integer("count", count) == -1:
-            return self._then(self._steps.window, 0, None)
-        count = validation.integer("count", count, 0, ", or -1 for all")
-        return self._then(self._steps.window, 0, count)
-
-    def skip(self, count: int) -> Dataset:
-        """Return a dataset of all elements but the first `count`."""
-        start = validation.integer("count", count, 0)
-        return self._then(self._steps.window, start, None)
-
-    def shard(self, num_shards: int, index: int) -> Dataset:
-        """Return a dataset of every `num_shards`-th element, from `index` on."""
-        num_shards = validation.integer("num_shards", num_shards, 1)
-        index = validation.integer("index", index, 0)
-        if index >= num_shards:
-            raise ArgumentError(f"index must be in 0..{num_shards - 1}, not {index}")
-        return self._then(self._steps.shard, num_shards, index)
+        function = validation.function("reduce_func", reduce_func)
+        require_end(self.cardinality(), "Dataset.reduce")
+        elements = self._iterate()
+        try:
+            return functools.reduce(function, elements, initial_state)
+        except BaseException as error:
+            fold(error)
+            raise
+        finally:
+            elements.close()
 
     def concatenate(self, dataset: Dataset) -> Dataset:
         """Return a dataset of the elements of this one, then those of `dataset`.
@@ -282,26 +251,6 @@ class Dataset:
             )
         return Dataset(concatenate(first, second), self._options)
 
-    def cache(self) -> Dataset:
-        """Return a dataset that keeps its elements in memory once they were read.
-
-        What comes before is done once, and stays in the order of the first epoch; so
-        shuffle afterwards. Of a generator only a complete pass is kept. Datasets made
-        of this one share what is kept, unless each draws an order of its own (by a
-        shuffle before, without a seed).
-
-        In a distributed dataset the ranks of a node share one copy of the rows, in an
-        MPI window, which is freed when no rank has the dataset and the next is made, or
-        with the strategy. (Where each replica has data of its own, by
-        `distribute_datasets_from_function` or AutoShardPolicy.FILE, it keeps its own.)
-
-        Raises, when it is first used, or distributed, then on all ranks:
-          ArgumentError: it has no end (call `repeat` afterwards); or it is distributed,
-            and a generator's, or rows are no numbers, bools or strings of one fixed
-            size, or a node has too little memory left for all of them.
-        """
-        return self._then(self._steps.cache)
-
     def prefetch(self, buffer_size: int) -> Dataset:
         """Return a dataset that reads `buffer_size` elements ahead, in a thread.
 
@@ -317,11 +266,11 @@ class Dataset:
     def with_options(self, options: Options) -> Dataset:
         """Return this dataset with `options`, which steps after it keep."""
         options = validation.instance("options", options, Options)
-        return Dataset(self._pipeline, options, self._read_ahead)
+        return Dataset(self._pipeline, copy.copy(options), self._read_ahead)
 
     def options(self) -> Options:
-        """Return the options of this dataset."""
-        return self._options
+        """Return the options of this dataset: a copy, which may be changed."""
+        return copy.copy(self._options)
 
     def cardinality(self) -> int:
         """Return the number of elements.
@@ -334,16 +283,64 @@ class Dataset:
         return require_length(self.cardinality())
 
     def __iter__(self) -> DatasetIterator:
+        return self._iterate()
+
+    def _iterate(self) -> DatasetIterator:
         is_meant = self._options.auto_shard_policy is AutoShardPolicy.OFF
         if not (is_meant or is_sharded(self._pipeline)):
             warn_undistributed()
         return DatasetIterator(self._pipeline, self._passes, self._read_ahead)
 
-    def _then(self, step: Callable[..., Any], *arguments: Any) -> Dataset:
-        return Dataset(step(self._pipeline, *arguments), self._options)
+    if not TYPE_CHECKING:  # or every name would be one
+
+        def __getattr__(self, name: str) -> NoReturn:
+            near_misses.refuse(self, name, near_misses.DATASET)
+
+    def _after(self, pipeline: Pipeline | Stream) -> Dataset:
+        return Dataset(pipeline, self._options)
 
 
 DatasetLike = Dataset | Iterable[Any] | Callable[[], Iterable[Any]]
+
+
+def _structure(args: tuple[Any, ...], datasets: Any) -> Any:
+    """Return the structure of datasets that `Dataset.zip` was given."""
+    if args and datasets is not None:
+        raise ArgumentTypeError("zip takes its datasets in order or by name, not both")
+    if args:
+        datasets = args[0] if len(args) == 1 else args
+    leaves, _ = nest.flatten(() if datasets is None else datasets)
+    if not leaves:
+        raise ArgumentError("zip needs at least one dataset")
+    for leaf in leaves:
+        if not isinstance(leaf, Dataset):
+            raise ArgumentTypeError(
+                f"zip needs tuples and dicts of datasets, not {validation.shown(leaf)}"
+            )
+    _refuse_lists(datasets)
+    return datasets
+
+
+def _refuse_lists(datasets: Any) -> None:
+    if isinstance(datasets, list):
+        raise ArgumentTypeError(
+            "zip needs tuples and dicts of datasets, not a list, which is no structure "
+            "in a dataset; make a tuple of it"
+        )
+    parts = datasets.values() if isinstance(datasets, Mapping) else datasets
+    for part in parts if not isinstance(datasets, Dataset) else ():
+        _refuse_lists(part)
+
+
+def _common_options(datasets: Sequence[Dataset]) -> Options:
+    """Return the options of datasets that are read together."""
+    policies = {dataset._options.auto_shard_policy for dataset in datasets}
+    if len(asked := policies - {AutoShardPolicy.AUTO}) > 1:
+        names = " and ".join(sorted(policy.name for policy in asked))
+        raise ArgumentError(
+            f"zip: the datasets have unlike options: auto_shard_policy {names}"
+        )
+    return Options(*asked)
 
 
 def as_dataset(value: Any, call: str) -> Dataset:
@@ -374,39 +371,9 @@ def require_length(cardinality: int) -> int:
     return cardinality
 
 
-# Functions that these call may iterate over datasets: a generator's function, or the
-# one given to distribute_datasets_from_function, or to Strategy.run
-_CALLERS = ("mpidist.data.", "mpidist.strategy.extended")
-
-_has_warned = False
-
-
-def warn_undistributed() -> None:
-    """Warn once in a job that all ranks read all rows; to be called by `__iter__`.
-
-    Rank 1 does: what rank 0 does alone, such as an evaluation, is done on purpose.
-    """
-    global _has_warned
-    MPI = sys.modules.get("mpi4py.MPI")  # noqa: N806  # commands run without MPI, too
-    if _has_warned or MPI is None or not MPI.Is_initialized() or MPI.Is_finalized():
-        return
-    if MPI.COMM_WORLD.Get_rank() != 1 or _is_called_by_library(sys._getframe(2)):
-        return
-    _has_warned = True
-    warn(
-        "a dataset is iterated over without being distributed: each of the "
-        f"{MPI.COMM_WORLD.Get_size()} ranks of this job reads all of its rows, in "
-        "another order after a shuffle without a seed. Divide it by "
-        "strategy.experimental_distribute_dataset(dataset); if each rank is to read "
-        "everything, say so by dataset.with_options(mpidist.Options("
-        "mpidist.AutoShardPolicy.OFF)). (Rank 1 says this, once)",
-        stacklevel=3,
-    )
-
-
-def _is_called_by_library(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_CALLERS):
-            return True
-        frame = frame.f_back
-    return False
+def require_end(cardinality: int, call: str) -> None:
+    """Raise an ArgumentError if a dataset has no end."""
+    if cardinality == INFINITE_CARDINALITY:
+        raise ArgumentError(
+            f"{call} would never return: the dataset has no end; call take(count) first"
+        )

@@ -16,11 +16,18 @@ from mpidist.data.map_dataset import Pass, Pipeline, Reading
 from mpidist.data.sources import as_element, take_element
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
-from mpidist.util import validation
+from mpidist.util import nest, validation
 from mpidist.util.threads import call_ahead
 from mpidist.values import DistributedValues
 
-__all__ = ["UNKNOWN_CARDINALITY", "Generated", "InOrder", "Step", "Stream"]
+__all__ = [
+    "UNKNOWN_CARDINALITY",
+    "Generated",
+    "InOrder",
+    "Step",
+    "Stream",
+    "count_rows",
+]
 
 UNKNOWN_CARDINALITY = -2
 _END = object()
@@ -30,7 +37,7 @@ class Stream:
     """One step and all before it. Elements are nests of arrays."""
 
     cardinality = UNKNOWN_CARDINALITY
-    file_count = 0
+    may_be_scalars = False  # though they stand for batches
 
     @property
     def batch_size(self) -> int | None:
@@ -46,6 +53,15 @@ class Stream:
     def needs_entropy(self) -> bool:
         """Whether the order depends on `Pass.entropy`."""
         raise NotImplementedError  # pragma: no cover
+
+    @property
+    def file_count(self) -> int:
+        """How many files the rows come from; 0 for rows that are not in files."""
+        return 0
+
+    def shard_files(self, workers: int, worker: int) -> Stream:
+        """Return the same steps of the rows of one worker's files."""
+        return self.over(lambda parent: parent.shard_files(workers, worker))
 
     def describe(self) -> str:
         """Return what must be the same on every replica, as text."""
@@ -87,12 +103,17 @@ class Generated(Stream):
       generator: an iterable that starts again each time, or a function that returns
         one.
       is_batched: whether it yields batches.
+      may_be_scalars: whether it may yield scalars in place of batches.
     """
 
     def __init__(
-        self, generator: Callable[[], Iterable[Any]] | Iterable[Any], is_batched: bool
+        self,
+        generator: Callable[[], Iterable[Any]] | Iterable[Any],
+        is_batched: bool,
+        may_be_scalars: bool = False,
     ):
         _require_source(generator)
+        self.may_be_scalars = may_be_scalars
         self._generator = generator
         self._is_batched = is_batched
         self._last: Iterator[Any] | None = None
@@ -164,6 +185,10 @@ class InOrder(Stream):
     def needs_entropy(self) -> bool:
         return self._pipeline.needs_entropy
 
+    @property
+    def file_count(self) -> int:
+        return self._pipeline.file_count
+
     def describe(self) -> str:
         return self._pipeline.describe()
 
@@ -217,6 +242,10 @@ class Step(Stream):
     def needs_entropy(self) -> bool:
         return self._parent.needs_entropy
 
+    @property
+    def file_count(self) -> int:
+        return self._parent.file_count
+
     def describe(self) -> str:
         arguments = [v for k, v in vars(self).items() if k != "_parent"]
         name = type(self).__name__.lower()
@@ -235,6 +264,23 @@ class Step(Stream):
 
     def example(self) -> Any:
         return self._parent.example()
+
+
+def count_rows(batch: Any, call: str = "") -> int:
+    """Return the first dimension of all arrays of a batch.
+
+    Raises:
+      DataError: they have none, or unlike ones; `call` is what needs it.
+    """
+    shapes = [leaf.shape for leaf in nest.flatten(batch)[0]]
+    if not shapes or any(s[:1] != shapes[0][:1] or not s for s in shapes):
+        raise DataError(
+            f"{call and f'{call}: '}a batch needs arrays of equal first dimension, not "
+            f"of shapes {', '.join(map(str, shapes)) or 'none'}; does the generator "
+            "yield single elements? Then make Dataset.from_generator(...).batch(...) "
+            "of it"
+        )
+    return int(shapes[0][0])
 
 
 def _require_source(generator: Any) -> None:

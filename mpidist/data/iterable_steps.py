@@ -8,22 +8,40 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpidist.data import sharding
-from mpidist.data.batching import call_mapped
-from mpidist.data.iterable import Step, Stream
-from mpidist.data.map_dataset import Pass
+from mpidist.data.batching import call_function, call_mapped
+from mpidist.data.combining import part_pass
+from mpidist.data.iterable import InOrder, Step, Stream, count_rows
+from mpidist.data.map_dataset import Pass, Pipeline
 from mpidist.data.ordering import lap_pass
 from mpidist.data.sources import as_element, stack
 from mpidist.data.spec import batch_of, require_like, spec_of
-from mpidist.errors import ArgumentError, DataError
-from mpidist.util.threads import call_ahead
+from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
+from mpidist.util import nest, validation
+from mpidist.util.threads import call_ahead, read_ahead
 
-__all__ = ["Batch", "Concatenate", "Map", "Repeat", "Shard", "Shuffle", "Window"]
+if TYPE_CHECKING:
+    from mpidist.data.dataset import Dataset
+
+__all__ = [
+    "Batch",
+    "Concatenate",
+    "Enumerate",
+    "Filter",
+    "Interleave",
+    "Map",
+    "Repeat",
+    "Shard",
+    "Shuffle",
+    "Unbatch",
+    "Window",
+    "Zip",
+]
 
 
 class Map(Step):
@@ -186,6 +204,10 @@ class Concatenate(Stream):
     def needs_entropy(self) -> bool:
         return self._first.needs_entropy or self._second.needs_entropy
 
+    @property
+    def file_count(self) -> int:
+        return min(self._first.file_count, self._second.file_count)
+
     def describe(self) -> str:
         return f"{self._first.describe()}.concatenate({self._second.describe()})"
 
@@ -219,3 +241,232 @@ class Concatenate(Stream):
             return self._first.example()
         except DataError:
             return self._second.example()
+
+
+class Zip(Stream):
+    """Elements of several streams, in a structure, up to the end of the shortest."""
+
+    def __init__(self, parts: Sequence[Stream], spec: nest.Spec):
+        self._parts = tuple(parts)
+        self._spec = spec
+
+    @property
+    def later_parts(self) -> tuple[Stream, ...]:
+        """All parts but the first: see `part_pass`."""
+        return self._parts[1:]
+
+    @property
+    def batch_size(self) -> int | None:
+        sizes = {part.batch_size for part in self._parts}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @property
+    def is_batched(self) -> bool:
+        sizes = {part.batch_size for part in self._parts if part.batch_size}
+        return len(sizes) <= 1 and all(part.is_batched for part in self._parts)
+
+    @property
+    def needs_entropy(self) -> bool:
+        return any(part.needs_entropy for part in self._parts)
+
+    def describe(self) -> str:
+        return f"zip({self._spec}, {', '.join(p.describe() for p in self._parts)})"
+
+    def describe_source(self) -> str:
+        return ", ".join(part.describe_source() for part in self._parts)
+
+    def over(self, change: Callable[[Any], Any]) -> Stream:
+        return Zip([change(part) for part in self._parts], self._spec)
+
+    def rebatch(self, workers: int) -> Stream:
+        return self.over(lambda part: part.rebatch(workers))
+
+    def iterate(self, order: Pass) -> Iterator[Any]:
+        given = [
+            part.iterate(part_pass(order, i)) for i, part in enumerate(self._parts)
+        ]
+        return (nest.unflatten(self._spec, elements) for elements in zip(*given))
+
+    def example(self) -> Any:
+        return nest.unflatten(self._spec, [part.example() for part in self._parts])
+
+
+class Enumerate(Step):
+    """The elements with their numbers, from `start` on, before them."""
+
+    def __init__(self, parent: Stream, start: int):
+        super().__init__(parent)
+        self._start = start
+
+    @property
+    def batch_size(self) -> None:
+        return None
+
+    @property
+    def is_batched(self) -> bool:
+        return False  # a number has no rows
+
+    def iterate(self, order: Pass) -> Iterator[Any]:
+        numbered = enumerate(self._parent.iterate(order), self._start)
+        return ((np.int64(i), element) for i, element in numbered)
+
+    def example(self) -> Any:
+        return np.int64(self._start), self._parent.example()
+
+
+class Unbatch(Step):
+    """The rows of each element."""
+
+    @property
+    def batch_size(self) -> None:
+        return None
+
+    @property
+    def is_batched(self) -> bool:
+        return False
+
+    def rebatch(self, workers: int) -> Stream:
+        return self  # its batches are not those that are divided
+
+    def iterate(self, order: Pass) -> Iterator[Any]:
+        for batch in map(as_element, self._parent.iterate(order)):
+            leaves, spec = nest.flatten(batch)
+            for i in range(count_rows(batch, "unbatch")):
+                yield nest.unflatten(spec, [leaf[i] for leaf in leaves])
+
+    def example(self) -> Any:
+        def first(a: Any) -> Any:
+            return a[0] if len(a) else np.zeros(a.shape[1:], a.dtype)
+
+        batch = as_element(self._parent.example())
+        count_rows(batch, "unbatch")
+        return nest.map_leaves(first, batch)
+
+
+class Filter(Step):
+    """The elements of which a function says True."""
+
+    def __init__(self, parent: Stream, predicate: Callable[..., Any]):
+        super().__init__(parent)
+        self._predicate = predicate
+
+    def describe(self) -> str:
+        return f"{self._parent.describe()}.filter"
+
+    def iterate(self, order: Pass) -> Iterator[Any]:
+        return filter(self._is_wanted, self._parent.iterate(order))
+
+    def _is_wanted(self, element: Any) -> bool:
+        found = call_function(self._predicate, element)
+        is_bool = isinstance(found, bool) or getattr(found, "dtype", None) == np.bool_
+        if not is_bool or np.ndim(found):
+            raise ArgumentTypeError(
+                f"predicate must return one bool, not {validation.shown(found)}"
+            )
+        return bool(found)
+
+
+class Interleave(Step):
+    """Elements of the datasets that a function makes of the elements, by turns.
+
+    Args:
+      parent: of the elements.
+      map_func: returns a Dataset.
+      cycle_length: of how many datasets elements come by turns.
+      block_length: how many follow each other of one.
+      is_threaded: whether a thread reads a block ahead of each of those datasets.
+      workers: in how many parts batches are to be divided.
+    """
+
+    def __init__(
+        self,
+        parent: Stream,
+        map_func: Callable[..., Dataset],
+        cycle_length: int,
+        block_length: int,
+        is_threaded: bool,
+        workers: int = 1,
+    ):
+        super().__init__(parent)
+        self._map_func = map_func
+        self._cycle_length = cycle_length
+        self._block_length = block_length
+        self._is_threaded = is_threaded
+        self._workers = workers
+        self._first: Stream | None = None
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._example_part().batch_size
+
+    @property
+    def is_batched(self) -> bool:
+        return self._example_part().is_batched
+
+    @property
+    def needs_entropy(self) -> bool:
+        return True  # who knows what shuffles there will be
+
+    def describe(self) -> str:
+        arguments = f"{self._cycle_length}, {self._block_length}"
+        return f"{self._parent.describe()}.interleave({arguments})"
+
+    def rebatch(self, workers: int) -> Stream:
+        return Interleave(
+            self._parent,
+            self._map_func,
+            self._cycle_length,
+            self._block_length,
+            self._is_threaded,
+            self._workers * workers,
+        )
+
+    def iterate(self, order: Pass) -> Iterator[Any]:
+        # As TensorFlow's: a part that ends leaves its slot to the next one, whose turn
+        # comes when the slot's does
+        sources = enumerate(self._parent.iterate(order))
+        slots: list[Iterator[Any] | None] = [None] * self._cycle_length
+        has_more = True
+        for slot in itertools.cycle(range(self._cycle_length)):
+            if slots[slot] is None and has_more:
+                found = next(sources, None)
+                has_more = found is not None
+                slots[slot] = found and self._start(order, *found)
+            elif not has_more and not any(slots):
+                return
+            if (part := slots[slot]) is not None:
+                count = 0
+                for element in itertools.islice(part, self._block_length):
+                    count += 1
+                    yield element
+                if count < self._block_length:
+                    slots[slot] = None
+
+    def _start(self, order: Pass, number: int, element: Any) -> Iterator[Any]:
+        """Return the elements of the dataset made of one element."""
+        part = self._make(element)
+        elements = part.iterate(part_pass(order, number + 1))
+        return (
+            read_ahead(elements, self._block_length) if self._is_threaded else elements
+        )
+
+    def _make(self, element: Any) -> Stream:
+        made = call_function(self._map_func, element)
+        part = getattr(made, "pipeline", None)
+        if isinstance(part, Pipeline):
+            part = InOrder(part)
+        if not isinstance(part, Stream):
+            raise ArgumentTypeError(
+                "map_func of interleave must return a mpidist.Dataset, not "
+                f"{validation.shown(made)}"
+            )
+        return part.rebatch(self._workers) if self._workers > 1 else part
+
+    def _example_part(self) -> Stream:
+        """Return the first dataset; the function is called for it once."""
+        if self._first is None:
+            self._first = self._make(self._parent.example())
+        return self._first
+
+    def example(self) -> Any:
+        return self._example_part().example()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
-from mpidist.data import batching, caching, iterable_steps, ordering
+from mpidist.data import batching, caching, combining, iterable_steps, ordering
 from mpidist.data.iterable import InOrder, Stream
 from mpidist.data.iterator_state import Origin, Passes, make_state, read_state
 from mpidist.data.map_dataset import Pass, Pipeline
 from mpidist.errors import DataError
+from mpidist.util import nest
+from mpidist.util.notices import warn
+from mpidist.util.threads import read_ahead
+from mpidist.util.tracebacks import fold
 
 __all__ = [
     "DatasetIterator",
@@ -20,8 +24,10 @@ __all__ = [
     "concatenate",
     "in_order",
     "is_sharded",
-    "read_ahead",
     "steps_of",
+    "unbatch",
+    "warn_undistributed",
+    "zip_together",
 ]
 
 
@@ -69,6 +75,7 @@ class DatasetIterator:
             self.close()
             raise
         except BaseException as error:  # also an interrupt must not lose elements
+            fold(error)
             self._recover(error)
             raise
         self._step += 1
@@ -153,9 +160,6 @@ class DatasetIterator:
         return self._origin
 
 
-_END = object()
-
-
 class Steps(NamedTuple):
     """The classes of steps, which are called with the parent and their arguments."""
 
@@ -165,6 +169,7 @@ class Steps(NamedTuple):
     repeat: Callable[..., Any]
     window: Callable[..., Any]
     shard: Callable[..., Any]
+    enumerate: Callable[..., Any]
     cache: Callable[..., Any]
 
 
@@ -175,6 +180,7 @@ _ANY_ELEMENT = Steps(
     ordering.Repeat,
     ordering.Window,
     ordering.Shard,
+    combining.Enumerate,
     caching.Cache,
 )
 _IN_ORDER = Steps(
@@ -184,6 +190,7 @@ _IN_ORDER = Steps(
     iterable_steps.Repeat,
     iterable_steps.Window,
     iterable_steps.Shard,
+    iterable_steps.Enumerate,
     caching.StreamCache,
 )
 
@@ -205,6 +212,45 @@ def is_sharded(steps: Pipeline | Stream) -> bool:
     return any(found)
 
 
+# Functions that these call may iterate over datasets: a generator's function, or the
+# one given to distribute_datasets_from_function, or to Strategy.run
+_CALLERS = ("mpidist.data.", "mpidist.strategy.extended")
+
+_has_warned = False
+
+
+def warn_undistributed() -> None:
+    """Warn once in a job that all ranks read all rows.
+
+    Rank 1 does: what rank 0 does alone, such as an evaluation, is done on purpose. The
+    program has called the function that has called the caller.
+    """
+    global _has_warned
+    MPI = sys.modules.get("mpi4py.MPI")  # noqa: N806  # commands run without MPI, too
+    if _has_warned or MPI is None or not MPI.Is_initialized() or MPI.Is_finalized():
+        return
+    if MPI.COMM_WORLD.Get_rank() != 1 or _is_called_by_library(sys._getframe(3)):
+        return
+    _has_warned = True
+    warn(
+        "a dataset is iterated over without being distributed: each of the "
+        f"{MPI.COMM_WORLD.Get_size()} ranks of this job reads all of its rows, in "
+        "another order after a shuffle without a seed. Divide it by "
+        "strategy.experimental_distribute_dataset(dataset); if each rank is to read "
+        "everything, say so by dataset.with_options(mpidist.Options("
+        "mpidist.AutoShardPolicy.OFF)). (Rank 1 says this, once)",
+        stacklevel=4,
+    )
+
+
+def _is_called_by_library(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_CALLERS):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def in_order(pipeline: Pipeline | Stream) -> Stream:
     """Return the elements of `pipeline` as a stream."""
     return pipeline if isinstance(pipeline, Stream) else InOrder(pipeline)
@@ -219,15 +265,17 @@ def concatenate(
     return iterable_steps.Concatenate(in_order(first), in_order(second))
 
 
-def read_ahead(elements: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield `elements`, reading `count` of them ahead in a thread."""
-    reader = ThreadPoolExecutor(1, "mpidist-prefetch")
-    try:
-        ahead: collections.deque[Future[Any]] = collections.deque(
-            reader.submit(next, elements, _END) for _ in range(count)
-        )
-        while (element := ahead.popleft().result()) is not _END:
-            ahead.append(reader.submit(next, elements, _END))
-            yield element
-    finally:
-        reader.shutdown(wait=True, cancel_futures=True)
+def zip_together(
+    parts: Sequence[Pipeline | Stream], spec: nest.Spec
+) -> Pipeline | Stream:
+    """Return elements of all parts side by side, as the leaves of a structure."""
+    pipelines = [part for part in parts if isinstance(part, Pipeline)]
+    if len(pipelines) == len(parts):
+        return combining.Zip(pipelines, spec)
+    return iterable_steps.Zip(list(map(in_order, parts)), spec)
+
+
+def unbatch(pipeline: Pipeline | Stream) -> Pipeline | Stream:
+    """Return the rows of the elements."""
+    rows = pipeline.unbatched() if isinstance(pipeline, Pipeline) else None
+    return rows or iterable_steps.Unbatch(in_order(pipeline))

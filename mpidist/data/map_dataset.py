@@ -97,6 +97,15 @@ class Pipeline:
         return False
 
     @property
+    def has_even_batches(self) -> bool:
+        """Whether all batches but the last have `batch_size` rows."""
+        return False
+
+    def unbatched(self) -> Pipeline | None:
+        """Return the rows of the batches; None if their number is not known."""
+        return None
+
+    @property
     def sources(self) -> list[RowSource]:
         """Where the rows come from."""
         raise NotImplementedError  # pragma: no cover

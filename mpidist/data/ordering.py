@@ -21,7 +21,15 @@ from mpidist.data.spec import require_like
 from mpidist.errors import ArgumentError, DataError
 from mpidist.util import nest
 
-__all__ = ["Concatenate", "Repeat", "Shard", "Shuffle", "Window", "lap_pass"]
+__all__ = [
+    "Concatenate",
+    "FullBatches",
+    "Repeat",
+    "Shard",
+    "Shuffle",
+    "Window",
+    "lap_pass",
+]
 
 # Epochs of passes over an endless repetition are kept this far apart
 _ENDLESS = 1 << 40
@@ -113,6 +121,17 @@ class Window(Step):
     def describe(self) -> str:
         return f"{self._parent.describe()}.window({self._start}, {self._count})"
 
+    @property
+    def has_even_batches(self) -> bool:
+        return self._parent.has_even_batches
+
+    def unbatched(self) -> Pipeline | None:
+        rows, size = self._parent.unbatched(), self.batch_size
+        if rows is None or size is None or not self._parent.has_even_batches:
+            return None
+        count = None if self._count is None else self._count * size
+        return Window(rows, self._start * size, count)
+
     def blocks(self) -> Blocks | None:
         if (blocks := self._parent.blocks()) is None or self.length is None:
             return None
@@ -129,6 +148,22 @@ class Window(Step):
     ) -> Iterator[Any]:
         steps = range(steps.start + self._start, steps.stop + self._start)
         return self._parent.parts(order, steps, replicas, replica)
+
+
+class FullBatches(Window):
+    """The rows that are in full batches."""
+
+    def __init__(self, parent: Pipeline, batch_size: int):
+        super().__init__(parent, 0, None)
+        self._rows = batch_size
+
+    @property
+    def length(self) -> int | None:
+        whole = self._parent.length
+        return None if whole is None else whole - whole % self._rows
+
+    def describe(self) -> str:
+        return f"{self._parent.describe()}.full_batches({self._rows})"
 
 
 class Shard(Step):
@@ -169,6 +204,10 @@ class Repeat(Step):
 
     def describe(self) -> str:
         return f"{self._parent.describe()}.repeat({self._count})"
+
+    def unbatched(self) -> Pipeline | None:
+        rows = self._parent.unbatched()
+        return rows and Repeat(rows, self._count)
 
     def locate_one(self, order: Pass, i: int) -> tuple[Pass, int]:
         whole = self._parent.length
@@ -252,6 +291,10 @@ class Concatenate(Pipeline):
     @property
     def sources(self) -> list[RowSource]:
         return self._first.sources + self._second.sources
+
+    def unbatched(self) -> Pipeline | None:
+        first, second = self._first.unbatched(), self._second.unbatched()
+        return first and second and Concatenate(first, second)
 
     def blocks(self) -> Blocks | None:
         first, second = self._first.blocks(), self._second.blocks()

@@ -14,18 +14,22 @@ from mpidist.comm.consensus.calls import group_by_rank, name_ranks
 from mpidist.comm.cross_device_ops import CrossDeviceOps
 from mpidist.comm.device_info import GpuRequest
 from mpidist.comm.replica_group import ReplicaGroup
-from mpidist.context import (
-    enter,
-    get_strategy,
-    require_cross_replica,
-)
+from mpidist.context import enter, get_strategy, require_cross_replica
 from mpidist.device import arrays
-from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, MismatchError
+from mpidist.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ContextError,
+    MismatchError,
+    UnsupportedError,
+)
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.strategy.replica_context import ReplicaContext
 from mpidist.strategy.variables import Variable
-from mpidist.util import validation
+from mpidist.util import nest, validation
+from mpidist.util.tracebacks import fold
 from mpidist.values import (
+    IndexedSlices,
     Mirrored,
     local_component,
     regroup,
@@ -106,7 +110,11 @@ class StrategyExtended(ReplicaGroup):
         """
         if not isinstance(args, tuple | list):
             args = (args,)
-        return self.run_replicas(fn, args, kwargs)
+        try:
+            return self.run_replicas(fn, args, kwargs)
+        except BaseException as error:
+            fold(error)
+            raise
 
     def run_replicas(
         self,
@@ -329,39 +337,6 @@ class StrategyExtended(ReplicaGroup):
         """Return the container of `value`, which is itself. Not collective."""
         return value
 
-    def experimental_run_steps_on_iterator(
-        self,
-        fn: Callable[..., Any],
-        iterator: Any,
-        iterations: int = 1,
-        initial_loop_values: Any = None,
-    ) -> Any:
-        """Call `fn(context, inputs)` for several batches; return the context at last.
-
-        Args:
-          fn: takes a `MultiStepContext` and the next value of `iterator`; it is called
-            in cross-replica context.
-          iterator: has `get_next()`, such as an iterator of a distributed dataset.
-          iterations: how many steps; 0 takes none.
-          initial_loop_values: outputs by name that hold until a step sets them.
-        """
-        call = "experimental_run_steps_on_iterator"
-        require_cross_replica(self.strategy, call)
-
-        def prepare() -> MultiStepContext:
-            validation.function("fn", fn)
-            validation.function(
-                "iterator.get_next", getattr(iterator, "get_next", None)
-            )
-            validation.integer("iterations", iterations, 0)
-            return MultiStepContext(initial_loop_values)
-
-        context = self.agreement.prepare(call, prepare)
-        with enter(self.strategy):
-            for _ in range(iterations):
-                fn(context, iterator.get_next())
-        return context
-
     def all_reduce(
         self,
         reduce_op: ReduceOp | str,
@@ -376,6 +351,38 @@ class StrategyExtended(ReplicaGroup):
     ) -> Any:
         """See `ReplicaContext.all_gather`."""
         return self.gather("all_gather", value, axis, options)
+
+    def gather(
+        self,
+        operation: str,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Return the concatenation of `value` over all replicas, for a public call."""
+        if type(value) is not np.ndarray:
+            self.topology.require_open()
+            self.agreement.prepare(operation, lambda: _require_dense(operation, value))
+        return super().gather(operation, value, axis, options)
+
+
+def _require_dense(operation: str, value: Any) -> None:
+    """Raise if a leaf is sparse: it has no rows to put behind those of others.
+
+    Raises:
+      UnsupportedError: IndexedSlices, or a sparse array of SciPy, CuPy, PyTorch or JAX.
+    """
+    leaves, spec = nest.flatten(select_replica(value))
+    for i, leaf in enumerate(leaves):
+        is_sparse = (
+            hasattr(leaf, "todense") or getattr(leaf, "is_sparse", False) is True
+        )
+        if is_sparse or isinstance(leaf, IndexedSlices):
+            raise UnsupportedError(
+                f"{operation}: {nest.leaf_names(spec, 'value')[i]} is sparse, a "
+                f"{type(leaf).__name__}, and only dense arrays can be gathered; gather "
+                "its values and its indices, each by itself"
+            )
 
 
 _CALL = "audit_variables"

@@ -14,9 +14,8 @@ from mpidist.comm.device_info import GpuRequest
 from mpidist.comm.packing import Axis
 from mpidist.context import set_default_strategy
 from mpidist.options import ReduceOp
-from mpidist.strategy.extended import StrategyExtended
 from mpidist.strategy.replica_context import DefaultReplicaContext
-from mpidist.strategy.v1 import StrategyV1
+from mpidist.strategy.v1 import StrategyExtendedV1, StrategyV1
 
 __all__ = ["MirroredStrategy"]
 
@@ -70,7 +69,7 @@ class MirroredStrategy(StrategyV1):
     ):
         self._gpu_request = GpuRequest(allow_shared_gpu, cuda_aware)
         super().__init__(
-            lambda strategy: StrategyExtended(
+            lambda strategy: StrategyExtendedV1(
                 strategy, devices, cross_device_ops, communicator, self._gpu_request
             )
         )
@@ -99,7 +98,7 @@ class _DefaultStrategy(StrategyV1):
 
     def __init__(self) -> None:
         super().__init__(
-            lambda strategy: StrategyExtended(
+            lambda strategy: StrategyExtendedV1(
                 strategy, ["CPU:0"], communicator=MPI.COMM_SELF
             )
         )

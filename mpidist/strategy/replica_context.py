@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpidist.context import is_current
 from mpidist.errors import ContextError
 from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.util import near_misses
+from mpidist.util.tracebacks import fold
 
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
@@ -214,7 +216,11 @@ class ReplicaContext:
           (array([2., 2.]),)
         """
         self._require_current("merge_call")
-        return self._strategy.extended.merge_call(merge_fn, args, kwargs)
+        try:
+            return self._strategy.extended.merge_call(merge_fn, args, kwargs)
+        except BaseException as error:
+            fold(error)
+            raise
 
     def _require_current(self, call: str) -> None:
         if not is_current(self):
@@ -222,6 +228,11 @@ class ReplicaContext:
                 f"{call} was called on a replica context that is not the current one; "
                 "it belongs inside the function that strategy.run runs"
             )
+
+    if not TYPE_CHECKING:  # or every name would be one
+
+        def __getattr__(self, name: str) -> NoReturn:
+            near_misses.refuse(self, name, near_misses.REPLICA_CONTEXT)
 
     def __repr__(self) -> str:
         return (

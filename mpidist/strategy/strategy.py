@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpidist.comm.consensus.calls import Call
 from mpidist.comm.gradient_buckets import GradientBuckets
@@ -16,7 +16,8 @@ from mpidist.launch.cluster_resolver import SlurmClusterResolver, below_srun
 from mpidist.options import CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from mpidist.strategy.extended import StrategyExtended
 from mpidist.strategy.variables import Variable
-from mpidist.util import nest, validation
+from mpidist.util import near_misses, nest, validation
+from mpidist.util.tracebacks import fold
 from mpidist.values import PerReplica, ValueContext, select_replica
 
 __all__ = ["Strategy"]
@@ -96,7 +97,9 @@ class Strategy:
         Raises, on all replicas:
           ArgumentError, ArgumentTypeError: no function, or args, kwargs or options.
           ContextError: called from replica context or under another strategy.
-          What `fn` raises on any replica, of the same type.
+          What `fn` raises on any replica, of the same type. The traceback shows the
+            functions of the program, and of mpidist `run` alone; the variable
+            MPIDIST_FULL_TRACEBACKS=1 shows all.
 
         Example:
           >>> def step(x, scale=1.0):
@@ -110,7 +113,11 @@ class Strategy:
             self._extended.agreement.prepare(
                 "run", lambda: validation.instance("options", options, RunOptions)
             )
-        return self._extended.run_replicas(fn, args, kwargs)
+        try:
+            return self._extended.run_replicas(fn, args, kwargs)
+        except BaseException as error:
+            fold(error)
+            raise
 
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: Axis | None = None
@@ -433,6 +440,11 @@ class Strategy:
         require_cross_replica(self, "experimental_finalize")
         self._extended.close()
         return []
+
+    if not TYPE_CHECKING:  # or every name would be one
+
+        def __getattr__(self, name: str) -> NoReturn:
+            near_misses.refuse(self, name, near_misses.STRATEGY)
 
     def __reduce__(self) -> NoReturn:
         raise ContextError(

@@ -4,34 +4,110 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, TypeVar
 
 from mpidist.comm.consensus.calls import Call
-from mpidist.context import require_cross_replica
+from mpidist.context import enter, require_cross_replica
 from mpidist.data.dataset import Dataset, DatasetLike, as_dataset
 from mpidist.data.distributed.datasets import DistributedDataset, InputContext
 from mpidist.data.distributed.iterator import DistributedIterator
 from mpidist.data.iterable import Generated
-from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError
+from mpidist.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ContextError,
+    UnsupportedError,
+)
 from mpidist.options import InputOptions, InputReplicationMode
+from mpidist.strategy.extended import MultiStepContext, StrategyExtended
 from mpidist.strategy.strategy import Strategy
-from mpidist.util import validation
+from mpidist.util import nest, validation
+from mpidist.util.tracebacks import fold
 
-if TYPE_CHECKING:
-    from mpidist.strategy.extended import StrategyExtended
-
-__all__ = ["InputIterator", "StrategyV1", "from_dataset", "from_input_fn"]
-
+__all__ = [
+    "InputIterator",
+    "StrategyExtendedV1",
+    "StrategyV1",
+    "from_dataset",
+    "from_input_fn",
+]
 
 M = TypeVar("M", bound=Mapping[str, Any])
+
+
+class StrategyExtendedV1(StrategyExtended):
+    """The working parts of one strategy, with TensorFlow 1's too."""
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether each process runs the program for its own replicas: always."""
+        return True
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this process is to initialize its own state: always."""
+        return True
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: Any, session: Any = None
+    ) -> Dataset:
+        """Return a dataset of the rows of arrays: `Dataset.from_tensor_slices`.
+
+        Not collective.
+
+        Args:
+          numpy_input: a nest of arrays `(rows, *shape)`.
+          session: accepted, and not used.
+
+        Raises, on the ranks where it is so:
+          ContextError: called in replica context or under another strategy.
+          ArgumentError: unequal numbers of rows, or a scalar.
+        """
+        require_cross_replica(self.strategy, "experimental_make_numpy_dataset")
+        return Dataset.from_tensor_slices(numpy_input)
+
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[..., Any],
+        iterator: Any,
+        iterations: int = 1,
+        initial_loop_values: Any = None,
+    ) -> Any:
+        """Call `fn(context, inputs)` for several batches; return the context at last.
+
+        Args:
+          fn: takes a `MultiStepContext` and the next value of `iterator`; it is called
+            in cross-replica context.
+          iterator: has `get_next()`, such as an iterator of a distributed dataset.
+          iterations: how many steps; 0 takes none.
+          initial_loop_values: outputs by name that hold until a step sets them.
+        """
+        call = "experimental_run_steps_on_iterator"
+        require_cross_replica(self.strategy, call)
+
+        def prepare() -> MultiStepContext:
+            validation.function("fn", fn)
+            validation.function(
+                "iterator.get_next", getattr(iterator, "get_next", None)
+            )
+            validation.integer("iterations", iterations, 0)
+            return MultiStepContext(initial_loop_values)
+
+        context = self.agreement.prepare(call, prepare)
+        with enter(self.strategy):
+            for _ in range(iterations):
+                fn(context, iterator.get_next())
+        return context
 
 
 class StrategyV1(Strategy):
     """A strategy with TensorFlow 1's methods too.
 
-    They are collective, but for `experimental_make_numpy_dataset`,
-    `experimental_initialize` and `update_config_proto`.
+    They are collective, but for `experimental_make_numpy_dataset`, `group`,
+    `colocate_vars_with`, `configure`, `experimental_initialize` and
+    `update_config_proto`.
 
     Example:
       >>> strategy.experimental_run(lambda: np.ones(2)).values
@@ -40,6 +116,13 @@ class StrategyV1(Strategy):
       >>> config["job"], config["num_replicas"]
       ('train', 2)
     """
+
+    _extended: StrategyExtendedV1
+
+    @property
+    def extended(self) -> StrategyExtendedV1:
+        """The working parts, for libraries built on a strategy."""
+        return self._extended
 
     def make_dataset_iterator(self, dataset: DatasetLike) -> InputIterator:
         """Return an iterator over `dataset`, each batch divided over the replicas.
@@ -67,7 +150,7 @@ class StrategyV1(Strategy):
 
         Args:
           input_fn: returns a dataset, or a function without arguments that returns the
-            next batch at each call. Batches are taken whole.
+            next batch at each call, or the next scalar. They are taken whole.
           replication_mode: PER_WORKER.
 
         Raises, on all replicas:
@@ -85,6 +168,13 @@ class StrategyV1(Strategy):
         `get_next` does, on all replicas.
         """
         require_cross_replica(self, "experimental_run")
+        try:
+            return self._run(fn, input_iterator)
+        except BaseException as error:
+            fold(error)
+            raise
+
+    def _run(self, fn: Callable[..., Any], input_iterator: InputIterator | None) -> Any:
         if input_iterator is None:
             return self.run(fn)
         self.extended.agreement.prepare(
@@ -98,11 +188,67 @@ class StrategyV1(Strategy):
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: Any = None
     ) -> Dataset:
-        """Return a dataset of the rows of arrays: `Dataset.from_tensor_slices`.
+        """See `StrategyExtended.experimental_make_numpy_dataset`. Not collective."""
+        return self.extended.experimental_make_numpy_dataset(numpy_input, session)
 
-        Not collective. `numpy_input` is a nest of arrays `(rows, *shape)`.
+    def group(self, value: Any, name: str | None = None) -> Any:
+        """Return this replica's component of `value`, if it is one value; else None.
+
+        In TensorFlow's graphs it made one operation of several. Here all is computed
+        already. Not collective.
+
+        Args:
+          value: a value, a distributed value, or a nest of them.
+          name: with a name the result is None, as in TensorFlow.
         """
-        return Dataset.from_tensor_slices(numpy_input)
+        leaves, _ = nest.flatten(self.experimental_local_results(value))
+        return leaves[0] if len(leaves) == 1 and name is None else None
+
+    def colocate_vars_with(
+        self, colocate_with_variable: Any
+    ) -> AbstractContextManager[None]:
+        """See `StrategyExtended.colocate_vars_with`. Not collective."""
+        found: AbstractContextManager[None] = self.extended.colocate_vars_with(
+            colocate_with_variable
+        )
+        return found
+
+    def configure(
+        self,
+        session_config: MutableMapping[str, Any] | None = None,
+        cluster_spec: Any = None,
+        task_type: Any = None,
+        task_id: Any = None,
+    ) -> None:
+        """Add to a configuration, in place, what `update_config_proto` adds to a copy.
+
+        Not collective.
+
+        Args:
+          session_config: a mapping that can be changed; None does nothing.
+          cluster_spec: None, as MPI's launcher has made the cluster.
+          task_type: None, likewise.
+          task_id: None, likewise.
+
+        Raises:
+          ArgumentTypeError: `session_config` is no such mapping.
+          UnsupportedError: a cluster or a task was given.
+        """
+        given = {"cluster_spec": cluster_spec, "task_type": task_type}
+        for name, value in {**given, "task_id": task_id}.items():
+            if value is not None:
+                raise UnsupportedError(
+                    f"configure: {name} must be None, not {validation.shown(value)}: "
+                    "mpirun or srun has started the ranks, which are the cluster"
+                )
+        if session_config is None:
+            return
+        if not isinstance(session_config, MutableMapping):
+            raise ArgumentTypeError(
+                "session_config must be a mapping that can be changed, not "
+                f"{validation.shown(session_config)}"
+            )
+        session_config.update(self.update_config_proto(session_config))
 
     def experimental_initialize(self) -> list[Any]:
         """Return what was initialized, which is []: the constructor did it all."""
@@ -180,7 +326,11 @@ class InputIterator:
           OutOfRangeError: after the last step.
           What `DistributedIterator.get_next` raises.
         """
-        return self._require_iterator().get_next()
+        try:
+            return self._require_iterator().get_next()
+        except BaseException as error:
+            fold(error)
+            raise
 
     def get_state(self) -> dict[str, int]:
         """Return where this iterator is; see `DistributedIterator.get_state`.
@@ -249,7 +399,8 @@ def from_input_fn(
       input_fn: called with an `InputContext`. It returns this replica's dataset, or an
         iterable of batches, or a function that returns the next batch each time it is
         called, until it raises StopIteration (so may OutOfRangeError). Batches are not
-        divided. A replay calls it again where it returned a function.
+        divided; the function may return scalars, too, as many on all replicas. A replay
+        calls it again where it returned a function.
       replication_mode: PER_WORKER.
 
     Raises, on all replicas:
@@ -282,7 +433,9 @@ def _make(
         batches = _Calls(input_fn, where, made)
         # Called when a batch is asked for, and no sooner
         options = InputOptions(experimental_per_replica_buffer_size=0)
-        return Dataset(Generated(batches, is_batched=True)), options
+        return Dataset(
+            Generated(batches, is_batched=True, may_be_scalars=True)
+        ), options
     try:
         return as_dataset(made, call), InputOptions()
     except ArgumentTypeError as error:

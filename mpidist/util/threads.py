@@ -11,8 +11,9 @@ from typing import Any
 
 from mpidist.util import validation
 
-__all__ = ["call_ahead", "call_all", "count_threads", "share_calls"]
+__all__ = ["call_ahead", "call_all", "count_threads", "read_ahead", "share_calls"]
 
+_END = object()
 _NAME = "mpidist-map"
 _MOST_THREADS = 4096
 
@@ -153,3 +154,17 @@ def _submit_next(
         return False
     ahead.append(pool.submit(fn, item))
     return True
+
+
+def read_ahead(elements: Iterator[Any], count: int) -> Iterator[Any]:
+    """Yield `elements`, reading `count` of them ahead in a thread."""
+    reader = ThreadPoolExecutor(1, "mpidist-prefetch")
+    try:
+        ahead: collections.deque[Future[Any]] = collections.deque(
+            reader.submit(next, elements, _END) for _ in range(count)
+        )
+        while (element := ahead.popleft().result()) is not _END:
+            ahead.append(reader.submit(next, elements, _END))
+            yield element
+    finally:
+        reader.shutdown(wait=True, cancel_futures=True)

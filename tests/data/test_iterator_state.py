@@ -131,6 +131,68 @@ CASES = {
         ),
         range(9),
     ),
+    "zipped": Case(
+        lambda f: Dataset.zip(of_files(f).shuffle(), numbers(21).shuffle()).batch(4),
+        range(18),
+    ),
+    "zipped in order": Case(
+        lambda f: Dataset.zip({"a": of_files(f), "b": numbers(30)}).shuffle().batch(4),
+        range(18),
+    ),
+    "zipped batches": Case(
+        lambda f: Dataset.zip(numbers(18).batch(5), of_files(f).batch(5)), range(18)
+    ),
+    "zipped and repeated": Case(
+        lambda f: Dataset.zip(numbers(7).repeat(), numbers(9)).batch(4).repeat(2),
+        sorted([*range(7), 0, 1] * 2),
+    ),
+    "enumerated": Case(
+        lambda f: of_files(f).shuffle(seed=4).enumerate(3).shuffle().batch(5),
+        range(3, 21),
+    ),
+    "unbatched": Case(
+        lambda f: of_files(f).shuffle(seed=4).batch(4).unbatch().shuffle().batch(5),
+        range(18),
+    ),
+    "unbatched parts": Case(
+        lambda f: (
+            numbers(23)
+            .batch(4, drop_remainder=True)
+            .skip(1)
+            .take(3)
+            .cache()
+            .repeat(2)
+            .concatenate(Dataset.range(30, 33).batch(2))
+            .unbatch()
+            .shuffle()
+            .batch(5)
+        ),
+        sorted([*range(4, 16)] * 2 + [30, 31, 32]),
+    ),
+    "unbatched after a function": Case(
+        lambda f: numbers(23).batch(4).map(lambda x: x[x > 3]).unbatch().batch(5),
+        range(4, 23),
+    ),
+    "filtered": Case(
+        lambda f: of_files(f).shuffle().filter(lambda row: row["x"] % 3 == 0).batch(4),
+        range(0, 18, 3),
+    ),
+    "interleaved": Case(
+        lambda f: (
+            Dataset.range(4)
+            .interleave(lambda i: numbers(3 * i).map(lambda x: 10 * i + x).shuffle(), 3)
+            .batch(4)
+        ),
+        [10, 11, 12, *range(20, 26), *range(30, 39)],
+    ),
+    "interleaved files": Case(
+        lambda f: (
+            Dataset.from_tensor_slices(np.array(list(map(str, f))))
+            .interleave(lambda path: Dataset.from_hdf5(path, "x"), 2, 3)
+            .batch(4)
+        ),
+        range(18),
+    ),
 }
 ALL_CASES = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 

@@ -50,10 +50,17 @@ for line in MPI.COMM_WORLD.gather(f"rank {rank}: {len(found)} {found}") or ():
 """
 
 
+LOOP = """for batch in rows:
+                pass"""
+REDUCE = "rows.reduce(0, lambda state, batch: state)"
+
+
+@pytest.mark.parametrize("use", [LOOP, pytest.param(REDUCE, id="reduce")])
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_one_rank_warns_once(mpirun, tmp_path, ranks):
+def test_one_rank_warns_once(mpirun, tmp_path, ranks, use):
     path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
+    assert LOOP in SCRIPT
+    path.write_text(SCRIPT.replace(LOOP, use))
     result = mpirun(ranks, str(path))
     assert result.returncode == 0, result.stderr
     lines = sorted(line for line in result.stdout.splitlines() if "rank " in line)

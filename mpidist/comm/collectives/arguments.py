@@ -41,10 +41,9 @@ def to_arrays(value: Any) -> tuple[list[Any], nest.Spec, list[Any]]:
     try:
         return leaves, spec, [arrays.to_array(leaf) for leaf in leaves]
     except ArgumentTypeError:
-        # Once more, to name the leaf
-        for leaf, name in zip(leaves, nest.leaf_names(spec, "value"), strict=True):
-            arrays.to_array(leaf, name)
-        raise
+        names = nest.leaf_names(spec, "value")
+    # Once more, to name the leaf; not in the handler: one error, one traceback
+    return leaves, spec, list(map(arrays.to_array, leaves, names))
 
 
 def check_each(
@@ -55,7 +54,7 @@ def check_each(
         return [check(array, "value") for array in values]
     except (ArgumentError, ArgumentTypeError):
         names = nest.leaf_names(spec, "value")
-        return [check(a, name) for a, name in zip(values, names, strict=True)]
+    return [check(a, name) for a, name in zip(values, names, strict=True)]
 
 
 def gather_axis(axis: int, ndim: int, name: str) -> int:

@@ -42,6 +42,7 @@ from mpidist.comm.consensus.threads import Places, ThreadState, Turns
 from mpidist.comm.consensus.waiting import Departures, LateError, Waiting
 from mpidist.errors import CollectiveError, DeadlineError, MpidistError
 from mpidist.util.forks import FORKED, call_in_child
+from mpidist.util.tracebacks import fold
 
 __all__ = ["Agreement"]
 
@@ -324,6 +325,7 @@ class Agreement:
         try:
             result = fn()
         except BaseException as caught:
+            fold(caught)  # what other ranks show of it
             error = caught
         try:
             self.leave_block(operation, error)
@@ -406,10 +408,7 @@ class Agreement:
         return pickle.loads(payload)  # type: ignore[no-any-return]
 
     def gather(self, operation: str, value: T) -> list[T]:
-        """Return the `value` of every rank, by rank. Collective.
-
-        For small objects: they are pickled.
-        """
+        """Return each rank's `value`, a small object, by rank: pickled. Collective."""
         payload = self.prepare(operation, lambda: pickle.dumps(value))
         with self.turns:
             self.require_same(Call(operation))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import os
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpidist.comm.banner import show_input
 from mpidist.comm.consensus.calls import Call
@@ -19,6 +20,7 @@ from mpidist.data.dataset import (
     Dataset,
     DatasetLike,
     as_dataset,
+    require_end,
     require_length,
 )
 from mpidist.data.distributed.iterator import DistributedIterator
@@ -31,7 +33,8 @@ from mpidist.data.sharding import even_sizes
 from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.options import AutoShardPolicy, InputOptions
-from mpidist.util import nest, validation
+from mpidist.util import near_misses, nest, validation
+from mpidist.util.tracebacks import fold
 
 if TYPE_CHECKING:
     from mpidist.comm.replica_group import ReplicaGroup
@@ -246,6 +249,49 @@ class DistributedDataset:
         Not collective: it may read an element of this replica.
         """
         return self._plan.pipeline.element_spec()
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Return the state after one pass: `state = reduce_func(state, batch)`.
+
+        Collective: it goes through the next epoch from its start.
+
+        Args:
+          initial_state: what the function gets first; returned if there is no batch.
+          reduce_func: of the state and this step's batch, as `next` gives it, in the
+            context of the caller. It may call the strategy. States may differ between
+            replicas.
+
+        Raises, on all replicas:
+          ArgumentError: the dataset has no end.
+          ArgumentTypeError: `reduce_func` is no function.
+          What `reduce_func` raises on any replica, and what `next` raises.
+
+        Example:
+          >>> data = mpidist.Dataset.range(5).batch(4)
+          >>> data = strategy.experimental_distribute_dataset(data)
+          >>> data.reduce(0, lambda n, rows: n + int(strategy.reduce("SUM", rows, 0)))
+          10
+        """
+        agreement, call = self._plan.extended.agreement, "DistributedDataset.reduce"
+        self._plan.extended.topology.require_open()
+        require_end(self.cardinality, call)
+        iterator = iter(self)
+
+        def go_through() -> Any:
+            function = validation.function("reduce_func", reduce_func)
+            return functools.reduce(function, iterator, initial_state)
+
+        try:
+            return agreement.block(call, go_through)
+        except BaseException as error:
+            iterator.abandon()
+            fold(error)
+            raise
+
+    if not TYPE_CHECKING:  # or every name would be one
+
+        def __getattr__(self, name: str) -> NoReturn:
+            near_misses.refuse(self, name, near_misses.DISTRIBUTED)
 
     def __len__(self) -> int:
         return require_length(self.cardinality)

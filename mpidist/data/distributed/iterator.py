@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from mpidist import context, values
 from mpidist.comm.consensus.calls import Call, group_by_rank, name_ranks
 from mpidist.data.distributed import prefetch, reader
+from mpidist.data.distributed.optional import Optional
 from mpidist.data.distributed.prefetch import ReadAhead
 from mpidist.data.distributed.reader import Plan, Portion
 from mpidist.data.distributed.shared_caches import reorder
@@ -20,11 +21,11 @@ from mpidist.data.map_dataset import Pass
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, DataError, MismatchError, OutOfRangeError
 from mpidist.util import nest
+from mpidist.util.tracebacks import fold
 
 __all__ = [
     "DistributedIterator",
     "Kind",
-    "Optional",
     "global_call",
     "require_equal",
     "show",
@@ -108,7 +109,11 @@ class DistributedIterator:
           ArgumentError: called inside a function that `Strategy.run` runs.
           What a mapped function or a generator raises on any replica.
         """
-        batch = self.get_next_as_optional()
+        try:
+            batch = self.get_next_as_optional()
+        except BaseException as error:
+            fold(error)
+            raise
         if not batch.has_value():
             raise StopIteration
         return batch.get_value()
@@ -120,7 +125,11 @@ class DistributedIterator:
           OutOfRangeError: after the last step.
           What `next` raises.
         """
-        batch = self.get_next_as_optional()
+        try:
+            batch = self.get_next_as_optional()
+        except BaseException as error:
+            fold(error)
+            raise
         if not batch.has_value():
             raise OutOfRangeError(f"the dataset has ended after {self._step} steps")
         return batch.get_value()
@@ -132,11 +141,18 @@ class DistributedIterator:
         """
         self._require_callable("next")
         extended = self._plan.extended
-        portion = self._advance()
+        try:
+            portion = self._advance()
+        except BaseException as error:
+            fold(error)
+            raise
         if portion is None:
-            return Optional()
-        replica, replicas = extended.replica_id, extended.num_replicas
-        return Optional(values.regroup(portion.batch, replica, replicas))
+            found = Optional()
+        else:
+            replica, replicas = extended.replica_id, extended.num_replicas
+            found = Optional(values.regroup(portion.batch, replica, replicas))
+        found._spec_of = self
+        return found
 
     def get_state(self) -> dict[str, int]:
         """Return where this iterator is: a few integers, each below 2**63.
@@ -189,6 +205,14 @@ class DistributedIterator:
         """End the iteration: threads end, files are closed. Not collective."""
         self._is_closed = True
         self._reader.close()
+
+    def abandon(self) -> None:
+        """Close it after an error that came up elsewhere, on all ranks.
+
+        They may be at unlike steps, which later collectives must not ask for.
+        """
+        self.close()
+        self._note_place(None)
 
     def _require_callable(self, name: str) -> None:
         """Raise where a collective method cannot be called."""
@@ -321,7 +345,7 @@ class DistributedIterator:
         if not any(shown):
             return None
         if not all(shown):
-            self._require_replaceable(shown)
+            self._require_replaceable(shown, is_first)
         if is_first:
             require_equal(
                 _NEXT, "the batch", [k.text if k else "missing" for k in shown]
@@ -332,10 +356,12 @@ class DistributedIterator:
         self._kind = portion.kind
         return portion
 
-    def _require_replaceable(self, shown: Sequence[Any]) -> None:
+    def _require_replaceable(self, shown: Sequence[Any], is_first: bool) -> None:
         """Raise, on all ranks, if those that ended cannot get batches of no rows."""
         ended = name_ranks([rank for rank, kind in enumerate(shown) if not kind])
-        if not self._plan.is_batched:
+        of_first = next(kind for kind in shown if kind)
+        have_rows = of_first.has_rows if is_first else _have_rows(self._kind)
+        if not (self._plan.is_batched and have_rows):
             raise MismatchError(
                 f"{_NEXT}: the dataset of {ended} has ended at step {self._step}, the "
                 "others have not, and elements that are no batches cannot be replaced "
@@ -348,7 +374,11 @@ class DistributedIterator:
             )
 
     def _read(self) -> Portion | None:
-        return prefetch.hand_out(self._reader.read(self._step))
+        try:
+            return prefetch.hand_out(self._reader.read(self._step))
+        except BaseException as error:
+            fold(error)  # what other ranks show of it
+            raise
 
     def __del__(self) -> None:
         if not getattr(self, "_is_closed", True):
@@ -371,6 +401,7 @@ class Kind(NamedTuple):
 
     text: str
     pickled: bytes | None
+    has_rows: bool
 
     def load(self) -> Any:
         """Return arrays of no rows."""
@@ -382,9 +413,15 @@ def show(kind: Any) -> Kind:
     leaves, spec = nest.flatten(kind)
     text = f"{spec} of {[f'{a.dtype.name} {a.ndim} dimensions' for a in leaves]}"
     try:
-        return Kind(text, pickle.dumps(kind))
+        pickled = pickle.dumps(kind)
     except (pickle.PicklingError, AttributeError, TypeError):  # say, a local class
-        return Kind(text, None)
+        pickled = None
+    return Kind(text, pickled, _have_rows(kind))
+
+
+def _have_rows(kind: Any) -> bool:
+    """Return whether no leaf is a scalar."""
+    return all(leaf.ndim for leaf in nest.flatten(kind)[0])
 
 
 def require_equal(operation: str, name: str, things: Sequence[Any]) -> None:
@@ -394,37 +431,3 @@ def require_equal(operation: str, name: str, things: Sequence[Any]) -> None:
             f"{operation}: the replicas differ: {name} is "
             f"{group_by_rank(list(map(str, things)))}"
         )
-
-
-class Optional:
-    """A batch, or none: what `DistributedIterator.get_next_as_optional` returns.
-
-    Example:
-      >>> rows = mpidist.Dataset.range(4).batch(4)
-      >>> iterator = iter(strategy.experimental_distribute_dataset(rows))
-      >>> batch = iterator.get_next_as_optional()
-      >>> while batch.has_value():
-      ...     print(strategy.gather(batch.get_value(), axis=0))
-      ...     batch = iterator.get_next_as_optional()
-      [0 1 2 3]
-    """
-
-    def __init__(self, *values: Any):
-        self._values = values
-
-    def has_value(self) -> bool:
-        """Return whether there is a batch; the same on all replicas."""
-        return bool(self._values)
-
-    def get_value(self) -> Any:
-        """Return the batch.
-
-        Raises:
-          ArgumentError: there is none.
-        """
-        if not self._values:
-            raise ArgumentError("the Optional has no value; ask has_value() first")
-        return self._values[0]
-
-    def __repr__(self) -> str:
-        return f"Optional({', '.join(map(repr, self._values))})"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from mpidist.data import sharding
-from mpidist.data.iterable import UNKNOWN_CARDINALITY, Stream
+from mpidist.data.iterable import UNKNOWN_CARDINALITY, Stream, count_rows
 from mpidist.data.iterator_state import Origin
 from mpidist.data.map_dataset import INFINITE_CARDINALITY, Pass, Pipeline, Reading
 from mpidist.data.sources import as_element
@@ -232,6 +232,7 @@ class _StreamFeed:
     def __init__(self, plan: Plan, stream: Stream, order: Pass):
         self._plan = plan
         self._elements = stream.iterate(order)
+        self._has_rows = plan.is_batched and not stream.may_be_scalars
         self._kind: Any = None
 
     def read(self, step: int) -> Portion | None:
@@ -242,7 +243,7 @@ class _StreamFeed:
         element = as_element(element)
         kind = _kind(element)
         self._kind = kind if self._kind is None else _require_like(kind, self._kind)
-        rows = _count_rows(element) if self._plan.is_batched else None
+        rows = count_rows(element) if self._has_rows else None
         if self._plan.is_global:
             element = self._slice(element, rows or 0)
         return Portion(element, kind, rows)
@@ -325,18 +326,6 @@ def _require_like(kind: Any, before: Any) -> Any:
     return kind
 
 
-def _count_rows(batch: Any) -> int:
-    """Return the first dimension of all arrays of a batch."""
-    shapes = [leaf.shape for leaf in nest.flatten(batch)[0]]
-    if not shapes or any(s[:1] != shapes[0][:1] or not s for s in shapes):
-        raise DataError(
-            "a batch needs arrays of equal first dimension, not of shapes "
-            f"{', '.join(map(str, shapes)) or 'none'}; does the generator yield single "
-            "elements? Then make Dataset.from_generator(...).batch(...) of it"
-        )
-    return int(shapes[0][0])
-
-
 def is_global(policy: AutoShardPolicy) -> bool:
     """Return whether workers read slices of batches that are the same for all."""
     return policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
@@ -355,7 +344,7 @@ def divide(
     if policy is AutoShardPolicy.OFF:
         return pipeline.rebatch(workers)
     files = pipeline.file_count
-    if files == 0 or isinstance(pipeline, Stream):
+    if files == 0:
         raise ArgumentError(
             "auto_shard_policy FILE needs a dataset of files, from Dataset.from_hdf5; "
             "use AutoShardPolicy.DATA"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidist.comm.consensus.calls import Call
-from mpidist.data import sharding
+from mpidist.data import combining, iterable_steps, sharding
 from mpidist.data.caching import (
     AnyCache,
     Cache,
@@ -51,6 +51,32 @@ def require_shareable(steps: Pipeline | Stream) -> None:
         return cache
 
     rebuild(steps, check)
+    _require_known_order(steps)
+
+
+def _require_known_order(steps: Any) -> None:
+    """Raise if a cache behind a shuffle without a seed is in a later part of a zip.
+
+    There the shuffle has another order than the seed of the whole dataset gives.
+    """
+
+    def check(cache: Cache | StreamCache, parent: Any) -> Any:
+        if parent.needs_entropy:
+            raise ArgumentError(
+                "cache() behind a shuffle without a seed cannot be shared by replicas "
+                "in a dataset that is not the first in zip(); give the shuffle a seed"
+            )
+        return cache
+
+    if isinstance(steps, combining.Zip | iterable_steps.Zip):
+        for part in steps.later_parts:
+            rebuild(part, check)
+
+    def look(parent: Any) -> Any:
+        _require_known_order(parent)
+        return parent
+
+    steps.over(look)
 
 
 def share(

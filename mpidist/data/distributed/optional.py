@@ -1,0 +1,90 @@
+"""Optional: a batch that may be missing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mpidist import values
+from mpidist.data.spec import TensorSpec, spec_of
+from mpidist.errors import ArgumentError
+from mpidist.util import nest, validation
+
+if TYPE_CHECKING:
+    from mpidist.data.distributed.iterator import DistributedIterator
+
+__all__ = ["Optional"]
+
+
+class Optional:
+    """A batch, or none: what `DistributedIterator.get_next_as_optional` returns.
+
+    `from_value` and `empty` make others. Nothing here communicates.
+
+    Example:
+      >>> rows = mpidist.Dataset.range(4).batch(4)
+      >>> iterator = iter(strategy.experimental_distribute_dataset(rows))
+      >>> batch = iterator.get_next_as_optional()
+      >>> while batch.has_value():
+      ...     print(strategy.gather(batch.get_value(), axis=0))
+      ...     batch = iterator.get_next_as_optional()
+      [0 1 2 3]
+      >>> batch.element_spec, mpidist.Optional.from_value(3).get_value()
+      (TensorSpec(shape=(None,), dtype=int64), 3)
+    """
+
+    # What has the element_spec, if it is not to be told from the value
+    _spec_of: DistributedIterator | None = None
+    _spec: Any = None
+
+    def __init__(self, *values: Any):
+        self._values = values
+
+    @staticmethod
+    def empty(element_spec: Any) -> Optional:
+        """Return an Optional without a value.
+
+        Args:
+          element_spec: a nest of `TensorSpec`, of the value that is not there.
+
+        Raises:
+          ArgumentTypeError: a leaf is no TensorSpec.
+        """
+        for leaf in nest.flatten(element_spec)[0]:
+            validation.instance("element_spec", leaf, TensorSpec)
+        found = Optional()
+        found._spec = element_spec
+        return found
+
+    @staticmethod
+    def from_value(value: Any) -> Optional:
+        """Return an Optional of a value: an array, a number, or a nest of them."""
+        return Optional(value)
+
+    @property
+    def element_spec(self) -> Any:
+        """A nest of `TensorSpec` like the value, which need not be there.
+
+        Of a distributed iterator's it is `DistributedIterator.element_spec`.
+        """
+        if self._spec_of is not None:
+            return self._spec_of.element_spec
+        if not self._values:
+            return self._spec
+        return spec_of(values.select_replica(self._values[0]), is_batch=False)
+
+    def has_value(self) -> bool:
+        """Return whether there is a batch; the same on all replicas."""
+        return bool(self._values)
+
+    def get_value(self) -> Any:
+        """Return the batch.
+
+        Raises:
+          ArgumentError: there is none.
+        """
+        if not self._values:
+            raise ArgumentError("the Optional has no value; ask has_value() first")
+        return self._values[0]
+
+    def __repr__(self) -> str:
+        return f"Optional({', '.join(map(repr, self._values))})"

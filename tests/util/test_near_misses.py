@@ -1,0 +1,118 @@
+"""AttributeErrors of names that users of other libraries type say what is meant."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import re
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist.util import near_misses
+
+ROWS = mpidist.Dataset.range(4)
+CONTEXT = mpidist.get_replica_context()
+STRATEGY = mpidist.get_strategy()
+DIVIDED = STRATEGY.experimental_distribute_dataset(ROWS.batch(2))
+OWNERS = [
+    (DIVIDED, near_misses.DISTRIBUTED),
+    (STRATEGY, near_misses.STRATEGY),
+    (CONTEXT, near_misses.REPLICA_CONTEXT),
+    (ROWS, near_misses.DATASET),
+    (mpidist.Dataset, near_misses.DATASET),
+    (mpidist, near_misses.MODULE),
+]
+CASES = [(owner, name) for owner, meant in OWNERS for name in meant]
+
+
+@pytest.mark.parametrize(("owner", "name"), CASES)
+def test_a_near_miss_says_what_is_meant(owner, name):
+    with pytest.raises(AttributeError, match="; instead: ") as caught:
+        getattr(owner, name)
+    assert caught.value.name == name
+    assert caught.value.obj is owner
+    assert not hasattr(owner, name)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "meant"),
+    [
+        (STRATEGY, "all_reduce", r"strategy\.reduce"),
+        (STRATEGY, "rank", r"strategy\.extended\.replica_id"),
+        (STRATEGY, "size", r"strategy\.num_replicas_in_sync"),
+        (mpidist.Dataset, "from_hdf", r"Dataset\.from_hdf5"),
+        (mpidist.Dataset, "from_h5", r"Dataset\.from_hdf5"),
+        (CONTEXT, "rank", "replica_id_in_sync_group"),
+        (mpidist, "init", "MirroredStrategy"),
+        (DIVIDED, "map", r"dataset\.map, before"),
+    ],
+)
+def test_the_name_that_is_meant(owner, name, meant):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'; .*{meant}"):
+        getattr(owner, name)
+
+
+def test_what_is_named_exists():
+    owners = {"strategy": STRATEGY, "Dataset": mpidist.Dataset, "mpidist": mpidist}
+    for _, meant in OWNERS:
+        for text in meant.values():
+            for owner, name in re.findall(r"\b(strategy|Dataset|mpidist)\.(\w+)", text):
+                assert hasattr(owners[owner], name), text
+            for name in re.findall(r"\b(?<!\.)(\w+)\(", text):
+                owner = mpidist.Dataset, mpidist, mpidist.DistributedIterator
+                is_known = any(hasattr(some, name) for some in owner)
+                assert is_known or name in ("iter", "len"), text
+
+
+@pytest.mark.parametrize(("owner", "meant"), OWNERS)
+def test_other_names_get_python_s_message(owner, meant):
+    with pytest.raises(AttributeError, match=r"no attribute 'xyz'$"):
+        owner.xyz  # noqa: B018
+    assert not hasattr(owner, "__array__")
+    assert getattr(owner, "xyz", 3) == 3
+
+
+def test_a_power_of_a_per_replica_value_names_run():
+    value = mpidist.PerReplica((np.ones(2),), (0,))
+    for use in (lambda: value**2, lambda: value + 1, lambda: value.sum):
+        with pytest.raises((ValueError, AttributeError), match=r"strategy\.run\("):
+            use()
+
+
+def test_datasets_and_contexts_are_copied_and_pickled_as_before():
+    for rows in (
+        copy.copy(ROWS),
+        copy.deepcopy(ROWS),
+        pickle.loads(pickle.dumps(ROWS)),
+    ):
+        assert list(rows) == [0, 1, 2, 3]
+    assert pickle.loads(pickle.dumps(mpidist.Dataset)) is mpidist.Dataset
+    assert copy.copy(CONTEXT).strategy is STRATEGY
+
+
+def test_an_object_without_its_attributes_does_not_recurse():
+    for cls in (mpidist.MirroredStrategy, mpidist.ReplicaContext, mpidist.Dataset):
+        bare = object.__new__(cls)
+        with pytest.raises(AttributeError, match=r"_extended|_strategy|_pipeline"):
+            bare._extended, bare._strategy, bare._pipeline  # noqa: B018
+
+
+class Odd(mpidist.Dataset):
+    @property
+    def broken(self):
+        return None.missing
+
+
+def test_errors_in_properties_are_not_hidden():
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'mis"):
+        Odd(ROWS.pipeline).broken  # noqa: B018
+
+
+def test_classes_look_as_before():
+    assert inspect.isclass(mpidist.Dataset)
+    assert "map" in dir(ROWS)
+    assert "from_hdf5" in dir(mpidist.Dataset)
+    assert "from_hdf" not in dir(mpidist.Dataset)
