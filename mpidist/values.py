@@ -407,9 +407,10 @@ def regroup_results(value: Any, replica_id: int, num_replicas: int) -> Any:
 
     In place of each ON_READ variable is this replica's copy: a value per replica.
     """
-    if num_replicas > 1:
-        return nest.map_leaves(lambda leaf: _wrap(_own_copy(leaf), replica_id), value)
-    return value if type(value) in _PLAIN else nest.map_leaves(_own_copy, value)
+    if type(value) in _PLAIN:
+        return value if num_replicas == 1 else _wrap(value, replica_id)
+    own = nest.map_leaves(_own_copy, value)
+    return regroup(own, replica_id, num_replicas)
 
 
 def _own_copy(leaf: Any) -> Any:
