@@ -216,7 +216,7 @@ if not commands.is_command():
     )
     from mpidist.data.distributed.datasets import DistributedDataset, InputContext
     from mpidist.data.distributed.iterator import DistributedIterator
-    from mpidist.data.distributed.optional import Optional
+    from mpidist.data.optional import Optional
     from mpidist.data.iterator import DatasetIterator
     from mpidist.data.spec import TensorSpec
     from mpidist.errors import (

@@ -25,7 +25,7 @@ from mpidist.data.iterator import (
 from mpidist.data.iterator_state import Passes
 from mpidist.data.map_dataset import INFINITE_CARDINALITY, Pipeline, Rows
 from mpidist.data.sources import ArrayRows, RangeRows, as_element, from_lists
-from mpidist.data.transformations import Transformations
+from mpidist.data.transformations import Transformations, check_name
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import MOST_BUFFERED, AutoShardPolicy, Options
 from mpidist.util import near_misses, nest, validation
@@ -101,8 +101,9 @@ class Dataset(Transformations, metaclass=_DatasetType):
         return self._spec
 
     @staticmethod
-    def from_tensors(tensors: Any) -> Dataset:
+    def from_tensors(tensors: Any, name: str | None = None) -> Dataset:
         """Return a dataset of one element: an array, or a tuple or dict of arrays."""
+        check_name(name)
         rows = nest.map_leaves(lambda a: a[None], as_element(tensors))
         return Dataset(Rows(ArrayRows(rows, "from_tensors")))
 
@@ -143,16 +144,18 @@ class Dataset(Transformations, metaclass=_DatasetType):
         return Dataset(Generated(generator, is_batched=False))
 
     @staticmethod
-    def from_tensor_slices(tensors: Any) -> Dataset:
+    def from_tensor_slices(tensors: Any, name: str | None = None) -> Dataset:
         """Return a dataset of the rows of an array, or of a tuple or dict of arrays.
 
         Args:
           tensors: arrays (or lists of numbers) with equal first dimensions `(rows,
             *shape)`; tuples and dicts are structure. Every rank passes all rows.
+          name: see `Dataset`.
 
         Raises:
           ArgumentError: unequal numbers of rows, or a scalar.
         """
+        check_name(name)
         return Dataset(Rows(ArrayRows(from_lists(tensors))))
 
     @staticmethod
@@ -176,7 +179,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
         return Dataset(Rows(Hdf5Rows(list_files(files), check_names(datasets))))
 
     @staticmethod
-    def zip(*args: Any, datasets: Any = None) -> Dataset:
+    def zip(*args: Any, datasets: Any = None, name: str | None = None) -> Dataset:
         """Return a dataset of elements of several datasets side by side.
 
         It ends with the shortest. If each of them can be read at any place, so can
@@ -188,6 +191,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
         Args:
           *args: datasets; or one structure of datasets: tuples and dicts.
           datasets: that structure, by name.
+          name: see `Dataset`.
 
         The options are those of the datasets.
 
@@ -204,18 +208,25 @@ class Dataset(Transformations, metaclass=_DatasetType):
           [1. 2.] [0 1]
           [3.] [2]
         """
+        check_name(name)
         given, spec = nest.flatten(_structure(args, datasets))
         return Dataset(
             zip_together([dataset._pipeline for dataset in given], spec),
             _common_options(given),
         )
 
-    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+    def reduce(
+        self,
+        initial_state: Any,
+        reduce_func: Callable[[Any, Any], Any],
+        name: str | None = None,
+    ) -> Any:
         """Return the state after one pass: `state = reduce_func(state, element)`.
 
         Args:
           initial_state: what the function gets first; returned if there is no element.
           reduce_func: of the state and an element.
+          name: see `Dataset`.
 
         Raises:
           ArgumentError: the dataset has no end.
@@ -225,6 +236,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
           >>> mpidist.Dataset.range(5).reduce(0, lambda state, x: state + int(x))
           10
         """
+        check_name(name)
         function = validation.function("reduce_func", reduce_func)
         require_end(self.cardinality(), "Dataset.reduce")
         elements = self._iterate()
@@ -236,7 +248,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
         finally:
             elements.close()
 
-    def concatenate(self, dataset: Dataset) -> Dataset:
+    def concatenate(self, dataset: Dataset, name: str | None = None) -> Dataset:
         """Return a dataset of the elements of this one, then those of `dataset`.
 
         Raises:
@@ -244,6 +256,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
           ArgumentTypeError: their elements have unlike structures or dtypes; where
             files or functions must be asked for them, when the result is first used.
         """
+        check_name(name)
         first, second = self._pipeline, as_dataset(dataset, "concatenate")._pipeline
         if first.is_batched != second.is_batched:
             raise ArgumentError(
@@ -251,20 +264,22 @@ class Dataset(Transformations, metaclass=_DatasetType):
             )
         return Dataset(concatenate(first, second), self._options)
 
-    def prefetch(self, buffer_size: int) -> Dataset:
+    def prefetch(self, buffer_size: int, name: str | None = None) -> Dataset:
         """Return a dataset that reads `buffer_size` elements ahead, in a thread.
 
         Steps after it undo it, and distributed datasets read ahead as their
         `InputOptions` say. -1 (TensorFlow's AUTOTUNE) lets mpidist choose.
         """
+        check_name(name)
         ahead = validation.integer("buffer_size", buffer_size)
         if ahead == -1:
             ahead = 2
         ahead = validation.integer("buffer_size", ahead, 0, " or -1", MOST_BUFFERED)
         return Dataset(self._pipeline, self._options, ahead)
 
-    def with_options(self, options: Options) -> Dataset:
+    def with_options(self, options: Options, name: str | None = None) -> Dataset:
         """Return this dataset with `options`, which steps after it keep."""
+        check_name(name)
         options = validation.instance("options", options, Options)
         return Dataset(self._pipeline, copy.copy(options), self._read_ahead)
 

@@ -12,7 +12,8 @@ from mpidist.data import batching, caching, combining, iterable_steps, ordering
 from mpidist.data.iterable import InOrder, Stream
 from mpidist.data.iterator_state import Origin, Passes, make_state, read_state
 from mpidist.data.map_dataset import Pass, Pipeline
-from mpidist.errors import DataError
+from mpidist.data.optional import Optional
+from mpidist.errors import DataError, OutOfRangeError
 from mpidist.util import nest
 from mpidist.util.notices import warn
 from mpidist.util.threads import read_ahead
@@ -80,6 +81,29 @@ class DatasetIterator:
             raise
         self._step += 1
         return element
+
+    @property
+    def element_spec(self) -> Any:
+        """A nest of `TensorSpec` like the elements; see `Dataset.element_spec`."""
+        return self._pipeline.element_spec()
+
+    def get_next(self) -> Any:
+        """Return what `next` does.
+
+        Raises:
+          OutOfRangeError: after the last element.
+          What `next` raises.
+        """
+        element = self.get_next_as_optional()
+        if not element.has_value():
+            raise OutOfRangeError(f"the dataset has ended after {self._step} elements")
+        return element.get_value()
+
+    def get_next_as_optional(self) -> Optional:
+        """Return the next element as an `Optional`, empty after the last one."""
+        for element in self:
+            return Optional(element)
+        return Optional()
 
     def get_state(self) -> dict[str, int]:
         """Return where this iterator is: a few integers, each below 2**63.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpidist.data import iterable_steps
 from mpidist.data.iterator import in_order, steps_of, unbatch
-from mpidist.errors import ArgumentError
+from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpidist.util import validation
 from mpidist.util.threads import count_threads
 
@@ -16,10 +16,18 @@ if TYPE_CHECKING:
     from mpidist.data.iterable import Stream
     from mpidist.data.map_dataset import Pipeline
 
-__all__ = ["Transformations"]
+__all__ = ["Transformations", "check_name"]
 
 _LARGEST_SEED = 1 << 256
 _CYCLE_LENGTH = 8
+
+
+def check_name(name: str | None) -> None:
+    """Raise an ArgumentTypeError for the `name` of a step that is no name."""
+    if not (name is None or isinstance(name, str)):
+        raise ArgumentTypeError(
+            f"name must be a str or None, not {validation.shown(name)}"
+        )
 
 
 class Transformations:
@@ -42,7 +50,13 @@ class Transformations:
         raise NotImplementedError  # pragma: no cover
 
     def map(
-        self, map_func: Callable[..., Any], num_parallel_calls: int | None = None
+        self,
+        map_func: Callable[..., Any],
+        num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
+        synchronous: bool | None = None,
+        use_unbounded_threadpool: bool = False,
+        name: str | None = None,
     ) -> Dataset:
         """Return a dataset of `map_func(element)`; a tuple is passed as arguments.
 
@@ -58,7 +72,12 @@ class Transformations:
             stays. The rows of a batch are spread over the threads; single elements,
             and batches, are computed ahead. This helps where `map_func` waits, or is
             in functions that let other threads run, as many of NumPy are.
+          deterministic: accepted; the order always stays.
+          synchronous: accepted; `num_parallel_calls` tells.
+          use_unbounded_threadpool: accepted; likewise.
+          name: see `Dataset`.
         """
+        check_name(name)
         function = validation.function("map_func", map_func)
         return self._then(
             steps_of(self._pipeline).map, function, count_threads(num_parallel_calls)
@@ -69,6 +88,7 @@ class Transformations:
         buffer_size: int | None = None,
         seed: int | None = None,
         reshuffle_each_iteration: bool = True,
+        name: str | None = None,
         *,
         window_chunks: int | None = None,
     ) -> Dataset:
@@ -89,12 +109,14 @@ class Transformations:
           buffer_size: None or >= 1; needed for a generator.
           seed: an integer of up to 256 bits. None draws one, which all replicas share.
           reshuffle_each_iteration: whether each epoch has another order.
+          name: see `Dataset`.
           window_chunks: how many chunks are mixed at a time, over all replicas; at
             least one for each 16 to 32 rows of a batch are. 0 always permutes exactly;
             None mixes 64 chunks (fewer if these have more than 256 MiB) where chunks
             are compressed, and else permutes exactly. A number mixes that many
             everywhere; uncompressed rows count as chunks of 1 MiB if they have none.
         """
+        check_name(name)
         size = validation.optional_integer("buffer_size", buffer_size, 1)
         most = _LARGEST_SEED
         seed = validation.optional_integer("seed", seed, -most, " or None", most)
@@ -106,49 +128,64 @@ class Transformations:
             steps_of(self._pipeline).shuffle, size, seed, reshuffle, chunks
         )
 
-    def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
+    def batch(
+        self,
+        batch_size: int,
+        drop_remainder: bool = False,
+        num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
+        name: str | None = None,
+    ) -> Dataset:
         """Return a dataset of batches: arrays `(batch_size, *shape)`.
 
         Args:
           batch_size: rows per batch; the last batch of an epoch may have fewer.
           drop_remainder: leave that last, smaller batch out.
+          num_parallel_calls: accepted; the rows of a batch are read in threads anyway.
+          deterministic: accepted; the order always stays.
+          name: see `Dataset`.
         """
+        check_name(name)
         size = validation.integer("batch_size", batch_size, 1)
         drop_remainder = validation.switch("drop_remainder", drop_remainder)
         return self._then(steps_of(self._pipeline).batch, size, drop_remainder)
 
-    def repeat(self, count: int | None = None) -> Dataset:
+    def repeat(self, count: int | None = None, name: str | None = None) -> Dataset:
         """Return a dataset that goes through this one `count` times, None for ever.
 
         Shuffles before it give another order each time.
         """
+        check_name(name)
         count = validation.optional_integer("count", count)
         if count == -1:  # TensorFlow's other word for it
             count = None
         count = validation.optional_integer("count", count, 0, ", or None")
         return self._then(steps_of(self._pipeline).repeat, count)
 
-    def take(self, count: int) -> Dataset:
+    def take(self, count: int, name: str | None = None) -> Dataset:
         """Return a dataset of the first `count` elements; -1 takes all."""
+        check_name(name)
         if validation.integer("count", count) == -1:
             return self._then(steps_of(self._pipeline).window, 0, None)
         count = validation.integer("count", count, 0, ", or -1 for all")
         return self._then(steps_of(self._pipeline).window, 0, count)
 
-    def skip(self, count: int) -> Dataset:
+    def skip(self, count: int, name: str | None = None) -> Dataset:
         """Return a dataset of all elements but the first `count`."""
+        check_name(name)
         start = validation.integer("count", count, 0)
         return self._then(steps_of(self._pipeline).window, start, None)
 
-    def shard(self, num_shards: int, index: int) -> Dataset:
+    def shard(self, num_shards: int, index: int, name: str | None = None) -> Dataset:
         """Return a dataset of every `num_shards`-th element, from `index` on."""
+        check_name(name)
         num_shards = validation.integer("num_shards", num_shards, 1)
         index = validation.integer("index", index, 0)
         if index >= num_shards:
             raise ArgumentError(f"index must be in 0..{num_shards - 1}, not {index}")
         return self._then(steps_of(self._pipeline).shard, num_shards, index)
 
-    def cache(self) -> Dataset:
+    def cache(self, filename: str = "", name: str | None = None) -> Dataset:
         """Return a dataset that keeps its elements in memory once they were read.
 
         What comes before is done once, and stays in the order of the first epoch; so
@@ -161,14 +198,26 @@ class Transformations:
         with the strategy. (Where each replica has data of its own, by
         `distribute_datasets_from_function` or AutoShardPolicy.FILE, it keeps its own.)
 
+        Args:
+          filename: "" for memory; TensorFlow's cache in a file there is not.
+          name: see `Dataset`.
+
+        Raises:
+          UnsupportedError: a `filename`.
         Raises, when it is first used, or distributed, then on all ranks:
           ArgumentError: it has no end (call `repeat` afterwards); or it is distributed,
             and a generator's, or rows are no numbers, bools or strings of one fixed
             size, or a node has too little memory left for all of them.
         """
+        check_name(name)
+        if filename != "":
+            raise UnsupportedError(
+                f"cache keeps elements in memory, not in {validation.shown(filename)}; "
+                "write the file by Hdf5Writer, and read it by Dataset.from_hdf5"
+            )
         return self._then(steps_of(self._pipeline).cache)
 
-    def enumerate(self, start: int = 0) -> Dataset:
+    def enumerate(self, start: int = 0, name: str | None = None) -> Dataset:
         """Return a dataset of pairs: the number of an element, from `start` on, and it.
 
         The numbers are int64. Elements keep them in whatever order later steps bring
@@ -177,17 +226,19 @@ class Transformations:
 
         Args:
           start: the first number.
+          name: see `Dataset`.
 
         Example:
           >>> rows = mpidist.Dataset.from_tensor_slices([5.0, 6.0])
           >>> [(int(i), float(x)) for i, x in rows.enumerate(start=1)]
           [(1, 5.0), (2, 6.0)]
         """
+        check_name(name)
         most = validation.LARGEST
         start = validation.integer("start", start, -most)
         return self._then(steps_of(self._pipeline).enumerate, start)
 
-    def unbatch(self) -> Dataset:
+    def unbatch(self, name: str | None = None) -> Dataset:
         """Return a dataset of the rows of the elements, one by one.
 
         After `batch` (and repeat, take, skip, cache and concatenate of batches) any row
@@ -205,9 +256,10 @@ class Transformations:
           >>> len(batches), len(batches.unbatch())
           (3, 5)
         """
+        check_name(name)
         return self._after(unbatch(self._pipeline))
 
-    def filter(self, predicate: Callable[..., Any]) -> Dataset:
+    def filter(self, predicate: Callable[..., Any], name: str | None = None) -> Dataset:
         """Return a dataset of the elements of which `predicate(element)` is True.
 
         How many these are is not known: the result is like a generator's dataset, whose
@@ -218,6 +270,7 @@ class Transformations:
 
         Args:
           predicate: of an element; a tuple is passed as arguments. It returns one bool.
+          name: see `Dataset`.
 
         Raises, when it is iterated over:
           ArgumentTypeError: `predicate` returned something else.
@@ -228,6 +281,7 @@ class Transformations:
           >>> [int(x) for x in odd], odd.cardinality()
           ([1, 3, 5], -2)
         """
+        check_name(name)
         function = validation.function("predicate", predicate)
         return self._then_in_order(iterable_steps.Filter, function)
 
@@ -238,6 +292,7 @@ class Transformations:
         block_length: int | None = None,
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
+        name: str | None = None,
     ) -> Dataset:
         """Return elements of the datasets `map_func(element)`, by turns.
 
@@ -259,6 +314,7 @@ class Transformations:
             (TensorFlow's AUTOTUNE), has a thread for each of the datasets that take
             turns, which reads a block ahead.
           deterministic: accepted: the order is always the same.
+          name: see `Dataset`.
 
         Raises, when it is iterated over:
           ArgumentTypeError: `map_func` returned no Dataset.
@@ -270,6 +326,7 @@ class Transformations:
           >>> [int(x) for x in rows]
           [0, 10, 1, 11, 2, 12, 20, 21, 22]
         """
+        check_name(name)
         function = validation.function("map_func", map_func)
         cycle = validation.optional_integer("cycle_length", cycle_length, 1, most=4096)
         block = validation.optional_integer("block_length", block_length, 1)

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from mpidist import context, values
 from mpidist.comm.consensus.calls import Call, group_by_rank, name_ranks
 from mpidist.data.distributed import prefetch, reader
-from mpidist.data.distributed.optional import Optional
 from mpidist.data.distributed.prefetch import ReadAhead
 from mpidist.data.distributed.reader import Plan, Portion
 from mpidist.data.distributed.shared_caches import reorder
 from mpidist.data.iterator_state import Passes, make_state, read_state
 from mpidist.data.map_dataset import Pass
+from mpidist.data.optional import Optional
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, DataError, MismatchError, OutOfRangeError
 from mpidist.util import nest

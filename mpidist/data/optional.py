@@ -72,11 +72,11 @@ class Optional:
             return self._spec
         return spec_of(values.select_replica(self._values[0]), is_batch=False)
 
-    def has_value(self) -> bool:
+    def has_value(self, name: str | None = None) -> bool:
         """Return whether there is a batch; the same on all replicas."""
         return bool(self._values)
 
-    def get_value(self) -> Any:
+    def get_value(self, name: str | None = None) -> Any:
         """Return the batch.
 
         Raises:
