@@ -82,7 +82,7 @@ class Perceptron:
         d_hidden.sum(axis=0, out=d_b1)
         np.matmul(hidden.T, d_logits, out=d_w2)
         d_logits.sum(axis=0, out=d_b2)
-        sums[-2], sums[-1] = -log_p[target].sum(), len(y)
+        sums[-2], sums[-1] = -(log_p * target).sum(), len(y)
         return sums
 
     def scores(self, pixels: Any, y: Any) -> tuple[Any, Any, Any]:
