@@ -53,20 +53,20 @@ class _Stack(threading.local):
     def top(self) -> _Frame:
         if self.frames:
             return self.frames[-1]
-        if self.base is not None:
-            return self.base
-        return _Frame(_default[0], _default_replica[0])
+        return self.base or _default_frame[0]
 
 
 _stack = _Stack()
 _default: list[Strategy] = []
 _default_replica: list[ReplicaContext] = []
+_default_frame: list[_Frame] = []
 
 
 def set_default_strategy(strategy: Strategy, replica: ReplicaContext) -> None:
     """Make a strategy, of one replica, the one that holds outside all scopes."""
     _default[:] = [strategy]
     _default_replica[:] = [replica]
+    _default_frame[:] = [_Frame(strategy, replica)]
 
 
 def get_strategy() -> Strategy:
@@ -184,7 +184,10 @@ def in_update() -> bool:
 
 
 class enter:  # noqa: N801 (reads as a verb in a with statement)
-    """Put a context on this thread's stack for the length of a block."""
+    """Put a context on this thread's stack for the length of a block.
+
+    It may be entered again and again, and nested: it has no state of its own.
+    """
 
     __slots__ = ("_frame",)
 

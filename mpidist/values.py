@@ -397,8 +397,11 @@ def regroup(value: Any, replica_id: int, num_replicas: int) -> Any:
     """
     if num_replicas == 1 or value is None:
         return value
-    if type(value) in _COMMON:
+    kind = type(value)
+    if kind in _COMMON:
         return _wrap(value, replica_id)
+    if kind is tuple and all(map(_is_leaf, value)):
+        return tuple([_wrap(leaf, replica_id) for leaf in value])
     return nest.map_leaves(lambda leaf: _wrap(leaf, replica_id), value)
 
 
@@ -423,7 +426,14 @@ def _own_copy(leaf: Any) -> Any:
 def _wrap(leaf: Any, replica_id: int) -> Any:
     if leaf is None or isinstance(leaf, DistributedValues):
         return leaf
-    return PerReplica((leaf,), (replica_id,))
+    made = PerReplica.__new__(PerReplica)  # its arguments need no checks
+    made._values, made._replica_ids = (leaf,), (replica_id,)
+    return made
+
+
+def _is_leaf(value: Any) -> bool:
+    """Return whether a value is known not to have structure."""
+    return type(value) in _COMMON or isinstance(value, DistributedValues)
 
 
 def select_replica(value: Any) -> Any:
@@ -437,15 +447,15 @@ def select_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments of a function, with this process's components in them."""
-    if not kwargs and all(type(value) in _COMMON for value in args):
-        return tuple(map(_select, args)), kwargs
+    if not kwargs and all(map(_is_leaf, args)):
+        return tuple([_select(value) for value in args]), kwargs
     selected: tuple[tuple[Any, ...], dict[str, Any]] = select_replica((args, kwargs))
     return selected
 
 
 def _select(leaf: Any) -> Any:
     if isinstance(leaf, DistributedValues) and not leaf.is_variable:
-        return local_component(leaf)
+        return leaf.values[0]
     return leaf
 
 

@@ -68,7 +68,9 @@ class StrategyExtended(ReplicaGroup):
     ):
         super().__init__(devices, cross_device_ops, communicator, gpu_request)
         self.strategy = strategy
-        self._replica_context = ReplicaContext(strategy, self.replica_id)
+        self._in_replica = enter(strategy, ReplicaContext(strategy, self.replica_id))
+        self._in_cross_replica = enter(strategy)
+        self._in_update = enter(strategy, updating=True)
         # Called on all ranks before each `run`
         self.before_run: Callable[[], None] | None = None
 
@@ -134,7 +136,7 @@ class StrategyExtended(ReplicaGroup):
     ) -> Any:
         validation.function("fn", fn)
         args, kwargs = select_arguments(*validation.call_arguments(args, kwargs))
-        with enter(self.strategy, self._replica_context):
+        with self._in_replica:
             result = fn(*args, **kwargs)
         return regroup_results(result, self.replica_id, self.num_replicas)
 
@@ -149,11 +151,10 @@ class StrategyExtended(ReplicaGroup):
 
         def merge() -> Any:
             validation.function("merge_fn", merge_fn)
-            given = validation.call_arguments(args, kwargs)
-            merged_args, merged_kwargs = regroup(
-                given, self.replica_id, self.num_replicas
-            )
-            with enter(self.strategy):
+            given, named = validation.call_arguments(args, kwargs)
+            merged_args = regroup(given, self.replica_id, self.num_replicas)
+            merged_kwargs = named and regroup(named, self.replica_id, self.num_replicas)
+            with self._in_cross_replica:
                 return merge_fn(self.strategy, *merged_args, **merged_kwargs)
 
         return select_replica(self.agreement.block("merge_call", merge))
@@ -196,7 +197,7 @@ class StrategyExtended(ReplicaGroup):
         target = self._own_copy(var)
         validation.function("fn", fn)
         args, kwargs = select_arguments(*validation.call_arguments(args, kwargs))
-        with enter(self.strategy, updating=True):
+        with self._in_update:
             result = fn(target, *args, **kwargs)
         return None if group else result
 
@@ -294,7 +295,7 @@ class StrategyExtended(ReplicaGroup):
         require_cross_replica(self.strategy, "update_non_slot")
         validation.function("fn", fn)
         args, kwargs = select_arguments(*validation.call_arguments(args, kwargs))
-        with enter(self.strategy, updating=True):
+        with self._in_update:
             result = fn(*args, **kwargs)
         return None if group else result
 

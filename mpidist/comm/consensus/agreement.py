@@ -38,7 +38,7 @@ from mpidist.comm.consensus.diagnostics import (
 from mpidist.comm.consensus.failures import Losses
 from mpidist.comm.consensus.flight_recorder import Recorder
 from mpidist.comm.consensus.pending import Pending
-from mpidist.comm.consensus.threads import Places, ThreadState, Turns
+from mpidist.comm.consensus.threads import ProgressCounters, ThreadState, Turns
 from mpidist.comm.consensus.waiting import Departures, LateError, Waiting
 from mpidist.errors import CollectiveError, DeadlineError, MpidistError
 from mpidist.util.forks import FORKED, call_in_child
@@ -87,7 +87,7 @@ class Agreement:
         self._begin = self.recorder.begin
         check = self.losses.check if self.losses.is_needed else None
         self.turns = Turns(self.recorder.end, check, self._on_error)
-        self.places = Places()
+        self.progress = ProgressCounters()
         self._thread = ThreadState()
         if self.size > 1:
             Agreement.made = channel + 1
@@ -156,7 +156,7 @@ class Agreement:
             return self.require_same(call, timeout=timeout, place=place)
         self.calls += 1
         self._begin(self.calls, call, number)
-        number ^= self.places.digest
+        number ^= self.progress.digest
         comparison = self.comparison
         if place:
             is_same = comparison.is_same(Telling(number, place=place))
@@ -196,7 +196,7 @@ class Agreement:
             raise
         self.calls += 1
         self._begin(self.calls, call, number)
-        if not comparison.agrees(number ^ self.places.digest, is_large):
+        if not comparison.agrees(number ^ self.progress.digest, is_large):
             self._settle(Claim(call, payload=payload, is_large=is_large))
         return comparison.payload(payload.pages)
 
@@ -244,7 +244,7 @@ class Agreement:
         number = digest(call.without_step())
         self.calls += 1
         self._begin(self.calls, call, number)
-        number ^= self.places.digest ^ call.step_digest()
+        number ^= self.progress.digest ^ call.step_digest()
         deadline = None if timeout is None else time.monotonic() + timeout
         telling = Telling(
             number, error is not None, is_large, deadline, is_patient, place
@@ -356,7 +356,7 @@ class Agreement:
         state = self._thread
         state.depth -= 1
         if error is not None and not isinstance(error, Exception):
-            self.places.add("the number of interrupted calls", 1)
+            self.progress.add("the number of interrupted calls", 1)
             raise error
         if state.unwinding is not None:
             # The others left it when this rank was inside
@@ -463,7 +463,7 @@ class Agreement:
     def _resolve(self, claim: Claim) -> str:
         """Return the thread whose turn it is, or raise what keeps the ranks apart."""
         depth = self._thread.depth
-        record = record_of(claim, self.places.describe(), self.rank, depth)
+        record = record_of(claim, self.progress.describe(), self.rank, depth)
         self.departures.require_none()
         records = self.comm.allgather(record)
         if any(r.thread != records[0].thread for r in records):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import threading
 import time
 from collections.abc import Callable
@@ -18,10 +17,11 @@ from collections.abc import Callable
 from mpidist.errors import ContextError
 from mpidist.util.hashing import hash62
 
-__all__ = ["Places", "ThreadState", "Turns"]
+__all__ = ["ProgressCounters", "ThreadState", "Turns"]
 
 
 _LOOK_AGAIN_SECONDS = 0.05
+_BITS = (1 << 62) - 1
 _get_ident = threading.get_ident
 
 
@@ -157,44 +157,39 @@ class Turns:
         )
 
 
-class Places(threading.local):
-    """Numbers by name, which must be the same on all ranks at each collective.
+class ProgressCounters(threading.local):
+    """Counters by name, which must be equal on all ranks at each collective.
 
-    So ranks may go on alone within what they have agreed on before, and yet the next
-    collective of any kind finds out if one has gone farther than another. Each thread
-    has its own: how far it has gone when another one communicates is chance.
+    Ranks may go on alone within what they have agreed on before, and still the next
+    collective of any kind detects a rank that is ahead of the others. Each thread has
+    counters of its own: its progress while another one communicates is not determined.
     """
 
     def __init__(self) -> None:
-        self._places: dict[str, int] = {}
-        # None where it is to be computed
-        self._digest: int | None = 0
+        self._counts: dict[str, int] = {}
+        # The sum of (count + 1) * key over the names, in 62 bits: the same in every
+        # process for the same counters
+        self.digest = 0
 
-    @property
-    def digest(self) -> int:
-        """62 bits that are the same in every process for the same places."""
-        if self._digest is None:
-            hashes = (_hash(name, place) for name, place in self._places.items())
-            self._digest = functools.reduce(operator.xor, hashes, 0)
-        return self._digest
-
-    def note(self, name: str, place: int) -> None:
-        """Say that this rank is at `place` of `name`."""
-        self._places[name] = place
-        self._digest = None
+    def set(self, name: str, count: int) -> None:
+        """Set a counter, of at least 0."""
+        steps = count - self._counts.get(name, -1)
+        self._counts[name] = count
+        self.digest = (self.digest + steps * _key(name)) & _BITS
 
     def add(self, name: str, count: int) -> None:
-        """Note that this rank is `count` farther in `name` than before."""
-        self.note(name, self._places.get(name, 0) + count)
+        """Increase a counter, which begins with 0."""
+        self.set(name, self._counts.get(name, 0) + count)
 
-    def forget(self, name: str) -> None:
-        """Say that this rank is through with `name`, if it has begun with it."""
-        if self._places.pop(name, None) is not None:
-            self._digest = None
+    def remove(self, name: str) -> None:
+        """Remove a counter, if there is one."""
+        if name in self._counts:
+            self.set(name, -1)
+            del self._counts[name]
 
     def describe(self) -> dict[str, str]:
-        """Return each place by its name."""
-        return {name: str(place) for name, place in self._places.items()}
+        """Return each count by its name, as text."""
+        return {name: str(count) for name, count in self._counts.items()}
 
 
 class ThreadState(threading.local):
@@ -207,5 +202,5 @@ class ThreadState(threading.local):
 
 
 @functools.lru_cache(maxsize=64)
-def _hash(name: str, place: int) -> int:
-    return hash62(f"{name}\n{place}")
+def _key(name: str) -> int:
+    return hash62(name) | 1  # odd: no multiple below 2 ** 62 is 0

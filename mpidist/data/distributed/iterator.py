@@ -326,11 +326,11 @@ class DistributedIterator:
 
     def _note_place(self, step: int | None) -> None:
         """Tell the next collective at which step of the epoch this replica is."""
-        places = self._plan.extended.agreement.places
+        progress = self._plan.extended.agreement.progress
         if step is None:
-            places.forget(self._place)
+            progress.remove(self._place)
         else:
-            places.note(self._place, step)
+            progress.set(self._place, step)
 
     def _fill_in(self, where: Any, portion: Portion | None) -> Portion | None:
         """Return `portion`, or one of no rows while others have rows. Collective.
