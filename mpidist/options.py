@@ -278,8 +278,7 @@ class CommunicationOptions:
                 "compression must be None, 'float16' or 'bfloat16', not "
                 f"{validation.shown(given)}"
             )
-        has_dtypes = importlib.util.find_spec("ml_dtypes") is not None
-        if self.compression == "bfloat16" and not has_dtypes:
+        if given == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
             raise ArgumentError(
                 "compression='bfloat16' needs the package ml_dtypes, which is not "
                 "installed; take 'float16', or pip install ml_dtypes"

@@ -275,7 +275,8 @@ class ReplicaGroup:
         options: CommunicationOptions | None = None,
     ) -> Any:
         """Return the concatenation of `value` over all replicas, for a public call."""
-        self.topology.require_open()
+        if self.topology.closed:
+            self.topology.require_open()
         return self.collectives.all_gather(operation, value, axis, options)
 
     def symmetric_like(self, operation: str, value: Any) -> Any:

@@ -21,15 +21,13 @@ from mpidist.errors import (
     ArgumentTypeError,
     ContextError,
     MismatchError,
-    UnsupportedError,
 )
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.strategy.replica_context import ReplicaContext
 from mpidist.strategy.variables import Variable
-from mpidist.util import nest, validation
+from mpidist.util import validation
 from mpidist.util.tracebacks import fold
 from mpidist.values import (
-    IndexedSlices,
     Mirrored,
     local_component,
     regroup,
@@ -352,38 +350,6 @@ class StrategyExtended(ReplicaGroup):
     ) -> Any:
         """See `ReplicaContext.all_gather`."""
         return self.gather("all_gather", value, axis, options)
-
-    def gather(
-        self,
-        operation: str,
-        value: Any,
-        axis: int,
-        options: CommunicationOptions | None = None,
-    ) -> Any:
-        """Return the concatenation of `value` over all replicas, for a public call."""
-        if type(value) is not np.ndarray:
-            self.topology.require_open()
-            self.agreement.prepare(operation, lambda: _require_dense(operation, value))
-        return super().gather(operation, value, axis, options)
-
-
-def _require_dense(operation: str, value: Any) -> None:
-    """Raise if a leaf is sparse: it has no rows to put behind those of others.
-
-    Raises:
-      UnsupportedError: IndexedSlices, or a sparse array of SciPy, CuPy, PyTorch or JAX.
-    """
-    leaves, spec = nest.flatten(select_replica(value))
-    for i, leaf in enumerate(leaves):
-        is_sparse = (
-            hasattr(leaf, "todense") or getattr(leaf, "is_sparse", False) is True
-        )
-        if is_sparse or isinstance(leaf, IndexedSlices):
-            raise UnsupportedError(
-                f"{operation}: {nest.leaf_names(spec, 'value')[i]} is sparse, a "
-                f"{type(leaf).__name__}, and only dense arrays can be gathered; gather "
-                "its values and its indices, each by itself"
-            )
 
 
 _CALL = "audit_variables"

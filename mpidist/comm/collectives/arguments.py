@@ -8,10 +8,15 @@ from typing import Any, TypeVar
 
 from mpidist.comm import packing
 from mpidist.device import arrays
-from mpidist.errors import ArgumentError, ArgumentTypeError
+from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpidist.options import CommunicationImplementation, CommunicationOptions
 from mpidist.util import nest
-from mpidist.values import DistributedValues, local_component
+from mpidist.values import (
+    DistributedValues,
+    IndexedSlices,
+    local_component,
+    select_replica,
+)
 
 __all__ = [
     "axis_field",
@@ -24,6 +29,7 @@ __all__ = [
     "implementation_of",
     "is_direct",
     "option_fields",
+    "require_dense",
     "to_arrays",
 ]
 
@@ -55,6 +61,25 @@ def check_each(
     except (ArgumentError, ArgumentTypeError):
         names = nest.leaf_names(spec, "value")
     return [check(a, name) for a, name in zip(values, names, strict=True)]
+
+
+def require_dense(operation: str, value: Any) -> None:
+    """Raise if a leaf is sparse: it has no rows to put behind those of others.
+
+    Raises:
+      UnsupportedError: IndexedSlices, or a sparse array of SciPy, CuPy, PyTorch or JAX.
+    """
+    leaves, spec = nest.flatten(select_replica(value))
+    for i, leaf in enumerate(leaves):
+        is_sparse = (
+            hasattr(leaf, "todense") or getattr(leaf, "is_sparse", False) is True
+        )
+        if is_sparse or isinstance(leaf, IndexedSlices):
+            raise UnsupportedError(
+                f"{operation}: {nest.leaf_names(spec, 'value')[i]} is sparse, a "
+                f"{type(leaf).__name__}, and only dense arrays can be gathered; gather "
+                "its values and its indices, each by itself"
+            )
 
 
 def gather_axis(axis: int, ndim: int, name: str) -> int:

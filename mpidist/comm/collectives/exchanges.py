@@ -20,19 +20,29 @@ from mpidist.comm.collectives.arguments import (
     gather_axis,
     option_fields,
 )
+from mpidist.comm.collectives.counts import CountExchange, CountPlan
 from mpidist.comm.collectives.over_axis import Take
+from mpidist.comm.collectives.packs import PackedReductions, ReducePlan
+from mpidist.comm.collectives.plans import (
+    PlanCache,
+    Structure,
+    detail_of,
+    kind_along,
+    kind_of,
+)
 from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.calls import Call, digest
 from mpidist.comm.transports.selector import Routes
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.util import nest, validation
+from mpidist.util import validation
 
 __all__ = ["Exchanges"]
 
 # Ranks agree once more before they move so many bytes, that all have room for them
 _LARGE_BYTES = 256 << 10
+_DEFAULT = CommunicationOptions()
 
 
 class _Piece(NamedTuple):
@@ -47,18 +57,60 @@ class _Piece(NamedTuple):
     lengths: Sequence[int]
 
 
+class ExchangePlan(NamedTuple):
+    """One kind of `all_to_all` or `reduce_scatter`.
+
+    Args:
+      call: what the ranks compare.
+      number: its digest.
+      options: see `CommunicationOptions`.
+      structure: of the value.
+      axes: of each leaf.
+      divided: how many rows of each leaf go to each rank, where ranks agree on that.
+      counts: how these numbers travel else, and small arrays.
+      op: of `reduce_scatter`.
+      out: the dtypes of its results.
+      packed: how small arrays are reduced while the ranks agree; None for large ones.
+    """
+
+    call: Call
+    number: int
+    options: CommunicationOptions
+    structure: Structure
+    axes: Sequence[int]
+    divided: Sequence[Sequence[int]] = ()
+    counts: CountPlan | None = None
+    op: ReduceOp | None = None
+    out: Sequence[np.dtype[Any]] = ()
+    packed: ReducePlan | None = None
+
+
 class Exchanges:
     """The exchanges of one strategy.
 
     Args:
       agreement: of all ranks.
       routes: the transports.
+      plans: those of known calls.
+      packed: the reductions of small arrays.
+      counts: exchanges counts.
       take: checks a value, and takes it apart.
     """
 
-    def __init__(self, agreement: Agreement, routes: Routes, take: Take):
+    def __init__(
+        self,
+        agreement: Agreement,
+        routes: Routes,
+        plans: PlanCache,
+        packed: PackedReductions,
+        counts: CountExchange,
+        take: Take,
+    ):
         self._agreement = agreement
         self._routes = routes
+        self._plans = plans
+        self._packed = packed
+        self._counts = counts
         self._take = take
 
     def all_to_all(
@@ -67,36 +119,71 @@ class Exchanges:
         value: Any,
         axis: int,
         lengths: Sequence[int] | None,
-        options: CommunicationOptions,
+        options: CommunicationOptions | None,
     ) -> Any:
         """See `ReplicaContext.all_to_all`. Collective."""
-        agreement = self._agreement
+        kind, wanted = kind_along(axis), _DEFAULT if options is None else options
 
-        def prepare() -> tuple[Any, ...]:
-            leaves, spec, given = self._take(value, options)
+        def make() -> tuple[ExchangePlan, list[Any], list[Any]]:
+            leaves, spec, given = self._take(value, wanted)
             axes = check_each(
                 given, spec, lambda a, name: gather_axis(axis, a.ndim, name)
             )
-            divided = [self._divide(a.shape[i], lengths) for a, i in zip(given, axes)]
-            rows = map(_rows_first, given, axes)
-            return leaves, spec, given, axes, list(map(_Piece, rows, divided))
+            agreed = axis_field(axes), *option_fields(wanted)
+            call = Call(operation, agreed, spec, describe_but(given, axes))
+            carries = not any(map(arrays.is_device_array, given))
+            count = self._agreement.size * len(given)
+            counts = self._counts.plan(call, count, wanted, carries)
+            structure = Structure.of(spec, leaves)
+            plan = ExchangePlan(
+                call, counts.number, wanted, structure, axes, counts=counts
+            )
+            return plan, leaves, given
+
+        return self._plans.run(
+            operation,
+            None if kind is None else detail_of(axis, options),
+            value,
+            kind or kind_of,
+            make,
+            lambda plan, given: self._send(plan, given, lengths),
+        )
+
+    def _send(self, plan: ExchangePlan, given: Sequence[Any], lengths: Any) -> Any:
+        """Return this rank's parts of all ranks' arrays. Collective."""
+        agreement, rank, counts = self._agreement, self._agreement.rank, plan.counts
+        operation, ranks = plan.call.operation, agreement.size
+        assert counts is not None
+
+        def prepare() -> list[_Piece]:
+            pairs = zip(given, plan.axes)
+            divided = [self._divide(a.shape[i], lengths) for a, i in pairs]
+            rows = map(_rows_first, given, plan.axes)
+            return list(map(_Piece, rows, divided))
 
         with agreement.turns:
-            prepared = agreement.prepare(operation, prepare)
-            leaves, spec, given, axes, pieces = prepared
-            agreed = (axis_field(axes), *option_fields(options))
-            call = Call(operation, agreed, spec, describe_but(given, axes))
-            agreement.require_same(call, timeout=options.timeout_seconds)
-            deadline = deadline_of(options)
-            # By leaf, of each rank how many rows it sends to each rank
-            everyone = self._gather_lengths([p.lengths for p in pieces], deadline)
-            received = self._receive(operation, pieces, everyone, options, deadline)
-        xp = arrays.namespace
-        results = [
-            xp(rows).ascontiguousarray(xp(rows).moveaxis(rows, 0, i))
-            for rows, i in zip(received, axes, strict=True)
-        ]
-        return nest.unflatten(spec, map(arrays.like, results, leaves))
+            pieces = agreement.prepare(operation, prepare)
+            own = list(itertools.chain.from_iterable(p.lengths for p in pieces))
+            everyone, readers = self._counts.exchange(
+                counts, own, [piece.rows for piece in pieces]
+            )
+            if readers is None:
+                # By leaf, of each rank how many rows it sends to each rank
+                table = np.array(everyone, np.int64).reshape(ranks, len(pieces), ranks)
+                by_leaf = list(table.swapaxes(0, 1))
+                deadline = deadline_of(plan.options)
+                received = self._receive(plan, pieces, by_leaf, deadline)
+            else:
+                received = []
+                for j, (rows, _) in enumerate(pieces):
+                    parts = []
+                    for reader, row_counts in zip(readers, everyone):
+                        to = row_counts[j * ranks : (j + 1) * ranks]
+                        sent = reader.next((sum(to), *rows.shape[1:]), rows.dtype)
+                        begin = sum(to[:rank])
+                        parts.append(sent[begin : begin + to[rank]])
+                    received.append(np.concatenate(parts))
+        return list(map(_axis_back, received, plan.axes))
 
     def reduce_scatter(
         self,
@@ -105,58 +192,107 @@ class Exchanges:
         value: Any,
         axis: int,
         lengths: Sequence[int] | None,
-        options: CommunicationOptions,
+        options: CommunicationOptions | None,
     ) -> Any:
         """See `ReplicaContext.reduce_scatter`. Collective."""
-        agreement = self._agreement
+        wanted, detail = _DEFAULT if options is None else options, None
+        is_known = type(axis) is int and isinstance(reduce_op, str | ReduceOp)
+        if is_known and lengths is None:
+            detail = detail_of((reduce_op, axis), options)
 
-        def prepare() -> tuple[Any, ...]:
+        def make() -> tuple[ExchangePlan, list[Any], list[Any]]:
             op = ReduceOp.parse(reduce_op)
-            leaves, spec, given = self._take(value, options)
+            leaves, spec, given = self._take(value, wanted)
             check = functools.partial(arithmetic.require_reducible, op)
             check_each(given, spec, lambda a, name: check(a.dtype, name))
             axes = check_each(
                 given, spec, lambda a, name: gather_axis(axis, a.ndim, name)
             )
             divided = [self._divide(a.shape[i], lengths) for a, i in zip(given, axes)]
-            rows = list(map(_rows_first, given, axes))
-            out, wide = arithmetic.to_add(op, rows)
-            return op, leaves, spec, given, axes, list(map(_Piece, wide, divided)), out
+            fields = (
+                ("reduce_op", op.name),
+                axis_field(axes),
+                ("lengths", tuple(map(tuple, divided))),
+                *option_fields(wanted),
+            )
+            call = Call(operation, fields, spec, describe(given))
+            structure = Structure.of(spec, leaves)
+            out, _ = arithmetic.to_add(op, [a.reshape(-1)[:0] for a in given])
+            packed = None
+            if self._packed.fits(op, given, wanted):
+                packed = self._packed.plan(
+                    call, op, wanted, structure, given, packed=True
+                )
+            plan = ExchangePlan(
+                call,
+                digest(call),
+                wanted,
+                structure,
+                axes,
+                divided,
+                op=op,
+                out=out,
+                packed=packed,
+            )
+            return plan, leaves, given
+
+        return self._plans.run(
+            operation,
+            detail,
+            value,
+            kind_of,
+            make,
+            self._reduce,
+        )
+
+    def _reduce(self, plan: ExchangePlan, given: Sequence[Any]) -> list[Any]:
+        """Return this rank's parts of the reductions. Collective."""
+        agreement, op, timeout = self._agreement, plan.op, plan.options.timeout_seconds
+        if plan.packed is not None:
+            totals, parts = self._packed.reduce(plan.packed, given), []
+            for total, i, lengths in zip(totals, plan.axes, plan.divided):
+                begin = sum(lengths[: agreement.rank])
+                own = slice(begin, begin + lengths[agreement.rank])
+                parts.append(total[(slice(None),) * i + (own,)].copy())
+            return parts
+        assert op is not None
+
+        def prepare() -> list[_Piece]:
+            rows = list(map(_rows_first, given, plan.axes))
+            _, wide = arithmetic.to_add(op, rows)
+            return list(map(_Piece, wide, plan.divided))
+
+        def combine(rows: Any, name: str) -> Any:
+            shape = len(rows) // agreement.size, *rows.shape[1:]
+            parts = list(rows.reshape(agreement.size, *shape))
+            return _combine(op, parts, f"{name} on rank {agreement.rank}")
 
         with agreement.turns:
-            prepared = agreement.prepare(operation, prepare)
-            op, leaves, spec, given, axes, pieces, out = prepared
-            divided = tuple(tuple(piece.lengths) for piece in pieces)
-            agreed = ("reduce_op", op.name), axis_field(axes), ("lengths", divided)
-            fields = (*agreed, *option_fields(options))
-            call = Call(operation, fields, spec, describe(given))
-            agreement.require_same(call, timeout=options.timeout_seconds)
-            deadline = deadline_of(options)
-            everyone = [np.array([p.lengths] * agreement.size) for p in pieces]
-            received = self._receive(operation, pieces, everyone, options, deadline)
-
-            def combine(rows: Any, name: str) -> Any:
-                shape = len(rows) // agreement.size, *rows.shape[1:]
-                parts = list(rows.reshape(agreement.size, *shape))
-                return _combine(op, parts, f"{name} on rank {agreement.rank}")
+            pieces = agreement.prepare(plan.call.operation, prepare)
+            agreement.compare(plan.call, plan.number, timeout=timeout)
+            by_leaf = [np.array([p.lengths] * agreement.size) for p in pieces]
+            deadline = deadline_of(plan.options)
+            received = self._receive(plan, pieces, by_leaf, deadline)
 
             # Integers may not fit on one rank alone
             def combine_all() -> list[Any]:
-                return check_each(received, spec, combine)
+                return check_each(received, plan.structure.spec, combine)
 
-            if op is not ReduceOp.PRODUCT and not arithmetic.is_integer_sum(op, out):
+            if op is not ReduceOp.PRODUCT and not arithmetic.is_integer_sum(
+                op, plan.out
+            ):
                 totals = combine_all()
             else:
-                totals = agreement.prepare(operation, combine_all)
-                agreement.require_same(Call(operation, (("step", "checking"),)))
+                totals = agreement.prepare(plan.call.operation, combine_all)
+                agreement.require_same(
+                    Call(plan.call.operation, (("step", "checking"),))
+                )
         results = []
-        for total, dtype, i in zip(totals, out, axes, strict=True):
-            xp = arrays.namespace(total)
+        for total, dtype, i in zip(totals, plan.out, plan.axes, strict=True):
             if op is ReduceOp.MEAN:
                 total = total / agreement.size
-            total = total.astype(dtype, copy=False)
-            results.append(xp.ascontiguousarray(xp.moveaxis(total, 0, i)))
-        return nest.unflatten(spec, map(arrays.like, results, leaves))
+            results.append(_axis_back(total.astype(dtype, copy=False), i))
+        return results
 
     def _divide(self, rows: int, lengths: Any) -> list[int]:
         """Return how many rows each rank gets: by default the same, or almost."""
@@ -178,29 +314,17 @@ class Exchanges:
             )
         return found
 
-    def _gather_lengths(
-        self, lengths: Sequence[Sequence[int]], deadline: float | None
-    ) -> list[Any]:
-        """Return, by leaf, `found[r, s]`: how many rows rank r sends to rank s."""
-        ranks = self._agreement.size
-        mine = np.array(lengths, np.int64).reshape(len(lengths), ranks)
-        if ranks == 1:
-            return list(mine[:, None])
-        everyone = np.empty((ranks, len(lengths), ranks), np.int64)
-        way = self._routes.exchange(is_device=False)
-        assert way is not None
-        way.allgatherv(mine, everyone, [mine.size] * ranks, deadline)
-        return list(everyone.swapaxes(0, 1))
-
     def _receive(
         self,
-        operation: str,
+        plan: ExchangePlan,
         pieces: Sequence[_Piece],
         everyone: Sequence[Any],
-        options: CommunicationOptions,
         deadline: float | None,
     ) -> list[Any]:
-        """Return this rank's rows of all ranks, by their order. Collective."""
+        """Return this rank's rows of all ranks, by their order. Collective.
+
+        `everyone[j][r, s]` is how many rows of leaf j rank r sends to rank s.
+        """
         agreement, rank = self._agreement, self._agreement.rank
 
         def reserve() -> list[Any]:
@@ -224,9 +348,9 @@ class Exchanges:
         if agreement.size == 1:
             return [piece.rows.copy() for piece in pieces]
         if sum(sizes) >= _LARGE_BYTES:
-            received = agreement.prepare(operation, reserve)
-            call = Call(operation, (("step", "exchanging"),))
-            agreement.require_same(call, timeout=options.timeout_seconds)
+            received = agreement.prepare(plan.call.operation, reserve)
+            call = Call(plan.call.operation, (("step", "exchanging"),))
+            agreement.require_same(call, timeout=plan.options.timeout_seconds)
         else:
             received = reserve()
         for piece, lengths, place, size in zip(
@@ -269,6 +393,12 @@ def _rows_first(array: Any, axis: int) -> Any:
     """Return an array with one axis in front, contiguous and aligned."""
     moved = arrays.namespace(array).moveaxis(array, axis, 0)
     return arithmetic.contiguous(moved, array.dtype)
+
+
+def _axis_back(rows: Any, axis: int) -> Any:
+    """Return an array whose first axis is in its place again, contiguous."""
+    xp = arrays.namespace(rows)
+    return xp.ascontiguousarray(xp.moveaxis(rows, 0, axis))
 
 
 def _combine(op: ReduceOp, parts: Sequence[Any], name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,14 +11,16 @@ import numpy as np
 
 from mpidist.comm import arithmetic, packing
 from mpidist.comm.collectives.arguments import deadline_of, implementation_of, is_direct
+from mpidist.comm.collectives.counts import CountExchange, CountPlan
 from mpidist.comm.collectives.outputs import Results
+from mpidist.comm.collectives.plans import Structure
 from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.calls import Call, digest
 from mpidist.comm.transports.selector import Routes, Transport
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions
 
-__all__ = ["Gathers"]
+__all__ = ["GatherPlan", "Gathers"]
 
 # Arrays of which this is gathered go alone, where parts can be put into their places
 _LARGE_BYTES = 256 << 10
@@ -39,6 +42,22 @@ class _Pack(NamedTuple):
     in_places: bool
 
 
+class GatherPlan(NamedTuple):
+    """One kind of gather.
+
+    Args:
+      counts: how the lengths travel, and small arrays.
+      axes: of each array.
+      row_bytes: of each array, of one row along its axis.
+      structure: of the value; None for arrays.
+    """
+
+    counts: CountPlan
+    axes: Sequence[int]
+    row_bytes: Sequence[int]
+    structure: Structure | None
+
+
 class Gathers:
     """The gathers of one strategy.
 
@@ -46,48 +65,95 @@ class Gathers:
       agreement: of all ranks; one does not communicate.
       routes: the transports.
       results: gives memory for what is returned.
+      counts: exchanges lengths.
     """
 
-    def __init__(self, agreement: Agreement, routes: Routes, results: Results):
+    def __init__(
+        self,
+        agreement: Agreement,
+        routes: Routes,
+        results: Results,
+        counts: CountExchange,
+    ):
         self._agreement = agreement
         self._ranks = agreement.size
         self._routes = routes
         self._results = results
+        self._counts = counts
 
-    def gather(
+    def plan(
         self,
-        operation: str,
+        call: Call,
         given: Sequence[Any],
         axes: Sequence[int],
         options: CommunicationOptions,
-    ) -> list[Any]:
-        """Return the arrays of all ranks one behind the other. Collective.
-
-        The lengths of all arrays travel first, together. For large results the ranks
-        then agree that all have memory for them.
+        structure: Structure | None = None,
+    ) -> GatherPlan:
+        """Return the plan of a gather whose arguments have been checked.
 
         Args:
-          operation: the public call that this is, for messages.
-          given: arrays whose dtypes and other dimensions agree on all ranks.
+          call: what the ranks are to compare: dtypes and all other dimensions.
+          given: the arrays.
           axes: of each array.
           options: see `CommunicationOptions`.
+          structure: of the value.
         """
-        deadline = deadline_of(options)
-        lengths = self._gather_lengths(given, axes, options, deadline)
-        # Packs must be the same on all ranks, so sizes are those of the results
-        widths = [
+        on_gpu = any(map(arrays.is_device_array, given))
+        carries = not on_gpu and not is_direct(options)
+        counts = self._counts.plan(call, len(given), options, carries)
+        row_bytes = [
             math.prod(packing.without(a.shape, (i,))) * a.dtype.itemsize
             for a, i in zip(given, axes)
         ]
-        sizes = (lengths.sum(axis=0) * widths).tolist()
+        return GatherPlan(counts, axes, row_bytes, structure)
+
+    def execute(self, plan: GatherPlan, given: Sequence[Any]) -> list[Any]:
+        """Return the arrays of all ranks one behind the other. Collective.
+
+        The lengths of all arrays travel while the ranks agree, and small arrays with
+        them. For large results the ranks then agree that all have memory for them.
+
+        Raises, on all ranks: see `Agreement.require_same`.
+        """
+        lengths = [a.shape[i] for a, i in zip(given, plan.axes)]
+        with self._agreement.turns:
+            everyone, readers = self._counts.exchange(plan.counts, lengths, given)
+            if readers is None:
+                return self._gather(plan, given, np.array(everyone, np.int64))
+            results = []
+            for j, (array, axis) in enumerate(zip(given, plan.axes)):
+                before, behind = array.shape[:axis], array.shape[axis + 1 :]
+                parts = [
+                    reader.next((*before, lengths[j], *behind), array.dtype)
+                    for reader, lengths in zip(readers, everyone)
+                ]
+                results.append(np.concatenate(parts, axis))
+            return results
+
+    def _gather(
+        self, plan: GatherPlan, given: Sequence[Any], lengths: Any
+    ) -> list[Any]:
+        """Return what `execute` does, for arrays that have not travelled yet.
+
+        Args:
+          plan: of the call.
+          given: this rank's arrays.
+          lengths: of each array on each rank, by rank.
+        """
+        axes, options = plan.axes, plan.counts.options
+        deadline = deadline_of(options)
+        # Packs must be the same on all ranks, so sizes are those of the results
+        lengths = lengths.reshape(self._ranks, len(given))
+        sizes = (lengths.sum(axis=0) * plan.row_bytes).tolist()
 
         def reserve() -> list[_Pack]:
             return self._reserve(given, axes, sizes, options)
 
         if self._ranks > 1 and sum(sizes) >= _LARGE_BYTES:
+            operation = plan.counts.call.operation
             packs = self._agreement.prepare(operation, reserve)
-            call = Call(operation, (("step", "gathering"),))
-            self._agreement.require_same(call, timeout=options.timeout_seconds)
+            call, number = _gathering(operation)
+            self._agreement.compare(call, number, timeout=options.timeout_seconds)
         else:
             packs = reserve()
         results: list[Any] = [None] * len(given)
@@ -143,24 +209,6 @@ class Gathers:
             count = size_bytes // max(send.dtype.itemsize, 1)
             packs.append(_Pack(members, send, self._results.empty(count, send), False))
         return packs
-
-    def _gather_lengths(
-        self,
-        given: Sequence[Any],
-        axes: Sequence[int],
-        options: CommunicationOptions,
-        deadline: float | None,
-    ) -> Any:
-        """Return the length of each array on each rank, by rank."""
-        mine = np.array([a.shape[i] for a, i in zip(given, axes)], np.int64)
-        everyone = np.empty((self._ranks, len(given)), np.int64)
-        if self._ranks == 1:
-            everyone[...] = mine
-        else:
-            counts = [mine.size] * self._ranks
-            way = self._transport(mine, options)
-            way.allgatherv(mine, everyone, counts, deadline)
-        return everyone
 
     def _transport(self, array: Any, options: CommunicationOptions) -> Transport:
         is_device = arrays.is_device_array(array)
@@ -231,6 +279,13 @@ class Gathers:
                 for start, length in zip(offsets[:, j].tolist(), lengths[:, j].tolist())
             ]
             yield xp.concatenate(parts, axis=axis)
+
+
+@functools.lru_cache(maxsize=64)
+def _gathering(operation: str) -> tuple[Call, int]:
+    """Return the call by which ranks agree to gather, and its digest."""
+    call = Call(operation, (("step", "gathering"),))
+    return call, digest(call)
 
 
 def _outer(value: Any, axis: int) -> int:

@@ -90,9 +90,9 @@ class Objects:
             return [payload, np.array([len(header), payload.size])]
 
         with agreement.turns:
-            mine = agreement.prepare(operation, prepare)
-            agreement.require_same(Call(operation))
-            payloads, sizes = self._gathers.gather(operation, mine, [0, 0], _DEFAULT)
+            own = agreement.prepare(operation, prepare)
+            plan = self._gathers.plan(Call(operation), own, [0, 0], _DEFAULT)
+            payloads, sizes = self._gathers.execute(plan, own)
         found, start = [], 0
         for header, size in sizes.reshape(-1, 2).tolist():
             payload = payloads[start : start + size]

@@ -20,17 +20,25 @@ from mpidist.comm.collectives.arguments import (
     describe_but,
     gather_axis,
     implementation_of,
-    is_direct,
     option_fields,
+    require_dense,
     to_arrays,
 )
 from mpidist.comm.collectives.combinations import Combinations
+from mpidist.comm.collectives.counts import CountExchange
 from mpidist.comm.collectives.exchanges import Exchanges
-from mpidist.comm.collectives.gather import Gathers
+from mpidist.comm.collectives.gather import GatherPlan, Gathers
 from mpidist.comm.collectives.objects import Objects
 from mpidist.comm.collectives.outputs import Results
 from mpidist.comm.collectives.over_axis import AxisReductions, Summation
-from mpidist.comm.collectives.plans import Plan, Plans, make_packs
+from mpidist.comm.collectives.packs import PackedReductions, ReducePlan
+from mpidist.comm.collectives.plans import (
+    PlanCache,
+    Structure,
+    detail_of,
+    kind_along,
+    kind_of,
+)
 from mpidist.comm.collectives.reduce import Summands, Sums
 from mpidist.comm.collectives.slices import SliceReductions, has_slices
 from mpidist.comm.consensus.agreement import Agreement
@@ -46,11 +54,6 @@ __all__ = ["Collectives", "Reduction", "Summation"]
 
 Reduction = Callable[[ReduceOp, Sequence[Any], CommunicationOptions], list[Any]]
 _DEFAULT = CommunicationOptions()
-# Arrays on a GPU that travel with the comparison: so many, and so many bytes
-_GPU_ARRAYS = 8
-_GPU_BYTES = 16 << 10
-# Of one rank: results that share memory keep each other alive
-_ALONE_BYTES = 128 << 10
 
 
 class Collectives:
@@ -74,19 +77,23 @@ class Collectives:
         self.routes = routes
         self.transport = routes.default
         self.size = agreement.size
-        self._gathers = Gathers(agreement, routes, results)
+        counts = CountExchange(agreement, routes)
+        self._plans = PlanCache(agreement)
+        self._packed = PackedReductions(agreement)
+        self._gathers = Gathers(agreement, routes, results, counts)
         self.sums = Sums(self.size, routes, symmetric, results)
         self._combinations = Combinations(agreement, routes, results)
         self._over_axis = AxisReductions(
-            agreement, self.sums, self._gathers, self._take
+            agreement, self._plans, self._packed, self.sums, self._gathers, self._take
         )
         self._empty = results.empty
-        self._exchanges = Exchanges(agreement, routes, self._take)
+        self._exchanges = Exchanges(
+            agreement, routes, self._plans, self._packed, counts, self._take
+        )
         self.objects = Objects(agreement, routes, self._gathers)
         self._slices = SliceReductions(
             agreement, self._gathers, routes.require_reachable
         )
-        self._plans = Plans(agreement)
 
     def all_reduce(
         self,
@@ -110,14 +117,17 @@ class Collectives:
         Raises, on all ranks: see `Agreement.require_same` and `arrays.to_array`; also
           ArgumentError for a sum of integers that does not fit their dtype.
         """
-        key = None
-        if options is None and reduce_arrays is None:
+        key, detail = None, None
+        if reduce_arrays is None and isinstance(reduce_op, str | ReduceOp):
+            detail = detail_of(reduce_op, options)
+        if detail is not None:
             # A nest may raise when it is read, perhaps on this rank alone
             key, plan, leaves = self.agreement.prepare(
-                operation, lambda: self._plans.find(operation, reduce_op, value)
+                operation,
+                lambda: self._plans.find(operation, detail, value, kind_of),
             )
             if plan is not None:
-                return plan.give_back(self._execute(plan, leaves), leaves)
+                return plan.structure.give_back(self._execute(plan, leaves), leaves)
         if key is None and self.agreement.prepare(operation, lambda: has_slices(value)):
             return self._slices.reduce(
                 operation,
@@ -129,26 +139,28 @@ class Collectives:
                 ),
             )
 
-        def prepare() -> tuple[Plan, list[Any], list[Any]]:
+        def make() -> tuple[ReducePlan, list[Any], list[Any]]:
             op = ReduceOp.parse(reduce_op)
             wanted = _DEFAULT if options is None else options
             leaves, spec, given = self._take(value, wanted)
             check = functools.partial(arithmetic.require_reducible, op)
             check_each(given, spec, lambda a, name: check(a.dtype, name))
-            fits = reduce_arrays is None and self._fits(op, given, wanted)
-            packs = make_packs(op, given) if fits else []
-            plan = self._plans.make(operation, op, spec, leaves, given, wanted, packs)
+            agreed = (("reduce_op", op.name), *option_fields(wanted))
+            call = Call(operation, agreed, spec, describe(given))
+            structure = Structure.of(spec, leaves)
+            fits = reduce_arrays is None and self._packed.fits(op, given, wanted)
+            plan = self._packed.plan(call, op, wanted, structure, given, packed=fits)
             return plan, leaves, given
 
         with self.agreement.turns:
-            plan, leaves, given = self.agreement.prepare(operation, prepare)
+            plan, leaves, given = self.agreement.prepare(operation, make)
             results = self._execute(plan, given, reduce_arrays)
         self._plans.keep(key, plan, leaves, given)
-        return plan.give_back(results, leaves)
+        return plan.structure.give_back(results, leaves)
 
     def _execute(
         self,
-        plan: Plan,
+        plan: ReducePlan,
         given: Sequence[Any],
         reduce_arrays: Reduction | None = None,
     ) -> list[Any]:
@@ -161,7 +173,7 @@ class Collectives:
         """
         with self.agreement.turns:
             if plan.packs:
-                return self._plans.reduce_packs(plan, given)
+                return self._packed.reduce(plan, given)
             values = [a if hasattr(a, "dtype") else np.asarray(a) for a in given]
             if reduce_arrays is None:
                 return self.reduce_large(
@@ -181,25 +193,6 @@ class Collectives:
             check_each(given, spec, self.routes.require_reachable)
             self.routes.require_implementation(implementation_of(options))
         return leaves, spec, given
-
-    def _fits(
-        self, op: ReduceOp, given: Sequence[Any], options: CommunicationOptions
-    ) -> bool:
-        """Return whether the ranks can exchange arrays while they compare their calls.
-
-        That depends only on what must be the same on all ranks.
-        """
-        limit = self.agreement.comparison.payload_bytes
-        if self.size == 1:
-            limit = _ALONE_BYTES
-        if limit == 0 or is_direct(options) or options.compression is not None:
-            return False
-        on_gpu = sum(map(arrays.is_device_array, given))
-        if on_gpu:  # each has to be copied twice
-            limit = min(limit, _GPU_BYTES)
-        if on_gpu > _GPU_ARRAYS or (on_gpu and self.size == 1):
-            return False
-        return arithmetic.bound_bytes(op, given) <= limit
 
     def _summands(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
@@ -367,7 +360,6 @@ class Collectives:
         range, a sum or product of integers that does not fit their dtype, and MIN or
         MAX of no elements; ArgumentTypeError for an axis that is no integer.
         """
-        options = _DEFAULT if options is None else options
         return self._over_axis.reduce(
             operation, reduce_op, value, axis, options, sum_arrays
         )
@@ -387,23 +379,29 @@ class Collectives:
         Raises, on all ranks: see `all_reduce`; ArgumentError also for values without
         dimensions and an axis out of range.
         """
-        options = _DEFAULT if options is None else options
+        kind = kind_along(axis)
+        wanted = _DEFAULT if options is None else options
 
-        def prepare() -> tuple[list[Any], nest.Spec, list[Any], list[int]]:
-            leaves, spec, given = self._take(value, options)
+        def make() -> tuple[GatherPlan, list[Any], list[Any]]:
+            require_dense(operation, value)
+            leaves, spec, given = self._take(value, wanted)
             axes = check_each(
                 given, spec, lambda a, name: gather_axis(axis, a.ndim, name)
             )
-            return leaves, spec, given, axes
+            agreed = axis_field(axes), *option_fields(wanted)
+            call = Call(operation, agreed, spec, describe_but(given, axes))
+            structure = Structure.of(spec, leaves)
+            plan = self._gathers.plan(call, given, axes, wanted, structure)
+            return plan, leaves, given
 
-        with self.agreement.turns:
-            leaves, spec, given, axes = self.agreement.prepare(operation, prepare)
-            described = describe_but(given, axes)
-            agreed = (axis_field(axes), *option_fields(options))
-            call = Call(operation, agreed, spec, described)
-            self.agreement.require_same(call, timeout=options.timeout_seconds)
-            results = self._gathers.gather(operation, given, axes, options)
-        return nest.unflatten(spec, map(arrays.like, results, leaves))
+        return self._plans.run(
+            operation,
+            None if kind is None else detail_of(axis, options),
+            value,
+            kind or kind_of,
+            make,
+            self._gathers.execute,
+        )
 
     def all_to_all(
         self,
@@ -414,7 +412,6 @@ class Collectives:
         options: CommunicationOptions | None = None,
     ) -> Any:
         """See `ReplicaContext.all_to_all`."""
-        options = _DEFAULT if options is None else options
         return self._exchanges.all_to_all(operation, value, axis, lengths, options)
 
     def reduce_scatter(
@@ -427,7 +424,6 @@ class Collectives:
         options: CommunicationOptions | None = None,
     ) -> Any:
         """See `ReplicaContext.reduce_scatter`."""
-        options = _DEFAULT if options is None else options
         return self._exchanges.reduce_scatter(
             operation, reduce_op, value, axis, lengths, options
         )

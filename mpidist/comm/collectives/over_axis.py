@@ -16,53 +16,68 @@ from mpidist.comm.collectives.arguments import (
     describe_as,
     option_fields,
 )
-from mpidist.comm.collectives.gather import Gathers
+from mpidist.comm.collectives.gather import GatherPlan, Gathers
+from mpidist.comm.collectives.packs import PackedReductions, ReducePlan
+from mpidist.comm.collectives.plans import (
+    PlanCache,
+    Structure,
+    detail_of,
+    kind_along,
+    kind_of,
+)
 from mpidist.comm.collectives.reduce import Sums
 from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.calls import Call, digest
 from mpidist.comm.packing import Axis
-from mpidist.device import arrays
 from mpidist.errors import ArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest
 
 __all__ = ["AxisReductions", "Summation", "Take"]
 
+_DEFAULT = CommunicationOptions()
 Summation = Callable[[Sequence[Any], CommunicationOptions], list[Any]]
 # Returns the leaves of a value, its structure, and the leaves as arrays
 Take = Callable[[Any, CommunicationOptions], tuple[list[Any], nest.Spec, list[Any]]]
 
 
-class _Prepared(NamedTuple):
-    """What a rank has found out before the ranks agree.
+class AxisPlan(NamedTuple):
+    """One kind of reduction over an axis.
 
     Args:
+      call: what the ranks compare.
+      number: its digest.
       op: the operation.
-      leaves: of the value.
-      spec: its structure.
-      given: the leaves as arrays.
+      options: see `CommunicationOptions`.
+      structure: of the value.
+      dtypes: of its leaves.
       axes: over which each is reduced.
-      partial: this rank's reductions of them.
-      rough: these in float64 where they may overflow, else None.
-      packs: of what is to be summed; empty where something else sums, or nothing does.
+      packed: how sums of all ranks are formed while they agree; None for other ways.
+      gather: how what does not add is gathered; None for what adds.
     """
 
+    call: Call
+    number: int
     op: ReduceOp
-    leaves: list[Any]
-    spec: nest.Spec
-    given: list[Any]
-    axes: list[tuple[int, ...]]
-    partial: list[Any]
-    rough: list[Any]
-    packs: Sequence[Any]
+    options: CommunicationOptions
+    structure: Structure
+    dtypes: Sequence[np.dtype[Any]]
+    axes: Sequence[tuple[int, ...]]
+    packed: ReducePlan | None = None
+    gather: GatherPlan | None = None
 
-    @property
-    def sent(self) -> list[Any]:
-        """What the ranks add up: sums and lengths travel together."""
-        pairs = zip(self.given, self.axes)
-        lengths = [math.prod(a.shape[i] for i in axes) for a, axes in pairs]
-        rough = [r for r in self.rough if r is not None]
-        return [*self.partial, np.array(lengths), *rough]
+
+class _Partial(NamedTuple):
+    """The reductions of one rank.
+
+    Args:
+      sent: for each leaf its reduction, for sums the lengths, and at the end `rough`
+        where it is not None.
+      rough: for each leaf its reduction in float64, if integers may overflow.
+    """
+
+    sent: list[Any]
+    rough: list[Any]
 
 
 class AxisReductions:
@@ -70,13 +85,25 @@ class AxisReductions:
 
     Args:
       agreement: of all ranks.
+      plans: those of known calls.
+      packed: the reductions of small arrays.
       sums: the sums over ranks.
       gathers: the gathers.
       take: checks a value, and takes it apart.
     """
 
-    def __init__(self, agreement: Agreement, sums: Sums, gathers: Gathers, take: Take):
+    def __init__(
+        self,
+        agreement: Agreement,
+        plans: PlanCache,
+        packed: PackedReductions,
+        sums: Sums,
+        gathers: Gathers,
+        take: Take,
+    ):
         self._agreement = agreement
+        self._plans = plans
+        self._packed = packed
         self._sums = sums
         self._gathers = gathers
         self._take = take
@@ -87,40 +114,34 @@ class AxisReductions:
         reduce_op: ReduceOp | str,
         value: Any,
         axis: Axis,
-        options: CommunicationOptions,
+        options: CommunicationOptions | None = None,
         sum_arrays: Summation | None = None,
     ) -> Any:
         """See `Collectives.reduce_over_axis`."""
-        with self._agreement.turns:
-            found = self._agreement.prepare(
-                operation,
-                lambda: self._prepare(reduce_op, value, axis, options, sum_arrays),
-            )
-            op, spec, given = found.op, found.spec, found.given
-            described = tuple(
-                describe_as(a, packing.without(a.shape, drop))
-                for a, drop in zip(given, found.axes)
-            )
-            axes = axis_field(found.axes)
-            agreed = (("reduce_op", op.name), axes, *option_fields(options))
-            call = Call(operation, agreed, spec, described)
-            self._agreement.require_same(call, timeout=options.timeout_seconds)
-            if op.adds:
-                results = self._sum(found, options, sum_arrays)
-            else:
-                results = self._combine(operation, found, options)
-        # As NumPy's sum does, give an array scalar where no dimension is left
-        results = [arrays.like(r[()], leaf) for r, leaf in zip(results, found.leaves)]
-        return nest.unflatten(spec, results)
+        wanted = _DEFAULT if options is None else options
+        kind, detail = kind_along(axis), None
+        is_known = kind is not None and isinstance(reduce_op, str | ReduceOp)
+        if is_known and sum_arrays is None:
+            detail = detail_of((reduce_op, axis), options)
+        return self._plans.run(
+            operation,
+            detail,
+            value,
+            kind or kind_of,
+            lambda: self._plan(operation, reduce_op, value, axis, wanted, sum_arrays),
+            lambda plan, given: self._execute(plan, given, sum_arrays),
+        )
 
-    def _prepare(
+    def _plan(
         self,
+        operation: str,
         reduce_op: ReduceOp | str,
         value: Any,
         axis: Axis,
         options: CommunicationOptions,
         sum_arrays: Summation | None,
-    ) -> _Prepared:
+    ) -> tuple[AxisPlan, list[Any], list[Any]]:
+        """Return the plan of a call, its leaves, and these as arrays."""
         op = ReduceOp.parse(reduce_op)
         leaves, spec, given = self._take(value, options)
         check = functools.partial(arithmetic.require_reducible, op)
@@ -128,78 +149,134 @@ class AxisReductions:
         axes = check_each(
             given, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
         )
-        reduce, roughly = arithmetic.combine_over, arithmetic.rough_product_over
-        if op.adds:
-            reduce, roughly = arithmetic.sum_over, arithmetic.rough_sum_over
-        pairs = list(zip(given, axes))
-        partial = [reduce(op, a, drop) for a, drop in pairs]
-        rough = [roughly(op, a, drop) for a, drop in pairs]
-        found = _Prepared(op, leaves, spec, given, axes, partial, rough, ())
-        if op.adds and sum_arrays is None and self._agreement.size > 1:
-            return found._replace(packs=self._sums.reserve(found.sent, options))
-        return found
+        described = tuple(
+            describe_as(a, packing.without(a.shape, drop))
+            for a, drop in zip(given, axes)
+        )
+        agreed = ("reduce_op", op.name), axis_field(axes), *option_fields(options)
+        call = Call(operation, agreed, spec, described)
+        structure, dtypes = Structure.of(spec, leaves), [a.dtype for a in given]
+        plan = AxisPlan(call, digest(call), op, options, structure, dtypes, axes)
+        sent = self._reduce_own(plan, list(map(_without_rows, given, axes))).sent
+        if not op.adds:
+            along = [0] * len(sent)
+            gather = self._gathers.plan(call, sent, along, options)
+            plan = plan._replace(gather=gather)
+        elif sum_arrays is None and self._packed.fits(ReduceOp.SUM, sent, options):
+            packed = self._packed.plan(
+                call, ReduceOp.SUM, options, structure, sent, packed=True
+            )
+            # What overflows is found by the sums in float64
+            plan = plan._replace(packed=packed._replace(has_integers=False))
+        return plan, leaves, given
 
-    def _sum(
+    def _reduce_own(self, plan: AxisPlan, given: Sequence[Any]) -> _Partial:
+        """Return the reductions of this rank's arrays."""
+        op, pairs = plan.op, list(zip(given, plan.axes))
+        if not op.adds:
+            partial = [arithmetic.combine_over(op, a, axes) for a, axes in pairs]
+            rough = [arithmetic.rough_product_over(op, a, axes) for a, axes in pairs]
+            return _Partial([*partial, *(r for r in rough if r is not None)], rough)
+        partial = [arithmetic.sum_over(op, a, axes) for a, axes in pairs]
+        rough = [arithmetic.rough_sum_over(op, a, axes) for a, axes in pairs]
+        # Sums and lengths travel together
+        lengths = np.array([math.prod(a.shape[i] for i in axes) for a, axes in pairs])
+        more = [r for r in rough if r is not None]
+        return _Partial([*partial, lengths, *more], rough)
+
+    def _execute(
         self,
-        found: _Prepared,
-        options: CommunicationOptions,
-        sum_arrays: Summation | None,
+        plan: AxisPlan,
+        given: Sequence[Any],
+        sum_arrays: Summation | None = None,
     ) -> list[Any]:
-        """Return sums or means over all ranks. Collective."""
-        if found.packs:
-            totals = self._sums.sum_packs(found.packs, options)
-        else:
-            totals = (sum_arrays or self._sums.sum_arrays)(found.sent, options)
-        count = len(found.given)
+        """Return the reductions of the leaves. Collective."""
+        agreement, options = self._agreement, plan.options
+        packs: Sequence[Any] = ()
+
+        def prepare() -> _Partial:
+            nonlocal packs
+            found = self._reduce_own(plan, given)
+            is_large = plan.op.adds and plan.packed is None and sum_arrays is None
+            if is_large and agreement.size > 1:
+                packs = self._sums.reserve(found.sent, options)
+            return found
+
+        with agreement.turns:
+            found = agreement.prepare(plan.call.operation, prepare)
+            if plan.gather is not None:
+                gathered = self._gathers.execute(plan.gather, found.sent)
+                results = self._combine(plan, gathered, found.rough)
+            else:
+                if plan.packed is not None:
+                    totals = self._packed.reduce(plan.packed, found.sent)
+                else:
+                    timeout = options.timeout_seconds
+                    agreement.compare(plan.call, plan.number, timeout=timeout)
+                    if packs:
+                        totals = self._sums.sum_packs(packs, options)
+                    else:
+                        sum_arrays = sum_arrays or self._sums.sum_arrays
+                        totals = sum_arrays(found.sent, options)
+                results = self._finish(plan, totals, found.rough)
+        # As NumPy's sum does, give an array scalar where no dimension is left
+        return [result[()] for result in results]
+
+    def _finish(
+        self, plan: AxisPlan, totals: Sequence[Any], rough: Sequence[Any]
+    ) -> list[Any]:
+        """Return sums or means, given the totals of what all ranks have sent."""
+        count = len(plan.dtypes)
         lengths, more = totals[count].tolist(), iter(totals[count + 1 :])
-        if found.op is ReduceOp.MEAN:
+        if plan.op is ReduceOp.MEAN:
             return [
-                arithmetic.mean_of(total, length, a.dtype)
-                for total, length, a in zip(totals, lengths, found.given)
+                arithmetic.mean_of(total, length, dtype)
+                for total, length, dtype in zip(totals, lengths, plan.dtypes)
             ]
-        rough = [None if r is None else next(more) for r in found.rough]
-        return self._narrow(found, totals[:count], rough, "sum")
+        rough = [None if r is None else next(more) for r in rough]
+        return self._narrow(plan, totals[:count], rough, "sum")
 
     def _combine(
-        self, operation: str, found: _Prepared, options: CommunicationOptions
+        self, plan: AxisPlan, gathered: Sequence[Any], rough: Sequence[Any]
     ) -> list[Any]:
-        """Return MIN, MAX or PRODUCT over all ranks. Collective.
+        """Return MIN, MAX or PRODUCT, given what was gathered of all ranks.
 
-        Those of ranks without elements are missing in what is gathered.
+        Those of ranks without elements are missing in it.
         """
-        rough = [r for r in found.rough if r is not None]
-        sent = [*found.partial, *rough]
-        gathered = self._gathers.gather(operation, sent, [0] * len(sent), options)
-        count = len(found.given)
+        count, spec = len(plan.dtypes), plan.structure.spec
 
         def combine(parts: Any, name: str) -> Any:
             if not len(parts):
                 if math.prod(parts.shape[1:]):
                     raise ArgumentError(
-                        f"there is no {found.op.name} of {name}: it has no elements "
+                        f"there is no {plan.op.name} of {name}: it has no elements "
                         "along the axis, on any replica"
                     )
                 return parts.sum(axis=0)
-            return arithmetic.combine_in_order(found.op, list(parts))
+            return arithmetic.combine_in_order(plan.op, list(parts))
 
         with self._agreement.same_on_all():
-            totals = check_each(gathered[:count], found.spec, combine)
-        if found.op is not ReduceOp.PRODUCT:
-            return [t.astype(a.dtype, copy=False) for t, a in zip(totals, found.given)]
+            totals = check_each(gathered[:count], spec, combine)
+        if plan.op is not ReduceOp.PRODUCT:
+            pairs = zip(totals, plan.dtypes)
+            return [total.astype(dtype, copy=False) for total, dtype in pairs]
         more = iter(gathered[count:])
         rough = [
-            None if r is None else arithmetic.rough_product(next(more))
-            for r in found.rough
+            None if r is None else arithmetic.rough_product(next(more)) for r in rough
         ]
-        return self._narrow(found, totals, rough, "product")
+        return self._narrow(plan, totals, rough, "product")
 
     def _narrow(
-        self, found: _Prepared, totals: Sequence[Any], rough: Sequence[Any], what: str
+        self, plan: AxisPlan, totals: Sequence[Any], rough: Sequence[Any], what: str
     ) -> list[Any]:
         """Return totals in the dtypes of what was given; integers must fit."""
-        dtypes = [a.dtype for a in found.given]
-        triples = list(zip(totals, rough, dtypes))
+        triples, spec = list(zip(totals, rough, plan.dtypes)), plan.structure.spec
         with self._agreement.same_on_all():
             return check_each(
-                triples, found.spec, lambda t, name: arithmetic.narrow(t, name, what)
+                triples, spec, lambda t, name: arithmetic.narrow(t, name, what)
             )
+
+
+def _without_rows(array: Any, axes: tuple[int, ...]) -> Any:
+    """Return an array of length 0 along `axes`, and otherwise the same."""
+    return array[tuple(slice(0 if i in axes else None) for i in range(array.ndim))]

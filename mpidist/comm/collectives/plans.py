@@ -1,110 +1,55 @@
-"""Plans of all-reduces: what follows from the kind of a call, found out once.
+"""Plans of collectives: what follows from the kind of a call, worked out once.
 
-A plan says what the ranks compare, and how the leaves of a nest are packed. A call of a
-kind that was seen before takes its plan from here, and needs no other checks.
+A plan has what the ranks compare, how the leaves of the value are sent, and how results
+are given back. A call of a known kind takes its plan from here, without further checks.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidist.comm import arithmetic
-from mpidist.comm.collectives.arguments import check_each, describe, option_fields
 from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call, digest
-from mpidist.comm.consensus.comparison import BoardComparison, Pages, Payload
 from mpidist.device import arrays
-from mpidist.device.copies import SmallCopies
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions
 from mpidist.util import nest
+from mpidist.values import Mirrored, PerReplica
 
-__all__ = ["Pack", "Plan", "Plans", "make_packs"]
+__all__ = ["PlanCache", "Structure", "detail_of", "kind_along", "kind_of"]
 
 _MOST = 1000  # plans that are kept
 _NUMBERS = {float, complex, np.float32, np.float64, np.complex64, np.complex128}
 _FLAT = (list, tuple)
-_NAMES = (str, ReduceOp)  # these can be looked up; what else there may be is an error
+_DISTRIBUTED = {PerReplica, Mirrored}
+Kind = Callable[[Any], Any]
 
 
-class Pack(NamedTuple):
-    """Leaves that are sent as one array, and added up as one.
-
-    Args:
-      dtype: in which they are sent.
-      out: of the results.
-      shape: `(elements,)`, or that of the leaf if there is but one.
-      alone: the number of this leaf; None if there are several.
-      arrays: the numbers of the leaves that are arrays; they come first in the pack.
-      cuts: for each of them where it is in the pack, and its shape.
-      scalars: the numbers of those that have no dimensions, one element each.
-    """
-
-    dtype: np.dtype[Any]
-    out: np.dtype[Any]
-    shape: tuple[int, ...]
-    alone: int | None
-    arrays: tuple[int, ...]
-    cuts: tuple[tuple[slice, tuple[int, ...]], ...]
-    scalars: tuple[int, ...]
-
-    def fill(self, page: Any, leaves: Sequence[Any]) -> None:
-        """Write the leaves into `page`, an array of this dtype and shape."""
-        if self.alone is not None:
-            page[...] = leaves[self.alone]
-            return
-        end = page.size - len(self.scalars)
-        if self.arrays:
-            rows = [leaves[i].reshape(-1) for i in self.arrays]
-            np.concatenate(rows, out=page[:end], casting="same_kind")
-        for position, i in enumerate(self.scalars, end):
-            page[position] = leaves[i]
-
-    def take_apart(self, total: Any, results: list[Any]) -> None:
-        """Put the parts of `total` into `results`, each by the number of its leaf."""
-        if self.alone is not None:
-            results[self.alone] = total
-            return
-        for i, (cut, shape) in zip(self.arrays, self.cuts):
-            results[i] = total[cut].reshape(shape)
-        for position, i in enumerate(self.scalars, total.size - len(self.scalars)):
-            results[i] = total[position : position + 1].reshape(())
-
-
-class Plan(NamedTuple):
-    """One kind of all-reduce.
+class Structure(NamedTuple):
+    """How results are given back: in the structure and the kinds of leaves of a value.
 
     Args:
-      call: what the ranks compare; it has the structure of the value.
-      number: its digest.
-      op: the operation.
-      options: see `CommunicationOptions`.
-      packs: how the leaves travel with the comparison; empty where they do not.
-      pages: where the packs of all ranks are, see `Comparison.pages`.
-      has_integers: whether sums or products may overflow.
-      is_on_gpu: whether some of the leaves are.
+      spec: the structure.
+      kind: list or tuple if its members are the leaves, None if it is the only leaf,
+        else `nest.Spec`.
       strangers: the numbers of the leaves that are no arrays of NumPy.
-      kind: of the value: list or tuple if its members are the leaves, None if it is the
-        only leaf, else `nest.Spec`.
-      combine: what makes a total of the arrays of all ranks.
-      divisor: by which totals are divided, for a mean; else 0.
     """
 
-    call: Call
-    number: int
-    op: ReduceOp
-    options: CommunicationOptions
-    packs: Sequence[Pack]
-    pages: Pages | None
-    has_integers: bool
-    is_on_gpu: bool
-    strangers: Sequence[int]
+    spec: nest.Spec
     kind: type | None
-    combine: Callable[[Sequence[Any]], Any]
-    divisor: int
+    strangers: Sequence[int]
+
+    @classmethod
+    def of(cls, spec: nest.Spec, leaves: Sequence[Any]) -> Structure:
+        """Return that of a value which has been taken apart."""
+        strangers = [i for i, a in enumerate(leaves) if type(a) is not np.ndarray]
+        if spec.type is None:
+            return cls(spec, None, strangers)
+        count = len(leaves)
+        is_flat = spec.type in _FLAT and spec.num_children == count
+        is_flat = is_flat and spec.num_nodes == count + 1
+        return cls(spec, spec.type if is_flat else nest.Spec, strangers)
 
     def give_back(self, results: list[Any], leaves: Sequence[Any]) -> Any:
         """Return results as the nest, and the kinds of leaves, that were given."""
@@ -114,45 +59,53 @@ class Plan(NamedTuple):
             return results[0]
         if self.kind in _FLAT:
             return results if self.kind is list else tuple(results)
-        assert self.call.spec is not None
-        return nest.unflatten(self.call.spec, results)
+        return nest.unflatten(self.spec, results)
 
 
-class Plans:
-    """The plans of one strategy; those of calls with default options are kept."""
+class PlanCache:
+    """The plans of one strategy, by the kinds of calls."""
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
-        self._copies = SmallCopies()
-        self._known: dict[Any, Plan] = {}
+        self._known: dict[Any, Any] = {}
 
     def find(
-        self, operation: str, reduce_op: Any, value: Any
-    ) -> tuple[Any, Plan | None, Sequence[Any]]:
+        self, operation: str, detail: Any, value: Any, kind: Kind
+    ) -> tuple[Any, Any, Sequence[Any]]:
         """Return the key of a call, its plan, and the leaves of its value.
 
-        The key is None for what cannot be known again: leaves of which type and shape
-        do not tell what becomes of them. Then, and for a new key, there is no plan.
+        The key is None where type and shape of the leaves do not determine what becomes
+        of them. Then, and for a new key, there is no plan.
+
+        Args:
+          operation: the public call that this is.
+          detail: its other arguments; hashable.
+          value: a nest; components of distributed values are its leaves.
+          kind: what leaves with the same plan have in common; None if that is unknown.
         """
-        if type(reduce_op) not in _NAMES:
-            return None, None, ()
+        if type(value) in _DISTRIBUTED:
+            value = value.values[0]
         if type(value) is np.ndarray:
-            key: Any = operation, reduce_op, value.dtype, value.shape
+            found = kind(value)
+            key = None if found is None else (operation, detail, found)
             return key, self._known.get(key), (value,)
-        if type(value) in _FLAT:
-            kinds = tuple(map(_kind, value))
+        structure: Any = type(value)
+        if structure in _FLAT:
+            leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in value]
+            kinds = tuple(map(kind, leaves))
             if None not in kinds:
-                key = operation, reduce_op, type(value), kinds
-                return key, self._known.get(key), value
-        leaves, spec = nest.flatten(value)
-        kinds = tuple(map(_kind, leaves))
+                key = operation, detail, (structure, kinds)
+                return key, self._known.get(key), leaves
+        leaves, structure = nest.flatten(value)
+        leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in leaves]
+        kinds = tuple(map(kind, leaves))
         if None in kinds:
             return None, None, leaves
-        key = operation, reduce_op, spec, kinds
+        key = operation, detail, (structure, kinds)
         return key, self._known.get(key), leaves
 
     def keep(
-        self, key: Any, plan: Plan, leaves: Sequence[Any], given: Sequence[Any]
+        self, key: Any, plan: Any, leaves: Sequence[Any], given: Sequence[Any]
     ) -> None:
         """Use a plan for calls with this key from now on.
 
@@ -164,143 +117,88 @@ class Plans:
         if key is not None and are_plain and len(self._known) < _MOST:
             self._known[key] = plan
 
-    def make(
+    def run(
         self,
         operation: str,
-        op: ReduceOp,
-        spec: nest.Spec,
-        leaves: Sequence[Any],
-        given: Sequence[Any],
-        options: CommunicationOptions,
-        packs: Sequence[Pack],
-    ) -> Plan:
-        """Return the plan of an all-reduce whose arguments have been checked.
+        detail: Any,
+        value: Any,
+        kind: Kind,
+        make: Callable[[], tuple[Any, Sequence[Any], Sequence[Any]]],
+        execute: Callable[[Any, Sequence[Any]], list[Any]],
+    ) -> Any:
+        """Return what a collective returns: find its plan, or make it, and execute it.
 
         Args:
           operation: the public call that this is.
-          op: the reduction.
-          spec: the structure of the value.
-          leaves: as the user passed them.
-          given: these as arrays.
-          options: see `CommunicationOptions`.
-          packs: of them, if they travel with the comparison.
+          detail: see `find`; None for a call whose plan is not to be kept.
+          value: the nest that the user passed.
+          kind: see `find`.
+          make: returns the plan, the leaves, and these as arrays; not collective.
+          execute: given a plan and arrays, returns the results. Collective.
         """
-        agreed = (("reduce_op", op.name), *option_fields(options))
-        call = Call(operation, agreed, spec, describe(given))
-        pages, comparison = None, self._agreement.comparison
-        if packs and isinstance(comparison, BoardComparison):
-            pages = comparison.pages([(pack.dtype, pack.shape) for pack in packs])
-        return Plan(
-            call,
-            digest(call),
-            op,
-            options,
-            packs,
-            pages,
-            arithmetic.may_not_fit(op, [a.dtype for a in given]),
-            any(map(arrays.is_device_array, given)),
-            [i for i, leaf in enumerate(leaves) if type(leaf) is not np.ndarray],
-            _kind_of(spec, len(leaves)),
-            arithmetic.add_in_order
-            if op.adds
-            else functools.partial(arithmetic.combine_in_order, op),
-            self._agreement.size if op is ReduceOp.MEAN else 0,
-        )
-
-    def reduce_packs(self, plan: Plan, given: Sequence[Any]) -> list[Any]:
-        """Return reductions of leaves that travel with the comparison. Collective."""
-
-        def fill(pages: Sequence[Any]) -> bool:
-            """Write this rank's packs; return whether their sums may overflow."""
-            host = self._copies.down(given) if plan.is_on_gpu else given
-            for pack, page in zip(plan.packs, pages):
-                pack.fill(page, host)
-            return plan.has_integers and any(
-                arithmetic.may_overflow(page, self._agreement.size) for page in pages
+        key, agreement = None, self._agreement
+        if detail is not None:
+            # A nest may raise when it is read, perhaps on this rank alone
+            key, plan, leaves = agreement.prepare(
+                operation, lambda: self.find(operation, detail, value, kind)
             )
-
-        agreement, timeout = self._agreement, plan.options.timeout_seconds
-        if plan.pages is None:  # of one rank
-            alone = [np.empty(pack.shape, pack.dtype) for pack in plan.packs]
-            fill(alone)
-            parts: Sequence[Sequence[Any]] = [(a,) for a in alone]
-        else:
-            payload = Payload(plan.pages, fill)
-            parts = agreement.exchange(plan.call, plan.number, payload, timeout)
-        results: list[Any] = [None] * len(given)
-        for pack, everyone in zip(plan.packs, parts):
-            total = plan.combine(everyone)
-            if plan.divisor:
-                total /= plan.divisor
-            if pack.dtype != pack.out:
-                total = total.astype(pack.out)
-            pack.take_apart(total, results)
-        if plan.has_integers and (
-            plan.op is ReduceOp.PRODUCT or agreement.comparison.is_any_large
-        ):
-            self._require_fit(plan, parts, results)
-        return self._copies.up(results, given) if plan.is_on_gpu else results
-
-    def _require_fit(
-        self, plan: Plan, parts: Sequence[Any], results: Sequence[Any]
-    ) -> None:
-        """Raise, on all ranks, if integers have overflowed in packs. Collective."""
-        contributions = []
-        for rank in range(self._agreement.size):
-            contribution: list[Any] = [None] * len(results)
-            for pack, everyone in zip(plan.packs, parts):
-                pack.take_apart(everyone[rank], contribution)
-            contributions.append(contribution)
-        pairs = list(zip(results, zip(*contributions)))
-        is_product = plan.op is ReduceOp.PRODUCT
-        check = arithmetic.check_product if is_product else arithmetic.check_sum
-        assert plan.call.spec is not None
-        with self._agreement.same_on_all():
-            check_each(pairs, plan.call.spec, check)
+            if plan is not None:
+                return plan.structure.give_back(execute(plan, leaves), leaves)
+        with agreement.turns:
+            plan, leaves, given = agreement.prepare(operation, make)
+            results = execute(plan, given)
+        self.keep(key, plan, leaves, given)
+        return plan.structure.give_back(results, leaves)
 
 
-def make_packs(op: ReduceOp, given: Sequence[Any]) -> list[Pack]:
-    """Return how arrays are packed: those of one dtype, with one dtype as result."""
-    out, partial = arithmetic.to_add(op, [a.reshape(-1)[:0] for a in given])
-    groups: dict[Any, list[int]] = {}
-    for i, (dtype, empty) in enumerate(zip(out, partial)):
-        groups.setdefault((empty.dtype, dtype), []).append(i)
-    return [
-        _pack(dtype, result, members, given)
-        for (dtype, result), members in groups.items()
-    ]
+def detail_of(argument: Any, options: CommunicationOptions | None) -> Any:
+    """Return what `PlanCache.find` takes of a call's arguments; None for wrong ones."""
+    if options is None:
+        return argument
+    is_known = isinstance(options, CommunicationOptions) and argument is not None
+    return (argument, options) if is_known else None
 
 
-def _pack(
-    dtype: np.dtype[Any],
-    out: np.dtype[Any],
-    members: Sequence[int],
-    given: Sequence[Any],
-) -> Pack:
-    if len(members) == 1:
-        return Pack(dtype, out, given[members[0]].shape, members[0], (), (), ())
-    scalars = tuple(i for i in members if not given[i].ndim)
-    others = tuple(i for i in members if given[i].ndim)
-    cuts, end = [], 0
-    for i in others:
-        cuts.append((slice(end, end + given[i].size), given[i].shape))
-        end += given[i].size
-    return Pack(dtype, out, (end + len(scalars),), None, others, tuple(cuts), scalars)
-
-
-def _kind(leaf: Any) -> Any:
-    """Return what leaves have in common of which the same becomes; None if unknown."""
+def kind_of(leaf: Any) -> Any:
+    """Return the kind of leaves whose shape must agree; see `PlanCache.find`."""
     kind = type(leaf)
     if kind is np.ndarray:
         return leaf.dtype, leaf.shape
     if kind in _NUMBERS:
         return kind
-    return ("GPU", leaf.dtype, leaf.shape) if arrays.is_device_array(leaf) else None
+    if arrays.is_device_array(leaf):
+        return "GPU", leaf.device.id, leaf.dtype, leaf.shape
+    return None
 
 
-def _kind_of(spec: nest.Spec, leaves: int) -> type | None:
-    """Return `Plan.kind` of values of a structure."""
-    if spec.type is None:
+def kind_along(axis: Any) -> Kind | None:
+    """Return what gives the kind of leaves whose length along `axis` may differ.
+
+    Returns None for an axis that has to be checked first.
+
+    Args:
+      axis: an integer, or several.
+    """
+    if type(axis) is int:
+        axes: tuple[int, ...] = (axis,)
+    elif type(axis) is tuple and all(type(i) is int for i in axis):
+        axes = axis
+    else:
         return None
-    is_flat = spec.type in _FLAT and spec.num_children == leaves == spec.num_nodes - 1
-    return spec.type if is_flat else nest.Spec
+
+    def kind(leaf: Any) -> Any:
+        if type(leaf) is np.ndarray:
+            where: Any = None
+        elif arrays.is_device_array(leaf):
+            where = leaf.device.id
+        else:
+            return None
+        ndim = leaf.ndim
+        if axes == (0,) and ndim:
+            return where, leaf.dtype, ndim, leaf.shape[1:]
+        dropped = {i + ndim if i < 0 else i for i in axes}
+        rest = tuple([n for i, n in enumerate(leaf.shape) if i not in dropped])
+        is_whole = len(rest) + len(axes) == ndim
+        return (where, leaf.dtype, ndim, rest) if is_whole else None
+
+    return kind

@@ -92,8 +92,8 @@ class SliceReductions:
             )
             described = describe_but(given, [0] * len(given))
             call = Call(name, agreed, nest.flatten(given)[1], described)
-            agreement.require_same(call, timeout=options.timeout_seconds)
-            gathered = self._gathers.gather(name, given, [0] * len(given), options)
+            plan = self._gathers.plan(call, given, [0] * len(given), options)
+            gathered = self._gathers.execute(plan, given)
         results: list[Any] = list(leaves)
         for i, values, indices in zip(sparse, gathered[::2], gathered[1::2]):
             results[i] = self._join(op, leaves[i], values, indices)

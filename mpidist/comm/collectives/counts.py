@@ -1,0 +1,148 @@
+"""Counts of each rank, and its arrays if those of all are small, in one exchange.
+
+What a rank contributes may differ in length, so nobody knows how much the others send:
+counts travel while the ranks agree, and with them the arrays that fit beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpidist.comm.collectives.arguments import deadline_of
+from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.calls import Call, digest
+from mpidist.comm.consensus.comparison import BoardComparison, Pages, Payload
+from mpidist.comm.transports.selector import Routes
+from mpidist.options import CommunicationImplementation, CommunicationOptions
+
+__all__ = ["CountExchange", "CountPlan", "Reader"]
+
+_ALIGNMENT_BYTES = 16
+
+
+class CountPlan(NamedTuple):
+    """One kind of exchange.
+
+    Args:
+      call: what the ranks compare.
+      number: its digest.
+      pages: where counts and bytes of all ranks are, see `Comparison.pages`; None where
+        the counts take another way.
+      most_bytes: how many of its arrays each rank can send along; -1 for none at all.
+      options: see `CommunicationOptions`.
+    """
+
+    call: Call
+    number: int
+    pages: Pages | None
+    most_bytes: int
+    options: CommunicationOptions
+
+
+class Reader:
+    """Reads the arrays of one rank in the order in which it has written them."""
+
+    def __init__(self, page: Any):
+        self._page = page
+        self._offset = 0
+
+    def next(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return the next array: a view, valid until the next exchange."""
+        array = np.ndarray(shape, dtype, self._page, self._offset)
+        self._offset += _aligned(array.nbytes)
+        return array
+
+
+class CountExchange:
+    """The exchanges of counts of one strategy.
+
+    Args:
+      agreement: of all ranks.
+      routes: the transports.
+    """
+
+    def __init__(self, agreement: Agreement, routes: Routes):
+        self._agreement = agreement
+        self._routes = routes
+
+    def plan(
+        self,
+        call: Call,
+        counts: int,
+        options: CommunicationOptions,
+        carries: bool,
+    ) -> CountPlan:
+        """Return a plan. Not collective.
+
+        Args:
+          call: what the ranks are to compare.
+          counts: how many each rank has.
+          options: see `CommunicationOptions`.
+          carries: whether arrays may travel along: they are on the host.
+        """
+        pages, most_bytes, comparison = None, -1, self._agreement.comparison
+        if self._agreement.size > 1 and isinstance(comparison, BoardComparison):
+            kinds: list[tuple[Any, tuple[int]]]
+            kinds = [(np.dtype(np.int64), (counts + 1,))]
+            rest = comparison.payload_bytes - _aligned(8 * (counts + 1))
+            if carries and rest > 0:
+                most_bytes = rest
+                kinds.append((np.dtype(np.uint8), (rest,)))
+            if rest >= 0:
+                pages = comparison.pages(kinds)
+        return CountPlan(call, digest(call), pages, most_bytes, options)
+
+    def exchange(
+        self, plan: CountPlan, counts: Sequence[int], given: Sequence[Any] = ()
+    ) -> tuple[list[list[int]], list[Reader] | None]:
+        """Return the counts of every rank, and its arrays if all are small. Collective.
+
+        Returns None in place of `Reader`s where arrays did not travel.
+
+        Args:
+          plan: of the call.
+          counts: of this rank.
+          given: its arrays, of any layout.
+
+        Raises, on all ranks: see `Agreement.require_same`.
+        """
+        agreement = self._agreement
+        if plan.pages is None:
+            timeout = plan.options.timeout_seconds
+            agreement.compare(plan.call, plan.number, timeout=timeout)
+            return self._gather(counts, plan.options), None
+        size = sum([_aligned(array.nbytes) for array in given])
+
+        def fill(pages: Sequence[Any]) -> bool:
+            pages[0][:] = (*counts, size)
+            if size <= plan.most_bytes:
+                written = Reader(pages[1])
+                for array in given:
+                    written.next(array.shape, array.dtype)[...] = array
+            return False
+
+        payload, timeout = Payload(plan.pages, fill), plan.options.timeout_seconds
+        parts = agreement.exchange(plan.call, plan.number, payload, timeout)
+        everyone = [part.tolist() for part in parts[0]]
+        is_small = max([counts.pop() for counts in everyone]) <= plan.most_bytes
+        return everyone, [Reader(page) for page in parts[1]] if is_small else None
+
+    def _gather(
+        self, counts: Sequence[int], options: CommunicationOptions
+    ) -> list[list[int]]:
+        """Return the counts of all ranks, by MPI. Collective."""
+        ranks, own = self._agreement.size, np.array(counts, np.int64)
+        if ranks == 1:
+            return [own.tolist()]
+        everyone = np.empty((ranks, own.size), np.int64)
+        way = self._routes.pick(CommunicationImplementation.MPI, False, False)
+        way.allgatherv(own, everyone, [own.size] * ranks, deadline_of(options))
+        found: list[list[int]] = everyone.tolist()
+        return found
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
