@@ -43,7 +43,7 @@ def find_facts(setting: Setting) -> None:
     group = setting.strategy.extended
     gpus, index = group.gpus, cupy.cuda.Device().id
     properties = cupy.cuda.runtime.getDeviceProperties(index)
-    ways = group.collectives.routes.by_name
+    ways = group.collectives.transports.by_name
     if gpus is None:
         raise SystemExit("the replicas are not on GPUs")
     machine = measuring.describe_machine(Path.cwd()) | {

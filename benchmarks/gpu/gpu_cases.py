@@ -87,7 +87,7 @@ def _into(total: Any, function: Callable[..., Any], given: Any, *rest: Any) -> A
 
 def _transports(setting: Setting) -> dict[str, Any]:
     """Return what there is, but for one that is there for its order of additions."""
-    by_name = setting.strategy.extended.collectives.routes.by_name
+    by_name = setting.strategy.extended.collectives.transports.by_name
     return {f"transport {n}": way for n, way in by_name.items() if n != "ordered"}
 
 

@@ -56,7 +56,7 @@ def average_subnormal_numbers(setting: Setting) -> Outcome:
 
 def share_memory(setting: Setting) -> Outcome:
     """See which transports there are, and why not the others."""
-    gpus = setting.strategy.extended.collectives.routes._gpus
+    gpus = setting.strategy.extended.collectives.transports._gpus
     assert gpus is not None
     missing = [f"no {name}: {reason}" for name, reason in gpus.missing.items()]
     is_needed = setting.comm.size > 1

@@ -27,7 +27,7 @@ def compare_to_memory(setting: Setting) -> None:
         bytes_per_second_alone=alone,
         bytes_per_second_each=together,
     )
-    way = group.collectives.routes.by_name.get("ipc")
+    way = group.collectives.transports.by_name.get("ipc")
     if way is None:
         setting.skip(
             "ipc beside the memory's bandwidth: there is no transport ipc here"

@@ -56,7 +56,7 @@ def banner(group: ReplicaGroup) -> str:
         f"{group.num_replicas} replicas on {nodes} node{'s' * (nodes > 1)}",
         library,
         "CPU" if group.gpus is None else _describe_gpus(group.gpus),
-        f"all_reduce by {_describe_table(group.collectives.routes.table)}",
+        f"all_reduce by {_describe_table(group.collectives.transports.table)}",
     ]
     if group.gpus is not None:
         is_aware = "" if group.gpus.support.is_aware else "not "

@@ -14,7 +14,7 @@ import numpy as np
 from mpidist.comm.collectives.operations import Collectives
 from mpidist.comm.cross_device_ops import MpiAllReduce
 from mpidist.comm.topology import Topology, parse_devices
-from mpidist.comm.transports.selector import Transport
+from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.staging import StagingTransport
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, LaunchError
@@ -51,15 +51,15 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
     def bind(self, collectives: Collectives, topology: Topology) -> None:
         """See `CrossDeviceOps.bind`."""
         super().bind(collectives, topology)
-        routes = collectives.routes
-        if routes.in_node is None and topology.has_neighbours:
+        transports = collectives.transports
+        if transports.intra_node is None and topology.has_neighbours:
             raise LaunchError(
                 "HierarchicalCopyAllReduce cannot be used: the ranks of a node have no "
                 "room in shared memory (a container may be given more: --shm-size)"
             )
-        self._transport = routes.in_node or routes.default
-        if routes.default.device and routes.in_node is not None:
-            self._transport = StagingTransport(routes.in_node)
+        self._transport = transports.intra_node or transports.default
+        if transports.default.device and transports.intra_node is not None:
+            self._transport = StagingTransport(transports.intra_node)
 
     def sum_arrays(
         self, values: Sequence[Any], options: CommunicationOptions
@@ -95,14 +95,14 @@ class NcclAllReduce(MpiAllReduce):
     def bind(self, collectives: Collectives, topology: Topology) -> None:
         """See `CrossDeviceOps.bind`."""
         super().bind(collectives, topology)
-        collectives.routes.require_nccl("NcclAllReduce")
+        collectives.transports.require_nccl("NcclAllReduce")
 
     def sum_arrays(
         self, values: Sequence[Any], options: CommunicationOptions
     ) -> list[Any]:
         """See `MpiAllReduce.sum_arrays`."""
         options = _with_packs(options, self._num_packs, values)
-        nccl = self.collectives.routes.by_name["nccl"]
+        nccl = self.collectives.transports.by_name["nccl"]
         return self.collectives.sums.sum_arrays(values, options, nccl)
 
 

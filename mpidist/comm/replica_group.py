@@ -27,7 +27,7 @@ from mpidist.comm.packing import Axis
 from mpidist.comm.shared_memory.node import NodeMemory, make_board
 from mpidist.comm.shared_memory.symmetric import SymmetricMemory
 from mpidist.comm.topology import Topology
-from mpidist.comm.transports.selector import Routes
+from mpidist.comm.transports.selector import TransportSelector
 from mpidist.comm.transports.tuning_table import (
     Layout,
     find_table,
@@ -408,14 +408,14 @@ class Channel:
             table = agreement.root_only(
                 operation, lambda: find_table(table_path(), self.layout)
             )
-        self._routes = agreement.block(
+        self._transports = agreement.block(
             operation,
-            lambda: Routes(
+            lambda: TransportSelector(
                 agreement, self._board, table, library, gpus, has_nccl=not is_beside
             ),
         )
         self.collectives = Collectives(
-            agreement, self._routes, symmetric, results or Results()
+            agreement, self._transports, symmetric, results or Results()
         )
 
     def close(self) -> None:
@@ -426,7 +426,7 @@ class Channel:
         if self._agreement.losses.ranks:
             return
         try:
-            self._routes.close()
+            self._transports.close()
         finally:  # what it raises is raised on all ranks
             if self._board is not None:
                 self._board.close()

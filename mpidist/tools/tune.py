@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm.replica_group import ReplicaGroup
-from mpidist.comm.transports.selector import Transport
+from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.tuning_table import write_table
 from mpidist.device import arrays
 from mpidist.strategy.mirrored_strategy import MirroredStrategy
@@ -50,7 +50,7 @@ def tune(path: Path, largest_bytes: int, repetitions: int) -> dict[str, Any]:
     seconds = {
         method: _measure(group, method, sizes, repetitions) for method in _METHODS
     }
-    default = group.collectives.routes.default_table
+    default = group.collectives.transports.default_table
     table = {
         method: choose_rows(
             sizes, seconds[method], [name for _, name in default[method]]
@@ -78,7 +78,7 @@ def _measure(
     """
     transports = {
         name: transport
-        for name, transport in group.collectives.routes.by_name.items()
+        for name, transport in group.collectives.transports.by_name.items()
         if name not in _NOT_MEASURED
     }
     medians: dict[str, list[float]] = {name: [] for name in transports}

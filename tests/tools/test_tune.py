@@ -141,7 +141,7 @@ def test_tables_are_obeyed(comm, path, monkeypatch):
     strategy = mpidist.MirroredStrategy(communicator=comm)
     collectives = strategy.extended.collectives
     used = []
-    for name, way in collectives.routes.by_name.items():
+    for name, way in collectives.transports.by_name.items():
         for method in ("allreduce_sum", "allreduce_packed", "allgatherv", "broadcast"):
             monkeypatch.setattr(way, method, spy(used, name, getattr(way, method)))
     for count, name in ((30_000, "shared"), (60_000, "mpi")):
@@ -171,9 +171,9 @@ def test_sums_in_order_stay_in_shared_memory(comm, path, reducing):
         write_table(path, own_layout(comm), table, {})
     comm.Barrier()
     strategy = mpidist.MirroredStrategy(communicator=comm)
-    routes = strategy.extended.collectives.routes
+    transports = strategy.extended.collectives.transports
     names = {
-        (how, ordered): routes.pick(How[how], ordered, is_device=False).name
+        (how, ordered): transports.pick(How[how], ordered, is_device=False).name
         for how in ("AUTO", "MPI")
         for ordered in (False, True)
     }

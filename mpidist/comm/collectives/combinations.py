@@ -13,7 +13,8 @@ from mpidist.comm import arithmetic, packing
 from mpidist.comm.collectives.arguments import deadline_of, implementation_of
 from mpidist.comm.collectives.outputs import Results
 from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.transports.selector import Routes, Transport
+from mpidist.comm.transports.base import Transport
+from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions, ReduceOp
 
@@ -44,13 +45,15 @@ class Combinations:
 
     Args:
       agreement: of all ranks.
-      routes: the transports.
+      transports: the transports.
       results: gives memory for what is returned.
     """
 
-    def __init__(self, agreement: Agreement, routes: Routes, results: Results):
+    def __init__(
+        self, agreement: Agreement, transports: TransportSelector, results: Results
+    ):
         self._agreement = agreement
-        self._routes = routes
+        self._transports = transports
         self._results = results
 
     def reserve(
@@ -112,7 +115,7 @@ class Combinations:
         way: Transport | None = None
         if ranks > 1:
             is_device = arrays.is_device_array(send)
-            way = self._routes.pick(implementation_of(options), False, is_device)
+            way = self._transports.pick(implementation_of(options), False, is_device)
         for start in range(0, send.size, step):
             mine = send[start : start + step]
             parts = [mine]

@@ -15,7 +15,7 @@ from mpidist.comm.collectives.arguments import deadline_of
 from mpidist.comm.consensus.agreement import Agreement
 from mpidist.comm.consensus.calls import Call, digest
 from mpidist.comm.consensus.comparison import BoardComparison, Pages, Payload
-from mpidist.comm.transports.selector import Routes
+from mpidist.comm.transports.selector import TransportSelector
 from mpidist.options import CommunicationImplementation, CommunicationOptions
 
 __all__ = ["CountExchange", "CountPlan", "Reader"]
@@ -61,12 +61,12 @@ class CountExchange:
 
     Args:
       agreement: of all ranks.
-      routes: the transports.
+      transports: the transports.
     """
 
-    def __init__(self, agreement: Agreement, routes: Routes):
+    def __init__(self, agreement: Agreement, transports: TransportSelector):
         self._agreement = agreement
-        self._routes = routes
+        self._transports = transports
 
     def plan(
         self,
@@ -138,7 +138,7 @@ class CountExchange:
         if ranks == 1:
             return [own.tolist()]
         everyone = np.empty((ranks, own.size), np.int64)
-        way = self._routes.pick(CommunicationImplementation.MPI, False, False)
+        way = self._transports.pick(CommunicationImplementation.MPI, False, False)
         way.allgatherv(own, everyone, [own.size] * ranks, deadline_of(options))
         found: list[list[int]] = everyone.tolist()
         return found

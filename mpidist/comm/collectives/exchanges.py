@@ -32,7 +32,7 @@ from mpidist.comm.collectives.plans import (
 )
 from mpidist.comm.consensus.agreement import Agreement
 from mpidist.comm.consensus.calls import Call, digest
-from mpidist.comm.transports.selector import Routes
+from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import CommunicationOptions, ReduceOp
@@ -90,7 +90,7 @@ class Exchanges:
 
     Args:
       agreement: of all ranks.
-      routes: the transports.
+      transports: the transports.
       plans: those of known calls.
       packed: the reductions of small arrays.
       counts: exchanges counts.
@@ -100,14 +100,14 @@ class Exchanges:
     def __init__(
         self,
         agreement: Agreement,
-        routes: Routes,
+        transports: TransportSelector,
         plans: PlanCache,
         packed: PackedReductions,
         counts: CountExchange,
         take: Take,
     ):
         self._agreement = agreement
-        self._routes = routes
+        self._transports = transports
         self._plans = plans
         self._packed = packed
         self._counts = counts
@@ -373,7 +373,7 @@ class Exchanges:
         size: int,
         deadline: float | None,
     ) -> None:
-        way = self._routes.exchange(arrays.is_device_array(send))
+        way = self._transports.exchange(arrays.is_device_array(send))
         if way is not None:
             is_large = size > way.most_bytes
             way.alltoallv(
@@ -382,7 +382,7 @@ class Exchanges:
             return
         # By way of the host
         host = np.empty(receive.shape, receive.dtype)
-        way = self._routes.exchange(is_device=False)
+        way = self._transports.exchange(is_device=False)
         assert way is not None
         here, is_large = arrays.to_host(send), size > way.most_bytes
         way.alltoallv(here, counts_to, host, counts_from, deadline, is_large=is_large)

@@ -16,7 +16,8 @@ from mpidist.comm.collectives.outputs import Results
 from mpidist.comm.collectives.plans import Structure
 from mpidist.comm.consensus.agreement import Agreement
 from mpidist.comm.consensus.calls import Call, digest
-from mpidist.comm.transports.selector import Routes, Transport
+from mpidist.comm.transports.base import Transport
+from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions
 
@@ -63,7 +64,7 @@ class Gathers:
 
     Args:
       agreement: of all ranks; one does not communicate.
-      routes: the transports.
+      transports: the transports.
       results: gives memory for what is returned.
       counts: exchanges lengths.
     """
@@ -71,13 +72,13 @@ class Gathers:
     def __init__(
         self,
         agreement: Agreement,
-        routes: Routes,
+        transports: TransportSelector,
         results: Results,
         counts: CountExchange,
     ):
         self._agreement = agreement
         self._ranks = agreement.size
-        self._routes = routes
+        self._transports = transports
         self._results = results
         self._counts = counts
 
@@ -212,11 +213,11 @@ class Gathers:
 
     def _transport(self, array: Any, options: CommunicationOptions) -> Transport:
         is_device = arrays.is_device_array(array)
-        return self._routes.pick(implementation_of(options), False, is_device)
+        return self._transports.pick(implementation_of(options), False, is_device)
 
     def _can_place(self, value: Any, options: CommunicationOptions) -> bool:
         """Return whether ranks can put parts where they belong in the result."""
-        in_node = self._routes.in_node
+        in_node = self._transports.intra_node
         if in_node is None or in_node.name != "shared" or is_direct(options):
             return False
         return isinstance(value, np.ndarray) and value.dtype.itemsize < _LARGE_BYTES
@@ -229,8 +230,8 @@ class Gathers:
         received = pack.received
         outer = _outer(value, axis)
         inner = math.prod(value.shape[axis + 1 :])
-        assert self._routes.in_node is not None
-        self._routes.in_node.allgather_columns(
+        assert self._transports.intra_node is not None
+        self._transports.intra_node.allgather_columns(
             pack.send.reshape(outer, -1),
             received.reshape(outer, -1),
             (lengths * inner).tolist(),

@@ -12,7 +12,7 @@ from mpidist.comm.collectives.arguments import implementation_of
 from mpidist.comm.collectives.gather import Gathers
 from mpidist.comm.consensus.agreement import Agreement
 from mpidist.comm.consensus.calls import Call
-from mpidist.comm.transports.selector import Routes
+from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError
 from mpidist.options import CommunicationOptions
@@ -29,13 +29,15 @@ class Objects:
 
     Args:
       agreement: of all ranks.
-      routes: the transports.
+      transports: the transports.
       gathers: the gathers.
     """
 
-    def __init__(self, agreement: Agreement, routes: Routes, gathers: Gathers):
+    def __init__(
+        self, agreement: Agreement, transports: TransportSelector, gathers: Gathers
+    ):
         self._agreement = agreement
-        self._routes = routes
+        self._transports = transports
         self._gathers = gathers
 
     def broadcast(self, operation: str, value: Any, root: int) -> Any:
@@ -73,7 +75,7 @@ class Objects:
                 if agreement.size > 1 and array.size:
                     is_device = arrays.is_device_array(array)
                     how = implementation_of(_DEFAULT)
-                    way = self._routes.pick(how, False, is_device)
+                    way = self._transports.pick(how, False, is_device)
                     way.broadcast(array, number, None)
         leaves = iter(received)
         return decode(text, lambda kind: _as_given(next(leaves), kind))
@@ -107,7 +109,7 @@ class Objects:
         def take(leaf: Any, name: str) -> Any:
             array = arrays.to_array(leaf, name)
             if arrays.is_device_array(array):
-                self._routes.require_reachable(array, name)
+                self._transports.require_reachable(array, name)
             given.append(arithmetic.contiguous(array, array.dtype))
             kind = "scalar" if isinstance(leaf, np.generic) else "array"
             kind = "GPU" if arrays.is_device_array(array) else kind
@@ -117,7 +119,7 @@ class Objects:
 
     def _broadcast_text(self, text: str, root: int) -> str:
         """Return the text of rank `root`. Collective."""
-        way = self._routes.exchange(is_device=False)
+        way = self._transports.exchange(is_device=False)
         assert way is not None
         found = np.frombuffer(text.encode(), np.uint8).copy()
         size = np.array([found.size])
@@ -131,7 +133,7 @@ class Objects:
         """Return memory for an array of a kind that `_encode` has described."""
         where, text, shape = kind
         made = np.empty(shape, dtype_of(text))
-        return self._routes.to_device(made) if where == "GPU" else made
+        return self._transports.to_device(made) if where == "GPU" else made
 
 
 def _decode_with_arrays(payload: Any, header: int) -> Any:

@@ -45,7 +45,7 @@ from mpidist.comm.consensus.agreement import Agreement
 from mpidist.comm.consensus.calls import Call
 from mpidist.comm.packing import Axis
 from mpidist.comm.shared_memory.symmetric import SymmetricMemory
-from mpidist.comm.transports.selector import Routes
+from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest, validation
@@ -61,7 +61,7 @@ class Collectives:
 
     Args:
       agreement: of all ranks.
-      routes: the transports.
+      transports: the transports.
       symmetric: the arrays that lie in memory of the node.
       results: gives memory for what is returned.
     """
@@ -69,30 +69,30 @@ class Collectives:
     def __init__(
         self,
         agreement: Agreement,
-        routes: Routes,
+        transports: TransportSelector,
         symmetric: SymmetricMemory,
         results: Results,
     ):
         self.agreement = agreement
-        self.routes = routes
-        self.transport = routes.default
+        self.transports = transports
+        self.transport = transports.default
         self.size = agreement.size
-        counts = CountExchange(agreement, routes)
+        counts = CountExchange(agreement, transports)
         self._plans = PlanCache(agreement)
         self._packed = PackedReductions(agreement)
-        self._gathers = Gathers(agreement, routes, results, counts)
-        self.sums = Sums(self.size, routes, symmetric, results)
-        self._combinations = Combinations(agreement, routes, results)
+        self._gathers = Gathers(agreement, transports, results, counts)
+        self.sums = Sums(self.size, transports, symmetric, results)
+        self._combinations = Combinations(agreement, transports, results)
         self._over_axis = AxisReductions(
             agreement, self._plans, self._packed, self.sums, self._gathers, self._take
         )
         self._empty = results.empty
         self._exchanges = Exchanges(
-            agreement, routes, self._plans, self._packed, counts, self._take
+            agreement, transports, self._plans, self._packed, counts, self._take
         )
-        self.objects = Objects(agreement, routes, self._gathers)
+        self.objects = Objects(agreement, transports, self._gathers)
         self._slices = SliceReductions(
-            agreement, self._gathers, routes.require_reachable
+            agreement, self._gathers, transports.require_reachable
         )
 
     def all_reduce(
@@ -190,8 +190,8 @@ class Collectives:
         validation.instance("options", options, CommunicationOptions)
         leaves, spec, given = to_arrays(value)
         if self.size > 1:
-            check_each(given, spec, self.routes.require_reachable)
-            self.routes.require_implementation(implementation_of(options))
+            check_each(given, spec, self.transports.require_reachable)
+            self.transports.require_implementation(implementation_of(options))
         return leaves, spec, given
 
     def _summands(
@@ -446,6 +446,6 @@ class Collectives:
                 if self.size > 1:
                     is_device = arrays.is_device_array(result)
                     how = implementation_of(_DEFAULT)
-                    way = self.routes.pick(how, False, is_device)
+                    way = self.transports.pick(how, False, is_device)
                     way.broadcast(result, root, None)
         return nest.unflatten(spec, map(arrays.like, results, leaves))

@@ -11,7 +11,8 @@ from mpidist.comm import packing
 from mpidist.comm.collectives.arguments import deadline_of, implementation_of, is_direct
 from mpidist.comm.collectives.outputs import Results
 from mpidist.comm.shared_memory.symmetric import SymmetricMemory
-from mpidist.comm.transports.selector import Routes, Transport
+from mpidist.comm.transports.base import Transport
+from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions
 
@@ -55,7 +56,7 @@ class Sums:
 
     Args:
       ranks: how many there are.
-      routes: the transports.
+      transports: the transports.
       symmetric: the arrays that lie in memory of the node.
       results: gives memory for what is returned.
     """
@@ -63,12 +64,12 @@ class Sums:
     def __init__(
         self,
         ranks: int,
-        routes: Routes,
+        transports: TransportSelector,
         symmetric: SymmetricMemory,
         results: Results,
     ):
         self._ranks = ranks
-        self._routes = routes
+        self._transports = transports
         self._symmetric = symmetric
         self._results = results
 
@@ -76,11 +77,11 @@ class Sums:
         self, options: CommunicationOptions, is_ordered: bool, is_device: bool
     ) -> Transport:
         """Return the transport that options ask for."""
-        return self._routes.pick(implementation_of(options), is_ordered, is_device)
+        return self._transports.pick(implementation_of(options), is_ordered, is_device)
 
     def place_of(self, given: Sequence[Any], options: CommunicationOptions) -> int:
         """Return `SymmetricMemory.place_of` if it helps that arrays are symmetric."""
-        in_node = self._routes.in_node
+        in_node = self._transports.intra_node
         if in_node is None or is_direct(options) or options.compression:
             return 0
         if options.reproducible and not in_node.is_ordered:
@@ -184,8 +185,8 @@ class Sums:
     ) -> None:
         """Put the sums of symmetric arrays into others."""
         everyone = [self._symmetric.everyone(send) for send, _ in pairs]
-        assert self._routes.in_node is not None
-        self._routes.in_node.allreduce_symmetric(
+        assert self._transports.intra_node is not None
+        self._transports.intra_node.allreduce_symmetric(
             [found for found in everyone if found is not None],
             [total for _, total in pairs],
             deadline,

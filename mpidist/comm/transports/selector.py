@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpidist.comm.consensus.agreement import Agreement
 from mpidist.comm.consensus.barrier import Board
@@ -29,10 +29,67 @@ from mpidist.device import arrays, kernels
 from mpidist.errors import ArgumentError, CollectiveError, LaunchError
 from mpidist.options import CommunicationImplementation
 
-__all__ = ["DeviceTransports", "ORDERED", "Routes", "Transport", "Ways"]
+__all__ = ["Choices", "DeviceTransports", "ORDERED", "TransportSelector", "choose"]
 
 
-class Routes:
+class Choices(NamedTuple):
+    """Transports for arrays in one kind of memory, and which is taken for what.
+
+    Args:
+      by_name: all of them; "mpi" is what stands for MPI's own calls.
+      default: what is taken if the user asks for nothing.
+      by_request: given what the user asks for, and whether sums must be added up in the
+        order of the ranks.
+    """
+
+    by_name: Mapping[str, Transport]
+    default: Transport
+    by_request: Mapping[tuple[CommunicationImplementation, bool], Transport]
+
+
+def choose(
+    by_name: Mapping[str, Transport], ordered: Sequence[str], table: Table
+) -> Choices:
+    """Return which transport is taken for what.
+
+    Args:
+      by_name: all of them.
+      ordered: the names of those that add in the order of the ranks, the best first;
+        one of them at least does so.
+      table: see `BySizeTransport`. All ranks pass the same.
+
+    Raises:
+      LaunchError: the table names a transport that is not there.
+    """
+    used = {name for rows in table.values() for _, name in rows}
+    if unknown := used - set(by_name):
+        raise LaunchError(
+            f"the table of transports names {sorted(unknown)}, but there are "
+            f"{sorted(by_name)}; let `python -m mpidist tune` measure again"
+        )
+    default: Transport = BySizeTransport(by_name, table)
+    there = [by_name[name] for name in ordered if name in by_name]
+    in_order = default
+    if not default.is_ordered:
+        in_order = next(transport for transport in there if transport.is_ordered)
+    # Where the user asks for calls of MPI
+    direct = [by_name[name] for name in ("device", "ordered") if name in by_name]
+    auto, mpi, nccl = CommunicationImplementation
+    return Choices(
+        by_name,
+        default,
+        {
+            (auto, False): default,
+            (auto, True): in_order,
+            (mpi, False): by_name["mpi"],
+            (mpi, True): direct[0],
+            (nccl, False): by_name.get("nccl", default),  # on GPUs only
+            (nccl, True): in_order,
+        },
+    )
+
+
+class TransportSelector:
     """The transports of one strategy, and which is taken for what. Collective to make.
 
     Args:
@@ -62,28 +119,30 @@ class Routes:
             "ordered": OrderedTransport(agreement),
         }
         # What the ranks of a node do in the memory that they share
-        self.in_node: SharedTransport | None = None
-        self._like: HierarchicalTransport | None = None
+        self.intra_node: SharedTransport | None = None
+        self._hierarchical: HierarchicalTransport | None = None
         if board is not None and board.size == agreement.size:
-            self.in_node = SharedTransport(agreement, board)
+            self.intra_node = SharedTransport(agreement, board)
         elif board is not None:
-            self.in_node = self._like = HierarchicalTransport(agreement, board)
-        in_node = "mpi" if self.in_node is None else self.in_node.name
-        if self.in_node is not None:
-            transports[in_node] = self.in_node
-        self.default_table = host_table = default_table(in_node, library)
+            self.intra_node = self._hierarchical = HierarchicalTransport(
+                agreement, board
+            )
+        near = "mpi" if self.intra_node is None else self.intra_node.name
+        if self.intra_node is not None:
+            transports[near] = self.intra_node
+        self.default_table = host_table = default_table(near, library)
         if gpus is None and table is not None:
             host_table = table
-        self._host = Ways(transports, [in_node, "ordered"], host_table)
-        self._device: Ways | None = None
+        own = self._host = choose(transports, [near, "ordered"], host_table)
+        self._device: Choices | None = None
         self._gpus: DeviceTransports | None = None
         if gpus is not None:
             self._gpus = DeviceTransports(agreement, board, self._host, gpus, has_nccl)
             by_name = self._gpus.by_name
             self.default_table = default_device_table(by_name)
-            self._device = Ways(by_name, ORDERED, table or self.default_table)
+            own = choose(by_name, ORDERED, table or self.default_table)
+            self._device = own
         self.table = self.default_table if table is None else table
-        own = self._device or self._host
         self.by_name, self.default = own.by_name, own.default
 
     def pick(
@@ -99,9 +158,9 @@ class Routes:
           is_ordered: whether sums must be added up in the order of the ranks.
           is_device: whether the arrays are on GPUs.
         """
-        ways = self._device if is_device else self._host
-        assert ways is not None
-        return ways.pick(implementation, is_ordered)
+        choices = self._device if is_device else self._host
+        assert choices is not None
+        return choices.by_request[implementation, is_ordered]
 
     def to_device(self, array: Any) -> Any:
         """Return a NumPy array on this rank's GPU; this is a strategy on GPUs."""
@@ -110,10 +169,10 @@ class Routes:
 
     def exchange(self, is_device: bool) -> MpiTransport | None:
         """Return what has `alltoallv`; None for arrays on GPUs that MPI cannot move."""
-        ways = self._device if is_device else self._host
-        assert ways is not None
-        way = ways.by_name.get("device" if is_device else "mpi")
-        return way if isinstance(way, MpiTransport) else None
+        choices = self._device if is_device else self._host
+        assert choices is not None
+        transport = choices.by_name.get("device" if is_device else "mpi")
+        return transport if isinstance(transport, MpiTransport) else None
 
     def require_implementation(
         self, implementation: CommunicationImplementation
@@ -157,58 +216,8 @@ class Routes:
         """Free memory and communicators. Collective."""
         if self._gpus is not None:
             self._gpus.close()
-        if self._like is not None:
-            self._like.close()
-
-
-class Ways:
-    """Transports for arrays on the host, or for arrays on GPUs.
-
-    Args:
-      by_name: all of them; "mpi" is what stands for MPI's own calls.
-      ordered: the names of those that add in the order of the ranks, the best first;
-        one of them at least does so.
-      table: see `BySizeTransport`. All ranks pass the same.
-
-    Raises:
-      LaunchError: the table names a transport that is not there.
-    """
-
-    def __init__(
-        self, by_name: Mapping[str, Transport], ordered: Sequence[str], table: Table
-    ):
-        self.by_name = dict(by_name)
-        used = {name for rows in table.values() for _, name in rows}
-        if unknown := used - set(self.by_name):
-            raise LaunchError(
-                f"the table of transports names {sorted(unknown)}, but there are "
-                f"{sorted(self.by_name)}; let `python -m mpidist tune` measure again"
-            )
-        self.default: Transport = BySizeTransport(self.by_name, table)
-        there = (self.by_name[name] for name in ordered if name in self.by_name)
-        self._ordered = next(way for way in there if way.is_ordered)
-        # Where the user asks for calls of MPI
-        self._direct = self.by_name["mpi"]
-        direct = (self.by_name[n] for n in ("device", "ordered") if n in self.by_name)
-        self._direct_ordered = next(direct)
-        self._nccl = self.by_name.get("nccl", self.default)
-
-    def pick(
-        self, implementation: CommunicationImplementation, is_ordered: bool
-    ) -> Transport:
-        """Return the transport for a call.
-
-        Args:
-          implementation: what the user asks for. (NCCL moves arrays on GPUs only.)
-          is_ordered: whether sums must be added up in the order of the ranks.
-        """
-        if implementation is CommunicationImplementation.MPI:
-            return self._direct_ordered if is_ordered else self._direct
-        if is_ordered:
-            return self.default if self.default.is_ordered else self._ordered
-        if implementation is CommunicationImplementation.NCCL:
-            return self._nccl
-        return self.default
+        if self._hierarchical is not None:
+            self._hierarchical.close()
 
 
 # Those that add in the order of the ranks, the best first
@@ -238,7 +247,7 @@ class DeviceTransports:
         self,
         agreement: Agreement,
         board: Board | None,
-        host: Ways,
+        host: Choices,
         gpus: GpuFacts,
         has_nccl: bool,
     ):

@@ -33,7 +33,7 @@ def everyones(comm, count, dtype="f8"):
 @pytest.fixture
 def spied(strategy, monkeypatch):
     """Count the arrays that are reduced where they lie."""
-    in_node = strategy.extended.collectives.routes.in_node
+    in_node = strategy.extended.collectives.transports.intra_node
     counts = []
     if in_node is not None:
         reduce = in_node.allreduce_symmetric

@@ -20,7 +20,7 @@ from mpidist.comm.shared_memory import cuda_ipc
 from mpidist.comm.transports import device
 from mpidist.comm.transports.mpi import MpiTransport
 from mpidist.comm.transports.nccl import NcclTransport, connect
-from mpidist.comm.transports.selector import DeviceTransports, Ways
+from mpidist.comm.transports.selector import DeviceTransports, choose
 from mpidist.device import kernels, memory
 from mpidist.device.binding import GpuIdentity, nccl_version
 
@@ -115,7 +115,7 @@ def make_transports(agreement, is_aware=False):
     by_mpi = MpiTransport(agreement)
     rows = {key: [(0, "mpi")] for key in ("allreduce", "allgatherv", "broadcast")}
     ordered = types.SimpleNamespace(name="ordered", device=False, is_ordered=True)
-    host = Ways({"mpi": by_mpi, "ordered": ordered}, ["ordered"], rows)
+    host = choose({"mpi": by_mpi, "ordered": ordered}, ["ordered"], rows)
     return DeviceTransports(agreement, None, host, gpus, has_nccl=True)
 
 
