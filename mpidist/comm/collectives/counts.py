@@ -14,7 +14,7 @@ import numpy as np
 from mpidist.comm.collectives.arguments import deadline_of
 from mpidist.comm.consensus.agreement import Agreement
 from mpidist.comm.consensus.calls import Call, digest
-from mpidist.comm.consensus.comparison import BoardComparison, Pages, Payload
+from mpidist.comm.consensus.comparison import Pages, Payload, PayloadComparison
 from mpidist.comm.transports.selector import TransportSelector
 from mpidist.options import CommunicationImplementation, CommunicationOptions
 
@@ -84,7 +84,7 @@ class CountExchange:
           carries: whether arrays may travel along: they are on the host.
         """
         pages, most_bytes, comparison = None, -1, self._agreement.comparison
-        if self._agreement.size > 1 and isinstance(comparison, BoardComparison):
+        if self._agreement.size > 1 and isinstance(comparison, PayloadComparison):
             kinds: list[tuple[Any, tuple[int]]]
             kinds = [(np.dtype(np.int64), (counts + 1,))]
             rest = comparison.payload_bytes - _aligned(8 * (counts + 1))

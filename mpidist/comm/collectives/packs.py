@@ -13,7 +13,7 @@ from mpidist.comm.collectives.arguments import check_each, is_direct
 from mpidist.comm.collectives.plans import Structure
 from mpidist.comm.consensus.agreement import Agreement
 from mpidist.comm.consensus.calls import Call, digest
-from mpidist.comm.consensus.comparison import BoardComparison, Pages, Payload
+from mpidist.comm.consensus.comparison import Pages, Payload, PayloadComparison
 from mpidist.device import arrays
 from mpidist.device.copies import SmallCopies
 from mpidist.options import CommunicationOptions, ReduceOp
@@ -152,7 +152,7 @@ class PackedReductions:
         """
         packs = _make_packs(op, given) if packed else []
         pages, comparison = None, self._agreement.comparison
-        if packs and isinstance(comparison, BoardComparison):
+        if packs and isinstance(comparison, PayloadComparison):
             pages = comparison.pages([(pack.dtype, pack.shape) for pack in packs])
         return ReducePlan(
             call,

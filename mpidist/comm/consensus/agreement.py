@@ -19,12 +19,12 @@ from mpi4py import MPI
 from mpidist.comm.consensus.barrier import Board
 from mpidist.comm.consensus.calls import Call, digest, plain_call
 from mpidist.comm.consensus.comparison import (
-    BoardComparison,
     Claim,
     Comparison,
-    MpiComparison,
+    GatherComparison,
+    MaximumComparison,
     Payload,
-    Telling,
+    PayloadComparison,
 )
 from mpidist.comm.consensus.diagnostics import (
     forget_locals,
@@ -47,6 +47,7 @@ from mpidist.util.tracebacks import fold
 __all__ = ["Agreement"]
 
 T = TypeVar("T")
+_MOST_GATHERED = 16  # ranks
 
 
 class Agreement:
@@ -72,9 +73,14 @@ class Agreement:
         self.losses = losses or Losses(comm)
         self._own_losses = None if losses else self.losses
         self.departures = Departures(comm)
-        self.comparison = comparison or MpiComparison(comm, self.departures)
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
+        if comparison is None:
+            # With more ranks, what each receives would take longer than the latency
+            is_small = self.size <= _MOST_GATHERED
+            kind = GatherComparison if is_small else MaximumComparison
+            comparison = kind(comm, self.departures)
+        self.comparison: Comparison = comparison
         self.calls = 0
         self.broken: str | None = None
         self.pids: dict[int, int] = {}  # of ranks that can be watched
@@ -108,11 +114,11 @@ class Agreement:
         timeout: float | None = None,
         is_patient: bool = False,
         payload: Payload | None = None,
-        place: int = 0,
+        address: int = 0,
     ) -> bool:
         """Return when all ranks are in the same call and none failed. Collective.
 
-        Returns whether all have passed the same `place`, other than 0.
+        Returns whether all have passed the same `address`, other than 0.
 
         Args:
           call: what this rank is about to do.
@@ -120,7 +126,7 @@ class Agreement:
           timeout: seconds to wait for the other ranks; None for ever.
           is_patient: whether to leave the core to other threads while waiting.
           payload: see `exchange`.
-          place: see `Telling`.
+          address: see `Comparison.agrees`.
 
         Raises, on all ranks:
           The error of a rank that passed one (each failed rank raises its own, the
@@ -134,37 +140,33 @@ class Agreement:
         if self.size == 1:
             if error is not None:
                 raise error
-            return place != 0
+            return address != 0
         with self.turns:
             thread = self.turns.thread()
             if thread and error is None:
                 error = self.turns.ambiguity(call.operation)
-            claim = Claim(call, thread, error, timeout, is_patient, payload, place)
+            claim = Claim(call, thread, error, timeout, is_patient, payload, address)
             claim = self._ready(claim)
             if not self._is_agreed(claim):
                 self._settle(claim)
-            return self.comparison.is_same_place
+            return self.comparison.is_same_address
 
     def compare(
-        self, call: Call, number: int, place: int = 0, timeout: float | None = None
+        self, call: Call, number: int, address: int = 0, timeout: float | None = None
     ) -> bool:
         """Do what `require_same` does, for a call whose digest is `number`. Collective.
 
         For calls that are repeated: it takes less time.
         """
         if timeout is not None or self.size == 1 or not self._is_plain():
-            return self.require_same(call, timeout=timeout, place=place)
+            return self.require_same(call, timeout=timeout, address=address)
         self.calls += 1
         self._begin(self.calls, call, number)
         number ^= self.progress.digest
         comparison = self.comparison
-        if place:
-            is_same = comparison.is_same(Telling(number, place=place))
-        else:
-            is_same = comparison.agrees(number)
-        if not is_same:
-            self._settle(Claim(call, place=place))
-        return comparison.is_same_place
+        if not comparison.agrees(number, address=address):
+            self._settle(Claim(call, address=address))
+        return comparison.is_same_address
 
     def exchange(
         self,
@@ -185,7 +187,7 @@ class Agreement:
         Raises, on all ranks: what `payload.fill` raises; see also `require_same`.
         """
         comparison = self.comparison
-        assert isinstance(comparison, BoardComparison)
+        assert isinstance(comparison, PayloadComparison)
         if timeout is not None or not self._is_plain():
             self.require_same(call, timeout=timeout, payload=payload)
             return comparison.payload(payload.pages)
@@ -229,7 +231,7 @@ class Agreement:
         self._require_unbroken(claim.error)
         if claim.payload is None or claim.error is not None:
             return claim
-        assert isinstance(self.comparison, BoardComparison)
+        assert isinstance(self.comparison, PayloadComparison)
         pages, fill = claim.payload
         try:
             return claim._replace(is_large=fill(self.comparison.next_page(pages)))
@@ -238,7 +240,7 @@ class Agreement:
 
     def _is_agreed(self, claim: Claim) -> bool:
         """Tell the other ranks, and return whether all said the same."""
-        call, thread, error, timeout, is_patient, _, place, is_large = claim
+        call, thread, error, timeout, is_patient, _, address, is_large = claim
         if thread:
             call = call._replace(options=(*call.options, ("thread", thread)))
         number = digest(call.without_step())
@@ -246,11 +248,10 @@ class Agreement:
         self._begin(self.calls, call, number)
         number ^= self.progress.digest ^ call.step_digest()
         deadline = None if timeout is None else time.monotonic() + timeout
-        telling = Telling(
-            number, error is not None, is_large, deadline, is_patient, place
-        )
         try:
-            return self.comparison.is_same(telling)
+            return self.comparison.agrees(
+                number, is_large, error is not None, address, deadline, is_patient
+            )
         except LateError as late:
             self._break_off(late, call.operation, timeout)
 

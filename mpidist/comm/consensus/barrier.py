@@ -21,7 +21,7 @@ from mpidist.comm.consensus.failures import Losses
 from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.waiting import Departures, LateError
 
-__all__ = ["Board"]
+__all__ = ["Board", "words_of"]
 
 _LINE_BYTES = 64  # a cache line: what one rank writes is not slowed down by others
 _FRAME_BYTES = 4096
@@ -75,7 +75,7 @@ class Board:
         self._window.Sync()
         with Pending("making shared memory", comm):
             comm.Barrier()
-        counts = [_words(m[:8]) for m in memory]
+        counts = [words_of(m[:8]) for m in memory]
         self._mine = counts[self.rank]
         self._others = [counts[rank] for rank in ranks if rank != self.rank]
         self._counts = counts
@@ -87,7 +87,7 @@ class Board:
         self.slots = slots
         # The first words of the pages, as integers
         self.both_words = [
-            [_words(page) for page in pages] for pages in self.both_pages
+            [words_of(page) for page in pages] for pages in self.both_pages
         ]
         self.meetings = 0
         self._has_cores = self.size <= cores
@@ -200,6 +200,6 @@ def _shared_window(size_bytes: int, comm: MPI.Intracomm) -> MPI.Win:
     return window
 
 
-def _words(memory: Any) -> memoryview:
+def words_of(memory: Any) -> memoryview:
     """Return memory as integers of 64 bits, which Python reads faster than NumPy's."""
     return memoryview(memory.view(np.int64))

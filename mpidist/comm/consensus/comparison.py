@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -9,24 +10,28 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from mpidist.comm.consensus.barrier import Board
+from mpidist.comm.consensus.barrier import Board, words_of
 from mpidist.comm.consensus.calls import Call
 from mpidist.comm.consensus.waiting import Departures, Waiting
 
 __all__ = [
+    "GATHERED_BYTES",
     "BoardComparison",
     "Claim",
     "Comparison",
-    "MpiComparison",
+    "GatherComparison",
+    "MaximumComparison",
     "Pages",
     "Payload",
-    "Telling",
+    "PayloadComparison",
 ]
 
-_HEADER_BYTES = 32  # a number, what state the rank is in, and a place
+_HEADER_BYTES = 32  # a number, what state the rank is in, and an address
 _ALIGNMENT_BYTES = 16
 # The state is 1 if the rank has failed, and this if its payload has large integers
 _LARGE = 2
+# So few bytes take about as long as none on their way between nodes
+GATHERED_BYTES = 256
 
 
 class Pages(NamedTuple):
@@ -54,26 +59,6 @@ class Payload(NamedTuple):
     fill: Callable[[Sequence[Any]], bool]
 
 
-class Telling(NamedTuple):
-    """What a rank tells the others in a comparison, and how it waits for them.
-
-    Args:
-      number: of 62 bits.
-      has_failed: whether this rank cannot go on.
-      is_large: whether the payload that was written has large integers.
-      deadline: on time.monotonic's clock.
-      is_patient: whether to leave the core to other threads while waiting.
-      place: of 62 bits; it may differ, see `Comparison.is_same_place`.
-    """
-
-    number: int
-    has_failed: bool = False
-    is_large: bool = False
-    deadline: float | None = None
-    is_patient: bool = False
-    place: int = 0
-
-
 class Claim(NamedTuple):
     """What this rank is about to do, or why it cannot; see `Agreement.require_same`."""
 
@@ -83,86 +68,109 @@ class Claim(NamedTuple):
     timeout: float | None = None
     is_patient: bool = False
     payload: Payload | None = None
-    place: int = 0
-    is_large: bool = False  # see `Telling`
+    address: int = 0
+    is_large: bool = False  # see `Payload.fill`
 
 
 class Comparison(Protocol):
     """One way to compare numbers."""
 
-    # Whether all told the same place last time, and not 0
-    is_same_place: bool
+    # Whether all passed the same address last time, and not 0
+    is_same_address: bool
     # Whether some rank's payload had large integers last time
     is_any_large: bool
-    payload_bytes: int  # how much every rank can tell the others along with its number
+    payload_bytes: int  # how much every rank can send the others along with its number
 
-    def is_same(self, telling: Telling) -> bool:
-        """Return whether all ranks tell the same number, and none failed. Collective.
+    def agrees(
+        self,
+        number: int,
+        is_large: bool = False,
+        has_failed: bool = False,
+        address: int = 0,
+        deadline: float | None = None,
+        is_patient: bool = False,
+    ) -> bool:
+        """Return whether all ranks pass the same number, and none failed. Collective.
+
+        Args:
+          number: of 62 bits.
+          is_large: whether the payload that was written has large integers.
+          has_failed: whether this rank cannot go on.
+          address: of 62 bits; it may differ, see `is_same_address`.
+          deadline: on time.monotonic's clock.
+          is_patient: whether to leave the core to other threads while waiting.
 
         Raises:
-          LateError: the deadline is over; says who was not heard of.
+          LateError: the deadline is over; says which ranks have not arrived.
         """
-
-    def agrees(self, number: int, is_large: bool = False) -> bool:
-        """Do what `is_same` does, for a number and the kind of payload alone."""
 
     def missing(self) -> list[int] | None:
         """Return the ranks that this one waits for, if it is known. Any thread."""
 
 
-class MpiComparison:
-    """Compares by an MPI_Iallreduce of 40 bytes, without a payload."""
+class MaximumComparison:
+    """Compares by an MPI_Iallreduce of 40 bytes, without a payload: for many ranks."""
 
-    is_same_place = False
+    is_same_address = False
     is_any_large = False
     payload_bytes = 0
 
     def __init__(self, comm: MPI.Intracomm, departures: Departures):
         self._comm = comm
-        self._departures = departures
         self._waiting = Waiting(comm, departures)
+        self._departures = departures
         self._calls = 0
         self._mine = np.zeros(5, np.int64)
         self._highest = np.zeros(5, np.int64)
 
-    def is_same(self, telling: Telling) -> bool:
-        """See `Comparison.is_same`."""
+    def agrees(
+        self,
+        number: int,
+        is_large: bool = False,
+        has_failed: bool = False,
+        address: int = 0,
+        deadline: float | None = None,
+        is_patient: bool = False,
+    ) -> bool:
+        """See `Comparison.agrees`."""
         self._calls += 1
-        number, place = telling.number, telling.place
         mine, highest = self._mine, self._highest
-        mine[:] = number, -number, place, -place, telling.has_failed
+        mine[:] = number, -number, address, -address, has_failed
         # Never a blocking call: it would not match one of a rank with a deadline
         request = self._comm.Iallreduce(mine, highest, MPI.MAX)
-        deadline = math.inf if telling.deadline is None else telling.deadline
-        self._waiting.wait(request, deadline, self._calls, telling.is_patient)
+        end = math.inf if deadline is None else deadline
+        self._waiting.wait(request, end, self._calls, is_patient)
         # A rank that came before this one may have left since, so what follows would
         # wait for it
         self._departures.require_none()
-        self.is_same_place = bool(place != 0 and highest[2] == -highest[3])
+        self.is_same_address = bool(address != 0 and highest[2] == -highest[3])
         return bool(highest[4] == 0 and highest[0] == -highest[1])
-
-    def agrees(self, number: int, is_large: bool = False) -> bool:
-        """See `Comparison.agrees`."""
-        return self.is_same(Telling(number))
 
     def missing(self) -> list[int] | None:
         """See `Comparison.missing`."""
         return self._waiting.missing()
 
 
-class BoardComparison:
-    """Compares what all ranks have written on a board; all must be on one node.
+class PayloadComparison(abc.ABC):
+    """Compares what each rank has written on a page; all ranks get all pages.
 
     Args:
-      board: borrowed.
+      own: this rank's pages, of which two take turns.
+      everyone: likewise those of all ranks, by rank.
       payload_bytes: see `Comparison`; a page has 32 bytes more, or even more.
     """
 
-    def __init__(self, board: Board, payload_bytes: int):
-        assert payload_bytes <= board.page_bytes - _HEADER_BYTES
-        self._board = board
+    def __init__(
+        self,
+        own: Sequence[Any],
+        everyone: Sequence[Sequence[Any]],
+        payload_bytes: int,
+    ):
+        assert payload_bytes <= len(own[0]) - _HEADER_BYTES
+        self._own = own
+        self._everyone = everyone
         self.payload_bytes = payload_bytes
-        self.is_same_place = False
+        self.is_same_address = False
         self.is_any_large = False
 
     def pages(self, kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]) -> Pages:
@@ -170,61 +178,134 @@ class BoardComparison:
 
         They may have `payload_bytes`, each counted as a multiple of 16.
         """
-        everyone = [list(_arrays_on(pages, kinds)) for pages in self._board.both_pages]
-        rank = self._board.rank
-        return Pages([[parts[rank] for parts in page] for page in everyone], everyone)
+        own = [[parts[0] for parts in _arrays_on([p], kinds)] for p in self._own]
+        everyone = [list(_arrays_on(pages, kinds)) for pages in self._everyone]
+        return Pages(own, everyone)
 
+    @abc.abstractmethod
     def next_page(self, pages: Pages) -> Sequence[Any]:
         """Return the arrays that this rank may write before the next comparison."""
-        return pages.own[(self._board.meetings + 1) & 1]
 
+    @abc.abstractmethod
     def payload(self, pages: Pages) -> Sequence[Sequence[Any]]:
         """Return the arrays of all ranks; they are valid until the next comparison."""
-        return pages.everyone[self._board.meetings & 1]
 
-    def is_same(self, telling: Telling) -> bool:
-        """See `Comparison.is_same`."""
-        state = telling.has_failed | _LARGE * telling.is_large
-        board = self._board
-        words, place = board.both_words[(board.meetings + 1) & 1], telling.place
-        words[board.rank][2] = place
-        is_same = self._compare(
-            words, telling.number, state, telling.deadline, telling.is_patient
-        )
-        self.is_same_place = place != 0 and all(word[2] == place for word in words)
-        return is_same
-
-    def missing(self) -> list[int] | None:
-        """See `Comparison.missing`."""
-        return self._board.missing()
-
-    def agrees(self, number: int, is_large: bool = False) -> bool:
-        """See `Comparison.agrees`."""
-        board = self._board
-        words = board.both_words[(board.meetings + 1) & 1]
-        words[board.rank][2] = 0  # other ranks may tell a place
-        self.is_same_place = False
-        return self._compare(words, number, _LARGE if is_large else 0)
-
-    def _compare(
-        self,
-        words: Sequence[Any],
-        number: int,
-        state: int,
-        deadline: float | None = None,
-        is_patient: bool = False,
-    ) -> bool:
-        """Meet, and compare this number and whether ranks have failed."""
-        mine = words[self._board.rank]
-        mine[0], mine[1] = number, state
-        self._board.meet(deadline, is_patient)
+    def _judge(self, words: Sequence[Any], number: int, address: int) -> bool:
+        """Return whether all ranks agree, given the first words of their pages."""
         is_same, is_any_large = True, False
         for word in words:
             if word[0] != number or word[1]:
                 is_same = is_same and word[0] == number and word[1] == _LARGE
                 is_any_large = True
         self.is_any_large = is_any_large
+        self.is_same_address = address != 0 and all(w[2] == address for w in words)
         return is_same
+
+
+class GatherComparison(PayloadComparison):
+    """Compares by an MPI_Iallgather of pages: a small payload takes no more time.
+
+    Args:
+      comm: the ranks.
+      departures: of ranks of `comm`.
+      payload_bytes: see `Comparison`.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        departures: Departures,
+        payload_bytes: int = GATHERED_BYTES,
+    ):
+        self._comm = comm
+        self._waiting = Waiting(comm, departures)
+        self._departures = departures
+        self._calls = 0
+        size = _HEADER_BYTES + -(-payload_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._send = np.zeros(size, np.uint8)
+        self._received = np.zeros((comm.Get_size(), size), np.uint8)
+        self._mine: Any = words_of(self._send)
+        self._words = list(map(words_of, self._received))
+        # One of each will do: what is sent, and what was received, are not the same
+        super().__init__([self._send], [list(self._received)], payload_bytes)
+
+    def next_page(self, pages: Pages) -> Sequence[Any]:
+        """See `PayloadComparison.next_page`."""
+        return pages.own[0]
+
+    def payload(self, pages: Pages) -> Sequence[Sequence[Any]]:
+        """See `PayloadComparison.payload`."""
+        return pages.everyone[0]
+
+    def agrees(
+        self,
+        number: int,
+        is_large: bool = False,
+        has_failed: bool = False,
+        address: int = 0,
+        deadline: float | None = None,
+        is_patient: bool = False,
+    ) -> bool:
+        """See `Comparison.agrees`."""
+        self._calls += 1
+        mine = self._mine
+        mine[0], mine[1], mine[2] = number, has_failed | _LARGE * is_large, address
+        # Never a blocking call: it would not match one of a rank with a deadline
+        request = self._comm.Iallgather(self._send, self._received)
+        end = math.inf if deadline is None else deadline
+        self._waiting.wait(request, end, self._calls, is_patient)
+        # A rank that came before this one may have left since, so what follows would
+        # wait for it
+        self._departures.require_none()
+        return self._judge(self._words, number, address)
+
+    def missing(self) -> list[int] | None:
+        """See `Comparison.missing`."""
+        return self._waiting.missing()
+
+
+class BoardComparison(PayloadComparison):
+    """Compares what all ranks have written on a board; all must be on one node.
+
+    Args:
+      board: borrowed.
+      payload_bytes: see `Comparison`.
+    """
+
+    def __init__(self, board: Board, payload_bytes: int):
+        self._board = board
+        own = [pages[board.rank] for pages in board.both_pages]
+        super().__init__(own, board.both_pages, payload_bytes)
+
+    def next_page(self, pages: Pages) -> Sequence[Any]:
+        """See `PayloadComparison.next_page`."""
+        return pages.own[(self._board.meetings + 1) & 1]
+
+    def payload(self, pages: Pages) -> Sequence[Sequence[Any]]:
+        """See `PayloadComparison.payload`."""
+        return pages.everyone[self._board.meetings & 1]
+
+    def missing(self) -> list[int] | None:
+        """See `Comparison.missing`."""
+        return self._board.missing()
+
+    def agrees(
+        self,
+        number: int,
+        is_large: bool = False,
+        has_failed: bool = False,
+        address: int = 0,
+        deadline: float | None = None,
+        is_patient: bool = False,
+    ) -> bool:
+        """See `Comparison.agrees`."""
+        board = self._board
+        words = board.both_words[(board.meetings + 1) & 1]
+        mine = words[board.rank]
+        # The address also if it is 0: other ranks may pass one
+        mine[0], mine[1], mine[2] = number, has_failed | _LARGE * is_large, address
+        board.meet(deadline, is_patient)
+        return self._judge(words, number, address)
 
 
 def _arrays_on(

@@ -14,8 +14,8 @@ import mpidist
 from mpidist.comm.consensus.agreement import Agreement
 from mpidist.comm.consensus.barrier import Board
 from mpidist.comm.consensus.calls import Call
-from mpidist.comm.consensus.comparison import BoardComparison, Payload, Telling
-from mpidist.comm.consensus.waiting import LateError
+from mpidist.comm.consensus.comparison import BoardComparison, GatherComparison, Payload
+from mpidist.comm.consensus.waiting import Departures, LateError
 from mpidist.comm.shared_memory import node
 
 
@@ -73,8 +73,12 @@ def test_a_deadline_that_is_kept_does_nothing(comm, board):
     assert board.meetings == 2
 
 
-def test_payloads_come_with_the_comparison(comm, board):
-    comparison = BoardComparison(board, 84)
+@pytest.mark.parametrize("on_board", [True, False])
+def test_payloads_come_with_the_comparison(comm, board, on_board):
+    if on_board:
+        comparison = BoardComparison(board, 84)
+    else:
+        comparison = GatherComparison(comm, Departures(comm), 84)
     kinds = [(np.dtype("i2"), (3,)), (np.dtype("c16"), (1, 2))]
     pages = comparison.pages(kinds)
 
@@ -85,14 +89,14 @@ def test_payloads_come_with_the_comparison(comm, board):
 
     for _ in range(3):
         is_large = fill(comparison.next_page(pages))
-        assert comparison.is_same(Telling(7, is_large=is_large))
+        assert comparison.agrees(7, is_large)
         assert comparison.is_any_large
         short, complex_ = comparison.payload(pages)
         for rank in range(comm.size):
             assert short[rank].tolist() == [rank, rank + 1, rank + 2]
             assert complex_[rank].tolist() == [[rank, rank]]
-        assert not comparison.is_same(Telling(7, comm.rank == comm.size - 1))
-        assert comparison.is_same(Telling(comm.rank)) == (comm.size == 1)
+        assert not comparison.agrees(7, has_failed=comm.rank == comm.size - 1)
+        assert comparison.agrees(comm.rank) == (comm.size == 1)
         fill(comparison.next_page(pages))
         assert comparison.agrees(8)
         assert not comparison.is_any_large
