@@ -123,3 +123,22 @@ def test_sparse_rows(comm, strategy):
     require_equal(found.values, np.concatenate(rows))
     expected = np.concatenate([np.arange(rank + 1) for rank in range(comm.size)])
     require_equal(found.indices, expected)
+
+
+def test_calls_of_a_known_kind(comm, strategy):
+    """Lengths and values change, arrays on the host come between."""
+    for length in (3, 0, 5, 30_000, 2):
+        everyone = [part(rank, (length + rank, 2)) for rank in range(comm.size)]
+        rows = np.concatenate(everyone)
+        value = strategy.experimental_distribute_values_from_function(
+            lambda _, mine=everyone[comm.rank]: cupy.asarray(mine)
+        )
+        require_equal(strategy.gather(value, 0), rows)
+        total = strategy.reduce("SUM", value, axis=0)
+        np.testing.assert_allclose(total.get(), rows.sum(axis=0), rtol=1e-6)
+        found = strategy.gather([value, everyone[comm.rank]], 0)
+        require_equal(found[0], rows)
+        assert isinstance(found[1], np.ndarray)
+        np.testing.assert_array_equal(found[1], rows)
+        scalar = mpidist.PerReplica((cupy.asarray(1.5),), (comm.rank,))
+        assert strategy.reduce("SUM", scalar).get() == 1.5 * comm.size
