@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.data import sharding
-from mpidist.data.map_dataset import Pass, Pipeline, Step
+from mpidist.data.map_dataset import Epoch, Pipeline, Step
 from mpidist.data.ordering import FullBatches
 from mpidist.data.shuffling import BlockOrder, Blocks
 from mpidist.data.sources import Positions, from_lists, owned, stack
@@ -65,16 +65,16 @@ class Map(Step):
                 )
         return result
 
-    def element(self, order: Pass, i: int) -> Any:
-        return self._call(self._parent.element(order, i))
+    def element(self, epoch: Epoch, i: int) -> Any:
+        return self._call(self._parent.element(epoch, i))
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
         if positions.size == 0:
             if self._none is None:
-                example = self.example(order)
+                example = self.example(epoch)
                 self._none = nest.map_leaves(lambda a: np.stack([a])[:0], example)
             return self._none
-        inputs, spec = nest.flatten(self._parent.elements(order, positions))
+        inputs, spec = nest.flatten(self._parent.elements(epoch, positions))
         rows = list(zip(*inputs, strict=True))
 
         def call(row: Any) -> Any:
@@ -82,32 +82,32 @@ class Map(Step):
 
         return stack(call_all(call, rows, self._threads))
 
-    def rows_in(self, order: Pass, i: int) -> int:
-        return self._parent.rows_in(order, i)
+    def rows_in(self, epoch: Epoch, i: int) -> int:
+        return self._parent.rows_in(epoch, i)
 
-    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
-        return self._map_part(order, self._parent.part(order, i, replicas, replica))
+    def part(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+        return self._map_part(epoch, self._parent.part(epoch, i, replicas, replica))
 
     def parts(
-        self, order: Pass, steps: range, replicas: int, replica: int
+        self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
-        given = self._parent.parts(order, steps, replicas, replica)
-        return (self._map_part(order, part) for part in given)
+        given = self._parent.parts(epoch, steps, replicas, replica)
+        return (self._map_part(epoch, part) for part in given)
 
-    def _map_part(self, order: Pass, given: Any) -> Any:
+    def _map_part(self, epoch: Epoch, given: Any) -> Any:
         if len(_leaves(given)[0]) == 0:
-            return self.empty_part(order)
+            return self.empty_part(epoch)
         return self._call_by_row(given)
 
-    def empty_part(self, order: Pass) -> Any:
+    def empty_part(self, epoch: Epoch) -> Any:
         # The function may not know what to do with no rows, so it gets some
         if self._empty is None:
-            result = self._call_by_row(self._parent.example(order))
+            result = self._call_by_row(self._parent.example(epoch))
             self._empty = nest.map_leaves(lambda a: np.asarray(a)[:0], result)
         return self._empty
 
-    def example(self, order: Pass) -> Any:
-        return self._call(self._parent.example(order))
+    def example(self, epoch: Epoch) -> Any:
+        return self._call(self._parent.example(epoch))
 
 
 class Batch(Step):
@@ -159,19 +159,19 @@ class Batch(Step):
     def element_spec(self) -> Any:
         return batch_of(self._parent.element_spec())
 
-    def block_order(self, order: Pass) -> BlockOrder | None:
-        return self._parent.block_order(order)
+    def block_order(self, epoch: Epoch) -> BlockOrder | None:
+        return self._parent.block_order(epoch)
 
-    def element(self, order: Pass, i: int) -> Any:
-        return self.part(order, i, 1, 0)
+    def element(self, epoch: Epoch, i: int) -> Any:
+        return self.part(epoch, i, 1, 0)
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
         if positions.size == 0:
-            example = self.example(order)
+            example = self.example(epoch)
             return nest.map_leaves(lambda a: a[None][:0], example)
-        return stack([self.element(order, int(i)) for i in positions])
+        return stack([self.element(epoch, int(i)) for i in positions])
 
-    def rows_in(self, order: Pass, i: int) -> int:
+    def rows_in(self, epoch: Epoch, i: int) -> int:
         return self._count(self._parent.length, i)
 
     def _count(self, rows: int | None, i: int) -> int:
@@ -179,17 +179,17 @@ class Batch(Step):
         rest = self._batch_size if rows is None else rows - i * self._batch_size
         return min(self._batch_size, rest)
 
-    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
-        mine = self.positions(order, i, replicas, replica)
-        return self._parent.elements(order, np.arange(mine.start, mine.stop))
+    def part(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+        mine = self.positions(epoch, i, replicas, replica)
+        return self._parent.elements(epoch, np.arange(mine.start, mine.stop))
 
     def parts(
-        self, order: Pass, steps: range, replicas: int, replica: int
+        self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
         if self._parent.is_mapped:  # an error of a function belongs to its step
-            return super().parts(order, steps, replicas, replica)
+            return super().parts(epoch, steps, replicas, replica)
         positions, sizes = self._positions(steps, replicas, replica)
-        leaves, spec = nest.flatten(self._parent.elements(order, positions))
+        leaves, spec = nest.flatten(self._parent.elements(epoch, positions))
         edges = itertools.accumulate(sizes, initial=0)
         is_flat = spec.type is tuple and spec.num_nodes == len(leaves) + 1
         batches = (
@@ -221,7 +221,7 @@ class Batch(Step):
             sizes.append(len(mine))
         return np.concatenate(parts), sizes
 
-    def positions(self, order: Pass, i: int, replicas: int, replica: int) -> range:
+    def positions(self, epoch: Epoch, i: int, replicas: int, replica: int) -> range:
         """Return which of the parent's elements are in a replica's slice of a batch."""
         return self._slice(self._parent.length, i, replicas, replica)
 
@@ -230,8 +230,8 @@ class Batch(Step):
         mine = sharding.replica_slice(self._count(rows, i), replicas, replica)
         return range(start + mine.start, start + mine.stop)
 
-    def example(self, order: Pass) -> Any:
-        row = self._parent.example(order)
+    def example(self, epoch: Epoch) -> Any:
+        row = self._parent.example(epoch)
         return nest.map_leaves(lambda a: np.stack([a] * self._batch_size), row)
 
 

@@ -1,7 +1,6 @@
 """Caches: elements that stay in the memory of this process once they were read.
 
-What comes before a cache always runs in the order of the first epoch. Nothing here
-communicates.
+The steps before a cache always run as in the first epoch. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy.typing as npt
 
 from mpidist.data import iterable, sharding
 from mpidist.data.iterable import Stream
-from mpidist.data.map_dataset import Pass, Pipeline, Step
+from mpidist.data.map_dataset import Epoch, Pipeline, Step
 from mpidist.data.shuffling import Blocks
 from mpidist.data.sources import Positions, stack
 from mpidist.data.spec import TensorSpec
@@ -32,7 +31,7 @@ __all__ = [
     "StreamCache",
     "copied",
     "fields_of",
-    "frozen",
+    "first_epoch",
     "rebuild",
     "row_spec",
     "unkeepable",
@@ -40,10 +39,10 @@ __all__ = [
 
 
 class Kept:
-    """What this process keeps of one pass over the elements before a cache."""
+    """The elements of one epoch before a cache that this process keeps."""
 
-    def __init__(self, order: Pass):
-        self.order = order
+    def __init__(self, epoch: Epoch):
+        self.epoch = epoch
         self.table: RowTable | Cells | None = None
         self._lock = threading.Lock()
 
@@ -69,9 +68,9 @@ class Kept:
 
 
 class Memory:
-    """What this process keeps for a cache; datasets made of the cache share it.
+    """The memory of a cache in this process, shared by all datasets made from it.
 
-    Only the last pass: another one, with another seed, starts again.
+    It holds one epoch; an epoch with another seed replaces it.
     """
 
     def __init__(self) -> None:
@@ -79,19 +78,19 @@ class Memory:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Memory, ()  # copies begin without elements
+        return Memory, ()  # a copy starts empty
 
-    def of(self, order: Pass) -> Kept:
-        """Return what is kept of a pass, nothing at first."""
+    def of(self, epoch: Epoch) -> Kept:
+        """Return the cached elements of an epoch, initially none."""
         with self._lock:
-            if self.kept is None or self.kept.order != order:
-                self.kept = Kept(order)
+            if self.kept is None or self.kept.epoch != epoch:
+                self.kept = Kept(epoch)
             return self.kept
 
 
-def frozen(parent: Pipeline | Stream, order: Pass) -> Pass:
-    """Return the pass over what comes before a cache: the first, of equal seeds."""
-    return Pass(0, order.entropy if parent.needs_entropy else 0)
+def first_epoch(parent: Pipeline | Stream, epoch: Epoch) -> Epoch:
+    """Return the epoch in which the steps before a cache run: the first."""
+    return Epoch(0, epoch.entropy if parent.needs_entropy else 0)
 
 
 def _make_table(example: Any, rows: int | None) -> RowTable | Cells:
@@ -125,8 +124,8 @@ class AnyCache(Step):
     def for_batches(self, batch_size: int) -> Pipeline:
         return self  # what is kept does not depend on what follows
 
-    def rows_in(self, order: Pass, i: int) -> int:
-        return self._parent.rows_in(frozen(self._parent, order), i)
+    def rows_in(self, epoch: Epoch, i: int) -> int:
+        return self._parent.rows_in(first_epoch(self._parent, epoch), i)
 
     @property
     def parent(self) -> Pipeline:
@@ -159,22 +158,22 @@ class Cache(AnyCache):
                 "an infinite dataset cannot be cached; call cache() before repeat()"
             )
 
-    def element(self, order: Pass, i: int) -> Any:
-        kept, number = self._kept(order), np.array([i])
+    def element(self, epoch: Epoch, i: int) -> Any:
+        kept, number = self._kept(epoch), np.array([i])
         if kept.table is not None and kept.have(number)[0]:
             return kept.table.element(i)
-        element = self._parent.element(kept.order, i)
+        element = self._parent.element(kept.epoch, i)
         example = nest.map_leaves(_one_row, element)
         kept.keep(example, self._rows(), lambda table: table.keep_element(i, element))
         return element
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
-        kept = self._kept(order)
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
+        kept = self._kept(epoch)
         missing = positions[~kept.have(positions)]
         if missing.size == 0 and positions.size:
             assert kept.table is not None
             return kept.table.rows(positions)
-        found = self._parent.elements(kept.order, missing)
+        found = self._parent.elements(kept.epoch, missing)
         if missing.size == 0:
             return found
         kept.keep(found, self._rows(), lambda table: table.keep_rows(missing, found))
@@ -182,20 +181,20 @@ class Cache(AnyCache):
             return found
         return kept.table.rows(positions) if kept.table else found
 
-    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
-        mine = sharding.replica_slice(self.rows_in(order, i), replicas, replica)
-        return nest.map_leaves(lambda a: a[mine], self.element(order, i))
+    def part(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+        mine = sharding.replica_slice(self.rows_in(epoch, i), replicas, replica)
+        return nest.map_leaves(lambda a: a[mine], self.element(epoch, i))
 
-    def example(self, order: Pass) -> Any:
-        order, kept = frozen(self._parent, order), self.memory.kept
-        # Who asks for an example need not know the order
-        if kept is None or kept.order != order or not self.length:
-            return self._parent.example(order)
-        return self.element(order, 0)
+    def example(self, epoch: Epoch) -> Any:
+        epoch, kept = first_epoch(self._parent, epoch), self.memory.kept
+        # The caller may not know the entropy yet; do not replace a cached epoch
+        if kept is None or kept.epoch != epoch or not self.length:
+            return self._parent.example(epoch)
+        return self.element(epoch, 0)
 
-    def _kept(self, order: Pass) -> Kept:
+    def _kept(self, epoch: Epoch) -> Kept:
         self.require_end()
-        return self.memory.of(frozen(self._parent, order))
+        return self.memory.of(first_epoch(self._parent, epoch))
 
     def _rows(self) -> int | None:
         """Return how many rows a table needs; batches are kept as they are."""
@@ -203,11 +202,11 @@ class Cache(AnyCache):
 
 
 class StreamCache(iterable.Step):
-    """The elements, kept in the memory of this process after a complete pass."""
+    """The elements, kept in the memory of this process after one complete epoch."""
 
     def __init__(self, parent: Stream):
         super().__init__(parent)
-        self._kept: tuple[Pass, list[Any]] | None = None
+        self._kept: tuple[Epoch, list[Any]] | None = None
 
     @property
     def parent(self) -> Stream:
@@ -220,16 +219,16 @@ class StreamCache(iterable.Step):
     def over(self, change: Callable[[Any], Any]) -> Stream:
         return StreamCache(change(self._parent))
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        kept, order = self._kept, frozen(self._parent, order)
-        if kept is not None and kept[0] == order:
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        kept, epoch = self._kept, first_epoch(self._parent, epoch)
+        if kept is not None and kept[0] == epoch:
             yield from map(copied, kept[1])
             return
         elements = []
-        for element in self._parent.iterate(order):
+        for element in self._parent.iterate(epoch):
             elements.append(copied(element))
             yield element
-        self._kept = order, elements
+        self._kept = epoch, elements
 
 
 def rebuild(steps: Any, change: Callable[[Any, Any], Any]) -> Any:

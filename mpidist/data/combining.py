@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.data.map_dataset import Pass, Pipeline, Step
+from mpidist.data.map_dataset import Epoch, Pipeline, Step
 from mpidist.data.shuffling import Blocks
 from mpidist.data.sources import Positions, RowSource
 from mpidist.errors import ArgumentError
 from mpidist.util import nest
 from mpidist.util.hashing import hash62
 
-__all__ = ["Enumerate", "Zip", "part_pass"]
+__all__ = ["Enumerate", "Zip", "epoch_of_component"]
 
 
 class Zip(Pipeline):
@@ -32,7 +32,7 @@ class Zip(Pipeline):
 
     @property
     def later_parts(self) -> tuple[Pipeline, ...]:
-        """All parts but the first: see `part_pass`."""
+        """All parts but the first: see `epoch_of_component`."""
         return self._parts[1:]
 
     @property
@@ -104,20 +104,23 @@ class Zip(Pipeline):
     def rebatch(self, workers: int) -> Pipeline:
         return self.over(lambda part: part.rebatch(workers))
 
-    def _join(self, get: Callable[[Pipeline, Pass], Any], order: Pass) -> Any:
-        """Return what `get(part, its pass)` returns of each part, in the structure."""
-        found = [get(p, part_pass(order, i)) for i, p in enumerate(self._parts)]
+    def _join(self, get: Callable[[Pipeline, Epoch], Any], epoch: Epoch) -> Any:
+        """Return the structure of `get(component, epoch of the component)`."""
+        found = [
+            get(p, epoch_of_component(epoch, i)) for i, p in enumerate(self._parts)
+        ]
         return nest.unflatten(self._spec, found)
 
-    def element(self, order: Pass, i: int) -> Any:
-        return self._join(lambda part, order: part.element(order, i), order)
+    def element(self, epoch: Epoch, i: int) -> Any:
+        return self._join(lambda part, epoch: part.element(epoch, i), epoch)
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
-        return self._join(lambda part, order: part.elements(order, positions), order)
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
+        return self._join(lambda part, epoch: part.elements(epoch, positions), epoch)
 
-    def rows_in(self, order: Pass, i: int) -> int:
+    def rows_in(self, epoch: Epoch, i: int) -> int:
         rows = [
-            part.rows_in(part_pass(order, k), i) for k, part in enumerate(self._parts)
+            part.rows_in(epoch_of_component(epoch, k), i)
+            for k, part in enumerate(self._parts)
         ]
         if len(set(rows)) > 1:
             raise ArgumentError(
@@ -126,38 +129,38 @@ class Zip(Pipeline):
             )
         return rows[0]
 
-    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
-        self.rows_in(order, i)
-        return self._join(lambda p, order: p.part(order, i, replicas, replica), order)
+    def part(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+        self.rows_in(epoch, i)
+        return self._join(lambda p, epoch: p.part(epoch, i, replicas, replica), epoch)
 
     def parts(
-        self, order: Pass, steps: range, replicas: int, replica: int
+        self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
         for i in steps:
-            self.rows_in(order, i)
+            self.rows_in(epoch, i)
         given = [
-            part.parts(part_pass(order, k), steps, replicas, replica)
+            part.parts(epoch_of_component(epoch, k), steps, replicas, replica)
             for k, part in enumerate(self._parts)
         ]
         return (nest.unflatten(self._spec, parts) for parts in zip(*given))
 
-    def example(self, order: Pass) -> Any:
-        return self._join(lambda part, order: part.example(order), order)
+    def example(self, epoch: Epoch) -> Any:
+        return self._join(lambda part, epoch: part.example(epoch), epoch)
 
-    def empty_part(self, order: Pass) -> Any:
-        return self._join(lambda part, order: part.empty_part(order), order)
+    def empty_part(self, epoch: Epoch) -> Any:
+        return self._join(lambda part, epoch: part.empty_part(epoch), epoch)
 
 
-def part_pass(order: Pass, number: int) -> Pass:
-    """Return the pass over one of several datasets that are read together.
+def epoch_of_component(epoch: Epoch, number: int) -> Epoch:
+    """Return the epoch of one of several datasets that are read together.
 
-    Shuffles without a seed have another order in each, or rows would come in pairs
-    that no shuffle parts.
+    Shuffles without a seed must differ between them: otherwise equal permutations
+    would keep the same rows paired in every epoch.
     """
-    if number == 0 or order.entropy == 0:
-        return order
+    if number == 0 or epoch.entropy == 0:
+        return epoch
     return dataclasses.replace(
-        order, entropy=hash62(f"part {number} of {order.entropy}")
+        epoch, entropy=hash62(f"part {number} of {epoch.entropy}")
     )
 
 
@@ -183,11 +186,11 @@ class Enumerate(Step):
     def blocks(self) -> Blocks | None:
         return self._parent.blocks()
 
-    def element(self, order: Pass, i: int) -> Any:
-        return np.int64(self._start + i), self._parent.element(order, i)
+    def element(self, epoch: Epoch, i: int) -> Any:
+        return np.int64(self._start + i), self._parent.element(epoch, i)
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
-        return positions + self._start, self._parent.elements(order, positions)
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
+        return positions + self._start, self._parent.elements(epoch, positions)
 
-    def example(self, order: Pass) -> Any:
-        return np.int64(self._start), self._parent.example(order)
+    def example(self, epoch: Epoch) -> Any:
+        return np.int64(self._start), self._parent.example(epoch)

@@ -22,7 +22,7 @@ from mpidist.data.iterator import (
     warn_undistributed,
     zip_together,
 )
-from mpidist.data.iterator_state import Passes
+from mpidist.data.iterator_state import EpochCounter
 from mpidist.data.map_dataset import INFINITE_CARDINALITY, Pipeline, Rows
 from mpidist.data.sources import ArrayRows, RangeRows, as_element, from_lists
 from mpidist.data.transformations import Transformations, check_name
@@ -82,7 +82,9 @@ class Dataset(Transformations, metaclass=_DatasetType):
         self._options = options or Options()
         self._read_ahead = read_ahead
         # Without a seed to be drawn, states are alike in every process
-        self._passes = Passes(secrets.randbits(62) if pipeline.needs_entropy else 0)
+        self._epochs = EpochCounter(
+            secrets.randbits(62) if pipeline.needs_entropy else 0
+        )
         self._spec: Any = None
 
     @property
@@ -149,7 +151,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
 
         Args:
           tensors: arrays (or lists of numbers) with equal first dimensions `(rows,
-            *shape)`; tuples and dicts are structure. Every rank passes all rows.
+            *shape)`; tuples and dicts are structure. Every rank epochs all rows.
           name: see `Dataset`.
 
         Raises:
@@ -304,7 +306,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
         is_meant = self._options.auto_shard_policy is AutoShardPolicy.OFF
         if not (is_meant or is_sharded(self._pipeline)):
             warn_undistributed()
-        return DatasetIterator(self._pipeline, self._passes, self._read_ahead)
+        return DatasetIterator(self._pipeline, self._epochs, self._read_ahead)
 
     if not TYPE_CHECKING:  # or every name would be one
 

@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from typing import Any
 
-from mpidist.data.map_dataset import Pass, Pipeline, Reading
+from mpidist.data.map_dataset import Epoch, Pipeline, Reading
 from mpidist.data.sources import as_element, take_element
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
@@ -51,7 +51,7 @@ class Stream:
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the order depends on `Pass.entropy`."""
+        """Whether the order depends on `Epoch.entropy`."""
         raise NotImplementedError  # pragma: no cover
 
     @property
@@ -79,7 +79,7 @@ class Stream:
         """Return the same steps with one worker's share of the batch size."""
         raise NotImplementedError  # pragma: no cover
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
         """Yield all elements."""
         raise NotImplementedError  # pragma: no cover
 
@@ -142,7 +142,7 @@ class Generated(Stream):
     def rebatch(self, workers: int) -> Stream:
         return self
 
-    def iterate(self, order: Pass) -> Generator[Any, None, None]:
+    def iterate(self, epoch: Epoch) -> Generator[Any, None, None]:
         elements = self._start()
         try:
             # Held by a list alone, so that arrays which nobody else has can be told
@@ -153,7 +153,7 @@ class Generated(Stream):
                 elements.close()
 
     def example(self) -> Any:
-        with contextlib.closing(self.iterate(Pass())) as elements:
+        with contextlib.closing(self.iterate(Epoch())) as elements:
             for element in elements:
                 return element
         raise DataError("the generator yields no element, so its elements are unknown")
@@ -201,14 +201,14 @@ class InOrder(Stream):
     def rebatch(self, workers: int) -> Stream:
         return InOrder(self._pipeline.rebatch(workers))
 
-    def iterate(self, order: Pass, start: int = 0) -> Iterator[Any]:
+    def iterate(self, epoch: Epoch, start: int = 0) -> Iterator[Any]:
         """Yield all elements from number `start` on."""
         length = self._pipeline.length
         numbers = itertools.count(start) if length is None else range(start, length)
         reading, threads = Reading(self._pipeline), self._pipeline.parallel_calls
 
         def read(i: int) -> Any:
-            return reading.do(lambda: self._pipeline.element(order, i))
+            return reading.do(lambda: self._pipeline.element(epoch, i))
 
         try:
             if threads > 1:
@@ -221,7 +221,7 @@ class InOrder(Stream):
         reading.end()
 
     def example(self) -> Any:
-        return self._pipeline.example(Pass())
+        return self._pipeline.example(Epoch())
 
 
 class Step(Stream):

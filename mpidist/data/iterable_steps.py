@@ -15,10 +15,10 @@ import numpy as np
 
 from mpidist.data import sharding
 from mpidist.data.batching import call_function, call_mapped
-from mpidist.data.combining import part_pass
+from mpidist.data.combining import epoch_of_component
 from mpidist.data.iterable import InOrder, Step, Stream, count_rows
-from mpidist.data.map_dataset import Pass, Pipeline
-from mpidist.data.ordering import lap_pass
+from mpidist.data.map_dataset import Epoch, Pipeline
+from mpidist.data.ordering import epoch_of_repetition
 from mpidist.data.sources import as_element, stack
 from mpidist.data.spec import batch_of, require_like, spec_of
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
@@ -55,8 +55,8 @@ class Map(Step):
     def describe(self) -> str:
         return f"{self._parent.describe()}.map"
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        elements = self._parent.iterate(order)
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        elements = self._parent.iterate(epoch)
         call = functools.partial(call_mapped, self._fn)
         if self._threads > 1:
             yield from call_ahead(call, elements, self._threads)
@@ -87,8 +87,8 @@ class Batch(Step):
         share = -(-self._batch_size // workers)
         return Batch(self._parent, share, self._drop_remainder)
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        elements = self._parent.iterate(order)
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        elements = self._parent.iterate(epoch)
         while rows := list(itertools.islice(elements, self._batch_size)):
             if len(rows) == self._batch_size or not self._drop_remainder:
                 yield stack(rows)
@@ -125,11 +125,11 @@ class Shuffle(Step):
     def needs_entropy(self) -> bool:
         return self._seed is None or self._parent.needs_entropy
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        seed = order.entropy if self._seed is None else self._seed
-        epoch = order.epoch if self._reshuffle else 0
-        random = np.random.default_rng([sharding.to_word(seed), epoch])
-        elements = self._parent.iterate(order)
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        seed = epoch.entropy if self._seed is None else self._seed
+        number = epoch.number if self._reshuffle else 0
+        random = np.random.default_rng([sharding.to_word(seed), number])
+        elements = self._parent.iterate(epoch)
         buffer = list(itertools.islice(elements, self._buffer_size))
         for element in elements:
             i = int(random.integers(len(buffer)))
@@ -149,9 +149,9 @@ class Window(Step):
         self._start = start
         self._count = count
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
         stop = None if self._count is None else self._start + self._count
-        return itertools.islice(self._parent.iterate(order), self._start, stop)
+        return itertools.islice(self._parent.iterate(epoch), self._start, stop)
 
 
 class Shard(Step):
@@ -162,23 +162,25 @@ class Shard(Step):
         self._num_shards = num_shards
         self._index = index
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        elements = self._parent.iterate(order)
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        elements = self._parent.iterate(epoch)
         return itertools.islice(elements, self._index, None, self._num_shards)
 
 
 class Repeat(Step):
-    """The elements several times, or without end; each lap is an epoch of its own."""
+    """The elements repeated, perhaps endlessly; each repetition is an epoch."""
 
     def __init__(self, parent: Stream, count: int | None):
         super().__init__(parent)
         self._count = count
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        laps = itertools.count() if self._count is None else range(self._count)
-        for lap in laps:
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        repetitions = itertools.count() if self._count is None else range(self._count)
+        for repetition in repetitions:
             is_empty = True
-            for element in self._parent.iterate(lap_pass(order, self._count, lap)):
+            for element in self._parent.iterate(
+                epoch_of_repetition(epoch, self._count, repetition)
+            ):
                 is_empty = False
                 yield element
             if is_empty and self._count is None:
@@ -220,9 +222,9 @@ class Concatenate(Stream):
     def rebatch(self, workers: int) -> Stream:
         return Concatenate(self._first.rebatch(workers), self._second.rebatch(workers))
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
         spec = None
-        first, second = self._first.iterate(order), self._second.iterate(order)
+        first, second = self._first.iterate(epoch), self._second.iterate(epoch)
         for element in itertools.islice(first, 1):
             spec = self._spec_of(element)
             yield element
@@ -252,7 +254,7 @@ class Zip(Stream):
 
     @property
     def later_parts(self) -> tuple[Stream, ...]:
-        """All parts but the first: see `part_pass`."""
+        """All parts but the first: see `epoch_of_component`."""
         return self._parts[1:]
 
     @property
@@ -281,9 +283,10 @@ class Zip(Stream):
     def rebatch(self, workers: int) -> Stream:
         return self.over(lambda part: part.rebatch(workers))
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
         given = [
-            part.iterate(part_pass(order, i)) for i, part in enumerate(self._parts)
+            part.iterate(epoch_of_component(epoch, i))
+            for i, part in enumerate(self._parts)
         ]
         return (nest.unflatten(self._spec, elements) for elements in zip(*given))
 
@@ -306,8 +309,8 @@ class Enumerate(Step):
     def is_batched(self) -> bool:
         return False  # a number has no rows
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        numbered = enumerate(self._parent.iterate(order), self._start)
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        numbered = enumerate(self._parent.iterate(epoch), self._start)
         return ((np.int64(i), element) for i, element in numbered)
 
     def example(self) -> Any:
@@ -328,8 +331,8 @@ class Unbatch(Step):
     def rebatch(self, workers: int) -> Stream:
         return self  # its batches are not those that are divided
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        for batch in map(as_element, self._parent.iterate(order)):
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        for batch in map(as_element, self._parent.iterate(epoch)):
             leaves, spec = nest.flatten(batch)
             for i in range(count_rows(batch, "unbatch")):
                 yield nest.unflatten(spec, [leaf[i] for leaf in leaves])
@@ -353,8 +356,8 @@ class Filter(Step):
     def describe(self) -> str:
         return f"{self._parent.describe()}.filter"
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        return filter(self._is_wanted, self._parent.iterate(order))
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        return filter(self._is_wanted, self._parent.iterate(epoch))
 
     def _is_wanted(self, element: Any) -> bool:
         found = call_function(self._predicate, element)
@@ -421,17 +424,17 @@ class Interleave(Step):
             self._workers * workers,
         )
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
         # As TensorFlow's: a part that ends leaves its slot to the next one, whose turn
         # comes when the slot's does
-        sources = enumerate(self._parent.iterate(order))
+        sources = enumerate(self._parent.iterate(epoch))
         slots: list[Iterator[Any] | None] = [None] * self._cycle_length
         has_more = True
         for slot in itertools.cycle(range(self._cycle_length)):
             if slots[slot] is None and has_more:
                 found = next(sources, None)
                 has_more = found is not None
-                slots[slot] = found and self._start(order, *found)
+                slots[slot] = found and self._start(epoch, *found)
             elif not has_more and not any(slots):
                 return
             if (part := slots[slot]) is not None:
@@ -442,10 +445,10 @@ class Interleave(Step):
                 if count < self._block_length:
                     slots[slot] = None
 
-    def _start(self, order: Pass, number: int, element: Any) -> Iterator[Any]:
+    def _start(self, epoch: Epoch, number: int, element: Any) -> Iterator[Any]:
         """Return the elements of the dataset made of one element."""
         part = self._make(element)
-        elements = part.iterate(part_pass(order, number + 1))
+        elements = part.iterate(epoch_of_component(epoch, number + 1))
         return (
             read_ahead(elements, self._block_length) if self._is_threaded else elements
         )

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from mpidist.data import batching, caching, combining, iterable_steps, ordering
 from mpidist.data.iterable import InOrder, Stream
-from mpidist.data.iterator_state import Origin, Passes, make_state, read_state
-from mpidist.data.map_dataset import Pass, Pipeline
+from mpidist.data.iterator_state import EpochCounter, Origin, make_state, read_state
+from mpidist.data.map_dataset import Epoch, Pipeline
 from mpidist.data.optional import Optional
 from mpidist.errors import DataError, OutOfRangeError
 from mpidist.util import nest
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class DatasetIterator:
-    """One pass over a dataset in this process, which can be saved and restored.
+    """An iterator over a dataset in this process, which can be saved and restored.
 
     After an error `next` tries the same element again, if that is possible.
 
@@ -48,14 +48,14 @@ class DatasetIterator:
       True
     """
 
-    def __init__(self, pipeline: Pipeline | Stream, passes: Passes, ahead: int):
+    def __init__(self, pipeline: Pipeline | Stream, epochs: EpochCounter, ahead: int):
         self._pipeline = pipeline
-        self._passes = passes
+        self._epochs = epochs
         self._ahead = ahead
         self._origin: Origin | None = None
         self._failure: str | None = None
         self._elements: Iterator[Any] = iter(())
-        self._start(passes.begin())
+        self._start(epochs.next_epoch())
 
     def __iter__(self) -> DatasetIterator:
         return self
@@ -112,7 +112,7 @@ class DatasetIterator:
         shuffles that were given none, and hashes by which other datasets are known.
         Elements that were read ahead do not count.
         """
-        return make_state(self._require_origin(), self._order, self._step)
+        return make_state(self._require_origin(), self._epoch, self._step)
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Go on where `get_state` of an iterator over an equal dataset was called.
@@ -129,12 +129,12 @@ class DatasetIterator:
           DataError: a generator yields too few elements.
           What a mapped function or a generator raises.
         """
-        order, step = read_state(state, self._require_origin(), self._pipeline)
+        epoch, step = read_state(state, self._require_origin(), self._pipeline)
         self.close()
-        self._start(order, step)
+        self._start(epoch, step)
         if isinstance(self._pipeline, Stream):
-            self._pass_over(step)
-        self._passes.go_on_after(order)
+            self._skip(step)
+        self._epochs.resume_after(epoch)
 
     def close(self) -> None:
         """End the iteration, and the thread that reads ahead."""
@@ -142,18 +142,18 @@ class DatasetIterator:
         if isinstance(elements, Generator):
             elements.close()
 
-    def _start(self, order: Pass, step: int = 0) -> None:
+    def _start(self, epoch: Epoch, step: int = 0) -> None:
         """Be before a step; before the first one of a stream."""
-        self._order = order
+        self._epoch = epoch
         self._step = step
         self._failure = None
         if isinstance(self._pipeline, Stream):
-            elements = self._pipeline.iterate(order)
+            elements = self._pipeline.iterate(epoch)
         else:
-            elements = InOrder(self._pipeline).iterate(order, step)
+            elements = InOrder(self._pipeline).iterate(epoch, step)
         self._elements = read_ahead(elements, self._ahead) if self._ahead else elements
 
-    def _pass_over(self, steps: int) -> None:
+    def _skip(self, steps: int) -> None:
         """Go on after the first elements of a stream."""
         try:
             passed = sum(1 for _ in itertools.islice(self._elements, steps))
@@ -176,7 +176,7 @@ class DatasetIterator:
                 "again"
             )
         else:
-            self._start(self._order, self._step)
+            self._start(self._epoch, self._step)
 
     def _require_origin(self) -> Origin:
         if self._origin is None:

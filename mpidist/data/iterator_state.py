@@ -17,34 +17,34 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpidist.data.iterable import Stream
-from mpidist.data.map_dataset import Pass, Pipeline
+from mpidist.data.map_dataset import Epoch, Pipeline
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.util import validation
 from mpidist.util.hashing import hash62
 
-__all__ = ["Origin", "Passes", "make_state", "read_state"]
+__all__ = ["Origin", "EpochCounter", "make_state", "read_state"]
 
 _VERSION = 1
 _SHOWN = 400
 _EACH_READS_ALL = -1
 
 
-class Passes:
-    """Which pass over a dataset is next. Its iterators share it, and may change it."""
+class EpochCounter:
+    """The next epoch of a dataset, shared by all of its iterators."""
 
     def __init__(self, entropy: int):
-        self._next = Pass(0, entropy)
+        self._next = Epoch(0, entropy)
 
-    def begin(self) -> Pass:
-        """Return the next pass; the one after it will have the next epoch."""
-        order = self._next
-        self._next = dataclasses.replace(order, epoch=order.epoch + 1)
-        return order
+    def next_epoch(self) -> Epoch:
+        """Return the next epoch, and advance."""
+        epoch = self._next
+        self._next = dataclasses.replace(epoch, number=epoch.number + 1)
+        return epoch
 
-    def go_on_after(self, order: Pass) -> None:
-        """Let the pass that follows `order` be the next one."""
-        self._next = order
-        self.begin()
+    def resume_after(self, epoch: Epoch) -> None:
+        """Make the epoch after `epoch` the next one."""
+        self._next = epoch
+        self.next_epoch()
 
 
 class Origin(NamedTuple):
@@ -98,16 +98,16 @@ class Origin(NamedTuple):
 _KEYS = ("version", "epoch", "step", "entropy", *Origin._fields)
 
 
-def make_state(origin: Origin, order: Pass, step: int) -> dict[str, int]:
-    """Return the state before a step of one pass."""
-    numbers = (_VERSION, order.epoch, step, order.entropy, *origin)
+def make_state(origin: Origin, epoch: Epoch, step: int) -> dict[str, int]:
+    """Return the state before a step of an epoch."""
+    numbers = (_VERSION, epoch.number, step, epoch.entropy, *origin)
     return dict(zip(_KEYS, numbers, strict=True))
 
 
 def read_state(
     state: Any, origin: Origin, pipeline: Pipeline | Stream
-) -> tuple[Pass, int]:
-    """Return the pass and the step that a state says.
+) -> tuple[Epoch, int]:
+    """Return the epoch and the step of a state.
 
     Args:
       state: what `make_state` returned.
@@ -129,7 +129,7 @@ def read_state(
         raise ArgumentError(
             f"the state is at step {step}, but an epoch has {origin.cardinality} steps"
         )
-    return Pass(numbers["epoch"], numbers["entropy"]), step
+    return Epoch(numbers["epoch"], numbers["entropy"]), step
 
 
 def _require_integers(state: Any) -> dict[str, int]:

@@ -27,22 +27,22 @@ from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError
 from mpidist.util import nest
 
-__all__ = ["INFINITE_CARDINALITY", "Pass", "Pipeline", "Reading", "Rows", "Step"]
+__all__ = ["INFINITE_CARDINALITY", "Epoch", "Pipeline", "Reading", "Rows", "Step"]
 
 
 INFINITE_CARDINALITY = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class Pass:
-    """One pass over a dataset.
+class Epoch:
+    """One epoch: a complete iteration over a dataset.
 
     Args:
-      epoch: how many passes came before; a shuffle gives another order in each.
-      entropy: the seed of shuffles that were given none.
+      number: of epochs before this one; shuffles permute each epoch differently.
+      entropy: seed of all shuffles without a seed of their own.
     """
 
-    epoch: int = 0
+    number: int = 0
     entropy: int = 0
 
 
@@ -88,7 +88,7 @@ class Pipeline:
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the order depends on `Pass.entropy`."""
+        """Whether the order depends on `Epoch.entropy`."""
         raise NotImplementedError  # pragma: no cover
 
     @property
@@ -119,7 +119,7 @@ class Pipeline:
         """Return how the elements lie in chunks; None where that does not matter."""
         return None
 
-    def block_order(self, order: Pass) -> BlockOrder | None:
+    def block_order(self, epoch: Epoch) -> BlockOrder | None:
         """Return in which order of chunks a shuffle gives the rows; None for none."""
         return None
 
@@ -152,42 +152,42 @@ class Pipeline:
 
     def element_spec(self) -> Any:
         """Return the nest of TensorSpec of the elements; reads a row for it."""
-        return spec_of(self.example(Pass()), self.is_batched)
+        return spec_of(self.example(Epoch()), self.is_batched)
 
-    def element(self, order: Pass, i: int) -> Any:
+    def element(self, epoch: Epoch, i: int) -> Any:
         """Return element `i`."""
-        return nest.map_leaves(lambda a: a[0], self.elements(order, np.array([i])))
+        return nest.map_leaves(lambda a: a[0], self.elements(epoch, np.array([i])))
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
         """Return several elements, stacked along a new first dimension."""
         raise NotImplementedError  # pragma: no cover
 
-    def rows_in(self, order: Pass, i: int) -> int:
+    def rows_in(self, epoch: Epoch, i: int) -> int:
         """Return how many rows batch `i` has."""
         raise ArgumentError("the dataset is not batched; call batch() on it first")
 
-    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
+    def part(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
         """Return one replica's slice of batch `i`."""
         raise ArgumentError("the dataset is not batched; call batch() on it first")
 
     def parts(
-        self, order: Pass, steps: range, replicas: int, replica: int
+        self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
         """Return one replica's slices of batches that follow each other.
 
         What the call itself raises may be due to any of the batches; what the iterator
         raises is due to the batch whose turn it is.
         """
-        return (self.part(order, i, replicas, replica) for i in steps)
+        return (self.part(epoch, i, replicas, replica) for i in steps)
 
-    def example(self, order: Pass) -> Any:
+    def example(self, epoch: Epoch) -> Any:
         """Return some element: the first, or one of zeros where there is none."""
         raise NotImplementedError  # pragma: no cover
 
-    def empty_part(self, order: Pass) -> Any:
+    def empty_part(self, epoch: Epoch) -> Any:
         """Return a batch of no rows; reads a row when it is first called."""
         if self._empty is None:
-            example = self.example(order)
+            example = self.example(epoch)
             self._empty = nest.map_leaves(lambda a: np.asarray(a)[:0], example)
         return self._empty
 
@@ -253,12 +253,12 @@ class Rows(Pipeline):
     def rebatch(self, workers: int) -> Pipeline:
         return self
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
         return self._source.read(positions)
 
-    def example(self, order: Pass) -> Any:
+    def example(self, epoch: Epoch) -> Any:
         if self.length:
-            return self.element(order, 0)
+            return self.element(epoch, 0)
         return nest.map_leaves(
             lambda a: np.zeros(a.shape[1:], a.dtype), self._source.read(np.arange(0))
         )
@@ -330,29 +330,29 @@ class Step(Pipeline):
         step._parent = parent
         return step
 
-    def locate(self, order: Pass, positions: Positions) -> Positions:
+    def locate(self, epoch: Epoch, positions: Positions) -> Positions:
         """Return the parent's numbers of the elements at `positions`."""
         raise NotImplementedError  # pragma: no cover
 
-    def locate_one(self, order: Pass, i: int) -> tuple[Pass, int]:
-        """Return the parent's pass and number of element `i`."""
-        return order, int(self.locate(order, np.array([i]))[0])
+    def locate_one(self, epoch: Epoch, i: int) -> tuple[Epoch, int]:
+        """Return the parent's epoch and index of element `i`."""
+        return epoch, int(self.locate(epoch, np.array([i]))[0])
 
-    def element(self, order: Pass, i: int) -> Any:
-        return self._parent.element(*self.locate_one(order, i))
+    def element(self, epoch: Epoch, i: int) -> Any:
+        return self._parent.element(*self.locate_one(epoch, i))
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
-        return self._parent.elements(order, self.locate(order, positions))
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
+        return self._parent.elements(epoch, self.locate(epoch, positions))
 
-    def rows_in(self, order: Pass, i: int) -> int:
-        return self._parent.rows_in(*self.locate_one(order, i))
+    def rows_in(self, epoch: Epoch, i: int) -> int:
+        return self._parent.rows_in(*self.locate_one(epoch, i))
 
-    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
-        order, i = self.locate_one(order, i)
-        return self._parent.part(order, i, replicas, replica)
+    def part(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+        epoch, i = self.locate_one(epoch, i)
+        return self._parent.part(epoch, i, replicas, replica)
 
-    def example(self, order: Pass) -> Any:
-        return self._parent.example(order)
+    def example(self, epoch: Epoch) -> Any:
+        return self._parent.example(epoch)
 
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.data import sharding
-from mpidist.data.map_dataset import Pass, Pipeline, Step
+from mpidist.data.map_dataset import Epoch, Pipeline, Step
 from mpidist.data.shuffling import BlockOrder, Blocks
 from mpidist.data.sources import Positions, RowSource
 from mpidist.data.spec import require_like
@@ -28,10 +28,10 @@ __all__ = [
     "Shard",
     "Shuffle",
     "Window",
-    "lap_pass",
+    "epoch_of_repetition",
 ]
 
-# Epochs of passes over an endless repetition are kept this far apart
+# An endless repetition has no count to multiply by: assume that it never runs longer
 _ENDLESS = 1 << 40
 
 
@@ -70,25 +70,25 @@ class Shuffle(Step):
         shuffle._batch_size = batch_size
         return shuffle
 
-    def locate(self, order: Pass, positions: Positions) -> Positions:
+    def locate(self, epoch: Epoch, positions: Positions) -> Positions:
         length = self.length
         if length is None:
             raise ArgumentError("an infinite dataset cannot be shuffled; shuffle first")
-        if (mixed := self.block_order(order)) is None:
-            return sharding.Permutation(length, *self._key(order)).near(positions)
+        if (mixed := self.block_order(epoch)) is None:
+            return sharding.Permutation(length, *self._key(epoch)).near(positions)
         self._parent.keep(mixed.rows_in_use(positions))
         return mixed(positions)
 
-    def block_order(self, order: Pass) -> BlockOrder | None:
+    def block_order(self, epoch: Epoch) -> BlockOrder | None:
         if (blocks := self._mixed_blocks()) is None:
             return None
         window = self._window_chunks or blocks.default_window
-        return _block_order(blocks, *self._key(order), window, self._batch_size)
+        return _block_order(blocks, *self._key(epoch), window, self._batch_size)
 
-    def _key(self, order: Pass) -> tuple[int, int]:
-        """Return the seed and the epoch of a pass."""
-        seed = order.entropy if self._seed is None else self._seed
-        return seed, order.epoch if self._reshuffle else 0
+    def _key(self, epoch: Epoch) -> tuple[int, int]:
+        """Return the seed and the epoch number of the permutation."""
+        seed = epoch.entropy if self._seed is None else self._seed
+        return seed, epoch.number if self._reshuffle else 0
 
     def _mixed_blocks(self) -> Blocks | None:
         """Return the chunks to be kept together, None for an exact permutation."""
@@ -140,14 +140,14 @@ class Window(Step):
         )
         return dataclasses.replace(blocks, lengths=tuple(np.diff(edges).tolist()))
 
-    def locate(self, order: Pass, positions: Positions) -> Positions:
+    def locate(self, epoch: Epoch, positions: Positions) -> Positions:
         return positions + self._start
 
     def parts(
-        self, order: Pass, steps: range, replicas: int, replica: int
+        self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
         steps = range(steps.start + self._start, steps.stop + self._start)
-        return self._parent.parts(order, steps, replicas, replica)
+        return self._parent.parts(epoch, steps, replicas, replica)
 
 
 class FullBatches(Window):
@@ -184,12 +184,12 @@ class Shard(Step):
     def describe(self) -> str:
         return f"{self._parent.describe()}.shard({self._num_shards}, {self._index})"
 
-    def locate(self, order: Pass, positions: Positions) -> Positions:
+    def locate(self, epoch: Epoch, positions: Positions) -> Positions:
         return positions * self._num_shards + self._index
 
 
 class Repeat(Step):
-    """The elements several times, or without end; each lap is an epoch of its own."""
+    """The elements repeated, perhaps endlessly; each repetition is an epoch."""
 
     def __init__(self, parent: Pipeline, count: int | None):
         super().__init__(parent)
@@ -209,37 +209,42 @@ class Repeat(Step):
         rows = self._parent.unbatched()
         return rows and Repeat(rows, self._count)
 
-    def locate_one(self, order: Pass, i: int) -> tuple[Pass, int]:
+    def locate_one(self, epoch: Epoch, i: int) -> tuple[Epoch, int]:
         whole = self._parent.length
-        lap, i = (0, i) if whole is None else divmod(i, whole)
-        return lap_pass(order, self._count, lap), i
+        repetition, i = (0, i) if whole is None else divmod(i, whole)
+        return epoch_of_repetition(epoch, self._count, repetition), i
 
     def parts(
-        self, order: Pass, steps: range, replicas: int, replica: int
+        self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
-        (lap, first), (last_lap, last) = (
-            self.locate_one(order, i) for i in (steps[0], steps[-1])
+        (first_epoch, first), (last_epoch, last) = (
+            self.locate_one(epoch, i) for i in (steps[0], steps[-1])
         )
-        if lap != last_lap:
-            return super().parts(order, steps, replicas, replica)
-        return self._parent.parts(lap, range(first, last + 1), replicas, replica)
+        if first_epoch != last_epoch:
+            return super().parts(epoch, steps, replicas, replica)
+        return self._parent.parts(
+            first_epoch, range(first, last + 1), replicas, replica
+        )
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
         whole = self._parent.length
         if whole is None or positions.size == 0:
-            return self._parent.elements(lap_pass(order, self._count, 0), positions)
-        laps, positions = np.divmod(positions, whole)
-        distinct = np.unique(laps).tolist()
-        # Read lap by lap, then put the rows back into the order asked for
+            return self._parent.elements(
+                epoch_of_repetition(epoch, self._count, 0), positions
+            )
+        repetitions, positions = np.divmod(positions, whole)
+        distinct = np.unique(repetitions).tolist()
+        # Read one repetition at a time, then restore the requested order
         parts = [
             self._parent.elements(
-                lap_pass(order, self._count, lap), positions[laps == lap]
+                epoch_of_repetition(epoch, self._count, repetition),
+                positions[repetitions == repetition],
             )
-            for lap in distinct
+            for repetition in distinct
         ]
         if len(parts) == 1:
             return parts[0]
-        return _interleave(parts, laps)
+        return _interleave(parts, repetitions)
 
 
 class Concatenate(Pipeline):
@@ -345,41 +350,41 @@ class Concatenate(Pipeline):
             return self._first, i
         return self._second, i - before
 
-    def element(self, order: Pass, i: int) -> Any:
+    def element(self, epoch: Epoch, i: int) -> Any:
         self._require_like()
         pipeline, i = self._find(i)
-        return pipeline.element(order, i)
+        return pipeline.element(epoch, i)
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
         self._require_like()
         before = self._first.length
         if before is None or positions.size == 0 or positions.max() < before:
-            return self._first.elements(order, positions)
+            return self._first.elements(epoch, positions)
         in_second = positions >= before
-        second = self._second.elements(order, positions[in_second] - before)
+        second = self._second.elements(epoch, positions[in_second] - before)
         if in_second.all():
             return second
-        first = self._first.elements(order, positions[~in_second])
+        first = self._first.elements(epoch, positions[~in_second])
         return _interleave([first, second], in_second)
 
-    def rows_in(self, order: Pass, i: int) -> int:
+    def rows_in(self, epoch: Epoch, i: int) -> int:
         pipeline, i = self._find(i)
-        return pipeline.rows_in(order, i)
+        return pipeline.rows_in(epoch, i)
 
-    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
+    def part(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
         self._require_like()
         pipeline, i = self._find(i)
-        return pipeline.part(order, i, replicas, replica)
+        return pipeline.part(epoch, i, replicas, replica)
 
-    def example(self, order: Pass) -> Any:
+    def example(self, epoch: Epoch) -> Any:
         self._require_like()
-        return self._first.example(order)
+        return self._first.example(epoch)
 
 
-def lap_pass(order: Pass, count: int | None, lap: int) -> Pass:
-    """Return the pass of one lap of a repetition; `count` is None for no end."""
-    laps = _ENDLESS if count is None else count
-    return dataclasses.replace(order, epoch=order.epoch * laps + lap)
+def epoch_of_repetition(epoch: Epoch, count: int | None, repetition: int) -> Epoch:
+    """Return the epoch of one repetition out of `count`, None for no end."""
+    repetitions = _ENDLESS if count is None else count
+    return dataclasses.replace(epoch, number=epoch.number * repetitions + repetition)
 
 
 def _interleave(parts: list[Any], origins: Any) -> Any:

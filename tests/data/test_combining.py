@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import mpidist
 from mpidist import AutoShardPolicy, Dataset, Options, TensorSpec
 from mpidist.data.iterable import Stream
-from mpidist.data.map_dataset import Pass
+from mpidist.data.map_dataset import Epoch
 
 
 def numbers(n):
@@ -389,7 +389,7 @@ def parts_of(pipeline, epoch, replicas):
     """All replicas' rows of an epoch, step by step."""
     return [
         [
-            plain(pipeline.part(Pass(epoch, 7), i, replicas, replica))
+            plain(pipeline.part(Epoch(epoch, 7), i, replicas, replica))
             for replica in range(replicas)
         ]
         for i in range(pipeline.length)

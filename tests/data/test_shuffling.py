@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist import Dataset
-from mpidist.data.map_dataset import Pass
+from mpidist.data.map_dataset import Epoch
 from mpidist.data.sharding import replica_slice
 from mpidist.data.shuffling import BlockOrder, Blocks
 
@@ -125,7 +125,7 @@ def test_datasets_divided_over_replicas(strategy, path, name, window, drop):
     assert found == alone
     for replicas in (3, 7):
         parts = [
-            dataset.pipeline.part(Pass(0), 4, replicas, r) for r in range(replicas)
+            dataset.pipeline.part(Epoch(0), 4, replicas, r) for r in range(replicas)
         ]
         assert np.concatenate(parts).tolist() == alone[4]
 

@@ -27,8 +27,8 @@ from mpidist.data.distributed.iterator import DistributedIterator
 from mpidist.data.distributed.reader import Plan, count_steps, divide, is_global
 from mpidist.data.distributed.shared_caches import require_shareable, share
 from mpidist.data.iterable import Stream
-from mpidist.data.iterator_state import Origin, Passes
-from mpidist.data.map_dataset import Pass, Pipeline
+from mpidist.data.iterator_state import EpochCounter, Origin
+from mpidist.data.map_dataset import Epoch, Pipeline
 from mpidist.data.sharding import even_sizes
 from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
@@ -118,7 +118,7 @@ class DistributedDataset:
 
     def __init__(self, plan: Plan, entropy: int):
         self._plan = plan
-        self._passes = Passes(entropy)
+        self._epochs = EpochCounter(entropy)
         show_input(plan.extended, lambda: summarize(plan))
 
     @classmethod
@@ -165,7 +165,7 @@ class DistributedDataset:
         slices = extended.num_replicas if is_sliced else 1
         plan = Plan(
             extended,
-            share(extended, pipeline, Pass(0, entropy), slices),
+            share(extended, pipeline, Epoch(0, entropy), slices),
             is_global=is_global(policy),
             is_batched=True,
             cardinality=pipeline.cardinality,
@@ -297,7 +297,7 @@ class DistributedDataset:
         return require_length(self.cardinality)
 
     def __iter__(self) -> DistributedIterator:
-        return DistributedIterator(self._plan, self._passes)
+        return DistributedIterator(self._plan, self._epochs)
 
 
 def _as_dataset(value: Any, call: str) -> Dataset:
@@ -325,7 +325,7 @@ def _require_like_elements(
     """Raise if the replicas' batches differ in structure, dtypes or dimensions."""
 
     def describe() -> Call:
-        leaves, spec = nest.flatten(pipeline.empty_part(Pass()))
+        leaves, spec = nest.flatten(pipeline.empty_part(Epoch()))
         kinds = tuple((a.dtype.name, f"{a.ndim} dimensions") for a in leaves)
         return Call(call, (), spec, kinds)
 

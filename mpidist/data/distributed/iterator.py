@@ -15,8 +15,8 @@ from mpidist.data.distributed import prefetch, reader
 from mpidist.data.distributed.prefetch import ReadAhead
 from mpidist.data.distributed.reader import Plan, Portion
 from mpidist.data.distributed.shared_caches import reorder
-from mpidist.data.iterator_state import Passes, make_state, read_state
-from mpidist.data.map_dataset import Pass
+from mpidist.data.iterator_state import EpochCounter, make_state, read_state
+from mpidist.data.map_dataset import Epoch
 from mpidist.data.optional import Optional
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, DataError, MismatchError, OutOfRangeError
@@ -41,7 +41,7 @@ class _UnreadError(Exception):
 
 
 class DistributedIterator:
-    """One pass over a distributed dataset. `next` is collective.
+    """An iterator over a distributed dataset. `next` is collective.
 
     Batches are read ahead in a thread (or more: see `Dataset.map`), which ends with the
     iteration, or when the iterator is closed or forgotten.
@@ -55,25 +55,25 @@ class DistributedIterator:
       }
     """
 
-    def __init__(self, plan: Plan, passes: Passes):
+    def __init__(self, plan: Plan, epochs: EpochCounter):
         self._plan = plan
-        self._passes = passes
+        self._epochs = epochs
         depth = plan.options.experimental_per_replica_buffer_size
         self._threads = reader.count_readers(plan)
         # All threads have something to read while a batch is in use
         self._depth = max(depth, self._threads) if depth else 0
         self._agrees_singly = not plan.is_global or prefetch.can_fail(plan)
-        self._start(passes.begin())
+        self._start(epochs.next_epoch())
 
-    def _start(self, order: Pass, step: int = 0) -> None:
+    def _start(self, epoch: Epoch, step: int = 0) -> None:
         """Be before a step, with nothing read ahead; before the first of a stream."""
-        self._order = order
+        self._epoch = epoch
         self._step = step
-        self._place = f"the step in epoch {order.epoch} of dataset {self._plan.serial}"
+        self._place = f"the step in epoch {epoch.number} of dataset {self._plan.serial}"
         self._agreed = 0  # the step up to which all replicas have theirs
         self._one_by_one = 0  # the step up to which they agree on each step
         self._reader = ReadAhead(
-            prefetch.start(self._plan, order),
+            prefetch.start(self._plan, epoch),
             self._depth,
             self._threads,
             self._plan.cardinality,
@@ -161,7 +161,7 @@ class DistributedIterator:
         handed out, the seed of shuffles that were given none, and hashes by which
         other datasets are known. Batches that were read ahead do not count.
         """
-        return make_state(self._plan.origin, self._order, self._step)
+        return make_state(self._plan.origin, self._epoch, self._step)
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Go on where `get_state` of an iterator over an equal dataset was called.
@@ -187,19 +187,19 @@ class DistributedIterator:
         """
         self._require_callable("set_state")
         plan, agreement = self._plan, self._plan.extended.agreement
-        order, step = agreement.prepare(
+        epoch, step = agreement.prepare(
             _SET_STATE, lambda: read_state(state, plan.origin, plan.pipeline)
         )
-        where = ("dataset", plan.serial), ("epoch", order.epoch), ("step", step)
+        where = ("dataset", plan.serial), ("epoch", epoch.number), ("step", step)
         agreement.require_same(
-            Call(_SET_STATE, (*where, ("the state's entropy", order.entropy)))
+            Call(_SET_STATE, (*where, ("the state's entropy", epoch.entropy)))
         )
         self.close()
-        reorder(plan.extended, plan.pipeline, order)
-        self._start(order, step)
+        reorder(plan.extended, plan.pipeline, epoch)
+        self._start(epoch, step)
         if plan.is_open_ended:
-            self._pass_over(step)
-        self._passes.go_on_after(order)
+            self._skip(step)
+        self._epochs.resume_after(epoch)
 
     def close(self) -> None:
         """End the iteration: threads end, files are closed. Not collective."""
@@ -223,7 +223,7 @@ class DistributedIterator:
             )
         self._plan.extended.topology.require_open()
 
-    def _pass_over(self, steps: int) -> None:
+    def _skip(self, steps: int) -> None:
         """Go on after the first steps of generators. Collective."""
         plan, agreement = self._plan, self._plan.extended.agreement
         try:
@@ -267,7 +267,7 @@ class DistributedIterator:
         """Leave nothing open; another call tries the step again, if possible."""
         self.close()
         if not self._plan.is_open_ended:
-            self._start(self._order, self._step)
+            self._start(self._epoch, self._step)
             return
         self._failure = (
             f"step {self._step} of a generator's dataset failed ({error!r}), and a "
@@ -280,7 +280,7 @@ class DistributedIterator:
         if step < self._agreed:
             self._note_place(step + 1)
             return self._read()
-        where = ("dataset", plan.serial), ("epoch", self._order.epoch)
+        where = ("dataset", plan.serial), ("epoch", self._epoch.number)
         if not plan.is_open_ended:
             return self._agree_on_rows(where)
         agreement = plan.extended.agreement

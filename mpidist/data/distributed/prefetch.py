@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from mpidist.data.distributed.reader import Feed, Group, Plan, Portion, start_reader
-from mpidist.data.map_dataset import Pass, Pipeline
+from mpidist.data.map_dataset import Epoch, Pipeline
 from mpidist.data.sources import BufferedSource
 from mpidist.device import arrays, host_to_device, streams
 from mpidist.util import nest
@@ -177,9 +177,9 @@ class ReadAhead:
             self._turns.note_other()
 
 
-def start(plan: Plan, order: Pass) -> Feed:
-    """Return this replica's batches of one pass; see `hand_out`."""
-    source = start_reader(plan, order)
+def start(plan: Plan, epoch: Epoch) -> Feed:
+    """Return this replica's batches of one epoch; see `hand_out`."""
+    source = start_reader(plan, epoch)
     if not plan.options.experimental_fetch_to_device:
         return source
     stream = streams.copy_stream(plan.extended.device)

@@ -15,7 +15,7 @@ import numpy as np
 from mpidist.data import sharding
 from mpidist.data.iterable import UNKNOWN_CARDINALITY, Stream, count_rows
 from mpidist.data.iterator_state import Origin
-from mpidist.data.map_dataset import INFINITE_CARDINALITY, Pass, Pipeline, Reading
+from mpidist.data.map_dataset import INFINITE_CARDINALITY, Epoch, Pipeline, Reading
 from mpidist.data.sources import as_element
 from mpidist.errors import ArgumentError, DataError
 from mpidist.options import AutoShardPolicy, InputOptions
@@ -92,7 +92,7 @@ Group = list[Portion | Exception | None]
 
 
 class Feed(Protocol):
-    """One replica's batches of one pass, asked for in order.
+    """One replica's batches of one epoch, read in order.
 
     By one thread at a time, unless `count_readers` says otherwise.
     """
@@ -125,17 +125,17 @@ class Feed(Protocol):
         """Say that all was read, and perhaps will be again."""
 
     def skip(self, steps: int) -> int:
-        """Pass over the first steps; return how many of them there are."""
+        """Epoch over the first steps; return how many of them there are."""
 
     def close(self) -> None:
         """Let go of what is being read."""
 
 
-def start_reader(plan: Plan, order: Pass) -> Feed:
-    """Return this replica's batches of one pass."""
+def start_reader(plan: Plan, epoch: Epoch) -> Feed:
+    """Return this replica's batches of one epoch."""
     if isinstance(plan.pipeline, Stream):
-        return _StreamFeed(plan, plan.pipeline, order)
-    return _RowsFeed(plan, plan.pipeline, order)
+        return _StreamFeed(plan, plan.pipeline, epoch)
+    return _RowsFeed(plan, plan.pipeline, epoch)
 
 
 def count_readers(plan: Plan) -> int:
@@ -147,10 +147,10 @@ def count_readers(plan: Plan) -> int:
 class _RowsFeed:
     """Batches that are read by their number, in any thread; also again."""
 
-    def __init__(self, plan: Plan, pipeline: Pipeline, order: Pass):
+    def __init__(self, plan: Plan, pipeline: Pipeline, epoch: Epoch):
         self._plan = plan
         self._pipeline = pipeline
-        self._order = order
+        self._epoch = epoch
         self._reading = Reading(pipeline)
         replicas = plan.extended.num_replicas if plan.is_global else 1
         self.group = count_grouped(pipeline, replicas)
@@ -178,7 +178,7 @@ class _RowsFeed:
             else (1, 0)
         )
         try:
-            batches = self._pipeline.parts(self._order, steps, *share)
+            batches = self._pipeline.parts(self._epoch, steps, *share)
         except Exception:  # of which step? One by one it is seen
             return _read_singly(self, steps)
         found: Group = []
@@ -193,7 +193,7 @@ class _RowsFeed:
         length = self._pipeline.length
         is_over = length is not None and step >= length
         if not plan.is_open_ended:
-            batch = self._pipeline.empty_part(self._order) if is_over else None
+            batch = self._pipeline.empty_part(self._epoch) if is_over else None
             return Portion(batch if is_over else self._load(step))
         if is_over:
             return None
@@ -215,10 +215,10 @@ class _RowsFeed:
 
     def _load(self, step: int) -> Any:
         if not self._plan.is_global:
-            return self._pipeline.element(self._order, step)
+            return self._pipeline.element(self._epoch, step)
         extended = self._plan.extended
         return self._pipeline.part(
-            self._order, step, extended.num_replicas, extended.replica_id
+            self._epoch, step, extended.num_replicas, extended.replica_id
         )
 
 
@@ -229,9 +229,9 @@ class _StreamFeed:
     is_slow_to_start = False
     may_change_thread = False
 
-    def __init__(self, plan: Plan, stream: Stream, order: Pass):
+    def __init__(self, plan: Plan, stream: Stream, epoch: Epoch):
         self._plan = plan
-        self._elements = stream.iterate(order)
+        self._elements = stream.iterate(epoch)
         self._has_rows = plan.is_batched and not stream.may_be_scalars
         self._kind: Any = None
 

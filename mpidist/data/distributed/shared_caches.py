@@ -16,13 +16,13 @@ from mpidist.data.caching import (
     RowTable,
     StreamCache,
     fields_of,
-    frozen,
+    first_epoch,
     rebuild,
     row_spec,
     unkeepable,
 )
 from mpidist.data.iterable import Stream
-from mpidist.data.map_dataset import Pass, Pipeline, Reading
+from mpidist.data.map_dataset import Epoch, Pipeline, Reading
 from mpidist.data.sources import Positions, stack
 from mpidist.errors import ArgumentError
 from mpidist.util import nest
@@ -57,7 +57,7 @@ def require_shareable(steps: Pipeline | Stream) -> None:
 def _require_known_order(steps: Any) -> None:
     """Raise if a cache behind a shuffle without a seed is in a later part of a zip.
 
-    There the shuffle has another order than the seed of the whole dataset gives.
+    Its entropy is not that of the whole dataset (see `epoch_of_component`).
     """
 
     def check(cache: Cache | StreamCache, parent: Any) -> Any:
@@ -80,17 +80,17 @@ def _require_known_order(steps: Any) -> None:
 
 
 def share(
-    extended: ReplicaGroup, steps: Pipeline | Stream, order: Pass, slices: int
+    extended: ReplicaGroup, steps: Pipeline | Stream, epoch: Epoch, slices: int
 ) -> Pipeline | Stream:
     """Return the steps with caches that the ranks of a node share. Collective.
 
-    The same cache, divided for the same strategy again, has the rows it had, unless
-    they come in an order of a seed that is drawn for each distributed dataset.
+    A cache that was distributed by the same strategy before keeps its rows, unless
+    their order depends on entropy, which is drawn for each distributed dataset.
 
     Args:
       extended: of the strategy.
       steps: shareable, and equal on all ranks.
-      order: the pass over what comes before the caches.
+      epoch: in which the steps before the caches run.
       slices: in how many parts batches are read: 1 or the number of replicas.
 
     Raises, on all ranks:
@@ -99,29 +99,29 @@ def share(
     """
 
     def change(cache: Cache, parent: Pipeline) -> NodeCache:
-        # What is in another order in each dataset belongs to one of them
+        # An order that depends on entropy differs between datasets: do not share it
         owner = Memory() if parent.needs_entropy else cache.memory
         storage = extended.node_memory.find(owner)
         if storage is None:
-            return _make(extended, parent, order, owner, slices)
+            return _make(extended, parent, epoch, owner, slices)
         return NodeCache(parent, storage, owner, slices)
 
     shared: Pipeline | Stream = rebuild(steps, change)
     return shared
 
 
-def reorder(extended: ReplicaGroup, steps: Pipeline | Stream, order: Pass) -> None:
-    """Empty the shared caches before which the order is another one now. Collective.
+def reorder(extended: ReplicaGroup, steps: Pipeline | Stream, epoch: Epoch) -> None:
+    """Empty the shared caches whose rows have another order now. Collective.
 
     Args:
       extended: of the strategy.
       steps: that `share` has returned.
-      order: the pass of which iterators will go on.
+      epoch: from which iterators will continue.
     """
     if not steps.needs_entropy:
         return
     for cache in _shared_caches(steps):
-        changed = frozen(cache.parent, order)
+        changed = first_epoch(cache.parent, epoch)
         before, spec = cache.storage.note
         if before != changed:
             cache.hold(extended.node_memory.empty(cache.storage, (changed, spec)))
@@ -142,16 +142,16 @@ def _shared_caches(steps: Pipeline | Stream) -> list[NodeCache]:
 def _make(
     extended: ReplicaGroup,
     parent: Pipeline,
-    order: Pass,
+    epoch: Epoch,
     owner: object,
     slices: int,
 ) -> NodeCache:
     """Return a cache that holds the first row, or a few. Collective."""
-    agreement, order = extended.agreement, frozen(parent, order)
+    agreement, epoch = extended.agreement, first_epoch(parent, epoch)
     found: list[Any] = []
 
     def look() -> Any:
-        found.append(_first_rows(parent, order, slices))
+        found.append(_first_rows(parent, epoch, slices))
         return row_spec(found[0])
 
     # One rank reads rows and tells the others what they look like, if that can be told
@@ -159,7 +159,7 @@ def _make(
     spec = agreement.prepare(_CALL, lambda: pickle.loads(told) if told else look())
     assert parent.length is not None
     fields = fields_of(spec, parent.length * (parent.batch_size or 1))
-    storage = extended.node_memory.allocate(owner, fields, (order, spec))
+    storage = extended.node_memory.allocate(owner, fields, (epoch, spec))
     cache = NodeCache(parent, storage, owner, slices)
 
     def fill() -> None:
@@ -170,14 +170,14 @@ def _make(
     return cache
 
 
-def _first_rows(parent: Pipeline, order: Pass, slices: int) -> Any:
+def _first_rows(parent: Pipeline, epoch: Epoch, slices: int) -> Any:
     """Return the rows that are read first, stacked; none if there are none."""
 
     def read() -> Any:
         length = parent.length or 0
         if not parent.is_batched:
-            return parent.elements(order, np.arange(min(1, length)))
-        return parent.part(order, 0, slices, 0) if length else parent.empty_part(order)
+            return parent.elements(epoch, np.arange(min(1, length)))
+        return parent.part(epoch, 0, slices, 0) if length else parent.empty_part(epoch)
 
     reading = Reading(parent)
     try:
@@ -208,7 +208,7 @@ class NodeCache(AnyCache):
     keeps its own rows of a batch; without batches, rows are elements.
 
     Args:
-      storage: its note is the pass over the parent, and a nest of the rows' TensorSpec.
+      storage: its note is the parent's epoch, and a nest of the rows' TensorSpec.
       owner: of the storage.
       slices: in how many parts batches are read.
     """
@@ -222,55 +222,55 @@ class NodeCache(AnyCache):
     def hold(self, storage: Storage) -> None:
         """Keep rows in another storage."""
         self.storage = storage
-        order, self._spec = storage.note
-        self._held = order, RowTable(storage, self._spec)
+        epoch, self._spec = storage.note
+        self._held = epoch, RowTable(storage, self._spec)
 
-    def element(self, order: Pass, i: int) -> Any:
+    def element(self, epoch: Epoch, i: int) -> Any:
         if self.is_batched:
-            return self.part(order, i, 1, 0)
-        return Pipeline.element(self, order, i)
+            return self.part(epoch, i, 1, 0)
+        return Pipeline.element(self, epoch, i)
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
         if self.is_batched:
-            return self._stacked_batches(order, positions)
+            return self._stacked_batches(epoch, positions)
         held, table = self._held
-        order = frozen(self._parent, order)
-        if order != held:  # of an iterator from before another one's set_state
-            return self._parent.elements(order, positions)
+        epoch = first_epoch(self._parent, epoch)
+        if epoch != held:  # of an iterator from before another one's set_state
+            return self._parent.elements(epoch, positions)
         missing = positions[~table.have(positions)]
         if missing.size:
-            found = self._parent.elements(order, missing)
+            found = self._parent.elements(epoch, missing)
             _fill(table, missing, found)
             if missing.size == positions.size:
                 return found
         return table.rows(positions)
 
-    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
+    def part(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
         held, table = self._held
-        order = frozen(self._parent, order)
-        size, rows = self.batch_size or 1, self.rows_in(order, i)
+        epoch = first_epoch(self._parent, epoch)
+        size, rows = self.batch_size or 1, self.rows_in(epoch, i)
         mine = sharding.replica_slice(rows, replicas, replica)
         numbers = np.arange(i * size + mine.start, i * size + mine.stop)
         if numbers.size == 0:
-            return self.empty_part(order)
-        if order == held and table.have(numbers).all():
+            return self.empty_part(epoch)
+        if epoch == held and table.have(numbers).all():
             return table.rows(numbers)
         # Nobody reads a part of it: those that find some of its rows read it too
-        found = self._parent.part(order, i, replicas, replica)
-        if order == held:
+        found = self._parent.part(epoch, i, replicas, replica)
+        if epoch == held:
             _fill(table, numbers, found)
         return found
 
-    def example(self, order: Pass) -> Any:
-        size, order = self.batch_size, self._held[0]
+    def example(self, epoch: Epoch) -> Any:
+        size, epoch = self.batch_size, self._held[0]
         if self.length == 0:
             return self._zeros() if size is None else self._zeros(size)
         if size is None:
-            return self.element(order, 0)
-        rows = self.part(order, 0, self._slices, 0)
+            return self.element(epoch, 0)
+        rows = self.part(epoch, 0, self._slices, 0)
         return nest.map_leaves(lambda a: np.repeat(a[:1], size, axis=0), rows)
 
-    def empty_part(self, order: Pass) -> Any:
+    def empty_part(self, epoch: Epoch) -> Any:
         return self._zeros(0)
 
     def fill(self, rows: Any) -> None:
@@ -278,10 +278,10 @@ class NodeCache(AnyCache):
         count = len(nest.flatten(rows)[0][0])
         _fill(self._held[1], np.arange(count), rows)
 
-    def _stacked_batches(self, order: Pass, positions: Positions) -> Any:
+    def _stacked_batches(self, epoch: Epoch, positions: Positions) -> Any:
         if positions.size == 0:
-            return nest.map_leaves(lambda a: a[None][:0], self.example(order))
-        return stack([self.element(order, int(i)) for i in positions])
+            return nest.map_leaves(lambda a: a[None][:0], self.example(epoch))
+        return stack([self.element(epoch, int(i)) for i in positions])
 
     def _zeros(self, *first: int) -> Any:
         return nest.map_leaves(

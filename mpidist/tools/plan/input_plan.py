@@ -29,7 +29,7 @@ from mpidist.tools.plan.parts import (
     StepPart,
 )
 from mpidist.tools.plan.reads import (
-    ORDER,
+    FIRST_EPOCH,
     DryRows,
     Reads,
     Share,
@@ -136,7 +136,7 @@ def _memory_bytes(column: DatasetIndex) -> int:
 
 def _order(shares: Sequence[Share], is_in_order: bool) -> OrderPart:
     kept = max(map(kept_bytes, shares))
-    mixed = shares[0].pipeline.block_order(ORDER)
+    mixed = shares[0].pipeline.block_order(FIRST_EPOCH)
     if mixed is None:
         kind = "files" if is_in_order else "permutation"
         return OrderPart(kind, None, None, None, None, kept)

@@ -24,13 +24,13 @@ from mpidist.data.hdf5 import rows as hdf5_rows
 from mpidist.data.hdf5.dataset_reader import BlockCache, block_rows
 from mpidist.data.hdf5.index import DatasetIndex, FileIndex, ReadMethod
 from mpidist.data.hdf5.rows import FileMap, Hdf5Rows
-from mpidist.data.map_dataset import Pass
+from mpidist.data.map_dataset import Epoch
 from mpidist.data.sharding import Indices
 from mpidist.data.shuffling import BlockOrder, Blocks
 from mpidist.options import AutoShardPolicy
 
 __all__ = [
-    "ORDER",
+    "FIRST_EPOCH",
     "DryRows",
     "Reads",
     "Share",
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 Rows = npt.NDArray[np.int64]
-ORDER = Pass()  # the first epoch, which has as many rows as any
+FIRST_EPOCH = Epoch()  # the first epoch, which has as many rows as any
 # What may be spent, in rows, of which three million take about a second
 _BUDGET_ROWS = 10_000_000
 _CALL_ROWS = 300
@@ -231,7 +231,7 @@ class Share(NamedTuple):
         """Return which elements before batching this rank gets at a step."""
         if not 0 <= step < self.steps:
             return range(0)
-        return self.pipeline.positions(ORDER, step, self.replicas, self.replica)
+        return self.pipeline.positions(FIRST_EPOCH, step, self.replicas, self.replica)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -259,13 +259,13 @@ class Share(NamedTuple):
         """Reset the counts, and request what is read before the first step."""
         self.source.restart()
         if self.reads_example:
-            self.pipeline.example(ORDER)
+            self.pipeline.example(FIRST_EPOCH)
 
     def ask(self, steps: range) -> None:
         """Request the rows of some steps from the source."""
         for first in range(steps.start, steps.stop, self.group):
             several = range(first, min(first + self.group, steps.stop))
-            self.pipeline.parts(ORDER, several, self.replicas, self.replica)
+            self.pipeline.parts(FIRST_EPOCH, several, self.replicas, self.replica)
 
 
 def shares_of(
@@ -324,7 +324,7 @@ def count_reads(shares: Sequence[Share]) -> dict[int, Reads]:
 def _cost(share: Share) -> float:
     """Return the cost of going through an epoch, in rows."""
     rows, asked = share.rows, _CALL_ROWS * share.steps / share.group
-    if (mixed := share.pipeline.block_order(ORDER)) is not None:
+    if (mixed := share.pipeline.block_order(FIRST_EPOCH)) is not None:
         part = mixed.lanes_of(_lane_starts(share, mixed)).size / mixed.lanes
         return asked + rows + len(share.source) * part
     if share.is_in_order:
@@ -359,7 +359,7 @@ def _sample(shares: Sequence[Share]) -> list[Share]:
 def kept_bytes(share: Share) -> int:
     """Return how many bytes of decoded chunks a rank keeps in memory, at most."""
     limit = hdf5_rows.KEPT_BYTES
-    if (mixed := share.pipeline.block_order(ORDER)) is not None:
+    if (mixed := share.pipeline.block_order(FIRST_EPOCH)) is not None:
         rows = mixed.rows_in_use(_lane_starts(share, mixed))
         limit = share.source.layout.bytes_to_keep(rows)
     return min(limit, share.source.memory_bytes_in_blocks)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist import AutoShardPolicy, Dataset, InputContext, Options
-from mpidist.data.map_dataset import Pass, Rows
+from mpidist.data.map_dataset import Epoch, Rows
 from mpidist.data.sharding import Permutation
 
 
@@ -269,7 +269,7 @@ def test_parts_of_all_replicas_cover_the_files(
         order = shuffled(n, n, epoch) if shuffle else list(range(n))
         kept = n // batch_size * batch_size if drop_remainder else n
         steps = [
-            [pipeline.part(Pass(epoch), i, replicas, r) for r in range(replicas)]
+            [pipeline.part(Epoch(epoch), i, replicas, r) for r in range(replicas)]
             for i in range(pipeline.length)
         ]
         assert in_order(steps) == order[:kept]
