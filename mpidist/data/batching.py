@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.data import sharding
-from mpidist.data.map_dataset import Epoch, Pipeline, Step
+from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.ordering import FullBatches
 from mpidist.data.shuffling import BlockOrder, Blocks
 from mpidist.data.sources import Positions, from_lists, owned, stack
@@ -21,10 +21,10 @@ from mpidist.util.threads import call_all
 __all__ = ["Batch", "Map", "call_function", "call_mapped"]
 
 
-class Map(Step):
+class Map(MapTransformation):
     """A function of each element, in some number of threads."""
 
-    def __init__(self, parent: Pipeline, fn: Callable[..., Any], threads: int = 1):
+    def __init__(self, parent: MapDataset, fn: Callable[..., Any], threads: int = 1):
         super().__init__(parent)
         self._fn = fn
         self._threads = threads
@@ -82,24 +82,26 @@ class Map(Step):
 
         return stack(call_all(call, rows, self._threads))
 
-    def rows_in(self, epoch: Epoch, i: int) -> int:
-        return self._parent.rows_in(epoch, i)
+    def batch_rows(self, epoch: Epoch, i: int) -> int:
+        return self._parent.batch_rows(epoch, i)
 
-    def part(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
-        return self._map_part(epoch, self._parent.part(epoch, i, replicas, replica))
+    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+        return self._map_batch(
+            epoch, self._parent.local_batch(epoch, i, replicas, replica)
+        )
 
-    def parts(
+    def local_batches(
         self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
-        given = self._parent.parts(epoch, steps, replicas, replica)
-        return (self._map_part(epoch, part) for part in given)
+        given = self._parent.local_batches(epoch, steps, replicas, replica)
+        return (self._map_batch(epoch, part) for part in given)
 
-    def _map_part(self, epoch: Epoch, given: Any) -> Any:
+    def _map_batch(self, epoch: Epoch, given: Any) -> Any:
         if len(_leaves(given)[0]) == 0:
-            return self.empty_part(epoch)
+            return self.empty_batch(epoch)
         return self._call_by_row(given)
 
-    def empty_part(self, epoch: Epoch) -> Any:
+    def empty_batch(self, epoch: Epoch) -> Any:
         # The function may not know what to do with no rows, so it gets some
         if self._empty is None:
             result = self._call_by_row(self._parent.example(epoch))
@@ -110,11 +112,11 @@ class Map(Step):
         return self._call(self._parent.example(epoch))
 
 
-class Batch(Step):
+class Batch(MapTransformation):
     """Runs of elements, stacked."""
 
-    def __init__(self, parent: Pipeline, batch_size: int, drop_remainder: bool):
-        super().__init__(parent.for_batches(batch_size))
+    def __init__(self, parent: MapDataset, batch_size: int, drop_remainder: bool):
+        super().__init__(parent.before_batch(batch_size))
         self._batch_size = batch_size
         self._drop_remainder = drop_remainder
 
@@ -137,22 +139,22 @@ class Batch(Step):
     def has_even_batches(self) -> bool:
         return True
 
-    def unbatched(self) -> Pipeline:
+    def unbatched(self) -> MapDataset:
         if self._drop_remainder:
             return FullBatches(self._parent, self._batch_size)
         return self._parent
 
-    def for_batches(self, batch_size: int) -> Pipeline:
+    def before_batch(self, batch_size: int) -> MapDataset:
         return self  # batches of batches
 
-    def keep(self, elements: int) -> None:
-        self._parent.keep(elements * self._batch_size)
+    def reserve_cache(self, elements: int) -> None:
+        self._parent.reserve_cache(elements * self._batch_size)
 
     def describe(self) -> str:
         arguments = f"{self._batch_size}, drop_remainder={self._drop_remainder}"
         return f"{self._parent.describe()}.batch({arguments})"
 
-    def rebatch(self, workers: int) -> Pipeline:
+    def rebatch(self, workers: int) -> MapDataset:
         share = -(-self._batch_size // workers)
         return Batch(self._parent, share, self._drop_remainder)
 
@@ -163,7 +165,7 @@ class Batch(Step):
         return self._parent.block_order(epoch)
 
     def element(self, epoch: Epoch, i: int) -> Any:
-        return self.part(epoch, i, 1, 0)
+        return self.local_batch(epoch, i, 1, 0)
 
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
         if positions.size == 0:
@@ -171,7 +173,7 @@ class Batch(Step):
             return nest.map_leaves(lambda a: a[None][:0], example)
         return stack([self.element(epoch, int(i)) for i in positions])
 
-    def rows_in(self, epoch: Epoch, i: int) -> int:
+    def batch_rows(self, epoch: Epoch, i: int) -> int:
         return self._count(self._parent.length, i)
 
     def _count(self, rows: int | None, i: int) -> int:
@@ -179,15 +181,15 @@ class Batch(Step):
         rest = self._batch_size if rows is None else rows - i * self._batch_size
         return min(self._batch_size, rest)
 
-    def part(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
         mine = self.positions(epoch, i, replicas, replica)
         return self._parent.elements(epoch, np.arange(mine.start, mine.stop))
 
-    def parts(
+    def local_batches(
         self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
         if self._parent.is_mapped:  # an error of a function belongs to its step
-            return super().parts(epoch, steps, replicas, replica)
+            return super().local_batches(epoch, steps, replicas, replica)
         positions, sizes = self._positions(steps, replicas, replica)
         leaves, spec = nest.flatten(self._parent.elements(epoch, positions))
         edges = itertools.accumulate(sizes, initial=0)

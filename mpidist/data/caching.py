@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.data import iterable, sharding
-from mpidist.data.iterable import Stream
-from mpidist.data.map_dataset import Epoch, Pipeline, Step
+from mpidist.data import sharding
+from mpidist.data.iter_dataset import IterDataset, IterTransformation
+from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.shuffling import Blocks
 from mpidist.data.sources import Positions, stack
 from mpidist.data.spec import TensorSpec
@@ -23,12 +23,12 @@ from mpidist.util import nest
 from mpidist.util.buffers import Field, Storage, make_arrays
 
 __all__ = [
-    "AnyCache",
+    "CacheBase",
     "Cache",
     "Cells",
     "Memory",
     "RowTable",
-    "StreamCache",
+    "IterCache",
     "copied",
     "fields_of",
     "first_epoch",
@@ -88,7 +88,7 @@ class Memory:
             return self.kept
 
 
-def first_epoch(parent: Pipeline | Stream, epoch: Epoch) -> Epoch:
+def first_epoch(parent: MapDataset | IterDataset, epoch: Epoch) -> Epoch:
     """Return the epoch in which the steps before a cache run: the first."""
     return Epoch(0, epoch.entropy if parent.needs_entropy else 0)
 
@@ -112,7 +112,7 @@ def _as_cells(table: RowTable | Cells, rows: int) -> Cells:
     return cells
 
 
-class AnyCache(Step):
+class CacheBase(MapTransformation):
     """What caches have in common: they change no order."""
 
     def describe(self) -> str:
@@ -121,33 +121,33 @@ class AnyCache(Step):
     def blocks(self) -> Blocks | None:
         return self._parent.blocks()
 
-    def for_batches(self, batch_size: int) -> Pipeline:
+    def before_batch(self, batch_size: int) -> MapDataset:
         return self  # what is kept does not depend on what follows
 
-    def rows_in(self, epoch: Epoch, i: int) -> int:
-        return self._parent.rows_in(first_epoch(self._parent, epoch), i)
+    def batch_rows(self, epoch: Epoch, i: int) -> int:
+        return self._parent.batch_rows(first_epoch(self._parent, epoch), i)
 
     @property
-    def parent(self) -> Pipeline:
+    def parent(self) -> MapDataset:
         """What is kept."""
         return self._parent
 
 
-class Cache(AnyCache):
+class Cache(CacheBase):
     """The elements, kept in the memory of this process."""
 
-    def __init__(self, parent: Pipeline):
+    def __init__(self, parent: MapDataset):
         super().__init__(parent)
         self.memory = Memory()
 
-    def _after(self, parent: Pipeline) -> Pipeline:
+    def _with_parent(self, parent: MapDataset) -> MapDataset:
         return Cache(parent)  # it has other elements
 
     @property
     def has_even_batches(self) -> bool:
         return self._parent.has_even_batches
 
-    def unbatched(self) -> Pipeline | None:
+    def unbatched(self) -> MapDataset | None:
         rows = self._parent.unbatched()
         return rows and Cache(rows)
 
@@ -181,8 +181,8 @@ class Cache(AnyCache):
             return found
         return kept.table.rows(positions) if kept.table else found
 
-    def part(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
-        mine = sharding.replica_slice(self.rows_in(epoch, i), replicas, replica)
+    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+        mine = sharding.replica_slice(self.batch_rows(epoch, i), replicas, replica)
         return nest.map_leaves(lambda a: a[mine], self.element(epoch, i))
 
     def example(self, epoch: Epoch) -> Any:
@@ -201,23 +201,23 @@ class Cache(AnyCache):
         return None if self.is_batched else self.length
 
 
-class StreamCache(iterable.Step):
+class IterCache(IterTransformation):
     """The elements, kept in the memory of this process after one complete epoch."""
 
-    def __init__(self, parent: Stream):
+    def __init__(self, parent: IterDataset):
         super().__init__(parent)
         self._kept: tuple[Epoch, list[Any]] | None = None
 
     @property
-    def parent(self) -> Stream:
+    def parent(self) -> IterDataset:
         """What is kept."""
         return self._parent
 
     def describe(self) -> str:
         return f"{self._parent.describe()}.cache"
 
-    def over(self, change: Callable[[Any], Any]) -> Stream:
-        return StreamCache(change(self._parent))
+    def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
+        return IterCache(change(self._parent))
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
         kept, epoch = self._kept, first_epoch(self._parent, epoch)
@@ -235,17 +235,17 @@ def rebuild(steps: Any, change: Callable[[Any, Any], Any]) -> Any:
     """Return the steps of a dataset with other caches.
 
     Args:
-      steps: a Pipeline or a Stream.
-      change: called with each Cache and StreamCache and what then comes before it,
+      steps: a MapDataset or a IterDataset.
+      change: called with each Cache and IterCache and what then comes before it,
         those that come first being called first; returns what takes the cache's place.
     """
 
     def again(parent: Any) -> Any:
         return rebuild(parent, change)
 
-    if isinstance(steps, Cache | StreamCache):
+    if isinstance(steps, Cache | IterCache):
         return change(steps, again(steps.parent))
-    return steps.over(again)
+    return steps.replace_parents(again)
 
 
 def _one_row(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mpidist.data.hdf5.names import check_names, list_files
 from mpidist.data.hdf5.rows import Hdf5Rows
-from mpidist.data.iterable import UNKNOWN_CARDINALITY, Generated, Stream
+from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, GeneratorDataset, IterDataset
 from mpidist.data.iterator import (
     DatasetIterator,
     concatenate,
@@ -23,7 +23,7 @@ from mpidist.data.iterator import (
     zip_together,
 )
 from mpidist.data.iterator_state import EpochCounter
-from mpidist.data.map_dataset import INFINITE_CARDINALITY, Pipeline, Rows
+from mpidist.data.map_dataset import INFINITE_CARDINALITY, MapDataset, SourceMapDataset
 from mpidist.data.sources import ArrayRows, RangeRows, as_element, from_lists
 from mpidist.data.transformations import Transformations, check_name
 from mpidist.errors import ArgumentError, ArgumentTypeError
@@ -74,7 +74,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
 
     def __init__(
         self,
-        pipeline: Pipeline | Stream,
+        pipeline: MapDataset | IterDataset,
         options: Options | None = None,
         read_ahead: int = 0,
     ):
@@ -88,7 +88,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
         self._spec: Any = None
 
     @property
-    def pipeline(self) -> Pipeline | Stream:
+    def pipeline(self) -> MapDataset | IterDataset:
         """The steps of this dataset, for what is built on it."""
         return self._pipeline
 
@@ -107,7 +107,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
         """Return a dataset of one element: an array, or a tuple or dict of arrays."""
         check_name(name)
         rows = nest.map_leaves(lambda a: a[None], as_element(tensors))
-        return Dataset(Rows(ArrayRows(rows, "from_tensors")))
+        return Dataset(SourceMapDataset(ArrayRows(rows, "from_tensors")))
 
     @staticmethod
     def range(*args: int, output_type: npt.DTypeLike = np.int64) -> Dataset:
@@ -122,7 +122,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
           ArgumentTypeError: no integers, or not one to three; no dtype.
         """
         dtype = validation.dtype("output_type", output_type)
-        return Dataset(Rows(RangeRows.of(args, dtype)))
+        return Dataset(SourceMapDataset(RangeRows.of(args, dtype)))
 
     @staticmethod
     def from_generator(
@@ -143,7 +143,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
           ArgumentError: an iterator, which can be used only once.
           ArgumentTypeError: nothing that can be iterated over.
         """
-        return Dataset(Generated(generator, is_batched=False))
+        return Dataset(GeneratorDataset(generator, is_batched=False))
 
     @staticmethod
     def from_tensor_slices(tensors: Any, name: str | None = None) -> Dataset:
@@ -158,7 +158,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
           ArgumentError: unequal numbers of rows, or a scalar.
         """
         check_name(name)
-        return Dataset(Rows(ArrayRows(from_lists(tensors))))
+        return Dataset(SourceMapDataset(ArrayRows(from_lists(tensors))))
 
     @staticmethod
     def from_hdf5(
@@ -178,7 +178,9 @@ class Dataset(Transformations, metaclass=_DatasetType):
           DataError: a file or a dataset is missing, cannot be read, or does not fit the
             others.
         """
-        return Dataset(Rows(Hdf5Rows(list_files(files), check_names(datasets))))
+        return Dataset(
+            SourceMapDataset(Hdf5Rows(list_files(files), check_names(datasets)))
+        )
 
     @staticmethod
     def zip(*args: Any, datasets: Any = None, name: str | None = None) -> Dataset:
@@ -269,7 +271,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
     def prefetch(self, buffer_size: int, name: str | None = None) -> Dataset:
         """Return a dataset that reads `buffer_size` elements ahead, in a thread.
 
-        Steps after it undo it, and distributed datasets read ahead as their
+        Later transformations undo it, and distributed datasets read ahead as their
         `InputOptions` say. -1 (TensorFlow's AUTOTUNE) lets mpidist choose.
         """
         check_name(name)
@@ -313,7 +315,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
         def __getattr__(self, name: str) -> NoReturn:
             near_misses.refuse(self, name, near_misses.DATASET)
 
-    def _after(self, pipeline: Pipeline | Stream) -> Dataset:
+    def _with_pipeline(self, pipeline: MapDataset | IterDataset) -> Dataset:
         return Dataset(pipeline, self._options)
 
 
@@ -376,7 +378,7 @@ def as_dataset(value: Any, call: str) -> Dataset:
             f"{call} needs a mpidist.Dataset, an iterable of batches, or a function "
             f"that returns one, not {validation.shown(value)}"
         )
-    return Dataset(Generated(value, is_batched=True))
+    return Dataset(GeneratorDataset(value, is_batched=True))
 
 
 def require_length(cardinality: int) -> int:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
-from mpidist.data import batching, caching, combining, iterable_steps, ordering
-from mpidist.data.iterable import InOrder, Stream
+from mpidist.data import batching, caching, combining, iter_transformations, ordering
+from mpidist.data.iter_dataset import IterDataset, MapToIterDataset
 from mpidist.data.iterator_state import EpochCounter, Origin, make_state, read_state
-from mpidist.data.map_dataset import Epoch, Pipeline
+from mpidist.data.map_dataset import Epoch, MapDataset
 from mpidist.data.optional import Optional
 from mpidist.errors import DataError, OutOfRangeError
 from mpidist.util import nest
@@ -21,11 +21,11 @@ from mpidist.util.tracebacks import fold
 
 __all__ = [
     "DatasetIterator",
-    "Steps",
+    "TransformationClasses",
     "concatenate",
-    "in_order",
+    "to_iter_dataset",
     "is_sharded",
-    "steps_of",
+    "transformations_for",
     "unbatch",
     "warn_undistributed",
     "zip_together",
@@ -48,7 +48,9 @@ class DatasetIterator:
       True
     """
 
-    def __init__(self, pipeline: Pipeline | Stream, epochs: EpochCounter, ahead: int):
+    def __init__(
+        self, pipeline: MapDataset | IterDataset, epochs: EpochCounter, ahead: int
+    ):
         self._pipeline = pipeline
         self._epochs = epochs
         self._ahead = ahead
@@ -132,7 +134,7 @@ class DatasetIterator:
         epoch, step = read_state(state, self._require_origin(), self._pipeline)
         self.close()
         self._start(epoch, step)
-        if isinstance(self._pipeline, Stream):
+        if isinstance(self._pipeline, IterDataset):
             self._skip(step)
         self._epochs.resume_after(epoch)
 
@@ -147,10 +149,10 @@ class DatasetIterator:
         self._epoch = epoch
         self._step = step
         self._failure = None
-        if isinstance(self._pipeline, Stream):
+        if isinstance(self._pipeline, IterDataset):
             elements = self._pipeline.iterate(epoch)
         else:
-            elements = InOrder(self._pipeline).iterate(epoch, step)
+            elements = MapToIterDataset(self._pipeline).iterate(epoch, step)
         self._elements = read_ahead(elements, self._ahead) if self._ahead else elements
 
     def _skip(self, steps: int) -> None:
@@ -169,7 +171,7 @@ class DatasetIterator:
     def _recover(self, error: BaseException) -> None:
         """Prepare for another call after an error."""
         self.close()
-        if isinstance(self._pipeline, Stream):
+        if isinstance(self._pipeline, IterDataset):
             self._failure = (
                 f"element {self._step} of a generator's dataset failed ({error!r}), "
                 "and a generator cannot go on after that; iterate over the dataset "
@@ -184,7 +186,7 @@ class DatasetIterator:
         return self._origin
 
 
-class Steps(NamedTuple):
+class TransformationClasses(NamedTuple):
     """The classes of steps, which are called with the parent and their arguments."""
 
     map: Callable[..., Any]
@@ -197,7 +199,7 @@ class Steps(NamedTuple):
     cache: Callable[..., Any]
 
 
-_ANY_ELEMENT = Steps(
+_MAP_TRANSFORMATIONS = TransformationClasses(
     batching.Map,
     batching.Batch,
     ordering.Shuffle,
@@ -207,32 +209,36 @@ _ANY_ELEMENT = Steps(
     combining.Enumerate,
     caching.Cache,
 )
-_IN_ORDER = Steps(
-    iterable_steps.Map,
-    iterable_steps.Batch,
-    iterable_steps.Shuffle,
-    iterable_steps.Repeat,
-    iterable_steps.Window,
-    iterable_steps.Shard,
-    iterable_steps.Enumerate,
-    caching.StreamCache,
+_ITER_TRANSFORMATIONS = TransformationClasses(
+    iter_transformations.Map,
+    iter_transformations.Batch,
+    iter_transformations.Shuffle,
+    iter_transformations.Repeat,
+    iter_transformations.Window,
+    iter_transformations.Shard,
+    iter_transformations.Enumerate,
+    caching.IterCache,
 )
 
 
-def steps_of(pipeline: Pipeline | Stream) -> Steps:
+def transformations_for(pipeline: MapDataset | IterDataset) -> TransformationClasses:
     """Return the steps that may come after `pipeline`."""
-    return _IN_ORDER if isinstance(pipeline, Stream) else _ANY_ELEMENT
+    return (
+        _ITER_TRANSFORMATIONS
+        if isinstance(pipeline, IterDataset)
+        else _MAP_TRANSFORMATIONS
+    )
 
 
-def is_sharded(steps: Pipeline | Stream) -> bool:
+def is_sharded(steps: MapDataset | IterDataset) -> bool:
     """Return whether one of the steps is a shard."""
-    found = [isinstance(steps, ordering.Shard | iterable_steps.Shard)]
+    found = [isinstance(steps, ordering.Shard | iter_transformations.Shard)]
 
     def look(parent: Any) -> Any:
         found.append(is_sharded(parent))
         return parent
 
-    steps.over(look)
+    steps.replace_parents(look)
     return any(found)
 
 
@@ -275,31 +281,33 @@ def _is_called_by_library(frame: FrameType | None) -> bool:
     return False
 
 
-def in_order(pipeline: Pipeline | Stream) -> Stream:
+def to_iter_dataset(pipeline: MapDataset | IterDataset) -> IterDataset:
     """Return the elements of `pipeline` as a stream."""
-    return pipeline if isinstance(pipeline, Stream) else InOrder(pipeline)
+    return pipeline if isinstance(pipeline, IterDataset) else MapToIterDataset(pipeline)
 
 
 def concatenate(
-    first: Pipeline | Stream, second: Pipeline | Stream
-) -> Pipeline | Stream:
+    first: MapDataset | IterDataset, second: MapDataset | IterDataset
+) -> MapDataset | IterDataset:
     """Return the elements of one, then those of the other."""
-    if isinstance(first, Pipeline) and isinstance(second, Pipeline):
+    if isinstance(first, MapDataset) and isinstance(second, MapDataset):
         return ordering.Concatenate(first, second)
-    return iterable_steps.Concatenate(in_order(first), in_order(second))
+    return iter_transformations.Concatenate(
+        to_iter_dataset(first), to_iter_dataset(second)
+    )
 
 
 def zip_together(
-    parts: Sequence[Pipeline | Stream], spec: nest.Spec
-) -> Pipeline | Stream:
+    parts: Sequence[MapDataset | IterDataset], spec: nest.Spec
+) -> MapDataset | IterDataset:
     """Return elements of all parts side by side, as the leaves of a structure."""
-    pipelines = [part for part in parts if isinstance(part, Pipeline)]
+    pipelines = [part for part in parts if isinstance(part, MapDataset)]
     if len(pipelines) == len(parts):
         return combining.Zip(pipelines, spec)
-    return iterable_steps.Zip(list(map(in_order, parts)), spec)
+    return iter_transformations.Zip(list(map(to_iter_dataset, parts)), spec)
 
 
-def unbatch(pipeline: Pipeline | Stream) -> Pipeline | Stream:
+def unbatch(pipeline: MapDataset | IterDataset) -> MapDataset | IterDataset:
     """Return the rows of the elements."""
-    rows = pipeline.unbatched() if isinstance(pipeline, Pipeline) else None
-    return rows or iterable_steps.Unbatch(in_order(pipeline))
+    rows = pipeline.unbatched() if isinstance(pipeline, MapDataset) else None
+    return rows or iter_transformations.Unbatch(to_iter_dataset(pipeline))

@@ -16,8 +16,8 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mpidist.data.iterable import Stream
-from mpidist.data.map_dataset import Epoch, Pipeline
+from mpidist.data.iter_dataset import IterDataset
+from mpidist.data.map_dataset import Epoch, MapDataset
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.util import validation
 from mpidist.util.hashing import hash62
@@ -68,7 +68,9 @@ class Origin(NamedTuple):
     dataset: int
 
     @classmethod
-    def of(cls, pipeline: Pipeline | Stream, each_reads_all: bool = False) -> Origin:
+    def of(
+        cls, pipeline: MapDataset | IterDataset, each_reads_all: bool = False
+    ) -> Origin:
         """Return the origin of what is read in one process, or by all replicas."""
         return cls(
             _EACH_READS_ALL if each_reads_all else 0,
@@ -105,7 +107,7 @@ def make_state(origin: Origin, epoch: Epoch, step: int) -> dict[str, int]:
 
 
 def read_state(
-    state: Any, origin: Origin, pipeline: Pipeline | Stream
+    state: Any, origin: Origin, pipeline: MapDataset | IterDataset
 ) -> tuple[Epoch, int]:
     """Return the epoch and the step of a state.
 
@@ -168,7 +170,7 @@ def _require_integer(name: str, value: Any) -> int:
 
 
 def _differences(
-    theirs: Origin, ours: Origin, pipeline: Pipeline | Stream
+    theirs: Origin, ours: Origin, pipeline: MapDataset | IterDataset
 ) -> list[str]:
     """Say what differs, in words; nothing if all is equal."""
     if theirs.replicas != ours.replicas:

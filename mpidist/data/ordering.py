@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.data import sharding
-from mpidist.data.map_dataset import Epoch, Pipeline, Step
+from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.shuffling import BlockOrder, Blocks
 from mpidist.data.sources import Positions, RowSource
 from mpidist.data.spec import require_like
@@ -35,7 +35,7 @@ __all__ = [
 _ENDLESS = 1 << 40
 
 
-class Shuffle(Step):
+class Shuffle(MapTransformation):
     """All elements in a random order that needs no buffer.
 
     Elements that lie in chunks which are costly to read come in a `BlockOrder`.
@@ -45,7 +45,7 @@ class Shuffle(Step):
 
     def __init__(
         self,
-        parent: Pipeline,
+        parent: MapDataset,
         buffer_size: int | None,
         seed: int | None,
         reshuffle: bool,
@@ -64,8 +64,8 @@ class Shuffle(Step):
         arguments = f"{self._seed}, {self._reshuffle}, {self._window_chunks}"
         return f"{self._parent.describe()}.shuffle({arguments})"
 
-    def for_batches(self, batch_size: int) -> Pipeline:
-        shuffle = self._after(self._parent)
+    def before_batch(self, batch_size: int) -> MapDataset:
+        shuffle = self._with_parent(self._parent)
         assert isinstance(shuffle, Shuffle)
         shuffle._batch_size = batch_size
         return shuffle
@@ -76,7 +76,7 @@ class Shuffle(Step):
             raise ArgumentError("an infinite dataset cannot be shuffled; shuffle first")
         if (mixed := self.block_order(epoch)) is None:
             return sharding.Permutation(length, *self._key(epoch)).near(positions)
-        self._parent.keep(mixed.rows_in_use(positions))
+        self._parent.reserve_cache(mixed.rows_in_use(positions))
         return mixed(positions)
 
     def block_order(self, epoch: Epoch) -> BlockOrder | None:
@@ -102,10 +102,10 @@ class Shuffle(Step):
 _block_order = functools.lru_cache(maxsize=8)(BlockOrder)
 
 
-class Window(Step):
+class Window(MapTransformation):
     """A run of elements: take and skip."""
 
-    def __init__(self, parent: Pipeline, start: int, count: int | None):
+    def __init__(self, parent: MapDataset, start: int, count: int | None):
         super().__init__(parent)
         self._start = start
         self._count = count
@@ -125,7 +125,7 @@ class Window(Step):
     def has_even_batches(self) -> bool:
         return self._parent.has_even_batches
 
-    def unbatched(self) -> Pipeline | None:
+    def unbatched(self) -> MapDataset | None:
         rows, size = self._parent.unbatched(), self.batch_size
         if rows is None or size is None or not self._parent.has_even_batches:
             return None
@@ -143,17 +143,17 @@ class Window(Step):
     def locate(self, epoch: Epoch, positions: Positions) -> Positions:
         return positions + self._start
 
-    def parts(
+    def local_batches(
         self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
         steps = range(steps.start + self._start, steps.stop + self._start)
-        return self._parent.parts(epoch, steps, replicas, replica)
+        return self._parent.local_batches(epoch, steps, replicas, replica)
 
 
 class FullBatches(Window):
     """The rows that are in full batches."""
 
-    def __init__(self, parent: Pipeline, batch_size: int):
+    def __init__(self, parent: MapDataset, batch_size: int):
         super().__init__(parent, 0, None)
         self._rows = batch_size
 
@@ -166,10 +166,10 @@ class FullBatches(Window):
         return f"{self._parent.describe()}.full_batches({self._rows})"
 
 
-class Shard(Step):
+class Shard(MapTransformation):
     """Every n-th element."""
 
-    def __init__(self, parent: Pipeline, num_shards: int, index: int):
+    def __init__(self, parent: MapDataset, num_shards: int, index: int):
         super().__init__(parent)
         self._num_shards = num_shards
         self._index = index
@@ -188,10 +188,10 @@ class Shard(Step):
         return positions * self._num_shards + self._index
 
 
-class Repeat(Step):
+class Repeat(MapTransformation):
     """The elements repeated, perhaps endlessly; each repetition is an epoch."""
 
-    def __init__(self, parent: Pipeline, count: int | None):
+    def __init__(self, parent: MapDataset, count: int | None):
         super().__init__(parent)
         self._count = count
 
@@ -205,7 +205,7 @@ class Repeat(Step):
     def describe(self) -> str:
         return f"{self._parent.describe()}.repeat({self._count})"
 
-    def unbatched(self) -> Pipeline | None:
+    def unbatched(self) -> MapDataset | None:
         rows = self._parent.unbatched()
         return rows and Repeat(rows, self._count)
 
@@ -214,15 +214,15 @@ class Repeat(Step):
         repetition, i = (0, i) if whole is None else divmod(i, whole)
         return epoch_of_repetition(epoch, self._count, repetition), i
 
-    def parts(
+    def local_batches(
         self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
         (first_epoch, first), (last_epoch, last) = (
             self.locate_one(epoch, i) for i in (steps[0], steps[-1])
         )
         if first_epoch != last_epoch:
-            return super().parts(epoch, steps, replicas, replica)
-        return self._parent.parts(
+            return super().local_batches(epoch, steps, replicas, replica)
+        return self._parent.local_batches(
             first_epoch, range(first, last + 1), replicas, replica
         )
 
@@ -247,10 +247,10 @@ class Repeat(Step):
         return _interleave(parts, repetitions)
 
 
-class Concatenate(Pipeline):
+class Concatenate(MapDataset):
     """The elements of one pipeline, then those of another."""
 
-    def __init__(self, first: Pipeline, second: Pipeline):
+    def __init__(self, first: MapDataset, second: MapDataset):
         self._first = first
         self._second = second
         self._is_checked = False
@@ -297,7 +297,7 @@ class Concatenate(Pipeline):
     def sources(self) -> list[RowSource]:
         return self._first.sources + self._second.sources
 
-    def unbatched(self) -> Pipeline | None:
+    def unbatched(self) -> MapDataset | None:
         first, second = self._first.unbatched(), self._second.unbatched()
         return first and second and Concatenate(first, second)
 
@@ -316,13 +316,13 @@ class Concatenate(Pipeline):
         first, second = self._first.row_bytes, self._second.row_bytes
         return None if first is None or second is None else max(first, second)
 
-    def keep(self, elements: int) -> None:
-        self._first.keep(elements)
-        self._second.keep(elements)
+    def reserve_cache(self, elements: int) -> None:
+        self._first.reserve_cache(elements)
+        self._second.reserve_cache(elements)
 
-    def for_batches(self, batch_size: int) -> Pipeline:
+    def before_batch(self, batch_size: int) -> MapDataset:
         return Concatenate(
-            self._first.for_batches(batch_size), self._second.for_batches(batch_size)
+            self._first.before_batch(batch_size), self._second.before_batch(batch_size)
         )
 
     def describe(self) -> str:
@@ -331,19 +331,19 @@ class Concatenate(Pipeline):
     def describe_source(self) -> str:
         return f"{self._first.describe_source()}, {self._second.describe_source()}"
 
-    def shard_files(self, workers: int, worker: int) -> Pipeline:
+    def shard_files(self, workers: int, worker: int) -> MapDataset:
         return Concatenate(
             self._first.shard_files(workers, worker),
             self._second.shard_files(workers, worker),
         )
 
-    def over(self, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+    def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
         return Concatenate(change(self._first), change(self._second))
 
-    def rebatch(self, workers: int) -> Pipeline:
+    def rebatch(self, workers: int) -> MapDataset:
         return Concatenate(self._first.rebatch(workers), self._second.rebatch(workers))
 
-    def _find(self, i: int) -> tuple[Pipeline, int]:
+    def _find(self, i: int) -> tuple[MapDataset, int]:
         """Return the pipeline that has element `i`, and its number there."""
         before = self._first.length
         if before is None or i < before:
@@ -367,14 +367,14 @@ class Concatenate(Pipeline):
         first = self._first.elements(epoch, positions[~in_second])
         return _interleave([first, second], in_second)
 
-    def rows_in(self, epoch: Epoch, i: int) -> int:
+    def batch_rows(self, epoch: Epoch, i: int) -> int:
         pipeline, i = self._find(i)
-        return pipeline.rows_in(epoch, i)
+        return pipeline.batch_rows(epoch, i)
 
-    def part(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
         self._require_like()
         pipeline, i = self._find(i)
-        return pipeline.part(epoch, i, replicas, replica)
+        return pipeline.local_batch(epoch, i, replicas, replica)
 
     def example(self, epoch: Epoch) -> Any:
         self._require_like()

@@ -97,7 +97,7 @@ def parts_of(pipeline: Any, epoch: int, replicas: int) -> list[list[list[int]]]:
     """Return the rows of each replica, for each batch of an epoch."""
     return [
         [
-            numbers_of(pipeline.part(Epoch(epoch), i, replicas, replica))
+            numbers_of(pipeline.local_batch(Epoch(epoch), i, replicas, replica))
             for replica in range(replicas)
         ]
         for i in range(pipeline.length)
@@ -224,7 +224,9 @@ def test_without_a_seed_the_order_is_that_of_the_pass(entropy, rows):
             int(number)
             for i in range(pipeline.length)
             for replica in range(replicas)
-            for number in pipeline.part(Epoch(epoch, entropy), i, replicas, replica)
+            for number in pipeline.local_batch(
+                Epoch(epoch, entropy), i, replicas, replica
+            )
         ]
 
     first = order(0, entropy)

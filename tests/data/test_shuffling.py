@@ -125,7 +125,8 @@ def test_datasets_divided_over_replicas(strategy, path, name, window, drop):
     assert found == alone
     for replicas in (3, 7):
         parts = [
-            dataset.pipeline.part(Epoch(0), 4, replicas, r) for r in range(replicas)
+            dataset.pipeline.local_batch(Epoch(0), 4, replicas, r)
+            for r in range(replicas)
         ]
         assert np.concatenate(parts).tolist() == alone[4]
 

@@ -26,9 +26,9 @@ from mpidist.data.dataset import (
 from mpidist.data.distributed.iterator import DistributedIterator
 from mpidist.data.distributed.reader import Plan, count_steps, divide, is_global
 from mpidist.data.distributed.shared_caches import require_shareable, share
-from mpidist.data.iterable import Stream
+from mpidist.data.iter_dataset import IterDataset
 from mpidist.data.iterator_state import EpochCounter, Origin
-from mpidist.data.map_dataset import Epoch, Pipeline
+from mpidist.data.map_dataset import Epoch, MapDataset
 from mpidist.data.sharding import even_sizes
 from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
@@ -132,7 +132,7 @@ class DistributedDataset:
         """See `Strategy.experimental_distribute_dataset`."""
         extended.topology.require_open()
 
-        def choose() -> tuple[Pipeline | Stream, AutoShardPolicy]:
+        def choose() -> tuple[MapDataset | IterDataset, AutoShardPolicy]:
             _require_options(options)
             whole = _as_dataset(dataset, call)
             _require_batches(whole, call)
@@ -161,7 +161,7 @@ class DistributedDataset:
         if policy is AutoShardPolicy.FILE:
             return cls._of_own_batches(extended, pipeline, options, call)
         entropy = _draw(extended, pipeline.needs_entropy)
-        is_sliced = is_global(policy) and isinstance(pipeline, Pipeline)
+        is_sliced = is_global(policy) and isinstance(pipeline, MapDataset)
         slices = extended.num_replicas if is_sliced else 1
         plan = Plan(
             extended,
@@ -201,7 +201,7 @@ class DistributedDataset:
     def _of_own_batches(
         cls,
         extended: ReplicaGroup,
-        pipeline: Pipeline | Stream,
+        pipeline: MapDataset | IterDataset,
         options: InputOptions | None,
         call: str,
     ) -> DistributedDataset:
@@ -217,7 +217,7 @@ class DistributedDataset:
         is_batched = all(batched for _, batched in everyone)
         cardinality = count_steps(lengths)
         if is_batched and cardinality != UNKNOWN_CARDINALITY:
-            assert isinstance(pipeline, Pipeline)
+            assert isinstance(pipeline, MapDataset)
             _require_like_elements(extended, call, pipeline)
         elif cardinality != UNKNOWN_CARDINALITY and len(set(lengths)) > 1:
             raise ArgumentError(
@@ -320,12 +320,12 @@ def _require_batches(dataset: Dataset, call: str) -> None:
 
 
 def _require_like_elements(
-    extended: ReplicaGroup, call: str, pipeline: Pipeline
+    extended: ReplicaGroup, call: str, pipeline: MapDataset
 ) -> None:
     """Raise if the replicas' batches differ in structure, dtypes or dimensions."""
 
     def describe() -> Call:
-        leaves, spec = nest.flatten(pipeline.empty_part(Epoch()))
+        leaves, spec = nest.flatten(pipeline.empty_batch(Epoch()))
         kinds = tuple((a.dtype.name, f"{a.ndim} dimensions") for a in leaves)
         return Call(call, (), spec, kinds)
 
@@ -340,7 +340,7 @@ def _draw(extended: ReplicaGroup, needed: bool) -> int:
 
 
 def share_indexes(
-    extended: ReplicaGroup, pipeline: Pipeline | Stream, call: str
+    extended: ReplicaGroup, pipeline: MapDataset | IterDataset, call: str
 ) -> None:
     """Look into the files of a pipeline, each by one rank for all. Collective.
 
@@ -364,7 +364,7 @@ def share_indexes(
 
 
 def index_own_files(
-    extended: ReplicaGroup, pipeline: Pipeline | Stream, call: str
+    extended: ReplicaGroup, pipeline: MapDataset | IterDataset, call: str
 ) -> None:
     """Look into the files of this rank's own pipeline. Collective.
 
@@ -385,8 +385,8 @@ def index_own_files(
     agreement.prepare(call, index)
 
 
-def _sources(pipeline: Pipeline | Stream) -> list[IndexedSource]:
-    if isinstance(pipeline, Stream):
+def _sources(pipeline: MapDataset | IterDataset) -> list[IndexedSource]:
+    if isinstance(pipeline, IterDataset):
         return []
     return [s for s in pipeline.sources if isinstance(s, IndexedSource)]
 
@@ -438,7 +438,7 @@ def _threads(extended: ReplicaGroup, call: str) -> int:
 def summarize(plan: Plan) -> str:
     """Return how much there is, and who gets what. Not collective; looks at no data."""
     parts, pipeline = [], plan.pipeline
-    if isinstance(pipeline, Pipeline):
+    if isinstance(pipeline, MapDataset):
         if pipeline.file_count:
             parts.append(_count(pipeline.file_count, "HDF5 file"))
         parts.append(_count(sum(map(len, pipeline.sources)), "row"))

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from mpidist.data.distributed.reader import Feed, Group, Plan, Portion, start_reader
-from mpidist.data.map_dataset import Epoch, Pipeline
+from mpidist.data.map_dataset import Epoch, MapDataset
 from mpidist.data.sources import BufferedSource
 from mpidist.device import arrays, host_to_device, streams
 from mpidist.util import nest
@@ -185,7 +185,7 @@ def start(plan: Plan, epoch: Epoch) -> Feed:
     stream = streams.copy_stream(plan.extended.device)
     if stream is None:
         return source
-    if isinstance(plan.pipeline, Pipeline):
+    if isinstance(plan.pipeline, MapDataset):
         for rows in plan.pipeline.sources:
             if isinstance(rows, BufferedSource):
                 rows.buffers.allocate_by(host_to_device.page_locked(stream))

@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from mpidist.data import sharding
-from mpidist.data.iterable import UNKNOWN_CARDINALITY, Stream, count_rows
+from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, IterDataset, count_rows
 from mpidist.data.iterator_state import Origin
-from mpidist.data.map_dataset import INFINITE_CARDINALITY, Epoch, Pipeline, Reading
+from mpidist.data.map_dataset import (
+    INFINITE_CARDINALITY,
+    Epoch,
+    MapDataset,
+    OpenSources,
+)
 from mpidist.data.sources import as_element
 from mpidist.errors import ArgumentError, DataError
 from mpidist.options import AutoShardPolicy, InputOptions
@@ -60,7 +65,7 @@ class Plan:
     """
 
     extended: ReplicaGroup
-    pipeline: Pipeline | Stream
+    pipeline: MapDataset | IterDataset
     is_global: bool
     is_batched: bool
     cardinality: int
@@ -133,7 +138,7 @@ class Feed(Protocol):
 
 def start_reader(plan: Plan, epoch: Epoch) -> Feed:
     """Return this replica's batches of one epoch."""
-    if isinstance(plan.pipeline, Stream):
+    if isinstance(plan.pipeline, IterDataset):
         return _StreamFeed(plan, plan.pipeline, epoch)
     return _RowsFeed(plan, plan.pipeline, epoch)
 
@@ -141,17 +146,17 @@ def start_reader(plan: Plan, epoch: Epoch) -> Feed:
 def count_readers(plan: Plan) -> int:
     """Return in how many threads `Feed.read` may be called; a stream needs one."""
     pipeline = plan.pipeline
-    return 1 if isinstance(pipeline, Stream) else pipeline.parallel_calls
+    return 1 if isinstance(pipeline, IterDataset) else pipeline.parallel_calls
 
 
 class _RowsFeed:
     """Batches that are read by their number, in any thread; also again."""
 
-    def __init__(self, plan: Plan, pipeline: Pipeline, epoch: Epoch):
+    def __init__(self, plan: Plan, pipeline: MapDataset, epoch: Epoch):
         self._plan = plan
         self._pipeline = pipeline
         self._epoch = epoch
-        self._reading = Reading(pipeline)
+        self._open_sources = OpenSources(pipeline)
         replicas = plan.extended.num_replicas if plan.is_global else 1
         self.group = count_grouped(pipeline, replicas)
         self.is_slow_to_start = pipeline.is_mapped
@@ -160,14 +165,14 @@ class _RowsFeed:
 
     def read(self, step: int) -> Portion | None:
         """See `Feed.read`."""
-        return self._reading.do(lambda: self._read(step))
+        return self._open_sources.run(lambda: self._read(step))
 
     def read_group(self, step: int, count: int) -> Group:
         """See `Feed.read_group`."""
         length, stop = self._pipeline.length, step + count
         steps = range(step, stop if length is None else min(stop, length))
         if len(steps) > 1 and not self._plan.is_open_ended:
-            return self._reading.do(lambda: self._load_group(steps))
+            return self._open_sources.run(lambda: self._load_group(steps))
         return _read_singly(self, steps or [step])
 
     def _load_group(self, steps: range) -> Group:
@@ -178,7 +183,7 @@ class _RowsFeed:
             else (1, 0)
         )
         try:
-            batches = self._pipeline.parts(self._epoch, steps, *share)
+            batches = self._pipeline.local_batches(self._epoch, steps, *share)
         except Exception:  # of which step? One by one it is seen
             return _read_singly(self, steps)
         found: Group = []
@@ -193,7 +198,7 @@ class _RowsFeed:
         length = self._pipeline.length
         is_over = length is not None and step >= length
         if not plan.is_open_ended:
-            batch = self._pipeline.empty_part(self._epoch) if is_over else None
+            batch = self._pipeline.empty_batch(self._epoch) if is_over else None
             return Portion(batch if is_over else self._load(step))
         if is_over:
             return None
@@ -202,7 +207,7 @@ class _RowsFeed:
 
     def end(self) -> None:
         """See `Feed.end`."""
-        self._reading.end()
+        self._open_sources.end()
 
     def skip(self, steps: int) -> int:
         """See `Feed.skip`."""
@@ -211,13 +216,13 @@ class _RowsFeed:
 
     def close(self) -> None:
         """See `Feed.close`."""
-        self._reading.close()
+        self._open_sources.close()
 
     def _load(self, step: int) -> Any:
         if not self._plan.is_global:
             return self._pipeline.element(self._epoch, step)
         extended = self._plan.extended
-        return self._pipeline.part(
+        return self._pipeline.local_batch(
             self._epoch, step, extended.num_replicas, extended.replica_id
         )
 
@@ -229,7 +234,7 @@ class _StreamFeed:
     is_slow_to_start = False
     may_change_thread = False
 
-    def __init__(self, plan: Plan, stream: Stream, epoch: Epoch):
+    def __init__(self, plan: Plan, stream: IterDataset, epoch: Epoch):
         self._plan = plan
         self._elements = stream.iterate(epoch)
         self._has_rows = plan.is_batched and not stream.may_be_scalars
@@ -270,7 +275,7 @@ class _StreamFeed:
         return nest.map_leaves(lambda a: a[mine], batch)
 
 
-def count_grouped(pipeline: Pipeline, replicas: int) -> int:
+def count_grouped(pipeline: MapDataset, replicas: int) -> int:
     """Return how many steps to read at a time: more than one of small batches.
 
     Args:
@@ -332,8 +337,11 @@ def is_global(policy: AutoShardPolicy) -> bool:
 
 
 def divide(
-    pipeline: Pipeline | Stream, policy: AutoShardPolicy, workers: int, worker: int
-) -> Pipeline | Stream:
+    pipeline: MapDataset | IterDataset,
+    policy: AutoShardPolicy,
+    workers: int,
+    worker: int,
+) -> MapDataset | IterDataset:
     """Return what one worker reads: its own batches, or global ones.
 
     Raises:

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidist.comm.consensus.calls import Call
-from mpidist.data import combining, iterable_steps, sharding
+from mpidist.data import combining, iter_transformations, sharding
 from mpidist.data.caching import (
-    AnyCache,
     Cache,
+    CacheBase,
+    IterCache,
     Memory,
     RowTable,
-    StreamCache,
     fields_of,
     first_epoch,
     rebuild,
     row_spec,
     unkeepable,
 )
-from mpidist.data.iterable import Stream
-from mpidist.data.map_dataset import Epoch, Pipeline, Reading
+from mpidist.data.iter_dataset import IterDataset
+from mpidist.data.map_dataset import Epoch, MapDataset, OpenSources
 from mpidist.data.sources import Positions, stack
 from mpidist.errors import ArgumentError
 from mpidist.util import nest
@@ -37,11 +37,11 @@ __all__ = ["NodeCache", "reorder", "require_shareable", "share"]
 _CALL = "cache"
 
 
-def require_shareable(steps: Pipeline | Stream) -> None:
+def require_shareable(steps: MapDataset | IterDataset) -> None:
     """Raise if a cache cannot be shared, as its elements cannot be counted."""
 
-    def check(cache: Cache | StreamCache, parent: Any) -> Any:
-        if isinstance(cache, StreamCache):
+    def check(cache: Cache | IterCache, parent: Any) -> Any:
+        if isinstance(cache, IterCache):
             raise ArgumentError(
                 "cache() of a generator's dataset cannot be divided over replicas, as "
                 "the number of its elements is not known; make a dataset of arrays "
@@ -60,7 +60,7 @@ def _require_known_order(steps: Any) -> None:
     Its entropy is not that of the whole dataset (see `epoch_of_component`).
     """
 
-    def check(cache: Cache | StreamCache, parent: Any) -> Any:
+    def check(cache: Cache | IterCache, parent: Any) -> Any:
         if parent.needs_entropy:
             raise ArgumentError(
                 "cache() behind a shuffle without a seed cannot be shared by replicas "
@@ -68,20 +68,20 @@ def _require_known_order(steps: Any) -> None:
             )
         return cache
 
-    if isinstance(steps, combining.Zip | iterable_steps.Zip):
-        for part in steps.later_parts:
+    if isinstance(steps, combining.Zip | iter_transformations.Zip):
+        for part in steps.later_components:
             rebuild(part, check)
 
     def look(parent: Any) -> Any:
         _require_known_order(parent)
         return parent
 
-    steps.over(look)
+    steps.replace_parents(look)
 
 
 def share(
-    extended: ReplicaGroup, steps: Pipeline | Stream, epoch: Epoch, slices: int
-) -> Pipeline | Stream:
+    extended: ReplicaGroup, steps: MapDataset | IterDataset, epoch: Epoch, slices: int
+) -> MapDataset | IterDataset:
     """Return the steps with caches that the ranks of a node share. Collective.
 
     A cache that was distributed by the same strategy before keeps its rows, unless
@@ -98,7 +98,7 @@ def share(
       What reading the first row raises.
     """
 
-    def change(cache: Cache, parent: Pipeline) -> NodeCache:
+    def change(cache: Cache, parent: MapDataset) -> NodeCache:
         # An order that depends on entropy differs between datasets: do not share it
         owner = Memory() if parent.needs_entropy else cache.memory
         storage = extended.node_memory.find(owner)
@@ -106,11 +106,13 @@ def share(
             return _make(extended, parent, epoch, owner, slices)
         return NodeCache(parent, storage, owner, slices)
 
-    shared: Pipeline | Stream = rebuild(steps, change)
+    shared: MapDataset | IterDataset = rebuild(steps, change)
     return shared
 
 
-def reorder(extended: ReplicaGroup, steps: Pipeline | Stream, epoch: Epoch) -> None:
+def reorder(
+    extended: ReplicaGroup, steps: MapDataset | IterDataset, epoch: Epoch
+) -> None:
     """Empty the shared caches whose rows have another order now. Collective.
 
     Args:
@@ -127,13 +129,13 @@ def reorder(extended: ReplicaGroup, steps: Pipeline | Stream, epoch: Epoch) -> N
             cache.hold(extended.node_memory.empty(cache.storage, (changed, spec)))
 
 
-def _shared_caches(steps: Pipeline | Stream) -> list[NodeCache]:
+def _shared_caches(steps: MapDataset | IterDataset) -> list[NodeCache]:
     found: list[NodeCache] = []
 
     def look(parent: Any) -> Any:
         if isinstance(parent, NodeCache):
             found.append(parent)
-        return parent.over(look)
+        return parent.replace_parents(look)
 
     look(steps)
     return found
@@ -141,7 +143,7 @@ def _shared_caches(steps: Pipeline | Stream) -> list[NodeCache]:
 
 def _make(
     extended: ReplicaGroup,
-    parent: Pipeline,
+    parent: MapDataset,
     epoch: Epoch,
     owner: object,
     slices: int,
@@ -170,20 +172,24 @@ def _make(
     return cache
 
 
-def _first_rows(parent: Pipeline, epoch: Epoch, slices: int) -> Any:
+def _first_rows(parent: MapDataset, epoch: Epoch, slices: int) -> Any:
     """Return the rows that are read first, stacked; none if there are none."""
 
     def read() -> Any:
         length = parent.length or 0
         if not parent.is_batched:
             return parent.elements(epoch, np.arange(min(1, length)))
-        return parent.part(epoch, 0, slices, 0) if length else parent.empty_part(epoch)
+        return (
+            parent.local_batch(epoch, 0, slices, 0)
+            if length
+            else parent.empty_batch(epoch)
+        )
 
-    reading = Reading(parent)
+    open_sources = OpenSources(parent)
     try:
-        rows = reading.do(read)
+        rows = open_sources.run(read)
     finally:
-        reading.close()
+        open_sources.close()
     reason = unkeepable(rows)
     if reason is not None:
         raise ArgumentError(
@@ -201,7 +207,7 @@ def _pickle(spec: Any) -> bytes | None:
         return None
 
 
-class NodeCache(AnyCache):
+class NodeCache(CacheBase):
     """The elements as rows of a table, which all ranks of a node fill and read.
 
     Row j of batch i has the number i * batch size + j, so that each replica reads and
@@ -213,7 +219,9 @@ class NodeCache(AnyCache):
       slices: in how many parts batches are read.
     """
 
-    def __init__(self, parent: Pipeline, storage: Storage, owner: object, slices: int):
+    def __init__(
+        self, parent: MapDataset, storage: Storage, owner: object, slices: int
+    ):
         super().__init__(parent)
         self._owner = owner
         self._slices = slices
@@ -227,8 +235,8 @@ class NodeCache(AnyCache):
 
     def element(self, epoch: Epoch, i: int) -> Any:
         if self.is_batched:
-            return self.part(epoch, i, 1, 0)
-        return Pipeline.element(self, epoch, i)
+            return self.local_batch(epoch, i, 1, 0)
+        return MapDataset.element(self, epoch, i)
 
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
         if self.is_batched:
@@ -245,18 +253,18 @@ class NodeCache(AnyCache):
                 return found
         return table.rows(positions)
 
-    def part(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
         held, table = self._held
         epoch = first_epoch(self._parent, epoch)
-        size, rows = self.batch_size or 1, self.rows_in(epoch, i)
+        size, rows = self.batch_size or 1, self.batch_rows(epoch, i)
         mine = sharding.replica_slice(rows, replicas, replica)
         numbers = np.arange(i * size + mine.start, i * size + mine.stop)
         if numbers.size == 0:
-            return self.empty_part(epoch)
+            return self.empty_batch(epoch)
         if epoch == held and table.have(numbers).all():
             return table.rows(numbers)
         # Nobody reads a part of it: those that find some of its rows read it too
-        found = self._parent.part(epoch, i, replicas, replica)
+        found = self._parent.local_batch(epoch, i, replicas, replica)
         if epoch == held:
             _fill(table, numbers, found)
         return found
@@ -267,10 +275,10 @@ class NodeCache(AnyCache):
             return self._zeros() if size is None else self._zeros(size)
         if size is None:
             return self.element(epoch, 0)
-        rows = self.part(epoch, 0, self._slices, 0)
+        rows = self.local_batch(epoch, 0, self._slices, 0)
         return nest.map_leaves(lambda a: np.repeat(a[:1], size, axis=0), rows)
 
-    def empty_part(self, epoch: Epoch) -> Any:
+    def empty_batch(self, epoch: Epoch) -> Any:
         return self._zeros(0)
 
     def fill(self, rows: Any) -> None:

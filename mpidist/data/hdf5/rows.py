@@ -137,9 +137,9 @@ class Hdf5Rows:
         """Return how the rows are grouped in chunks."""
         return self.file_map().blocks
 
-    def keep(self, rows: int) -> None:
+    def reserve_cache(self, rows: int) -> None:
         """Size the cache for random reads among so many rows."""
-        self._blocks.capacity_bytes = self.file_map().bytes_to_keep(rows)
+        self._blocks.capacity_bytes = self.file_map().cache_bytes_for(rows)
 
     def read(self, rows: Rows) -> Any:
         """Return the rows with the given numbers, in that order.
@@ -299,7 +299,7 @@ class Hdf5Rows:
 
 RowNumbers = npt.NDArray[np.int64]
 
-# Capacity of the cache of decoded chunks, unless `keep` sets another one
+# Capacity of the cache of decoded chunks, unless `reserve_cache` sets another one
 KEPT_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20  # of rows that are not in chunks
 
@@ -364,7 +364,7 @@ class FileMap(NamedTuple):
                     for block in np.unique(part.rows // index.chunk[0]).tolist():
                         yield part.file, field, block
 
-    def bytes_to_keep(self, rows: int) -> int:
+    def cache_bytes_for(self, rows: int) -> int:
         """Return the cache size for reading so many rows in random order."""
         # Half as many again: windows begin before earlier ones have ended
         return sum(

@@ -14,7 +14,7 @@ from mpidist.data.hdf5.chunks import filter_name
 from mpidist.data.hdf5.index import DatasetIndex, choose_datasets
 from mpidist.data.hdf5.names import list_files
 from mpidist.data.hdf5.rows import Hdf5Rows
-from mpidist.data.map_dataset import Rows
+from mpidist.data.map_dataset import SourceMapDataset
 from mpidist.options import AutoShardPolicy
 from mpidist.tools.plan.parts import (
     DatasetPart,
@@ -75,7 +75,7 @@ def make_plan(request: Request) -> InputPlan:
 
 def _dataset(request: Request, source: DryRows) -> Dataset:
     """Return the dataset of batches that a job would make."""
-    dataset = Dataset(Rows(source))
+    dataset = Dataset(SourceMapDataset(source))
     if request.is_shuffled:
         window = request.window_chunks
         dataset = dataset.shuffle(seed=request.seed, window_chunks=window)

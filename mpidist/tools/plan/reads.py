@@ -137,9 +137,9 @@ class DryRows:
         """See `BlockSource.blocks`."""
         return self._rows.blocks()
 
-    def keep(self, rows: int) -> None:
-        """See `BlockSource.keep`."""
-        self._cache.capacity_bytes = self._layout.bytes_to_keep(rows)
+    def reserve_cache(self, rows: int) -> None:
+        """See `BlockSource.reserve_cache`."""
+        self._cache.capacity_bytes = self._layout.cache_bytes_for(rows)
 
     def retain(self) -> None:
         """See `BlockSource.retain`; there is nothing to close."""
@@ -265,7 +265,9 @@ class Share(NamedTuple):
         """Request the rows of some steps from the source."""
         for first in range(steps.start, steps.stop, self.group):
             several = range(first, min(first + self.group, steps.stop))
-            self.pipeline.parts(FIRST_EPOCH, several, self.replicas, self.replica)
+            self.pipeline.local_batches(
+                FIRST_EPOCH, several, self.replicas, self.replica
+            )
 
 
 def shares_of(
@@ -361,7 +363,7 @@ def kept_bytes(share: Share) -> int:
     limit = hdf5_rows.KEPT_BYTES
     if (mixed := share.pipeline.block_order(FIRST_EPOCH)) is not None:
         rows = mixed.rows_in_use(_lane_starts(share, mixed))
-        limit = share.source.layout.bytes_to_keep(rows)
+        limit = share.source.layout.cache_bytes_for(rows)
     return min(limit, share.source.memory_bytes_in_blocks)
 
 

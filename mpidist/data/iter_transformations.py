@@ -1,7 +1,6 @@
-"""The steps of a dataset whose elements can only be had one after the other.
+"""Transformations of iterable datasets, whose elements can only be read in order.
 
-They have the names and arguments of the steps in `batching` and `ordering`, which give
-any element at once.
+They have the names and arguments of those of map-style datasets.
 """
 
 from __future__ import annotations
@@ -16,8 +15,13 @@ import numpy as np
 from mpidist.data import sharding
 from mpidist.data.batching import call_function, call_mapped
 from mpidist.data.combining import epoch_of_component
-from mpidist.data.iterable import InOrder, Step, Stream, count_rows
-from mpidist.data.map_dataset import Epoch, Pipeline
+from mpidist.data.iter_dataset import (
+    IterDataset,
+    IterTransformation,
+    MapToIterDataset,
+    count_rows,
+)
+from mpidist.data.map_dataset import Epoch, MapDataset
 from mpidist.data.ordering import epoch_of_repetition
 from mpidist.data.sources import as_element, stack
 from mpidist.data.spec import batch_of, require_like, spec_of
@@ -44,10 +48,10 @@ __all__ = [
 ]
 
 
-class Map(Step):
+class Map(IterTransformation):
     """A function of each element, in some number of threads."""
 
-    def __init__(self, parent: Stream, fn: Callable[..., Any], threads: int = 1):
+    def __init__(self, parent: IterDataset, fn: Callable[..., Any], threads: int = 1):
         super().__init__(parent)
         self._fn = fn
         self._threads = threads
@@ -67,10 +71,10 @@ class Map(Step):
         return call_mapped(self._fn, self._parent.example())
 
 
-class Batch(Step):
+class Batch(IterTransformation):
     """Runs of elements, stacked."""
 
-    def __init__(self, parent: Stream, batch_size: int, drop_remainder: bool):
+    def __init__(self, parent: IterDataset, batch_size: int, drop_remainder: bool):
         super().__init__(parent)
         self._batch_size = batch_size
         self._drop_remainder = drop_remainder
@@ -83,7 +87,7 @@ class Batch(Step):
     def is_batched(self) -> bool:
         return True
 
-    def rebatch(self, workers: int) -> Stream:
+    def rebatch(self, workers: int) -> IterDataset:
         share = -(-self._batch_size // workers)
         return Batch(self._parent, share, self._drop_remainder)
 
@@ -100,12 +104,12 @@ class Batch(Step):
         return batch_of(self._parent.element_spec())
 
 
-class Shuffle(Step):
+class Shuffle(IterTransformation):
     """All elements, each drawn at random from a buffer of the next ones."""
 
     def __init__(
         self,
-        parent: Stream,
+        parent: IterDataset,
         buffer_size: int | None,
         seed: int | None,
         reshuffle: bool,
@@ -141,10 +145,10 @@ class Shuffle(Step):
             yield buffer.pop()
 
 
-class Window(Step):
+class Window(IterTransformation):
     """A run of elements: take and skip."""
 
-    def __init__(self, parent: Stream, start: int, count: int | None):
+    def __init__(self, parent: IterDataset, start: int, count: int | None):
         super().__init__(parent)
         self._start = start
         self._count = count
@@ -154,10 +158,10 @@ class Window(Step):
         return itertools.islice(self._parent.iterate(epoch), self._start, stop)
 
 
-class Shard(Step):
+class Shard(IterTransformation):
     """Every n-th element."""
 
-    def __init__(self, parent: Stream, num_shards: int, index: int):
+    def __init__(self, parent: IterDataset, num_shards: int, index: int):
         super().__init__(parent)
         self._num_shards = num_shards
         self._index = index
@@ -167,10 +171,10 @@ class Shard(Step):
         return itertools.islice(elements, self._index, None, self._num_shards)
 
 
-class Repeat(Step):
+class Repeat(IterTransformation):
     """The elements repeated, perhaps endlessly; each repetition is an epoch."""
 
-    def __init__(self, parent: Stream, count: int | None):
+    def __init__(self, parent: IterDataset, count: int | None):
         super().__init__(parent)
         self._count = count
 
@@ -184,13 +188,13 @@ class Repeat(Step):
                 is_empty = False
                 yield element
             if is_empty and self._count is None:
-                return  # an endless repetition of nothing
+                return  # repeating an empty dataset endlessly would never return
 
 
-class Concatenate(Stream):
-    """The elements of one stream, then those of another."""
+class Concatenate(IterDataset):
+    """The elements of one dataset, then those of another."""
 
-    def __init__(self, first: Stream, second: Stream):
+    def __init__(self, first: IterDataset, second: IterDataset):
         self._first = first
         self._second = second
 
@@ -213,13 +217,13 @@ class Concatenate(Stream):
     def describe(self) -> str:
         return f"{self._first.describe()}.concatenate({self._second.describe()})"
 
-    def over(self, change: Callable[[Any], Any]) -> Stream:
+    def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
         return Concatenate(change(self._first), change(self._second))
 
     def describe_source(self) -> str:
         return f"{self._first.describe_source()}, {self._second.describe_source()}"
 
-    def rebatch(self, workers: int) -> Stream:
+    def rebatch(self, workers: int) -> IterDataset:
         return Concatenate(self._first.rebatch(workers), self._second.rebatch(workers))
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
@@ -245,59 +249,67 @@ class Concatenate(Stream):
             return self._second.example()
 
 
-class Zip(Stream):
-    """Elements of several streams, in a structure, up to the end of the shortest."""
+class Zip(IterDataset):
+    """Elements of several datasets, in a structure, up to the end of the shortest."""
 
-    def __init__(self, parts: Sequence[Stream], spec: nest.Spec):
-        self._parts = tuple(parts)
+    def __init__(self, components: Sequence[IterDataset], spec: nest.Spec):
+        self._components = tuple(components)
         self._spec = spec
 
     @property
-    def later_parts(self) -> tuple[Stream, ...]:
-        """All parts but the first: see `epoch_of_component`."""
-        return self._parts[1:]
+    def later_components(self) -> tuple[IterDataset, ...]:
+        """All components but the first; see `epoch_of_component`."""
+        return self._components[1:]
 
     @property
     def batch_size(self) -> int | None:
-        sizes = {part.batch_size for part in self._parts}
+        sizes = {component.batch_size for component in self._components}
         return sizes.pop() if len(sizes) == 1 else None
 
     @property
     def is_batched(self) -> bool:
-        sizes = {part.batch_size for part in self._parts if part.batch_size}
-        return len(sizes) <= 1 and all(part.is_batched for part in self._parts)
+        sizes = {
+            component.batch_size
+            for component in self._components
+            if component.batch_size
+        }
+        return len(sizes) <= 1 and all(
+            component.is_batched for component in self._components
+        )
 
     @property
     def needs_entropy(self) -> bool:
-        return any(part.needs_entropy for part in self._parts)
+        return any(component.needs_entropy for component in self._components)
 
     def describe(self) -> str:
-        return f"zip({self._spec}, {', '.join(p.describe() for p in self._parts)})"
+        return f"zip({self._spec}, {', '.join(p.describe() for p in self._components)})"
 
     def describe_source(self) -> str:
-        return ", ".join(part.describe_source() for part in self._parts)
+        return ", ".join(component.describe_source() for component in self._components)
 
-    def over(self, change: Callable[[Any], Any]) -> Stream:
-        return Zip([change(part) for part in self._parts], self._spec)
+    def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
+        return Zip([change(component) for component in self._components], self._spec)
 
-    def rebatch(self, workers: int) -> Stream:
-        return self.over(lambda part: part.rebatch(workers))
+    def rebatch(self, workers: int) -> IterDataset:
+        return self.replace_parents(lambda component: component.rebatch(workers))
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
         given = [
-            part.iterate(epoch_of_component(epoch, i))
-            for i, part in enumerate(self._parts)
+            component.iterate(epoch_of_component(epoch, i))
+            for i, component in enumerate(self._components)
         ]
         return (nest.unflatten(self._spec, elements) for elements in zip(*given))
 
     def example(self) -> Any:
-        return nest.unflatten(self._spec, [part.example() for part in self._parts])
+        return nest.unflatten(
+            self._spec, [component.example() for component in self._components]
+        )
 
 
-class Enumerate(Step):
-    """The elements with their numbers, from `start` on, before them."""
+class Enumerate(IterTransformation):
+    """Pairs of a number, counted from `start`, and an element."""
 
-    def __init__(self, parent: Stream, start: int):
+    def __init__(self, parent: IterDataset, start: int):
         super().__init__(parent)
         self._start = start
 
@@ -317,7 +329,7 @@ class Enumerate(Step):
         return np.int64(self._start), self._parent.example()
 
 
-class Unbatch(Step):
+class Unbatch(IterTransformation):
     """The rows of each element."""
 
     @property
@@ -328,8 +340,8 @@ class Unbatch(Step):
     def is_batched(self) -> bool:
         return False
 
-    def rebatch(self, workers: int) -> Stream:
-        return self  # its batches are not those that are divided
+    def rebatch(self, workers: int) -> IterDataset:
+        return self  # earlier batches are not the global batches to divide
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
         for batch in map(as_element, self._parent.iterate(epoch)):
@@ -346,10 +358,10 @@ class Unbatch(Step):
         return nest.map_leaves(first, batch)
 
 
-class Filter(Step):
-    """The elements of which a function says True."""
+class Filter(IterTransformation):
+    """The elements for which a predicate is True."""
 
-    def __init__(self, parent: Stream, predicate: Callable[..., Any]):
+    def __init__(self, parent: IterDataset, predicate: Callable[..., Any]):
         super().__init__(parent)
         self._predicate = predicate
 
@@ -369,21 +381,21 @@ class Filter(Step):
         return bool(found)
 
 
-class Interleave(Step):
-    """Elements of the datasets that a function makes of the elements, by turns.
+class Interleave(IterTransformation):
+    """Elements of the datasets `map_func(element)`, interleaved.
 
     Args:
       parent: of the elements.
       map_func: returns a Dataset.
-      cycle_length: of how many datasets elements come by turns.
-      block_length: how many follow each other of one.
-      is_threaded: whether a thread reads a block ahead of each of those datasets.
-      workers: in how many parts batches are to be divided.
+      cycle_length: number of datasets that are interleaved at a time.
+      block_length: number of consecutive elements of a dataset.
+      is_threaded: whether each of these datasets is prefetched by a thread.
+      workers: number of workers among which batch sizes are divided.
     """
 
     def __init__(
         self,
-        parent: Stream,
+        parent: IterDataset,
         map_func: Callable[..., Dataset],
         cycle_length: int,
         block_length: int,
@@ -396,25 +408,25 @@ class Interleave(Step):
         self._block_length = block_length
         self._is_threaded = is_threaded
         self._workers = workers
-        self._first: Stream | None = None
+        self._first: IterDataset | None = None
 
     @property
     def batch_size(self) -> int | None:
-        return self._example_part().batch_size
+        return self._example_dataset().batch_size
 
     @property
     def is_batched(self) -> bool:
-        return self._example_part().is_batched
+        return self._example_dataset().is_batched
 
     @property
     def needs_entropy(self) -> bool:
-        return True  # who knows what shuffles there will be
+        return True  # datasets of later elements may be shuffled
 
     def describe(self) -> str:
         arguments = f"{self._cycle_length}, {self._block_length}"
         return f"{self._parent.describe()}.interleave({arguments})"
 
-    def rebatch(self, workers: int) -> Stream:
+    def rebatch(self, workers: int) -> IterDataset:
         return Interleave(
             self._parent,
             self._map_func,
@@ -425,8 +437,8 @@ class Interleave(Step):
         )
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
-        # As TensorFlow's: a part that ends leaves its slot to the next one, whose turn
-        # comes when the slot's does
+        # As in TensorFlow, the next dataset takes the slot of one that has ended when
+        # the cycle reaches that slot again
         sources = enumerate(self._parent.iterate(epoch))
         slots: list[Iterator[Any] | None] = [None] * self._cycle_length
         has_more = True
@@ -437,9 +449,9 @@ class Interleave(Step):
                 slots[slot] = found and self._start(epoch, *found)
             elif not has_more and not any(slots):
                 return
-            if (part := slots[slot]) is not None:
+            if (dataset := slots[slot]) is not None:
                 count = 0
-                for element in itertools.islice(part, self._block_length):
+                for element in itertools.islice(dataset, self._block_length):
                     count += 1
                     yield element
                 if count < self._block_length:
@@ -447,29 +459,29 @@ class Interleave(Step):
 
     def _start(self, epoch: Epoch, number: int, element: Any) -> Iterator[Any]:
         """Return the elements of the dataset made of one element."""
-        part = self._make(element)
-        elements = part.iterate(epoch_of_component(epoch, number + 1))
+        dataset = self._make(element)
+        elements = dataset.iterate(epoch_of_component(epoch, number + 1))
         return (
             read_ahead(elements, self._block_length) if self._is_threaded else elements
         )
 
-    def _make(self, element: Any) -> Stream:
+    def _make(self, element: Any) -> IterDataset:
         made = call_function(self._map_func, element)
-        part = getattr(made, "pipeline", None)
-        if isinstance(part, Pipeline):
-            part = InOrder(part)
-        if not isinstance(part, Stream):
+        dataset = getattr(made, "pipeline", None)
+        if isinstance(dataset, MapDataset):
+            dataset = MapToIterDataset(dataset)
+        if not isinstance(dataset, IterDataset):
             raise ArgumentTypeError(
                 "map_func of interleave must return a mpidist.Dataset, not "
                 f"{validation.shown(made)}"
             )
-        return part.rebatch(self._workers) if self._workers > 1 else part
+        return dataset.rebatch(self._workers) if self._workers > 1 else dataset
 
-    def _example_part(self) -> Stream:
-        """Return the first dataset; the function is called for it once."""
+    def _example_dataset(self) -> IterDataset:
+        """Return the dataset of the first element; calls the function only once."""
         if self._first is None:
             self._first = self._make(self._parent.example())
         return self._first
 
     def example(self) -> Any:
-        return self._example_part().example()
+        return self._example_dataset().example()
