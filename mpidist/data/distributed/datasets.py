@@ -24,7 +24,7 @@ from mpidist.data.dataset import (
     require_length,
 )
 from mpidist.data.distributed.iterator import DistributedIterator
-from mpidist.data.distributed.reader import Plan, count_steps, divide, is_global
+from mpidist.data.distributed.reader import ReadPlan, count_steps, divide, is_global
 from mpidist.data.distributed.shared_caches import require_shareable, share
 from mpidist.data.iter_dataset import IterDataset
 from mpidist.data.iterator_state import EpochCounter, Origin
@@ -116,7 +116,7 @@ class DistributedDataset:
       [6, 4]
     """
 
-    def __init__(self, plan: Plan, entropy: int):
+    def __init__(self, plan: ReadPlan, entropy: int):
         self._plan = plan
         self._epochs = EpochCounter(entropy)
         show_input(plan.extended, lambda: summarize(plan))
@@ -163,7 +163,7 @@ class DistributedDataset:
         entropy = _draw(extended, pipeline.needs_entropy)
         is_sliced = is_global(policy) and isinstance(pipeline, MapDataset)
         slices = extended.num_replicas if is_sliced else 1
-        plan = Plan(
+        plan = ReadPlan(
             extended,
             share(extended, pipeline, Epoch(0, entropy), slices),
             is_global=is_global(policy),
@@ -225,7 +225,7 @@ class DistributedDataset:
                 "batched, so a replica that runs out has nothing to give; call batch()"
             )
         entropy = _draw(extended, needed=True)
-        plan = Plan(
+        plan = ReadPlan(
             extended,
             pipeline,
             is_global=False,
@@ -326,8 +326,8 @@ def _require_like_elements(
 
     def describe() -> Call:
         leaves, spec = nest.flatten(pipeline.empty_batch(Epoch()))
-        kinds = tuple((a.dtype.name, f"{a.ndim} dimensions") for a in leaves)
-        return Call(call, (), spec, kinds)
+        leaf_specs = tuple((a.dtype.name, f"{a.ndim} dimensions") for a in leaves)
+        return Call(call, (), spec, leaf_specs)
 
     extended.agreement.require_same(extended.agreement.prepare(call, describe))
 
@@ -435,7 +435,7 @@ def _threads(extended: ReplicaGroup, call: str) -> int:
     return max(1, int(sum(1 / users[core] for core in mine[1])) - 1)
 
 
-def summarize(plan: Plan) -> str:
+def summarize(plan: ReadPlan) -> str:
     """Return how much there is, and who gets what. Not collective; looks at no data."""
     parts, pipeline = [], plan.pipeline
     if isinstance(pipeline, MapDataset):

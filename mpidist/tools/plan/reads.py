@@ -253,7 +253,7 @@ class Share(NamedTuple):
     @property
     def group(self) -> int:
         """How many steps are read at a time."""
-        return reader.count_grouped(self.pipeline, self.replicas)
+        return reader.steps_per_read(self.pipeline, self.replicas)
 
     def begin(self) -> None:
         """Reset the counts, and request what is read before the first step."""
