@@ -11,7 +11,7 @@ import numpy as np
 from mpidist.data import sharding
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.ordering import FullBatches
-from mpidist.data.shuffling import BlockOrder, Blocks
+from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 from mpidist.data.sources import Positions, from_lists, owned, stack
 from mpidist.data.spec import batch_of
 from mpidist.errors import ArgumentError
@@ -48,8 +48,8 @@ class Map(MapTransformation):
     def _call(self, element: Any) -> Any:
         return call_mapped(self._fn, element)
 
-    def blocks(self) -> Blocks | None:
-        return self._parent.blocks()
+    def chunk_layout(self) -> ChunkLayout | None:
+        return self._parent.chunk_layout()
 
     def _call_by_row(self, batch: Any) -> Any:
         """Return the function of some rows, which must give as many rows."""
@@ -161,8 +161,8 @@ class Batch(MapTransformation):
     def element_spec(self) -> Any:
         return batch_of(self._parent.element_spec())
 
-    def block_order(self, epoch: Epoch) -> BlockOrder | None:
-        return self._parent.block_order(epoch)
+    def chunk_shuffle(self, epoch: Epoch) -> ChunkShuffle | None:
+        return self._parent.chunk_shuffle(epoch)
 
     def element(self, epoch: Epoch, i: int) -> Any:
         return self.local_batch(epoch, i, 1, 0)

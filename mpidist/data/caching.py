@@ -15,7 +15,7 @@ import numpy.typing as npt
 from mpidist.data import sharding
 from mpidist.data.iter_dataset import IterDataset, IterTransformation
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
-from mpidist.data.shuffling import Blocks
+from mpidist.data.shuffling import ChunkLayout
 from mpidist.data.sources import Positions, stack
 from mpidist.data.spec import TensorSpec
 from mpidist.errors import ArgumentError
@@ -118,8 +118,8 @@ class CacheBase(MapTransformation):
     def describe(self) -> str:
         return f"{self._parent.describe()}.cache"
 
-    def blocks(self) -> Blocks | None:
-        return self._parent.blocks()
+    def chunk_layout(self) -> ChunkLayout | None:
+        return self._parent.chunk_layout()
 
     def before_batch(self, batch_size: int) -> MapDataset:
         return self  # what is kept does not depend on what follows

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
-from mpidist.data.shuffling import Blocks
+from mpidist.data.shuffling import ChunkLayout
 from mpidist.data.sources import Positions, RowSource
 from mpidist.errors import ArgumentError
 from mpidist.util import nest
@@ -77,10 +77,12 @@ class Zip(MapDataset):
         known = [size for size in found if size is not None]
         return sum(known) if len(known) == len(found) else None
 
-    def blocks(self) -> Blocks | None:
+    def chunk_layout(self) -> ChunkLayout | None:
         length = self.length
         found = [
-            blocks for component in self._components if (blocks := component.blocks())
+            blocks
+            for component in self._components
+            if (blocks := component.chunk_layout())
         ]
         if not found or length is None:
             return None
@@ -193,8 +195,8 @@ class Enumerate(MapTransformation):
     def describe(self) -> str:
         return f"{self._parent.describe()}.enumerate({self._start})"
 
-    def blocks(self) -> Blocks | None:
-        return self._parent.blocks()
+    def chunk_layout(self) -> ChunkLayout | None:
+        return self._parent.chunk_layout()
 
     def element(self, epoch: Epoch, i: int) -> Any:
         return np.int64(self._start + i), self._parent.element(epoch, i)

@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpidist.data.shuffling import BlockOrder, Blocks
+from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 from mpidist.data.sources import (
-    BlockSource,
     BufferedSource,
+    ChunkedSource,
     FileSource,
     Positions,
     RowSource,
-    is_in_blocks,
+    has_chunks,
 )
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError
@@ -123,11 +123,11 @@ class MapDataset:
         """The bytes of a row before mapped functions; None if unknown."""
         return None
 
-    def blocks(self) -> Blocks | None:
+    def chunk_layout(self) -> ChunkLayout | None:
         """Return how the elements are stored in chunks; None if that is irrelevant."""
         return None
 
-    def block_order(self, epoch: Epoch) -> BlockOrder | None:
+    def chunk_shuffle(self, epoch: Epoch) -> ChunkShuffle | None:
         """Return the order of a shuffle that mixes few chunks at a time, if any."""
         return None
 
@@ -206,7 +206,7 @@ class SourceMapDataset(MapDataset):
     def __init__(self, source: RowSource):
         self._source = source
         # Checking a protocol at each read would be slow
-        self._in_blocks = source if is_in_blocks(source) else None
+        self._chunked = source if has_chunks(source) else None
 
     @property
     def length(self) -> int:
@@ -234,16 +234,16 @@ class SourceMapDataset(MapDataset):
 
     @property
     def row_bytes(self) -> int | None:
-        if self._in_blocks:
-            return self._in_blocks.blocks().row_bytes
+        if self._chunked:
+            return self._chunked.chunk_layout().row_bytes
         return getattr(self._source, "row_bytes", None)
 
-    def blocks(self) -> Blocks | None:
-        return self._in_blocks.blocks() if self._in_blocks else None
+    def chunk_layout(self) -> ChunkLayout | None:
+        return self._chunked.chunk_layout() if self._chunked else None
 
     def reserve_cache(self, elements: int) -> None:
-        if self._in_blocks:
-            self._in_blocks.reserve_cache(elements)
+        if self._chunked:
+            self._chunked.reserve_cache(elements)
 
     def describe(self) -> str:
         return self._source.describe()
@@ -375,16 +375,16 @@ class OpenSources:
 
     def __init__(self, pipeline: MapDataset):
         sources = pipeline.sources
-        self._sources = [s for s in sources if is_in_blocks(s)]
+        self._sources = [s for s in sources if has_chunks(s)]
         self._buffers = [
             s.buffers
             for s in sources
-            if not is_in_blocks(s) and isinstance(s, BufferedSource)
+            if not has_chunks(s) and isinstance(s, BufferedSource)
         ]
         self._lock = threading.Lock()
         self._active_reads = 0
         self._is_closed = False
-        self._kept_open: list[BlockSource] = []
+        self._kept_open: list[ChunkedSource] = []
         for source in self._sources:
             source.retain()
 

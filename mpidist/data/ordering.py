@@ -15,7 +15,7 @@ import numpy as np
 
 from mpidist.data import sharding
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
-from mpidist.data.shuffling import BlockOrder, Blocks
+from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 from mpidist.data.sources import Positions, RowSource
 from mpidist.data.spec import require_like
 from mpidist.errors import ArgumentError, DataError
@@ -38,7 +38,7 @@ _ENDLESS = 1 << 40
 class Shuffle(MapTransformation):
     """All elements in a random order that needs no buffer.
 
-    Elements that lie in chunks which are costly to read come in a `BlockOrder`.
+    Elements that lie in chunks which are costly to read come in a `ChunkShuffle`.
     """
 
     _batch_size: int | None = None  # of the batches that follow
@@ -74,32 +74,32 @@ class Shuffle(MapTransformation):
         length = self.length
         if length is None:
             raise ArgumentError("an infinite dataset cannot be shuffled; shuffle first")
-        if (mixed := self.block_order(epoch)) is None:
+        if (mixed := self.chunk_shuffle(epoch)) is None:
             return sharding.Permutation(length, *self._key(epoch)).near(positions)
         self._parent.reserve_cache(mixed.rows_in_use(positions))
         return mixed(positions)
 
-    def block_order(self, epoch: Epoch) -> BlockOrder | None:
-        if (blocks := self._mixed_blocks()) is None:
+    def chunk_shuffle(self, epoch: Epoch) -> ChunkShuffle | None:
+        if (layout := self._mixed_chunks()) is None:
             return None
-        window = self._window_chunks or blocks.default_window
-        return _block_order(blocks, *self._key(epoch), window, self._batch_size)
+        block_chunks = self._window_chunks or layout.default_block_chunks
+        return _chunk_shuffle(layout, *self._key(epoch), block_chunks, self._batch_size)
 
     def _key(self, epoch: Epoch) -> tuple[int, int]:
         """Return the seed and the epoch number of the permutation."""
         seed = epoch.entropy if self._seed is None else self._seed
         return seed, epoch.number if self._reshuffle else 0
 
-    def _mixed_blocks(self) -> Blocks | None:
+    def _mixed_chunks(self) -> ChunkLayout | None:
         """Return the chunks to be kept together, None for an exact permutation."""
         if self._window_chunks == 0:
             return None
-        blocks = self._parent.blocks()
+        layout = self._parent.chunk_layout()
         is_wanted = self._window_chunks is not None
-        return blocks if blocks and (blocks.is_costly or is_wanted) else None
+        return layout if layout and (layout.is_costly or is_wanted) else None
 
 
-_block_order = functools.lru_cache(maxsize=8)(BlockOrder)
+_chunk_shuffle = functools.lru_cache(maxsize=8)(ChunkShuffle)
 
 
 class Window(MapTransformation):
@@ -132,13 +132,13 @@ class Window(MapTransformation):
         count = None if self._count is None else self._count * size
         return Window(rows, self._start * size, count)
 
-    def blocks(self) -> Blocks | None:
-        if (blocks := self._parent.blocks()) is None or self.length is None:
+    def chunk_layout(self) -> ChunkLayout | None:
+        if (layout := self._parent.chunk_layout()) is None or self.length is None:
             return None
-        edges = np.cumsum([0, *blocks.lengths]).clip(
+        edges = np.cumsum([0, *layout.lengths]).clip(
             self._start, self._start + self.length
         )
-        return dataclasses.replace(blocks, lengths=tuple(np.diff(edges).tolist()))
+        return dataclasses.replace(layout, lengths=tuple(np.diff(edges).tolist()))
 
     def locate(self, epoch: Epoch, positions: Positions) -> Positions:
         return positions + self._start
@@ -301,12 +301,12 @@ class Concatenate(MapDataset):
         first, second = self._first.unbatched(), self._second.unbatched()
         return first and second and Concatenate(first, second)
 
-    def blocks(self) -> Blocks | None:
-        first, second = self._first.blocks(), self._second.blocks()
+    def chunk_layout(self) -> ChunkLayout | None:
+        first, second = self._first.chunk_layout(), self._second.chunk_layout()
         if first is None or second is None:
             return None
         return dataclasses.replace(
-            max(first, second, key=lambda blocks: blocks.rows * blocks.row_bytes),
+            max(first, second, key=lambda layout: layout.rows * layout.row_bytes),
             lengths=first.lengths + second.lengths,
             is_costly=first.is_costly or second.is_costly,
         )

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.data.shuffling import Blocks
+from mpidist.data.shuffling import ChunkLayout
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.util import nest, validation
 from mpidist.util.buffers import Buffers
@@ -20,7 +20,7 @@ from mpidist.values import PerReplica
 
 __all__ = [
     "ArrayRows",
-    "BlockSource",
+    "ChunkedSource",
     "BufferedSource",
     "FileSource",
     "IndexedSource",
@@ -29,7 +29,7 @@ __all__ = [
     "RowSource",
     "as_element",
     "from_lists",
-    "is_in_blocks",
+    "has_chunks",
     "owned",
     "stack",
     "take_element",
@@ -53,10 +53,10 @@ class RowSource(Protocol):
 
 
 @runtime_checkable
-class BlockSource(RowSource, Protocol):
+class ChunkedSource(RowSource, Protocol):
     """Rows in chunks that can only be read whole."""
 
-    def blocks(self) -> Blocks:
+    def chunk_layout(self) -> ChunkLayout:
         """Return how the rows are stored in chunks."""
 
     def reserve_cache(self, rows: int) -> None:
@@ -72,7 +72,7 @@ class BlockSource(RowSource, Protocol):
         """
 
 
-def is_in_blocks(source: RowSource) -> TypeGuard[BlockSource]:
+def has_chunks(source: RowSource) -> TypeGuard[ChunkedSource]:
     """Return whether a source has chunks; `isinstance` of a protocol takes 20 us."""
     return hasattr(source, "retain")
 

@@ -17,7 +17,7 @@ from mpidist.data.hdf5 import dataset_reader as dataset_reader
 from mpidist.data.hdf5.dataset_reader import BlockCache, OpenFiles, pick_rows
 from mpidist.data.hdf5.files import RawFile
 from mpidist.data.hdf5.index import DatasetIndex, FileIndex, ReadMethod, index_file
-from mpidist.data.shuffling import Blocks
+from mpidist.data.shuffling import ChunkLayout
 from mpidist.errors import DataError
 from mpidist.util import nest
 from mpidist.util.buffers import Buffers
@@ -98,7 +98,7 @@ class Hdf5Rows:
         file_map = self.file_map()
         indexes = zip(self._names, file_map.files[0].datasets, strict=True)
         fields = [f"{n}: {c.native} {c.row_shape}" for n, c in indexes]
-        starts, rows = file_map.starts.tolist(), file_map.blocks.rows
+        starts, rows = file_map.starts.tolist(), file_map.chunk_layout.rows
         return f"from_hdf5({files}, {fields}, first rows {starts}, blocks of {rows})"
 
     def identify(self) -> str:
@@ -133,9 +133,9 @@ class Hdf5Rows:
             self._blocks.end_threads()
             self._blocks.threads = threads
 
-    def blocks(self) -> Blocks:
+    def chunk_layout(self) -> ChunkLayout:
         """Return how the rows are grouped in chunks."""
-        return self.file_map().blocks
+        return self.file_map().chunk_layout
 
     def reserve_cache(self, rows: int) -> None:
         """Size the cache for random reads among so many rows."""
@@ -172,13 +172,13 @@ class Hdf5Rows:
         return nest.unflatten(self._spec, leaves)
 
     def retain(self) -> None:
-        """See `BlockSource.retain`."""
+        """See `ChunkedSource.retain`."""
         with self._lock:
             self._users += 1
         self._open_files.check_others()
 
     def release(self, keep_files: bool = False) -> None:
-        """See `BlockSource.release`."""
+        """See `ChunkedSource.release`."""
         with self._lock:
             self._users -= 1
             if self._users == 0:
@@ -319,13 +319,13 @@ class FileMap(NamedTuple):
       files: at least one index.
       starts: number of the first row of each file, then that of all rows.
       rows: number of all rows.
-      blocks: how the rows are grouped in chunks.
+      chunk_layout: how the rows are grouped in chunks.
     """
 
     files: list[FileIndex]
     starts: RowNumbers
     rows: int
-    blocks: Blocks
+    chunk_layout: ChunkLayout
 
     @classmethod
     def of(cls, files: Sequence[FileIndex]) -> FileMap:
@@ -337,7 +337,7 @@ class FileMap(NamedTuple):
         for file in files[1:]:
             _require_like(file, files[0])
         starts = np.cumsum([0, *(file.rows for file in files)])
-        return cls(list(files), starts, int(starts[-1]), _blocks_of(files))
+        return cls(list(files), starts, int(starts[-1]), _chunk_layout_of(files))
 
     def cut(self, rows: RowNumbers) -> Iterator[FileRows]:
         """Split wanted rows by file; yields at least one part."""
@@ -385,12 +385,12 @@ def _require_like(file: FileIndex, first: FileIndex) -> None:
             )
 
 
-def _blocks_of(files: Sequence[FileIndex]) -> Blocks:
+def _chunk_layout_of(files: Sequence[FileIndex]) -> ChunkLayout:
     """Return how the rows are grouped: by the largest chunks of any dataset."""
     indexes = [index for file in files for index in file.datasets]
     costly = [index for index in indexes if index.is_in_blocks]
     _, rows = max(map(_block_size, costly or indexes))
-    return Blocks(
+    return ChunkLayout(
         tuple(file.rows for file in files),
         rows,
         sum(index.row_bytes for index in files[0].datasets),

@@ -136,12 +136,12 @@ def _memory_bytes(column: DatasetIndex) -> int:
 
 def _order(shares: Sequence[Share], is_in_order: bool) -> OrderPart:
     kept = max(map(kept_bytes, shares))
-    mixed = shares[0].pipeline.block_order(FIRST_EPOCH)
+    mixed = shares[0].pipeline.chunk_shuffle(FIRST_EPOCH)
     if mixed is None:
         kind = "files" if is_in_order else "permutation"
         return OrderPart(kind, None, None, None, None, kept)
-    lanes = mixed.window, mixed.lanes, mixed.lane_rows
-    return OrderPart("blocks", mixed.blocks.rows, *lanes, kept)
+    stripes = mixed.block_chunks, mixed.stripes, mixed.stripe_rows
+    return OrderPart("blocks", mixed.layout.rows, *stripes, kept)
 
 
 def _steps(request: Request, shares: Sequence[Share], all_rows: int) -> StepPart:

@@ -26,7 +26,7 @@ from mpidist.data.hdf5.index import DatasetIndex, FileIndex, ReadMethod
 from mpidist.data.hdf5.rows import FileMap, Hdf5Rows
 from mpidist.data.map_dataset import Epoch
 from mpidist.data.sharding import Indices
-from mpidist.data.shuffling import BlockOrder, Blocks
+from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 from mpidist.options import AutoShardPolicy
 
 __all__ = [
@@ -133,19 +133,19 @@ class DryRows:
         """See `FileSource.shard_files`."""
         return DryRows(self._rows.shard_files(workers, worker), self._files)
 
-    def blocks(self) -> Blocks:
-        """See `BlockSource.blocks`."""
-        return self._rows.blocks()
+    def chunk_layout(self) -> ChunkLayout:
+        """See `ChunkedSource.chunk_layout`."""
+        return self._rows.chunk_layout()
 
     def reserve_cache(self, rows: int) -> None:
-        """See `BlockSource.reserve_cache`."""
+        """See `ChunkedSource.reserve_cache`."""
         self._cache.capacity_bytes = self._layout.cache_bytes_for(rows)
 
     def retain(self) -> None:
-        """See `BlockSource.retain`; there is nothing to close."""
+        """See `ChunkedSource.retain`; there is nothing to close."""
 
     def release(self, keep_files: bool = False) -> None:
-        """See `BlockSource.release`."""
+        """See `ChunkedSource.release`."""
 
     def read(self, rows: Rows) -> Rows:
         """Return the numbers of the rows, and count what reading them takes."""
@@ -326,8 +326,8 @@ def count_reads(shares: Sequence[Share]) -> dict[int, Reads]:
 def _cost(share: Share) -> float:
     """Return the cost of going through an epoch, in rows."""
     rows, asked = share.rows, _CALL_ROWS * share.steps / share.group
-    if (mixed := share.pipeline.block_order(FIRST_EPOCH)) is not None:
-        part = mixed.lanes_of(_lane_starts(share, mixed)).size / mixed.lanes
+    if (mixed := share.pipeline.chunk_shuffle(FIRST_EPOCH)) is not None:
+        part = mixed.stripes_of(_stripe_starts(share, mixed)).size / mixed.stripes
         return asked + rows + len(share.source) * part
     if share.is_in_order:
         return asked + rows
@@ -361,14 +361,14 @@ def _sample(shares: Sequence[Share]) -> list[Share]:
 def kept_bytes(share: Share) -> int:
     """Return how many bytes of decoded chunks a rank keeps in memory, at most."""
     limit = hdf5_rows.KEPT_BYTES
-    if (mixed := share.pipeline.block_order(FIRST_EPOCH)) is not None:
-        rows = mixed.rows_in_use(_lane_starts(share, mixed))
+    if (mixed := share.pipeline.chunk_shuffle(FIRST_EPOCH)) is not None:
+        rows = mixed.rows_in_use(_stripe_starts(share, mixed))
         limit = share.source.layout.cache_bytes_for(rows)
     return min(limit, share.source.memory_bytes_in_blocks)
 
 
-def _lane_starts(share: Share, mixed: BlockOrder) -> Indices:
-    """Return one position of the first batch for each lane that gives a rank rows."""
+def _stripe_starts(share: Share, mixed: ChunkShuffle) -> Indices:
+    """Return one position of the first batch for each stripe that gives a rank rows."""
     mine = share.positions(0)
-    lane_start = mine.start - mine.start % mixed.lane_rows
-    return np.arange(lane_start, mine.stop, mixed.lane_rows)
+    stripe_start = mine.start - mine.start % mixed.stripe_rows
+    return np.arange(stripe_start, mine.stop, mixed.stripe_rows)
