@@ -1,4 +1,4 @@
-"""The steps that make other elements: functions of them, and batches."""
+"""Transformations that make new elements: `map` and `batch`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Map(MapTransformation):
         return self._parent.chunk_layout()
 
     def _call_by_row(self, batch: Any) -> Any:
-        """Return the function of some rows, which must give as many rows."""
+        """Call the function with rows; require as many rows in its result."""
         rows = len(_leaves(batch)[0])
         result = self._call(batch)
         for leaf in _leaves(result):
@@ -93,16 +93,16 @@ class Map(MapTransformation):
     def local_batches(
         self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
-        given = self._parent.local_batches(epoch, steps, replicas, replica)
-        return (self._map_batch(epoch, part) for part in given)
+        batches = self._parent.local_batches(epoch, steps, replicas, replica)
+        return (self._map_batch(epoch, batch) for batch in batches)
 
-    def _map_batch(self, epoch: Epoch, given: Any) -> Any:
-        if len(_leaves(given)[0]) == 0:
+    def _map_batch(self, epoch: Epoch, batch: Any) -> Any:
+        if len(_leaves(batch)[0]) == 0:
             return self.empty_batch(epoch)
-        return self._call_by_row(given)
+        return self._call_by_row(batch)
 
     def empty_batch(self, epoch: Epoch) -> Any:
-        # The function may not know what to do with no rows, so it gets some
+        # The function may fail for zero rows: call it with some, and drop the result's
         if self._empty is None:
             result = self._call_by_row(self._parent.example(epoch))
             self._empty = nest.map_leaves(lambda a: np.asarray(a)[:0], result)
@@ -113,7 +113,7 @@ class Map(MapTransformation):
 
 
 class Batch(MapTransformation):
-    """Runs of elements, stacked."""
+    """Stacks of consecutive elements."""
 
     def __init__(self, parent: MapDataset, batch_size: int, drop_remainder: bool):
         super().__init__(parent.before_batch(batch_size))
@@ -133,7 +133,7 @@ class Batch(MapTransformation):
 
     @property
     def parallel_calls(self) -> int:
-        return 1  # the rows of one batch are spread over threads
+        return 1  # the threads share the rows of a batch instead
 
     @property
     def has_even_batches(self) -> bool:
@@ -177,18 +177,18 @@ class Batch(MapTransformation):
         return self._count(self._parent.length, i)
 
     def _count(self, rows: int | None, i: int) -> int:
-        """Return how many of `rows` rows batch `i` has."""
+        """Return the number of rows of batch `i` if the parent has `rows` rows."""
         rest = self._batch_size if rows is None else rows - i * self._batch_size
         return min(self._batch_size, rest)
 
     def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
-        mine = self.positions(epoch, i, replicas, replica)
-        return self._parent.elements(epoch, np.arange(mine.start, mine.stop))
+        rows = self.positions(epoch, i, replicas, replica)
+        return self._parent.elements(epoch, np.arange(rows.start, rows.stop))
 
     def local_batches(
         self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
-        if self._parent.is_mapped:  # an error of a function belongs to its step
+        if self._parent.is_mapped:  # one step at a time, to attribute errors to steps
             return super().local_batches(epoch, steps, replicas, replica)
         positions, sizes = self._positions(steps, replicas, replica)
         leaves, spec = nest.flatten(self._parent.elements(epoch, positions))
@@ -207,30 +207,31 @@ class Batch(MapTransformation):
     def _positions(
         self, steps: range, replicas: int, replica: int
     ) -> tuple[Positions, list[int]]:
-        """Return which of the parent's elements a replica has in several batches."""
+        """Return a replica's positions in the parent, and their number per batch."""
         rows = self._parent.length
         whole = (
             steps.stop if rows is None else min(rows // self._batch_size, steps.stop)
         )
+        # Full batches all have the same slice: compute their positions at once
         own = sharding.replica_slice(self._batch_size, replicas, replica)
         firsts = self._batch_size * np.arange(steps.start, max(whole, steps.start))
         inside = np.arange(own.start, own.stop)
         parts = [(firsts[:, np.newaxis] + inside).reshape(-1)]
         sizes = [inside.size] * firsts.size
-        for i in range(max(whole, steps.start), steps.stop):  # the last one is shorter
-            mine = self._slice(rows, i, replicas, replica)
-            parts.append(np.arange(mine.start, mine.stop))
-            sizes.append(len(mine))
+        for i in range(max(whole, steps.start), steps.stop):  # the last batch is short
+            last = self._slice(rows, i, replicas, replica)
+            parts.append(np.arange(last.start, last.stop))
+            sizes.append(len(last))
         return np.concatenate(parts), sizes
 
     def positions(self, epoch: Epoch, i: int, replicas: int, replica: int) -> range:
-        """Return which of the parent's elements are in a replica's slice of a batch."""
+        """Return the positions in the parent of a replica's slice of batch `i`."""
         return self._slice(self._parent.length, i, replicas, replica)
 
     def _slice(self, rows: int | None, i: int, replicas: int, replica: int) -> range:
         start = i * self._batch_size
-        mine = sharding.replica_slice(self._count(rows, i), replicas, replica)
-        return range(start + mine.start, start + mine.stop)
+        own = sharding.replica_slice(self._count(rows, i), replicas, replica)
+        return range(start + own.start, start + own.stop)
 
     def example(self, epoch: Epoch) -> Any:
         row = self._parent.example(epoch)
@@ -238,7 +239,7 @@ class Batch(MapTransformation):
 
 
 def _leaves(value: Any) -> Sequence[Any]:
-    """Return the leaves of a nest; sooner of what most datasets have."""
+    """Return the leaves of a nest, with a fast path for arrays and flat tuples."""
     if type(value) is np.ndarray:
         return (value,)
     if type(value) is tuple and {np.ndarray}.issuperset(map(type, value)):
@@ -250,14 +251,14 @@ def call_function(fn: Callable[..., Any], element: Any) -> Any:
     """Return `fn(element)`; a tuple is passed as arguments."""
     try:
         return fn(*element) if type(element) is tuple else fn(element)
-    except StopIteration as error:  # it would end an iteration, silently
+    except StopIteration as error:  # would silently end the caller's iteration
         raise RuntimeError("a mapped function raised StopIteration") from error
 
 
 def call_mapped(fn: Callable[..., Any], element: Any) -> Any:
     """Return `fn(element)`; a tuple is passed as arguments.
 
-    Nobody but the caller has its arrays, unless they are those of the element.
+    The result has no arrays that other code may change, except for those of `element`.
     """
     arguments = element if type(element) is tuple else (element,)
     holder = [call_function(fn, element)]

@@ -73,21 +73,18 @@ class Zip(MapDataset):
 
     @property
     def row_bytes(self) -> int | None:
-        found = [component.row_bytes for component in self._components]
-        known = [size for size in found if size is not None]
-        return sum(known) if len(known) == len(found) else None
+        sizes = [component.row_bytes for component in self._components]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if len(known) == len(sizes) else None
 
     def chunk_layout(self) -> ChunkLayout | None:
         length = self.length
-        found = [
-            blocks
-            for component in self._components
-            if (blocks := component.chunk_layout())
-        ]
-        if not found or length is None:
+        layouts = [c.chunk_layout() for c in self._components]
+        chunked = [layout for layout in layouts if layout]
+        if not chunked or length is None:
             return None
         # A later shuffle should follow the chunks that are most expensive to decode
-        costly = max(found, key=lambda b: (b.is_costly, b.rows * b.row_bytes))
+        costly = max(chunked, key=lambda c: (c.is_costly, c.rows * c.row_bytes))
         edges = np.cumsum([0, *costly.lengths]).clip(max=length)
         return dataclasses.replace(costly, lengths=tuple(np.diff(edges).tolist()))
 
@@ -114,10 +111,10 @@ class Zip(MapDataset):
 
     def _join(self, get: Callable[[MapDataset, Epoch], Any], epoch: Epoch) -> Any:
         """Return the structure of `get(component, epoch of the component)`."""
-        found = [
+        values = [
             get(p, epoch_of_component(epoch, i)) for i, p in enumerate(self._components)
         ]
-        return nest.unflatten(self._spec, found)
+        return nest.unflatten(self._spec, values)
 
     def element(self, epoch: Epoch, i: int) -> Any:
         return self._join(lambda component, epoch: component.element(epoch, i), epoch)
@@ -148,13 +145,13 @@ class Zip(MapDataset):
     ) -> Iterator[Any]:
         for i in steps:
             self.batch_rows(epoch, i)
-        given = [
+        batches = [
             component.local_batches(
                 epoch_of_component(epoch, k), steps, replicas, replica
             )
             for k, component in enumerate(self._components)
         ]
-        return (nest.unflatten(self._spec, components) for components in zip(*given))
+        return (nest.unflatten(self._spec, batch) for batch in zip(*batches))
 
     def example(self, epoch: Epoch) -> Any:
         return self._join(lambda component, epoch: component.example(epoch), epoch)

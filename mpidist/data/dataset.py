@@ -213,10 +213,10 @@ class Dataset(Transformations, metaclass=_DatasetType):
           [3.] [2]
         """
         check_name(name)
-        given, spec = nest.flatten(_structure(args, datasets))
+        leaves, spec = nest.flatten(_structure(args, datasets))
         return Dataset(
-            zip_together([dataset._pipeline for dataset in given], spec),
-            _common_options(given),
+            zip_together([dataset._pipeline for dataset in leaves], spec),
+            _common_options(leaves),
         )
 
     def reduce(

@@ -372,13 +372,13 @@ class Filter(IterTransformation):
         return filter(self._is_wanted, self._parent.iterate(epoch))
 
     def _is_wanted(self, element: Any) -> bool:
-        found = call_function(self._predicate, element)
-        is_bool = isinstance(found, bool) or getattr(found, "dtype", None) == np.bool_
-        if not is_bool or np.ndim(found):
+        result = call_function(self._predicate, element)
+        is_bool = isinstance(result, bool) or getattr(result, "dtype", None) == np.bool_
+        if not is_bool or np.ndim(result):
             raise ArgumentTypeError(
-                f"predicate must return one bool, not {validation.shown(found)}"
+                f"predicate must return one bool, not {validation.shown(result)}"
             )
-        return bool(found)
+        return bool(result)
 
 
 class Interleave(IterTransformation):

@@ -1,4 +1,4 @@
-"""Going through a dataset in one process. Nothing here communicates."""
+"""Iteration over a dataset in one process. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class DatasetIterator:
         except StopIteration:
             self.close()
             raise
-        except BaseException as error:  # also an interrupt must not lose elements
+        except BaseException as error:  # an interrupt must not lose elements either
             fold(error)
             self._recover(error)
             raise
@@ -145,7 +145,7 @@ class DatasetIterator:
             elements.close()
 
     def _start(self, epoch: Epoch, step: int = 0) -> None:
-        """Be before a step; before the first one of a stream."""
+        """Start before `step`; an iterable dataset starts before its first step."""
         self._epoch = epoch
         self._step = step
         self._failure = None
@@ -156,7 +156,7 @@ class DatasetIterator:
         self._elements = read_ahead(elements, self._ahead) if self._ahead else elements
 
     def _skip(self, steps: int) -> None:
-        """Go on after the first elements of a stream."""
+        """Skip the first elements of an iterable dataset."""
         try:
             passed = sum(1 for _ in itertools.islice(self._elements, steps))
             if passed < steps:
@@ -187,7 +187,7 @@ class DatasetIterator:
 
 
 class TransformationClasses(NamedTuple):
-    """The classes of steps, which are called with the parent and their arguments."""
+    """Constructors of transformations: called with the parent and the arguments."""
 
     map: Callable[..., Any]
     batch: Callable[..., Any]
@@ -222,7 +222,7 @@ _ITER_TRANSFORMATIONS = TransformationClasses(
 
 
 def transformations_for(pipeline: MapDataset | IterDataset) -> TransformationClasses:
-    """Return the steps that may come after `pipeline`."""
+    """Return the transformations of the kind of dataset that `pipeline` is."""
     return (
         _ITER_TRANSFORMATIONS
         if isinstance(pipeline, IterDataset)
@@ -231,29 +231,29 @@ def transformations_for(pipeline: MapDataset | IterDataset) -> TransformationCla
 
 
 def is_sharded(steps: MapDataset | IterDataset) -> bool:
-    """Return whether one of the steps is a shard."""
-    found = [isinstance(steps, ordering.Shard | iter_transformations.Shard)]
+    """Return whether one of the transformations is a shard."""
+    flags = [isinstance(steps, ordering.Shard | iter_transformations.Shard)]
 
     def look(parent: Any) -> Any:
-        found.append(is_sharded(parent))
+        flags.append(is_sharded(parent))
         return parent
 
     steps.replace_parents(look)
-    return any(found)
+    return any(flags)
 
 
-# Functions that these call may iterate over datasets: a generator's function, or the
-# one given to distribute_datasets_from_function, or to Strategy.run
+# User functions that these modules call may iterate over datasets: those of
+# from_generator, distribute_datasets_from_function and Strategy.run
 _CALLERS = ("mpidist.data.", "mpidist.strategy.extended")
 
 _has_warned = False
 
 
 def warn_undistributed() -> None:
-    """Warn once in a job that all ranks read all rows.
+    """Warn once per job that all ranks read all rows.
 
-    Rank 1 does: what rank 0 does alone, such as an evaluation, is done on purpose. The
-    program has called the function that has called the caller.
+    Rank 1 warns, since rank 0 may iterate alone on purpose, for example to evaluate.
+    Called by a function that the user's code calls through one other function.
     """
     global _has_warned
     MPI = sys.modules.get("mpi4py.MPI")  # noqa: N806  # commands run without MPI, too
@@ -282,14 +282,14 @@ def _is_called_by_library(frame: FrameType | None) -> bool:
 
 
 def to_iter_dataset(pipeline: MapDataset | IterDataset) -> IterDataset:
-    """Return the elements of `pipeline` as a stream."""
+    """Return an iterable dataset of the elements of `pipeline`."""
     return pipeline if isinstance(pipeline, IterDataset) else MapToIterDataset(pipeline)
 
 
 def concatenate(
     first: MapDataset | IterDataset, second: MapDataset | IterDataset
 ) -> MapDataset | IterDataset:
-    """Return the elements of one, then those of the other."""
+    """Return a dataset of the elements of `first`, then those of `second`."""
     if isinstance(first, MapDataset) and isinstance(second, MapDataset):
         return ordering.Concatenate(first, second)
     return iter_transformations.Concatenate(
@@ -298,16 +298,16 @@ def concatenate(
 
 
 def zip_together(
-    parts: Sequence[MapDataset | IterDataset], spec: nest.Spec
+    components: Sequence[MapDataset | IterDataset], spec: nest.Spec
 ) -> MapDataset | IterDataset:
-    """Return elements of all parts side by side, as the leaves of a structure."""
-    pipelines = [part for part in parts if isinstance(part, MapDataset)]
-    if len(pipelines) == len(parts):
-        return combining.Zip(pipelines, spec)
-    return iter_transformations.Zip(list(map(to_iter_dataset, parts)), spec)
+    """Return a dataset of structures whose leaves are elements of `components`."""
+    map_datasets = [c for c in components if isinstance(c, MapDataset)]
+    if len(map_datasets) == len(components):
+        return combining.Zip(map_datasets, spec)
+    return iter_transformations.Zip(list(map(to_iter_dataset, components)), spec)
 
 
 def unbatch(pipeline: MapDataset | IterDataset) -> MapDataset | IterDataset:
-    """Return the rows of the elements."""
+    """Return a dataset of the rows of the elements."""
     rows = pipeline.unbatched() if isinstance(pipeline, MapDataset) else None
     return rows or iter_transformations.Unbatch(to_iter_dataset(pipeline))

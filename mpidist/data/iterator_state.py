@@ -1,12 +1,12 @@
-"""Where an iterator is, as a few integers: what it saves, and goes on from.
+"""The state of an iterator: a few integers, to be saved and restored.
 
 Nothing here communicates. A state is a dict of
 
-- `version`: of this list;
-- `epoch`, `step`: how many epochs were begun before, and how many batches (or single
-  elements) of this one were handed out;
-- `entropy`: the seed of shuffles that were given none, 0 if there are no such;
-- what `Origin` lists, by which a state of other data is told apart.
+- `version`: of this format;
+- `epoch`, `step`: number of epochs before this one, and of its batches (or single
+  elements) that were returned;
+- `entropy`: seed of shuffles without a seed of their own, 0 if there are none;
+- the fields of `Origin`, which identify the dataset.
 """
 
 from __future__ import annotations
@@ -48,17 +48,15 @@ class EpochCounter:
 
 
 class Origin(NamedTuple):
-    """What a state belongs to; equal on all replicas, and no secret is in it.
+    """Identifies the dataset of a state; equal on all replicas, and contains no data.
 
     Args:
-      replicas: how many replicas have data of their own; 0 where any number of them
-        divides the same batches, -1 where each reads all.
-      batch_size: rows per step, of all replicas that have data of their own; 0 where
-        that is not known.
+      replicas: number of replicas with own data; 0 if any number of replicas divides
+        global batches, -1 if each reads all data.
+      batch_size: rows per step, summed over replicas with own data; 0 if unknown.
       cardinality: steps per epoch, or INFINITE_ or UNKNOWN_CARDINALITY.
-      source: a hash of where the rows come from: names of files without their folders,
-        dtypes, shapes.
-      dataset: a hash of that and of what is done to the rows (but for functions).
+      source: hash of the sources: names of files without their folders, dtypes, shapes.
+      dataset: hash of the sources and the transformations (without functions).
     """
 
     replicas: int
@@ -71,7 +69,7 @@ class Origin(NamedTuple):
     def of(
         cls, pipeline: MapDataset | IterDataset, each_reads_all: bool = False
     ) -> Origin:
-        """Return the origin of what is read in one process, or by all replicas."""
+        """Return the origin of a dataset that one process or all replicas read."""
         return cls(
             _EACH_READS_ALL if each_reads_all else 0,
             pipeline.batch_size or 0,
@@ -82,11 +80,11 @@ class Origin(NamedTuple):
 
     @classmethod
     def of_own(cls, origins: Sequence[Origin], cardinality: int) -> Origin:
-        """Return the origin of what replicas read of which each has its own data.
+        """Return the origin of the datasets of replicas that have own data.
 
         Args:
-          origins: what each replica reads, by rank.
-          cardinality: how many steps they take together.
+          origins: of each replica's dataset, by rank.
+          cardinality: number of steps of all replicas.
         """
         return cls(
             len(origins),
@@ -112,9 +110,9 @@ def read_state(
     """Return the epoch and the step of a state.
 
     Args:
-      state: what `make_state` returned.
-      origin: what it must belong to.
-      pipeline: what is read here, for messages.
+      state: returned by `make_state`.
+      origin: expected origin of the state.
+      pipeline: the dataset that is read here, for messages.
 
     Raises:
       ArgumentTypeError: `state` is no dict of integers.
@@ -135,7 +133,7 @@ def read_state(
 
 
 def _require_integers(state: Any) -> dict[str, int]:
-    """Return `state` if it has the integers of a state."""
+    """Return the integers of a state; raise if they are not valid."""
     if not isinstance(state, Mapping):
         raise ArgumentTypeError(
             "set_state needs the dict that get_state returned, not "
@@ -172,27 +170,33 @@ def _require_integer(name: str, value: Any) -> int:
 def _differences(
     theirs: Origin, ours: Origin, pipeline: MapDataset | IterDataset
 ) -> list[str]:
-    """Say what differs, in words; nothing if all is equal."""
+    """Describe the differences, in words; empty if there are none."""
     if theirs.replicas != ours.replicas:
         return [
             f"its batches are {_division(theirs)}, here they are {_division(ours)}; "
             "only states of Strategy.experimental_distribute_dataset with "
             "AutoShardPolicy.AUTO or DATA fit any number of replicas"
         ]
-    found = []
+    differences = []
     if theirs.batch_size != ours.batch_size:
-        found.append(f"its batch_size is {theirs.batch_size}, here {ours.batch_size}")
+        differences.append(
+            f"its batch_size is {theirs.batch_size}, here {ours.batch_size}"
+        )
         if ours.replicas == _EACH_READS_ALL:
-            found[-1] += " (AutoShardPolicy.OFF divides it by the number of replicas)"
+            differences[-1] += (
+                " (AutoShardPolicy.OFF divides it by the number of replicas)"
+            )
     if theirs.cardinality != ours.cardinality:
-        found.append(
+        differences.append(
             f"it has {theirs.cardinality} steps per epoch, here {ours.cardinality}"
         )
     if theirs.source != ours.source:
-        found.append(f"its rows are not those of {_cut(pipeline.describe_source())}")
-    if theirs.dataset != ours.dataset and not found:
-        found.append(f"its steps are not those of {_cut(pipeline.describe())}")
-    return found
+        differences.append(
+            f"its rows are not those of {_cut(pipeline.describe_source())}"
+        )
+    if theirs.dataset != ours.dataset and not differences:
+        differences.append(f"its steps are not those of {_cut(pipeline.describe())}")
+    return differences
 
 
 def _division(origin: Origin) -> str:

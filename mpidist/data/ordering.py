@@ -1,7 +1,7 @@
-"""The steps that change which elements there are, and in which order.
+"""Transformations that select, repeat or permute elements.
 
-They turn the number of an element into the number of the parent's element; random
-orders come from `sharding.Permutation`, without a table.
+They map the index of an element to an index of the parent; random orders are computed
+by `sharding.Permutation`, without a table.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = [
     "epoch_of_repetition",
 ]
 
-# An endless repetition has no count to multiply by: assume that it never runs longer
+# Distance of the first epoch numbers of successive endless repetitions
 _ENDLESS = 1 << 40
 
 
 class Shuffle(MapTransformation):
-    """All elements in a random order that needs no buffer.
+    """All elements in a random order, without a buffer.
 
-    Elements that lie in chunks which are costly to read come in a `ChunkShuffle`.
+    Elements in chunks that are costly to decode are in the order of a `ChunkShuffle`.
     """
 
     _batch_size: int | None = None  # of the batches that follow
@@ -91,7 +91,7 @@ class Shuffle(MapTransformation):
         return seed, epoch.number if self._reshuffle else 0
 
     def _mixed_chunks(self) -> ChunkLayout | None:
-        """Return the chunks to be kept together, None for an exact permutation."""
+        """Return the chunks for a `ChunkShuffle`; None for an exact permutation."""
         if self._window_chunks == 0:
             return None
         layout = self._parent.chunk_layout()
@@ -103,7 +103,7 @@ _chunk_shuffle = functools.lru_cache(maxsize=8)(ChunkShuffle)
 
 
 class Window(MapTransformation):
-    """A run of elements: take and skip."""
+    """A slice of the elements, by `take` and `skip`."""
 
     def __init__(self, parent: MapDataset, start: int, count: int | None):
         super().__init__(parent)
@@ -151,7 +151,7 @@ class Window(MapTransformation):
 
 
 class FullBatches(Window):
-    """The rows that are in full batches."""
+    """The rows in full batches, for `unbatch` after a batch with `drop_remainder`."""
 
     def __init__(self, parent: MapDataset, batch_size: int):
         super().__init__(parent, 0, None)
@@ -248,7 +248,7 @@ class Repeat(MapTransformation):
 
 
 class Concatenate(MapDataset):
-    """The elements of one pipeline, then those of another."""
+    """The elements of one dataset, then those of another."""
 
     def __init__(self, first: MapDataset, second: MapDataset):
         self._first = first
@@ -258,7 +258,7 @@ class Concatenate(MapDataset):
             self._require_like()
 
     def _require_like(self) -> None:
-        """Raise if the elements of both differ; nothing else is read before."""
+        """Raise if the elements of both differ; called before anything else is read."""
         if not self._is_checked:
             require_like(self._first.element_spec(), self._second.element_spec())
             self._is_checked = True
@@ -344,7 +344,7 @@ class Concatenate(MapDataset):
         return Concatenate(self._first.rebatch(workers), self._second.rebatch(workers))
 
     def _find(self, i: int) -> tuple[MapDataset, int]:
-        """Return the pipeline that has element `i`, and its number there."""
+        """Return the dataset with element `i`, and the index in that dataset."""
         before = self._first.length
         if before is None or i < before:
             return self._first, i
@@ -388,7 +388,8 @@ def epoch_of_repetition(epoch: Epoch, count: int | None, repetition: int) -> Epo
 
 
 def _interleave(parts: list[Any], origins: Any) -> Any:
-    """Put the rows of `parts` in the order in which `origins` names the parts."""
+    """Merge the rows of `parts`; `origins` has the part of each row of the result."""
+    # The inverse of the stable sort that would group the rows by part
     back = np.argsort(np.argsort(origins, kind="stable"))
     try:
         return nest.map_leaves(lambda *xs: np.concatenate(xs)[back], *parts)

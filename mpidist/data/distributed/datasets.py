@@ -1,6 +1,6 @@
-"""Datasets divided over replicas: which part of the data each replica reads.
+"""Distributed datasets: which part of the data each replica reads.
 
-Making one is collective: replicas whose datasets do not fit together all raise.
+Construction is collective: if the replicas' datasets do not match, all replicas raise.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
-    """What an input function is told about the input pipeline that it makes.
+    """The argument of an input function: which of the input pipelines to make.
 
     Args:
-      num_input_pipelines: how many there are, one per replica.
-      input_pipeline_id: the number of this one.
-      num_replicas_in_sync: the number of replicas.
+      num_input_pipelines: number of input pipelines, one per replica.
+      input_pipeline_id: index of this pipeline.
+      num_replicas_in_sync: number of replicas.
 
     Raises:
       ArgumentError: a number is too small.
@@ -105,9 +105,9 @@ class InputContext:
 
 
 class DistributedDataset:
-    """A dataset of which each replica gets its part; iterate over it with `for`.
+    """A dataset divided over the replicas; iterate over it with `for`.
 
-    Made by the strategy. Each iteration starts again, with the next epoch's order.
+    Created by the strategy. Each iteration is a new epoch, with its own order.
 
     Example:
       >>> rows = mpidist.Dataset.range(5).batch(4)
@@ -155,7 +155,7 @@ class DistributedDataset:
             )
             return Call(call, agreed)
 
-        # Replicas that read other data than the rest must not go unnoticed
+        # Replicas that read different data must be an error, not silent
         agreed = extended.agreement.prepare(call, describe)
         extended.agreement.require_same(agreed)
         if policy is AutoShardPolicy.FILE:
@@ -205,13 +205,13 @@ class DistributedDataset:
         options: InputOptions | None,
         call: str,
     ) -> DistributedDataset:
-        """Return each replica's own pipeline, whose elements it gets whole."""
+        """Return a dataset of each replica's own batches, which are not divided."""
         agreement = extended.agreement
         index_own_files(extended, pipeline, call)
-        mine = agreement.prepare(  # it may look into files
+        local = agreement.prepare(  # may read files, which can fail
             call, lambda: (Origin.of(pipeline), pipeline.is_batched)
         )
-        everyone = agreement.gather(call, mine)
+        everyone = agreement.gather(call, local)
         origins = [origin for origin, _ in everyone]
         lengths = [origin.cardinality for origin in origins]
         is_batched = all(batched for _, batched in everyone)
@@ -342,12 +342,12 @@ def _draw(extended: ReplicaGroup, needed: bool) -> int:
 def share_indexes(
     extended: ReplicaGroup, pipeline: MapDataset | IterDataset, call: str
 ) -> None:
-    """Look into the files of a pipeline, each by one rank for all. Collective.
+    """Index the files of a dataset; one rank indexes each file for all. Collective.
 
     Args:
       extended: of the strategy.
-      pipeline: whose files all ranks read.
-      call: what the user called.
+      pipeline: dataset whose files all ranks read.
+      call: the user's call, for error messages.
 
     Raises, on all ranks:
       MismatchError: the ranks name different files.
@@ -366,7 +366,7 @@ def share_indexes(
 def index_own_files(
     extended: ReplicaGroup, pipeline: MapDataset | IterDataset, call: str
 ) -> None:
-    """Look into the files of this rank's own pipeline. Collective.
+    """Index the files of this rank's own dataset. Collective.
 
     Raises, on all ranks:
       DataError: a file of any rank is missing, damaged, or does not fit the others.
@@ -394,15 +394,15 @@ def _sources(pipeline: MapDataset | IterDataset) -> list[IndexedSource]:
 def _share(
     extended: ReplicaGroup, source: IndexedSource, call: str, threads: int
 ) -> None:
-    """Look into every size-th file, tell the other ranks, and hear of theirs."""
+    """Index every size-th file, and exchange the indexes with all ranks. Collective."""
     agreement, count = extended.agreement, source.file_count
-    mine = range(agreement.rank, count, agreement.size)
+    own_files = range(agreement.rank, count, agreement.size)
     by_rank = agreement.gather(
-        call, [_inspect_one(source, file, agreement.rank) for file in mine]
+        call, [_inspect_one(source, file, agreement.rank) for file in own_files]
     )
     files = [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(count)]
     for file in files:
-        if isinstance(file, DataError):  # of the first damaged file, on all ranks
+        if isinstance(file, DataError):  # all ranks raise the first file's error
             raise file
     agreement.prepare(call, lambda: source.adopt(files, agreement.rank, threads))
 
@@ -414,7 +414,7 @@ def _with_rank(error: DataError, rank: int) -> DataError:
 
 
 def _inspect_one(source: IndexedSource, file: int, rank: int) -> Any:
-    """Return where the rows of a file lie, or why that is not known."""
+    """Return the index of a file, or the error of reading it."""
     try:
         return source.inspect([file])[0]
     except DataError as error:
@@ -422,21 +422,24 @@ def _inspect_one(source: IndexedSource, file: int, rank: int) -> Any:
 
 
 def _threads(extended: ReplicaGroup, call: str) -> int:
-    """Return how many threads of this rank may read: all cores but one. Collective.
+    """Return the number of reading threads: this rank's cores minus one. Collective.
 
-    The cores are those of this process, shared with other ranks on the node; the one
-    is for what the rank computes meanwhile.
+    Ranks of a node that may use the same cores share them; one core is left for the
+    computation.
     """
-    mine = os.uname().nodename, sorted(os.sched_getaffinity(0))
-    everyone = extended.agreement.gather(call, mine)
+    local = os.uname().nodename, sorted(os.sched_getaffinity(0))
+    everyone = extended.agreement.gather(call, local)
     users = collections.Counter(
-        core for node, cores in everyone if node == mine[0] for core in cores
+        core for node, cores in everyone if node == local[0] for core in cores
     )
-    return max(1, int(sum(1 / users[core] for core in mine[1])) - 1)
+    return max(1, int(sum(1 / users[core] for core in local[1])) - 1)
 
 
 def summarize(plan: ReadPlan) -> str:
-    """Return how much there is, and who gets what. Not collective; looks at no data."""
+    """Return the sizes of the data and of each replica's part, as text.
+
+    Not collective; reads no data.
+    """
     parts, pipeline = [], plan.pipeline
     if isinstance(pipeline, MapDataset):
         if pipeline.file_count:

@@ -151,12 +151,12 @@ class DistributedIterator:
             fold(error)
             raise
         if local_batch is None:
-            found = Optional()
+            optional = Optional()
         else:
             replica, replicas = extended.replica_id, extended.num_replicas
-            found = Optional(values.regroup(local_batch.batch, replica, replicas))
-        found._spec_of = self
-        return found
+            optional = Optional(values.regroup(local_batch.batch, replica, replicas))
+        optional._spec_of = self
+        return optional
 
     def get_state(self) -> dict[str, int]:
         """Return where this iterator is: a few integers, each below 2**63.
@@ -231,11 +231,15 @@ class DistributedIterator:
         """Skip the first steps of generators. Collective."""
         plan, agreement = self._plan, self._plan.extended.agreement
         try:
-            mine = agreement.prepare(_SET_STATE, lambda: self._prefetcher.skip(steps))
-            passed = agreement.gather(_SET_STATE, mine)
+            skipped = agreement.prepare(
+                _SET_STATE, lambda: self._prefetcher.skip(steps)
+            )
+            skipped_by_rank = agreement.gather(_SET_STATE, skipped)
             # With own data per replica, those with less data may have ended before
-            if (min(passed) if plan.is_global else max(passed)) < steps:
-                ends = group_by_rank([f"after {n} steps" for n in passed])
+            if (
+                min(skipped_by_rank) if plan.is_global else max(skipped_by_rank)
+            ) < steps:
+                ends = group_by_rank([f"after {n} steps" for n in skipped_by_rank])
                 raise DataError(
                     f"the state is after {steps} steps, but the datasets end {ends}"
                 )

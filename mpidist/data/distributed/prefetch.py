@@ -253,17 +253,17 @@ class _DeviceReader:
 
     def read_group(self, step: int, count: int) -> StepGroup:
         """See `BatchReader.read_group`."""
-        found: StepGroup = []
+        group: StepGroup = []
         for local_batch in self._source.read_group(step, count):
             if not isinstance(local_batch, LocalBatch):  # the end, or an error
-                found.append(local_batch)
+                group.append(local_batch)
                 continue
             try:
-                found.append(self._copy_to_device(local_batch))
+                group.append(self._copy_to_device(local_batch))
             except Exception as error:
-                found.append(error)
+                group.append(error)
                 break
-        return found
+        return group
 
     def _copy_to_device(self, local_batch: LocalBatch) -> LocalBatch:
         return local_batch._replace(batch=self._uploads.upload(local_batch.batch))

@@ -186,12 +186,12 @@ class _MapReader:
             batches = self._pipeline.local_batches(self._epoch, steps, *share)
         except Exception:  # read singly to find out which step fails
             return _read_singly(self, steps)
-        found: StepGroup = []
+        group: StepGroup = []
         try:
-            found.extend(map(LocalBatch, batches))
+            group.extend(map(LocalBatch, batches))
         except Exception as error:
-            found.append(error)
-        return found
+            group.append(error)
+        return group
 
     def _read(self, step: int) -> LocalBatch | None:
         plan = self._plan
@@ -275,8 +275,8 @@ class _IterReader:
 
     def _slice(self, batch: Any, rows: int) -> Any:
         extended = self._plan.extended
-        mine = sharding.replica_slice(rows, extended.num_replicas, extended.replica_id)
-        return nest.map_leaves(lambda a: a[mine], batch)
+        own = sharding.replica_slice(rows, extended.num_replicas, extended.replica_id)
+        return nest.map_leaves(lambda a: a[own], batch)
 
 
 def steps_per_read(pipeline: MapDataset, replicas: int) -> int:
@@ -294,16 +294,16 @@ def steps_per_read(pipeline: MapDataset, replicas: int) -> int:
     return max(1, *(min(most // step_bytes, steps) for most, steps in _GROUPS))
 
 
-def _read_singly(feed: BatchReader, steps: Iterable[int]) -> StepGroup:
+def _read_singly(reader: BatchReader, steps: Iterable[int]) -> StepGroup:
     """Return the batches of some steps, up to the first error."""
-    found: StepGroup = []
+    group: StepGroup = []
     for step in steps:
         try:
-            found.append(feed.read(step))
+            group.append(reader.read(step))
         except Exception as error:
-            found.append(error)
+            group.append(error)
             break
-    return found
+    return group
 
 
 def _template_of(element: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Giving the caches of a dataset their memory when it is divided over replicas."""
+"""Caches of distributed datasets: rows in memory that the ranks of a node share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mpidist.data import combining, iter_transformations, sharding
 from mpidist.data.caching import (
     Cache,
     CacheBase,
+    CacheMemory,
     IterCache,
-    Memory,
     RowTable,
     fields_of,
     first_epoch,
-    rebuild,
+    replace_caches,
     row_spec,
-    unkeepable,
+    why_not_storable,
 )
 from mpidist.data.iter_dataset import IterDataset
 from mpidist.data.map_dataset import Epoch, MapDataset, OpenSources
@@ -38,7 +38,7 @@ _CALL = "cache"
 
 
 def require_shareable(steps: MapDataset | IterDataset) -> None:
-    """Raise if a cache cannot be shared, as its elements cannot be counted."""
+    """Raise if a cache cannot be shared, because its number of elements is unknown."""
 
     def check(cache: Cache | IterCache, parent: Any) -> Any:
         if isinstance(cache, IterCache):
@@ -50,7 +50,7 @@ def require_shareable(steps: MapDataset | IterDataset) -> None:
         cache.require_end()
         return cache
 
-    rebuild(steps, check)
+    replace_caches(steps, check)
     _require_known_order(steps)
 
 
@@ -70,7 +70,7 @@ def _require_known_order(steps: Any) -> None:
 
     if isinstance(steps, combining.Zip | iter_transformations.Zip):
         for part in steps.later_components:
-            rebuild(part, check)
+            replace_caches(part, check)
 
     def look(parent: Any) -> Any:
         _require_known_order(parent)
@@ -82,31 +82,31 @@ def _require_known_order(steps: Any) -> None:
 def share(
     extended: ReplicaGroup, steps: MapDataset | IterDataset, epoch: Epoch, slices: int
 ) -> MapDataset | IterDataset:
-    """Return the steps with caches that the ranks of a node share. Collective.
+    """Return the dataset with caches that the ranks of a node share. Collective.
 
     A cache that was distributed by the same strategy before keeps its rows, unless
     their order depends on entropy, which is drawn for each distributed dataset.
 
     Args:
       extended: of the strategy.
-      steps: shareable, and equal on all ranks.
+      steps: the dataset; shareable, and equal on all ranks.
       epoch: in which the steps before the caches run.
-      slices: in how many parts batches are read: 1 or the number of replicas.
+      slices: number of slices in which batches are read: 1, or one per replica.
 
     Raises, on all ranks:
-      ArgumentError: rows of no fixed size, or not enough memory.
-      What reading the first row raises.
+      ArgumentError: rows have no fixed size, or memory does not suffice.
+      Any error of reading the first row.
     """
 
     def change(cache: Cache, parent: MapDataset) -> NodeCache:
         # An order that depends on entropy differs between datasets: do not share it
-        owner = Memory() if parent.needs_entropy else cache.memory
+        owner = CacheMemory() if parent.needs_entropy else cache.memory
         storage = extended.node_memory.find(owner)
         if storage is None:
             return _make(extended, parent, epoch, owner, slices)
         return NodeCache(parent, storage, owner, slices)
 
-    shared: MapDataset | IterDataset = rebuild(steps, change)
+    shared: MapDataset | IterDataset = replace_caches(steps, change)
     return shared
 
 
@@ -117,7 +117,7 @@ def reorder(
 
     Args:
       extended: of the strategy.
-      steps: that `share` has returned.
+      steps: dataset returned by `share`.
       epoch: from which iterators will continue.
     """
     if not steps.needs_entropy:
@@ -130,15 +130,15 @@ def reorder(
 
 
 def _shared_caches(steps: MapDataset | IterDataset) -> list[NodeCache]:
-    found: list[NodeCache] = []
+    caches: list[NodeCache] = []
 
     def look(parent: Any) -> Any:
         if isinstance(parent, NodeCache):
-            found.append(parent)
+            caches.append(parent)
         return parent.replace_parents(look)
 
     look(steps)
-    return found
+    return caches
 
 
 def _make(
@@ -148,32 +148,34 @@ def _make(
     owner: object,
     slices: int,
 ) -> NodeCache:
-    """Return a cache that holds the first row, or a few. Collective."""
+    """Return a new cache, filled with the first rows. Collective."""
     agreement, epoch = extended.agreement, first_epoch(parent, epoch)
-    found: list[Any] = []
+    first_rows: list[Any] = []
 
-    def look() -> Any:
-        found.append(_first_rows(parent, epoch, slices))
-        return row_spec(found[0])
+    def read_spec() -> Any:
+        first_rows.append(_first_rows(parent, epoch, slices))
+        return row_spec(first_rows[0])
 
-    # One rank reads rows and tells the others what they look like, if that can be told
-    told = agreement.root_only(_CALL, lambda: _pickle(look()))
-    spec = agreement.prepare(_CALL, lambda: pickle.loads(told) if told else look())
+    # Rank 0 reads rows and sends their spec; all ranks read if it cannot be pickled
+    pickled = agreement.root_only(_CALL, lambda: _pickle(read_spec()))
+    spec = agreement.prepare(
+        _CALL, lambda: pickle.loads(pickled) if pickled else read_spec()
+    )
     assert parent.length is not None
     fields = fields_of(spec, parent.length * (parent.batch_size or 1))
     storage = extended.node_memory.allocate(owner, fields, (epoch, spec))
     cache = NodeCache(parent, storage, owner, slices)
 
     def fill() -> None:
-        for rows in found[:1]:
+        for rows in first_rows[:1]:
             cache.fill(rows)
 
-    extended.together(Call(_CALL), fill)  # so that nobody reads them again
+    extended.together(Call(_CALL), fill)  # so that no rank reads these rows again
     return cache
 
 
 def _first_rows(parent: MapDataset, epoch: Epoch, slices: int) -> Any:
-    """Return the rows that are read first, stacked; none if there are none."""
+    """Return the rows that are read first, stacked; perhaps zero rows."""
 
     def read() -> Any:
         length = parent.length or 0
@@ -190,7 +192,7 @@ def _first_rows(parent: MapDataset, epoch: Epoch, slices: int) -> Any:
         rows = open_sources.run(read)
     finally:
         open_sources.close()
-    reason = unkeepable(rows)
+    reason = why_not_storable(rows)
     if reason is not None:
         raise ArgumentError(
             "cache() of a distributed dataset needs numbers, bools or strings of fixed "
@@ -208,15 +210,15 @@ def _pickle(spec: Any) -> bytes | None:
 
 
 class NodeCache(CacheBase):
-    """The elements as rows of a table, which all ranks of a node fill and read.
+    """Elements as rows of a table that all ranks of a node fill and read.
 
-    Row j of batch i has the number i * batch size + j, so that each replica reads and
-    keeps its own rows of a batch; without batches, rows are elements.
+    Row j of batch i has the index i * batch size + j, so that each replica reads and
+    stores its own rows of a batch. Without batches, rows are elements.
 
     Args:
       storage: its note is the parent's epoch, and a nest of the rows' TensorSpec.
-      owner: of the storage.
-      slices: in how many parts batches are read.
+      owner: the storage is freed after this object.
+      slices: number of slices in which batches are read.
     """
 
     def __init__(
@@ -228,7 +230,7 @@ class NodeCache(CacheBase):
         self.hold(storage)
 
     def hold(self, storage: Storage) -> None:
-        """Keep rows in another storage."""
+        """Use another storage."""
         self.storage = storage
         epoch, self._spec = storage.note
         self._held = epoch, RowTable(storage, self._spec)
@@ -243,31 +245,31 @@ class NodeCache(CacheBase):
             return self._stacked_batches(epoch, positions)
         held, table = self._held
         epoch = first_epoch(self._parent, epoch)
-        if epoch != held:  # of an iterator from before another one's set_state
+        if epoch != held:  # set_state of another iterator has changed the cached epoch
             return self._parent.elements(epoch, positions)
-        missing = positions[~table.have(positions)]
+        missing = positions[~table.contains(positions)]
         if missing.size:
-            found = self._parent.elements(epoch, missing)
-            _fill(table, missing, found)
+            read = self._parent.elements(epoch, missing)
+            _fill(table, missing, read)
             if missing.size == positions.size:
-                return found
+                return read
         return table.rows(positions)
 
     def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
         held, table = self._held
         epoch = first_epoch(self._parent, epoch)
         size, rows = self.batch_size or 1, self.batch_rows(epoch, i)
-        mine = sharding.replica_slice(rows, replicas, replica)
-        numbers = np.arange(i * size + mine.start, i * size + mine.stop)
+        own = sharding.replica_slice(rows, replicas, replica)
+        numbers = np.arange(i * size + own.start, i * size + own.stop)
         if numbers.size == 0:
             return self.empty_batch(epoch)
-        if epoch == held and table.have(numbers).all():
+        if epoch == held and table.contains(numbers).all():
             return table.rows(numbers)
-        # Nobody reads a part of it: those that find some of its rows read it too
-        found = self._parent.local_batch(epoch, i, replicas, replica)
+        # Slices are read whole, even if some of their rows are stored
+        read = self._parent.local_batch(epoch, i, replicas, replica)
         if epoch == held:
-            _fill(table, numbers, found)
-        return found
+            _fill(table, numbers, read)
+        return read
 
     def example(self, epoch: Epoch) -> Any:
         size, epoch = self.batch_size, self._held[0]
@@ -282,7 +284,7 @@ class NodeCache(CacheBase):
         return self._zeros(0)
 
     def fill(self, rows: Any) -> None:
-        """Keep the first rows, which were read before."""
+        """Store the first rows, which were already read."""
         count = len(nest.flatten(rows)[0][0])
         _fill(self._held[1], np.arange(count), rows)
 
@@ -298,7 +300,7 @@ class NodeCache(CacheBase):
 
 
 def _fill(table: RowTable, numbers: Positions, rows: Any) -> None:
-    reason = table.keep_rows(numbers, rows)
+    reason = table.store_rows(numbers, rows)
     if reason is not None:
         raise ArgumentError(
             "cache() of a distributed dataset needs rows of one shape and dtype, but "

@@ -164,8 +164,8 @@ class Hdf5Rows:
 
         def fill(part: FileRows) -> None:
             for field, leaf in enumerate(leaves):
-                found = self._read(part, field, blocks, self._scratch)
-                leaf[part.places] = found
+                rows_of_part = self._read(part, field, blocks, self._scratch)
+                leaf[part.places] = rows_of_part
 
         is_large = sum(leaf.nbytes for leaf in leaves) >= _LARGE_BYTES
         list((self._blocks.parallel if is_large else map)(fill, parts))
@@ -284,8 +284,8 @@ class Hdf5Rows:
         """Return `read(dataset)` in native byte order."""
         index = self._index(file, field)
         path, file_index = self._paths[file], self.file_map().files[file]
-        found = self._open_files.by_h5py(path, file_index, index, read)
-        return found.astype(index.native, copy=False)
+        rows = self._open_files.by_h5py(path, file_index, index, read)
+        return rows.astype(index.native, copy=False)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_open_files", "buffers", "_scratch", "_blocks", "_lock"}

@@ -70,8 +70,8 @@ class DryRows:
         self._rows = rows
         if files is not None:
             rows.adopt([files[path] for path in rows.paths])
-        self._layout = rows.file_map()
-        self._files = files or {file.path: file for file in self._layout.files}
+        self._file_map = rows.file_map()
+        self._files = files or {file.path: file for file in self._file_map.files}
         self.restart()
 
     def restart(self) -> None:
@@ -87,35 +87,35 @@ class DryRows:
         return len(self._opened)
 
     @property
-    def layout(self) -> FileMap:
-        """The layout of the files."""
-        return self._layout
+    def file_map(self) -> FileMap:
+        """The map of the files."""
+        return self._file_map
 
     @functools.cached_property
-    def columns_in_blocks(self) -> list[DatasetIndex]:
+    def chunked_datasets(self) -> list[DatasetIndex]:
         """The datasets of all files whose chunks are read whole."""
-        columns = (column for file in self._layout.files for column in file.datasets)
-        return [column for column in columns if column.is_in_blocks]
+        indexes = (index for file in self._file_map.files for index in file.datasets)
+        return [index for index in indexes if index.is_in_blocks]
 
     @functools.cached_property
     def filled_files(self) -> int:
         """The number of files with rows."""
-        return sum(file.rows > 0 for file in self._layout.files)
+        return sum(file.rows > 0 for file in self._file_map.files)
 
     @functools.cached_property
-    def memory_bytes_in_blocks(self) -> int:
-        """The bytes of `columns_in_blocks` in memory."""
-        return sum(c.row_bytes * c.shape[0] for c in self.columns_in_blocks)
+    def chunked_bytes(self) -> int:
+        """The bytes of `chunked_datasets` in memory."""
+        return sum(c.row_bytes * c.shape[0] for c in self.chunked_datasets)
 
     @functools.cached_property
     def fixed_row_bytes(self) -> int | None:
         """The bytes of reading any row; None if they depend on the row."""
         sizes = {
-            tuple(_fixed_bytes(column) for column in file.datasets)
-            for file in self._layout.files
+            tuple(_fixed_bytes(index) for index in file.datasets)
+            for file in self._file_map.files
         }
-        found = sizes.pop()
-        return None if sizes or None in found else sum(filter(None, found))
+        row_sizes = sizes.pop()
+        return None if sizes or None in row_sizes else sum(filter(None, row_sizes))
 
     @property
     def file_count(self) -> int:
@@ -139,7 +139,7 @@ class DryRows:
 
     def reserve_cache(self, rows: int) -> None:
         """See `ChunkedSource.reserve_cache`."""
-        self._cache.capacity_bytes = self._layout.cache_bytes_for(rows)
+        self._cache.capacity_bytes = self._file_map.cache_bytes_for(rows)
 
     def retain(self) -> None:
         """See `ChunkedSource.retain`; there is nothing to close."""
@@ -149,56 +149,56 @@ class DryRows:
 
     def read(self, rows: Rows) -> Rows:
         """Return the numbers of the rows, and count what reading them takes."""
-        parts = list(self._layout.cut(rows))
-        if needed := list(self._layout.blocks_in(parts)):
+        parts = list(self._file_map.cut(rows))
+        if needed := list(self._file_map.blocks_in(parts)):
             self._cache.get(needed, self._decode)
         for part in parts if rows.size else []:
             self._opened.add(part.file)
-            for column in self._layout.files[part.file].datasets:
-                if not column.is_in_blocks:
-                    self.read_bytes += _row_bytes(column, part.rows)
+            for index in self._file_map.files[part.file].datasets:
+                if not index.is_in_blocks:
+                    self.read_bytes += _row_bytes(index, part.rows)
         return rows
 
     def _decode(self, key: tuple[int, ...]) -> _Block:
         file, field, block = key
-        column = self._layout.files[file].datasets[field]
-        decoded_bytes = len(block_rows(column, block)) * column.row_bytes
+        index = self._file_map.files[file].datasets[field]
+        decoded_bytes = len(block_rows(index, block)) * index.row_bytes
         self.decoded_chunks += 1
-        if column.method is ReadMethod.CHUNKS:
-            across = math.prod(column.grid[1:])
-            sizes = column.sizes[block * across : (block + 1) * across]
+        if index.method is ReadMethod.CHUNKS:
+            across = math.prod(index.grid[1:])
+            sizes = index.sizes[block * across : (block + 1) * across]
             self.read_bytes += int(sizes.sum())
         else:
             self.read_bytes += decoded_bytes
         return _Block(decoded_bytes)
 
 
-def stored_bytes(column: DatasetIndex) -> int:
+def stored_bytes(index: DatasetIndex) -> int:
     """Return the bytes of all rows in the file; in memory where h5py reads them."""
-    if column.method is ReadMethod.CHUNKS:
-        return int(column.sizes.sum())
-    if column.method is not ReadMethod.BYTES:
-        return column.row_bytes * column.shape[0]
-    written = int((column.offsets >= 0).sum())
-    return column.dtype.itemsize * math.prod(column.chunk) * written
+    if index.method is ReadMethod.CHUNKS:
+        return int(index.sizes.sum())
+    if index.method is not ReadMethod.BYTES:
+        return index.row_bytes * index.shape[0]
+    written = int((index.offsets >= 0).sum())
+    return index.dtype.itemsize * math.prod(index.chunk) * written
 
 
-def _fixed_bytes(column: DatasetIndex) -> int | None:
+def _fixed_bytes(index: DatasetIndex) -> int | None:
     """Return the bytes of reading any row; None if they depend on the row."""
-    if column.is_in_blocks or column.fill:
+    if index.is_in_blocks or index.fill:
         return None
-    if column.method is ReadMethod.H5PY:
-        return column.row_bytes
-    return math.prod(column.grid[1:]) * column.chunk_row_bytes
+    if index.method is ReadMethod.H5PY:
+        return index.row_bytes
+    return math.prod(index.grid[1:]) * index.chunk_row_bytes
 
 
-def _row_bytes(column: DatasetIndex, rows: Rows) -> int:
+def _row_bytes(index: DatasetIndex, rows: Rows) -> int:
     """Return the bytes in the file of some rows that do not lie in filtered chunks."""
-    if (each := _fixed_bytes(column)) is not None or column.row_bytes == 0:
+    if (each := _fixed_bytes(index)) is not None or index.row_bytes == 0:
         return rows.size * (each or 0)
-    offsets = column.offsets.reshape(-1, math.prod(column.grid[1:]))
-    is_written = offsets[rows // column.chunk[0]] >= 0
-    return int(is_written.sum()) * column.chunk_row_bytes
+    offsets = index.offsets.reshape(-1, math.prod(index.grid[1:]))
+    is_written = offsets[rows // index.chunk[0]] >= 0
+    return int(is_written.sum()) * index.chunk_row_bytes
 
 
 class Share(NamedTuple):
@@ -282,12 +282,12 @@ def shares_of(
     shares = []
     # With OFF all ranks get the same rows
     for rank in range(1 if policy is AutoShardPolicy.OFF else ranks):
-        mine = divide(dataset.pipeline, policy, ranks, rank)
-        assert isinstance(mine, Batch)
-        (source,) = mine.sources
+        pipeline = divide(dataset.pipeline, policy, ranks, rank)
+        assert isinstance(pipeline, Batch)
+        (source,) = pipeline.sources
         assert isinstance(source, DryRows)
         part = (ranks, rank) if is_global(policy) else (1, 0)
-        shares.append(Share(mine, source, *part, is_in_order, reads_example=is_own))
+        shares.append(Share(pipeline, source, *part, is_in_order, reads_example=is_own))
     return shares * (ranks // len(shares))
 
 
@@ -332,9 +332,9 @@ def _cost(share: Share) -> float:
     if share.is_in_order:
         return asked + rows
     # A permutation computes the rows of other ranks as well
-    if not share.source.columns_in_blocks:
+    if not share.source.chunked_datasets:
         return asked + len(share.source)
-    lookups = _LOOKUP_ROWS * len(share.source.layout.files[0].datasets)
+    lookups = _LOOKUP_ROWS * len(share.source.file_map.files[0].datasets)
     return asked + len(share.source) + rows * lookups
 
 
@@ -342,8 +342,8 @@ def _go_through(share: Share) -> Reads:
     """Count a whole epoch."""
     share.begin()
     share.ask(range(share.steps if share.rows else 0))
-    found = share.source
-    return Reads(found.read_bytes, found.decoded_chunks, found.opened_files)
+    source = share.source
+    return Reads(source.read_bytes, source.decoded_chunks, source.opened_files)
 
 
 def _multiply(share: Share) -> Reads:
@@ -363,12 +363,12 @@ def kept_bytes(share: Share) -> int:
     limit = hdf5_rows.KEPT_BYTES
     if (mixed := share.pipeline.chunk_shuffle(FIRST_EPOCH)) is not None:
         rows = mixed.rows_in_use(_stripe_starts(share, mixed))
-        limit = share.source.layout.cache_bytes_for(rows)
-    return min(limit, share.source.memory_bytes_in_blocks)
+        limit = share.source.file_map.cache_bytes_for(rows)
+    return min(limit, share.source.chunked_bytes)
 
 
 def _stripe_starts(share: Share, mixed: ChunkShuffle) -> Indices:
     """Return one position of the first batch for each stripe that gives a rank rows."""
-    mine = share.positions(0)
-    stripe_start = mine.start - mine.start % mixed.stripe_rows
-    return np.arange(stripe_start, mine.stop, mixed.stripe_rows)
+    positions = share.positions(0)
+    stripe_start = positions.start - positions.start % mixed.stripe_rows
+    return np.arange(stripe_start, positions.stop, mixed.stripe_rows)

@@ -36,10 +36,10 @@ _HEAD = ("ranks", "rows", "per step", "last step", "empty steps", "files", "read
 
 def to_json(plan: InputPlan) -> str:
     """Return the plan and its notes as JSON."""
-    found = dataclasses.asdict(plan)
-    found["request"]["policy"] = plan.request.policy.name.lower()
-    found["notes"] = notes_on(plan)
-    return json.dumps(found, indent=1)
+    fields = dataclasses.asdict(plan)
+    fields["request"]["policy"] = plan.request.policy.name.lower()
+    fields["notes"] = notes_on(plan)
+    return json.dumps(fields, indent=1)
 
 
 def to_text(plan: InputPlan) -> str:
