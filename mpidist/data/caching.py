@@ -1,6 +1,7 @@
 """Caches of elements in the memory of this process.
 
-The steps before a cache always run as in the first epoch. Nothing here communicates.
+Transformations before a cache always run as in the first epoch. Nothing here
+communicates.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class CacheMemory:
 
 
 def first_epoch(parent: MapDataset | IterDataset, epoch: Epoch) -> Epoch:
-    """Return the epoch in which the steps before a cache run: the first."""
+    """Return the epoch in which transformations before a cache run: the first."""
     return Epoch(0, epoch.entropy if parent.needs_entropy else 0)
 
 

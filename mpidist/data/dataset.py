@@ -1,4 +1,4 @@
-"""Dataset: what users build input from; `pipeline` does the work."""
+"""Dataset, the public class; it wraps a `MapDataset` or an `IterDataset`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
         self._pipeline = pipeline
         self._options = options or Options()
         self._read_ahead = read_ahead
-        # Without a seed to be drawn, states are alike in every process
+        # Without use for entropy, draw none: states are equal in all processes then
         self._epochs = EpochCounter(
             secrets.randbits(62) if pipeline.needs_entropy else 0
         )
@@ -89,7 +89,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
 
     @property
     def pipeline(self) -> MapDataset | IterDataset:
-        """The steps of this dataset, for what is built on it."""
+        """The `MapDataset` or `IterDataset` of this dataset."""
         return self._pipeline
 
     @property
@@ -282,7 +282,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
         return Dataset(self._pipeline, self._options, ahead)
 
     def with_options(self, options: Options, name: str | None = None) -> Dataset:
-        """Return this dataset with `options`, which steps after it keep."""
+        """Return this dataset with `options`, which later transformations keep."""
         check_name(name)
         options = validation.instance("options", options, Options)
         return Dataset(self._pipeline, copy.copy(options), self._read_ahead)

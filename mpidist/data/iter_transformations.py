@@ -135,10 +135,12 @@ class Shuffle(IterTransformation):
         random = np.random.default_rng([sharding.to_word(seed), number])
         elements = self._parent.iterate(epoch)
         buffer = list(itertools.islice(elements, self._buffer_size))
+        # Draw from a full buffer, and put the next element in its place
         for element in elements:
             i = int(random.integers(len(buffer)))
             drawn, buffer[i] = buffer[i], element
             yield drawn
+        # Draw from the rest; swapping with the last element makes removal O(1)
         while buffer:
             i = int(random.integers(len(buffer)))
             buffer[i], buffer[-1] = buffer[-1], buffer[i]

@@ -108,16 +108,16 @@ class DatasetIterator:
         return Optional()
 
     def get_state(self) -> dict[str, int]:
-        """Return where this iterator is: a few integers, each below 2**63.
+        """Return the position of this iterator: a few integers, each below 2**63.
 
-        They are the epoch, how many of its elements `next` has returned, the seed of
-        shuffles that were given none, and hashes by which other datasets are known.
-        Elements that were read ahead do not count.
+        They are the epoch, the number of its elements that `next` has returned, the
+        seed of shuffles without one, and hashes that identify the dataset. Prefetched
+        elements do not count.
         """
         return make_state(self._require_origin(), self._epoch, self._step)
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Go on where `get_state` of an iterator over an equal dataset was called.
+        """Continue where `get_state` of an iterator over an equal dataset was called.
 
         The dataset's next iteration is the epoch after the state's. Datasets are equal
         if their steps, numbers of rows and names of files are, in any folder; functions
@@ -139,7 +139,7 @@ class DatasetIterator:
         self._epochs.resume_after(epoch)
 
     def close(self) -> None:
-        """End the iteration, and the thread that reads ahead."""
+        """End the iteration and the prefetching thread."""
         elements, self._elements = self._elements, iter(())
         if isinstance(elements, Generator):
             elements.close()

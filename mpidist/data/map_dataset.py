@@ -408,6 +408,7 @@ class OpenSources:
         """Close the files after the last active read; idempotent."""
         self._is_closed = True
         self._release(keep_files=False)
+        # Release for good what `end` has left open
         while self._kept_open:
             source = self._kept_open.pop()
             source.retain()

@@ -23,7 +23,7 @@ _CYCLE_LENGTH = 8
 
 
 def check_name(name: str | None) -> None:
-    """Raise an ArgumentTypeError for the `name` of a step that is no name."""
+    """Raise an ArgumentTypeError if the `name` of a transformation is not a name."""
     if not (name is None or isinstance(name, str)):
         raise ArgumentTypeError(
             f"name must be a str or None, not {validation.shown(name)}"
@@ -31,19 +31,19 @@ def check_name(name: str | None) -> None:
 
 
 class Transformations:
-    """The base of `Dataset`: what adds a step to the steps of one dataset.
+    """The base of `Dataset`: the methods that transform one dataset.
 
-    Each method returns a new dataset and leaves its own as it was.
+    Each method returns a new dataset and leaves its own unchanged.
     """
 
     _pipeline: MapDataset | IterDataset
 
     def _append(self, step: Callable[..., Any], *arguments: Any) -> Dataset:
-        """Return the dataset with one more step."""
+        """Return the dataset with one more transformation."""
         return self._with_pipeline(step(self._pipeline, *arguments))
 
     def _append_iter(self, step: Callable[..., Any], *arguments: Any) -> Dataset:
-        """Return the dataset with one more step, that takes elements one by one."""
+        """Return the dataset with one more transformation of an iterable dataset."""
         return self._with_pipeline(step(to_iter_dataset(self._pipeline), *arguments))
 
     def _with_pipeline(self, pipeline: MapDataset | IterDataset) -> Dataset:
@@ -192,12 +192,12 @@ class Transformations:
         )
 
     def cache(self, filename: str = "", name: str | None = None) -> Dataset:
-        """Return a dataset that keeps its elements in memory once they were read.
+        """Return a dataset that caches its elements in memory.
 
-        What comes before is done once, and stays in the order of the first epoch; so
-        shuffle afterwards. Of a generator only a complete pass is kept. Datasets made
-        of this one share what is kept, unless each draws an order of its own (by a
-        shuffle before, without a seed).
+        Earlier transformations run once, in the order of the first epoch; so shuffle
+        afterwards. A generator is cached after one complete epoch. Datasets made from
+        this one share the cache, unless their order depends on a seed that each of them
+        draws (by an earlier shuffle without a seed).
 
         In a distributed dataset the ranks of a node share one copy of the rows, in an
         MPI window, which is freed when no rank has the dataset and the next is made, or
@@ -266,7 +266,7 @@ class Transformations:
         return self._with_pipeline(unbatch(self._pipeline))
 
     def filter(self, predicate: Callable[..., Any], name: str | None = None) -> Dataset:
-        """Return a dataset of the elements of which `predicate(element)` is True.
+        """Return a dataset of the elements for which `predicate(element)` is True.
 
         How many these are is not known: the result is like a generator's dataset, whose
         elements can only be had one after the other. `shuffle` behind it needs a

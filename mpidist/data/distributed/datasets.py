@@ -141,6 +141,7 @@ class DistributedDataset:
             return divide(whole.pipeline, policy, *where), policy
 
         pipeline, policy = extended.agreement.prepare(call, choose)
+        # Before `describe`, which needs the indexes: each file is opened by one rank
         if policy is not AutoShardPolicy.FILE:
             share_indexes(extended, pipeline, call)
 
@@ -400,6 +401,7 @@ def _share(
     by_rank = agreement.gather(
         call, [_inspect_one(source, file, agreement.rank) for file in own_files]
     )
+    # Restore the order of the files: rank r has indexed r, r + size, ...
     files = [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(count)]
     for file in files:
         if isinstance(file, DataError):  # all ranks raise the first file's error

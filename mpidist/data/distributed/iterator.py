@@ -159,16 +159,16 @@ class DistributedIterator:
         return optional
 
     def get_state(self) -> dict[str, int]:
-        """Return where this iterator is: a few integers, each below 2**63.
+        """Return the position of this iterator: a few integers, each below 2**63.
 
-        Not collective, but equal on all replicas: the epoch, how many of its steps were
-        handed out, the seed of shuffles that were given none, and hashes by which
-        other datasets are known. Batches that were read ahead do not count.
+        Not collective, but equal on all replicas: the epoch, the number of its steps
+        that `next` has returned, the seed of shuffles without one, and hashes that
+        identify the dataset. Prefetched batches do not count.
         """
         return make_state(self._plan.origin, self._epoch, self._step)
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Go on where `get_state` of an iterator over an equal dataset was called.
+        """Continue where `get_state` of an iterator over an equal dataset was called.
 
         Collective. The rest of the epoch comes in the same global order, and the
         dataset's next iteration is the epoch after it. The state may be of another
@@ -285,6 +285,7 @@ class DistributedIterator:
     def _agree(self) -> LocalBatch | None:
         """Return this replica's batch once all replicas have theirs. Collective."""
         plan, step = self._plan, self._step
+        # The replicas have already agreed on the group of this step
         if step < self._agreed_until:
             self._record_progress(step + 1)
             return self._read()

@@ -161,6 +161,7 @@ class Prefetcher:
         """Return the batches that are ready, at least that of `step`."""
         if self._ready:
             return self._ready
+        # Batches are used in order: read inline only after all pending groups
         if not self._pending:
             self._requested = step
             if self._inline.is_next():

@@ -173,6 +173,7 @@ class _MapReader:
         steps = range(step, stop if length is None else min(stop, length))
         if len(steps) > 1 and not self._plan.is_open_ended:
             return self._open_sources.run(lambda: self._load_group(steps))
+        # After the end of this replica's data, `read` returns a batch without rows
         return _read_singly(self, steps or [step])
 
     def _load_group(self, steps: range) -> StepGroup:

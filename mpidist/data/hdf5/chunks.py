@@ -238,6 +238,7 @@ def table_of(dataset: h5py.Dataset) -> ChunkTable | None:
     if is_sparse or _is_confused(dataset):
         return None
     stored = _stored(dataset) if count else np.empty((0, dataset.ndim + 3), np.int64)
+    # Refuse positions outside of the dataset, and two chunks at one position
     places = stored[:, : dataset.ndim] // dataset.chunks
     if (places >= grid).any():
         return None
@@ -245,6 +246,7 @@ def table_of(dataset: h5py.Dataset) -> ChunkTable | None:
     if np.unique(numbers).size < numbers.size:
         return None
     size_bytes = dataset.dtype.itemsize * math.prod(dataset.chunks)
+    # Reading at an impossible offset reports a chunk of a wrong size as damaged
     is_damaged = stored[:, dataset.ndim + 1] != size_bytes
     if not dataset.id.get_create_plist().get_nfilters():
         stored[is_damaged, dataset.ndim] = _FAR_AWAY

@@ -92,7 +92,7 @@ def _gather(
 
 
 def _places(index: DatasetIndex) -> list[tuple[Any, Any]]:
-    """Return, per chunk of a block, its region of the rows, and that region's in it.
+    """Return, per chunk of a block, its region in the rows, and in the chunk.
 
     Chunks at the edge extend beyond the rows.
     """
@@ -378,6 +378,7 @@ class BlockCache:
           load: returns the block of a missing key; called in threads.
         """
         missing: list[tuple[Key, Future[Any]]] = []
+        # Register missing blocks under the lock, so that only one call loads each
         with self._lock:
             futures = {}
             for key in keys:

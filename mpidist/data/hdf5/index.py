@@ -273,6 +273,7 @@ def choose_datasets(path: Path) -> tuple[list[str], list[str]]:
         raise DataError(f"{path}: cannot be opened as HDF5: {error}") from error
     if not names:
         raise DataError(f"{path}: has no dataset with rows")
+    # Take the datasets with equal numbers of rows that have most bytes
     taken = max(names.values(), key=lambda group: sum(sizes[name] for name in group))
     others += [name for group in names.values() for name in group if group is not taken]
     return taken, sorted(others)

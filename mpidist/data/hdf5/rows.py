@@ -151,6 +151,7 @@ class Hdf5Rows:
         if self._owner != os.getpid():  # a forked child must not share handles
             self._start()
         parts = list(file_map.cut(rows))
+        # Decode all needed chunks first, in threads
         needed = list(file_map.blocks_in(parts))
         blocks = self._blocks.get(needed, self._load_block) if needed else {}
         indexes = file_map.files[0].datasets
@@ -158,6 +159,7 @@ class Hdf5Rows:
             fields = range(len(indexes))
             leaves = [self._read(parts[0], i, blocks, self.buffers) for i in fields]
             return nest.unflatten(self._spec, leaves)
+        # Rows of several files: read each part, and scatter it into the result
         leaves = [
             self.buffers.empty((rows.size, *c.row_shape), c.native) for c in indexes
         ]
@@ -348,6 +350,7 @@ class FileMap(NamedTuple):
         files = np.searchsorted(starts, rows, "right") - 1
         if len(starts) < 1 << 16:  # numbers of 16 bits are sorted faster
             files = files.astype(np.uint16)
+        # Group the rows by file
         order = np.argsort(files, kind="stable")
         files, ordered = files[order], rows[order]
         edges = np.flatnonzero(files[1:] != files[:-1]) + 1

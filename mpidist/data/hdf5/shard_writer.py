@@ -389,6 +389,7 @@ class _Dataset:
             count = min(len(rows) - start, size - self._buffered)
             piece = arrays.to_host(rows[start : start + count])
             start += count
+            # Full blocks of the caller's rows are written without buffering
             if count < size:
                 self._block[self._buffered : self._buffered + count] = piece
                 self._buffered += count

@@ -187,7 +187,7 @@ def _groups(
 
 
 def _count_files(share: Share, reads: Reads | None) -> int:
-    """Return from how many files a rank reads rows, at most."""
+    """Return the largest number of files from which a rank reads rows."""
     if reads is not None and reads.files is not None:
         return reads.files
     return min(share.source.filled_files, share.rows)
@@ -226,7 +226,7 @@ def _sum(parts: Iterable[tuple[float | None, int]]) -> int | None:
 
 
 def _node(request: Request, kept: int, read_bytes: int | None) -> NodePart | None:
-    """Return what all ranks of a node read and keep."""
+    """Return the sums over the ranks of a node."""
     if request.ranks_per_node is None:
         return None
     ranks = min(request.ranks_per_node, request.ranks)

@@ -1,8 +1,7 @@
-"""What each rank reads in an epoch: its share of the rows, and what reading them takes.
+"""Reads of each rank in an epoch: its share of the rows, bytes and decoded chunks.
 
-The steps of a dataset run over rows that are not read (`DryRows`), so that no formula
-of a job is repeated here. If that takes too long, only a sample of the ranks is
-counted, or none.
+A job's own datasets run over `DryRows`, which read nothing, so that no formula is
+repeated here. If an epoch is too long, only a sample of the ranks is counted, or none.
 """
 
 from __future__ import annotations
@@ -42,24 +41,24 @@ __all__ = [
 
 Rows = npt.NDArray[np.int64]
 FIRST_EPOCH = Epoch()  # the first epoch, which has as many rows as any
-# What may be spent, in rows, of which three million take about a second
+# Limit of the cost, in rows: three million take about a second
 _BUDGET_ROWS = 10_000_000
 _CALL_ROWS = 300
-_LOOKUP_ROWS = 25  # to look up a row's chunk in the cache
+_LOOKUP_ROWS = 25  # cost of a cache lookup for a row's chunk
 _SAMPLED_RANKS = 4
 
 
 class _Block(NamedTuple):
-    """A chunk that was not decoded: only its size, for the cache."""
+    """Stands for a decoded chunk in the cache, which only uses its size."""
 
     nbytes: int
 
 
 class DryRows:
-    """A row source that gives row numbers, and counts what reading the rows takes.
+    """A row source of row numbers, which counts the reads of a job with these rows.
 
-    The steps of a dataset over it give the numbers of the rows that the same steps read
-    in a job, which has the same cache of chunks.
+    A dataset over it yields the numbers of the rows that the job reads, and uses the
+    same cache of chunks.
 
     Args:
       rows: of the job.
@@ -148,7 +147,7 @@ class DryRows:
         """See `ChunkedSource.release`."""
 
     def read(self, rows: Rows) -> Rows:
-        """Return the numbers of the rows, and count what reading them takes."""
+        """Return the numbers of the rows, and count the reads of these rows."""
         parts = list(self._file_map.cut(rows))
         if needed := list(self._file_map.blocks_in(parts)):
             self._cache.get(needed, self._decode)
@@ -207,8 +206,8 @@ class Share(NamedTuple):
     Args:
       pipeline: of batches.
       source: of its rows.
-      replicas: over how many ranks each batch is divided; 1 for batches of its own.
-      replica: which of the parts is this rank's.
+      replicas: number of ranks that share each batch; 1 for own batches.
+      replica: index of this rank's slice.
       is_in_order: whether rows come in the order of the files.
       reads_example: whether a row is read before the first step.
     """
@@ -222,41 +221,41 @@ class Share(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """How many batches there are."""
+        """The number of batches."""
         steps = self.pipeline.length
         assert steps is not None
         return steps
 
     def positions(self, step: int) -> range:
-        """Return which elements before batching this rank gets at a step."""
+        """Return the positions before batching of this rank's rows at a step."""
         if not 0 <= step < self.steps:
             return range(0)
         return self.pipeline.positions(FIRST_EPOCH, step, self.replicas, self.replica)
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many rows this rank gets of each batch but the last, and of that."""
+        """The rows of this rank in each batch but the last, and in the last."""
         return len(self.positions(0)), len(self.positions(self.steps - 1))
 
     @property
     def rows(self) -> int:
-        """How many rows this rank gets in an epoch."""
+        """The rows of this rank in an epoch."""
         each, last = self.sizes
         return each * max(0, self.steps - 1) + last
 
     def count_empty(self, steps: int) -> int:
-        """Return in how many of the job's steps this rank gets no rows."""
+        """Return the number of the job's steps without rows for this rank."""
         each, last = self.sizes
         full = max(0, self.steps - 1)
         return steps - (full if each else 0) - (1 if last else 0)
 
     @property
     def group(self) -> int:
-        """How many steps are read at a time."""
+        """The number of steps that are read at a time."""
         return reader.steps_per_read(self.pipeline, self.replicas)
 
     def begin(self) -> None:
-        """Reset the counts, and request what is read before the first step."""
+        """Reset the counts, and request the rows needed before the first step."""
         self.source.restart()
         if self.reads_example:
             self.pipeline.example(FIRST_EPOCH)
@@ -292,14 +291,13 @@ def shares_of(
 
 
 class Reads(NamedTuple):
-    """What one rank reads in an epoch.
+    """The reads of one rank in an epoch.
 
     Args:
-      read_bytes: from files, in rows or chunks as they are stored; of what h5py reads,
-        as many as it has in memory.
-      decoded_chunks: how many rows of chunks are read whole; again if they were not
-        kept.
-      files: from how many files; None if these were not counted.
+      read_bytes: stored bytes of rows or chunks; bytes in memory where h5py reads.
+      decoded_chunks: number of rows of chunks decoded, including repeated decoding
+        after eviction from the cache.
+      files: number of files; None if not counted.
     """
 
     read_bytes: int
@@ -308,7 +306,7 @@ class Reads(NamedTuple):
 
 
 def count_reads(shares: Sequence[Share]) -> dict[int, Reads]:
-    """Return what ranks read: all ranks, a sample, or none if that takes too long."""
+    """Return the reads by rank: of all, a sample, or none if that takes too long."""
     distinct = list(dict.fromkeys(shares))
     costs = {share: _cost(share) for share in distinct}
     count = _go_through
@@ -347,7 +345,7 @@ def _go_through(share: Share) -> Reads:
 
 
 def _multiply(share: Share) -> Reads:
-    """Count rows that all take the same number of bytes."""
+    """Multiply: all rows take the same number of bytes."""
     rows = share.rows + share.reads_example
     return Reads(rows * (share.source.fixed_row_bytes or 0), 0, None)
 
@@ -359,7 +357,7 @@ def _sample(shares: Sequence[Share]) -> list[Share]:
 
 
 def kept_bytes(share: Share) -> int:
-    """Return how many bytes of decoded chunks a rank keeps in memory, at most."""
+    """Return the largest number of bytes of decoded chunks in a rank's cache."""
     limit = hdf5_rows.KEPT_BYTES
     if (mixed := share.pipeline.chunk_shuffle(FIRST_EPOCH)) is not None:
         rows = mixed.rows_in_use(_stripe_starts(share, mixed))
@@ -368,7 +366,7 @@ def kept_bytes(share: Share) -> int:
 
 
 def _stripe_starts(share: Share, mixed: ChunkShuffle) -> Indices:
-    """Return one position of the first batch for each stripe that gives a rank rows."""
+    """Return a position of the first batch in each stripe of a rank's slice."""
     positions = share.positions(0)
     stripe_start = positions.start - positions.start % mixed.stripe_rows
     return np.arange(stripe_start, positions.stop, mixed.stripe_rows)
