@@ -296,11 +296,11 @@ class Zip(IterDataset):
         return self.replace_parents(lambda component: component.rebatch(workers))
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
-        given = [
+        iterators = [
             component.iterate(epoch_of_component(epoch, i))
             for i, component in enumerate(self._components)
         ]
-        return (nest.unflatten(self._spec, elements) for elements in zip(*given))
+        return (nest.unflatten(self._spec, elements) for elements in zip(*iterators))
 
     def example(self) -> Any:
         return nest.unflatten(
@@ -446,9 +446,9 @@ class Interleave(IterTransformation):
         has_more = True
         for slot in itertools.cycle(range(self._cycle_length)):
             if slots[slot] is None and has_more:
-                found = next(sources, None)
-                has_more = found is not None
-                slots[slot] = found and self._start(epoch, *found)
+                source = next(sources, None)
+                has_more = source is not None
+                slots[slot] = source and self._start(epoch, *source)
             elif not has_more and not any(slots):
                 return
             if (dataset := slots[slot]) is not None:
