@@ -49,7 +49,7 @@ INSIDE = {
         "sources",
         "hdf5",
         "map_dataset",
-        "iterable",
+        "iter_dataset",
         "dataset",
         "distributed",
     ],

@@ -1,4 +1,4 @@
-"""The steps that make other elements: functions of them, and batches."""
+"""Transformations that make new elements: `map` and `batch`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from mpidist.data import sharding
-from mpidist.data.map_dataset import Pass, Pipeline, Step
+from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.ordering import FullBatches
-from mpidist.data.shuffling import BlockOrder, Blocks
+from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 from mpidist.data.sources import Positions, from_lists, owned, stack
 from mpidist.data.spec import batch_of
 from mpidist.errors import ArgumentError
@@ -21,10 +21,10 @@ from mpidist.util.threads import call_all
 __all__ = ["Batch", "Map", "call_function", "call_mapped"]
 
 
-class Map(Step):
+class Map(MapTransformation):
     """A function of each element, in some number of threads."""
 
-    def __init__(self, parent: Pipeline, fn: Callable[..., Any], threads: int = 1):
+    def __init__(self, parent: MapDataset, fn: Callable[..., Any], threads: int = 1):
         super().__init__(parent)
         self._fn = fn
         self._threads = threads
@@ -48,11 +48,11 @@ class Map(Step):
     def _call(self, element: Any) -> Any:
         return call_mapped(self._fn, element)
 
-    def blocks(self) -> Blocks | None:
-        return self._parent.blocks()
+    def chunk_layout(self) -> ChunkLayout | None:
+        return self._parent.chunk_layout()
 
     def _call_by_row(self, batch: Any) -> Any:
-        """Return the function of some rows, which must give as many rows."""
+        """Call the function with rows; require as many rows in its result."""
         rows = len(_leaves(batch)[0])
         result = self._call(batch)
         for leaf in _leaves(result):
@@ -65,16 +65,16 @@ class Map(Step):
                 )
         return result
 
-    def element(self, order: Pass, i: int) -> Any:
-        return self._call(self._parent.element(order, i))
+    def element(self, epoch: Epoch, i: int) -> Any:
+        return self._call(self._parent.element(epoch, i))
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
         if positions.size == 0:
             if self._none is None:
-                example = self.example(order)
+                example = self.example(epoch)
                 self._none = nest.map_leaves(lambda a: np.stack([a])[:0], example)
             return self._none
-        inputs, spec = nest.flatten(self._parent.elements(order, positions))
+        inputs, spec = nest.flatten(self._parent.elements(epoch, positions))
         rows = list(zip(*inputs, strict=True))
 
         def call(row: Any) -> Any:
@@ -82,39 +82,41 @@ class Map(Step):
 
         return stack(call_all(call, rows, self._threads))
 
-    def rows_in(self, order: Pass, i: int) -> int:
-        return self._parent.rows_in(order, i)
+    def batch_rows(self, epoch: Epoch, i: int) -> int:
+        return self._parent.batch_rows(epoch, i)
 
-    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
-        return self._map_part(order, self._parent.part(order, i, replicas, replica))
+    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+        return self._map_batch(
+            epoch, self._parent.local_batch(epoch, i, replicas, replica)
+        )
 
-    def parts(
-        self, order: Pass, steps: range, replicas: int, replica: int
+    def local_batches(
+        self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
-        given = self._parent.parts(order, steps, replicas, replica)
-        return (self._map_part(order, part) for part in given)
+        batches = self._parent.local_batches(epoch, steps, replicas, replica)
+        return (self._map_batch(epoch, batch) for batch in batches)
 
-    def _map_part(self, order: Pass, given: Any) -> Any:
-        if len(_leaves(given)[0]) == 0:
-            return self.empty_part(order)
-        return self._call_by_row(given)
+    def _map_batch(self, epoch: Epoch, batch: Any) -> Any:
+        if len(_leaves(batch)[0]) == 0:
+            return self.empty_batch(epoch)
+        return self._call_by_row(batch)
 
-    def empty_part(self, order: Pass) -> Any:
-        # The function may not know what to do with no rows, so it gets some
+    def empty_batch(self, epoch: Epoch) -> Any:
+        # The function may fail for zero rows: call it with some, and drop the result's
         if self._empty is None:
-            result = self._call_by_row(self._parent.example(order))
+            result = self._call_by_row(self._parent.example(epoch))
             self._empty = nest.map_leaves(lambda a: np.asarray(a)[:0], result)
         return self._empty
 
-    def example(self, order: Pass) -> Any:
-        return self._call(self._parent.example(order))
+    def example(self, epoch: Epoch) -> Any:
+        return self._call(self._parent.example(epoch))
 
 
-class Batch(Step):
-    """Runs of elements, stacked."""
+class Batch(MapTransformation):
+    """Stacks of consecutive elements."""
 
-    def __init__(self, parent: Pipeline, batch_size: int, drop_remainder: bool):
-        super().__init__(parent.for_batches(batch_size))
+    def __init__(self, parent: MapDataset, batch_size: int, drop_remainder: bool):
+        super().__init__(parent.before_batch(batch_size))
         self._batch_size = batch_size
         self._drop_remainder = drop_remainder
 
@@ -131,65 +133,65 @@ class Batch(Step):
 
     @property
     def parallel_calls(self) -> int:
-        return 1  # the rows of one batch are spread over threads
+        return 1  # the threads share the rows of a batch instead
 
     @property
     def has_even_batches(self) -> bool:
         return True
 
-    def unbatched(self) -> Pipeline:
+    def unbatched(self) -> MapDataset:
         if self._drop_remainder:
             return FullBatches(self._parent, self._batch_size)
         return self._parent
 
-    def for_batches(self, batch_size: int) -> Pipeline:
+    def before_batch(self, batch_size: int) -> MapDataset:
         return self  # batches of batches
 
-    def keep(self, elements: int) -> None:
-        self._parent.keep(elements * self._batch_size)
+    def reserve_cache(self, elements: int) -> None:
+        self._parent.reserve_cache(elements * self._batch_size)
 
     def describe(self) -> str:
         arguments = f"{self._batch_size}, drop_remainder={self._drop_remainder}"
         return f"{self._parent.describe()}.batch({arguments})"
 
-    def rebatch(self, workers: int) -> Pipeline:
+    def rebatch(self, workers: int) -> MapDataset:
         share = -(-self._batch_size // workers)
         return Batch(self._parent, share, self._drop_remainder)
 
     def element_spec(self) -> Any:
         return batch_of(self._parent.element_spec())
 
-    def block_order(self, order: Pass) -> BlockOrder | None:
-        return self._parent.block_order(order)
+    def chunk_shuffle(self, epoch: Epoch) -> ChunkShuffle | None:
+        return self._parent.chunk_shuffle(epoch)
 
-    def element(self, order: Pass, i: int) -> Any:
-        return self.part(order, i, 1, 0)
+    def element(self, epoch: Epoch, i: int) -> Any:
+        return self.local_batch(epoch, i, 1, 0)
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
         if positions.size == 0:
-            example = self.example(order)
+            example = self.example(epoch)
             return nest.map_leaves(lambda a: a[None][:0], example)
-        return stack([self.element(order, int(i)) for i in positions])
+        return stack([self.element(epoch, int(i)) for i in positions])
 
-    def rows_in(self, order: Pass, i: int) -> int:
+    def batch_rows(self, epoch: Epoch, i: int) -> int:
         return self._count(self._parent.length, i)
 
     def _count(self, rows: int | None, i: int) -> int:
-        """Return how many of `rows` rows batch `i` has."""
+        """Return the number of rows of batch `i` if the parent has `rows` rows."""
         rest = self._batch_size if rows is None else rows - i * self._batch_size
         return min(self._batch_size, rest)
 
-    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
-        mine = self.positions(order, i, replicas, replica)
-        return self._parent.elements(order, np.arange(mine.start, mine.stop))
+    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+        rows = self.positions(epoch, i, replicas, replica)
+        return self._parent.elements(epoch, np.arange(rows.start, rows.stop))
 
-    def parts(
-        self, order: Pass, steps: range, replicas: int, replica: int
+    def local_batches(
+        self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
-        if self._parent.is_mapped:  # an error of a function belongs to its step
-            return super().parts(order, steps, replicas, replica)
+        if self._parent.is_mapped:  # one step at a time, to attribute errors to steps
+            return super().local_batches(epoch, steps, replicas, replica)
         positions, sizes = self._positions(steps, replicas, replica)
-        leaves, spec = nest.flatten(self._parent.elements(order, positions))
+        leaves, spec = nest.flatten(self._parent.elements(epoch, positions))
         edges = itertools.accumulate(sizes, initial=0)
         is_flat = spec.type is tuple and spec.num_nodes == len(leaves) + 1
         batches = (
@@ -205,38 +207,39 @@ class Batch(Step):
     def _positions(
         self, steps: range, replicas: int, replica: int
     ) -> tuple[Positions, list[int]]:
-        """Return which of the parent's elements a replica has in several batches."""
+        """Return a replica's positions in the parent, and their number per batch."""
         rows = self._parent.length
         whole = (
             steps.stop if rows is None else min(rows // self._batch_size, steps.stop)
         )
+        # Full batches all have the same slice: compute their positions at once
         own = sharding.replica_slice(self._batch_size, replicas, replica)
         firsts = self._batch_size * np.arange(steps.start, max(whole, steps.start))
         inside = np.arange(own.start, own.stop)
         parts = [(firsts[:, np.newaxis] + inside).reshape(-1)]
         sizes = [inside.size] * firsts.size
-        for i in range(max(whole, steps.start), steps.stop):  # the last one is shorter
-            mine = self._slice(rows, i, replicas, replica)
-            parts.append(np.arange(mine.start, mine.stop))
-            sizes.append(len(mine))
+        for i in range(max(whole, steps.start), steps.stop):  # the last batch is short
+            last = self._slice(rows, i, replicas, replica)
+            parts.append(np.arange(last.start, last.stop))
+            sizes.append(len(last))
         return np.concatenate(parts), sizes
 
-    def positions(self, order: Pass, i: int, replicas: int, replica: int) -> range:
-        """Return which of the parent's elements are in a replica's slice of a batch."""
+    def positions(self, epoch: Epoch, i: int, replicas: int, replica: int) -> range:
+        """Return the positions in the parent of a replica's slice of batch `i`."""
         return self._slice(self._parent.length, i, replicas, replica)
 
     def _slice(self, rows: int | None, i: int, replicas: int, replica: int) -> range:
         start = i * self._batch_size
-        mine = sharding.replica_slice(self._count(rows, i), replicas, replica)
-        return range(start + mine.start, start + mine.stop)
+        own = sharding.replica_slice(self._count(rows, i), replicas, replica)
+        return range(start + own.start, start + own.stop)
 
-    def example(self, order: Pass) -> Any:
-        row = self._parent.example(order)
+    def example(self, epoch: Epoch) -> Any:
+        row = self._parent.example(epoch)
         return nest.map_leaves(lambda a: np.stack([a] * self._batch_size), row)
 
 
 def _leaves(value: Any) -> Sequence[Any]:
-    """Return the leaves of a nest; sooner of what most datasets have."""
+    """Return the leaves of a nest, with a fast path for arrays and flat tuples."""
     if type(value) is np.ndarray:
         return (value,)
     if type(value) is tuple and {np.ndarray}.issuperset(map(type, value)):
@@ -248,14 +251,14 @@ def call_function(fn: Callable[..., Any], element: Any) -> Any:
     """Return `fn(element)`; a tuple is passed as arguments."""
     try:
         return fn(*element) if type(element) is tuple else fn(element)
-    except StopIteration as error:  # it would end an iteration, silently
+    except StopIteration as error:  # would silently end the caller's iteration
         raise RuntimeError("a mapped function raised StopIteration") from error
 
 
 def call_mapped(fn: Callable[..., Any], element: Any) -> Any:
     """Return `fn(element)`; a tuple is passed as arguments.
 
-    Nobody but the caller has its arrays, unless they are those of the element.
+    The result has no arrays that other code may change, except for those of `element`.
     """
     arguments = element if type(element) is tuple else (element,)
     holder = [call_function(fn, element)]

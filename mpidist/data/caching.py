@@ -1,6 +1,6 @@
-"""Caches: elements that stay in the memory of this process once they were read.
+"""Caches of elements in the memory of this process.
 
-What comes before a cache always runs in the order of the first epoch. Nothing here
+Transformations before a cache always run as in the first epoch. Nothing here
 communicates.
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.data import iterable, sharding
-from mpidist.data.iterable import Stream
-from mpidist.data.map_dataset import Pass, Pipeline, Step
-from mpidist.data.shuffling import Blocks
+from mpidist.data import sharding
+from mpidist.data.iter_dataset import IterDataset, IterTransformation
+from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
+from mpidist.data.shuffling import ChunkLayout
 from mpidist.data.sources import Positions, stack
 from mpidist.data.spec import TensorSpec
 from mpidist.errors import ArgumentError
@@ -24,263 +24,270 @@ from mpidist.util import nest
 from mpidist.util.buffers import Field, Storage, make_arrays
 
 __all__ = [
-    "AnyCache",
+    "CacheBase",
     "Cache",
-    "Cells",
-    "Memory",
+    "ElementCells",
+    "CacheMemory",
     "RowTable",
-    "StreamCache",
+    "IterCache",
     "copied",
     "fields_of",
-    "frozen",
-    "rebuild",
+    "first_epoch",
+    "replace_caches",
     "row_spec",
-    "unkeepable",
+    "why_not_storable",
 ]
 
 
-class Kept:
-    """What this process keeps of one pass over the elements before a cache."""
+class CachedEpoch:
+    """The elements of one epoch before a cache that this process keeps."""
 
-    def __init__(self, order: Pass):
-        self.order = order
-        self.table: RowTable | Cells | None = None
+    def __init__(self, epoch: Epoch):
+        self.epoch = epoch
+        self.table: RowTable | ElementCells | None = None
         self._lock = threading.Lock()
 
-    def have(self, numbers: Positions) -> Any:
-        """Return which elements are there."""
+    def contains(self, numbers: Positions) -> Any:
+        """Return which elements are cached."""
         table = self.table
-        return np.zeros(numbers.size, bool) if table is None else table.have(numbers)
+        return (
+            np.zeros(numbers.size, bool) if table is None else table.contains(numbers)
+        )
 
-    def keep(self, example: Any, rows: int | None, keep: Callable[[Any], Any]) -> None:
-        """Call `keep(table)`, with cells instead if it returns that rows do not fit.
+    def store(
+        self, example: Any, rows: int | None, store: Callable[[Any], Any]
+    ) -> None:
+        """Call `store(table)`; if the rows do not fit a table, change to cells.
 
         Args:
-          example: stacked rows; a table for rows like these is made if there is none.
-          rows: how many there can be; None for elements that are no rows.
-          keep: keeps something in a table, and returns why it does not fit, if so.
+          example: stacked rows, like which the table is made at the first call.
+          rows: capacity of the table; None for elements that are not rows.
+          store: stores rows in the table; returns the reason if they do not fit.
         """
         with self._lock:
             if self.table is None:
                 self.table = _make_table(example, rows)
-            if keep(self.table) is not None:
+            if store(self.table) is not None:
                 self.table = _as_cells(self.table, rows or 0)
-                keep(self.table)
+                store(self.table)
 
 
-class Memory:
-    """What this process keeps for a cache; datasets made of the cache share it.
+class CacheMemory:
+    """The memory of a cache in this process, shared by all datasets made from it.
 
-    Only the last pass: another one, with another seed, starts again.
+    It holds one epoch; an epoch with another seed replaces it.
     """
 
     def __init__(self) -> None:
-        self.kept: Kept | None = None
+        self.kept: CachedEpoch | None = None
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Memory, ()  # copies begin without elements
+        return CacheMemory, ()  # a copy starts empty
 
-    def of(self, order: Pass) -> Kept:
-        """Return what is kept of a pass, nothing at first."""
+    def of(self, epoch: Epoch) -> CachedEpoch:
+        """Return the cached elements of an epoch, initially none."""
         with self._lock:
-            if self.kept is None or self.kept.order != order:
-                self.kept = Kept(order)
+            if self.kept is None or self.kept.epoch != epoch:
+                self.kept = CachedEpoch(epoch)
             return self.kept
 
 
-def frozen(parent: Pipeline | Stream, order: Pass) -> Pass:
-    """Return the pass over what comes before a cache: the first, of equal seeds."""
-    return Pass(0, order.entropy if parent.needs_entropy else 0)
+def first_epoch(parent: MapDataset | IterDataset, epoch: Epoch) -> Epoch:
+    """Return the epoch in which transformations before a cache run: the first."""
+    return Epoch(0, epoch.entropy if parent.needs_entropy else 0)
 
 
-def _make_table(example: Any, rows: int | None) -> RowTable | Cells:
-    if rows is None or unkeepable(example) is not None:
-        return Cells()
+def _make_table(example: Any, rows: int | None) -> RowTable | ElementCells:
+    if rows is None or why_not_storable(example) is not None:
+        return ElementCells()
     spec = row_spec(example)
     try:
         arrays = make_arrays(fields_of(spec, rows))
-    except MemoryError:  # perhaps few of them will be used
-        return Cells()
+    except MemoryError:  # cells take memory only for rows that are used
+        return ElementCells()
     return RowTable(Storage(arrays), spec)
 
 
-def _as_cells(table: RowTable | Cells, rows: int) -> Cells:
+def _as_cells(table: RowTable | ElementCells, rows: int) -> ElementCells:
     """Return the elements of a table as cells, which may differ in shape and dtype."""
-    cells, numbers = Cells(), np.arange(rows)
-    there = numbers[table.have(numbers)]
-    cells.keep_rows(there, table.rows(there))
+    cells, numbers = ElementCells(), np.arange(rows)
+    there = numbers[table.contains(numbers)]
+    cells.store_rows(there, table.rows(there))
     return cells
 
 
-class AnyCache(Step):
-    """What caches have in common: they change no order."""
+class CacheBase(MapTransformation):
+    """The base of caches, which keep the order of elements."""
 
     def describe(self) -> str:
         return f"{self._parent.describe()}.cache"
 
-    def blocks(self) -> Blocks | None:
-        return self._parent.blocks()
+    def chunk_layout(self) -> ChunkLayout | None:
+        return self._parent.chunk_layout()
 
-    def for_batches(self, batch_size: int) -> Pipeline:
-        return self  # what is kept does not depend on what follows
+    def before_batch(self, batch_size: int) -> MapDataset:
+        return self  # cached elements do not depend on later transformations
 
-    def rows_in(self, order: Pass, i: int) -> int:
-        return self._parent.rows_in(frozen(self._parent, order), i)
+    def batch_rows(self, epoch: Epoch, i: int) -> int:
+        return self._parent.batch_rows(first_epoch(self._parent, epoch), i)
 
     @property
-    def parent(self) -> Pipeline:
-        """What is kept."""
+    def parent(self) -> MapDataset:
+        """The dataset that is cached."""
         return self._parent
 
 
-class Cache(AnyCache):
+class Cache(CacheBase):
     """The elements, kept in the memory of this process."""
 
-    def __init__(self, parent: Pipeline):
+    def __init__(self, parent: MapDataset):
         super().__init__(parent)
-        self.memory = Memory()
+        self.memory = CacheMemory()
 
-    def _after(self, parent: Pipeline) -> Pipeline:
-        return Cache(parent)  # it has other elements
+    def _with_parent(self, parent: MapDataset) -> MapDataset:
+        return Cache(parent)  # with memory of its own, for other elements
 
     @property
     def has_even_batches(self) -> bool:
         return self._parent.has_even_batches
 
-    def unbatched(self) -> Pipeline | None:
+    def unbatched(self) -> MapDataset | None:
         rows = self._parent.unbatched()
         return rows and Cache(rows)
 
     def require_end(self) -> None:
-        """Raise if there is no end of the elements."""
+        """Raise if the dataset is endless."""
         if self._parent.length is None:
             raise ArgumentError(
                 "an infinite dataset cannot be cached; call cache() before repeat()"
             )
 
-    def element(self, order: Pass, i: int) -> Any:
-        kept, number = self._kept(order), np.array([i])
-        if kept.table is not None and kept.have(number)[0]:
+    def element(self, epoch: Epoch, i: int) -> Any:
+        kept, number = self._kept(epoch), np.array([i])
+        if kept.table is not None and kept.contains(number)[0]:
             return kept.table.element(i)
-        element = self._parent.element(kept.order, i)
+        element = self._parent.element(kept.epoch, i)
         example = nest.map_leaves(_one_row, element)
-        kept.keep(example, self._rows(), lambda table: table.keep_element(i, element))
+        kept.store(example, self._rows(), lambda table: table.store_element(i, element))
         return element
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
-        kept = self._kept(order)
-        missing = positions[~kept.have(positions)]
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
+        kept = self._kept(epoch)
+        missing = positions[~kept.contains(positions)]
         if missing.size == 0 and positions.size:
             assert kept.table is not None
             return kept.table.rows(positions)
-        found = self._parent.elements(kept.order, missing)
+        read = self._parent.elements(kept.epoch, missing)
         if missing.size == 0:
-            return found
-        kept.keep(found, self._rows(), lambda table: table.keep_rows(missing, found))
+            return read
+        kept.store(read, self._rows(), lambda table: table.store_rows(missing, read))
         if missing.size == positions.size:
-            return found
-        return kept.table.rows(positions) if kept.table else found
+            return read
+        return kept.table.rows(positions) if kept.table else read
 
-    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
-        mine = sharding.replica_slice(self.rows_in(order, i), replicas, replica)
-        return nest.map_leaves(lambda a: a[mine], self.element(order, i))
+    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+        own = sharding.replica_slice(self.batch_rows(epoch, i), replicas, replica)
+        return nest.map_leaves(lambda a: a[own], self.element(epoch, i))
 
-    def example(self, order: Pass) -> Any:
-        order, kept = frozen(self._parent, order), self.memory.kept
-        # Who asks for an example need not know the order
-        if kept is None or kept.order != order or not self.length:
-            return self._parent.example(order)
-        return self.element(order, 0)
+    def example(self, epoch: Epoch) -> Any:
+        epoch, kept = first_epoch(self._parent, epoch), self.memory.kept
+        # The caller may not know the entropy yet; do not replace a cached epoch
+        if kept is None or kept.epoch != epoch or not self.length:
+            return self._parent.example(epoch)
+        return self.element(epoch, 0)
 
-    def _kept(self, order: Pass) -> Kept:
+    def _kept(self, epoch: Epoch) -> CachedEpoch:
         self.require_end()
-        return self.memory.of(frozen(self._parent, order))
+        return self.memory.of(first_epoch(self._parent, epoch))
 
     def _rows(self) -> int | None:
-        """Return how many rows a table needs; batches are kept as they are."""
+        """Return the capacity of a table; None for batches, which become cells."""
         return None if self.is_batched else self.length
 
 
-class StreamCache(iterable.Step):
-    """The elements, kept in the memory of this process after a complete pass."""
+class IterCache(IterTransformation):
+    """The elements, kept in the memory of this process after one complete epoch."""
 
-    def __init__(self, parent: Stream):
+    def __init__(self, parent: IterDataset):
         super().__init__(parent)
-        self._kept: tuple[Pass, list[Any]] | None = None
+        self._kept: tuple[Epoch, list[Any]] | None = None
 
     @property
-    def parent(self) -> Stream:
-        """What is kept."""
+    def parent(self) -> IterDataset:
+        """The dataset that is cached."""
         return self._parent
 
     def describe(self) -> str:
         return f"{self._parent.describe()}.cache"
 
-    def over(self, change: Callable[[Any], Any]) -> Stream:
-        return StreamCache(change(self._parent))
+    def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
+        return IterCache(change(self._parent))
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        kept, order = self._kept, frozen(self._parent, order)
-        if kept is not None and kept[0] == order:
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        kept, epoch = self._kept, first_epoch(self._parent, epoch)
+        if kept is not None and kept[0] == epoch:
             yield from map(copied, kept[1])
             return
         elements = []
-        for element in self._parent.iterate(order):
+        for element in self._parent.iterate(epoch):
             elements.append(copied(element))
             yield element
-        self._kept = order, elements
+        self._kept = epoch, elements
 
 
-def rebuild(steps: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """Return the steps of a dataset with other caches.
+def replace_caches(steps: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """Return a dataset with each of its caches replaced by `change(cache, parent)`.
 
     Args:
-      steps: a Pipeline or a Stream.
-      change: called with each Cache and StreamCache and what then comes before it,
-        those that come first being called first; returns what takes the cache's place.
+      steps: a MapDataset or an IterDataset.
+      change: called with a Cache or IterCache, and its parent, in which earlier caches
+        have been replaced; returns the replacement.
     """
 
     def again(parent: Any) -> Any:
-        return rebuild(parent, change)
+        return replace_caches(parent, change)
 
-    if isinstance(steps, Cache | StreamCache):
+    if isinstance(steps, Cache | IterCache):
         return change(steps, again(steps.parent))
-    return steps.over(again)
+    return steps.replace_parents(again)
 
 
 def _one_row(leaf: Any) -> Any:
     return np.asarray(leaf)[None] if isinstance(leaf, np.ndarray | np.generic) else leaf
 
 
-_KINDS = "biufcSUmMV"  # what has a fixed size
+_KINDS = "biufcSUmMV"  # dtype kinds of a fixed size
 
 
 class RowTable:
-    """Rows of a storage, in a structure; `spec` is a nest of the rows' TensorSpec."""
+    """Rows in a storage, with a flag for each; `spec` is the nest of their TensorSpec.
+
+    The flag of a row is set after its data was written, and read before.
+    """
 
     def __init__(self, storage: Storage, spec: Any):
         self._storage = storage
         self._leaf_specs, self._structure = nest.flatten(spec)
 
-    def have(self, numbers: Positions) -> npt.NDArray[np.bool_]:
-        """Return which rows are there."""
+    def contains(self, numbers: Positions) -> npt.NDArray[np.bool_]:
+        """Return which rows are stored."""
         with self._storage.use() as (flags, *_), self._storage.ordered():
             there: npt.NDArray[np.bool_] = flags[numbers] != 0
             return there
 
     def rows(self, numbers: Positions) -> Any:
-        """Return copies of rows that are there."""
+        """Return copies of stored rows."""
         with self._storage.use() as (_, *columns):
             leaves = [column[numbers] for column in columns]
         return nest.unflatten(self._structure, leaves)
 
     def element(self, number: int) -> Any:
-        """Return a copy of a row that is there."""
+        """Return a copy of a stored row."""
         return nest.map_leaves(lambda a: a[0], self.rows(np.array([number])))
 
-    def keep_rows(self, numbers: Positions, rows: Any) -> str | None:
-        """Keep copies of rows; where they do not fit, say why, and keep none."""
+    def store_rows(self, numbers: Positions, rows: Any) -> str | None:
+        """Store copies of rows, or none; return the reason if they do not fit."""
         leaves, structure = nest.flatten(rows)
         reason = self._misfit(leaves, structure, numbers.size)
         if reason is None:
@@ -291,13 +298,13 @@ class RowTable:
                     flags[numbers] = 1
         return reason
 
-    def keep_element(self, number: int, element: Any) -> str | None:
-        """Keep a copy of an element; where it does not fit, say why."""
+    def store_element(self, number: int, element: Any) -> str | None:
+        """Store a copy of an element; return the reason if it does not fit."""
         leaves, structure = nest.flatten(element)
         if not all(map(_is_numpy, leaves)):
             return "it has leaves that are no NumPy arrays"
         row = nest.unflatten(structure, [np.asarray(leaf)[None] for leaf in leaves])
-        return self.keep_rows(np.array([number]), row)
+        return self.store_rows(np.array([number]), row)
 
     def _misfit(self, leaves: list[Any], structure: Any, rows: int) -> str | None:
         if structure != self._structure:
@@ -316,32 +323,32 @@ class RowTable:
         return None
 
 
-class Cells:
-    """Elements of any kind by number, in the memory of this process."""
+class ElementCells:
+    """Elements of any kind by index, in the memory of this process."""
 
     def __init__(self) -> None:
         self._elements: dict[int, Any] = {}
 
-    def have(self, numbers: Positions) -> npt.NDArray[np.bool_]:
-        """Return which elements are there."""
+    def contains(self, numbers: Positions) -> npt.NDArray[np.bool_]:
+        """Return which elements are stored."""
         return np.array([i in self._elements for i in numbers.tolist()], bool)
 
     def rows(self, numbers: Positions) -> Any:
-        """Return copies of elements that are there, stacked."""
+        """Return copies of stored elements, stacked."""
         return stack([self._elements[i] for i in numbers.tolist()])
 
     def element(self, number: int) -> Any:
-        """Return a copy of an element that is there."""
+        """Return a copy of a stored element."""
         return copied(self._elements[number])
 
-    def keep_rows(self, numbers: Positions, rows: Any) -> None:
-        """Keep copies of stacked elements."""
+    def store_rows(self, numbers: Positions, rows: Any) -> None:
+        """Store copies of stacked elements."""
         leaves, structure = nest.flatten(rows)
         for i, *row in zip(numbers.tolist(), *leaves, strict=True):
-            self.keep_element(i, nest.unflatten(structure, row))
+            self.store_element(i, nest.unflatten(structure, row))
 
-    def keep_element(self, number: int, element: Any) -> None:
-        """Keep a copy of an element."""
+    def store_element(self, number: int, element: Any) -> None:
+        """Store a copy of an element."""
         self._elements[number] = copied(element)
 
 
@@ -353,12 +360,12 @@ def copied(element: Any) -> Any:
 
 
 def row_spec(rows: Any) -> Any:
-    """Return the nest of TensorSpec of each of some stacked rows."""
+    """Return the nest of TensorSpec of a row of some stacked rows."""
     return nest.map_leaves(lambda a: TensorSpec(a.shape[1:], a.dtype), rows)
 
 
 def fields_of(spec: Any, rows: int) -> list[Field]:
-    """Return the arrays of a storage for `rows` rows like `spec`."""
+    """Return the fields of a storage for `rows` rows like `spec`: flags and leaves."""
     leaves, _ = nest.flatten(spec)
     return [
         Field((rows,), np.dtype(np.uint8)),
@@ -366,8 +373,8 @@ def fields_of(spec: Any, rows: int) -> list[Field]:
     ]
 
 
-def unkeepable(rows: Any) -> str | None:
-    """Say why such rows cannot be in a table, None if they can."""
+def why_not_storable(rows: Any) -> str | None:
+    """Return the reason why a table cannot hold such rows; None if it can."""
     leaves, structure = nest.flatten(rows)
     if not leaves:
         return "there is no array in it"

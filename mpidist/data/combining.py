@@ -1,4 +1,4 @@
-"""The steps that put elements of several datasets, or their numbers, side by side."""
+"""Transformations that combine elements: `zip` and `enumerate`."""
 
 from __future__ import annotations
 
@@ -8,116 +8,124 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.data.map_dataset import Pass, Pipeline, Step
-from mpidist.data.shuffling import Blocks
+from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
+from mpidist.data.shuffling import ChunkLayout
 from mpidist.data.sources import Positions, RowSource
 from mpidist.errors import ArgumentError
 from mpidist.util import nest
 from mpidist.util.hashing import hash62
 
-__all__ = ["Enumerate", "Zip", "part_pass"]
+__all__ = ["Enumerate", "Zip", "epoch_of_component"]
 
 
-class Zip(Pipeline):
-    """Elements of several pipelines, in a structure, up to the end of the shortest.
+class Zip(MapDataset):
+    """Elements of several datasets, in a structure, up to the end of the shortest.
 
     Args:
-      parts: the pipelines.
+      components: the datasets.
       spec: the structure of which they are the leaves.
     """
 
-    def __init__(self, parts: Sequence[Pipeline], spec: nest.Spec):
-        self._parts = tuple(parts)
+    def __init__(self, components: Sequence[MapDataset], spec: nest.Spec):
+        self._components = tuple(components)
         self._spec = spec
 
     @property
-    def later_parts(self) -> tuple[Pipeline, ...]:
-        """All parts but the first: see `part_pass`."""
-        return self._parts[1:]
+    def later_components(self) -> tuple[MapDataset, ...]:
+        """All components but the first; see `epoch_of_component`."""
+        return self._components[1:]
 
     @property
     def length(self) -> int | None:
-        lengths = [part.length for part in self._parts]
+        lengths = [component.length for component in self._components]
         return min((n for n in lengths if n is not None), default=None)
 
     @property
     def batch_size(self) -> int | None:
-        sizes = {part.batch_size for part in self._parts}
+        sizes = {component.batch_size for component in self._components}
         return sizes.pop() if len(sizes) == 1 else None
 
     @property
     def needs_entropy(self) -> bool:
-        return any(part.needs_entropy for part in self._parts)
+        return any(component.needs_entropy for component in self._components)
 
     @property
     def parallel_calls(self) -> int:
-        return max(part.parallel_calls for part in self._parts)
+        return max(component.parallel_calls for component in self._components)
 
     @property
     def is_mapped(self) -> bool:
-        return any(part.is_mapped for part in self._parts)
+        return any(component.is_mapped for component in self._components)
 
     @property
     def file_count(self) -> int:
-        return 0  # rows of one file belong to rows of several others
+        return 0  # cannot be sharded by file: a row has parts in several files
 
     @property
     def has_known_spec(self) -> bool:
-        return all(part.has_known_spec for part in self._parts)
+        return all(component.has_known_spec for component in self._components)
 
     @property
     def sources(self) -> list[RowSource]:
-        return [source for part in self._parts for source in part.sources]
+        return [
+            source for component in self._components for source in component.sources
+        ]
 
     @property
     def row_bytes(self) -> int | None:
-        found = [part.row_bytes for part in self._parts]
-        known = [size for size in found if size is not None]
-        return sum(known) if len(known) == len(found) else None
+        sizes = [component.row_bytes for component in self._components]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if len(known) == len(sizes) else None
 
-    def blocks(self) -> Blocks | None:
+    def chunk_layout(self) -> ChunkLayout | None:
         length = self.length
-        found = [blocks for part in self._parts if (blocks := part.blocks())]
-        if not found or length is None:
+        layouts = [c.chunk_layout() for c in self._components]
+        chunked = [layout for layout in layouts if layout]
+        if not chunked or length is None:
             return None
-        # A shuffle behind keeps those together that cost most to be read singly
-        costly = max(found, key=lambda b: (b.is_costly, b.rows * b.row_bytes))
+        # A later shuffle should follow the chunks that are most expensive to decode
+        costly = max(chunked, key=lambda c: (c.is_costly, c.rows * c.row_bytes))
         edges = np.cumsum([0, *costly.lengths]).clip(max=length)
         return dataclasses.replace(costly, lengths=tuple(np.diff(edges).tolist()))
 
-    def keep(self, elements: int) -> None:
-        for part in self._parts:
-            part.keep(elements)
+    def reserve_cache(self, elements: int) -> None:
+        for component in self._components:
+            component.reserve_cache(elements)
 
-    def for_batches(self, batch_size: int) -> Pipeline:
-        return self.over(lambda part: part.for_batches(batch_size))
+    def before_batch(self, batch_size: int) -> MapDataset:
+        return self.replace_parents(
+            lambda component: component.before_batch(batch_size)
+        )
 
     def describe(self) -> str:
-        return f"zip({self._spec}, {', '.join(p.describe() for p in self._parts)})"
+        return f"zip({self._spec}, {', '.join(p.describe() for p in self._components)})"
 
     def describe_source(self) -> str:
-        return ", ".join(part.describe_source() for part in self._parts)
+        return ", ".join(component.describe_source() for component in self._components)
 
-    def over(self, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
-        return Zip([change(part) for part in self._parts], self._spec)
+    def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
+        return Zip([change(component) for component in self._components], self._spec)
 
-    def rebatch(self, workers: int) -> Pipeline:
-        return self.over(lambda part: part.rebatch(workers))
+    def rebatch(self, workers: int) -> MapDataset:
+        return self.replace_parents(lambda component: component.rebatch(workers))
 
-    def _join(self, get: Callable[[Pipeline, Pass], Any], order: Pass) -> Any:
-        """Return what `get(part, its pass)` returns of each part, in the structure."""
-        found = [get(p, part_pass(order, i)) for i, p in enumerate(self._parts)]
-        return nest.unflatten(self._spec, found)
+    def _join(self, get: Callable[[MapDataset, Epoch], Any], epoch: Epoch) -> Any:
+        """Return the structure of `get(component, epoch of the component)`."""
+        values = [
+            get(p, epoch_of_component(epoch, i)) for i, p in enumerate(self._components)
+        ]
+        return nest.unflatten(self._spec, values)
 
-    def element(self, order: Pass, i: int) -> Any:
-        return self._join(lambda part, order: part.element(order, i), order)
+    def element(self, epoch: Epoch, i: int) -> Any:
+        return self._join(lambda component, epoch: component.element(epoch, i), epoch)
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
-        return self._join(lambda part, order: part.elements(order, positions), order)
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
+        return self._join(lambda c, epoch: c.elements(epoch, positions), epoch)
 
-    def rows_in(self, order: Pass, i: int) -> int:
+    def batch_rows(self, epoch: Epoch, i: int) -> int:
         rows = [
-            part.rows_in(part_pass(order, k), i) for k, part in enumerate(self._parts)
+            component.batch_rows(epoch_of_component(epoch, k), i)
+            for k, component in enumerate(self._components)
         ]
         if len(set(rows)) > 1:
             raise ArgumentError(
@@ -126,45 +134,49 @@ class Zip(Pipeline):
             )
         return rows[0]
 
-    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
-        self.rows_in(order, i)
-        return self._join(lambda p, order: p.part(order, i, replicas, replica), order)
+    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+        self.batch_rows(epoch, i)
+        return self._join(
+            lambda c, epoch: c.local_batch(epoch, i, replicas, replica), epoch
+        )
 
-    def parts(
-        self, order: Pass, steps: range, replicas: int, replica: int
+    def local_batches(
+        self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
         for i in steps:
-            self.rows_in(order, i)
-        given = [
-            part.parts(part_pass(order, k), steps, replicas, replica)
-            for k, part in enumerate(self._parts)
+            self.batch_rows(epoch, i)
+        batches = [
+            component.local_batches(
+                epoch_of_component(epoch, k), steps, replicas, replica
+            )
+            for k, component in enumerate(self._components)
         ]
-        return (nest.unflatten(self._spec, parts) for parts in zip(*given))
+        return (nest.unflatten(self._spec, batch) for batch in zip(*batches))
 
-    def example(self, order: Pass) -> Any:
-        return self._join(lambda part, order: part.example(order), order)
+    def example(self, epoch: Epoch) -> Any:
+        return self._join(lambda component, epoch: component.example(epoch), epoch)
 
-    def empty_part(self, order: Pass) -> Any:
-        return self._join(lambda part, order: part.empty_part(order), order)
+    def empty_batch(self, epoch: Epoch) -> Any:
+        return self._join(lambda component, epoch: component.empty_batch(epoch), epoch)
 
 
-def part_pass(order: Pass, number: int) -> Pass:
-    """Return the pass over one of several datasets that are read together.
+def epoch_of_component(epoch: Epoch, number: int) -> Epoch:
+    """Return the epoch of one of several datasets that are read together.
 
-    Shuffles without a seed have another order in each, or rows would come in pairs
-    that no shuffle parts.
+    Shuffles without a seed must differ between them: otherwise equal permutations
+    would keep the same rows paired in every epoch.
     """
-    if number == 0 or order.entropy == 0:
-        return order
+    if number == 0 or epoch.entropy == 0:
+        return epoch
     return dataclasses.replace(
-        order, entropy=hash62(f"part {number} of {order.entropy}")
+        epoch, entropy=hash62(f"part {number} of {epoch.entropy}")
     )
 
 
-class Enumerate(Step):
-    """The elements with their numbers, from `start` on, before them."""
+class Enumerate(MapTransformation):
+    """Pairs of a number, counted from `start`, and an element."""
 
-    def __init__(self, parent: Pipeline, start: int):
+    def __init__(self, parent: MapDataset, start: int):
         super().__init__(parent)
         self._start = start
 
@@ -180,14 +192,14 @@ class Enumerate(Step):
     def describe(self) -> str:
         return f"{self._parent.describe()}.enumerate({self._start})"
 
-    def blocks(self) -> Blocks | None:
-        return self._parent.blocks()
+    def chunk_layout(self) -> ChunkLayout | None:
+        return self._parent.chunk_layout()
 
-    def element(self, order: Pass, i: int) -> Any:
-        return np.int64(self._start + i), self._parent.element(order, i)
+    def element(self, epoch: Epoch, i: int) -> Any:
+        return np.int64(self._start + i), self._parent.element(epoch, i)
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
-        return positions + self._start, self._parent.elements(order, positions)
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
+        return positions + self._start, self._parent.elements(epoch, positions)
 
-    def example(self, order: Pass) -> Any:
-        return np.int64(self._start), self._parent.example(order)
+    def example(self, epoch: Epoch) -> Any:
+        return np.int64(self._start), self._parent.example(epoch)

@@ -1,4 +1,4 @@
-"""Dataset: what users build input from; `pipeline` does the work."""
+"""Dataset, the public class; it wraps a `MapDataset` or an `IterDataset`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mpidist.data.hdf5.names import check_names, list_files
 from mpidist.data.hdf5.rows import Hdf5Rows
-from mpidist.data.iterable import UNKNOWN_CARDINALITY, Generated, Stream
+from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, GeneratorDataset, IterDataset
 from mpidist.data.iterator import (
     DatasetIterator,
     concatenate,
@@ -22,8 +22,8 @@ from mpidist.data.iterator import (
     warn_undistributed,
     zip_together,
 )
-from mpidist.data.iterator_state import Passes
-from mpidist.data.map_dataset import INFINITE_CARDINALITY, Pipeline, Rows
+from mpidist.data.iterator_state import EpochCounter
+from mpidist.data.map_dataset import INFINITE_CARDINALITY, MapDataset, SourceMapDataset
 from mpidist.data.sources import ArrayRows, RangeRows, as_element, from_lists
 from mpidist.data.transformations import Transformations, check_name
 from mpidist.errors import ArgumentError, ArgumentTypeError
@@ -74,20 +74,22 @@ class Dataset(Transformations, metaclass=_DatasetType):
 
     def __init__(
         self,
-        pipeline: Pipeline | Stream,
+        pipeline: MapDataset | IterDataset,
         options: Options | None = None,
         read_ahead: int = 0,
     ):
         self._pipeline = pipeline
         self._options = options or Options()
         self._read_ahead = read_ahead
-        # Without a seed to be drawn, states are alike in every process
-        self._passes = Passes(secrets.randbits(62) if pipeline.needs_entropy else 0)
+        # Without use for entropy, draw none: states are equal in all processes then
+        self._epochs = EpochCounter(
+            secrets.randbits(62) if pipeline.needs_entropy else 0
+        )
         self._spec: Any = None
 
     @property
-    def pipeline(self) -> Pipeline | Stream:
-        """The steps of this dataset, for what is built on it."""
+    def pipeline(self) -> MapDataset | IterDataset:
+        """The `MapDataset` or `IterDataset` of this dataset."""
         return self._pipeline
 
     @property
@@ -105,7 +107,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
         """Return a dataset of one element: an array, or a tuple or dict of arrays."""
         check_name(name)
         rows = nest.map_leaves(lambda a: a[None], as_element(tensors))
-        return Dataset(Rows(ArrayRows(rows, "from_tensors")))
+        return Dataset(SourceMapDataset(ArrayRows(rows, "from_tensors")))
 
     @staticmethod
     def range(*args: int, output_type: npt.DTypeLike = np.int64) -> Dataset:
@@ -120,7 +122,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
           ArgumentTypeError: no integers, or not one to three; no dtype.
         """
         dtype = validation.dtype("output_type", output_type)
-        return Dataset(Rows(RangeRows.of(args, dtype)))
+        return Dataset(SourceMapDataset(RangeRows.of(args, dtype)))
 
     @staticmethod
     def from_generator(
@@ -141,7 +143,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
           ArgumentError: an iterator, which can be used only once.
           ArgumentTypeError: nothing that can be iterated over.
         """
-        return Dataset(Generated(generator, is_batched=False))
+        return Dataset(GeneratorDataset(generator, is_batched=False))
 
     @staticmethod
     def from_tensor_slices(tensors: Any, name: str | None = None) -> Dataset:
@@ -149,14 +151,14 @@ class Dataset(Transformations, metaclass=_DatasetType):
 
         Args:
           tensors: arrays (or lists of numbers) with equal first dimensions `(rows,
-            *shape)`; tuples and dicts are structure. Every rank passes all rows.
+            *shape)`; tuples and dicts are structure. Every rank epochs all rows.
           name: see `Dataset`.
 
         Raises:
           ArgumentError: unequal numbers of rows, or a scalar.
         """
         check_name(name)
-        return Dataset(Rows(ArrayRows(from_lists(tensors))))
+        return Dataset(SourceMapDataset(ArrayRows(from_lists(tensors))))
 
     @staticmethod
     def from_hdf5(
@@ -176,7 +178,9 @@ class Dataset(Transformations, metaclass=_DatasetType):
           DataError: a file or a dataset is missing, cannot be read, or does not fit the
             others.
         """
-        return Dataset(Rows(Hdf5Rows(list_files(files), check_names(datasets))))
+        return Dataset(
+            SourceMapDataset(Hdf5Rows(list_files(files), check_names(datasets)))
+        )
 
     @staticmethod
     def zip(*args: Any, datasets: Any = None, name: str | None = None) -> Dataset:
@@ -209,10 +213,10 @@ class Dataset(Transformations, metaclass=_DatasetType):
           [3.] [2]
         """
         check_name(name)
-        given, spec = nest.flatten(_structure(args, datasets))
+        leaves, spec = nest.flatten(_structure(args, datasets))
         return Dataset(
-            zip_together([dataset._pipeline for dataset in given], spec),
-            _common_options(given),
+            zip_together([dataset._pipeline for dataset in leaves], spec),
+            _common_options(leaves),
         )
 
     def reduce(
@@ -267,7 +271,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
     def prefetch(self, buffer_size: int, name: str | None = None) -> Dataset:
         """Return a dataset that reads `buffer_size` elements ahead, in a thread.
 
-        Steps after it undo it, and distributed datasets read ahead as their
+        Later transformations undo it, and distributed datasets read ahead as their
         `InputOptions` say. -1 (TensorFlow's AUTOTUNE) lets mpidist choose.
         """
         check_name(name)
@@ -278,7 +282,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
         return Dataset(self._pipeline, self._options, ahead)
 
     def with_options(self, options: Options, name: str | None = None) -> Dataset:
-        """Return this dataset with `options`, which steps after it keep."""
+        """Return this dataset with `options`, which later transformations keep."""
         check_name(name)
         options = validation.instance("options", options, Options)
         return Dataset(self._pipeline, copy.copy(options), self._read_ahead)
@@ -304,14 +308,14 @@ class Dataset(Transformations, metaclass=_DatasetType):
         is_meant = self._options.auto_shard_policy is AutoShardPolicy.OFF
         if not (is_meant or is_sharded(self._pipeline)):
             warn_undistributed()
-        return DatasetIterator(self._pipeline, self._passes, self._read_ahead)
+        return DatasetIterator(self._pipeline, self._epochs, self._read_ahead)
 
     if not TYPE_CHECKING:  # or every name would be one
 
         def __getattr__(self, name: str) -> NoReturn:
             near_misses.refuse(self, name, near_misses.DATASET)
 
-    def _after(self, pipeline: Pipeline | Stream) -> Dataset:
+    def _with_pipeline(self, pipeline: MapDataset | IterDataset) -> Dataset:
         return Dataset(pipeline, self._options)
 
 
@@ -374,7 +378,7 @@ def as_dataset(value: Any, call: str) -> Dataset:
             f"{call} needs a mpidist.Dataset, an iterable of batches, or a function "
             f"that returns one, not {validation.shown(value)}"
         )
-    return Dataset(Generated(value, is_batched=True))
+    return Dataset(GeneratorDataset(value, is_batched=True))
 
 
 def require_length(cardinality: int) -> int:

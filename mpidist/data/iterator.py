@@ -1,4 +1,4 @@
-"""Going through a dataset in one process. Nothing here communicates."""
+"""Iteration over a dataset in one process. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
-from mpidist.data import batching, caching, combining, iterable_steps, ordering
-from mpidist.data.iterable import InOrder, Stream
-from mpidist.data.iterator_state import Origin, Passes, make_state, read_state
-from mpidist.data.map_dataset import Pass, Pipeline
+from mpidist.data import batching, caching, combining, iter_transformations, ordering
+from mpidist.data.iter_dataset import IterDataset, MapToIterDataset
+from mpidist.data.iterator_state import EpochCounter, Origin, make_state, read_state
+from mpidist.data.map_dataset import Epoch, MapDataset
 from mpidist.data.optional import Optional
 from mpidist.errors import DataError, OutOfRangeError
 from mpidist.util import nest
@@ -21,11 +21,11 @@ from mpidist.util.tracebacks import fold
 
 __all__ = [
     "DatasetIterator",
-    "Steps",
+    "TransformationClasses",
     "concatenate",
-    "in_order",
+    "to_iter_dataset",
     "is_sharded",
-    "steps_of",
+    "transformations_for",
     "unbatch",
     "warn_undistributed",
     "zip_together",
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class DatasetIterator:
-    """One pass over a dataset in this process, which can be saved and restored.
+    """An iterator over a dataset in this process, which can be saved and restored.
 
     After an error `next` tries the same element again, if that is possible.
 
@@ -48,14 +48,16 @@ class DatasetIterator:
       True
     """
 
-    def __init__(self, pipeline: Pipeline | Stream, passes: Passes, ahead: int):
+    def __init__(
+        self, pipeline: MapDataset | IterDataset, epochs: EpochCounter, ahead: int
+    ):
         self._pipeline = pipeline
-        self._passes = passes
+        self._epochs = epochs
         self._ahead = ahead
         self._origin: Origin | None = None
         self._failure: str | None = None
         self._elements: Iterator[Any] = iter(())
-        self._start(passes.begin())
+        self._start(epochs.next_epoch())
 
     def __iter__(self) -> DatasetIterator:
         return self
@@ -75,7 +77,7 @@ class DatasetIterator:
         except StopIteration:
             self.close()
             raise
-        except BaseException as error:  # also an interrupt must not lose elements
+        except BaseException as error:  # an interrupt must not lose elements either
             fold(error)
             self._recover(error)
             raise
@@ -106,16 +108,16 @@ class DatasetIterator:
         return Optional()
 
     def get_state(self) -> dict[str, int]:
-        """Return where this iterator is: a few integers, each below 2**63.
+        """Return the position of this iterator: a few integers, each below 2**63.
 
-        They are the epoch, how many of its elements `next` has returned, the seed of
-        shuffles that were given none, and hashes by which other datasets are known.
-        Elements that were read ahead do not count.
+        They are the epoch, the number of its elements that `next` has returned, the
+        seed of shuffles without one, and hashes that identify the dataset. Prefetched
+        elements do not count.
         """
-        return make_state(self._require_origin(), self._order, self._step)
+        return make_state(self._require_origin(), self._epoch, self._step)
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Go on where `get_state` of an iterator over an equal dataset was called.
+        """Continue where `get_state` of an iterator over an equal dataset was called.
 
         The dataset's next iteration is the epoch after the state's. Datasets are equal
         if their steps, numbers of rows and names of files are, in any folder; functions
@@ -129,32 +131,32 @@ class DatasetIterator:
           DataError: a generator yields too few elements.
           What a mapped function or a generator raises.
         """
-        order, step = read_state(state, self._require_origin(), self._pipeline)
+        epoch, step = read_state(state, self._require_origin(), self._pipeline)
         self.close()
-        self._start(order, step)
-        if isinstance(self._pipeline, Stream):
-            self._pass_over(step)
-        self._passes.go_on_after(order)
+        self._start(epoch, step)
+        if isinstance(self._pipeline, IterDataset):
+            self._skip(step)
+        self._epochs.resume_after(epoch)
 
     def close(self) -> None:
-        """End the iteration, and the thread that reads ahead."""
+        """End the iteration and the prefetching thread."""
         elements, self._elements = self._elements, iter(())
         if isinstance(elements, Generator):
             elements.close()
 
-    def _start(self, order: Pass, step: int = 0) -> None:
-        """Be before a step; before the first one of a stream."""
-        self._order = order
+    def _start(self, epoch: Epoch, step: int = 0) -> None:
+        """Start before `step`; an iterable dataset starts before its first step."""
+        self._epoch = epoch
         self._step = step
         self._failure = None
-        if isinstance(self._pipeline, Stream):
-            elements = self._pipeline.iterate(order)
+        if isinstance(self._pipeline, IterDataset):
+            elements = self._pipeline.iterate(epoch)
         else:
-            elements = InOrder(self._pipeline).iterate(order, step)
+            elements = MapToIterDataset(self._pipeline).iterate(epoch, step)
         self._elements = read_ahead(elements, self._ahead) if self._ahead else elements
 
-    def _pass_over(self, steps: int) -> None:
-        """Go on after the first elements of a stream."""
+    def _skip(self, steps: int) -> None:
+        """Skip the first elements of an iterable dataset."""
         try:
             passed = sum(1 for _ in itertools.islice(self._elements, steps))
             if passed < steps:
@@ -169,14 +171,14 @@ class DatasetIterator:
     def _recover(self, error: BaseException) -> None:
         """Prepare for another call after an error."""
         self.close()
-        if isinstance(self._pipeline, Stream):
+        if isinstance(self._pipeline, IterDataset):
             self._failure = (
                 f"element {self._step} of a generator's dataset failed ({error!r}), "
                 "and a generator cannot go on after that; iterate over the dataset "
                 "again"
             )
         else:
-            self._start(self._order, self._step)
+            self._start(self._epoch, self._step)
 
     def _require_origin(self) -> Origin:
         if self._origin is None:
@@ -184,8 +186,8 @@ class DatasetIterator:
         return self._origin
 
 
-class Steps(NamedTuple):
-    """The classes of steps, which are called with the parent and their arguments."""
+class TransformationClasses(NamedTuple):
+    """Constructors of transformations: called with the parent and the arguments."""
 
     map: Callable[..., Any]
     batch: Callable[..., Any]
@@ -197,7 +199,7 @@ class Steps(NamedTuple):
     cache: Callable[..., Any]
 
 
-_ANY_ELEMENT = Steps(
+_MAP_TRANSFORMATIONS = TransformationClasses(
     batching.Map,
     batching.Batch,
     ordering.Shuffle,
@@ -207,47 +209,51 @@ _ANY_ELEMENT = Steps(
     combining.Enumerate,
     caching.Cache,
 )
-_IN_ORDER = Steps(
-    iterable_steps.Map,
-    iterable_steps.Batch,
-    iterable_steps.Shuffle,
-    iterable_steps.Repeat,
-    iterable_steps.Window,
-    iterable_steps.Shard,
-    iterable_steps.Enumerate,
-    caching.StreamCache,
+_ITER_TRANSFORMATIONS = TransformationClasses(
+    iter_transformations.Map,
+    iter_transformations.Batch,
+    iter_transformations.Shuffle,
+    iter_transformations.Repeat,
+    iter_transformations.Window,
+    iter_transformations.Shard,
+    iter_transformations.Enumerate,
+    caching.IterCache,
 )
 
 
-def steps_of(pipeline: Pipeline | Stream) -> Steps:
-    """Return the steps that may come after `pipeline`."""
-    return _IN_ORDER if isinstance(pipeline, Stream) else _ANY_ELEMENT
+def transformations_for(pipeline: MapDataset | IterDataset) -> TransformationClasses:
+    """Return the transformations of the kind of dataset that `pipeline` is."""
+    return (
+        _ITER_TRANSFORMATIONS
+        if isinstance(pipeline, IterDataset)
+        else _MAP_TRANSFORMATIONS
+    )
 
 
-def is_sharded(steps: Pipeline | Stream) -> bool:
-    """Return whether one of the steps is a shard."""
-    found = [isinstance(steps, ordering.Shard | iterable_steps.Shard)]
+def is_sharded(steps: MapDataset | IterDataset) -> bool:
+    """Return whether one of the transformations is a shard."""
+    flags = [isinstance(steps, ordering.Shard | iter_transformations.Shard)]
 
     def look(parent: Any) -> Any:
-        found.append(is_sharded(parent))
+        flags.append(is_sharded(parent))
         return parent
 
-    steps.over(look)
-    return any(found)
+    steps.replace_parents(look)
+    return any(flags)
 
 
-# Functions that these call may iterate over datasets: a generator's function, or the
-# one given to distribute_datasets_from_function, or to Strategy.run
+# User functions that these modules call may iterate over datasets: those of
+# from_generator, distribute_datasets_from_function and Strategy.run
 _CALLERS = ("mpidist.data.", "mpidist.strategy.extended")
 
 _has_warned = False
 
 
 def warn_undistributed() -> None:
-    """Warn once in a job that all ranks read all rows.
+    """Warn once per job that all ranks read all rows.
 
-    Rank 1 does: what rank 0 does alone, such as an evaluation, is done on purpose. The
-    program has called the function that has called the caller.
+    Rank 1 warns, since rank 0 may iterate alone on purpose, for example to evaluate.
+    Called by a function that the user's code calls through one other function.
     """
     global _has_warned
     MPI = sys.modules.get("mpi4py.MPI")  # noqa: N806  # commands run without MPI, too
@@ -275,31 +281,33 @@ def _is_called_by_library(frame: FrameType | None) -> bool:
     return False
 
 
-def in_order(pipeline: Pipeline | Stream) -> Stream:
-    """Return the elements of `pipeline` as a stream."""
-    return pipeline if isinstance(pipeline, Stream) else InOrder(pipeline)
+def to_iter_dataset(pipeline: MapDataset | IterDataset) -> IterDataset:
+    """Return an iterable dataset of the elements of `pipeline`."""
+    return pipeline if isinstance(pipeline, IterDataset) else MapToIterDataset(pipeline)
 
 
 def concatenate(
-    first: Pipeline | Stream, second: Pipeline | Stream
-) -> Pipeline | Stream:
-    """Return the elements of one, then those of the other."""
-    if isinstance(first, Pipeline) and isinstance(second, Pipeline):
+    first: MapDataset | IterDataset, second: MapDataset | IterDataset
+) -> MapDataset | IterDataset:
+    """Return a dataset of the elements of `first`, then those of `second`."""
+    if isinstance(first, MapDataset) and isinstance(second, MapDataset):
         return ordering.Concatenate(first, second)
-    return iterable_steps.Concatenate(in_order(first), in_order(second))
+    return iter_transformations.Concatenate(
+        to_iter_dataset(first), to_iter_dataset(second)
+    )
 
 
 def zip_together(
-    parts: Sequence[Pipeline | Stream], spec: nest.Spec
-) -> Pipeline | Stream:
-    """Return elements of all parts side by side, as the leaves of a structure."""
-    pipelines = [part for part in parts if isinstance(part, Pipeline)]
-    if len(pipelines) == len(parts):
-        return combining.Zip(pipelines, spec)
-    return iterable_steps.Zip(list(map(in_order, parts)), spec)
+    components: Sequence[MapDataset | IterDataset], spec: nest.Spec
+) -> MapDataset | IterDataset:
+    """Return a dataset of structures whose leaves are elements of `components`."""
+    map_datasets = [c for c in components if isinstance(c, MapDataset)]
+    if len(map_datasets) == len(components):
+        return combining.Zip(map_datasets, spec)
+    return iter_transformations.Zip(list(map(to_iter_dataset, components)), spec)
 
 
-def unbatch(pipeline: Pipeline | Stream) -> Pipeline | Stream:
-    """Return the rows of the elements."""
-    rows = pipeline.unbatched() if isinstance(pipeline, Pipeline) else None
-    return rows or iterable_steps.Unbatch(in_order(pipeline))
+def unbatch(pipeline: MapDataset | IterDataset) -> MapDataset | IterDataset:
+    """Return a dataset of the rows of the elements."""
+    rows = pipeline.unbatched() if isinstance(pipeline, MapDataset) else None
+    return rows or iter_transformations.Unbatch(to_iter_dataset(pipeline))

@@ -1,12 +1,12 @@
-"""Where an iterator is, as a few integers: what it saves, and goes on from.
+"""The state of an iterator: a few integers, to be saved and restored.
 
 Nothing here communicates. A state is a dict of
 
-- `version`: of this list;
-- `epoch`, `step`: how many epochs were begun before, and how many batches (or single
-  elements) of this one were handed out;
-- `entropy`: the seed of shuffles that were given none, 0 if there are no such;
-- what `Origin` lists, by which a state of other data is told apart.
+- `version`: of this format;
+- `epoch`, `step`: number of epochs before this one, and of its batches (or single
+  elements) that were returned;
+- `entropy`: seed of shuffles without a seed of their own, 0 if there are none;
+- the fields of `Origin`, which identify the dataset.
 """
 
 from __future__ import annotations
@@ -16,49 +16,47 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mpidist.data.iterable import Stream
-from mpidist.data.map_dataset import Pass, Pipeline
+from mpidist.data.iter_dataset import IterDataset
+from mpidist.data.map_dataset import Epoch, MapDataset
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.util import validation
 from mpidist.util.hashing import hash62
 
-__all__ = ["Origin", "Passes", "make_state", "read_state"]
+__all__ = ["Origin", "EpochCounter", "make_state", "read_state"]
 
 _VERSION = 1
 _SHOWN = 400
 _EACH_READS_ALL = -1
 
 
-class Passes:
-    """Which pass over a dataset is next. Its iterators share it, and may change it."""
+class EpochCounter:
+    """The next epoch of a dataset, shared by all of its iterators."""
 
     def __init__(self, entropy: int):
-        self._next = Pass(0, entropy)
+        self._next = Epoch(0, entropy)
 
-    def begin(self) -> Pass:
-        """Return the next pass; the one after it will have the next epoch."""
-        order = self._next
-        self._next = dataclasses.replace(order, epoch=order.epoch + 1)
-        return order
+    def next_epoch(self) -> Epoch:
+        """Return the next epoch, and advance."""
+        epoch = self._next
+        self._next = dataclasses.replace(epoch, number=epoch.number + 1)
+        return epoch
 
-    def go_on_after(self, order: Pass) -> None:
-        """Let the pass that follows `order` be the next one."""
-        self._next = order
-        self.begin()
+    def resume_after(self, epoch: Epoch) -> None:
+        """Make the epoch after `epoch` the next one."""
+        self._next = epoch
+        self.next_epoch()
 
 
 class Origin(NamedTuple):
-    """What a state belongs to; equal on all replicas, and no secret is in it.
+    """Identifies the dataset of a state; equal on all replicas, and contains no data.
 
     Args:
-      replicas: how many replicas have data of their own; 0 where any number of them
-        divides the same batches, -1 where each reads all.
-      batch_size: rows per step, of all replicas that have data of their own; 0 where
-        that is not known.
+      replicas: number of replicas with own data; 0 if any number of replicas divides
+        global batches, -1 if each reads all data.
+      batch_size: rows per step, summed over replicas with own data; 0 if unknown.
       cardinality: steps per epoch, or INFINITE_ or UNKNOWN_CARDINALITY.
-      source: a hash of where the rows come from: names of files without their folders,
-        dtypes, shapes.
-      dataset: a hash of that and of what is done to the rows (but for functions).
+      source: hash of the sources: names of files without their folders, dtypes, shapes.
+      dataset: hash of the sources and the transformations (without functions).
     """
 
     replicas: int
@@ -68,8 +66,10 @@ class Origin(NamedTuple):
     dataset: int
 
     @classmethod
-    def of(cls, pipeline: Pipeline | Stream, each_reads_all: bool = False) -> Origin:
-        """Return the origin of what is read in one process, or by all replicas."""
+    def of(
+        cls, pipeline: MapDataset | IterDataset, each_reads_all: bool = False
+    ) -> Origin:
+        """Return the origin of a dataset that one process or all replicas read."""
         return cls(
             _EACH_READS_ALL if each_reads_all else 0,
             pipeline.batch_size or 0,
@@ -80,11 +80,11 @@ class Origin(NamedTuple):
 
     @classmethod
     def of_own(cls, origins: Sequence[Origin], cardinality: int) -> Origin:
-        """Return the origin of what replicas read of which each has its own data.
+        """Return the origin of the datasets of replicas that have own data.
 
         Args:
-          origins: what each replica reads, by rank.
-          cardinality: how many steps they take together.
+          origins: of each replica's dataset, by rank.
+          cardinality: number of steps of all replicas.
         """
         return cls(
             len(origins),
@@ -98,21 +98,21 @@ class Origin(NamedTuple):
 _KEYS = ("version", "epoch", "step", "entropy", *Origin._fields)
 
 
-def make_state(origin: Origin, order: Pass, step: int) -> dict[str, int]:
-    """Return the state before a step of one pass."""
-    numbers = (_VERSION, order.epoch, step, order.entropy, *origin)
+def make_state(origin: Origin, epoch: Epoch, step: int) -> dict[str, int]:
+    """Return the state before a step of an epoch."""
+    numbers = (_VERSION, epoch.number, step, epoch.entropy, *origin)
     return dict(zip(_KEYS, numbers, strict=True))
 
 
 def read_state(
-    state: Any, origin: Origin, pipeline: Pipeline | Stream
-) -> tuple[Pass, int]:
-    """Return the pass and the step that a state says.
+    state: Any, origin: Origin, pipeline: MapDataset | IterDataset
+) -> tuple[Epoch, int]:
+    """Return the epoch and the step of a state.
 
     Args:
-      state: what `make_state` returned.
-      origin: what it must belong to.
-      pipeline: what is read here, for messages.
+      state: returned by `make_state`.
+      origin: expected origin of the state.
+      pipeline: the dataset that is read here, for messages.
 
     Raises:
       ArgumentTypeError: `state` is no dict of integers.
@@ -129,11 +129,11 @@ def read_state(
         raise ArgumentError(
             f"the state is at step {step}, but an epoch has {origin.cardinality} steps"
         )
-    return Pass(numbers["epoch"], numbers["entropy"]), step
+    return Epoch(numbers["epoch"], numbers["entropy"]), step
 
 
 def _require_integers(state: Any) -> dict[str, int]:
-    """Return `state` if it has the integers of a state."""
+    """Return the integers of a state; raise if they are not valid."""
     if not isinstance(state, Mapping):
         raise ArgumentTypeError(
             "set_state needs the dict that get_state returned, not "
@@ -168,29 +168,35 @@ def _require_integer(name: str, value: Any) -> int:
 
 
 def _differences(
-    theirs: Origin, ours: Origin, pipeline: Pipeline | Stream
+    theirs: Origin, ours: Origin, pipeline: MapDataset | IterDataset
 ) -> list[str]:
-    """Say what differs, in words; nothing if all is equal."""
+    """Describe the differences, in words; empty if there are none."""
     if theirs.replicas != ours.replicas:
         return [
             f"its batches are {_division(theirs)}, here they are {_division(ours)}; "
             "only states of Strategy.experimental_distribute_dataset with "
             "AutoShardPolicy.AUTO or DATA fit any number of replicas"
         ]
-    found = []
+    differences = []
     if theirs.batch_size != ours.batch_size:
-        found.append(f"its batch_size is {theirs.batch_size}, here {ours.batch_size}")
+        differences.append(
+            f"its batch_size is {theirs.batch_size}, here {ours.batch_size}"
+        )
         if ours.replicas == _EACH_READS_ALL:
-            found[-1] += " (AutoShardPolicy.OFF divides it by the number of replicas)"
+            differences[-1] += (
+                " (AutoShardPolicy.OFF divides it by the number of replicas)"
+            )
     if theirs.cardinality != ours.cardinality:
-        found.append(
+        differences.append(
             f"it has {theirs.cardinality} steps per epoch, here {ours.cardinality}"
         )
     if theirs.source != ours.source:
-        found.append(f"its rows are not those of {_cut(pipeline.describe_source())}")
-    if theirs.dataset != ours.dataset and not found:
-        found.append(f"its steps are not those of {_cut(pipeline.describe())}")
-    return found
+        differences.append(
+            f"its rows are not those of {_cut(pipeline.describe_source())}"
+        )
+    if theirs.dataset != ours.dataset and not differences:
+        differences.append(f"its steps are not those of {_cut(pipeline.describe())}")
+    return differences
 
 
 def _division(origin: Origin) -> str:

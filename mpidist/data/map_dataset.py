@@ -1,7 +1,8 @@
-"""The steps of a dataset: each answers "element i of epoch e" without counting.
+"""Map-style datasets: random access to element `i` of any epoch, in O(1).
 
-So any replica can read just its rows of any batch. Steps are immutable, and nothing
-here communicates. The steps that change the order are in `ordering`.
+So each replica reads only its own rows of a batch. Datasets are immutable, and nothing
+here communicates. `batching`, `ordering`, `combining` and `caching` have the
+transformations.
 """
 
 from __future__ import annotations
@@ -14,56 +15,63 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpidist.data.shuffling import BlockOrder, Blocks
+from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 from mpidist.data.sources import (
-    BlockSource,
     BufferedSource,
+    ChunkedSource,
     FileSource,
     Positions,
     RowSource,
-    is_in_blocks,
+    has_chunks,
 )
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError
 from mpidist.util import nest
 
-__all__ = ["INFINITE_CARDINALITY", "Pass", "Pipeline", "Reading", "Rows", "Step"]
+__all__ = [
+    "INFINITE_CARDINALITY",
+    "Epoch",
+    "MapDataset",
+    "OpenSources",
+    "SourceMapDataset",
+    "MapTransformation",
+]
 
 
 INFINITE_CARDINALITY = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class Pass:
-    """One pass over a dataset.
+class Epoch:
+    """One epoch: a complete iteration over a dataset.
 
     Args:
-      epoch: how many passes came before; a shuffle gives another order in each.
-      entropy: the seed of shuffles that were given none.
+      number: of epochs before this one; shuffles permute each epoch differently.
+      entropy: seed of all shuffles without a seed of their own.
     """
 
-    epoch: int = 0
+    number: int = 0
     entropy: int = 0
 
 
-class Pipeline:
-    """One step and all before it. Elements are nests of arrays."""
+class MapDataset:
+    """A source with its transformations. Elements are nests of arrays."""
 
     _empty: Any = None
 
     @property
     def length(self) -> int | None:
-        """The number of elements, None for no end."""
+        """The number of elements; None for an endless dataset."""
         raise NotImplementedError  # pragma: no cover
 
     @property
     def batch_size(self) -> int | None:
-        """How many rows an element has, at most; None if it is not a batch."""
+        """The largest number of rows of an element; None if it is not a batch."""
         raise NotImplementedError  # pragma: no cover
 
     @property
     def cardinality(self) -> int:
-        """The number of elements, INFINITE_CARDINALITY (-1) for no end."""
+        """The number of elements; INFINITE_CARDINALITY (-1) for an endless dataset."""
         return INFINITE_CARDINALITY if self.length is None else self.length
 
     @property
@@ -73,27 +81,27 @@ class Pipeline:
 
     @property
     def parallel_calls(self) -> int:
-        """How many threads elements should be asked for in, at the same time."""
+        """The number of threads in which elements should be computed."""
         return 1
 
     @property
     def is_mapped(self) -> bool:
-        """Whether functions of the user are called."""
+        """Whether reading calls user functions."""
         return False
 
     @property
     def file_count(self) -> int:
-        """How many files the rows come from; 0 for rows that are not in files."""
+        """The number of files with the rows; 0 for rows in memory."""
         raise NotImplementedError  # pragma: no cover
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the order depends on `Pass.entropy`."""
+        """Whether the order depends on `Epoch.entropy`."""
         raise NotImplementedError  # pragma: no cover
 
     @property
     def has_known_spec(self) -> bool:
-        """Whether `element_spec` needs neither a file nor a function of the user."""
+        """Whether `element_spec` neither opens a file nor calls a user function."""
         return False
 
     @property
@@ -101,104 +109,104 @@ class Pipeline:
         """Whether all batches but the last have `batch_size` rows."""
         return False
 
-    def unbatched(self) -> Pipeline | None:
-        """Return the rows of the batches; None if their number is not known."""
+    def unbatched(self) -> MapDataset | None:
+        """Return the dataset of the batches' rows; None if their number is unknown."""
         return None
 
     @property
     def sources(self) -> list[RowSource]:
-        """Where the rows come from."""
+        """The sources of the rows."""
         raise NotImplementedError  # pragma: no cover
 
     @property
     def row_bytes(self) -> int | None:
-        """The bytes of a row as it is read; None if that is not known."""
+        """The bytes of a row before mapped functions; None if unknown."""
         return None
 
-    def blocks(self) -> Blocks | None:
-        """Return how the elements lie in chunks; None where that does not matter."""
+    def chunk_layout(self) -> ChunkLayout | None:
+        """Return how the elements are stored in chunks; None if that is irrelevant."""
         return None
 
-    def block_order(self, order: Pass) -> BlockOrder | None:
-        """Return in which order of chunks a shuffle gives the rows; None for none."""
+    def chunk_shuffle(self, epoch: Epoch) -> ChunkShuffle | None:
+        """Return the order of a shuffle that mixes few chunks at a time, if any."""
         return None
 
-    def keep(self, elements: int) -> None:
-        """Make room for the chunks of so many elements that are read in any order."""
+    def reserve_cache(self, elements: int) -> None:
+        """Size the cache of decoded chunks for random reads among so many elements."""
 
-    def for_batches(self, batch_size: int) -> Pipeline:
-        """Return the same steps, to be followed by batches of so many elements."""
+    def before_batch(self, batch_size: int) -> MapDataset:
+        """Return this dataset, prepared for batches of so many elements."""
         return self
 
     def describe(self) -> str:
-        """Return what must be the same on every replica, as text."""
+        """Return text that must be equal on all replicas, and in restored states."""
         raise NotImplementedError  # pragma: no cover
 
     def describe_source(self) -> str:
-        """Return the part of `describe` that says where the rows come from."""
+        """Return the part of `describe` about the sources."""
         raise NotImplementedError  # pragma: no cover
 
-    def shard_files(self, workers: int, worker: int) -> Pipeline:
-        """Return the same steps of the rows of one worker's files."""
+    def shard_files(self, workers: int, worker: int) -> MapDataset:
+        """Return this dataset over the files of one worker."""
         raise NotImplementedError  # pragma: no cover
 
-    def over(self, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
-        """Return the same step after `change(parent)` instead of its parent."""
+    def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
+        """Return the same transformation of `change(parent)`."""
         raise NotImplementedError  # pragma: no cover
 
-    def rebatch(self, workers: int) -> Pipeline:
-        """Return the same steps with one worker's share of the batch size."""
+    def rebatch(self, workers: int) -> MapDataset:
+        """Return this dataset with one worker's share of the batch size."""
         raise NotImplementedError  # pragma: no cover
 
     def element_spec(self) -> Any:
-        """Return the nest of TensorSpec of the elements; reads a row for it."""
-        return spec_of(self.example(Pass()), self.is_batched)
+        """Return the nest of TensorSpec of the elements; may read a row."""
+        return spec_of(self.example(Epoch()), self.is_batched)
 
-    def element(self, order: Pass, i: int) -> Any:
+    def element(self, epoch: Epoch, i: int) -> Any:
         """Return element `i`."""
-        return nest.map_leaves(lambda a: a[0], self.elements(order, np.array([i])))
+        return nest.map_leaves(lambda a: a[0], self.elements(epoch, np.array([i])))
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
         """Return several elements, stacked along a new first dimension."""
         raise NotImplementedError  # pragma: no cover
 
-    def rows_in(self, order: Pass, i: int) -> int:
-        """Return how many rows batch `i` has."""
+    def batch_rows(self, epoch: Epoch, i: int) -> int:
+        """Return the number of rows of batch `i`."""
         raise ArgumentError("the dataset is not batched; call batch() on it first")
 
-    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
+    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
         """Return one replica's slice of batch `i`."""
         raise ArgumentError("the dataset is not batched; call batch() on it first")
 
-    def parts(
-        self, order: Pass, steps: range, replicas: int, replica: int
+    def local_batches(
+        self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
-        """Return one replica's slices of batches that follow each other.
+        """Return one replica's slices of consecutive batches.
 
-        What the call itself raises may be due to any of the batches; what the iterator
-        raises is due to the batch whose turn it is.
+        An error of the call itself may concern any of the batches, an error of the
+        iterator the batch that would be next.
         """
-        return (self.part(order, i, replicas, replica) for i in steps)
+        return (self.local_batch(epoch, i, replicas, replica) for i in steps)
 
-    def example(self, order: Pass) -> Any:
-        """Return some element: the first, or one of zeros where there is none."""
+    def example(self, epoch: Epoch) -> Any:
+        """Return the first element, or zeros if the dataset is empty."""
         raise NotImplementedError  # pragma: no cover
 
-    def empty_part(self, order: Pass) -> Any:
-        """Return a batch of no rows; reads a row when it is first called."""
+    def empty_batch(self, epoch: Epoch) -> Any:
+        """Return a batch without rows; the first call may read a row."""
         if self._empty is None:
-            example = self.example(order)
+            example = self.example(epoch)
             self._empty = nest.map_leaves(lambda a: np.asarray(a)[:0], example)
         return self._empty
 
 
-class Rows(Pipeline):
+class SourceMapDataset(MapDataset):
     """The rows of a source, in their own order."""
 
     def __init__(self, source: RowSource):
         self._source = source
-        # Protocols are slow to compare with
-        self._in_blocks = source if is_in_blocks(source) else None
+        # Checking a protocol at each read would be slow
+        self._chunked = source if has_chunks(source) else None
 
     @property
     def length(self) -> int:
@@ -226,16 +234,16 @@ class Rows(Pipeline):
 
     @property
     def row_bytes(self) -> int | None:
-        if self._in_blocks:
-            return self._in_blocks.blocks().row_bytes
+        if self._chunked:
+            return self._chunked.chunk_layout().row_bytes
         return getattr(self._source, "row_bytes", None)
 
-    def blocks(self) -> Blocks | None:
-        return self._in_blocks.blocks() if self._in_blocks else None
+    def chunk_layout(self) -> ChunkLayout | None:
+        return self._chunked.chunk_layout() if self._chunked else None
 
-    def keep(self, elements: int) -> None:
-        if self._in_blocks:
-            self._in_blocks.keep(elements)
+    def reserve_cache(self, elements: int) -> None:
+        if self._chunked:
+            self._chunked.reserve_cache(elements)
 
     def describe(self) -> str:
         return self._source.describe()
@@ -243,31 +251,31 @@ class Rows(Pipeline):
     def describe_source(self) -> str:
         return f"{self.length} rows of {self._source.describe()}"
 
-    def shard_files(self, workers: int, worker: int) -> Pipeline:
+    def shard_files(self, workers: int, worker: int) -> MapDataset:
         assert isinstance(self._source, FileSource)
-        return Rows(self._source.shard_files(workers, worker))
+        return SourceMapDataset(self._source.shard_files(workers, worker))
 
-    def over(self, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+    def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
         return self
 
-    def rebatch(self, workers: int) -> Pipeline:
+    def rebatch(self, workers: int) -> MapDataset:
         return self
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
         return self._source.read(positions)
 
-    def example(self, order: Pass) -> Any:
+    def example(self, epoch: Epoch) -> Any:
         if self.length:
-            return self.element(order, 0)
+            return self.element(epoch, 0)
         return nest.map_leaves(
             lambda a: np.zeros(a.shape[1:], a.dtype), self._source.read(np.arange(0))
         )
 
 
-class Step(Pipeline):
-    """A step that renumbers its parent's elements."""
+class MapTransformation(MapDataset):
+    """A transformation; by default it maps indices to indices of its parent."""
 
-    def __init__(self, parent: Pipeline):
+    def __init__(self, parent: MapDataset):
         self._parent = parent
 
     @property
@@ -306,115 +314,113 @@ class Step(Pipeline):
     def row_bytes(self) -> int | None:
         return self._parent.row_bytes
 
-    def keep(self, elements: int) -> None:
-        self._parent.keep(elements)
+    def reserve_cache(self, elements: int) -> None:
+        self._parent.reserve_cache(elements)
 
-    def for_batches(self, batch_size: int) -> Pipeline:
-        return self._after(self._parent.for_batches(batch_size))
+    def before_batch(self, batch_size: int) -> MapDataset:
+        return self._with_parent(self._parent.before_batch(batch_size))
 
     def describe_source(self) -> str:
         return self._parent.describe_source()
 
-    def shard_files(self, workers: int, worker: int) -> Pipeline:
-        return self._after(self._parent.shard_files(workers, worker))
+    def shard_files(self, workers: int, worker: int) -> MapDataset:
+        return self._with_parent(self._parent.shard_files(workers, worker))
 
-    def over(self, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
-        return self._after(change(self._parent))
+    def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
+        return self._with_parent(change(self._parent))
 
-    def rebatch(self, workers: int) -> Pipeline:
-        return self._after(self._parent.rebatch(workers))
+    def rebatch(self, workers: int) -> MapDataset:
+        return self._with_parent(self._parent.rebatch(workers))
 
-    def _after(self, parent: Pipeline) -> Pipeline:
-        """Return the same step after another parent."""
-        step = copy.copy(self)
-        step._parent = parent
-        return step
+    def _with_parent(self, parent: MapDataset) -> MapDataset:
+        """Return the same transformation of another parent."""
+        transformation = copy.copy(self)
+        transformation._parent = parent
+        return transformation
 
-    def locate(self, order: Pass, positions: Positions) -> Positions:
-        """Return the parent's numbers of the elements at `positions`."""
+    def locate(self, epoch: Epoch, positions: Positions) -> Positions:
+        """Return the parent's indices of the elements at `positions`."""
         raise NotImplementedError  # pragma: no cover
 
-    def locate_one(self, order: Pass, i: int) -> tuple[Pass, int]:
-        """Return the parent's pass and number of element `i`."""
-        return order, int(self.locate(order, np.array([i]))[0])
+    def locate_one(self, epoch: Epoch, i: int) -> tuple[Epoch, int]:
+        """Return the parent's epoch and index of element `i`."""
+        return epoch, int(self.locate(epoch, np.array([i]))[0])
 
-    def element(self, order: Pass, i: int) -> Any:
-        return self._parent.element(*self.locate_one(order, i))
+    def element(self, epoch: Epoch, i: int) -> Any:
+        return self._parent.element(*self.locate_one(epoch, i))
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
-        return self._parent.elements(order, self.locate(order, positions))
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
+        return self._parent.elements(epoch, self.locate(epoch, positions))
 
-    def rows_in(self, order: Pass, i: int) -> int:
-        return self._parent.rows_in(*self.locate_one(order, i))
+    def batch_rows(self, epoch: Epoch, i: int) -> int:
+        return self._parent.batch_rows(*self.locate_one(epoch, i))
 
-    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
-        order, i = self.locate_one(order, i)
-        return self._parent.part(order, i, replicas, replica)
+    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+        epoch, i = self.locate_one(epoch, i)
+        return self._parent.local_batch(epoch, i, replicas, replica)
 
-    def example(self, order: Pass) -> Any:
-        return self._parent.example(order)
+    def example(self, epoch: Epoch) -> Any:
+        return self._parent.example(epoch)
 
 
 T = TypeVar("T")
 
 
-class Reading:
-    """Counts the reads that are going on in threads, so that none loses its files.
+class OpenSources:
+    """Keeps the sources of a dataset open until the last concurrent read has ended.
 
     Args:
-      pipeline: whose sources are used until `end` or `close`.
+      pipeline: the dataset; its sources are retained until `end` or `close`.
     """
 
-    def __init__(self, pipeline: Pipeline):
+    def __init__(self, pipeline: MapDataset):
         sources = pipeline.sources
-        self._sources = [s for s in sources if is_in_blocks(s)]
+        self._sources = [s for s in sources if has_chunks(s)]
         self._buffers = [
             s.buffers
             for s in sources
-            if not is_in_blocks(s) and isinstance(s, BufferedSource)
+            if not has_chunks(s) and isinstance(s, BufferedSource)
         ]
         self._lock = threading.Lock()
-        self._going_on = 0
+        self._active_reads = 0
         self._is_closed = False
-        self._left_open: list[BlockSource] = []
+        self._kept_open: list[ChunkedSource] = []
         for source in self._sources:
             source.retain()
 
-    def do(self, read: Callable[[], T]) -> T:
-        """Return `read()`, which reads the pipeline."""
+    def run(self, read: Callable[[], T]) -> T:
+        """Return `read()`, which reads from the dataset."""
         with self._lock:
-            self._going_on += 1
+            self._active_reads += 1
         try:
             return read()
         finally:
             with self._lock:
-                self._going_on -= 1
+                self._active_reads -= 1
             self._release(keep_files=False)
 
     def end(self) -> None:
-        """Say that all was read, and will probably be read again: files stay open.
-
-        Unless `close` is called after it.
-        """
+        """End the epoch, but keep the files open for the next one, or until `close`."""
         self._is_closed = True
         self._release(keep_files=True)
 
     def close(self) -> None:
-        """Close the files, once no read is going on; a second call does nothing."""
+        """Close the files after the last active read; idempotent."""
         self._is_closed = True
         self._release(keep_files=False)
-        while self._left_open:
-            source = self._left_open.pop()
+        # Release for good what `end` has left open
+        while self._kept_open:
+            source = self._kept_open.pop()
             source.retain()
             source.release()
 
     def _release(self, keep_files: bool) -> None:
         with self._lock:
-            if not self._is_closed or self._going_on:
+            if not self._is_closed or self._active_reads:
                 return
             sources, self._sources = self._sources, []
             if keep_files:
-                self._left_open = list(sources)
+                self._kept_open = list(sources)
         for source in sources:
             source.release(keep_files)
         for buffers in self._buffers:

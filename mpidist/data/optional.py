@@ -32,7 +32,7 @@ class Optional:
       (TensorSpec(shape=(None,), dtype=int64), 3)
     """
 
-    # What has the element_spec, if it is not to be told from the value
+    # The iterator with the element_spec, which the value alone does not show
     _spec_of: DistributedIterator | None = None
     _spec: Any = None
 
@@ -51,9 +51,9 @@ class Optional:
         """
         for leaf in nest.flatten(element_spec)[0]:
             validation.instance("element_spec", leaf, TensorSpec)
-        found = Optional()
-        found._spec = element_spec
-        return found
+        optional = Optional()
+        optional._spec = element_spec
+        return optional
 
     @staticmethod
     def from_value(value: Any) -> Optional:

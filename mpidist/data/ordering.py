@@ -1,7 +1,7 @@
-"""The steps that change which elements there are, and in which order.
+"""Transformations that select, repeat or permute elements.
 
-They turn the number of an element into the number of the parent's element; random
-orders come from `sharding.Permutation`, without a table.
+They map the index of an element to an index of the parent; random orders are computed
+by `sharding.Permutation`, without a table.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from mpidist.data import sharding
-from mpidist.data.map_dataset import Pass, Pipeline, Step
-from mpidist.data.shuffling import BlockOrder, Blocks
+from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
+from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 from mpidist.data.sources import Positions, RowSource
 from mpidist.data.spec import require_like
 from mpidist.errors import ArgumentError, DataError
@@ -28,24 +28,24 @@ __all__ = [
     "Shard",
     "Shuffle",
     "Window",
-    "lap_pass",
+    "epoch_of_repetition",
 ]
 
-# Epochs of passes over an endless repetition are kept this far apart
+# Distance of the first epoch numbers of successive endless repetitions
 _ENDLESS = 1 << 40
 
 
-class Shuffle(Step):
-    """All elements in a random order that needs no buffer.
+class Shuffle(MapTransformation):
+    """All elements in a random order, without a buffer.
 
-    Elements that lie in chunks which are costly to read come in a `BlockOrder`.
+    Elements in chunks that are costly to decode are in the order of a `ChunkShuffle`.
     """
 
     _batch_size: int | None = None  # of the batches that follow
 
     def __init__(
         self,
-        parent: Pipeline,
+        parent: MapDataset,
         buffer_size: int | None,
         seed: int | None,
         reshuffle: bool,
@@ -64,48 +64,48 @@ class Shuffle(Step):
         arguments = f"{self._seed}, {self._reshuffle}, {self._window_chunks}"
         return f"{self._parent.describe()}.shuffle({arguments})"
 
-    def for_batches(self, batch_size: int) -> Pipeline:
-        shuffle = self._after(self._parent)
+    def before_batch(self, batch_size: int) -> MapDataset:
+        shuffle = self._with_parent(self._parent)
         assert isinstance(shuffle, Shuffle)
         shuffle._batch_size = batch_size
         return shuffle
 
-    def locate(self, order: Pass, positions: Positions) -> Positions:
+    def locate(self, epoch: Epoch, positions: Positions) -> Positions:
         length = self.length
         if length is None:
             raise ArgumentError("an infinite dataset cannot be shuffled; shuffle first")
-        if (mixed := self.block_order(order)) is None:
-            return sharding.Permutation(length, *self._key(order)).near(positions)
-        self._parent.keep(mixed.rows_in_use(positions))
+        if (mixed := self.chunk_shuffle(epoch)) is None:
+            return sharding.Permutation(length, *self._key(epoch)).near(positions)
+        self._parent.reserve_cache(mixed.rows_in_use(positions))
         return mixed(positions)
 
-    def block_order(self, order: Pass) -> BlockOrder | None:
-        if (blocks := self._mixed_blocks()) is None:
+    def chunk_shuffle(self, epoch: Epoch) -> ChunkShuffle | None:
+        if (layout := self._mixed_chunks()) is None:
             return None
-        window = self._window_chunks or blocks.default_window
-        return _block_order(blocks, *self._key(order), window, self._batch_size)
+        block_chunks = self._window_chunks or layout.default_block_chunks
+        return _chunk_shuffle(layout, *self._key(epoch), block_chunks, self._batch_size)
 
-    def _key(self, order: Pass) -> tuple[int, int]:
-        """Return the seed and the epoch of a pass."""
-        seed = order.entropy if self._seed is None else self._seed
-        return seed, order.epoch if self._reshuffle else 0
+    def _key(self, epoch: Epoch) -> tuple[int, int]:
+        """Return the seed and the epoch number of the permutation."""
+        seed = epoch.entropy if self._seed is None else self._seed
+        return seed, epoch.number if self._reshuffle else 0
 
-    def _mixed_blocks(self) -> Blocks | None:
-        """Return the chunks to be kept together, None for an exact permutation."""
+    def _mixed_chunks(self) -> ChunkLayout | None:
+        """Return the chunks for a `ChunkShuffle`; None for an exact permutation."""
         if self._window_chunks == 0:
             return None
-        blocks = self._parent.blocks()
+        layout = self._parent.chunk_layout()
         is_wanted = self._window_chunks is not None
-        return blocks if blocks and (blocks.is_costly or is_wanted) else None
+        return layout if layout and (layout.is_costly or is_wanted) else None
 
 
-_block_order = functools.lru_cache(maxsize=8)(BlockOrder)
+_chunk_shuffle = functools.lru_cache(maxsize=8)(ChunkShuffle)
 
 
-class Window(Step):
-    """A run of elements: take and skip."""
+class Window(MapTransformation):
+    """A slice of the elements, by `take` and `skip`."""
 
-    def __init__(self, parent: Pipeline, start: int, count: int | None):
+    def __init__(self, parent: MapDataset, start: int, count: int | None):
         super().__init__(parent)
         self._start = start
         self._count = count
@@ -125,35 +125,35 @@ class Window(Step):
     def has_even_batches(self) -> bool:
         return self._parent.has_even_batches
 
-    def unbatched(self) -> Pipeline | None:
+    def unbatched(self) -> MapDataset | None:
         rows, size = self._parent.unbatched(), self.batch_size
         if rows is None or size is None or not self._parent.has_even_batches:
             return None
         count = None if self._count is None else self._count * size
         return Window(rows, self._start * size, count)
 
-    def blocks(self) -> Blocks | None:
-        if (blocks := self._parent.blocks()) is None or self.length is None:
+    def chunk_layout(self) -> ChunkLayout | None:
+        if (layout := self._parent.chunk_layout()) is None or self.length is None:
             return None
-        edges = np.cumsum([0, *blocks.lengths]).clip(
+        edges = np.cumsum([0, *layout.lengths]).clip(
             self._start, self._start + self.length
         )
-        return dataclasses.replace(blocks, lengths=tuple(np.diff(edges).tolist()))
+        return dataclasses.replace(layout, lengths=tuple(np.diff(edges).tolist()))
 
-    def locate(self, order: Pass, positions: Positions) -> Positions:
+    def locate(self, epoch: Epoch, positions: Positions) -> Positions:
         return positions + self._start
 
-    def parts(
-        self, order: Pass, steps: range, replicas: int, replica: int
+    def local_batches(
+        self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
         steps = range(steps.start + self._start, steps.stop + self._start)
-        return self._parent.parts(order, steps, replicas, replica)
+        return self._parent.local_batches(epoch, steps, replicas, replica)
 
 
 class FullBatches(Window):
-    """The rows that are in full batches."""
+    """The rows in full batches, for `unbatch` after a batch with `drop_remainder`."""
 
-    def __init__(self, parent: Pipeline, batch_size: int):
+    def __init__(self, parent: MapDataset, batch_size: int):
         super().__init__(parent, 0, None)
         self._rows = batch_size
 
@@ -166,10 +166,10 @@ class FullBatches(Window):
         return f"{self._parent.describe()}.full_batches({self._rows})"
 
 
-class Shard(Step):
+class Shard(MapTransformation):
     """Every n-th element."""
 
-    def __init__(self, parent: Pipeline, num_shards: int, index: int):
+    def __init__(self, parent: MapDataset, num_shards: int, index: int):
         super().__init__(parent)
         self._num_shards = num_shards
         self._index = index
@@ -184,14 +184,14 @@ class Shard(Step):
     def describe(self) -> str:
         return f"{self._parent.describe()}.shard({self._num_shards}, {self._index})"
 
-    def locate(self, order: Pass, positions: Positions) -> Positions:
+    def locate(self, epoch: Epoch, positions: Positions) -> Positions:
         return positions * self._num_shards + self._index
 
 
-class Repeat(Step):
-    """The elements several times, or without end; each lap is an epoch of its own."""
+class Repeat(MapTransformation):
+    """The elements repeated, perhaps endlessly; each repetition is an epoch."""
 
-    def __init__(self, parent: Pipeline, count: int | None):
+    def __init__(self, parent: MapDataset, count: int | None):
         super().__init__(parent)
         self._count = count
 
@@ -205,47 +205,52 @@ class Repeat(Step):
     def describe(self) -> str:
         return f"{self._parent.describe()}.repeat({self._count})"
 
-    def unbatched(self) -> Pipeline | None:
+    def unbatched(self) -> MapDataset | None:
         rows = self._parent.unbatched()
         return rows and Repeat(rows, self._count)
 
-    def locate_one(self, order: Pass, i: int) -> tuple[Pass, int]:
+    def locate_one(self, epoch: Epoch, i: int) -> tuple[Epoch, int]:
         whole = self._parent.length
-        lap, i = (0, i) if whole is None else divmod(i, whole)
-        return lap_pass(order, self._count, lap), i
+        repetition, i = (0, i) if whole is None else divmod(i, whole)
+        return epoch_of_repetition(epoch, self._count, repetition), i
 
-    def parts(
-        self, order: Pass, steps: range, replicas: int, replica: int
+    def local_batches(
+        self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
-        (lap, first), (last_lap, last) = (
-            self.locate_one(order, i) for i in (steps[0], steps[-1])
+        (first_epoch, first), (last_epoch, last) = (
+            self.locate_one(epoch, i) for i in (steps[0], steps[-1])
         )
-        if lap != last_lap:
-            return super().parts(order, steps, replicas, replica)
-        return self._parent.parts(lap, range(first, last + 1), replicas, replica)
+        if first_epoch != last_epoch:
+            return super().local_batches(epoch, steps, replicas, replica)
+        return self._parent.local_batches(
+            first_epoch, range(first, last + 1), replicas, replica
+        )
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
         whole = self._parent.length
         if whole is None or positions.size == 0:
-            return self._parent.elements(lap_pass(order, self._count, 0), positions)
-        laps, positions = np.divmod(positions, whole)
-        distinct = np.unique(laps).tolist()
-        # Read lap by lap, then put the rows back into the order asked for
+            return self._parent.elements(
+                epoch_of_repetition(epoch, self._count, 0), positions
+            )
+        repetitions, positions = np.divmod(positions, whole)
+        distinct = np.unique(repetitions).tolist()
+        # Read one repetition at a time, then restore the requested order
         parts = [
             self._parent.elements(
-                lap_pass(order, self._count, lap), positions[laps == lap]
+                epoch_of_repetition(epoch, self._count, repetition),
+                positions[repetitions == repetition],
             )
-            for lap in distinct
+            for repetition in distinct
         ]
         if len(parts) == 1:
             return parts[0]
-        return _interleave(parts, laps)
+        return _interleave(parts, repetitions)
 
 
-class Concatenate(Pipeline):
-    """The elements of one pipeline, then those of another."""
+class Concatenate(MapDataset):
+    """The elements of one dataset, then those of another."""
 
-    def __init__(self, first: Pipeline, second: Pipeline):
+    def __init__(self, first: MapDataset, second: MapDataset):
         self._first = first
         self._second = second
         self._is_checked = False
@@ -253,7 +258,7 @@ class Concatenate(Pipeline):
             self._require_like()
 
     def _require_like(self) -> None:
-        """Raise if the elements of both differ; nothing else is read before."""
+        """Raise if the elements of both differ; called before anything else is read."""
         if not self._is_checked:
             require_like(self._first.element_spec(), self._second.element_spec())
             self._is_checked = True
@@ -292,16 +297,16 @@ class Concatenate(Pipeline):
     def sources(self) -> list[RowSource]:
         return self._first.sources + self._second.sources
 
-    def unbatched(self) -> Pipeline | None:
+    def unbatched(self) -> MapDataset | None:
         first, second = self._first.unbatched(), self._second.unbatched()
         return first and second and Concatenate(first, second)
 
-    def blocks(self) -> Blocks | None:
-        first, second = self._first.blocks(), self._second.blocks()
+    def chunk_layout(self) -> ChunkLayout | None:
+        first, second = self._first.chunk_layout(), self._second.chunk_layout()
         if first is None or second is None:
             return None
         return dataclasses.replace(
-            max(first, second, key=lambda blocks: blocks.rows * blocks.row_bytes),
+            max(first, second, key=lambda layout: layout.rows * layout.row_bytes),
             lengths=first.lengths + second.lengths,
             is_costly=first.is_costly or second.is_costly,
         )
@@ -311,13 +316,13 @@ class Concatenate(Pipeline):
         first, second = self._first.row_bytes, self._second.row_bytes
         return None if first is None or second is None else max(first, second)
 
-    def keep(self, elements: int) -> None:
-        self._first.keep(elements)
-        self._second.keep(elements)
+    def reserve_cache(self, elements: int) -> None:
+        self._first.reserve_cache(elements)
+        self._second.reserve_cache(elements)
 
-    def for_batches(self, batch_size: int) -> Pipeline:
+    def before_batch(self, batch_size: int) -> MapDataset:
         return Concatenate(
-            self._first.for_batches(batch_size), self._second.for_batches(batch_size)
+            self._first.before_batch(batch_size), self._second.before_batch(batch_size)
         )
 
     def describe(self) -> str:
@@ -326,64 +331,65 @@ class Concatenate(Pipeline):
     def describe_source(self) -> str:
         return f"{self._first.describe_source()}, {self._second.describe_source()}"
 
-    def shard_files(self, workers: int, worker: int) -> Pipeline:
+    def shard_files(self, workers: int, worker: int) -> MapDataset:
         return Concatenate(
             self._first.shard_files(workers, worker),
             self._second.shard_files(workers, worker),
         )
 
-    def over(self, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+    def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
         return Concatenate(change(self._first), change(self._second))
 
-    def rebatch(self, workers: int) -> Pipeline:
+    def rebatch(self, workers: int) -> MapDataset:
         return Concatenate(self._first.rebatch(workers), self._second.rebatch(workers))
 
-    def _find(self, i: int) -> tuple[Pipeline, int]:
-        """Return the pipeline that has element `i`, and its number there."""
+    def _find(self, i: int) -> tuple[MapDataset, int]:
+        """Return the dataset with element `i`, and the index in that dataset."""
         before = self._first.length
         if before is None or i < before:
             return self._first, i
         return self._second, i - before
 
-    def element(self, order: Pass, i: int) -> Any:
+    def element(self, epoch: Epoch, i: int) -> Any:
         self._require_like()
         pipeline, i = self._find(i)
-        return pipeline.element(order, i)
+        return pipeline.element(epoch, i)
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
         self._require_like()
         before = self._first.length
         if before is None or positions.size == 0 or positions.max() < before:
-            return self._first.elements(order, positions)
+            return self._first.elements(epoch, positions)
         in_second = positions >= before
-        second = self._second.elements(order, positions[in_second] - before)
+        second = self._second.elements(epoch, positions[in_second] - before)
         if in_second.all():
             return second
-        first = self._first.elements(order, positions[~in_second])
+        first = self._first.elements(epoch, positions[~in_second])
         return _interleave([first, second], in_second)
 
-    def rows_in(self, order: Pass, i: int) -> int:
+    def batch_rows(self, epoch: Epoch, i: int) -> int:
         pipeline, i = self._find(i)
-        return pipeline.rows_in(order, i)
+        return pipeline.batch_rows(epoch, i)
 
-    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
+    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
         self._require_like()
         pipeline, i = self._find(i)
-        return pipeline.part(order, i, replicas, replica)
+        return pipeline.local_batch(epoch, i, replicas, replica)
 
-    def example(self, order: Pass) -> Any:
+    def example(self, epoch: Epoch) -> Any:
         self._require_like()
-        return self._first.example(order)
+        return self._first.example(epoch)
 
 
-def lap_pass(order: Pass, count: int | None, lap: int) -> Pass:
-    """Return the pass of one lap of a repetition; `count` is None for no end."""
-    laps = _ENDLESS if count is None else count
-    return dataclasses.replace(order, epoch=order.epoch * laps + lap)
+def epoch_of_repetition(epoch: Epoch, count: int | None, repetition: int) -> Epoch:
+    """Return the epoch of one repetition out of `count`, None for no end."""
+    repetitions = _ENDLESS if count is None else count
+    return dataclasses.replace(epoch, number=epoch.number * repetitions + repetition)
 
 
 def _interleave(parts: list[Any], origins: Any) -> Any:
-    """Put the rows of `parts` in the order in which `origins` names the parts."""
+    """Merge the rows of `parts`; `origins` has the part of each row of the result."""
+    # The inverse of the stable sort that would group the rows by part
     back = np.argsort(np.argsort(origins, kind="stable"))
     try:
         return nest.map_leaves(lambda *xs: np.concatenate(xs)[back], *parts)

@@ -1,6 +1,6 @@
-"""Which rows, in which order, at which step: integers only, no communication.
+"""Which replica reads which rows, in which order. Integers only, no communication.
 
-This is the one place where rows are given to replicas.
+This is the only sharding formula of the package.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ Words = npt.NDArray[np.uint64]
 
 
 def replica_slice(rows: int, replicas: int, replica: int) -> slice:
-    """Return which of `rows` consecutive rows one replica gets: ceil(rows / replicas).
+    """Return one replica's slice of `rows` rows, of ceil(rows / replicas) at most.
 
     The slices of all replicas are disjoint, in order, and cover all rows; the last
-    replicas get fewer rows, or none. (TensorFlow's rule for a global batch.)
+    replicas may have fewer rows, or none. (TensorFlow's rule for a global batch.)
     """
     share = -(-rows // replicas)
     return slice(min(replica * share, rows), min((replica + 1) * share, rows))
 
 
 def even_sizes(batch_size: int, replicas: int) -> list[int]:
-    """Return the batch sizes next to one, or it, that give all replicas equal rows."""
+    """Return the nearest batch sizes that divide evenly among the replicas."""
     below = batch_size // replicas * replicas
     near = [below] if below == batch_size else [below, below + replicas]
     return [size for size in near if size]
 
 
 def batch_count(rows: int, batch_size: int, drop_remainder: bool) -> int:
-    """Return how many batches `rows` rows make."""
+    """Return the number of batches of `rows` rows."""
     return rows // batch_size if drop_remainder else -(-rows // batch_size)
 
 
@@ -89,15 +89,15 @@ class Permutation:
         if self.length <= _TABLE_ROWS:
             return _table(self.length, self.seed, self.epoch)[positions]
         rows = self._encrypt(positions.astype(np.uint64))
-        # Walk on from the few that landed in a * b - length
+        # Repeat for the few values outside of the range (cycle walking)
         while (outside := rows >= np.uint64(self.length)).any():
             rows[outside] = self._encrypt(rows[outside])
         return rows.astype(np.int64)
 
     def near(self, positions: Indices) -> Indices:
-        """Return the row at each of `positions`, which follow each other, roughly.
+        """Return the row at each of `positions`, which should be close to each other.
 
-        It computes and keeps the rows of some more positions, as that is faster.
+        Computes and caches whole blocks of positions, which is faster.
         """
         if positions.size == 0 or self.length <= _TABLE_ROWS:
             return self._rows(positions)
@@ -108,8 +108,8 @@ class Permutation:
         numbers = range(first // _BLOCK_ROWS, last // _BLOCK_ROWS + 1)
         blocks = [_block(self, number) for number in numbers]
         rows = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-        found: Indices = rows[positions - numbers.start * _BLOCK_ROWS]
-        return found
+        nearby: Indices = rows[positions - numbers.start * _BLOCK_ROWS]
+        return nearby
 
     def inverse(self, rows: npt.ArrayLike) -> Indices:
         """Return the position of each of `rows` (any shape, 0 <= row < length)."""
@@ -167,7 +167,7 @@ _FACTOR_2 = np.uint64(0x94D049BB133111EB)
 
 @functools.lru_cache(maxsize=8)
 def _table(length: int, seed: int, epoch: int) -> Indices:
-    # A row in the low bits of its key: this sorts faster than the places of the keys
+    # Store each row in the low bits of its random key: `sort` is faster than `argsort`
     keys = _keys(seed, epoch, length) & ~_ROW_BITS
     keys |= np.arange(length, dtype=np.uint64)
     keys.sort()
@@ -178,7 +178,7 @@ def _table(length: int, seed: int, epoch: int) -> Indices:
 
 
 def mix_seed(seed: int, *numbers: int) -> int:
-    """Return a seed that is another for other numbers."""
+    """Derive a seed from `seed` and `numbers`."""
     for number in numbers:
         seed = int(_keys(seed, number, 1)[0])
     return seed
@@ -233,5 +233,5 @@ def _draw(x: Words, key: np.uint64, size: np.uint64) -> Words:
 def _add(x: Words, y: Words, size: np.uint64) -> Words:
     """Return x + y modulo `size`, which none of `x` and `y` exceeds."""
     x = x + y
-    # Where nothing is to be subtracted, the difference wraps around and is larger
+    # If x < size, the unsigned difference wraps around to a larger number
     return np.minimum(x, x - size)

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.data.shuffling import Blocks
+from mpidist.data.shuffling import ChunkLayout
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.util import nest, validation
 from mpidist.util.buffers import Buffers
@@ -20,7 +20,7 @@ from mpidist.values import PerReplica
 
 __all__ = [
     "ArrayRows",
-    "BlockSource",
+    "ChunkedSource",
     "BufferedSource",
     "FileSource",
     "IndexedSource",
@@ -29,7 +29,7 @@ __all__ = [
     "RowSource",
     "as_element",
     "from_lists",
-    "is_in_blocks",
+    "has_chunks",
     "owned",
     "stack",
     "take_element",
@@ -40,7 +40,7 @@ Positions = npt.NDArray[np.int64]
 
 
 class RowSource(Protocol):
-    """Rows in storage: arrays in memory or datasets in files."""
+    """Rows by number: of arrays in memory, or of datasets in files."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -49,72 +49,72 @@ class RowSource(Protocol):
         """Return a nest of arrays with the given rows along the first dimension."""
 
     def describe(self) -> str:
-        """Return what must be the same on every replica, as text."""
+        """Return text that must be equal on all replicas."""
 
 
 @runtime_checkable
-class BlockSource(RowSource, Protocol):
-    """Rows in chunks, which are read as a whole."""
+class ChunkedSource(RowSource, Protocol):
+    """Rows in chunks that can only be read whole."""
 
-    def blocks(self) -> Blocks:
-        """Return how the rows lie in chunks."""
+    def chunk_layout(self) -> ChunkLayout:
+        """Return how the rows are stored in chunks."""
 
-    def keep(self, rows: int) -> None:
-        """Make room for the chunks of so many rows that are read in random order."""
+    def reserve_cache(self, rows: int) -> None:
+        """Size the cache of decoded chunks for random reads among so many rows."""
 
     def retain(self) -> None:
-        """Count one more use; the files stay open until all are released."""
+        """Count one more user; the files stay open until all have released them."""
 
     def release(self, keep_files: bool = False) -> None:
-        """Count one use less; after the last one close the files, unless told not to.
+        """Count one user less; the last one ends the threads and closes the files.
 
-        The threads end anyway.
+        With `keep_files` the files stay open.
         """
 
 
-def is_in_blocks(source: RowSource) -> TypeGuard[BlockSource]:
-    """Return whether a source has chunks; `isinstance` would take 20 us."""
+def has_chunks(source: RowSource) -> TypeGuard[ChunkedSource]:
+    """Return whether a source has chunks; `isinstance` of a protocol takes 20 us."""
     return hasattr(source, "retain")
 
 
 @runtime_checkable
 class BufferedSource(RowSource, Protocol):
-    """Rows that are read into memory which is used again."""
+    """Rows that are read into recycled buffers."""
 
     @property
     def buffers(self) -> Buffers:
-        """The memory."""
+        """The buffers."""
 
 
 @runtime_checkable
 class IndexedSource(RowSource, Protocol):
-    """Rows in files of which must be known where they lie."""
+    """Rows in files that need an index before they are read."""
 
     @property
     def file_count(self) -> int:
         """The number of files."""
 
     def identify(self) -> str:
-        """Return which files and datasets these are, without opening a file."""
+        """Return the names of files and datasets, without opening a file."""
 
     def inspect(self, files: Iterable[int]) -> list[Any]:
-        """Return where the rows of some files lie; it can be sent to other ranks."""
+        """Return the indexes of some files, which can be sent to other ranks."""
 
     def adopt(
         self, files: Sequence[Any], rank: int | None = None, threads: int | None = None
     ) -> None:
-        """Take what `inspect` returned for all files, perhaps on other ranks.
+        """Use the indexes that `inspect` returned, perhaps on other ranks.
 
         Args:
-          files: of each file.
-          rank: of this process, which errors will name.
-          threads: how many may read at the same time.
+          files: the index of each file.
+          rank: of this process, for error messages.
+          threads: the largest number of concurrent reads.
         """
 
 
 @runtime_checkable
 class FileSource(RowSource, Protocol):
-    """Rows in several files, each of which can be read without the others."""
+    """Rows in several files that can be read independently."""
 
     @property
     def file_count(self) -> int:
@@ -123,16 +123,16 @@ class FileSource(RowSource, Protocol):
     def shard_files(self, workers: int, worker: int) -> RowSource:
         """Return the rows of every `workers`-th file, from file `worker` on.
 
-        It describes itself alike for every worker, and never opens other files.
+        `describe` is the same for all workers, and never opens the other files.
         """
 
 
-# Memory for so much is worth to be used again
+# From this size on, recycling a buffer is cheaper than page faults of new memory
 _LARGE_BYTES = 256 << 10
 
 
 class ArrayRows:
-    """Rows of arrays in memory. `name` is the function that messages speak of."""
+    """Rows of arrays in memory. `name` is the function named in error messages."""
 
     def __init__(self, arrays: Any, name: str = "from_tensor_slices"):
         leaves, _ = nest.flatten(arrays)
@@ -161,12 +161,12 @@ class ArrayRows:
     def _take(self, array: Any, rows: Positions) -> Any:
         shape, flags = (rows.size, *array.shape[1:]), array.flags
         is_large = math.prod(shape) * array.itemsize >= _LARGE_BYTES
-        # Of an array of another layout NumPy would make a copy, each time
+        # From another layout, `take` would first copy the whole array, each time
         if not (is_large and flags.c_contiguous and flags.aligned):
             return array[rows]
-        found = self.buffers.empty(shape, array.dtype)
-        # "clip" writes to `found` at once; all rows exist
-        return array.take(rows, axis=0, out=found, mode="clip")
+        taken = self.buffers.empty(shape, array.dtype)
+        # mode="clip" writes to `out` without a buffer; no row is clipped
+        return array.take(rows, axis=0, out=taken, mode="clip")
 
     def describe(self) -> str:
         """See `RowSource.describe`."""
@@ -184,7 +184,7 @@ class RangeRows:
 
     @classmethod
     def of(cls, args: Sequence[Any], dtype: npt.DTypeLike) -> RangeRows:
-        """Return the numbers of the range that these arguments of `range` stand for.
+        """Return the numbers of `range(*args)`.
 
         Raises:
           ArgumentError: a step of 0, or numbers of more than 64 bits.
@@ -242,11 +242,11 @@ def as_element(value: Any) -> Any:
 
 
 def take_element(holder: list[Any]) -> Any:
-    """Return what `as_element` does, with arrays that nobody else changes.
+    """Return `as_element` of a value, with arrays that no other code can change.
 
     Args:
-      holder: a list of the value alone, which is taken out of it: references to the
-        value are counted.
+      holder: a list with the only reference to the value, which is popped: arrays with
+        other references are copied.
 
     Raises:
       DataError: a leaf is no array, number or text.
@@ -276,16 +276,16 @@ _PLAIN = (np.ndarray, np.generic, int, float, complex, str, bytes)
 
 def owned(
     holder: list[Any],
-    given: tuple[Any, ...] = (),
+    arguments: tuple[Any, ...] = (),
     convert: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return a nest with copies of those arrays whose memory others may change.
+    """Return a nest, with copies of the arrays that other code may change.
 
     Args:
-      holder: a list of the nest alone, which is taken out of it: nothing else may refer
-        to the nest, as references to its arrays are counted.
-      given: nests with whose arrays the result may share memory.
-      convert: of each leaf, before.
+      holder: a list with the only reference to the nest, which is popped: the function
+        counts references to find arrays that nothing else uses.
+      arguments: nests whose arrays the result may alias without a copy.
+      convert: applied to each leaf first.
     """
     if type(holder[0]) is np.ndarray and convert is None and _is_new(holder, 0):
         return holder.pop()
@@ -297,7 +297,7 @@ def owned(
             is_own = _is_new(leaves, i)
         else:
             is_own = isinstance(leaves[i], _PLAIN) or not _is_array(leaves[i])
-        if not (is_own or _is_of(leaves[i], given)):
+        if not (is_own or _aliases(leaves[i], arguments)):
             leaves[i] = _copy(leaves[i])
     return join(leaves)
 
@@ -307,21 +307,22 @@ def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "__dlpack__")
 
 
-def _is_of(array: Any, given: tuple[Any, ...]) -> bool:
-    """Return whether an array has memory of an array of `given`."""
-    for argument in given:
+def _aliases(array: Any, arguments: tuple[Any, ...]) -> bool:
+    """Return whether an array shares memory with an array in `arguments`."""
+    # The common case, without flattening
+    for argument in arguments:
         if argument is array:
             return True
     memory = _memory(array)
-    return any(memory is _memory(leaf) for leaf in nest.flatten(given)[0])
+    return any(memory is _memory(leaf) for leaf in nest.flatten(arguments)[0])
 
 
 def _take_apart(
     holder: list[Any],
 ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves of a nest, to which nothing else refers, and what joins them.
+    """Return the leaves of a nest, without other references, and a function to join.
 
-    Without optree for what most functions return: that is many times faster.
+    Common results of functions avoid optree, which is many times slower.
     """
     value = holder.pop()
     if type(value) is np.ndarray:
@@ -339,23 +340,26 @@ def _count_references(objects: list[Any], i: int) -> int:
     return sys.getrefcount(objects[i])
 
 
-# What Python counts for an object that only a list refers to
+# The reference count of an object that is only in a list
 _ALONE = _count_references([np.empty(1)], 0)
 
 
 def _is_new(arrays: list[Any], i: int, views: int = 0) -> bool:
-    """Return whether only a list, and some known views, refer to an array's memory."""
+    """Return whether a list, and `views` views, have the only references to an array.
+
+    An array that owns its memory is new then; a view is if its base is.
+    """
     if not _CAN_COUNT or _count_references(arrays, i) > _ALONE + views:
         return False
     if arrays[i].base is None:
         return bool(arrays[i].flags.owndata)
-    # A view of a buffer that is no array may be of memory that others know
+    # The base may be a foreign buffer (mmap, DLPack), which others may change
     base = [arrays[i].base]
     return isinstance(base[0], np.ndarray) and _is_new(base, 0, views=1)
 
 
 def _memory(leaf: Any) -> Any:
-    """Return the object that has the memory of an array, perhaps itself."""
+    """Return the object that owns the memory of an array, perhaps itself."""
     while isinstance(leaf, np.ndarray) and leaf.base is not None:
         leaf = leaf.base
         if not isinstance(leaf, np.ndarray):  # as of np.lib.stride_tricks

@@ -1,4 +1,4 @@
-"""What elements of a dataset look like: structure, shapes and dtypes."""
+"""Element specs: the structure, shapes and dtypes of a dataset's elements."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def batch_of(spec: Any) -> Any:
 
 
 def require_like(first: Any, second: Any) -> None:
-    """Raise unless elements of two nests of TensorSpec can be in one dataset.
+    """Raise if elements of two specs cannot be concatenated.
 
-    Shapes may differ, and lengths of strings.
+    Shapes and lengths of strings may differ.
 
     Raises:
       ArgumentTypeError: names the first difference.

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpidist.data import iterable_steps
-from mpidist.data.iterator import in_order, steps_of, unbatch
+from mpidist.data import iter_transformations
+from mpidist.data.iterator import to_iter_dataset, transformations_for, unbatch
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpidist.util import validation
 from mpidist.util.threads import count_threads
 
 if TYPE_CHECKING:
     from mpidist.data.dataset import Dataset
-    from mpidist.data.iterable import Stream
-    from mpidist.data.map_dataset import Pipeline
+    from mpidist.data.iter_dataset import IterDataset
+    from mpidist.data.map_dataset import MapDataset
 
 __all__ = ["Transformations", "check_name"]
 
@@ -23,7 +23,7 @@ _CYCLE_LENGTH = 8
 
 
 def check_name(name: str | None) -> None:
-    """Raise an ArgumentTypeError for the `name` of a step that is no name."""
+    """Raise an ArgumentTypeError if the `name` of a transformation is not a name."""
     if not (name is None or isinstance(name, str)):
         raise ArgumentTypeError(
             f"name must be a str or None, not {validation.shown(name)}"
@@ -31,22 +31,22 @@ def check_name(name: str | None) -> None:
 
 
 class Transformations:
-    """The base of `Dataset`: what adds a step to the steps of one dataset.
+    """The base of `Dataset`: the methods that transform one dataset.
 
-    Each method returns a new dataset and leaves its own as it was.
+    Each method returns a new dataset and leaves its own unchanged.
     """
 
-    _pipeline: Pipeline | Stream
+    _pipeline: MapDataset | IterDataset
 
-    def _then(self, step: Callable[..., Any], *arguments: Any) -> Dataset:
-        """Return the dataset with one more step."""
-        return self._after(step(self._pipeline, *arguments))
+    def _append(self, step: Callable[..., Any], *arguments: Any) -> Dataset:
+        """Return the dataset with one more transformation."""
+        return self._with_pipeline(step(self._pipeline, *arguments))
 
-    def _then_in_order(self, step: Callable[..., Any], *arguments: Any) -> Dataset:
-        """Return the dataset with one more step, that takes elements one by one."""
-        return self._after(step(in_order(self._pipeline), *arguments))
+    def _append_iter(self, step: Callable[..., Any], *arguments: Any) -> Dataset:
+        """Return the dataset with one more transformation of an iterable dataset."""
+        return self._with_pipeline(step(to_iter_dataset(self._pipeline), *arguments))
 
-    def _after(self, pipeline: Pipeline | Stream) -> Dataset:
+    def _with_pipeline(self, pipeline: MapDataset | IterDataset) -> Dataset:
         raise NotImplementedError  # pragma: no cover
 
     def map(
@@ -79,8 +79,10 @@ class Transformations:
         """
         check_name(name)
         function = validation.function("map_func", map_func)
-        return self._then(
-            steps_of(self._pipeline).map, function, count_threads(num_parallel_calls)
+        return self._append(
+            transformations_for(self._pipeline).map,
+            function,
+            count_threads(num_parallel_calls),
         )
 
     def shuffle(
@@ -124,8 +126,8 @@ class Transformations:
         reshuffle = validation.switch(
             "reshuffle_each_iteration", reshuffle_each_iteration
         )
-        return self._then(
-            steps_of(self._pipeline).shuffle, size, seed, reshuffle, chunks
+        return self._append(
+            transformations_for(self._pipeline).shuffle, size, seed, reshuffle, chunks
         )
 
     def batch(
@@ -148,7 +150,9 @@ class Transformations:
         check_name(name)
         size = validation.integer("batch_size", batch_size, 1)
         drop_remainder = validation.switch("drop_remainder", drop_remainder)
-        return self._then(steps_of(self._pipeline).batch, size, drop_remainder)
+        return self._append(
+            transformations_for(self._pipeline).batch, size, drop_remainder
+        )
 
     def repeat(self, count: int | None = None, name: str | None = None) -> Dataset:
         """Return a dataset that goes through this one `count` times, None for ever.
@@ -160,21 +164,21 @@ class Transformations:
         if count == -1:  # TensorFlow's other word for it
             count = None
         count = validation.optional_integer("count", count, 0, ", or None")
-        return self._then(steps_of(self._pipeline).repeat, count)
+        return self._append(transformations_for(self._pipeline).repeat, count)
 
     def take(self, count: int, name: str | None = None) -> Dataset:
         """Return a dataset of the first `count` elements; -1 takes all."""
         check_name(name)
         if validation.integer("count", count) == -1:
-            return self._then(steps_of(self._pipeline).window, 0, None)
+            return self._append(transformations_for(self._pipeline).window, 0, None)
         count = validation.integer("count", count, 0, ", or -1 for all")
-        return self._then(steps_of(self._pipeline).window, 0, count)
+        return self._append(transformations_for(self._pipeline).window, 0, count)
 
     def skip(self, count: int, name: str | None = None) -> Dataset:
         """Return a dataset of all elements but the first `count`."""
         check_name(name)
         start = validation.integer("count", count, 0)
-        return self._then(steps_of(self._pipeline).window, start, None)
+        return self._append(transformations_for(self._pipeline).window, start, None)
 
     def shard(self, num_shards: int, index: int, name: str | None = None) -> Dataset:
         """Return a dataset of every `num_shards`-th element, from `index` on."""
@@ -183,15 +187,17 @@ class Transformations:
         index = validation.integer("index", index, 0)
         if index >= num_shards:
             raise ArgumentError(f"index must be in 0..{num_shards - 1}, not {index}")
-        return self._then(steps_of(self._pipeline).shard, num_shards, index)
+        return self._append(
+            transformations_for(self._pipeline).shard, num_shards, index
+        )
 
     def cache(self, filename: str = "", name: str | None = None) -> Dataset:
-        """Return a dataset that keeps its elements in memory once they were read.
+        """Return a dataset that caches its elements in memory.
 
-        What comes before is done once, and stays in the order of the first epoch; so
-        shuffle afterwards. Of a generator only a complete pass is kept. Datasets made
-        of this one share what is kept, unless each draws an order of its own (by a
-        shuffle before, without a seed).
+        Earlier transformations run once, in the order of the first epoch; so shuffle
+        afterwards. A generator is cached after one complete epoch. Datasets made from
+        this one share the cache, unless their order depends on a seed that each of them
+        draws (by an earlier shuffle without a seed).
 
         In a distributed dataset the ranks of a node share one copy of the rows, in an
         MPI window, which is freed when no rank has the dataset and the next is made, or
@@ -215,7 +221,7 @@ class Transformations:
                 f"cache keeps elements in memory, not in {validation.shown(filename)}; "
                 "write the file by Hdf5Writer, and read it by Dataset.from_hdf5"
             )
-        return self._then(steps_of(self._pipeline).cache)
+        return self._append(transformations_for(self._pipeline).cache)
 
     def enumerate(self, start: int = 0, name: str | None = None) -> Dataset:
         """Return a dataset of pairs: the number of an element, from `start` on, and it.
@@ -236,7 +242,7 @@ class Transformations:
         check_name(name)
         most = validation.LARGEST
         start = validation.integer("start", start, -most)
-        return self._then(steps_of(self._pipeline).enumerate, start)
+        return self._append(transformations_for(self._pipeline).enumerate, start)
 
     def unbatch(self, name: str | None = None) -> Dataset:
         """Return a dataset of the rows of the elements, one by one.
@@ -257,10 +263,10 @@ class Transformations:
           (3, 5)
         """
         check_name(name)
-        return self._after(unbatch(self._pipeline))
+        return self._with_pipeline(unbatch(self._pipeline))
 
     def filter(self, predicate: Callable[..., Any], name: str | None = None) -> Dataset:
-        """Return a dataset of the elements of which `predicate(element)` is True.
+        """Return a dataset of the elements for which `predicate(element)` is True.
 
         How many these are is not known: the result is like a generator's dataset, whose
         elements can only be had one after the other. `shuffle` behind it needs a
@@ -283,7 +289,7 @@ class Transformations:
         """
         check_name(name)
         function = validation.function("predicate", predicate)
-        return self._then_in_order(iterable_steps.Filter, function)
+        return self._append_iter(iter_transformations.Filter, function)
 
     def interleave(
         self,
@@ -333,8 +339,8 @@ class Transformations:
         count_threads(num_parallel_calls)
         if deterministic is not None:
             validation.switch("deterministic", deterministic)
-        return self._then_in_order(
-            iterable_steps.Interleave,
+        return self._append_iter(
+            iter_transformations.Interleave,
             function,
             cycle or _CYCLE_LENGTH,
             block or 1,

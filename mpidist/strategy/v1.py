@@ -13,7 +13,7 @@ from mpidist.context import enter, require_cross_replica
 from mpidist.data.dataset import Dataset, DatasetLike, as_dataset
 from mpidist.data.distributed.datasets import DistributedDataset, InputContext
 from mpidist.data.distributed.iterator import DistributedIterator
-from mpidist.data.iterable import Generated
+from mpidist.data.iter_dataset import GeneratorDataset
 from mpidist.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -434,7 +434,7 @@ def _make(
         # Called when a batch is asked for, and no sooner
         options = InputOptions(experimental_per_replica_buffer_size=0)
         return Dataset(
-            Generated(batches, is_batched=True, may_be_scalars=True)
+            GeneratorDataset(batches, is_batched=True, may_be_scalars=True)
         ), options
     try:
         return as_dataset(made, call), InputOptions()

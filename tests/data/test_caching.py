@@ -15,7 +15,7 @@ import pytest
 
 import mpidist
 from mpidist import AutoShardPolicy, Dataset, InputOptions, Options
-from mpidist.data.map_dataset import Rows
+from mpidist.data.map_dataset import SourceMapDataset
 from mpidist.data.sharding import Permutation
 from mpidist.util.available_memory import free_bytes
 
@@ -48,7 +48,7 @@ class Counting:
 def counting(n):
     """A source, and a dataset of the numbers 0..n-1."""
     source = Counting({"x": np.arange(n)})
-    return source, Dataset(Rows(source)).map(lambda element: element["x"])
+    return source, Dataset(SourceMapDataset(source)).map(lambda element: element["x"])
 
 
 def numbers(n, dtype=np.int64):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist import AutoShardPolicy, Dataset, Options, TensorSpec
-from mpidist.data.iterable import Stream
-from mpidist.data.map_dataset import Pass
+from mpidist.data.iter_dataset import IterDataset
+from mpidist.data.map_dataset import Epoch
 
 
 def numbers(n):
@@ -40,7 +40,7 @@ def plains(elements):
 
 
 def is_stream(dataset):
-    return isinstance(dataset.pipeline, Stream)
+    return isinstance(dataset.pipeline, IterDataset)
 
 
 # Zip
@@ -389,7 +389,7 @@ def parts_of(pipeline, epoch, replicas):
     """All replicas' rows of an epoch, step by step."""
     return [
         [
-            plain(pipeline.part(Pass(epoch, 7), i, replicas, replica))
+            plain(pipeline.local_batch(Epoch(epoch, 7), i, replicas, replica))
             for replica in range(replicas)
         ]
         for i in range(pipeline.length)

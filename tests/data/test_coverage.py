@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from mpidist import AutoShardPolicy, Dataset, MirroredStrategy, Options
-from mpidist.data.map_dataset import Pass
+from mpidist.data.map_dataset import Epoch
 
 MOST_REPLICAS = 7
 LAYOUTS = [
@@ -97,7 +97,7 @@ def parts_of(pipeline: Any, epoch: int, replicas: int) -> list[list[list[int]]]:
     """Return the rows of each replica, for each batch of an epoch."""
     return [
         [
-            numbers_of(pipeline.part(Pass(epoch), i, replicas, replica))
+            numbers_of(pipeline.local_batch(Epoch(epoch), i, replicas, replica))
             for replica in range(replicas)
         ]
         for i in range(pipeline.length)
@@ -180,7 +180,7 @@ def test_every_row_once_per_epoch_when_files_are_divided(case):
                 own = flat(range(starts[i], starts[i + 1]) for i in files)
                 for epoch in range(2):
                     found = [
-                        numbers_of(mine.element(Pass(epoch), i))
+                        numbers_of(mine.element(Epoch(epoch), i))
                         for i in range(mine.length)
                     ]
                     rest = len(own) % share
@@ -224,7 +224,9 @@ def test_without_a_seed_the_order_is_that_of_the_pass(entropy, rows):
             int(number)
             for i in range(pipeline.length)
             for replica in range(replicas)
-            for number in pipeline.part(Pass(epoch, entropy), i, replicas, replica)
+            for number in pipeline.local_batch(
+                Epoch(epoch, entropy), i, replicas, replica
+            )
         ]
 
     first = order(0, entropy)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist import Dataset
-from mpidist.data.map_dataset import Pass
+from mpidist.data.map_dataset import Epoch
 from mpidist.data.sharding import replica_slice
-from mpidist.data.shuffling import BlockOrder, Blocks
+from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 
 
 def every(order, rows):
@@ -29,8 +29,8 @@ def every(order, rows):
 )
 @pytest.mark.slow
 def test_every_row_comes_once(lengths, rows, window, batch, seed, epoch):
-    blocks = Blocks(tuple(lengths), rows, 10, is_costly=True)
-    order = BlockOrder(blocks, seed, epoch, window, batch)
+    layout = ChunkLayout(tuple(lengths), rows, 10, is_costly=True)
+    order = ChunkShuffle(layout, seed, epoch, window, batch)
     found = every(order, sum(lengths))
     assert sorted(found.tolist()) == list(range(sum(lengths)))
     shuffled = np.random.default_rng(0).permutation(sum(lengths))
@@ -38,20 +38,20 @@ def test_every_row_comes_once(lengths, rows, window, batch, seed, epoch):
 
 
 def test_seeds_and_epochs_give_other_orders():
-    blocks = Blocks((1000,), 10, 8, is_costly=True)
+    layout = ChunkLayout((1000,), 10, 8, is_costly=True)
     orders = [
-        every(BlockOrder(blocks, seed, epoch, 8, 50), 1000).tolist()
+        every(ChunkShuffle(layout, seed, epoch, 8, 50), 1000).tolist()
         for seed in (0, 1, -1)
         for epoch in (0, 1)
     ]
     assert len({tuple(order) for order in orders}) == 6
-    assert orders[0] == every(BlockOrder(blocks, 0, 0, 8, 50), 1000).tolist()
+    assert orders[0] == every(ChunkShuffle(layout, 0, 0, 8, 50), 1000).tolist()
 
 
 @pytest.mark.parametrize("window", [1, 4, 16])
 def test_rows_of_unbatched_windows_come_from_as_many_chunks(window):
-    blocks = Blocks((1600,), 10, 8, is_costly=True)
-    found = every(BlockOrder(blocks, 0, 0, window, None), 1600) // 10
+    layout = ChunkLayout((1600,), 10, 8, is_costly=True)
+    found = every(ChunkShuffle(layout, 0, 0, window, None), 1600) // 10
     for start in range(0, 1600, window * 10):
         chunks = found[start : start + window * 10]
         assert len(set(chunks.tolist())) == window
@@ -63,8 +63,8 @@ def test_rows_of_unbatched_windows_come_from_as_many_chunks(window):
 def test_replicas_decode_few_chunks_twice(replicas):
     """Each keeps what it used within the last steps; together they read most once."""
     rows, batch, in_chunk = 50_000, 256, 128
-    blocks = Blocks((rows,), in_chunk, 3072, is_costly=True)
-    order = BlockOrder(blocks, 0, 0, blocks.default_window, batch)
+    layout = ChunkLayout((rows,), in_chunk, 3072, is_costly=True)
+    order = ChunkShuffle(layout, 0, 0, layout.default_block_chunks, batch)
     decoded, most = 0, 0
     for replica in range(replicas):
         last_use: dict[int, int] = {}
@@ -76,13 +76,13 @@ def test_replicas_decode_few_chunks_twice(replicas):
             last_use = {c: s for c, s in last_use.items() if s > step - 6}
             most = max(most, len(last_use))
     assert decoded < 1.1 * rows / in_chunk
-    assert most <= 2 * blocks.default_window / replicas + 8
+    assert most <= 2 * layout.default_block_chunks / replicas + 8
 
 
 def test_a_huge_dataset_needs_no_table():
-    blocks = Blocks((10**10, 7, 10**12 + 1), 128, 3072, is_costly=True)
-    order = BlockOrder(blocks, 3, 1, 64, 131_072)
-    length = sum(blocks.lengths)
+    layout = ChunkLayout((10**10, 7, 10**12 + 1), 128, 3072, is_costly=True)
+    order = ChunkShuffle(layout, 3, 1, 64, 131_072)
+    length = sum(layout.lengths)
     positions = np.concatenate([np.arange(1000), length - 1 - np.arange(1000)])
     found = order(positions)
     assert len(set(found.tolist())) == 2000
@@ -95,7 +95,7 @@ def test_a_huge_dataset_needs_no_table():
     [(128, 3072, 64), (1, 1, 64), (1000, 100_000, 2), (1000, 10**6, 1)],
 )
 def test_the_default_window_is_limited_in_chunks_and_bytes(rows, row_bytes, window):
-    assert Blocks((10,), rows, row_bytes, True).default_window == window
+    assert ChunkLayout((10,), rows, row_bytes, True).default_block_chunks == window
 
 
 @pytest.fixture
@@ -125,7 +125,8 @@ def test_datasets_divided_over_replicas(strategy, path, name, window, drop):
     assert found == alone
     for replicas in (3, 7):
         parts = [
-            dataset.pipeline.part(Pass(0), 4, replicas, r) for r in range(replicas)
+            dataset.pipeline.local_batch(Epoch(0), 4, replicas, r)
+            for r in range(replicas)
         ]
         assert np.concatenate(parts).tolist() == alone[4]
 

@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 from h5py import h5d, h5p, h5s, h5t, h5z
 
-from mpidist.data.map_dataset import Pass
+from mpidist.data.map_dataset import Epoch
 
 # What each filter's name puts into a pipeline, which runs in the order of the names
 FILTERS = {
@@ -130,7 +130,7 @@ def whole(path: Any, name: str = "x") -> Any:
 
 def rows_of(dataset: Any, rows: Any) -> Any:
     """Return the rows with the given numbers of an unbatched `Dataset`."""
-    return dataset.pipeline.elements(Pass(), np.asarray(rows, np.int64))
+    return dataset.pipeline.elements(Epoch(), np.asarray(rows, np.int64))
 
 
 def patterns(rows: int) -> list[np.ndarray]:

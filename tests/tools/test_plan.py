@@ -23,7 +23,7 @@ from mpidist.data.hdf5 import rows as hdf5
 from mpidist.data.hdf5 import rows as hdf5_parts
 from mpidist.data.hdf5.files import RawFile
 from mpidist.data.hdf5.index import choose_datasets, index_file
-from mpidist.data.shuffling import BlockOrder, Blocks
+from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 from mpidist.launch import commands
 from mpidist.tools.plan import reads as plan_reads
 from mpidist.tools.plan.input_plan import make_plan
@@ -350,19 +350,19 @@ def test_what_uncompressed_rows_take_is_exact_at_any_length(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("rows", [[5000], [700, 1, 0, 64, 3, 900]])
 @pytest.mark.parametrize("batch_size", [20, 64, 300, 3000])
-def test_the_blocks_of_lanes_are_those_that_their_rows_come_from(rows, batch_size):
-    blocks = Blocks(tuple(rows), 64, 8, True)
-    order = BlockOrder(blocks, 3, 0, 16, batch_size)
+def test_the_chunks_of_stripes_are_those_that_their_rows_come_from(rows, batch_size):
+    chunks = ChunkLayout(tuple(rows), 64, 8, True)
+    order = ChunkShuffle(chunks, 3, 0, 16, batch_size)
     total = sum(rows)
-    assert blocks.count == sum(-(-n // 64) for n in rows)
+    assert chunks.count == sum(-(-n // 64) for n in rows)
     starts = np.cumsum([0, *rows[:-1]])
     positions = np.arange(total)
     files = np.searchsorted(np.cumsum(rows), order(positions), "right")
     inside = (order(positions) - starts[files]) // 64
-    lane = positions % min(batch_size, total) // order.lane_rows
-    first, last = order.blocks_of(np.arange(order.lanes))
-    for i in range(order.lanes):
-        found = {*zip(files[lane == i].tolist(), inside[lane == i].tolist())}
+    stripe = positions % min(batch_size, total) // order.stripe_rows
+    first, last = order.chunks_of(np.arange(order.stripes))
+    for i in range(order.stripes):
+        found = {*zip(files[stripe == i].tolist(), inside[stripe == i].tolist())}
         assert len(found) == last[i] - first[i] + 1
 
 
@@ -392,7 +392,7 @@ def test_advice_on_chunks(tmp_path, monkeypatch, long_file):
     )
     assert "--shuffle" in note
     (note,) = notes_on(plan_of(long_file, 64, 4, is_shuffled=True))
-    assert "ranks share lanes, of 32 rows of a batch; a batch of 128 rows" in note
+    assert "ranks share stripes, of 32 rows of a batch; a batch of 128 rows" in note
     exact = plan_of(long_file, 64, 4, is_shuffled=True, window_chunks=0)
     assert "leave --window-chunks 0 out" in notes_on(exact)[0]
     with h5py.File(tmp_path / "huge.h5", "w") as file:

@@ -1,6 +1,6 @@
-"""Datasets divided over replicas: which part of the data each replica reads.
+"""Distributed datasets: which part of the data each replica reads.
 
-Making one is collective: replicas whose datasets do not fit together all raise.
+Construction is collective: if the replicas' datasets do not match, all replicas raise.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mpidist.data.dataset import (
     require_length,
 )
 from mpidist.data.distributed.iterator import DistributedIterator
-from mpidist.data.distributed.reader import Plan, count_steps, divide, is_global
+from mpidist.data.distributed.reader import ReadPlan, count_steps, divide, is_global
 from mpidist.data.distributed.shared_caches import require_shareable, share
-from mpidist.data.iterable import Stream
-from mpidist.data.iterator_state import Origin, Passes
-from mpidist.data.map_dataset import Pass, Pipeline
+from mpidist.data.iter_dataset import IterDataset
+from mpidist.data.iterator_state import EpochCounter, Origin
+from mpidist.data.map_dataset import Epoch, MapDataset
 from mpidist.data.sharding import even_sizes
 from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
@@ -50,12 +50,12 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
-    """What an input function is told about the input pipeline that it makes.
+    """The argument of an input function: which of the input pipelines to make.
 
     Args:
-      num_input_pipelines: how many there are, one per replica.
-      input_pipeline_id: the number of this one.
-      num_replicas_in_sync: the number of replicas.
+      num_input_pipelines: number of input pipelines, one per replica.
+      input_pipeline_id: index of this pipeline.
+      num_replicas_in_sync: number of replicas.
 
     Raises:
       ArgumentError: a number is too small.
@@ -105,9 +105,9 @@ class InputContext:
 
 
 class DistributedDataset:
-    """A dataset of which each replica gets its part; iterate over it with `for`.
+    """A dataset divided over the replicas; iterate over it with `for`.
 
-    Made by the strategy. Each iteration starts again, with the next epoch's order.
+    Created by the strategy. Each iteration is a new epoch, with its own order.
 
     Example:
       >>> rows = mpidist.Dataset.range(5).batch(4)
@@ -116,9 +116,9 @@ class DistributedDataset:
       [6, 4]
     """
 
-    def __init__(self, plan: Plan, entropy: int):
+    def __init__(self, plan: ReadPlan, entropy: int):
         self._plan = plan
-        self._passes = Passes(entropy)
+        self._epochs = EpochCounter(entropy)
         show_input(plan.extended, lambda: summarize(plan))
 
     @classmethod
@@ -132,7 +132,7 @@ class DistributedDataset:
         """See `Strategy.experimental_distribute_dataset`."""
         extended.topology.require_open()
 
-        def choose() -> tuple[Pipeline | Stream, AutoShardPolicy]:
+        def choose() -> tuple[MapDataset | IterDataset, AutoShardPolicy]:
             _require_options(options)
             whole = _as_dataset(dataset, call)
             _require_batches(whole, call)
@@ -141,6 +141,7 @@ class DistributedDataset:
             return divide(whole.pipeline, policy, *where), policy
 
         pipeline, policy = extended.agreement.prepare(call, choose)
+        # Before `describe`, which needs the indexes: each file is opened by one rank
         if policy is not AutoShardPolicy.FILE:
             share_indexes(extended, pipeline, call)
 
@@ -155,17 +156,17 @@ class DistributedDataset:
             )
             return Call(call, agreed)
 
-        # Replicas that read other data than the rest must not go unnoticed
+        # Replicas that read different data must be an error, not silent
         agreed = extended.agreement.prepare(call, describe)
         extended.agreement.require_same(agreed)
         if policy is AutoShardPolicy.FILE:
             return cls._of_own_batches(extended, pipeline, options, call)
         entropy = _draw(extended, pipeline.needs_entropy)
-        is_sliced = is_global(policy) and isinstance(pipeline, Pipeline)
+        is_sliced = is_global(policy) and isinstance(pipeline, MapDataset)
         slices = extended.num_replicas if is_sliced else 1
-        plan = Plan(
+        plan = ReadPlan(
             extended,
-            share(extended, pipeline, Pass(0, entropy), slices),
+            share(extended, pipeline, Epoch(0, entropy), slices),
             is_global=is_global(policy),
             is_batched=True,
             cardinality=pipeline.cardinality,
@@ -201,23 +202,23 @@ class DistributedDataset:
     def _of_own_batches(
         cls,
         extended: ReplicaGroup,
-        pipeline: Pipeline | Stream,
+        pipeline: MapDataset | IterDataset,
         options: InputOptions | None,
         call: str,
     ) -> DistributedDataset:
-        """Return each replica's own pipeline, whose elements it gets whole."""
+        """Return a dataset of each replica's own batches, which are not divided."""
         agreement = extended.agreement
         index_own_files(extended, pipeline, call)
-        mine = agreement.prepare(  # it may look into files
+        local = agreement.prepare(  # may read files, which can fail
             call, lambda: (Origin.of(pipeline), pipeline.is_batched)
         )
-        everyone = agreement.gather(call, mine)
+        everyone = agreement.gather(call, local)
         origins = [origin for origin, _ in everyone]
         lengths = [origin.cardinality for origin in origins]
         is_batched = all(batched for _, batched in everyone)
         cardinality = count_steps(lengths)
         if is_batched and cardinality != UNKNOWN_CARDINALITY:
-            assert isinstance(pipeline, Pipeline)
+            assert isinstance(pipeline, MapDataset)
             _require_like_elements(extended, call, pipeline)
         elif cardinality != UNKNOWN_CARDINALITY and len(set(lengths)) > 1:
             raise ArgumentError(
@@ -225,7 +226,7 @@ class DistributedDataset:
                 "batched, so a replica that runs out has nothing to give; call batch()"
             )
         entropy = _draw(extended, needed=True)
-        plan = Plan(
+        plan = ReadPlan(
             extended,
             pipeline,
             is_global=False,
@@ -297,7 +298,7 @@ class DistributedDataset:
         return require_length(self.cardinality)
 
     def __iter__(self) -> DistributedIterator:
-        return DistributedIterator(self._plan, self._passes)
+        return DistributedIterator(self._plan, self._epochs)
 
 
 def _as_dataset(value: Any, call: str) -> Dataset:
@@ -320,14 +321,14 @@ def _require_batches(dataset: Dataset, call: str) -> None:
 
 
 def _require_like_elements(
-    extended: ReplicaGroup, call: str, pipeline: Pipeline
+    extended: ReplicaGroup, call: str, pipeline: MapDataset
 ) -> None:
     """Raise if the replicas' batches differ in structure, dtypes or dimensions."""
 
     def describe() -> Call:
-        leaves, spec = nest.flatten(pipeline.empty_part(Pass()))
-        kinds = tuple((a.dtype.name, f"{a.ndim} dimensions") for a in leaves)
-        return Call(call, (), spec, kinds)
+        leaves, spec = nest.flatten(pipeline.empty_batch(Epoch()))
+        leaf_specs = tuple((a.dtype.name, f"{a.ndim} dimensions") for a in leaves)
+        return Call(call, (), spec, leaf_specs)
 
     extended.agreement.require_same(extended.agreement.prepare(call, describe))
 
@@ -340,14 +341,14 @@ def _draw(extended: ReplicaGroup, needed: bool) -> int:
 
 
 def share_indexes(
-    extended: ReplicaGroup, pipeline: Pipeline | Stream, call: str
+    extended: ReplicaGroup, pipeline: MapDataset | IterDataset, call: str
 ) -> None:
-    """Look into the files of a pipeline, each by one rank for all. Collective.
+    """Index the files of a dataset; one rank indexes each file for all. Collective.
 
     Args:
       extended: of the strategy.
-      pipeline: whose files all ranks read.
-      call: what the user called.
+      pipeline: dataset whose files all ranks read.
+      call: the user's call, for error messages.
 
     Raises, on all ranks:
       MismatchError: the ranks name different files.
@@ -364,9 +365,9 @@ def share_indexes(
 
 
 def index_own_files(
-    extended: ReplicaGroup, pipeline: Pipeline | Stream, call: str
+    extended: ReplicaGroup, pipeline: MapDataset | IterDataset, call: str
 ) -> None:
-    """Look into the files of this rank's own pipeline. Collective.
+    """Index the files of this rank's own dataset. Collective.
 
     Raises, on all ranks:
       DataError: a file of any rank is missing, damaged, or does not fit the others.
@@ -385,8 +386,8 @@ def index_own_files(
     agreement.prepare(call, index)
 
 
-def _sources(pipeline: Pipeline | Stream) -> list[IndexedSource]:
-    if isinstance(pipeline, Stream):
+def _sources(pipeline: MapDataset | IterDataset) -> list[IndexedSource]:
+    if isinstance(pipeline, IterDataset):
         return []
     return [s for s in pipeline.sources if isinstance(s, IndexedSource)]
 
@@ -394,15 +395,16 @@ def _sources(pipeline: Pipeline | Stream) -> list[IndexedSource]:
 def _share(
     extended: ReplicaGroup, source: IndexedSource, call: str, threads: int
 ) -> None:
-    """Look into every size-th file, tell the other ranks, and hear of theirs."""
+    """Index every size-th file, and exchange the indexes with all ranks. Collective."""
     agreement, count = extended.agreement, source.file_count
-    mine = range(agreement.rank, count, agreement.size)
+    own_files = range(agreement.rank, count, agreement.size)
     by_rank = agreement.gather(
-        call, [_inspect_one(source, file, agreement.rank) for file in mine]
+        call, [_inspect_one(source, file, agreement.rank) for file in own_files]
     )
+    # Restore the order of the files: rank r has indexed r, r + size, ...
     files = [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(count)]
     for file in files:
-        if isinstance(file, DataError):  # of the first damaged file, on all ranks
+        if isinstance(file, DataError):  # all ranks raise the first file's error
             raise file
     agreement.prepare(call, lambda: source.adopt(files, agreement.rank, threads))
 
@@ -414,7 +416,7 @@ def _with_rank(error: DataError, rank: int) -> DataError:
 
 
 def _inspect_one(source: IndexedSource, file: int, rank: int) -> Any:
-    """Return where the rows of a file lie, or why that is not known."""
+    """Return the index of a file, or the error of reading it."""
     try:
         return source.inspect([file])[0]
     except DataError as error:
@@ -422,23 +424,26 @@ def _inspect_one(source: IndexedSource, file: int, rank: int) -> Any:
 
 
 def _threads(extended: ReplicaGroup, call: str) -> int:
-    """Return how many threads of this rank may read: all cores but one. Collective.
+    """Return the number of reading threads: this rank's cores minus one. Collective.
 
-    The cores are those of this process, shared with other ranks on the node; the one
-    is for what the rank computes meanwhile.
+    Ranks of a node that may use the same cores share them; one core is left for the
+    computation.
     """
-    mine = os.uname().nodename, sorted(os.sched_getaffinity(0))
-    everyone = extended.agreement.gather(call, mine)
+    local = os.uname().nodename, sorted(os.sched_getaffinity(0))
+    everyone = extended.agreement.gather(call, local)
     users = collections.Counter(
-        core for node, cores in everyone if node == mine[0] for core in cores
+        core for node, cores in everyone if node == local[0] for core in cores
     )
-    return max(1, int(sum(1 / users[core] for core in mine[1])) - 1)
+    return max(1, int(sum(1 / users[core] for core in local[1])) - 1)
 
 
-def summarize(plan: Plan) -> str:
-    """Return how much there is, and who gets what. Not collective; looks at no data."""
+def summarize(plan: ReadPlan) -> str:
+    """Return the sizes of the data and of each replica's part, as text.
+
+    Not collective; reads no data.
+    """
     parts, pipeline = [], plan.pipeline
-    if isinstance(pipeline, Pipeline):
+    if isinstance(pipeline, MapDataset):
         if pipeline.file_count:
             parts.append(_count(pipeline.file_count, "HDF5 file"))
         parts.append(_count(sum(map(len, pipeline.sources)), "row"))

@@ -1,6 +1,6 @@
-"""Going through a distributed dataset: every step is collective.
+"""Iteration over a distributed dataset; every step is collective.
 
-Before a batch is handed out, all replicas have theirs, or all raise.
+`next` returns once all replicas have their batches, or raises on all replicas.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from mpidist import context, values
 from mpidist.comm.consensus.calls import Call, group_by_rank, name_ranks
 from mpidist.data.distributed import prefetch, reader
-from mpidist.data.distributed.prefetch import ReadAhead
-from mpidist.data.distributed.reader import Plan, Portion
+from mpidist.data.distributed.prefetch import Prefetcher
+from mpidist.data.distributed.reader import LocalBatch, ReadPlan
 from mpidist.data.distributed.shared_caches import reorder
-from mpidist.data.iterator_state import Passes, make_state, read_state
-from mpidist.data.map_dataset import Pass
+from mpidist.data.iterator_state import EpochCounter, make_state, read_state
+from mpidist.data.map_dataset import Epoch
 from mpidist.data.optional import Optional
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, DataError, MismatchError, OutOfRangeError
@@ -25,10 +25,9 @@ from mpidist.util.tracebacks import fold
 
 __all__ = [
     "DistributedIterator",
-    "Kind",
+    "BatchSpec",
     "global_call",
     "require_equal",
-    "show",
 ]
 
 
@@ -37,11 +36,11 @@ _SET_STATE = "set_state of a distributed dataset"
 
 
 class _UnreadError(Exception):
-    """One of several steps cannot be read; the steps before it can."""
+    """A step of a group cannot be read; earlier steps of the group may be readable."""
 
 
 class DistributedIterator:
-    """One pass over a distributed dataset. `next` is collective.
+    """An iterator over a distributed dataset. `next` is collective.
 
     Batches are read ahead in a thread (or more: see `Dataset.map`), which ends with the
     iteration, or when the iterator is closed or forgotten.
@@ -55,31 +54,36 @@ class DistributedIterator:
       }
     """
 
-    def __init__(self, plan: Plan, passes: Passes):
+    def __init__(self, plan: ReadPlan, epochs: EpochCounter):
         self._plan = plan
-        self._passes = passes
+        self._epochs = epochs
         depth = plan.options.experimental_per_replica_buffer_size
-        self._threads = reader.count_readers(plan)
-        # All threads have something to read while a batch is in use
+        self._threads = reader.reader_threads(plan)
+        # Keep all threads busy while a batch is in use
         self._depth = max(depth, self._threads) if depth else 0
-        self._agrees_singly = not plan.is_global or prefetch.can_fail(plan)
-        self._start(passes.begin())
+        self._agrees_per_step = not plan.is_global or prefetch.may_put_fail(plan)
+        self._start(epochs.next_epoch())
 
-    def _start(self, order: Pass, step: int = 0) -> None:
-        """Be before a step, with nothing read ahead; before the first of a stream."""
-        self._order = order
+    def _start(self, epoch: Epoch, step: int = 0) -> None:
+        """Start before `step`, without prefetched batches.
+
+        An iterable dataset starts before its first step; the caller skips to `step`.
+        """
+        self._epoch = epoch
         self._step = step
-        self._place = f"the step in epoch {order.epoch} of dataset {self._plan.serial}"
-        self._agreed = 0  # the step up to which all replicas have theirs
-        self._one_by_one = 0  # the step up to which they agree on each step
-        self._reader = ReadAhead(
-            prefetch.start(self._plan, order),
+        self._progress_key = (
+            f"the step in epoch {epoch.number} of dataset {self._plan.serial}"
+        )
+        self._agreed_until = 0  # all replicas have their batches before this step
+        self._per_step_until = 0  # before this step, replicas agree on each step
+        self._prefetcher = Prefetcher(
+            prefetch.start_reader(self._plan, epoch),
             self._depth,
             self._threads,
             self._plan.cardinality,
             step,
         )
-        self._kind: Any = None  # of no rows, once a batch was seen
+        self._template: Any = None  # arrays without rows, known after the first batch
         self._is_closed = False
         self._failure: str | None = None
 
@@ -89,8 +93,8 @@ class DistributedIterator:
 
         Not collective: it may read an element of this replica.
         """
-        if self._kind is not None:
-            return spec_of(self._kind, self._plan.is_batched)
+        if self._template is not None:
+            return spec_of(self._template, self._plan.is_batched)
         return self._plan.pipeline.element_spec()
 
     def __iter__(self) -> DistributedIterator:
@@ -142,29 +146,29 @@ class DistributedIterator:
         self._require_callable("next")
         extended = self._plan.extended
         try:
-            portion = self._advance()
+            local_batch = self._advance()
         except BaseException as error:
             fold(error)
             raise
-        if portion is None:
-            found = Optional()
+        if local_batch is None:
+            optional = Optional()
         else:
             replica, replicas = extended.replica_id, extended.num_replicas
-            found = Optional(values.regroup(portion.batch, replica, replicas))
-        found._spec_of = self
-        return found
+            optional = Optional(values.regroup(local_batch.batch, replica, replicas))
+        optional._spec_of = self
+        return optional
 
     def get_state(self) -> dict[str, int]:
-        """Return where this iterator is: a few integers, each below 2**63.
+        """Return the position of this iterator: a few integers, each below 2**63.
 
-        Not collective, but equal on all replicas: the epoch, how many of its steps were
-        handed out, the seed of shuffles that were given none, and hashes by which
-        other datasets are known. Batches that were read ahead do not count.
+        Not collective, but equal on all replicas: the epoch, the number of its steps
+        that `next` has returned, the seed of shuffles without one, and hashes that
+        identify the dataset. Prefetched batches do not count.
         """
-        return make_state(self._plan.origin, self._order, self._step)
+        return make_state(self._plan.origin, self._epoch, self._step)
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Go on where `get_state` of an iterator over an equal dataset was called.
+        """Continue where `get_state` of an iterator over an equal dataset was called.
 
         Collective. The rest of the epoch comes in the same global order, and the
         dataset's next iteration is the epoch after it. The state may be of another
@@ -187,35 +191,35 @@ class DistributedIterator:
         """
         self._require_callable("set_state")
         plan, agreement = self._plan, self._plan.extended.agreement
-        order, step = agreement.prepare(
+        epoch, step = agreement.prepare(
             _SET_STATE, lambda: read_state(state, plan.origin, plan.pipeline)
         )
-        where = ("dataset", plan.serial), ("epoch", order.epoch), ("step", step)
+        where = ("dataset", plan.serial), ("epoch", epoch.number), ("step", step)
         agreement.require_same(
-            Call(_SET_STATE, (*where, ("the state's entropy", order.entropy)))
+            Call(_SET_STATE, (*where, ("the state's entropy", epoch.entropy)))
         )
         self.close()
-        reorder(plan.extended, plan.pipeline, order)
-        self._start(order, step)
+        reorder(plan.extended, plan.pipeline, epoch)
+        self._start(epoch, step)
         if plan.is_open_ended:
-            self._pass_over(step)
-        self._passes.go_on_after(order)
+            self._skip(step)
+        self._epochs.resume_after(epoch)
 
     def close(self) -> None:
-        """End the iteration: threads end, files are closed. Not collective."""
+        """End the iteration: end threads, close files. Not collective."""
         self._is_closed = True
-        self._reader.close()
+        self._prefetcher.close()
 
     def abandon(self) -> None:
-        """Close it after an error that came up elsewhere, on all ranks.
+        """Close after an error elsewhere, which all ranks raise.
 
-        They may be at unlike steps, which later collectives must not ask for.
+        Ranks may be at different steps, so later collectives must not compare them.
         """
         self.close()
-        self._note_place(None)
+        self._record_progress(None)
 
     def _require_callable(self, name: str) -> None:
-        """Raise where a collective method cannot be called."""
+        """Raise if a collective method cannot be called here."""
         if not context.in_cross_replica_context() and context.has_strategy():
             raise ArgumentError(
                 f"{name} was called on a distributed iterator inside a replica function"
@@ -223,15 +227,19 @@ class DistributedIterator:
             )
         self._plan.extended.topology.require_open()
 
-    def _pass_over(self, steps: int) -> None:
-        """Go on after the first steps of generators. Collective."""
+    def _skip(self, steps: int) -> None:
+        """Skip the first steps of generators. Collective."""
         plan, agreement = self._plan, self._plan.extended.agreement
         try:
-            mine = agreement.prepare(_SET_STATE, lambda: self._reader.skip(steps))
-            passed = agreement.gather(_SET_STATE, mine)
-            # Where each replica has data of its own, one must have reached the step
-            if (min(passed) if plan.is_global else max(passed)) < steps:
-                ends = group_by_rank([f"after {n} steps" for n in passed])
+            skipped = agreement.prepare(
+                _SET_STATE, lambda: self._prefetcher.skip(steps)
+            )
+            skipped_by_rank = agreement.gather(_SET_STATE, skipped)
+            # With own data per replica, those with less data may have ended before
+            if (
+                min(skipped_by_rank) if plan.is_global else max(skipped_by_rank)
+            ) < steps:
+                ends = group_by_rank([f"after {n} steps" for n in skipped_by_rank])
                 raise DataError(
                     f"the state is after {steps} steps, but the datasets end {ends}"
                 )
@@ -239,193 +247,203 @@ class DistributedIterator:
             self._fail(error)
             raise
 
-    def _advance(self) -> Portion | None:
-        """Return this step's portion, or None on all replicas at the end."""
+    def _advance(self) -> LocalBatch | None:
+        """Return this step's batch, or None on all replicas at the end."""
         if self._failure is not None:
             raise DataError(self._failure)
         if self._is_closed or self._step == self._plan.cardinality:
-            self._note_place(None)
+            self._record_progress(None)
             self._end()
             return None
         try:
-            portion = self._agree()
+            local_batch = self._agree()
         except Exception as error:
             self._fail(error)
             raise
-        if portion is None:
+        if local_batch is None:
             self._end()
         else:
             self._step += 1
-        return portion
+        return local_batch
 
     def _end(self) -> None:
-        """End the threads; the files stay open for the next epoch."""
+        """End the threads, but keep files open for the next epoch."""
         self._is_closed = True
-        self._reader.end()
+        self._prefetcher.end()
 
     def _fail(self, error: Exception) -> None:
-        """Leave nothing open; another call tries the step again, if possible."""
+        """Close everything; the next call retries the step, if possible."""
         self.close()
         if not self._plan.is_open_ended:
-            self._start(self._order, self._step)
+            self._start(self._epoch, self._step)
             return
         self._failure = (
             f"step {self._step} of a generator's dataset failed ({error!r}), and a "
             "generator cannot go on after that; iterate over the dataset again"
         )
 
-    def _agree(self) -> Portion | None:
-        """Return this replica's portion once all replicas have theirs. Collective."""
+    def _agree(self) -> LocalBatch | None:
+        """Return this replica's batch once all replicas have theirs. Collective."""
         plan, step = self._plan, self._step
-        if step < self._agreed:
-            self._note_place(step + 1)
+        # The replicas have already agreed on the group of this step
+        if step < self._agreed_until:
+            self._record_progress(step + 1)
             return self._read()
-        where = ("dataset", plan.serial), ("epoch", self._order.epoch)
+        where = ("dataset", plan.serial), ("epoch", self._epoch.number)
         if not plan.is_open_ended:
             return self._agree_on_rows(where)
         agreement = plan.extended.agreement
-        portion = agreement.prepare(_NEXT, self._read)
+        local_batch = agreement.prepare(_NEXT, self._read)
         if not plan.is_global:
-            return self._fill_in((*where, ("step", step)), portion)
-        agreement.require_same(global_call(_NEXT, where, step, portion))
-        self._kind = portion.kind if portion else self._kind
-        return portion
+            return self._fill_in((*where, ("step", step)), local_batch)
+        agreement.require_same(global_call(_NEXT, where, step, local_batch))
+        self._template = local_batch.template if local_batch else self._template
+        return local_batch
 
-    def _agree_on_rows(self, where: Any) -> Portion | None:
-        """Return this replica's portion; all agree at once on those read together."""
-        most = 1 if self._agrees_singly else self._reader.most
-        group = min(most, self._reader.group(self._step))
+    def _agree_on_rows(self, where: Any) -> LocalBatch | None:
+        """Return this replica's batch; replicas agree once per step group."""
+        most = 1 if self._agrees_per_step else self._prefetcher.max_group_size
+        group = min(most, self._prefetcher.group_size(self._step))
         call = Call(_NEXT, (*where, ("steps at a time", most)), step=self._step)
         if group > 1:
             self._agree_on_group(call, group)
-            self._note_place(self._step + 1)
-        if self._step < self._agreed:
+            self._record_progress(self._step + 1)
+        if self._step < self._agreed_until:
             return self._read()
         return self._plan.extended.together(call, self._read, is_patient=True)
 
     def _agree_on_group(self, call: Call, group: int) -> None:
-        """Find out if all replicas have the steps that are read together. Collective.
+        """Agree with all replicas whether a group was read. Collective.
 
-        After an error in one of them it does nothing.
+        Does nothing in a group with an error: there, replicas agree on each step.
         """
         step = self._step
-        if step < self._one_by_one:
+        if step < self._per_step_until:
             return
 
         def read() -> None:
-            if not self._reader.can_read_group(step):
+            if not self._prefetcher.can_read_group(step):
                 raise _UnreadError
 
         try:
             self._plan.extended.together(call, read, is_patient=True)
         except _UnreadError:  # on all replicas
-            self._one_by_one = step + group
+            self._per_step_until = step + group
         else:
             steps = self._plan.cardinality
-            self._agreed = step + group if steps < 0 else min(step + group, steps)
+            self._agreed_until = step + group if steps < 0 else min(step + group, steps)
 
-    def _note_place(self, step: int | None) -> None:
-        """Tell the next collective at which step of the epoch this replica is."""
+    def _record_progress(self, step: int | None) -> None:
+        """Record this replica's step, which the next collective compares."""
         progress = self._plan.extended.agreement.progress
         if step is None:
-            progress.remove(self._place)
+            progress.remove(self._progress_key)
         else:
-            progress.set(self._place, step)
+            progress.set(self._progress_key, step)
 
-    def _fill_in(self, where: Any, portion: Portion | None) -> Portion | None:
-        """Return `portion`, or one of no rows while others have rows. Collective.
+    def _fill_in(self, where: Any, local_batch: LocalBatch | None) -> LocalBatch | None:
+        """Return the batch, or one without rows while others have rows. Collective.
 
-        At first replicas show each other what their batches look like.
+        In the first step, replicas exchange the specs of their batches.
         """
-        is_first = self._kind is None
-        told: Any = portion is not None and (not is_first or show(portion.kind))
-        everyone = self._plan.extended.agreement.gather(_NEXT, (where, told))
+        is_first = self._template is None
+        sent: Any = local_batch is not None and (
+            not is_first or BatchSpec.of(local_batch.template)
+        )
+        everyone = self._plan.extended.agreement.gather(_NEXT, (where, sent))
         require_equal(_NEXT, "the place", [place for place, _ in everyone])
-        shown = [other for _, other in everyone]
-        if not any(shown):
+        specs = [spec for _, spec in everyone]
+        if not any(specs):
             return None
-        if not all(shown):
-            self._require_replaceable(shown, is_first)
+        if not all(specs):
+            self._require_replaceable(specs, is_first)
         if is_first:
-            require_equal(
-                _NEXT, "the batch", [k.text if k else "missing" for k in shown]
-            )
-            self._kind = next(k for k in shown if k).load()
-        if portion is None:
-            return Portion(prefetch.place(self._plan, self._kind))
-        self._kind = portion.kind
-        return portion
+            texts = [spec.text if spec else "missing" for spec in specs]
+            require_equal(_NEXT, "the batch", texts)
+            self._template = next(spec for spec in specs if spec).load()
+        if local_batch is None:
+            return LocalBatch(prefetch.empty_on_device(self._plan, self._template))
+        self._template = local_batch.template
+        return local_batch
 
-    def _require_replaceable(self, shown: Sequence[Any], is_first: bool) -> None:
-        """Raise, on all ranks, if those that ended cannot get batches of no rows."""
-        ended = name_ranks([rank for rank, kind in enumerate(shown) if not kind])
-        of_first = next(kind for kind in shown if kind)
-        have_rows = of_first.has_rows if is_first else _have_rows(self._kind)
+    def _require_replaceable(self, specs: Sequence[Any], is_first: bool) -> None:
+        """Raise, on all ranks, if ranks that ended cannot get batches without rows."""
+        ended = name_ranks([rank for rank, spec in enumerate(specs) if not spec])
+        first = next(spec for spec in specs if spec)
+        have_rows = first.has_rows if is_first else _have_rows(self._template)
         if not (self._plan.is_batched and have_rows):
             raise MismatchError(
                 f"{_NEXT}: the dataset of {ended} has ended at step {self._step}, the "
                 "others have not, and elements that are no batches cannot be replaced "
                 "by batches of no rows; call batch()"
             )
-        if self._kind is None and not all(k.pickled for k in shown if k):
+        if self._template is None and not all(s.pickled for s in specs if s):
             raise DataError(
                 f"{_NEXT}: the dataset of {ended} is empty or over, and the others "
                 "cannot send it the structure of theirs, as it cannot be pickled"
             )
 
-    def _read(self) -> Portion | None:
+    def _read(self) -> LocalBatch | None:
         try:
-            return prefetch.hand_out(self._reader.read(self._step))
+            return prefetch.device_put(self._prefetcher.read(self._step))
         except BaseException as error:
-            fold(error)  # what other ranks show of it
+            fold(error)  # before other ranks show its traceback
             raise
 
     def __del__(self) -> None:
         if not getattr(self, "_is_closed", True):
-            self._reader.close(wait=False)
+            self._prefetcher.close(wait=False)
 
 
-def global_call(operation: str, where: Any, step: int, portion: Portion | None) -> Call:
-    """Return what must be the same of the replicas' copies of a global batch."""
-    if portion is None:
+def global_call(
+    operation: str, where: Any, step: int, local_batch: LocalBatch | None
+) -> Call:
+    """Return the call signature of a step, in which replicas' global batches agree."""
+    if local_batch is None:
         missing = ("the batch", "missing, as the dataset has ended")
         return Call(operation, (*where, missing), step=step)
-    leaves, spec = nest.flatten(portion.kind)
+    leaves, spec = nest.flatten(local_batch.template)
     described = tuple((a.dtype.name, f"rows of shape {a.shape[1:]}") for a in leaves)
-    there = ("the batch", f"there, with {portion.rows} rows,")
+    there = ("the batch", f"there, with {local_batch.rows} rows,")
     return Call(operation, (*where, there), spec, described, step)
 
 
-class Kind(NamedTuple):
-    """What batches look like, to be sent to other replicas."""
+class BatchSpec(NamedTuple):
+    """Structure, dtypes and dimensions of batches, to be sent to other replicas.
+
+    Args:
+      text: for comparison and error messages.
+      pickled: arrays without rows; None if their structure cannot be pickled.
+      has_rows: whether no leaf is a scalar.
+    """
 
     text: str
     pickled: bytes | None
     has_rows: bool
 
+    @classmethod
+    def of(cls, template: Any) -> BatchSpec:
+        """Return the spec of batches like `template`."""
+        leaves, spec = nest.flatten(template)
+        text = f"{spec} of {[f'{a.dtype.name} {a.ndim} dimensions' for a in leaves]}"
+        try:
+            pickled = pickle.dumps(template)
+        except (pickle.PicklingError, AttributeError, TypeError):  # say, a local class
+            pickled = None
+        return cls(text, pickled, _have_rows(template))
+
     def load(self) -> Any:
-        """Return arrays of no rows."""
+        """Return the arrays without rows."""
         return None if self.pickled is None else pickle.loads(self.pickled)
 
 
-def show(kind: Any) -> Kind:
-    """Return what arrays of no rows look like, and those themselves if possible."""
-    leaves, spec = nest.flatten(kind)
-    text = f"{spec} of {[f'{a.dtype.name} {a.ndim} dimensions' for a in leaves]}"
-    try:
-        pickled = pickle.dumps(kind)
-    except (pickle.PicklingError, AttributeError, TypeError):  # say, a local class
-        pickled = None
-    return Kind(text, pickled, _have_rows(kind))
-
-
-def _have_rows(kind: Any) -> bool:
+def _have_rows(template: Any) -> bool:
     """Return whether no leaf is a scalar."""
-    return all(leaf.ndim for leaf in nest.flatten(kind)[0])
+    return all(leaf.ndim for leaf in nest.flatten(template)[0])
 
 
 def require_equal(operation: str, name: str, things: Sequence[Any]) -> None:
-    """Raise, on all ranks, if what the ranks told of themselves differs."""
+    """Raise, on all ranks, if values that the ranks exchanged differ."""
     if len(set(things) - {"missing"}) > 1:
         raise MismatchError(
             f"{operation}: the replicas differ: {name} is "

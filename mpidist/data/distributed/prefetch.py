@@ -1,4 +1,4 @@
-"""Reading one replica's batches ahead, in threads. Nothing here communicates."""
+"""Prefetching of one replica's batches, in threads. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -7,41 +7,52 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from mpidist.data.distributed.reader import Feed, Group, Plan, Portion, start_reader
-from mpidist.data.map_dataset import Pass, Pipeline
+from mpidist.data.distributed.reader import (
+    BatchReader,
+    LocalBatch,
+    ReadPlan,
+    StepGroup,
+    start_host_reader,
+)
+from mpidist.data.map_dataset import Epoch, MapDataset
 from mpidist.data.sources import BufferedSource
 from mpidist.device import arrays, host_to_device, streams
 from mpidist.util import nest
 
-__all__ = ["ReadAhead", "can_fail", "hand_out", "place", "start"]
+__all__ = [
+    "Prefetcher",
+    "may_put_fail",
+    "device_put",
+    "empty_on_device",
+    "start_reader",
+]
 
 
-# Small batches that are read together: reading them takes unlike times
+# Step groups in flight beyond the next one, since their read times vary
 _GROUPS = 2
-# What takes less is read by the thread that needs it: handing it over from another
-# thread would take about as long
+# Shorter reads are done inline: the hand-over from another thread takes about as long
 _SHORT_SECONDS = 1e-3
-# After so many groups that another thread has read, this one tries again; after twice
-# as many next time, unless it has read so many in the meantime
+# After a slow inline read, this many groups are read in threads before the next trial;
+# the number doubles with each slow trial, until _STEADY inline reads were short
 _FEWEST_BETWEEN_TRIALS, _MOST_BETWEEN_TRIALS = 16, 1024
 _STEADY = 16
 
 
-class _Turns:
-    """Whether groups are read by the thread that needs them: those read quickly are."""
+class _InlineReads:
+    """Decides whether the next step group is read inline, by the calling thread."""
 
     def __init__(self, may_be_own: bool):
-        self._may_be_own = may_be_own
-        self._wait = 0  # groups of other threads until the next trial
+        self._is_allowed = may_be_own
+        self._wait = 0  # threaded groups until the next trial
         self._gap = _FEWEST_BETWEEN_TRIALS
-        self._short = 0  # own reads that were short, one after the other
+        self._short = 0  # consecutive short inline reads
 
-    def is_own(self) -> bool:
-        """Return whether the next group is read by this thread."""
-        return self._may_be_own and self._wait == 0
+    def is_next(self) -> bool:
+        """Return whether the next group is read inline."""
+        return self._is_allowed and self._wait == 0
 
-    def note_own(self, seconds: float) -> None:
-        """Take note of how long this thread has read a group."""
+    def record_inline(self, seconds: float) -> None:
+        """Record the duration of an inline read."""
         if seconds <= _SHORT_SECONDS:
             self._short += 1
             if self._short >= _STEADY:
@@ -51,215 +62,223 @@ class _Turns:
         self._wait = self._gap
         self._gap = min(2 * self._gap, _MOST_BETWEEN_TRIALS)
 
-    def note_other(self) -> None:
-        """Take note of a group that is left to another thread."""
+    def record_threaded(self) -> None:
+        """Record that another thread reads a group."""
         self._wait = max(0, self._wait - 1)
 
 
-class ReadAhead:
-    """The batches of a feed, each asked for once, in order.
+class Prefetcher:
+    """Reads batches ahead in threads; each batch is requested once, in order.
 
-    They are read in threads, but for short reads, of which each would take longer to
-    hand over than to do.
+    Short reads are done inline instead, since handing them over would take longer.
 
     Args:
-      feed: what is read.
-      depth: how many batches are in the making beyond those to be taken next; 0 reads a
-        batch when it is asked for, without a thread.
-      threads: how many threads read.
-      steps: how many steps there are, if this is known; else negative.
-      first: the step that is asked for first.
+      reader: of the batches.
+      depth: number of batches to prefetch; 0 reads each batch when it is requested,
+        without a thread.
+      threads: number of reading threads.
+      steps: number of steps of the epoch; negative if unknown.
+      first: the first step to be requested.
     """
 
-    def __init__(self, feed: Feed, depth: int, threads: int, steps: int, first: int):
-        self._feed = feed
+    def __init__(
+        self, reader: BatchReader, depth: int, threads: int, steps: int, first: int
+    ):
+        self._reader = reader
         self._depth = depth
         self._steps = steps
         self._first = first
-        self._asked = first  # the step up to which all were asked for
-        self._ahead: collections.deque[Future[Group]] = collections.deque()
-        self._at_hand: collections.deque[Portion | Exception | None] = (
+        self._requested = first  # all steps before this one were requested
+        self._pending: collections.deque[Future[StepGroup]] = collections.deque()
+        self._ready: collections.deque[LocalBatch | Exception | None] = (
             collections.deque()
         )
         self._threads = threads if depth else 0
-        self._reader: ThreadPoolExecutor | None = None  # until it is needed
-        self._turns = _Turns(threads == 1 and feed.may_change_thread)
+        self._executor: ThreadPoolExecutor | None = None  # started on demand
+        self._inline = _InlineReads(threads == 1 and reader.may_change_thread)
 
     @property
-    def most(self) -> int:
-        """How many steps at most are read at a time."""
-        return self._feed.group if self._threads else 1
+    def max_group_size(self) -> int:
+        """The largest number of steps in a group."""
+        return self._reader.group_size if self._threads else 1
 
-    def group(self, step: int) -> int:
-        """Return how many steps are read at a time, from this step on.
+    def group_size(self, step: int) -> int:
+        """Return the number of steps in the group that starts at `step`.
 
-        It depends on the number of the step alone, and is equal on all replicas.
+        Replicas agree once per group, so it must be equal on all of them: it depends
+        on the step alone.
         """
-        if self._feed.is_slow_to_start:
-            return min(self.most, max(1, step - self._first))
-        return self.most
+        if self._reader.is_slow_to_start:
+            return min(self.max_group_size, max(1, step - self._first))
+        return self.max_group_size
 
-    def read(self, step: int) -> Portion | None:
-        """Return the batch of a step, None after the last one, or raise its error."""
+    def read(self, step: int) -> LocalBatch | None:
+        """Return the batch of a step, or None at the end of the data."""
         if not self._threads:
-            return self._feed.read(step)
-        portion = self._fetch(step).popleft()
-        if isinstance(portion, Exception):
-            raise portion
-        return portion
+            return self._reader.read(step)
+        local_batch = self._wait_for(step).popleft()
+        if isinstance(local_batch, Exception):
+            raise local_batch
+        return local_batch
 
     def can_read_group(self, step: int) -> bool:
-        """Return whether a step and those read with it are at hand; waits for them."""
-        portions = self._fetch(step)
-        return not any(isinstance(portion, Exception) for portion in portions)
+        """Wait for a step and the rest of its group; return whether none failed."""
+        local_batches = self._wait_for(step)
+        return not any(
+            isinstance(local_batch, Exception) for local_batch in local_batches
+        )
 
     def skip(self, steps: int) -> int:
-        """See `Feed.skip`."""
+        """See `BatchReader.skip`."""
         if not self._threads:
-            return self._feed.skip(steps)
-        return self._pool().submit(self._feed.skip, steps).result()
+            return self._reader.skip(steps)
+        return self._start_threads().submit(self._reader.skip, steps).result()
 
     def end(self) -> None:
-        """End the threads; all was read, and perhaps will be again."""
+        """End the threads, but keep files open for the next epoch."""
         self._stop()
-        self._feed.end()
+        self._reader.end()
 
     def close(self, wait: bool = True) -> None:
-        """End the threads, and let go of what is being read."""
+        """End the threads and close the files."""
         self._stop(wait)
-        self._feed.close()
+        self._reader.close()
 
     def _stop(self, wait: bool = True) -> None:
-        self._at_hand.clear()
-        self._ahead.clear()
+        self._ready.clear()
+        self._pending.clear()
         self._threads = 0
-        if self._reader is not None:
-            self._reader.shutdown(wait=wait, cancel_futures=True)
-            self._reader = None
+        if self._executor is not None:
+            self._executor.shutdown(wait=wait, cancel_futures=True)
+            self._executor = None
 
-    def _pool(self) -> ThreadPoolExecutor:
-        if self._reader is None:
-            self._reader = ThreadPoolExecutor(self._threads, "mpidist-input")
-        return self._reader
+    def _start_threads(self) -> ThreadPoolExecutor:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(self._threads, "mpidist-input")
+        return self._executor
 
-    def _fetch(self, step: int) -> collections.deque[Portion | Exception | None]:
-        """Return what is at hand, at least the batch of a step."""
-        if self._at_hand:
-            return self._at_hand
-        if not self._ahead:
-            self._asked = step
-            if self._turns.is_own():
-                self._read_here()
-        self._ask_ahead()
-        if not self._at_hand:
-            self._at_hand.extend(self._ahead.popleft().result())
-        return self._at_hand
+    def _wait_for(self, step: int) -> collections.deque[LocalBatch | Exception | None]:
+        """Return the batches that are ready, at least that of `step`."""
+        if self._ready:
+            return self._ready
+        # Batches are used in order: read inline only after all pending groups
+        if not self._pending:
+            self._requested = step
+            if self._inline.is_next():
+                self._read_inline()
+        self._submit_reads()
+        if not self._ready:
+            self._ready.extend(self._pending.popleft().result())
+        return self._ready
 
-    def _read_here(self) -> None:
-        """Read the next group in this thread."""
-        count = self.group(self._asked)
+    def _read_inline(self) -> None:
+        """Read the next group in the calling thread."""
+        count = self.group_size(self._requested)
         start = time.perf_counter()
-        self._at_hand.extend(self._feed.read_group(self._asked, count))
-        self._turns.note_own(time.perf_counter() - start)
-        self._asked += count
+        self._ready.extend(self._reader.read_group(self._requested, count))
+        self._inline.record_inline(time.perf_counter() - start)
+        self._requested += count
 
-    def _ask_ahead(self) -> None:
-        """Have other threads read what comes next, unless this one will."""
-        most = max(_GROUPS, -(-self._depth // self.group(self._asked)))
-        while len(self._ahead) <= most and not 0 <= self._steps <= self._asked:
-            if self._turns.is_own():
-                break  # once what other threads read has come
-            count = self.group(self._asked)
-            # The threads must not know this object: then it can be forgotten
-            reading = self._pool().submit(self._feed.read_group, self._asked, count)
-            self._ahead.append(reading)
-            self._asked += count
-            self._turns.note_other()
+    def _submit_reads(self) -> None:
+        """Submit the next groups to the threads, unless an inline read is next."""
+        limit = max(_GROUPS, -(-self._depth // self.group_size(self._requested)))
+        while len(self._pending) <= limit and not 0 <= self._steps <= self._requested:
+            if self._inline.is_next():
+                break  # read inline after the pending groups
+            count = self.group_size(self._requested)
+            # Without a reference to `self`, which could then not be garbage-collected
+            future = self._start_threads().submit(
+                self._reader.read_group, self._requested, count
+            )
+            self._pending.append(future)
+            self._requested += count
+            self._inline.record_threaded()
 
 
-def start(plan: Plan, order: Pass) -> Feed:
-    """Return this replica's batches of one pass; see `hand_out`."""
-    source = start_reader(plan, order)
+def start_reader(plan: ReadPlan, epoch: Epoch) -> BatchReader:
+    """Return a reader of this replica's batches; pass each to `device_put`."""
+    source = start_host_reader(plan, epoch)
     if not plan.options.experimental_fetch_to_device:
         return source
     stream = streams.copy_stream(plan.extended.device)
     if stream is None:
         return source
-    if isinstance(plan.pipeline, Pipeline):
+    if isinstance(plan.pipeline, MapDataset):
         for rows in plan.pipeline.sources:
             if isinstance(rows, BufferedSource):
                 rows.buffers.allocate_by(host_to_device.page_locked(stream))
-    return _Fetched(source, host_to_device.Uploads(stream))
+    return _DeviceReader(source, host_to_device.Uploads(stream))
 
 
-def hand_out(portion: Portion | None) -> Portion | None:
-    """Return what a feed has read, for use in the calling thread. Once per portion.
+def device_put(local_batch: LocalBatch | None) -> LocalBatch | None:
+    """Return a batch ready for use on the calling thread's stream. Once per batch.
 
-    Raises: what CuPy does where memory on the GPU does not suffice.
+    Raises:
+      CuPy's error if the GPU has not enough memory.
     """
-    if portion is None or not isinstance(portion.batch, host_to_device.Upload):
-        return portion
-    return portion._replace(batch=host_to_device.take(portion.batch))
+    if local_batch is None or not isinstance(local_batch.batch, host_to_device.Upload):
+        return local_batch
+    return local_batch._replace(batch=host_to_device.take(local_batch.batch))
 
 
-def can_fail(plan: Plan) -> bool:
-    """Return whether `hand_out` may raise on some replica; the same on all replicas."""
+def may_put_fail(plan: ReadPlan) -> bool:
+    """Return whether `device_put` may fail on any replica; equal on all replicas."""
     devices = plan.extended.topology.devices
     is_asked_for = plan.options.experimental_fetch_to_device
     return is_asked_for and not all(device.startswith("CPU") for device in devices)
 
 
-def place(plan: Plan, batch: Any) -> Any:
-    """Return a batch of no rows where this replica computes."""
+def empty_on_device(plan: ReadPlan, batch: Any) -> Any:
+    """Return a batch without rows on the device of this replica."""
     if not plan.options.experimental_fetch_to_device:
         return batch
     device = plan.extended.device
     return nest.map_leaves(lambda a: arrays.to_device(a, device), batch)
 
 
-class _Fetched:
-    """Starts to copy batches in the thread that has read them."""
+class _DeviceReader:
+    """Starts the host-to-device copies of batches, in the thread that read them."""
 
     may_change_thread = False
 
-    def __init__(self, source: Feed, host_to_device: host_to_device.Uploads):
-        self.group = source.group
+    def __init__(self, source: BatchReader, host_to_device: host_to_device.Uploads):
+        self.group_size = source.group_size
         self.is_slow_to_start = source.is_slow_to_start
         self._source = source
         self._uploads = host_to_device
 
-    def read(self, step: int) -> Portion | None:
-        """See `Feed.read`."""
-        portion = self._source.read(step)
-        return None if portion is None else self._send(portion)
+    def read(self, step: int) -> LocalBatch | None:
+        """See `BatchReader.read`."""
+        local_batch = self._source.read(step)
+        return None if local_batch is None else self._copy_to_device(local_batch)
 
-    def read_group(self, step: int, count: int) -> Group:
-        """See `Feed.read_group`."""
-        found: Group = []
-        for portion in self._source.read_group(step, count):
-            if not isinstance(portion, Portion):  # the end, or an error
-                found.append(portion)
+    def read_group(self, step: int, count: int) -> StepGroup:
+        """See `BatchReader.read_group`."""
+        group: StepGroup = []
+        for local_batch in self._source.read_group(step, count):
+            if not isinstance(local_batch, LocalBatch):  # the end, or an error
+                group.append(local_batch)
                 continue
             try:
-                found.append(self._send(portion))
+                group.append(self._copy_to_device(local_batch))
             except Exception as error:
-                found.append(error)
+                group.append(error)
                 break
-        return found
+        return group
 
-    def _send(self, portion: Portion) -> Portion:
-        return portion._replace(batch=self._uploads.upload(portion.batch))
+    def _copy_to_device(self, local_batch: LocalBatch) -> LocalBatch:
+        return local_batch._replace(batch=self._uploads.upload(local_batch.batch))
 
     def end(self) -> None:
-        """See `Feed.end`."""
+        """See `BatchReader.end`."""
         self._source.end()
         self._uploads.close()
 
     def skip(self, steps: int) -> int:
-        """See `Feed.skip`."""
+        """See `BatchReader.skip`."""
         return self._source.skip(steps)
 
     def close(self) -> None:
-        """See `Feed.close`."""
+        """See `BatchReader.close`."""
         self._source.close()
         self._uploads.close()

@@ -1,6 +1,6 @@
-"""What one replica reads of a distributed dataset, step after step.
+"""Readers of one replica's batches of a distributed dataset.
 
-Nothing here communicates, so it may run in the thread that reads ahead.
+Nothing here communicates, so that it can run in prefetching threads.
 """
 
 from __future__ import annotations
@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from mpidist.data import sharding
-from mpidist.data.iterable import UNKNOWN_CARDINALITY, Stream, count_rows
+from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, IterDataset, count_rows
 from mpidist.data.iterator_state import Origin
-from mpidist.data.map_dataset import INFINITE_CARDINALITY, Pass, Pipeline, Reading
+from mpidist.data.map_dataset import (
+    INFINITE_CARDINALITY,
+    Epoch,
+    MapDataset,
+    OpenSources,
+)
 from mpidist.data.sources import as_element
 from mpidist.errors import ArgumentError, DataError
 from mpidist.options import AutoShardPolicy, InputOptions
@@ -25,42 +30,42 @@ if TYPE_CHECKING:
     from mpidist.comm.replica_group import ReplicaGroup
 
 __all__ = [
-    "Feed",
-    "Group",
-    "Plan",
-    "Portion",
-    "count_grouped",
-    "count_readers",
+    "BatchReader",
+    "StepGroup",
+    "ReadPlan",
+    "LocalBatch",
+    "steps_per_read",
+    "reader_threads",
     "count_steps",
     "divide",
     "is_global",
-    "start_reader",
+    "start_host_reader",
 ]
 
 
 _END = object()
-# Small batches are read together: that is faster, and needs little memory. How many
-# bytes, and steps; whichever pair allows more steps
+# Small batches are read in groups, which costs fewer calls and agreements. Limits in
+# bytes and steps; the pair that allows more steps counts
 _GROUPS = ((8 << 20, 16), (2 << 20, 64))
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What this replica reads: equal on all replicas but for the pipeline.
+class ReadPlan:
+    """How a dataset is read; equal on all replicas except for the pipeline.
 
     Args:
-      pipeline: of batches.
-      is_global: whether batches are global ones, of which this replica takes a slice.
+      pipeline: dataset of batches.
+      is_global: whether batches are global, and this replica takes a slice of each.
       is_batched: whether all replicas' elements are batches.
-      cardinality: how many steps all replicas take, or INFINITE_ or
+      cardinality: number of steps of all replicas, or INFINITE_ or
         UNKNOWN_CARDINALITY.
-      origin: by which states of this dataset are known.
+      origin: identifies iterator states of this dataset.
       options: see `InputOptions`.
-      serial: which dataset of the strategy this is.
+      serial: number of this dataset among those of the strategy.
     """
 
     extended: ReplicaGroup
-    pipeline: Pipeline | Stream
+    pipeline: MapDataset | IterDataset
     is_global: bool
     is_batched: bool
     cardinality: int
@@ -70,107 +75,108 @@ class Plan:
 
     @property
     def is_open_ended(self) -> bool:
-        """Whether replicas must tell each other at each step if they have a batch."""
+        """Whether replicas must exchange at each step whether they have a batch."""
         return self.cardinality == UNKNOWN_CARDINALITY
 
 
-class Portion(NamedTuple):
-    """What a replica gets at one step.
+class LocalBatch(NamedTuple):
+    """One replica's part of a step.
 
     Args:
-      batch: its batch.
-      kind: arrays of no rows like those of the batch; None where nobody asks.
-      rows: how many rows the batch had before it was divided.
+      batch: the rows of this replica.
+      template: arrays like those of the batch, without rows; None if not needed.
+      rows: number of rows of the global batch, if known.
     """
 
     batch: Any
-    kind: Any = None
+    template: Any = None
     rows: int | None = None
 
 
-Group = list[Portion | Exception | None]
+StepGroup = list[LocalBatch | Exception | None]
 
 
-class Feed(Protocol):
-    """One replica's batches of one pass, asked for in order.
+class BatchReader(Protocol):
+    """Reads one replica's batches of one epoch, in order.
 
-    By one thread at a time, unless `count_readers` says otherwise.
+    In one thread at a time, unless `reader_threads` allows more.
     """
 
     @property
-    def group(self) -> int:
-        """How many steps are best read at a time."""
+    def group_size(self) -> int:
+        """The best number of steps to read at a time."""
 
     @property
     def is_slow_to_start(self) -> bool:
-        """Whether to read fewer steps at first, so that the first ones are there soon.
+        """Whether to start with small groups, so that the first batch is early.
 
-        For functions of the user, which may take any time.
+        For user functions, which may be slow.
         """
 
     @property
     def may_change_thread(self) -> bool:
-        """Whether batches may be read by one thread and then by another."""
+        """Whether successive batches may be read by different threads."""
 
-    def read(self, step: int) -> Portion | None:
-        """Return the batch of a step, None after the last one."""
+    def read(self, step: int) -> LocalBatch | None:
+        """Return the batch of a step; None at the end of the data."""
 
-    def read_group(self, step: int, count: int) -> Group:
-        """Return the batches of a step and those after it: of `count` steps.
+    def read_group(self, step: int, count: int) -> StepGroup:
+        """Return the batches of `count` steps from `step` on.
 
-        The list ends early with an error, which the last step in it has met.
+        If a step fails, its error is the last item of a shorter list.
         """
 
     def end(self) -> None:
-        """Say that all was read, and perhaps will be again."""
+        """End the epoch, but keep files open for the next one."""
 
     def skip(self, steps: int) -> int:
-        """Pass over the first steps; return how many of them there are."""
+        """Skip the first steps; return how many there were."""
 
     def close(self) -> None:
-        """Let go of what is being read."""
+        """Close the files."""
 
 
-def start_reader(plan: Plan, order: Pass) -> Feed:
-    """Return this replica's batches of one pass."""
-    if isinstance(plan.pipeline, Stream):
-        return _StreamFeed(plan, plan.pipeline, order)
-    return _RowsFeed(plan, plan.pipeline, order)
+def start_host_reader(plan: ReadPlan, epoch: Epoch) -> BatchReader:
+    """Return a reader of this replica's batches in host memory."""
+    if isinstance(plan.pipeline, IterDataset):
+        return _IterReader(plan, plan.pipeline, epoch)
+    return _MapReader(plan, plan.pipeline, epoch)
 
 
-def count_readers(plan: Plan) -> int:
-    """Return in how many threads `Feed.read` may be called; a stream needs one."""
+def reader_threads(plan: ReadPlan) -> int:
+    """Return how many threads may read; an iterable dataset allows one."""
     pipeline = plan.pipeline
-    return 1 if isinstance(pipeline, Stream) else pipeline.parallel_calls
+    return 1 if isinstance(pipeline, IterDataset) else pipeline.parallel_calls
 
 
-class _RowsFeed:
-    """Batches that are read by their number, in any thread; also again."""
+class _MapReader:
+    """Reads batches of a map-style dataset by index, in any thread, repeatably."""
 
-    def __init__(self, plan: Plan, pipeline: Pipeline, order: Pass):
+    def __init__(self, plan: ReadPlan, pipeline: MapDataset, epoch: Epoch):
         self._plan = plan
         self._pipeline = pipeline
-        self._order = order
-        self._reading = Reading(pipeline)
+        self._epoch = epoch
+        self._open_sources = OpenSources(pipeline)
         replicas = plan.extended.num_replicas if plan.is_global else 1
-        self.group = count_grouped(pipeline, replicas)
+        self.group_size = steps_per_read(pipeline, replicas)
         self.is_slow_to_start = pipeline.is_mapped
-        # Functions of the user may communicate, and ask in which context they are
+        # User functions may communicate or use thread-local context
         self.may_change_thread = not pipeline.is_mapped
 
-    def read(self, step: int) -> Portion | None:
-        """See `Feed.read`."""
-        return self._reading.do(lambda: self._read(step))
+    def read(self, step: int) -> LocalBatch | None:
+        """See `BatchReader.read`."""
+        return self._open_sources.run(lambda: self._read(step))
 
-    def read_group(self, step: int, count: int) -> Group:
-        """See `Feed.read_group`."""
+    def read_group(self, step: int, count: int) -> StepGroup:
+        """See `BatchReader.read_group`."""
         length, stop = self._pipeline.length, step + count
         steps = range(step, stop if length is None else min(stop, length))
         if len(steps) > 1 and not self._plan.is_open_ended:
-            return self._reading.do(lambda: self._load_group(steps))
+            return self._open_sources.run(lambda: self._load_group(steps))
+        # After the end of this replica's data, `read` returns a batch without rows
         return _read_singly(self, steps or [step])
 
-    def _load_group(self, steps: range) -> Group:
+    def _load_group(self, steps: range) -> StepGroup:
         extended = self._plan.extended
         share = (
             (extended.num_replicas, extended.replica_id)
@@ -178,127 +184,131 @@ class _RowsFeed:
             else (1, 0)
         )
         try:
-            batches = self._pipeline.parts(self._order, steps, *share)
-        except Exception:  # of which step? One by one it is seen
+            batches = self._pipeline.local_batches(self._epoch, steps, *share)
+        except Exception:  # read singly to find out which step fails
             return _read_singly(self, steps)
-        found: Group = []
+        group: StepGroup = []
         try:
-            found.extend(map(Portion, batches))
+            group.extend(map(LocalBatch, batches))
         except Exception as error:
-            found.append(error)
-        return found
+            group.append(error)
+        return group
 
-    def _read(self, step: int) -> Portion | None:
+    def _read(self, step: int) -> LocalBatch | None:
         plan = self._plan
         length = self._pipeline.length
         is_over = length is not None and step >= length
         if not plan.is_open_ended:
-            batch = self._pipeline.empty_part(self._order) if is_over else None
-            return Portion(batch if is_over else self._load(step))
+            batch = self._pipeline.empty_batch(self._epoch) if is_over else None
+            return LocalBatch(batch if is_over else self._load(step))
         if is_over:
             return None
         batch = self._load(step)
-        return Portion(batch, _kind(as_element(batch)))
+        return LocalBatch(batch, _template_of(as_element(batch)))
 
     def end(self) -> None:
-        """See `Feed.end`."""
-        self._reading.end()
+        """See `BatchReader.end`."""
+        self._open_sources.end()
 
     def skip(self, steps: int) -> int:
-        """See `Feed.skip`."""
+        """See `BatchReader.skip`."""
         length = self._pipeline.length
         return steps if length is None else min(steps, length)
 
     def close(self) -> None:
-        """See `Feed.close`."""
-        self._reading.close()
+        """See `BatchReader.close`."""
+        self._open_sources.close()
 
     def _load(self, step: int) -> Any:
         if not self._plan.is_global:
-            return self._pipeline.element(self._order, step)
+            return self._pipeline.element(self._epoch, step)
         extended = self._plan.extended
-        return self._pipeline.part(
-            self._order, step, extended.num_replicas, extended.replica_id
+        return self._pipeline.local_batch(
+            self._epoch, step, extended.num_replicas, extended.replica_id
         )
 
 
-class _StreamFeed:
-    """Batches that come one after the other; after an error there are no more."""
+class _IterReader:
+    """Reads batches of an iterable dataset in order; an error ends it."""
 
-    group = 1
+    group_size = 1
     is_slow_to_start = False
     may_change_thread = False
 
-    def __init__(self, plan: Plan, stream: Stream, order: Pass):
+    def __init__(self, plan: ReadPlan, stream: IterDataset, epoch: Epoch):
         self._plan = plan
-        self._elements = stream.iterate(order)
+        self._elements = stream.iterate(epoch)
         self._has_rows = plan.is_batched and not stream.may_be_scalars
-        self._kind: Any = None
+        self._template: Any = None
 
-    def read(self, step: int) -> Portion | None:
-        """See `Feed.read`."""
+    def read(self, step: int) -> LocalBatch | None:
+        """See `BatchReader.read`."""
         element = next(self._elements, _END)
         if element is _END:
             return None
         element = as_element(element)
-        kind = _kind(element)
-        self._kind = kind if self._kind is None else _require_like(kind, self._kind)
+        template = _template_of(element)
+        self._template = (
+            template
+            if self._template is None
+            else _require_like(template, self._template)
+        )
         rows = count_rows(element) if self._has_rows else None
         if self._plan.is_global:
             element = self._slice(element, rows or 0)
-        return Portion(element, kind, rows)
+        return LocalBatch(element, template, rows)
 
-    def read_group(self, step: int, count: int) -> Group:
-        """See `Feed.read_group`."""
+    def read_group(self, step: int, count: int) -> StepGroup:
+        """See `BatchReader.read_group`."""
         return _read_singly(self, [step])
 
     def end(self) -> None:
-        """See `Feed.end`."""
+        """See `BatchReader.end`."""
         self.close()
 
     def skip(self, steps: int) -> int:
-        """See `Feed.skip`."""
+        """See `BatchReader.skip`."""
         return sum(1 for _ in itertools.islice(self._elements, steps))
 
     def close(self) -> None:
-        """See `Feed.close`."""
-        self._elements = iter(())  # a generator that nobody holds is closed
+        """See `BatchReader.close`."""
+        self._elements = iter(())  # dropping the last reference closes a generator
 
     def _slice(self, batch: Any, rows: int) -> Any:
         extended = self._plan.extended
-        mine = sharding.replica_slice(rows, extended.num_replicas, extended.replica_id)
-        return nest.map_leaves(lambda a: a[mine], batch)
+        own = sharding.replica_slice(rows, extended.num_replicas, extended.replica_id)
+        return nest.map_leaves(lambda a: a[own], batch)
 
 
-def count_grouped(pipeline: Pipeline, replicas: int) -> int:
-    """Return how many steps to read at a time: more than one of small batches.
+def steps_per_read(pipeline: MapDataset, replicas: int) -> int:
+    """Return how many steps to read at a time: several if batches are small.
 
     Args:
-      pipeline: of batches.
-      replicas: over how many replicas each batch is divided.
+      pipeline: dataset of batches.
+      replicas: number of replicas that share each batch.
     """
     row_bytes, rows = pipeline.row_bytes, pipeline.batch_size
-    # Of functions that are called in several threads, each call is worth its own
+    # With parallel calls, each thread reads a step of its own
     if row_bytes is None or rows is None or pipeline.parallel_calls > 1:
         return 1
     step_bytes = max(1, row_bytes * -(-rows // replicas))
     return max(1, *(min(most // step_bytes, steps) for most, steps in _GROUPS))
 
 
-def _read_singly(feed: Feed, steps: Iterable[int]) -> Group:
-    """Return the batches of some steps, up to one that cannot be read."""
-    found: Group = []
+def _read_singly(reader: BatchReader, steps: Iterable[int]) -> StepGroup:
+    """Return the batches of some steps, up to the first error."""
+    group: StepGroup = []
     for step in steps:
         try:
-            found.append(feed.read(step))
+            group.append(reader.read(step))
         except Exception as error:
-            found.append(error)
+            group.append(error)
             break
-    return found
+    return group
 
 
-def _kind(element: Any) -> Any:
-    """Return arrays without rows like those of `element` (scalars stay scalars)."""
+def _template_of(element: Any) -> Any:
+    """Return arrays like those of `element`, without rows (scalars stay scalars)."""
 
     def without_rows(a: Any) -> Any:
         return np.zeros((0, *a.shape[1:]) if a.ndim else (), a.dtype)
@@ -306,9 +316,9 @@ def _kind(element: Any) -> Any:
     return nest.map_leaves(without_rows, element)
 
 
-def _require_like(kind: Any, before: Any) -> Any:
-    """Return `kind`, or raise if structure, dtypes or dimensions have changed."""
-    leaves, spec = nest.flatten(kind)
+def _require_like(template: Any, before: Any) -> Any:
+    """Return `template`, or raise if structure, dtypes or dimensions have changed."""
+    leaves, spec = nest.flatten(template)
     leaves_before, spec_before = nest.flatten(before)
     if spec != spec_before:
         raise DataError(
@@ -323,21 +333,24 @@ def _require_like(kind: Any, before: Any) -> Any:
                 f"first {name} is {a.dtype.name} of {a.ndim} dimensions instead of "
                 f"{b.dtype.name} of {b.ndim}"
             )
-    return kind
+    return template
 
 
 def is_global(policy: AutoShardPolicy) -> bool:
-    """Return whether workers read slices of batches that are the same for all."""
+    """Return whether workers read slices of global batches."""
     return policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
 
 
 def divide(
-    pipeline: Pipeline | Stream, policy: AutoShardPolicy, workers: int, worker: int
-) -> Pipeline | Stream:
-    """Return what one worker reads: its own batches, or global ones.
+    pipeline: MapDataset | IterDataset,
+    policy: AutoShardPolicy,
+    workers: int,
+    worker: int,
+) -> MapDataset | IterDataset:
+    """Return the dataset that one worker reads: its own batches, or global ones.
 
     Raises:
-      ArgumentError: FILE, but the rows are in no files, or in too few.
+      ArgumentError: the policy is FILE, and the rows are in too few files, or none.
     """
     if is_global(policy):
         return pipeline
@@ -358,7 +371,7 @@ def divide(
 
 
 def count_steps(lengths: Sequence[int]) -> int:
-    """Return how many steps all workers take: until the longest dataset ends."""
+    """Return the number of steps of all workers: until the longest dataset ends."""
     if UNKNOWN_CARDINALITY in lengths:
         return UNKNOWN_CARDINALITY
     return INFINITE_CARDINALITY if INFINITE_CARDINALITY in lengths else max(lengths)

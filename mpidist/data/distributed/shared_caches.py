@@ -1,4 +1,4 @@
-"""Giving the caches of a dataset their memory when it is divided over replicas."""
+"""Caches of distributed datasets: rows in memory that the ranks of a node share."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidist.comm.consensus.calls import Call
-from mpidist.data import combining, iterable_steps, sharding
+from mpidist.data import combining, iter_transformations, sharding
 from mpidist.data.caching import (
-    AnyCache,
     Cache,
-    Memory,
+    CacheBase,
+    CacheMemory,
+    IterCache,
     RowTable,
-    StreamCache,
     fields_of,
-    frozen,
-    rebuild,
+    first_epoch,
+    replace_caches,
     row_spec,
-    unkeepable,
+    why_not_storable,
 )
-from mpidist.data.iterable import Stream
-from mpidist.data.map_dataset import Pass, Pipeline, Reading
+from mpidist.data.iter_dataset import IterDataset
+from mpidist.data.map_dataset import Epoch, MapDataset, OpenSources
 from mpidist.data.sources import Positions, stack
 from mpidist.errors import ArgumentError
 from mpidist.util import nest
@@ -37,11 +37,11 @@ __all__ = ["NodeCache", "reorder", "require_shareable", "share"]
 _CALL = "cache"
 
 
-def require_shareable(steps: Pipeline | Stream) -> None:
-    """Raise if a cache cannot be shared, as its elements cannot be counted."""
+def require_shareable(steps: MapDataset | IterDataset) -> None:
+    """Raise if a cache cannot be shared, because its number of elements is unknown."""
 
-    def check(cache: Cache | StreamCache, parent: Any) -> Any:
-        if isinstance(cache, StreamCache):
+    def check(cache: Cache | IterCache, parent: Any) -> Any:
+        if isinstance(cache, IterCache):
             raise ArgumentError(
                 "cache() of a generator's dataset cannot be divided over replicas, as "
                 "the number of its elements is not known; make a dataset of arrays "
@@ -50,17 +50,17 @@ def require_shareable(steps: Pipeline | Stream) -> None:
         cache.require_end()
         return cache
 
-    rebuild(steps, check)
+    replace_caches(steps, check)
     _require_known_order(steps)
 
 
 def _require_known_order(steps: Any) -> None:
     """Raise if a cache behind a shuffle without a seed is in a later part of a zip.
 
-    There the shuffle has another order than the seed of the whole dataset gives.
+    Its entropy is not that of the whole dataset (see `epoch_of_component`).
     """
 
-    def check(cache: Cache | StreamCache, parent: Any) -> Any:
+    def check(cache: Cache | IterCache, parent: Any) -> Any:
         if parent.needs_entropy:
             raise ArgumentError(
                 "cache() behind a shuffle without a seed cannot be shared by replicas "
@@ -68,123 +68,131 @@ def _require_known_order(steps: Any) -> None:
             )
         return cache
 
-    if isinstance(steps, combining.Zip | iterable_steps.Zip):
-        for part in steps.later_parts:
-            rebuild(part, check)
+    if isinstance(steps, combining.Zip | iter_transformations.Zip):
+        for part in steps.later_components:
+            replace_caches(part, check)
 
     def look(parent: Any) -> Any:
         _require_known_order(parent)
         return parent
 
-    steps.over(look)
+    steps.replace_parents(look)
 
 
 def share(
-    extended: ReplicaGroup, steps: Pipeline | Stream, order: Pass, slices: int
-) -> Pipeline | Stream:
-    """Return the steps with caches that the ranks of a node share. Collective.
+    extended: ReplicaGroup, steps: MapDataset | IterDataset, epoch: Epoch, slices: int
+) -> MapDataset | IterDataset:
+    """Return the dataset with caches that the ranks of a node share. Collective.
 
-    The same cache, divided for the same strategy again, has the rows it had, unless
-    they come in an order of a seed that is drawn for each distributed dataset.
+    A cache that was distributed by the same strategy before keeps its rows, unless
+    their order depends on entropy, which is drawn for each distributed dataset.
 
     Args:
       extended: of the strategy.
-      steps: shareable, and equal on all ranks.
-      order: the pass over what comes before the caches.
-      slices: in how many parts batches are read: 1 or the number of replicas.
+      steps: the dataset; shareable, and equal on all ranks.
+      epoch: in which the steps before the caches run.
+      slices: number of slices in which batches are read: 1, or one per replica.
 
     Raises, on all ranks:
-      ArgumentError: rows of no fixed size, or not enough memory.
-      What reading the first row raises.
+      ArgumentError: rows have no fixed size, or memory does not suffice.
+      Any error of reading the first row.
     """
 
-    def change(cache: Cache, parent: Pipeline) -> NodeCache:
-        # What is in another order in each dataset belongs to one of them
-        owner = Memory() if parent.needs_entropy else cache.memory
+    def change(cache: Cache, parent: MapDataset) -> NodeCache:
+        # An order that depends on entropy differs between datasets: do not share it
+        owner = CacheMemory() if parent.needs_entropy else cache.memory
         storage = extended.node_memory.find(owner)
         if storage is None:
-            return _make(extended, parent, order, owner, slices)
+            return _make(extended, parent, epoch, owner, slices)
         return NodeCache(parent, storage, owner, slices)
 
-    shared: Pipeline | Stream = rebuild(steps, change)
+    shared: MapDataset | IterDataset = replace_caches(steps, change)
     return shared
 
 
-def reorder(extended: ReplicaGroup, steps: Pipeline | Stream, order: Pass) -> None:
-    """Empty the shared caches before which the order is another one now. Collective.
+def reorder(
+    extended: ReplicaGroup, steps: MapDataset | IterDataset, epoch: Epoch
+) -> None:
+    """Empty the shared caches whose rows have another order now. Collective.
 
     Args:
       extended: of the strategy.
-      steps: that `share` has returned.
-      order: the pass of which iterators will go on.
+      steps: dataset returned by `share`.
+      epoch: from which iterators will continue.
     """
     if not steps.needs_entropy:
         return
     for cache in _shared_caches(steps):
-        changed = frozen(cache.parent, order)
+        changed = first_epoch(cache.parent, epoch)
         before, spec = cache.storage.note
         if before != changed:
             cache.hold(extended.node_memory.empty(cache.storage, (changed, spec)))
 
 
-def _shared_caches(steps: Pipeline | Stream) -> list[NodeCache]:
-    found: list[NodeCache] = []
+def _shared_caches(steps: MapDataset | IterDataset) -> list[NodeCache]:
+    caches: list[NodeCache] = []
 
     def look(parent: Any) -> Any:
         if isinstance(parent, NodeCache):
-            found.append(parent)
-        return parent.over(look)
+            caches.append(parent)
+        return parent.replace_parents(look)
 
     look(steps)
-    return found
+    return caches
 
 
 def _make(
     extended: ReplicaGroup,
-    parent: Pipeline,
-    order: Pass,
+    parent: MapDataset,
+    epoch: Epoch,
     owner: object,
     slices: int,
 ) -> NodeCache:
-    """Return a cache that holds the first row, or a few. Collective."""
-    agreement, order = extended.agreement, frozen(parent, order)
-    found: list[Any] = []
+    """Return a new cache, filled with the first rows. Collective."""
+    agreement, epoch = extended.agreement, first_epoch(parent, epoch)
+    first_rows: list[Any] = []
 
-    def look() -> Any:
-        found.append(_first_rows(parent, order, slices))
-        return row_spec(found[0])
+    def read_spec() -> Any:
+        first_rows.append(_first_rows(parent, epoch, slices))
+        return row_spec(first_rows[0])
 
-    # One rank reads rows and tells the others what they look like, if that can be told
-    told = agreement.root_only(_CALL, lambda: _pickle(look()))
-    spec = agreement.prepare(_CALL, lambda: pickle.loads(told) if told else look())
+    # Rank 0 reads rows and sends their spec; all ranks read if it cannot be pickled
+    pickled = agreement.root_only(_CALL, lambda: _pickle(read_spec()))
+    spec = agreement.prepare(
+        _CALL, lambda: pickle.loads(pickled) if pickled else read_spec()
+    )
     assert parent.length is not None
     fields = fields_of(spec, parent.length * (parent.batch_size or 1))
-    storage = extended.node_memory.allocate(owner, fields, (order, spec))
+    storage = extended.node_memory.allocate(owner, fields, (epoch, spec))
     cache = NodeCache(parent, storage, owner, slices)
 
     def fill() -> None:
-        for rows in found[:1]:
+        for rows in first_rows[:1]:
             cache.fill(rows)
 
-    extended.together(Call(_CALL), fill)  # so that nobody reads them again
+    extended.together(Call(_CALL), fill)  # so that no rank reads these rows again
     return cache
 
 
-def _first_rows(parent: Pipeline, order: Pass, slices: int) -> Any:
-    """Return the rows that are read first, stacked; none if there are none."""
+def _first_rows(parent: MapDataset, epoch: Epoch, slices: int) -> Any:
+    """Return the rows that are read first, stacked; perhaps zero rows."""
 
     def read() -> Any:
         length = parent.length or 0
         if not parent.is_batched:
-            return parent.elements(order, np.arange(min(1, length)))
-        return parent.part(order, 0, slices, 0) if length else parent.empty_part(order)
+            return parent.elements(epoch, np.arange(min(1, length)))
+        return (
+            parent.local_batch(epoch, 0, slices, 0)
+            if length
+            else parent.empty_batch(epoch)
+        )
 
-    reading = Reading(parent)
+    open_sources = OpenSources(parent)
     try:
-        rows = reading.do(read)
+        rows = open_sources.run(read)
     finally:
-        reading.close()
-    reason = unkeepable(rows)
+        open_sources.close()
+    reason = why_not_storable(rows)
     if reason is not None:
         raise ArgumentError(
             "cache() of a distributed dataset needs numbers, bools or strings of fixed "
@@ -201,87 +209,89 @@ def _pickle(spec: Any) -> bytes | None:
         return None
 
 
-class NodeCache(AnyCache):
-    """The elements as rows of a table, which all ranks of a node fill and read.
+class NodeCache(CacheBase):
+    """Elements as rows of a table that all ranks of a node fill and read.
 
-    Row j of batch i has the number i * batch size + j, so that each replica reads and
-    keeps its own rows of a batch; without batches, rows are elements.
+    Row j of batch i has the index i * batch size + j, so that each replica reads and
+    stores its own rows of a batch. Without batches, rows are elements.
 
     Args:
-      storage: its note is the pass over the parent, and a nest of the rows' TensorSpec.
-      owner: of the storage.
-      slices: in how many parts batches are read.
+      storage: its note is the parent's epoch, and a nest of the rows' TensorSpec.
+      owner: the storage is freed after this object.
+      slices: number of slices in which batches are read.
     """
 
-    def __init__(self, parent: Pipeline, storage: Storage, owner: object, slices: int):
+    def __init__(
+        self, parent: MapDataset, storage: Storage, owner: object, slices: int
+    ):
         super().__init__(parent)
         self._owner = owner
         self._slices = slices
         self.hold(storage)
 
     def hold(self, storage: Storage) -> None:
-        """Keep rows in another storage."""
+        """Use another storage."""
         self.storage = storage
-        order, self._spec = storage.note
-        self._held = order, RowTable(storage, self._spec)
+        epoch, self._spec = storage.note
+        self._held = epoch, RowTable(storage, self._spec)
 
-    def element(self, order: Pass, i: int) -> Any:
+    def element(self, epoch: Epoch, i: int) -> Any:
         if self.is_batched:
-            return self.part(order, i, 1, 0)
-        return Pipeline.element(self, order, i)
+            return self.local_batch(epoch, i, 1, 0)
+        return MapDataset.element(self, epoch, i)
 
-    def elements(self, order: Pass, positions: Positions) -> Any:
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
         if self.is_batched:
-            return self._stacked_batches(order, positions)
+            return self._stacked_batches(epoch, positions)
         held, table = self._held
-        order = frozen(self._parent, order)
-        if order != held:  # of an iterator from before another one's set_state
-            return self._parent.elements(order, positions)
-        missing = positions[~table.have(positions)]
+        epoch = first_epoch(self._parent, epoch)
+        if epoch != held:  # set_state of another iterator has changed the cached epoch
+            return self._parent.elements(epoch, positions)
+        missing = positions[~table.contains(positions)]
         if missing.size:
-            found = self._parent.elements(order, missing)
-            _fill(table, missing, found)
+            read = self._parent.elements(epoch, missing)
+            _fill(table, missing, read)
             if missing.size == positions.size:
-                return found
+                return read
         return table.rows(positions)
 
-    def part(self, order: Pass, i: int, replicas: int, replica: int) -> Any:
+    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
         held, table = self._held
-        order = frozen(self._parent, order)
-        size, rows = self.batch_size or 1, self.rows_in(order, i)
-        mine = sharding.replica_slice(rows, replicas, replica)
-        numbers = np.arange(i * size + mine.start, i * size + mine.stop)
+        epoch = first_epoch(self._parent, epoch)
+        size, rows = self.batch_size or 1, self.batch_rows(epoch, i)
+        own = sharding.replica_slice(rows, replicas, replica)
+        numbers = np.arange(i * size + own.start, i * size + own.stop)
         if numbers.size == 0:
-            return self.empty_part(order)
-        if order == held and table.have(numbers).all():
+            return self.empty_batch(epoch)
+        if epoch == held and table.contains(numbers).all():
             return table.rows(numbers)
-        # Nobody reads a part of it: those that find some of its rows read it too
-        found = self._parent.part(order, i, replicas, replica)
-        if order == held:
-            _fill(table, numbers, found)
-        return found
+        # Slices are read whole, even if some of their rows are stored
+        read = self._parent.local_batch(epoch, i, replicas, replica)
+        if epoch == held:
+            _fill(table, numbers, read)
+        return read
 
-    def example(self, order: Pass) -> Any:
-        size, order = self.batch_size, self._held[0]
+    def example(self, epoch: Epoch) -> Any:
+        size, epoch = self.batch_size, self._held[0]
         if self.length == 0:
             return self._zeros() if size is None else self._zeros(size)
         if size is None:
-            return self.element(order, 0)
-        rows = self.part(order, 0, self._slices, 0)
+            return self.element(epoch, 0)
+        rows = self.local_batch(epoch, 0, self._slices, 0)
         return nest.map_leaves(lambda a: np.repeat(a[:1], size, axis=0), rows)
 
-    def empty_part(self, order: Pass) -> Any:
+    def empty_batch(self, epoch: Epoch) -> Any:
         return self._zeros(0)
 
     def fill(self, rows: Any) -> None:
-        """Keep the first rows, which were read before."""
+        """Store the first rows, which were already read."""
         count = len(nest.flatten(rows)[0][0])
         _fill(self._held[1], np.arange(count), rows)
 
-    def _stacked_batches(self, order: Pass, positions: Positions) -> Any:
+    def _stacked_batches(self, epoch: Epoch, positions: Positions) -> Any:
         if positions.size == 0:
-            return nest.map_leaves(lambda a: a[None][:0], self.example(order))
-        return stack([self.element(order, int(i)) for i in positions])
+            return nest.map_leaves(lambda a: a[None][:0], self.example(epoch))
+        return stack([self.element(epoch, int(i)) for i in positions])
 
     def _zeros(self, *first: int) -> Any:
         return nest.map_leaves(
@@ -290,7 +300,7 @@ class NodeCache(AnyCache):
 
 
 def _fill(table: RowTable, numbers: Positions, rows: Any) -> None:
-    reason = table.keep_rows(numbers, rows)
+    reason = table.store_rows(numbers, rows)
     if reason is not None:
         raise ArgumentError(
             "cache() of a distributed dataset needs rows of one shape and dtype, but "

@@ -134,11 +134,13 @@ def _without_checksum(data: Bytes) -> Bytes:
     body, tail = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
     if data.size < _CHECKSUM_BYTES:
         raise ValueError(f"a chunk of {data.size} bytes is too short for a checksum")
-    stored, found = int(tail.view("<u4")[0]), _fletcher32(body)
+    stored, computed = int(tail.view("<u4")[0]), _fletcher32(body)
     # HDF5 before 1.6.3 swapped the bytes of both halves on some machines
-    swapped = (found & 0x00FF00FF) << 8 | (found & 0xFF00FF00) >> 8
-    if stored not in (found, swapped):
-        raise ValueError(f"a chunk has the checksum {found:#x} instead of {stored:#x}")
+    swapped = (computed & 0x00FF00FF) << 8 | (computed & 0xFF00FF00) >> 8
+    if stored not in (computed, swapped):
+        raise ValueError(
+            f"a chunk has the checksum {computed:#x} instead of {stored:#x}"
+        )
     return body
 
 
@@ -202,8 +204,8 @@ def filters_of(dataset: h5py.Dataset) -> tuple[Filter, ...] | None:
 def filter_names(dataset: h5py.Dataset) -> list[str]:
     """Return the names that the filters of a dataset give themselves."""
     properties = dataset.id.get_create_plist()
-    found = [properties.get_filter(i) for i in range(properties.get_nfilters())]
-    return [name.decode(errors="replace") or str(code) for code, _, _, name in found]
+    infos = [properties.get_filter(i) for i in range(properties.get_nfilters())]
+    return [name.decode(errors="replace") or str(code) for code, _, _, name in infos]
 
 
 def skips_user_block(file: h5py.File) -> bool:
@@ -219,12 +221,12 @@ def skips_user_block(file: h5py.File) -> bool:
 def _offsets_include_user_block() -> bool:
     """Return whether HDF5 reports the right offset of a chunk after a user block."""
     image, data = io.BytesIO(), np.arange(1, 17, dtype=np.uint8)
-    found: list[int] = []
+    offsets: list[int] = []
     with h5py.File(image, "w", userblock_size=512) as file:
         dataset = file.create_dataset("x", data=data, chunks=data.shape)
         file.flush()
-        dataset.id.chunk_iter(lambda chunk: found.append(chunk.byte_offset))
-    (offset,) = found
+        dataset.id.chunk_iter(lambda chunk: offsets.append(chunk.byte_offset))
+    (offset,) = offsets
     return image.getvalue()[offset : offset + data.size] == data.tobytes()
 
 
@@ -236,6 +238,7 @@ def table_of(dataset: h5py.Dataset) -> ChunkTable | None:
     if is_sparse or _is_confused(dataset):
         return None
     stored = _stored(dataset) if count else np.empty((0, dataset.ndim + 3), np.int64)
+    # Refuse positions outside of the dataset, and two chunks at one position
     places = stored[:, : dataset.ndim] // dataset.chunks
     if (places >= grid).any():
         return None
@@ -243,6 +246,7 @@ def table_of(dataset: h5py.Dataset) -> ChunkTable | None:
     if np.unique(numbers).size < numbers.size:
         return None
     size_bytes = dataset.dtype.itemsize * math.prod(dataset.chunks)
+    # Reading at an impossible offset reports a chunk of a wrong size as damaged
     is_damaged = stored[:, dataset.ndim + 1] != size_bytes
     if not dataset.id.get_create_plist().get_nfilters():
         stored[is_damaged, dataset.ndim] = _FAR_AWAY

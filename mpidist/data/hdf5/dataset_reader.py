@@ -62,11 +62,11 @@ def read_bytes(
     pieces = pieces.view(index.dtype).reshape(-1, *index.chunk[1:])
     if index.chunk[1:] == index.row_shape:
         return pieces if index.is_native else pieces.astype(index.native)
-    found = buffers.empty((rows.size, *index.row_shape), index.native)
+    result = buffers.empty((rows.size, *index.row_shape), index.native)
     for number, (place, inside) in enumerate(_places(index)):
         part = pieces[number * rows.size : (number + 1) * rows.size]
-        found[place] = part[inside]
-    return found
+        result[place] = part[inside]
+    return result
 
 
 def _gather(
@@ -92,7 +92,7 @@ def _gather(
 
 
 def _places(index: DatasetIndex) -> list[tuple[Any, Any]]:
-    """Return, per chunk of a block, its region of the rows, and that region's in it.
+    """Return, per chunk of a block, its region in the rows, and in the chunk.
 
     Chunks at the edge extend beyond the rows.
     """
@@ -131,15 +131,15 @@ def read_chunks(
     if is_whole and index.offsets[numbers[0]] >= 0:
         chunk = _chunk(index, file, numbers[0])
         return by_h5py((slice(rows.start, rows.stop),)) if chunk is None else chunk
-    found = np.empty((len(rows), *index.row_shape), index.native)
+    result = np.empty((len(rows), *index.row_shape), index.native)
     for number, (place, inside) in zip(numbers, _places(index), strict=True):
         if index.offsets[number] < 0:
-            found[place] = np.frombuffer(index.fill, index.dtype)[0]
+            result[place] = np.frombuffer(index.fill, index.dtype)[0]
         elif (chunk := _chunk(index, file, number)) is not None:
-            found[place] = chunk[: len(rows)][inside]
+            result[place] = chunk[: len(rows)][inside]
         else:
-            found[place] = by_h5py((slice(rows.start, rows.stop), *place[1:]))
-    return found
+            result[place] = by_h5py((slice(rows.start, rows.stop), *place[1:]))
+    return result
 
 
 def _chunk(index: DatasetIndex, file: RawFile, number: int) -> Any:
@@ -168,14 +168,14 @@ def _chunk(index: DatasetIndex, file: RawFile, number: int) -> Any:
 def read_by_h5py(dataset: h5py.Dataset, index: DatasetIndex, rows: Rows) -> Any:
     """Return rows in native byte order; read each distinct row once, in order."""
     wanted, back = np.unique(rows, return_inverse=True)
-    found = np.empty((wanted.size, *index.row_shape), index.native)
+    result = np.empty((wanted.size, *index.row_shape), index.native)
     row_bytes = max(1, index.row_bytes)
     gaps = np.flatnonzero((np.diff(wanted) - 1) * row_bytes > GAP_BYTES) + 1
     for first, last in itertools.pairwise([0, *gaps.tolist(), wanted.size]):
         if first < last:
             start, stop = int(wanted[first]), int(wanted[last - 1]) + 1
-            found[first:last] = dataset[start:stop][wanted[first:last] - start]
-    return found[back]
+            result[first:last] = dataset[start:stop][wanted[first:last] - start]
+    return result[back]
 
 
 # For longer rows, copying outweighs the cost of a loop over the arrays
@@ -225,10 +225,10 @@ def _pick_short(arrays: Sequence[Any], which: Rows, rows: Rows, result: Any) -> 
     stop = max(s + a.nbytes for s, a in zip(starts.tolist(), arrays, strict=True))
     start, row_bytes = int(starts.min()), arrays[0][:1].nbytes
     memory = np.asarray(_Memory(start, stop, row_bytes))
-    found = result.reshape(-1).view(memory.dtype)
+    items = result.reshape(-1).view(memory.dtype)
     places, step = starts[which] - start + rows * row_bytes, _GATHER_BYTES // row_bytes
     for first in range(0, len(places), step):
-        found[first : first + step] = memory[places[first : first + step]]
+        items[first : first + step] = memory[places[first : first + step]]
 
 
 _OPEN_FILES = 128
@@ -267,12 +267,12 @@ class OpenFiles:
         One thread at a time: h5py serialises calls anyway, and is not safe everywhere.
         """
         with self._lock:
-            found = self._by_h5py(path, index, read)
+            result = self._by_h5py(path, index, read)
             if not file_index.is_being_written:
                 # HDF5 returns zeros for bytes beyond the end of a truncated file
                 self.raw(path, file_index).require_unchanged()
                 self._require_others_unchanged(path, file_index)
-            return found
+            return result
 
     def check_others(self) -> None:
         """Check the sources of files with many of them again at the next read."""
@@ -300,13 +300,13 @@ class OpenFiles:
     ) -> Any:
         file = self._opened(self._hdf5, path, lambda: open_hdf5(path))
         dataset = file[index.name]
-        found = kind_of(dataset) if isinstance(dataset, h5py.Dataset) else None
-        if index.dtype.kind == "c" and found == (index.shape, _swapped(index)):
+        kind = kind_of(dataset) if isinstance(dataset, h5py.Dataset) else None
+        if index.dtype.kind == "c" and kind == (index.shape, _swapped(index)):
             # HDF5 sorts the members of a compound type at its first conversion
             return read(dataset.astype(index.dtype))
-        if found != (index.shape, index.dtype):
+        if kind != (index.shape, index.dtype):
             raise DataError(
-                f"it was {(index.shape, index.dtype)} and is now {found}; a file "
+                f"it was {(index.shape, index.dtype)} and is now {kind}; a file "
                 "must not change while it is read"
             )
         return read(dataset)
@@ -378,19 +378,20 @@ class BlockCache:
           load: returns the block of a missing key; called in threads.
         """
         missing: list[tuple[Key, Future[Any]]] = []
+        # Register missing blocks under the lock, so that only one call loads each
         with self._lock:
-            found = {}
+            futures = {}
             for key in keys:
                 if key not in self._blocks:
                     self._blocks[key] = Future()
                     missing.append((key, self._blocks[key]))
                 self._blocks.move_to_end(key)
-                found[key] = self._blocks[key]
+                futures[key] = self._blocks[key]
         list(self.parallel(lambda item: self._fulfil(item[0], item[1], load), missing))
         try:
-            return {key: future.result() for key, future in found.items()}
+            return {key: future.result() for key, future in futures.items()}
         finally:
-            self._evict(found)
+            self._evict(futures)
 
     def parallel(self, fn: Callable[[Any], T], items: Iterable[Any]) -> Iterable[T]:
         """Map `fn` over items in threads, including this one."""

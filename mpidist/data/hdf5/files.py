@@ -101,13 +101,13 @@ class RawFile:
         """
         if offsets.size:
             self._require_inside(int(offsets.max()), size_bytes)
-        found: Bytes = buffers.empty((offsets.size, size_bytes), _BYTE)
+        destination: Bytes = buffers.empty((offsets.size, size_bytes), _BYTE)
         if (mapped := self._acquire_map()) is None:
-            self._read_rows(offsets, found, parallel)
-            return found
+            self._read_rows(offsets, destination, parallel)
+            return destination
         try:
-            _copy_rows(mapped, offsets, found, parallel)
-            return found
+            _copy_rows(mapped, offsets, destination, parallel)
+            return destination
         finally:
             self._release_map()
 
@@ -126,13 +126,13 @@ class RawFile:
         last = int(rows.max()) if rows.size else 0
         self._require_inside(offset + last * size_bytes, size_bytes)
         stop = offset + (last + 1) * size_bytes
-        found: Bytes = buffers.empty((rows.size, size_bytes), _BYTE)
+        destination: Bytes = buffers.empty((rows.size, size_bytes), _BYTE)
         if (mapped := self._acquire_map()) is None:
-            self._read_rows(offset + rows * size_bytes, found, parallel)
-            return found
+            self._read_rows(offset + rows * size_bytes, destination, parallel)
+            return destination
         try:
-            _take_rows(mapped[:stop], offset, rows, found, parallel)
-            return found
+            _take_rows(mapped[:stop], offset, rows, destination, parallel)
+            return destination
         finally:
             self._release_map()
 
@@ -223,17 +223,17 @@ class RawFile:
             mmap.mmap(self._descriptor, length, prot=mmap.PROT_READ), np.uint8
         )
 
-    def _read_rows(self, offsets: Offsets, found: Bytes, parallel: Map) -> None:
-        """Fill `found` with the rows at `offsets`, by few reads in file order."""
+    def _read_rows(self, offsets: Offsets, destination: Bytes, parallel: Map) -> None:
+        """Fill `destination` with the rows at `offsets`, by few reads in file order."""
         self._check_periodically()
         order = np.argsort(offsets, kind="stable")
-        ordered, size_bytes = offsets[order], found.shape[1]
-        whole = found.view(np.dtype((np.void, size_bytes))).reshape(-1)
+        ordered, size_bytes = offsets[order], destination.shape[1]
+        whole = destination.view(np.dtype((np.void, size_bytes))).reshape(-1)
 
         def read(span: tuple[int, int]) -> None:
             starts, places = ordered[slice(*span)], order[slice(*span)]
             start = int(starts[0])
-            if (views := _side_by_side(found, starts, places)) is not None:
+            if (views := _side_by_side(destination, starts, places)) is not None:
                 self._read_into(views, start)
                 return
             data = self._pread(start, int(starts[-1]) + size_bytes - start)
@@ -280,26 +280,26 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _side_by_side(
-    found: Bytes, starts: Offsets, places: Offsets
+    destination: Bytes, starts: Offsets, places: Offsets
 ) -> list[memoryview] | None:
     """Return the destinations of consecutive rows of a file, for one vectored read.
 
     None if they are not consecutive, or too short for that.
 
     Args:
-      found: the destination, `(rows, bytes)`.
+      destination: array `(rows, bytes)` to fill.
       starts: offsets of rows, ascending.
-      places: numbers of the same rows in `found`.
+      places: numbers of the same rows in `destination`.
     """
     if starts.size == 1:
-        return [found[places[0]].data]
-    if (np.diff(starts) != found.shape[1]).any():
+        return [destination[places[0]].data]
+    if (np.diff(starts) != destination.shape[1]).any():
         return None
     if (np.diff(places) == 1).all():
-        return [found[places[0] : places[-1] + 1].reshape(-1).data]
-    if found.shape[1] < _VECTOR_BYTES:
+        return [destination[places[0] : places[-1] + 1].reshape(-1).data]
+    if destination.shape[1] < _VECTOR_BYTES:
         return None
-    return [found[place].data for place in places.tolist()]
+    return [destination[place].data for place in places.tolist()]
 
 
 def _file_system(device: int) -> str:
@@ -317,14 +317,16 @@ def _file_system(device: int) -> str:
     return ""
 
 
-def _copy_rows(source: Bytes, offsets: Offsets, found: Bytes, parallel: Map) -> None:
-    """Fill row i of `found` with the bytes at `offsets[i]` of `source`."""
-    rows, size_bytes = found.shape
+def _copy_rows(
+    source: Bytes, offsets: Offsets, destination: Bytes, parallel: Map
+) -> None:
+    """Fill row i of `destination` with the bytes at `offsets[i]` of `source`."""
+    rows, size_bytes = destination.shape
     if size_bytes >= _LONG_BYTES:
-        _copy_long(source, offsets, found, parallel)
+        _copy_long(source, offsets, destination, parallel)
         return
     items = _items_of(source, size_bytes)
-    whole = found.view(items.dtype).reshape(-1)
+    whole = destination.view(items.dtype).reshape(-1)
 
     def copy(piece: slice) -> None:
         whole[piece] = items[offsets[piece]]
@@ -333,33 +335,35 @@ def _copy_rows(source: Bytes, offsets: Offsets, found: Bytes, parallel: Map) -> 
 
 
 def _take_rows(
-    source: Bytes, offset: int, rows: Offsets, found: Bytes, parallel: Map
+    source: Bytes, offset: int, rows: Offsets, destination: Bytes, parallel: Map
 ) -> None:
-    """Fill `found` with rows of the array from `offset` to the end of `source`.
+    """Fill `destination` with rows of the array from `offset` to the end of `source`.
 
     Faster than `_copy_rows`, for contiguous datasets.
     """
-    size_bytes = found.shape[1]
+    size_bytes = destination.shape[1]
     if not rows.size or size_bytes >= _LONG_BYTES:
-        _copy_long(source, offset + rows * size_bytes, found, parallel)
+        _copy_long(source, offset + rows * size_bytes, destination, parallel)
         return
     table = source[offset:].reshape(-1, size_bytes)
 
     def copy(piece: slice) -> None:
-        # mode="clip" makes `take` write to `found` without a buffer; no row is clipped
-        table.take(rows[piece], axis=0, out=found[piece], mode="clip")
+        # mode="clip": `take` writes to `out` without a buffer; no row is clipped
+        table.take(rows[piece], axis=0, out=destination[piece], mode="clip")
 
     list(parallel(copy, _pieces(rows.size, size_bytes)))
 
 
-def _copy_long(source: Bytes, offsets: Offsets, found: Bytes, parallel: Map) -> None:
+def _copy_long(
+    source: Bytes, offsets: Offsets, destination: Bytes, parallel: Map
+) -> None:
     """Copy long rows one by one; very long ones in parts."""
-    rows, size_bytes = found.shape
+    rows, size_bytes = destination.shape
     starts = offsets.tolist()
 
     def copy(piece: tuple[slice, slice]) -> None:
         some, part = piece
-        for row, start in zip(found[some, part], starts[some], strict=True):
+        for row, start in zip(destination[some, part], starts[some], strict=True):
             row[:] = source[start + part.start : start + part.stop]
 
     parts = _pieces(size_bytes, 1)

@@ -162,21 +162,23 @@ class FileState:
           now: the later state.
           is_shared: whether several nodes share its file system.
         """
-        found = []
+        changes = []
         if now.size_bytes != self.size_bytes:
-            found.append(f"it has {now.size_bytes} bytes instead of {self.size_bytes}")
+            changes.append(
+                f"it has {now.size_bytes} bytes instead of {self.size_bytes}"
+            )
         if now.head != self.head:
-            found.append("it starts with other bytes")
+            changes.append("it starts with other bytes")
         is_here = (now.node, now.device) == (self.node, self.device)
         if now.path != self.path or not (is_here or is_shared):
-            return found
+            return changes
         if is_here and now.inode != self.inode:
-            found.append(f"it has inode {now.inode} instead of {self.inode}")
+            changes.append(f"it has inode {now.inode} instead of {self.inode}")
         elif now.inode == self.inode and now.mtime_ns != self.mtime_ns:
-            found.append(
+            changes.append(
                 f"it was modified at {now.mtime_ns} instead of {self.mtime_ns} ns"
             )
-        return found
+        return changes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,6 +273,7 @@ def choose_datasets(path: Path) -> tuple[list[str], list[str]]:
         raise DataError(f"{path}: cannot be opened as HDF5: {error}") from error
     if not names:
         raise DataError(f"{path}: has no dataset with rows")
+    # Take the datasets with equal numbers of rows that have most bytes
     taken = max(names.values(), key=lambda group: sum(sizes[name] for name in group))
     others += [name for group in names.values() for name in group if group is not taken]
     return taken, sorted(others)

@@ -43,10 +43,10 @@ def list_files(
     pattern = validation.path("files", files)
     if not glob.has_magic(pattern) or os.path.exists(pattern):
         return [Path(pattern).absolute()]
-    found = sorted(glob.glob(pattern))
-    if not found:
+    matches = sorted(glob.glob(pattern))
+    if not matches:
         raise DataError(f"no file matches {pattern!r}")
-    return [Path(file).absolute() for file in found]
+    return [Path(file).absolute() for file in matches]
 
 
 def check_names(
@@ -69,14 +69,14 @@ def check_names(
     return names
 
 
-def _listed(must: str, given: Any) -> list[Any]:
+def _listed(must: str, value: Any) -> list[Any]:
     """Return the items of an iterable; sets differ in order between ranks."""
     try:
-        if not isinstance(given, Set | Mapping | bytes):
-            return list(given)
+        if not isinstance(value, Set | Mapping | bytes):
+            return list(value)
     except (TypeError, ArgumentError) as error:  # ArgumentError: a PerReplica
-        raise ArgumentTypeError(f"{must}, not {validation.shown(given)}") from error
-    raise ArgumentTypeError(f"{must}, not {validation.shown(given)}")
+        raise ArgumentTypeError(f"{must}, not {validation.shown(value)}") from error
+    raise ArgumentTypeError(f"{must}, not {validation.shown(value)}")
 
 
 def _require_name(name: Any) -> None:
@@ -94,14 +94,14 @@ def _require_name(name: Any) -> None:
         )
 
 
-def missing_sources(datasets: Sequence[h5py.Dataset], found: list[str]) -> list[str]:
+def missing_sources(datasets: Sequence[h5py.Dataset], existing: list[str]) -> list[str]:
     """Return the missing source files of the virtual datasets of one file.
 
     HDF5 silently returns fill values for their rows.
 
     Args:
       datasets: of one file.
-      found: the paths of existing sources are appended.
+      existing: the paths of existing sources are appended.
 
     Raises:
       OSError: one is not a regular file.
@@ -118,7 +118,7 @@ def missing_sources(datasets: Sequence[h5py.Dataset], found: list[str]) -> list[
     missing = []
     for name in files:
         paths = _find_sources(datasets[0], name)
-        found += paths[:1]
+        existing += paths[:1]
         missing += [] if paths else [name]
     return [] if "HDF5_VDS_PREFIX" in os.environ else missing
 
@@ -180,14 +180,14 @@ def find_storage(dataset: h5py.Dataset) -> list[str]:
     Raises:
       OSError: one is not a regular file.
     """
-    found = []
+    files = []
     for name, _, _ in dataset.external or ():
-        found += _find(name, dataset.file, _STORAGE)[:1]
+        files += _find(name, dataset.file, _STORAGE)[:1]
     if dataset.is_virtual:
         for name in _source_names(dataset):
             if "%b" in name.replace("%%", ""):  # the number of a block
-                found += _find(name, dataset.file, _SOURCES, is_numbered=True)
-    return found
+                files += _find(name, dataset.file, _SOURCES, is_numbered=True)
+    return files
 
 
 def _source_names(dataset: h5py.Dataset) -> set[str]:
@@ -235,9 +235,9 @@ def _find(
         patterns = [
             glob.escape(p).replace("%%", "%").replace("%b", "*") for p in places
         ]
-        places = [found for pattern in patterns for found in glob.glob(pattern)]
+        places = [existing for pattern in patterns for existing in glob.glob(pattern)]
     places = list(dict.fromkeys(map(os.path.abspath, places)))
-    found = [p for p in places if os.path.exists(p) and not os.path.isdir(p)]
-    for place in found:
+    existing = [p for p in places if os.path.exists(p) and not os.path.isdir(p)]
+    for place in existing:
         require_regular(place)
-    return found
+    return existing

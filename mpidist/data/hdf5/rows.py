@@ -17,7 +17,7 @@ from mpidist.data.hdf5 import dataset_reader as dataset_reader
 from mpidist.data.hdf5.dataset_reader import BlockCache, OpenFiles, pick_rows
 from mpidist.data.hdf5.files import RawFile
 from mpidist.data.hdf5.index import DatasetIndex, FileIndex, ReadMethod, index_file
-from mpidist.data.shuffling import Blocks
+from mpidist.data.shuffling import ChunkLayout
 from mpidist.errors import DataError
 from mpidist.util import nest
 from mpidist.util.buffers import Buffers
@@ -98,7 +98,7 @@ class Hdf5Rows:
         file_map = self.file_map()
         indexes = zip(self._names, file_map.files[0].datasets, strict=True)
         fields = [f"{n}: {c.native} {c.row_shape}" for n, c in indexes]
-        starts, rows = file_map.starts.tolist(), file_map.blocks.rows
+        starts, rows = file_map.starts.tolist(), file_map.chunk_layout.rows
         return f"from_hdf5({files}, {fields}, first rows {starts}, blocks of {rows})"
 
     def identify(self) -> str:
@@ -133,13 +133,13 @@ class Hdf5Rows:
             self._blocks.end_threads()
             self._blocks.threads = threads
 
-    def blocks(self) -> Blocks:
+    def chunk_layout(self) -> ChunkLayout:
         """Return how the rows are grouped in chunks."""
-        return self.file_map().blocks
+        return self.file_map().chunk_layout
 
-    def keep(self, rows: int) -> None:
+    def reserve_cache(self, rows: int) -> None:
         """Size the cache for random reads among so many rows."""
-        self._blocks.capacity_bytes = self.file_map().bytes_to_keep(rows)
+        self._blocks.capacity_bytes = self.file_map().cache_bytes_for(rows)
 
     def read(self, rows: Rows) -> Any:
         """Return the rows with the given numbers, in that order.
@@ -151,6 +151,7 @@ class Hdf5Rows:
         if self._owner != os.getpid():  # a forked child must not share handles
             self._start()
         parts = list(file_map.cut(rows))
+        # Decode all needed chunks first, in threads
         needed = list(file_map.blocks_in(parts))
         blocks = self._blocks.get(needed, self._load_block) if needed else {}
         indexes = file_map.files[0].datasets
@@ -158,27 +159,28 @@ class Hdf5Rows:
             fields = range(len(indexes))
             leaves = [self._read(parts[0], i, blocks, self.buffers) for i in fields]
             return nest.unflatten(self._spec, leaves)
+        # Rows of several files: read each part, and scatter it into the result
         leaves = [
             self.buffers.empty((rows.size, *c.row_shape), c.native) for c in indexes
         ]
 
         def fill(part: FileRows) -> None:
             for field, leaf in enumerate(leaves):
-                found = self._read(part, field, blocks, self._scratch)
-                leaf[part.places] = found
+                rows_of_part = self._read(part, field, blocks, self._scratch)
+                leaf[part.places] = rows_of_part
 
         is_large = sum(leaf.nbytes for leaf in leaves) >= _LARGE_BYTES
         list((self._blocks.parallel if is_large else map)(fill, parts))
         return nest.unflatten(self._spec, leaves)
 
     def retain(self) -> None:
-        """See `BlockSource.retain`."""
+        """See `ChunkedSource.retain`."""
         with self._lock:
             self._users += 1
         self._open_files.check_others()
 
     def release(self, keep_files: bool = False) -> None:
-        """See `BlockSource.release`."""
+        """See `ChunkedSource.release`."""
         with self._lock:
             self._users -= 1
             if self._users == 0:
@@ -284,8 +286,8 @@ class Hdf5Rows:
         """Return `read(dataset)` in native byte order."""
         index = self._index(file, field)
         path, file_index = self._paths[file], self.file_map().files[file]
-        found = self._open_files.by_h5py(path, file_index, index, read)
-        return found.astype(index.native, copy=False)
+        rows = self._open_files.by_h5py(path, file_index, index, read)
+        return rows.astype(index.native, copy=False)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_open_files", "buffers", "_scratch", "_blocks", "_lock"}
@@ -299,7 +301,7 @@ class Hdf5Rows:
 
 RowNumbers = npt.NDArray[np.int64]
 
-# Capacity of the cache of decoded chunks, unless `keep` sets another one
+# Capacity of the cache of decoded chunks, unless `reserve_cache` sets another one
 KEPT_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20  # of rows that are not in chunks
 
@@ -319,13 +321,13 @@ class FileMap(NamedTuple):
       files: at least one index.
       starts: number of the first row of each file, then that of all rows.
       rows: number of all rows.
-      blocks: how the rows are grouped in chunks.
+      chunk_layout: how the rows are grouped in chunks.
     """
 
     files: list[FileIndex]
     starts: RowNumbers
     rows: int
-    blocks: Blocks
+    chunk_layout: ChunkLayout
 
     @classmethod
     def of(cls, files: Sequence[FileIndex]) -> FileMap:
@@ -337,7 +339,7 @@ class FileMap(NamedTuple):
         for file in files[1:]:
             _require_like(file, files[0])
         starts = np.cumsum([0, *(file.rows for file in files)])
-        return cls(list(files), starts, int(starts[-1]), _blocks_of(files))
+        return cls(list(files), starts, int(starts[-1]), _chunk_layout_of(files))
 
     def cut(self, rows: RowNumbers) -> Iterator[FileRows]:
         """Split wanted rows by file; yields at least one part."""
@@ -348,6 +350,7 @@ class FileMap(NamedTuple):
         files = np.searchsorted(starts, rows, "right") - 1
         if len(starts) < 1 << 16:  # numbers of 16 bits are sorted faster
             files = files.astype(np.uint16)
+        # Group the rows by file
         order = np.argsort(files, kind="stable")
         files, ordered = files[order], rows[order]
         edges = np.flatnonzero(files[1:] != files[:-1]) + 1
@@ -364,7 +367,7 @@ class FileMap(NamedTuple):
                     for block in np.unique(part.rows // index.chunk[0]).tolist():
                         yield part.file, field, block
 
-    def bytes_to_keep(self, rows: int) -> int:
+    def cache_bytes_for(self, rows: int) -> int:
         """Return the cache size for reading so many rows in random order."""
         # Half as many again: windows begin before earlier ones have ended
         return sum(
@@ -385,12 +388,12 @@ def _require_like(file: FileIndex, first: FileIndex) -> None:
             )
 
 
-def _blocks_of(files: Sequence[FileIndex]) -> Blocks:
+def _chunk_layout_of(files: Sequence[FileIndex]) -> ChunkLayout:
     """Return how the rows are grouped: by the largest chunks of any dataset."""
     indexes = [index for file in files for index in file.datasets]
     costly = [index for index in indexes if index.is_in_blocks]
     _, rows = max(map(_block_size, costly or indexes))
-    return Blocks(
+    return ChunkLayout(
         tuple(file.rows for file in files),
         rows,
         sum(index.row_bytes for index in files[0].datasets),

@@ -129,22 +129,22 @@ class StorageOptions:
 
 def to_arrays(rows: Mapping[str, Any]) -> dict[str, Any]:
     """Return arrays with equal numbers of rows, sorted by the names of datasets."""
-    found = {
+    by_name = {
         clean_name(name): arrays.to_array(value, f"append: dataset {name!r}")
         for name, value in rows.items()
     }
-    if not found or len(found) < len(rows):
+    if not by_name or len(by_name) < len(rows):
         raise ArgumentError(
             f"append: name at least one dataset, and none twice, not {list(rows)}"
         )
-    for name, array in found.items():
+    for name, array in by_name.items():
         if array.ndim == 0:
             raise ArgumentError(f"append: dataset {name!r}: {array!r} is a scalar")
-    lengths = {name: len(array) for name, array in found.items()}
+    lengths = {name: len(array) for name, array in by_name.items()}
     if len(set(lengths.values())) > 1:
         pairs = ", ".join(f"{name!r} has {n}" for name, n in lengths.items())
         raise ArgumentError(f"append: the arrays have unequal rows: {pairs}")
-    return dict(sorted(found.items()))
+    return dict(sorted(by_name.items()))
 
 
 def clean_name(name: str) -> str:
@@ -164,10 +164,11 @@ def clean_name(name: str) -> str:
     return "/".join(parts)
 
 
-def fields_of(found: Mapping[str, Any]) -> tuple[FieldSpec, ...]:
+def fields_of(by_name: Mapping[str, Any]) -> tuple[FieldSpec, ...]:
     """Return the specs of arrays `(rows, *shape)` by name."""
     return tuple(
-        FieldSpec(n, a.dtype, a.shape[1:], _members(a.dtype)) for n, a in found.items()
+        FieldSpec(n, a.dtype, a.shape[1:], _members(a.dtype))
+        for n, a in by_name.items()
     )
 
 
@@ -301,8 +302,8 @@ class ShardWriter:
           DataError: the file cannot be written; it is incomplete from now on.
         """
         self._require_whole()
-        found = to_arrays(rows)
-        fields = fields_of(found)
+        by_name = to_arrays(rows)
+        fields = fields_of(by_name)
         if self.fields is None:
             require_storable(fields)
             self._datasets = [_Dataset(c, self._storage) for c in fields]
@@ -310,10 +311,10 @@ class ShardWriter:
         else:
             require_same_fields(self.fields, fields)
         self._is_whole = False
-        for dataset, array in zip(self._datasets, found.values(), strict=True):
+        for dataset, array in zip(self._datasets, by_name.values(), strict=True):
             self._write(dataset, functools.partial(dataset.append, self._hdf5, array))
         self._is_whole = True
-        self.rows += len(next(iter(found.values())))
+        self.rows += len(next(iter(by_name.values())))
 
     def finish(self) -> None:
         """Write the buffered rows, and flush the file to the disk.
@@ -388,6 +389,7 @@ class _Dataset:
             count = min(len(rows) - start, size - self._buffered)
             piece = arrays.to_host(rows[start : start + count])
             start += count
+            # Full blocks of the caller's rows are written without buffering
             if count < size:
                 self._block[self._buffered : self._buffered + count] = piece
                 self._buffered += count

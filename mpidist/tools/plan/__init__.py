@@ -1,1 +1,1 @@
-"""`python -m mpidist plan`: what a job will read, told without MPI."""
+"""`python -m mpidist plan`: estimate what a job will read, without MPI."""

@@ -14,7 +14,7 @@ from mpidist.data.hdf5.chunks import filter_name
 from mpidist.data.hdf5.index import DatasetIndex, choose_datasets
 from mpidist.data.hdf5.names import list_files
 from mpidist.data.hdf5.rows import Hdf5Rows
-from mpidist.data.map_dataset import Rows
+from mpidist.data.map_dataset import SourceMapDataset
 from mpidist.options import AutoShardPolicy
 from mpidist.tools.plan.parts import (
     DatasetPart,
@@ -29,7 +29,7 @@ from mpidist.tools.plan.parts import (
     StepPart,
 )
 from mpidist.tools.plan.reads import (
-    ORDER,
+    FIRST_EPOCH,
     DryRows,
     Reads,
     Share,
@@ -75,7 +75,7 @@ def make_plan(request: Request) -> InputPlan:
 
 def _dataset(request: Request, source: DryRows) -> Dataset:
     """Return the dataset of batches that a job would make."""
-    dataset = Dataset(Rows(source))
+    dataset = Dataset(SourceMapDataset(source))
     if request.is_shuffled:
         window = request.window_chunks
         dataset = dataset.shuffle(seed=request.seed, window_chunks=window)
@@ -83,7 +83,7 @@ def _dataset(request: Request, source: DryRows) -> Dataset:
 
 
 def _source(source: DryRows, names: Sequence[str], others: Sequence[str]) -> SourcePart:
-    files = source.layout.files
+    files = source.file_map.files
     sizes: Mapping[Path, int] = {file.path: file.state.size_bytes for file in files}
     fields = zip(*(file.datasets for file in files), strict=True)
     datasets = tuple(_dataset_part(*one) for one in zip(names, fields, strict=True))
@@ -96,52 +96,52 @@ def _source(source: DryRows, names: Sequence[str], others: Sequence[str]) -> Sou
         memory_bytes=sum(dataset.memory_bytes for dataset in datasets),
         datasets=datasets,
         other_datasets=tuple(others),
-        chunks=sum(column.grid[0] for column in source.columns_in_blocks),
-        chunk_bytes=source.memory_bytes_in_blocks,
+        chunks=sum(index.grid[0] for index in source.chunked_datasets),
+        chunk_bytes=source.chunked_bytes,
     )
 
 
-def _dataset_part(name: str, columns: Sequence[DatasetIndex]) -> DatasetPart:
+def _dataset_part(name: str, indexes: Sequence[DatasetIndex]) -> DatasetPart:
     alike = collections.defaultdict(list)
-    for column in columns:
-        chunk = column.chunk if column.is_chunked else None
-        filters = tuple(filter_name(code) for code, _ in column.filters)
-        alike[chunk, filters, column.method.value, column.why].append(column)
+    for index in indexes:
+        chunk = index.chunk if index.is_chunked else None
+        filters = tuple(filter_name(code) for code, _ in index.filters)
+        alike[chunk, filters, index.method.value, index.why].append(index)
     return DatasetPart(
         name,
-        str(columns[0].native),
-        columns[0].row_shape,
-        columns[0].row_bytes,
-        sum(map(_memory_bytes, columns)),
-        sum(map(stored_bytes, columns)),
+        str(indexes[0].native),
+        indexes[0].row_shape,
+        indexes[0].row_bytes,
+        sum(map(_memory_bytes, indexes)),
+        sum(map(stored_bytes, indexes)),
         tuple(_layout(same, *kind) for kind, same in alike.items()),
     )
 
 
 def _layout(
-    columns: Sequence[DatasetIndex],
+    indexes: Sequence[DatasetIndex],
     chunk: tuple[int, ...] | None,
     filters: tuple[str, ...],
     way: str,
     why: str,
 ) -> LayoutPart:
-    size = columns[0].dtype.itemsize * math.prod(chunk) if chunk else 0
-    chunks = sum(math.prod(column.grid) for column in columns) if chunk else 0
-    return LayoutPart(len(columns), chunk, size, chunks, filters, way, why)
+    size = indexes[0].dtype.itemsize * math.prod(chunk) if chunk else 0
+    chunks = sum(math.prod(index.grid) for index in indexes) if chunk else 0
+    return LayoutPart(len(indexes), chunk, size, chunks, filters, way, why)
 
 
-def _memory_bytes(column: DatasetIndex) -> int:
-    return column.row_bytes * column.shape[0]
+def _memory_bytes(index: DatasetIndex) -> int:
+    return index.row_bytes * index.shape[0]
 
 
 def _order(shares: Sequence[Share], is_in_order: bool) -> OrderPart:
     kept = max(map(kept_bytes, shares))
-    mixed = shares[0].pipeline.block_order(ORDER)
+    mixed = shares[0].pipeline.chunk_shuffle(FIRST_EPOCH)
     if mixed is None:
         kind = "files" if is_in_order else "permutation"
         return OrderPart(kind, None, None, None, None, kept)
-    lanes = mixed.window, mixed.lanes, mixed.lane_rows
-    return OrderPart("blocks", mixed.blocks.rows, *lanes, kept)
+    stripes = mixed.block_chunks, mixed.stripes, mixed.stripe_rows
+    return OrderPart("blocks", mixed.layout.rows, *stripes, kept)
 
 
 def _steps(request: Request, shares: Sequence[Share], all_rows: int) -> StepPart:
@@ -149,12 +149,12 @@ def _steps(request: Request, shares: Sequence[Share], all_rows: int) -> StepPart
     rows = [share.rows for share in shares]
     mean = sum(rows) / len(rows)
     # With OFF every rank gets the same rows
-    given = rows[0] if request.policy is AutoShardPolicy.OFF else sum(rows)
+    used_rows = rows[0] if request.policy is AutoShardPolicy.OFF else sum(rows)
     return StepPart(
         steps=steps,
         rows=sum(len(share.positions(0)) for share in shares),
         rows_in_last=sum(len(share.positions(steps - 1)) for share in shares),
-        dropped_rows=all_rows - given,
+        dropped_rows=all_rows - used_rows,
         fewest_rows=min(rows),
         mean_rows=mean,
         most_rows=max(rows),
@@ -181,13 +181,13 @@ def _groups(
         read_bytes = scale * sum(each.read_bytes for each in counted)
         chunks = scale * sum(each.decoded_chunks for each in counted)
         files = max(_count_files(shares[i], reads.get(i)) for i in ranks)
-        found = (read_bytes, chunks) if reads else (None, None)
-        groups.append(RankGroup(tuple(_runs(ranks)), len(ranks), *key, files, *found))
+        totals = (read_bytes, chunks) if reads else (None, None)
+        groups.append(RankGroup(tuple(_runs(ranks)), len(ranks), *key, files, *totals))
     return tuple(groups)
 
 
 def _count_files(share: Share, reads: Reads | None) -> int:
-    """Return from how many files a rank reads rows, at most."""
+    """Return the largest number of files from which a rank reads rows."""
     if reads is not None and reads.files is not None:
         return reads.files
     return min(share.source.filled_files, share.rows)
@@ -226,7 +226,7 @@ def _sum(parts: Iterable[tuple[float | None, int]]) -> int | None:
 
 
 def _node(request: Request, kept: int, read_bytes: int | None) -> NodePart | None:
-    """Return what all ranks of a node read and keep."""
+    """Return the sums over the ranks of a node."""
     if request.ranks_per_node is None:
         return None
     ranks = min(request.ranks_per_node, request.ranks)

@@ -118,9 +118,9 @@ class OrderPart:
     Args:
       kind: "files", "permutation" or "blocks".
       block_rows: the rows that are read together.
-      window_blocks: how many blocks of a lane are mixed at a time.
-      lanes: from how many places in the order of blocks the rows of a batch come.
-      lane_rows: how many rows of a batch come from one of them.
+      window_blocks: how many of these blocks a stripe mixes at a time.
+      lanes: the number of stripes that contribute to each batch (see `data.shuffling`).
+      lane_rows: the rows that a stripe contributes to a batch.
       kept_bytes: of decoded chunks in each rank's memory, at most.
     """
 

@@ -1,8 +1,7 @@
-"""What each rank reads in an epoch: its share of the rows, and what reading them takes.
+"""Reads of each rank in an epoch: its share of the rows, bytes and decoded chunks.
 
-The steps of a dataset run over rows that are not read (`DryRows`), so that no formula
-of a job is repeated here. If that takes too long, only a sample of the ranks is
-counted, or none.
+A job's own datasets run over `DryRows`, which read nothing, so that no formula is
+repeated here. If an epoch is too long, only a sample of the ranks is counted, or none.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from mpidist.data.hdf5 import rows as hdf5_rows
 from mpidist.data.hdf5.dataset_reader import BlockCache, block_rows
 from mpidist.data.hdf5.index import DatasetIndex, FileIndex, ReadMethod
 from mpidist.data.hdf5.rows import FileMap, Hdf5Rows
-from mpidist.data.map_dataset import Pass
+from mpidist.data.map_dataset import Epoch
 from mpidist.data.sharding import Indices
-from mpidist.data.shuffling import BlockOrder, Blocks
+from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 from mpidist.options import AutoShardPolicy
 
 __all__ = [
-    "ORDER",
+    "FIRST_EPOCH",
     "DryRows",
     "Reads",
     "Share",
@@ -41,25 +40,25 @@ __all__ = [
 ]
 
 Rows = npt.NDArray[np.int64]
-ORDER = Pass()  # the first epoch, which has as many rows as any
-# What may be spent, in rows, of which three million take about a second
+FIRST_EPOCH = Epoch()  # the first epoch, which has as many rows as any
+# Limit of the cost, in rows: three million take about a second
 _BUDGET_ROWS = 10_000_000
 _CALL_ROWS = 300
-_LOOKUP_ROWS = 25  # to look up a row's chunk in the cache
+_LOOKUP_ROWS = 25  # cost of a cache lookup for a row's chunk
 _SAMPLED_RANKS = 4
 
 
 class _Block(NamedTuple):
-    """A chunk that was not decoded: only its size, for the cache."""
+    """Stands for a decoded chunk in the cache, which only uses its size."""
 
     nbytes: int
 
 
 class DryRows:
-    """A row source that gives row numbers, and counts what reading the rows takes.
+    """A row source of row numbers, which counts the reads of a job with these rows.
 
-    The steps of a dataset over it give the numbers of the rows that the same steps read
-    in a job, which has the same cache of chunks.
+    A dataset over it yields the numbers of the rows that the job reads, and uses the
+    same cache of chunks.
 
     Args:
       rows: of the job.
@@ -70,8 +69,8 @@ class DryRows:
         self._rows = rows
         if files is not None:
             rows.adopt([files[path] for path in rows.paths])
-        self._layout = rows.file_map()
-        self._files = files or {file.path: file for file in self._layout.files}
+        self._file_map = rows.file_map()
+        self._files = files or {file.path: file for file in self._file_map.files}
         self.restart()
 
     def restart(self) -> None:
@@ -87,35 +86,35 @@ class DryRows:
         return len(self._opened)
 
     @property
-    def layout(self) -> FileMap:
-        """The layout of the files."""
-        return self._layout
+    def file_map(self) -> FileMap:
+        """The map of the files."""
+        return self._file_map
 
     @functools.cached_property
-    def columns_in_blocks(self) -> list[DatasetIndex]:
+    def chunked_datasets(self) -> list[DatasetIndex]:
         """The datasets of all files whose chunks are read whole."""
-        columns = (column for file in self._layout.files for column in file.datasets)
-        return [column for column in columns if column.is_in_blocks]
+        indexes = (index for file in self._file_map.files for index in file.datasets)
+        return [index for index in indexes if index.is_in_blocks]
 
     @functools.cached_property
     def filled_files(self) -> int:
         """The number of files with rows."""
-        return sum(file.rows > 0 for file in self._layout.files)
+        return sum(file.rows > 0 for file in self._file_map.files)
 
     @functools.cached_property
-    def memory_bytes_in_blocks(self) -> int:
-        """The bytes of `columns_in_blocks` in memory."""
-        return sum(c.row_bytes * c.shape[0] for c in self.columns_in_blocks)
+    def chunked_bytes(self) -> int:
+        """The bytes of `chunked_datasets` in memory."""
+        return sum(c.row_bytes * c.shape[0] for c in self.chunked_datasets)
 
     @functools.cached_property
     def fixed_row_bytes(self) -> int | None:
         """The bytes of reading any row; None if they depend on the row."""
         sizes = {
-            tuple(_fixed_bytes(column) for column in file.datasets)
-            for file in self._layout.files
+            tuple(_fixed_bytes(index) for index in file.datasets)
+            for file in self._file_map.files
         }
-        found = sizes.pop()
-        return None if sizes or None in found else sum(filter(None, found))
+        row_sizes = sizes.pop()
+        return None if sizes or None in row_sizes else sum(filter(None, row_sizes))
 
     @property
     def file_count(self) -> int:
@@ -133,72 +132,72 @@ class DryRows:
         """See `FileSource.shard_files`."""
         return DryRows(self._rows.shard_files(workers, worker), self._files)
 
-    def blocks(self) -> Blocks:
-        """See `BlockSource.blocks`."""
-        return self._rows.blocks()
+    def chunk_layout(self) -> ChunkLayout:
+        """See `ChunkedSource.chunk_layout`."""
+        return self._rows.chunk_layout()
 
-    def keep(self, rows: int) -> None:
-        """See `BlockSource.keep`."""
-        self._cache.capacity_bytes = self._layout.bytes_to_keep(rows)
+    def reserve_cache(self, rows: int) -> None:
+        """See `ChunkedSource.reserve_cache`."""
+        self._cache.capacity_bytes = self._file_map.cache_bytes_for(rows)
 
     def retain(self) -> None:
-        """See `BlockSource.retain`; there is nothing to close."""
+        """See `ChunkedSource.retain`; there is nothing to close."""
 
     def release(self, keep_files: bool = False) -> None:
-        """See `BlockSource.release`."""
+        """See `ChunkedSource.release`."""
 
     def read(self, rows: Rows) -> Rows:
-        """Return the numbers of the rows, and count what reading them takes."""
-        parts = list(self._layout.cut(rows))
-        if needed := list(self._layout.blocks_in(parts)):
+        """Return the numbers of the rows, and count the reads of these rows."""
+        parts = list(self._file_map.cut(rows))
+        if needed := list(self._file_map.blocks_in(parts)):
             self._cache.get(needed, self._decode)
         for part in parts if rows.size else []:
             self._opened.add(part.file)
-            for column in self._layout.files[part.file].datasets:
-                if not column.is_in_blocks:
-                    self.read_bytes += _row_bytes(column, part.rows)
+            for index in self._file_map.files[part.file].datasets:
+                if not index.is_in_blocks:
+                    self.read_bytes += _row_bytes(index, part.rows)
         return rows
 
     def _decode(self, key: tuple[int, ...]) -> _Block:
         file, field, block = key
-        column = self._layout.files[file].datasets[field]
-        decoded_bytes = len(block_rows(column, block)) * column.row_bytes
+        index = self._file_map.files[file].datasets[field]
+        decoded_bytes = len(block_rows(index, block)) * index.row_bytes
         self.decoded_chunks += 1
-        if column.method is ReadMethod.CHUNKS:
-            across = math.prod(column.grid[1:])
-            sizes = column.sizes[block * across : (block + 1) * across]
+        if index.method is ReadMethod.CHUNKS:
+            across = math.prod(index.grid[1:])
+            sizes = index.sizes[block * across : (block + 1) * across]
             self.read_bytes += int(sizes.sum())
         else:
             self.read_bytes += decoded_bytes
         return _Block(decoded_bytes)
 
 
-def stored_bytes(column: DatasetIndex) -> int:
+def stored_bytes(index: DatasetIndex) -> int:
     """Return the bytes of all rows in the file; in memory where h5py reads them."""
-    if column.method is ReadMethod.CHUNKS:
-        return int(column.sizes.sum())
-    if column.method is not ReadMethod.BYTES:
-        return column.row_bytes * column.shape[0]
-    written = int((column.offsets >= 0).sum())
-    return column.dtype.itemsize * math.prod(column.chunk) * written
+    if index.method is ReadMethod.CHUNKS:
+        return int(index.sizes.sum())
+    if index.method is not ReadMethod.BYTES:
+        return index.row_bytes * index.shape[0]
+    written = int((index.offsets >= 0).sum())
+    return index.dtype.itemsize * math.prod(index.chunk) * written
 
 
-def _fixed_bytes(column: DatasetIndex) -> int | None:
+def _fixed_bytes(index: DatasetIndex) -> int | None:
     """Return the bytes of reading any row; None if they depend on the row."""
-    if column.is_in_blocks or column.fill:
+    if index.is_in_blocks or index.fill:
         return None
-    if column.method is ReadMethod.H5PY:
-        return column.row_bytes
-    return math.prod(column.grid[1:]) * column.chunk_row_bytes
+    if index.method is ReadMethod.H5PY:
+        return index.row_bytes
+    return math.prod(index.grid[1:]) * index.chunk_row_bytes
 
 
-def _row_bytes(column: DatasetIndex, rows: Rows) -> int:
+def _row_bytes(index: DatasetIndex, rows: Rows) -> int:
     """Return the bytes in the file of some rows that do not lie in filtered chunks."""
-    if (each := _fixed_bytes(column)) is not None or column.row_bytes == 0:
+    if (each := _fixed_bytes(index)) is not None or index.row_bytes == 0:
         return rows.size * (each or 0)
-    offsets = column.offsets.reshape(-1, math.prod(column.grid[1:]))
-    is_written = offsets[rows // column.chunk[0]] >= 0
-    return int(is_written.sum()) * column.chunk_row_bytes
+    offsets = index.offsets.reshape(-1, math.prod(index.grid[1:]))
+    is_written = offsets[rows // index.chunk[0]] >= 0
+    return int(is_written.sum()) * index.chunk_row_bytes
 
 
 class Share(NamedTuple):
@@ -207,8 +206,8 @@ class Share(NamedTuple):
     Args:
       pipeline: of batches.
       source: of its rows.
-      replicas: over how many ranks each batch is divided; 1 for batches of its own.
-      replica: which of the parts is this rank's.
+      replicas: number of ranks that share each batch; 1 for own batches.
+      replica: index of this rank's slice.
       is_in_order: whether rows come in the order of the files.
       reads_example: whether a row is read before the first step.
     """
@@ -222,50 +221,52 @@ class Share(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """How many batches there are."""
+        """The number of batches."""
         steps = self.pipeline.length
         assert steps is not None
         return steps
 
     def positions(self, step: int) -> range:
-        """Return which elements before batching this rank gets at a step."""
+        """Return the positions before batching of this rank's rows at a step."""
         if not 0 <= step < self.steps:
             return range(0)
-        return self.pipeline.positions(ORDER, step, self.replicas, self.replica)
+        return self.pipeline.positions(FIRST_EPOCH, step, self.replicas, self.replica)
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many rows this rank gets of each batch but the last, and of that."""
+        """The rows of this rank in each batch but the last, and in the last."""
         return len(self.positions(0)), len(self.positions(self.steps - 1))
 
     @property
     def rows(self) -> int:
-        """How many rows this rank gets in an epoch."""
+        """The rows of this rank in an epoch."""
         each, last = self.sizes
         return each * max(0, self.steps - 1) + last
 
     def count_empty(self, steps: int) -> int:
-        """Return in how many of the job's steps this rank gets no rows."""
+        """Return the number of the job's steps without rows for this rank."""
         each, last = self.sizes
         full = max(0, self.steps - 1)
         return steps - (full if each else 0) - (1 if last else 0)
 
     @property
     def group(self) -> int:
-        """How many steps are read at a time."""
-        return reader.count_grouped(self.pipeline, self.replicas)
+        """The number of steps that are read at a time."""
+        return reader.steps_per_read(self.pipeline, self.replicas)
 
     def begin(self) -> None:
-        """Reset the counts, and request what is read before the first step."""
+        """Reset the counts, and request the rows needed before the first step."""
         self.source.restart()
         if self.reads_example:
-            self.pipeline.example(ORDER)
+            self.pipeline.example(FIRST_EPOCH)
 
     def ask(self, steps: range) -> None:
         """Request the rows of some steps from the source."""
         for first in range(steps.start, steps.stop, self.group):
             several = range(first, min(first + self.group, steps.stop))
-            self.pipeline.parts(ORDER, several, self.replicas, self.replica)
+            self.pipeline.local_batches(
+                FIRST_EPOCH, several, self.replicas, self.replica
+            )
 
 
 def shares_of(
@@ -280,24 +281,23 @@ def shares_of(
     shares = []
     # With OFF all ranks get the same rows
     for rank in range(1 if policy is AutoShardPolicy.OFF else ranks):
-        mine = divide(dataset.pipeline, policy, ranks, rank)
-        assert isinstance(mine, Batch)
-        (source,) = mine.sources
+        pipeline = divide(dataset.pipeline, policy, ranks, rank)
+        assert isinstance(pipeline, Batch)
+        (source,) = pipeline.sources
         assert isinstance(source, DryRows)
         part = (ranks, rank) if is_global(policy) else (1, 0)
-        shares.append(Share(mine, source, *part, is_in_order, reads_example=is_own))
+        shares.append(Share(pipeline, source, *part, is_in_order, reads_example=is_own))
     return shares * (ranks // len(shares))
 
 
 class Reads(NamedTuple):
-    """What one rank reads in an epoch.
+    """The reads of one rank in an epoch.
 
     Args:
-      read_bytes: from files, in rows or chunks as they are stored; of what h5py reads,
-        as many as it has in memory.
-      decoded_chunks: how many rows of chunks are read whole; again if they were not
-        kept.
-      files: from how many files; None if these were not counted.
+      read_bytes: stored bytes of rows or chunks; bytes in memory where h5py reads.
+      decoded_chunks: number of rows of chunks decoded, including repeated decoding
+        after eviction from the cache.
+      files: number of files; None if not counted.
     """
 
     read_bytes: int
@@ -306,7 +306,7 @@ class Reads(NamedTuple):
 
 
 def count_reads(shares: Sequence[Share]) -> dict[int, Reads]:
-    """Return what ranks read: all ranks, a sample, or none if that takes too long."""
+    """Return the reads by rank: of all, a sample, or none if that takes too long."""
     distinct = list(dict.fromkeys(shares))
     costs = {share: _cost(share) for share in distinct}
     count = _go_through
@@ -324,15 +324,15 @@ def count_reads(shares: Sequence[Share]) -> dict[int, Reads]:
 def _cost(share: Share) -> float:
     """Return the cost of going through an epoch, in rows."""
     rows, asked = share.rows, _CALL_ROWS * share.steps / share.group
-    if (mixed := share.pipeline.block_order(ORDER)) is not None:
-        part = mixed.lanes_of(_lane_starts(share, mixed)).size / mixed.lanes
+    if (mixed := share.pipeline.chunk_shuffle(FIRST_EPOCH)) is not None:
+        part = mixed.stripes_of(_stripe_starts(share, mixed)).size / mixed.stripes
         return asked + rows + len(share.source) * part
     if share.is_in_order:
         return asked + rows
     # A permutation computes the rows of other ranks as well
-    if not share.source.columns_in_blocks:
+    if not share.source.chunked_datasets:
         return asked + len(share.source)
-    lookups = _LOOKUP_ROWS * len(share.source.layout.files[0].datasets)
+    lookups = _LOOKUP_ROWS * len(share.source.file_map.files[0].datasets)
     return asked + len(share.source) + rows * lookups
 
 
@@ -340,12 +340,12 @@ def _go_through(share: Share) -> Reads:
     """Count a whole epoch."""
     share.begin()
     share.ask(range(share.steps if share.rows else 0))
-    found = share.source
-    return Reads(found.read_bytes, found.decoded_chunks, found.opened_files)
+    source = share.source
+    return Reads(source.read_bytes, source.decoded_chunks, source.opened_files)
 
 
 def _multiply(share: Share) -> Reads:
-    """Count rows that all take the same number of bytes."""
+    """Multiply: all rows take the same number of bytes."""
     rows = share.rows + share.reads_example
     return Reads(rows * (share.source.fixed_row_bytes or 0), 0, None)
 
@@ -357,16 +357,16 @@ def _sample(shares: Sequence[Share]) -> list[Share]:
 
 
 def kept_bytes(share: Share) -> int:
-    """Return how many bytes of decoded chunks a rank keeps in memory, at most."""
+    """Return the largest number of bytes of decoded chunks in a rank's cache."""
     limit = hdf5_rows.KEPT_BYTES
-    if (mixed := share.pipeline.block_order(ORDER)) is not None:
-        rows = mixed.rows_in_use(_lane_starts(share, mixed))
-        limit = share.source.layout.bytes_to_keep(rows)
-    return min(limit, share.source.memory_bytes_in_blocks)
+    if (mixed := share.pipeline.chunk_shuffle(FIRST_EPOCH)) is not None:
+        rows = mixed.rows_in_use(_stripe_starts(share, mixed))
+        limit = share.source.file_map.cache_bytes_for(rows)
+    return min(limit, share.source.chunked_bytes)
 
 
-def _lane_starts(share: Share, mixed: BlockOrder) -> Indices:
-    """Return one position of the first batch for each lane that gives a rank rows."""
-    mine = share.positions(0)
-    lane_start = mine.start - mine.start % mixed.lane_rows
-    return np.arange(lane_start, mine.stop, mixed.lane_rows)
+def _stripe_starts(share: Share, mixed: ChunkShuffle) -> Indices:
+    """Return a position of the first batch in each stripe of a rank's slice."""
+    positions = share.positions(0)
+    stripe_start = positions.start - positions.start % mixed.stripe_rows
+    return np.arange(stripe_start, positions.stop, mixed.stripe_rows)

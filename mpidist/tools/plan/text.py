@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from mpidist.data.distributed.reader import is_global
 from mpidist.data.hdf5.index import ReadMethod
 from mpidist.data.sharding import even_sizes, replica_slice
-from mpidist.data.shuffling import LANE_ROWS
+from mpidist.data.shuffling import STRIPE_ROWS
 from mpidist.options import AutoShardPolicy
 from mpidist.tools.plan.parts import (
     DatasetPart,
@@ -36,10 +36,10 @@ _HEAD = ("ranks", "rows", "per step", "last step", "empty steps", "files", "read
 
 def to_json(plan: InputPlan) -> str:
     """Return the plan and its notes as JSON."""
-    found = dataclasses.asdict(plan)
-    found["request"]["policy"] = plan.request.policy.name.lower()
-    found["notes"] = notes_on(plan)
-    return json.dumps(found, indent=1)
+    fields = dataclasses.asdict(plan)
+    fields["request"]["policy"] = plan.request.policy.name.lower()
+    fields["notes"] = notes_on(plan)
+    return json.dumps(fields, indent=1)
 
 
 def to_text(plan: InputPlan) -> str:
@@ -127,10 +127,10 @@ def _order(plan: InputPlan) -> str:
     whose = " of a rank's files" if request.policy is AutoShardPolicy.FILE else ""
     if order.kind == "permutation":
         return f"exact permutation of all rows{whose}, seed {seed}"
-    lanes = f" in each of {order.lanes:,} lanes" if (order.lanes or 1) > 1 else ""
+    stripes = f" in each of {order.lanes:,} stripes" if (order.lanes or 1) > 1 else ""
     return (
         f"blocks of {_count(order.block_rows or 0, 'row')}{whose} in random order, "
-        f"{order.window_blocks:,} at a time mixed{lanes}, seed {seed}"
+        f"{order.window_blocks:,} at a time mixed{stripes}, seed {seed}"
     )
 
 
@@ -294,11 +294,11 @@ def _on_decoding(plan: InputPlan) -> Iterator[str]:
         cause = "rows come from all chunks at once"
         advice = "leave --window-chunks 0 out"
     elif order.kind == "blocks":
-        cause = f"{order.lanes:,} lanes begin and end within chunks"
+        cause = f"{order.lanes:,} stripes begin and end within chunks"
         advice = "smaller chunks, or batches, would be better"
         if each % (order.lane_rows or 1):
-            whole = LANE_ROWS[-1] * plan.request.ranks
-            cause = f"ranks share lanes, of {order.lane_rows} rows of a batch"
+            whole = STRIPE_ROWS[-1] * plan.request.ranks
+            cause = f"ranks share stripes, of {order.lane_rows} rows of a batch"
             advice = f"a batch of {whole:,} rows, or a multiple, gives ranks their own"
     else:
         cause = f"a rank's {each:,} rows of a batch are parts of chunks"

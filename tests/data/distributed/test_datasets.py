@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist import AutoShardPolicy, Dataset, InputContext, Options
-from mpidist.data.map_dataset import Pass, Rows
+from mpidist.data.map_dataset import Epoch, SourceMapDataset
 from mpidist.data.sharding import Permutation
 
 
@@ -164,7 +164,7 @@ class Recorder:
 
 def test_a_replica_reads_its_own_rows_and_no_others(strategy, comm):
     source = Recorder(30)
-    dataset = Dataset(Rows(source)).shuffle(seed=4).batch(8)
+    dataset = Dataset(SourceMapDataset(source)).shuffle(seed=4).batch(8)
     divided = strategy.experimental_distribute_dataset(dataset)
     given = [row for b in divided for row in local(strategy, b).tolist()]
     assert source.rows == given
@@ -269,7 +269,10 @@ def test_parts_of_all_replicas_cover_the_files(
         order = shuffled(n, n, epoch) if shuffle else list(range(n))
         kept = n // batch_size * batch_size if drop_remainder else n
         steps = [
-            [pipeline.part(Pass(epoch), i, replicas, r) for r in range(replicas)]
+            [
+                pipeline.local_batch(Epoch(epoch), i, replicas, r)
+                for r in range(replicas)
+            ]
             for i in range(pipeline.length)
         ]
         assert in_order(steps) == order[:kept]

@@ -165,13 +165,13 @@ def test_a_function_of_rows_is_called_once_for_each(strategy, comm, path):
 def threads(monkeypatch):
     """The names of the threads that have read groups of steps."""
     names = []
-    read_group = reader._RowsFeed.read_group
+    read_group = reader._MapReader.read_group
 
     def note(self, *args):
         names.append(threading.current_thread().name)
         return read_group(self, *args)
 
-    monkeypatch.setattr(reader._RowsFeed, "read_group", note)
+    monkeypatch.setattr(reader._MapReader, "read_group", note)
     return names
 
 

@@ -13,7 +13,7 @@ from thread_streams import DeviceArray, ThreadCopyStream
 import mpidist
 from mpidist import Dataset, InputOptions
 from mpidist.data.distributed import prefetch, reader
-from mpidist.data.distributed.prefetch import ReadAhead
+from mpidist.data.distributed.prefetch import Prefetcher
 from mpidist.device import arrays, binding, streams
 
 DEPTHS = [0, 1, 3]
@@ -333,9 +333,9 @@ def test_on_a_cpu_batches_are_handed_out_as_they_were_read(
     monkeypatch.setattr(prefetch.host_to_device, "Uploads", None)
     if strategy.extended.device != "CPU:0":
         pytest.skip("the replicas are on GPUs")
-    read, original = [], ReadAhead.read
+    read, original = [], Prefetcher.read
     monkeypatch.setattr(
-        ReadAhead, "read", lambda *args: read.append(original(*args)) or read[-1]
+        Prefetcher, "read", lambda *args: read.append(original(*args)) or read[-1]
     )
     divided = strategy.experimental_distribute_dataset(
         numbers(30).batch(3), reading_ahead(depth)

@@ -12,7 +12,7 @@ import pytest
 
 import mpidist
 from mpidist import Dataset
-from mpidist.data.map_dataset import Pass
+from mpidist.data.map_dataset import Epoch
 
 ROWS = 23
 NUMBERS = np.random.default_rng(0).normal(size=(ROWS, 3, 2)) * 100
@@ -63,7 +63,7 @@ def whole(path, name="x"):
 
 
 def rows_of(dataset, rows):
-    return dataset.pipeline.elements(Pass(), np.asarray(rows, np.int64))
+    return dataset.pipeline.elements(Epoch(), np.asarray(rows, np.int64))
 
 
 def damage_chunk(path, name):

@@ -1,7 +1,6 @@
-"""The steps of a dataset whose elements can only be had one after the other.
+"""Transformations of iterable datasets, whose elements can only be read in order.
 
-They have the names and arguments of the steps in `batching` and `ordering`, which give
-any element at once.
+They have the names and arguments of those of map-style datasets.
 """
 
 from __future__ import annotations
@@ -15,10 +14,15 @@ import numpy as np
 
 from mpidist.data import sharding
 from mpidist.data.batching import call_function, call_mapped
-from mpidist.data.combining import part_pass
-from mpidist.data.iterable import InOrder, Step, Stream, count_rows
-from mpidist.data.map_dataset import Pass, Pipeline
-from mpidist.data.ordering import lap_pass
+from mpidist.data.combining import epoch_of_component
+from mpidist.data.iter_dataset import (
+    IterDataset,
+    IterTransformation,
+    MapToIterDataset,
+    count_rows,
+)
+from mpidist.data.map_dataset import Epoch, MapDataset
+from mpidist.data.ordering import epoch_of_repetition
 from mpidist.data.sources import as_element, stack
 from mpidist.data.spec import batch_of, require_like, spec_of
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
@@ -44,10 +48,10 @@ __all__ = [
 ]
 
 
-class Map(Step):
+class Map(IterTransformation):
     """A function of each element, in some number of threads."""
 
-    def __init__(self, parent: Stream, fn: Callable[..., Any], threads: int = 1):
+    def __init__(self, parent: IterDataset, fn: Callable[..., Any], threads: int = 1):
         super().__init__(parent)
         self._fn = fn
         self._threads = threads
@@ -55,8 +59,8 @@ class Map(Step):
     def describe(self) -> str:
         return f"{self._parent.describe()}.map"
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        elements = self._parent.iterate(order)
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        elements = self._parent.iterate(epoch)
         call = functools.partial(call_mapped, self._fn)
         if self._threads > 1:
             yield from call_ahead(call, elements, self._threads)
@@ -67,10 +71,10 @@ class Map(Step):
         return call_mapped(self._fn, self._parent.example())
 
 
-class Batch(Step):
+class Batch(IterTransformation):
     """Runs of elements, stacked."""
 
-    def __init__(self, parent: Stream, batch_size: int, drop_remainder: bool):
+    def __init__(self, parent: IterDataset, batch_size: int, drop_remainder: bool):
         super().__init__(parent)
         self._batch_size = batch_size
         self._drop_remainder = drop_remainder
@@ -83,12 +87,12 @@ class Batch(Step):
     def is_batched(self) -> bool:
         return True
 
-    def rebatch(self, workers: int) -> Stream:
+    def rebatch(self, workers: int) -> IterDataset:
         share = -(-self._batch_size // workers)
         return Batch(self._parent, share, self._drop_remainder)
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        elements = self._parent.iterate(order)
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        elements = self._parent.iterate(epoch)
         while rows := list(itertools.islice(elements, self._batch_size)):
             if len(rows) == self._batch_size or not self._drop_remainder:
                 yield stack(rows)
@@ -100,12 +104,12 @@ class Batch(Step):
         return batch_of(self._parent.element_spec())
 
 
-class Shuffle(Step):
+class Shuffle(IterTransformation):
     """All elements, each drawn at random from a buffer of the next ones."""
 
     def __init__(
         self,
-        parent: Stream,
+        parent: IterDataset,
         buffer_size: int | None,
         seed: int | None,
         reshuffle: bool,
@@ -125,70 +129,74 @@ class Shuffle(Step):
     def needs_entropy(self) -> bool:
         return self._seed is None or self._parent.needs_entropy
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        seed = order.entropy if self._seed is None else self._seed
-        epoch = order.epoch if self._reshuffle else 0
-        random = np.random.default_rng([sharding.to_word(seed), epoch])
-        elements = self._parent.iterate(order)
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        seed = epoch.entropy if self._seed is None else self._seed
+        number = epoch.number if self._reshuffle else 0
+        random = np.random.default_rng([sharding.to_word(seed), number])
+        elements = self._parent.iterate(epoch)
         buffer = list(itertools.islice(elements, self._buffer_size))
+        # Draw from a full buffer, and put the next element in its place
         for element in elements:
             i = int(random.integers(len(buffer)))
             drawn, buffer[i] = buffer[i], element
             yield drawn
+        # Draw from the rest; swapping with the last element makes removal O(1)
         while buffer:
             i = int(random.integers(len(buffer)))
             buffer[i], buffer[-1] = buffer[-1], buffer[i]
             yield buffer.pop()
 
 
-class Window(Step):
+class Window(IterTransformation):
     """A run of elements: take and skip."""
 
-    def __init__(self, parent: Stream, start: int, count: int | None):
+    def __init__(self, parent: IterDataset, start: int, count: int | None):
         super().__init__(parent)
         self._start = start
         self._count = count
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
         stop = None if self._count is None else self._start + self._count
-        return itertools.islice(self._parent.iterate(order), self._start, stop)
+        return itertools.islice(self._parent.iterate(epoch), self._start, stop)
 
 
-class Shard(Step):
+class Shard(IterTransformation):
     """Every n-th element."""
 
-    def __init__(self, parent: Stream, num_shards: int, index: int):
+    def __init__(self, parent: IterDataset, num_shards: int, index: int):
         super().__init__(parent)
         self._num_shards = num_shards
         self._index = index
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        elements = self._parent.iterate(order)
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        elements = self._parent.iterate(epoch)
         return itertools.islice(elements, self._index, None, self._num_shards)
 
 
-class Repeat(Step):
-    """The elements several times, or without end; each lap is an epoch of its own."""
+class Repeat(IterTransformation):
+    """The elements repeated, perhaps endlessly; each repetition is an epoch."""
 
-    def __init__(self, parent: Stream, count: int | None):
+    def __init__(self, parent: IterDataset, count: int | None):
         super().__init__(parent)
         self._count = count
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        laps = itertools.count() if self._count is None else range(self._count)
-        for lap in laps:
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        repetitions = itertools.count() if self._count is None else range(self._count)
+        for repetition in repetitions:
             is_empty = True
-            for element in self._parent.iterate(lap_pass(order, self._count, lap)):
+            for element in self._parent.iterate(
+                epoch_of_repetition(epoch, self._count, repetition)
+            ):
                 is_empty = False
                 yield element
             if is_empty and self._count is None:
-                return  # an endless repetition of nothing
+                return  # repeating an empty dataset endlessly would never return
 
 
-class Concatenate(Stream):
-    """The elements of one stream, then those of another."""
+class Concatenate(IterDataset):
+    """The elements of one dataset, then those of another."""
 
-    def __init__(self, first: Stream, second: Stream):
+    def __init__(self, first: IterDataset, second: IterDataset):
         self._first = first
         self._second = second
 
@@ -211,18 +219,18 @@ class Concatenate(Stream):
     def describe(self) -> str:
         return f"{self._first.describe()}.concatenate({self._second.describe()})"
 
-    def over(self, change: Callable[[Any], Any]) -> Stream:
+    def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
         return Concatenate(change(self._first), change(self._second))
 
     def describe_source(self) -> str:
         return f"{self._first.describe_source()}, {self._second.describe_source()}"
 
-    def rebatch(self, workers: int) -> Stream:
+    def rebatch(self, workers: int) -> IterDataset:
         return Concatenate(self._first.rebatch(workers), self._second.rebatch(workers))
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
         spec = None
-        first, second = self._first.iterate(order), self._second.iterate(order)
+        first, second = self._first.iterate(epoch), self._second.iterate(epoch)
         for element in itertools.islice(first, 1):
             spec = self._spec_of(element)
             yield element
@@ -243,58 +251,67 @@ class Concatenate(Stream):
             return self._second.example()
 
 
-class Zip(Stream):
-    """Elements of several streams, in a structure, up to the end of the shortest."""
+class Zip(IterDataset):
+    """Elements of several datasets, in a structure, up to the end of the shortest."""
 
-    def __init__(self, parts: Sequence[Stream], spec: nest.Spec):
-        self._parts = tuple(parts)
+    def __init__(self, components: Sequence[IterDataset], spec: nest.Spec):
+        self._components = tuple(components)
         self._spec = spec
 
     @property
-    def later_parts(self) -> tuple[Stream, ...]:
-        """All parts but the first: see `part_pass`."""
-        return self._parts[1:]
+    def later_components(self) -> tuple[IterDataset, ...]:
+        """All components but the first; see `epoch_of_component`."""
+        return self._components[1:]
 
     @property
     def batch_size(self) -> int | None:
-        sizes = {part.batch_size for part in self._parts}
+        sizes = {component.batch_size for component in self._components}
         return sizes.pop() if len(sizes) == 1 else None
 
     @property
     def is_batched(self) -> bool:
-        sizes = {part.batch_size for part in self._parts if part.batch_size}
-        return len(sizes) <= 1 and all(part.is_batched for part in self._parts)
+        sizes = {
+            component.batch_size
+            for component in self._components
+            if component.batch_size
+        }
+        return len(sizes) <= 1 and all(
+            component.is_batched for component in self._components
+        )
 
     @property
     def needs_entropy(self) -> bool:
-        return any(part.needs_entropy for part in self._parts)
+        return any(component.needs_entropy for component in self._components)
 
     def describe(self) -> str:
-        return f"zip({self._spec}, {', '.join(p.describe() for p in self._parts)})"
+        return f"zip({self._spec}, {', '.join(p.describe() for p in self._components)})"
 
     def describe_source(self) -> str:
-        return ", ".join(part.describe_source() for part in self._parts)
+        return ", ".join(component.describe_source() for component in self._components)
 
-    def over(self, change: Callable[[Any], Any]) -> Stream:
-        return Zip([change(part) for part in self._parts], self._spec)
+    def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
+        return Zip([change(component) for component in self._components], self._spec)
 
-    def rebatch(self, workers: int) -> Stream:
-        return self.over(lambda part: part.rebatch(workers))
+    def rebatch(self, workers: int) -> IterDataset:
+        return self.replace_parents(lambda component: component.rebatch(workers))
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        given = [
-            part.iterate(part_pass(order, i)) for i, part in enumerate(self._parts)
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        iterators = [
+            component.iterate(epoch_of_component(epoch, i))
+            for i, component in enumerate(self._components)
         ]
-        return (nest.unflatten(self._spec, elements) for elements in zip(*given))
+        return (nest.unflatten(self._spec, elements) for elements in zip(*iterators))
 
     def example(self) -> Any:
-        return nest.unflatten(self._spec, [part.example() for part in self._parts])
+        return nest.unflatten(
+            self._spec, [component.example() for component in self._components]
+        )
 
 
-class Enumerate(Step):
-    """The elements with their numbers, from `start` on, before them."""
+class Enumerate(IterTransformation):
+    """Pairs of a number, counted from `start`, and an element."""
 
-    def __init__(self, parent: Stream, start: int):
+    def __init__(self, parent: IterDataset, start: int):
         super().__init__(parent)
         self._start = start
 
@@ -306,15 +323,15 @@ class Enumerate(Step):
     def is_batched(self) -> bool:
         return False  # a number has no rows
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        numbered = enumerate(self._parent.iterate(order), self._start)
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        numbered = enumerate(self._parent.iterate(epoch), self._start)
         return ((np.int64(i), element) for i, element in numbered)
 
     def example(self) -> Any:
         return np.int64(self._start), self._parent.example()
 
 
-class Unbatch(Step):
+class Unbatch(IterTransformation):
     """The rows of each element."""
 
     @property
@@ -325,11 +342,11 @@ class Unbatch(Step):
     def is_batched(self) -> bool:
         return False
 
-    def rebatch(self, workers: int) -> Stream:
-        return self  # its batches are not those that are divided
+    def rebatch(self, workers: int) -> IterDataset:
+        return self  # earlier batches are not the global batches to divide
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        for batch in map(as_element, self._parent.iterate(order)):
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        for batch in map(as_element, self._parent.iterate(epoch)):
             leaves, spec = nest.flatten(batch)
             for i in range(count_rows(batch, "unbatch")):
                 yield nest.unflatten(spec, [leaf[i] for leaf in leaves])
@@ -343,44 +360,44 @@ class Unbatch(Step):
         return nest.map_leaves(first, batch)
 
 
-class Filter(Step):
-    """The elements of which a function says True."""
+class Filter(IterTransformation):
+    """The elements for which a predicate is True."""
 
-    def __init__(self, parent: Stream, predicate: Callable[..., Any]):
+    def __init__(self, parent: IterDataset, predicate: Callable[..., Any]):
         super().__init__(parent)
         self._predicate = predicate
 
     def describe(self) -> str:
         return f"{self._parent.describe()}.filter"
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        return filter(self._is_wanted, self._parent.iterate(order))
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        return filter(self._is_wanted, self._parent.iterate(epoch))
 
     def _is_wanted(self, element: Any) -> bool:
-        found = call_function(self._predicate, element)
-        is_bool = isinstance(found, bool) or getattr(found, "dtype", None) == np.bool_
-        if not is_bool or np.ndim(found):
+        result = call_function(self._predicate, element)
+        is_bool = isinstance(result, bool) or getattr(result, "dtype", None) == np.bool_
+        if not is_bool or np.ndim(result):
             raise ArgumentTypeError(
-                f"predicate must return one bool, not {validation.shown(found)}"
+                f"predicate must return one bool, not {validation.shown(result)}"
             )
-        return bool(found)
+        return bool(result)
 
 
-class Interleave(Step):
-    """Elements of the datasets that a function makes of the elements, by turns.
+class Interleave(IterTransformation):
+    """Elements of the datasets `map_func(element)`, interleaved.
 
     Args:
       parent: of the elements.
       map_func: returns a Dataset.
-      cycle_length: of how many datasets elements come by turns.
-      block_length: how many follow each other of one.
-      is_threaded: whether a thread reads a block ahead of each of those datasets.
-      workers: in how many parts batches are to be divided.
+      cycle_length: number of datasets that are interleaved at a time.
+      block_length: number of consecutive elements of a dataset.
+      is_threaded: whether each of these datasets is prefetched by a thread.
+      workers: number of workers among which batch sizes are divided.
     """
 
     def __init__(
         self,
-        parent: Stream,
+        parent: IterDataset,
         map_func: Callable[..., Dataset],
         cycle_length: int,
         block_length: int,
@@ -393,25 +410,25 @@ class Interleave(Step):
         self._block_length = block_length
         self._is_threaded = is_threaded
         self._workers = workers
-        self._first: Stream | None = None
+        self._first: IterDataset | None = None
 
     @property
     def batch_size(self) -> int | None:
-        return self._example_part().batch_size
+        return self._example_dataset().batch_size
 
     @property
     def is_batched(self) -> bool:
-        return self._example_part().is_batched
+        return self._example_dataset().is_batched
 
     @property
     def needs_entropy(self) -> bool:
-        return True  # who knows what shuffles there will be
+        return True  # datasets of later elements may be shuffled
 
     def describe(self) -> str:
         arguments = f"{self._cycle_length}, {self._block_length}"
         return f"{self._parent.describe()}.interleave({arguments})"
 
-    def rebatch(self, workers: int) -> Stream:
+    def rebatch(self, workers: int) -> IterDataset:
         return Interleave(
             self._parent,
             self._map_func,
@@ -421,52 +438,52 @@ class Interleave(Step):
             self._workers * workers,
         )
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
-        # As TensorFlow's: a part that ends leaves its slot to the next one, whose turn
-        # comes when the slot's does
-        sources = enumerate(self._parent.iterate(order))
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        # As in TensorFlow, the next dataset takes the slot of one that has ended when
+        # the cycle reaches that slot again
+        sources = enumerate(self._parent.iterate(epoch))
         slots: list[Iterator[Any] | None] = [None] * self._cycle_length
         has_more = True
         for slot in itertools.cycle(range(self._cycle_length)):
             if slots[slot] is None and has_more:
-                found = next(sources, None)
-                has_more = found is not None
-                slots[slot] = found and self._start(order, *found)
+                source = next(sources, None)
+                has_more = source is not None
+                slots[slot] = source and self._start(epoch, *source)
             elif not has_more and not any(slots):
                 return
-            if (part := slots[slot]) is not None:
+            if (dataset := slots[slot]) is not None:
                 count = 0
-                for element in itertools.islice(part, self._block_length):
+                for element in itertools.islice(dataset, self._block_length):
                     count += 1
                     yield element
                 if count < self._block_length:
                     slots[slot] = None
 
-    def _start(self, order: Pass, number: int, element: Any) -> Iterator[Any]:
+    def _start(self, epoch: Epoch, number: int, element: Any) -> Iterator[Any]:
         """Return the elements of the dataset made of one element."""
-        part = self._make(element)
-        elements = part.iterate(part_pass(order, number + 1))
+        dataset = self._make(element)
+        elements = dataset.iterate(epoch_of_component(epoch, number + 1))
         return (
             read_ahead(elements, self._block_length) if self._is_threaded else elements
         )
 
-    def _make(self, element: Any) -> Stream:
+    def _make(self, element: Any) -> IterDataset:
         made = call_function(self._map_func, element)
-        part = getattr(made, "pipeline", None)
-        if isinstance(part, Pipeline):
-            part = InOrder(part)
-        if not isinstance(part, Stream):
+        dataset = getattr(made, "pipeline", None)
+        if isinstance(dataset, MapDataset):
+            dataset = MapToIterDataset(dataset)
+        if not isinstance(dataset, IterDataset):
             raise ArgumentTypeError(
                 "map_func of interleave must return a mpidist.Dataset, not "
                 f"{validation.shown(made)}"
             )
-        return part.rebatch(self._workers) if self._workers > 1 else part
+        return dataset.rebatch(self._workers) if self._workers > 1 else dataset
 
-    def _example_part(self) -> Stream:
-        """Return the first dataset; the function is called for it once."""
+    def _example_dataset(self) -> IterDataset:
+        """Return the dataset of the first element; calls the function only once."""
         if self._first is None:
             self._first = self._make(self._parent.example())
         return self._first
 
     def example(self) -> Any:
-        return self._example_part().example()
+        return self._example_dataset().example()

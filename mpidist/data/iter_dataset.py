@@ -1,6 +1,6 @@
-"""Datasets whose elements can only be had one after the other: what they start from.
+"""Iterable datasets, whose elements can only be read in order: base and sources.
 
-The steps are in `sequential`. Nothing here communicates.
+The transformations are in `iter_transformations`. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from typing import Any
 
-from mpidist.data.map_dataset import Pass, Pipeline, Reading
+from mpidist.data.map_dataset import Epoch, MapDataset, OpenSources
 from mpidist.data.sources import as_element, take_element
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
@@ -22,10 +22,10 @@ from mpidist.values import DistributedValues
 
 __all__ = [
     "UNKNOWN_CARDINALITY",
-    "Generated",
-    "InOrder",
-    "Step",
-    "Stream",
+    "GeneratorDataset",
+    "MapToIterDataset",
+    "IterTransformation",
+    "IterDataset",
     "count_rows",
 ]
 
@@ -33,15 +33,15 @@ UNKNOWN_CARDINALITY = -2
 _END = object()
 
 
-class Stream:
-    """One step and all before it. Elements are nests of arrays."""
+class IterDataset:
+    """A source with its transformations. Elements are nests of arrays."""
 
     cardinality = UNKNOWN_CARDINALITY
-    may_be_scalars = False  # though they stand for batches
+    may_be_scalars = False  # v1 iterators accept scalars in place of batches
 
     @property
     def batch_size(self) -> int | None:
-        """How many rows an element has; None if it is not a batch, or of any size."""
+        """The rows of an element; None if it is not a batch, or of varying size."""
         raise NotImplementedError  # pragma: no cover
 
     @property
@@ -51,40 +51,40 @@ class Stream:
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the order depends on `Pass.entropy`."""
+        """Whether the order depends on `Epoch.entropy`."""
         raise NotImplementedError  # pragma: no cover
 
     @property
     def file_count(self) -> int:
-        """How many files the rows come from; 0 for rows that are not in files."""
+        """The number of files with the rows; 0 for rows that are not in files."""
         return 0
 
-    def shard_files(self, workers: int, worker: int) -> Stream:
-        """Return the same steps of the rows of one worker's files."""
-        return self.over(lambda parent: parent.shard_files(workers, worker))
+    def shard_files(self, workers: int, worker: int) -> IterDataset:
+        """Return this dataset over the files of one worker."""
+        return self.replace_parents(lambda parent: parent.shard_files(workers, worker))
 
     def describe(self) -> str:
-        """Return what must be the same on every replica, as text."""
+        """Return text that must be equal on all replicas, and in restored states."""
         raise NotImplementedError  # pragma: no cover
 
     def describe_source(self) -> str:
-        """Return the part of `describe` that says where the rows come from."""
+        """Return the part of `describe` about the sources."""
         raise NotImplementedError  # pragma: no cover
 
-    def over(self, change: Callable[[Any], Any]) -> Stream:
-        """Return the same step after `change(parent)` instead of its parent."""
+    def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
+        """Return the same transformation of `change(parent)`."""
         raise NotImplementedError  # pragma: no cover
 
-    def rebatch(self, workers: int) -> Stream:
-        """Return the same steps with one worker's share of the batch size."""
+    def rebatch(self, workers: int) -> IterDataset:
+        """Return this dataset with one worker's share of the batch size."""
         raise NotImplementedError  # pragma: no cover
 
-    def iterate(self, order: Pass) -> Iterator[Any]:
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
         """Yield all elements."""
         raise NotImplementedError  # pragma: no cover
 
     def example(self) -> Any:
-        """Return some element; starts the source once more, and stops it.
+        """Return an element; starts and closes another iteration of the source.
 
         Raises:
           DataError: there is no element.
@@ -96,12 +96,12 @@ class Stream:
         return spec_of(as_element(self.example()), self.is_batched)
 
 
-class Generated(Stream):
-    """What a function's iterable, or an iterable itself, yields.
+class GeneratorDataset(IterDataset):
+    """The elements of an iterable, or of the iterable that a function returns.
 
     Args:
-      generator: an iterable that starts again each time, or a function that returns
-        one.
+      generator: an iterable that can be iterated over repeatedly, or a function that
+        returns an iterable.
       is_batched: whether it yields batches.
       may_be_scalars: whether it may yield scalars in place of batches.
     """
@@ -133,19 +133,20 @@ class Generated(Stream):
     def describe(self) -> str:
         return "from_generator"
 
-    def over(self, change: Callable[[Any], Any]) -> Stream:
+    def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
         return self
 
     def describe_source(self) -> str:
         return self.describe()
 
-    def rebatch(self, workers: int) -> Stream:
+    def rebatch(self, workers: int) -> IterDataset:
         return self
 
-    def iterate(self, order: Pass) -> Generator[Any, None, None]:
+    def iterate(self, epoch: Epoch) -> Generator[Any, None, None]:
         elements = self._start()
         try:
-            # Held by a list alone, so that arrays which nobody else has can be told
+            # Only `holder` refers to the element, so that `take_element` can count
+            # references: arrays that nothing else refers to need no copy
             while (holder := [next(elements, _END)])[0] is not _END:
                 yield take_element(holder)
         finally:
@@ -153,7 +154,7 @@ class Generated(Stream):
                 elements.close()
 
     def example(self) -> Any:
-        with contextlib.closing(self.iterate(Pass())) as elements:
+        with contextlib.closing(self.iterate(Epoch())) as elements:
             for element in elements:
                 return element
         raise DataError("the generator yields no element, so its elements are unknown")
@@ -171,10 +172,10 @@ class Generated(Stream):
         return elements
 
 
-class InOrder(Stream):
-    """The elements of a pipeline, one after the other."""
+class MapToIterDataset(IterDataset):
+    """The elements of a map-style dataset, in order."""
 
-    def __init__(self, pipeline: Pipeline):
+    def __init__(self, pipeline: MapDataset):
         self._pipeline = pipeline
 
     @property
@@ -192,42 +193,48 @@ class InOrder(Stream):
     def describe(self) -> str:
         return self._pipeline.describe()
 
-    def over(self, change: Callable[[Any], Any]) -> Stream:
-        return InOrder(change(self._pipeline))
+    def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
+        return MapToIterDataset(change(self._pipeline))
 
     def describe_source(self) -> str:
         return self._pipeline.describe_source()
 
-    def rebatch(self, workers: int) -> Stream:
-        return InOrder(self._pipeline.rebatch(workers))
+    def rebatch(self, workers: int) -> IterDataset:
+        return MapToIterDataset(self._pipeline.rebatch(workers))
 
-    def iterate(self, order: Pass, start: int = 0) -> Iterator[Any]:
-        """Yield all elements from number `start` on."""
+    def iterate(self, epoch: Epoch, start: int = 0) -> Iterator[Any]:
+        """Yield all elements from index `start` on."""
         length = self._pipeline.length
         numbers = itertools.count(start) if length is None else range(start, length)
-        reading, threads = Reading(self._pipeline), self._pipeline.parallel_calls
+        open_sources, threads = (
+            OpenSources(self._pipeline),
+            self._pipeline.parallel_calls,
+        )
 
         def read(i: int) -> Any:
-            return reading.do(lambda: self._pipeline.element(order, i))
+            return open_sources.run(lambda: self._pipeline.element(epoch, i))
 
         try:
             if threads > 1:
                 yield from call_ahead(read, numbers, threads)
             else:
                 yield from map(read, numbers)
-        except BaseException:  # also where a generator is closed early
-            reading.close()
+        except BaseException:  # including GeneratorExit
+            open_sources.close()
             raise
-        reading.end()
+        open_sources.end()
 
     def example(self) -> Any:
-        return self._pipeline.example(Pass())
+        return self._pipeline.example(Epoch())
 
 
-class Step(Stream):
-    """A step after one parent."""
+class IterTransformation(IterDataset):
+    """A transformation of one parent.
 
-    def __init__(self, parent: Stream):
+    `describe` contains class names and attributes in order: iterator states hash it.
+    """
+
+    def __init__(self, parent: IterDataset):
         self._parent = parent
 
     @property
@@ -254,23 +261,23 @@ class Step(Stream):
     def describe_source(self) -> str:
         return self._parent.describe_source()
 
-    def over(self, change: Callable[[Any], Any]) -> Stream:
-        step = copy.copy(self)
-        step._parent = change(self._parent)
-        return step
+    def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
+        transformation = copy.copy(self)
+        transformation._parent = change(self._parent)
+        return transformation
 
-    def rebatch(self, workers: int) -> Stream:
-        return self.over(lambda parent: parent.rebatch(workers))
+    def rebatch(self, workers: int) -> IterDataset:
+        return self.replace_parents(lambda parent: parent.rebatch(workers))
 
     def example(self) -> Any:
         return self._parent.example()
 
 
 def count_rows(batch: Any, call: str = "") -> int:
-    """Return the first dimension of all arrays of a batch.
+    """Return the number of rows of a batch: the first dimension of its arrays.
 
     Raises:
-      DataError: they have none, or unlike ones; `call` is what needs it.
+      DataError: these differ, or an array has none; names `call` if that is given.
     """
     shapes = [leaf.shape for leaf in nest.flatten(batch)[0]]
     if not shapes or any(s[:1] != shapes[0][:1] or not s for s in shapes):
@@ -284,10 +291,10 @@ def count_rows(batch: Any, call: str = "") -> int:
 
 
 def _require_source(generator: Any) -> None:
-    """Raise if `generator` cannot be iterated over again and again."""
+    """Raise if `generator` cannot be iterated over repeatedly."""
     if callable(generator):
         return
-    # The order of a set is not the same on all ranks
+    # The iteration order of a set differs between ranks
     wrong = str, bytes, Mapping, Set, DistributedValues
     is_many = isinstance(generator, Iterable) and getattr(generator, "ndim", 1) > 0
     if not is_many or isinstance(generator, wrong):
