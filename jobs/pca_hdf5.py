@@ -139,7 +139,7 @@ def _fix_signs(directions: Array) -> Array:
 class ResultFile:
     """An HDF5 file that appears at `path` complete, or not at all.
 
-    Rank 0 calls its methods, through `Agreement.root_only`; the other ranks' objects
+    Rank 0 calls its methods, through `Consensus.root_only`; the other ranks' objects
     do nothing. Used with `with`, which removes what was not published.
     """
 
@@ -289,7 +289,7 @@ def write_scores(
 
     The ranks have consecutive slices of a batch, so rows stay in the files' order.
     """
-    on_root = strategy.extended.agreement.root_only
+    on_root = strategy.extended.consensus.root_only
     basis = components.directions.T
     shape = moments.count, basis.shape[1]
     on_root("reserve scores", lambda: output.reserve_scores(shape))
@@ -305,7 +305,7 @@ def run(strategy: mpidist.Strategy, options: argparse.Namespace) -> str:
       ArgumentError: an output that cannot be written; too many components.
       DataError: files that cannot be read.
     """
-    on_root = strategy.extended.agreement.root_only
+    on_root = strategy.extended.consensus.root_only
     k = options.components
     with ResultFile(Path(options.output)) as output:
         on_root("create the output", lambda: output.create(options.files))

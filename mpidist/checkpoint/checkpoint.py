@@ -246,7 +246,7 @@ class Checkpoint(Tracked):
         """Implement `write` for other public calls; see `Saver.save`."""
         require_cross_replica(self.strategy, operation)
         now = datetime.datetime.now(datetime.timezone.utc)
-        prepare = self.strategy.extended.agreement.prepare
+        prepare = self.strategy.extended.consensus.guard
         index = prepare(operation, lambda: index_path(file_prefix, "file_prefix"))
         self.saver.save(
             operation,
@@ -272,7 +272,7 @@ class Checkpoint(Tracked):
         **options: Any,
     ) -> str:
         """Implement `save` for other public calls; `number` replaces the counter."""
-        prepare = self.strategy.extended.agreement.prepare
+        prepare = self.strategy.extended.consensus.guard
         path = prepare(operation, lambda: validation.path("file_prefix", file_prefix))
         before = self.save_counter
         self._objects[_COUNTER] = before + 1
@@ -301,7 +301,7 @@ class Checkpoint(Tracked):
             validation.switch("is_partial", is_partial)
             return index_path(path, "save_path")
 
-        index = self.strategy.extended.agreement.prepare(operation, prepare)
+        index = self.strategy.extended.consensus.guard(operation, prepare)
         self.saver.wait()
         found = restore(self.strategy, operation, index, self, is_partial)
         return LoadStatus(str(index), found.missing, found.unused)

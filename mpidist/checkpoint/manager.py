@@ -135,7 +135,7 @@ class CheckpointManager:
         self._checkpoint = checkpoint
         self._strategy = checkpoint.strategy
         self._last_step: int | None = None
-        self._agreement = self._strategy.extended.agreement
+        self._consensus = self._strategy.extended.consensus
 
         def check() -> None:
             validation.optional_integer("max_to_keep", max_to_keep, 1)
@@ -156,7 +156,7 @@ class CheckpointManager:
                 also = ", a variable, a function or None"
                 validation.optional_integer("step_counter", step_counter, None, also)
 
-        self._agreement.prepare(_CALL, check)
+        self._consensus.guard(_CALL, check)
         self._max_to_keep = max_to_keep
         self._keep_hours = keep_checkpoint_every_n_hours
         self._keep_every = keep_every
@@ -165,7 +165,7 @@ class CheckpointManager:
         self._interval = checkpoint_interval
         self._init_fn = init_fn
         self._is_background = is_background
-        found = self._agreement.root_only(_CALL, self._clean_up)
+        found = self._consensus.root_only(_CALL, self._clean_up)
         self._found: list[Saved] = found[0]
         self._preserved: tuple[int, float] = found[1]
         self._last_saved: Path | None = None
@@ -224,7 +224,7 @@ class CheckpointManager:
             number = validation.optional_integer(name, checkpoint_number, 0, "")
             return number, self._step()
 
-        number, step = self._agreement.prepare(call, prepare)
+        number, step = self._consensus.guard(call, prepare)
         if check_interval and self._interval is not None and step is not None:
             is_early = self._last_step is not None
             if is_early and step < (self._last_step or 0) + self._interval:
@@ -285,13 +285,13 @@ class CheckpointManager:
                 self._last_step = self._step()
                 return path
         if self._init_fn is not None:
-            self._agreement.block(f"{_CALL}.init_fn", self._init_fn)
+            self._consensus.run_in_scope(f"{_CALL}.init_fn", self._init_fn)
         if self._interval is not None:
             self._last_step = self._step()
         return None
 
     def __enter__(self) -> CheckpointManager:
-        self._agreement.enter_block()
+        self._consensus.enter_scope()
         return self
 
     def __exit__(
@@ -302,7 +302,7 @@ class CheckpointManager:
     ) -> None:
         """Wait for the save in the background. Collective."""
         try:
-            self._agreement.leave_block(f"the end of {_CALL}'s with", error)
+            self._consensus.leave_scope(f"the end of {_CALL}'s with", error)
         except Exception as raised:  # on all ranks
             self.wait()
             if raised is not error:
@@ -331,7 +331,7 @@ class CheckpointManager:
 
     def _update(self) -> None:
         """Update the list of checkpoints. Collective."""
-        self._found = self._agreement.root_only(
+        self._found = self._consensus.root_only(
             f"{_CALL}.save", lambda: directories.find(self._directory, self._name)
         )
         if self._last_saved is not None:

@@ -45,7 +45,7 @@ from mpidist.checkpoint.tree import (
     original_dtype,
     unescape,
 )
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.data.hdf5.index import contiguous_offset
 from mpidist.strategy.extended import StrategyExtended
 
@@ -422,7 +422,7 @@ def load(
     for leaf in shared:
         pieces = [p for i, p in enumerate(leaf.pieces) if i % ranks == rank]
         read = functools.partial(_read, directory, leaf, pieces)
-        array, flat = extended.agreement.prepare(operation, read)
+        array, flat = extended.consensus.guard(operation, read)
         for i, piece in enumerate(leaf.pieces if ranks > 1 else ()):
             _broadcast(extended, operation, flat, piece, i % ranks)
         values[id(leaf)] = array
@@ -433,7 +433,9 @@ def load(
             found[id(leaf)], _ = _read(directory, leaf, leaf.pieces)
         return found
 
-    return values | extended.together(Call(operation), read_own, is_patient=True)
+    return values | extended.run_collectively(
+        CallSignature(operation), read_own, yield_cpu=True
+    )
 
 
 def _read(directory: Path, leaf: Leaf, pieces: Sequence[Piece]) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from mpidist.checkpoint.reading import load, read_tree
 from mpidist.checkpoint.restore_plan import RestorePlan
 from mpidist.checkpoint.state import Tracked
 from mpidist.checkpoint.tree import readable
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.context import enter
 from mpidist.errors import CheckpointError
 from mpidist.strategy.strategy import Strategy
@@ -108,20 +108,22 @@ def restore(
     """
     extended = strategy.extended
     extended.topology.require_open()
-    agreement = extended.agreement
+    consensus = extended.consensus
     where = ("path", str(index)), ("is_partial", is_partial)
-    agreement.require_same(Call(operation, where))
-    tree = agreement.root_only(operation, lambda: read_tree(index))
+    consensus.require_same(CallSignature(operation, where))
+    tree = consensus.root_only(operation, lambda: read_tree(index))
     plan = RestorePlan(strategy, str(index), is_partial)
-    change = agreement.prepare(operation, lambda: plan.match(tracked, tree))
+    change = consensus.guard(operation, lambda: plan.match(tracked, tree))
     needed = [(leaf.kind, str(leaf.dtype), leaf.shape) for leaf in plan.shared]
-    agreement.require_same(Call(operation, (("the arrays to restore", tuple(needed)),)))
+    consensus.require_same(
+        CallSignature(operation, (("the arrays to restore", tuple(needed)),))
+    )
     shared, own = plan.shared, plan.own
     plan.values = load(extended, operation, index.parent, shared, own)
-    agreement.prepare(operation, lambda: _compute(plan, index))
-    agreement.require_same(Call(operation))
+    consensus.guard(operation, lambda: _compute(plan, index))
+    consensus.require_same(CallSignature(operation))
     with enter(strategy):
-        _set_states(agreement.block, operation, plan)
+        _set_states(consensus.run_in_scope, operation, plan)
     change()
     return plan
 

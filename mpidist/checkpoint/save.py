@@ -27,7 +27,7 @@ from mpidist.checkpoint.layout import Partition, make_partition, write_file
 from mpidist.checkpoint.state import gather_state
 from mpidist.checkpoint.tree import Group, Leaf, leaves, replace_nodes
 from mpidist.checkpoint.tree import Path as NodePath
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.device import arrays
 from mpidist.device.memory import Pinned
 from mpidist.errors import CheckpointError, RankLostError
@@ -61,7 +61,7 @@ class Saver:
     @property
     def is_lost(self) -> bool:
         """Whether ranks of the strategy have died."""
-        return self._extended.agreement.losses.ranks != ()
+        return self._extended.consensus.failures.ranks != ()
 
     def save(
         self,
@@ -94,9 +94,11 @@ class Saver:
         """
         extended = self._extended
         extended.topology.require_open()
-        extended.agreement.require_same(Call(operation, (("path", str(index)),)))
+        extended.consensus.require_same(
+            CallSignature(operation, (("path", str(index)),))
+        )
         self.wait()
-        token, serial = extended.agreement.root_only(operation, lambda: _begin(index))
+        token, serial = extended.consensus.root_only(operation, lambda: _begin(index))
         rank, ranks = extended.replica_id, extended.num_replicas
         names = functools.partial(directories.shard_names, index, token)
         tree, own = gather_state(
@@ -123,7 +125,7 @@ class Saver:
                 id(self),
             )
 
-        saving = extended.together(Call(operation), prepare)
+        saving = extended.run_collectively(CallSignature(operation), prepare)
         if is_background:
             saving.start()
             self._pending = saving
@@ -132,9 +134,11 @@ class Saver:
         else:
             with saving.until_complete():
                 write = saving.write_shard
-                extended.together(Call(operation), write, is_patient=True)
+                extended.run_collectively(
+                    CallSignature(operation), write, yield_cpu=True
+                )
                 saving.expect_shards()
-                extended.agreement.root_only(operation, saving.write_index)
+                extended.consensus.root_only(operation, saving.write_index)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being saved is complete. Collective.
@@ -145,18 +149,18 @@ class Saver:
         saving = self._pending
         if saving is None:  # on all ranks
             return
-        agreement = self._extended.agreement
+        consensus = self._extended.consensus
         saving.shard_is_done.wait()
-        if not agreement.losses.ranks:
+        if not consensus.failures.ranks:
             # If some ranks make another call, this raises and changes nothing
-            agreement.require_same(Call(_WAIT), is_patient=True)
+            consensus.require_same(CallSignature(_WAIT), yield_cpu=True)
         self._pending = None
         Saver.busy.remove(self)
         self._extended.closing.remove(self.wait)
         with saving.until_complete():
-            agreement.raise_together(_WAIT, saving.shard_error)
+            consensus.sync_errors(_WAIT, saving.shard_error)
             saving.expect_shards()
-            agreement.root_only(_WAIT, saving.finish)
+            consensus.root_only(_WAIT, saving.finish)
 
 
 def _release_at_end(saver: Saver, closing: list[Callable[[], None]]) -> None:

@@ -36,7 +36,7 @@ from mpidist.checkpoint.tree import (
     replace_nodes,
     require_depth,
 )
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.device import arrays
 from mpidist.errors import ArgumentTypeError, ContextError
 from mpidist.strategy.strategy import Strategy
@@ -320,18 +320,20 @@ def gather_state(
       MismatchError: arrays, numbers or text that differ between ranks.
       What `tree_of` raises on any rank.
     """
-    agreement = strategy.extended.agreement
+    consensus = strategy.extended.consensus
     with strategy.scope():
-        tree = agreement.block(operation, lambda: tree_of(dict(objects), (), strategy))
+        tree = consensus.run_in_scope(
+            operation, lambda: tree_of(dict(objects), (), strategy)
+        )
     compares = strategy.extended.num_replicas > 1
-    lines = agreement.prepare(operation, lambda: _describe(tree, compares))
-    agreement.require_same(Call(operation, tuple(lines)))
+    lines = consensus.guard(operation, lambda: _describe(tree, compares))
+    consensus.require_same(CallSignature(operation, tuple(lines)))
     own = {p: n for p, n in nodes_below(tree) if isinstance(n, PerRankState)}
     if not own:
         return tree, None
     # A state that is equal on all ranks is saved once
     own_hashes = {path: (_digest(o.node), _bytes(o.node)) for path, o in own.items()}
-    everyone = agreement.gather(operation, own_hashes)
+    everyone = consensus.gather(operation, own_hashes)
     unlike = [
         path
         for path, state in own.items()
@@ -346,7 +348,7 @@ def gather_state(
         rank = str(strategy.extended.replica_id)
         in_shard = {(*path, rank): node for path, node in nodes.items()}
         return replace_nodes(tree, chosen), in_shard
-    gathered = agreement.gather(operation, nodes) if unlike else []
+    gathered = consensus.gather(operation, nodes) if unlike else []
     for path in unlike:
         states = {str(rank): found[path] for rank, found in enumerate(gathered)}
         chosen[path] = Group("ranks", states)

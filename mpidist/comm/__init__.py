@@ -1,1 +1,1 @@
-"""Communication: who takes part, agreement, transports, collectives."""
+"""Communication: who takes part, consensus, transports, collectives."""

@@ -170,7 +170,7 @@ class ReductionToOneDevice(MpiAllReduce):
             return reduce(op, values, options)
 
         # What is refused here, or raised by `accumulation_fn`, is raised on all ranks
-        return self.collectives.agreement.block(type(self).__qualname__, work)
+        return self.collectives.consensus.run_in_scope(type(self).__qualname__, work)
 
     def sum_arrays(
         self, values: Sequence[Any], options: CommunicationOptions
@@ -184,10 +184,10 @@ class ReductionToOneDevice(MpiAllReduce):
         return [self._sum(value) for value in values]
 
     def _sum(self, value: Any) -> Any:
-        agreement, host = self.collectives.agreement, arrays.to_host(value)
-        everyone = np.empty((agreement.size, *host.shape), host.dtype)
-        if agreement.size > 1:
-            agreement.comm.Gather(host, everyone, self._root)
+        consensus, host = self.collectives.consensus, arrays.to_host(value)
+        everyone = np.empty((consensus.size, *host.shape), host.dtype)
+        if consensus.size > 1:
+            consensus.comm.Gather(host, everyone, self._root)
         else:
             everyone[0] = host
 
@@ -195,7 +195,7 @@ class ReductionToOneDevice(MpiAllReduce):
             there = [arrays.to_device_like(part, value) for part in everyone]
             return arrays.to_host(self._combine(there))
 
-        total = agreement.root_only("ReductionToOneDevice", combine, self._root)
+        total = consensus.root_only("ReductionToOneDevice", combine, self._root)
         return arrays.to_device_like(np.asarray(total), value)
 
     def _combine(self, values: list[Any]) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.comm.collectives.operations import Collectives
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.topology import Topology
 from mpidist.device import arrays
 from mpidist.errors import (
@@ -165,7 +165,7 @@ class CrossDeviceOps:
           array([7])
         """
         check = functools.partial(_require_destinations, destinations)
-        self.collectives.agreement.prepare("broadcast", check)
+        self.collectives.consensus.guard("broadcast", check)
         return self._mirrored(self.broadcast_implementation(tensor, destinations))
 
     def reduce_implementation(
@@ -201,24 +201,26 @@ class CrossDeviceOps:
         """Return the reductions of arrays, by MPI; for implementations. Collective."""
         described = tuple((a.dtype.name, a.shape) for a in values)
         spec = nest.flatten(list(values))[1]
-        call = Call(type(self).__qualname__, (("reduce_op", op.name),), spec, described)
-        with self.collectives.agreement.turns:
+        call = CallSignature(
+            type(self).__qualname__, (("reduce_op", op.name),), spec, described
+        )
+        with self.collectives.consensus.lock:
             # Another replica's implementation may have failed, or do otherwise
-            self.collectives.agreement.require_same(call)
+            self.collectives.consensus.require_same(call)
             return self.collectives.reduce_arrays(op, values, options)
 
     def reduce_checked(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> list[Any]:
         """Call the implementation for arrays that are known to agree. Collective."""
-        return self.collectives.agreement.block(
+        return self.collectives.consensus.run_in_scope(
             type(self).__qualname__, lambda: self._implement(op, values, options)
         )
 
     def _implement(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> list[Any]:
-        rank = self.collectives.agreement.rank
+        rank = self.collectives.consensus.rank
         per_replica = [PerReplica((value,), (rank,)) for value in values]
         destinations = tuple(f"replica:{r}" for r in range(self.collectives.size))
         if len(values) == 1:
@@ -238,7 +240,7 @@ class CrossDeviceOps:
         options: CommunicationOptions | None,
     ) -> list[Any]:
         collectives = self.collectives
-        values = collectives.agreement.prepare(operation, lambda: _values_of(pairs))
+        values = collectives.consensus.guard(operation, lambda: _values_of(pairs))
         is_plain = type(self) is MpiAllReduce
         reduce_arrays = None if is_plain else self.reduce_checked
         results = collectives.all_reduce(
@@ -249,7 +251,7 @@ class CrossDeviceOps:
     def _mirrored(self, result: Any) -> Any:
         if isinstance(result, DistributedValues):
             return result
-        return Mirrored((result,), (self.collectives.agreement.rank,))
+        return Mirrored((result,), (self.collectives.consensus.rank,))
 
 
 class MpiAllReduce(CrossDeviceOps):

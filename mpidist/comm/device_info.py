@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
-from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.device import probe
 from mpidist.device.binding import (
     GpuIdentity,
@@ -76,11 +76,11 @@ class GpuFacts:
     no_nccl: str
 
 
-def find_facts(agreement: Agreement, index: int, request: GpuRequest) -> GpuFacts:
+def find_facts(consensus: Consensus, index: int, request: GpuRequest) -> GpuFacts:
     """Return what holds for all ranks, which all have a GPU. Collective.
 
     Args:
-      agreement: of all ranks.
+      consensus: of all ranks.
       index: of this rank's GPU, in this process.
       request: what the user says.
 
@@ -94,14 +94,14 @@ def find_facts(agreement: Agreement, index: int, request: GpuRequest) -> GpuFact
         is_allowed = read_switch(os.environ, ALLOW_SHARED_GPU) or False
         return identity, request.allow_shared or is_allowed, nccl_version()
 
-    mine = agreement.prepare(_CALL, look)
-    everyone = agreement.gather(_CALL, mine)
+    mine = consensus.guard(_CALL, look)
+    everyone = consensus.gather(_CALL, mine)
     identities = tuple(identity for identity, _, _ in everyone)
     if not all(is_allowed for _, is_allowed, _ in everyone):
         require_own_gpus(identities)
     support = Support(False, "there is one replica")
-    if agreement.size > 1:
-        support = find_support(agreement, request.cuda_aware, mine[0], index)
+    if consensus.size > 1:
+        support = find_support(consensus, request.cuda_aware, mine[0], index)
     versions = [version for _, _, version in everyone]
     return GpuFacts(
         index,
@@ -151,12 +151,12 @@ class Support(NamedTuple):
 
 
 def find_support(
-    agreement: Agreement, asked_for: bool | None, identity: GpuIdentity, index: int
+    consensus: Consensus, asked_for: bool | None, identity: GpuIdentity, index: int
 ) -> Support:
     """Return what holds for all ranks. Collective.
 
     Args:
-      agreement: of all ranks.
+      consensus: of all ranks.
       asked_for: what the user says, which counts more than all else, as does the
         variable MPIDIST_CUDA_AWARE (0 or 1).
       identity: of this rank's GPU.
@@ -166,12 +166,12 @@ def find_support(
       LaunchError: the variable is neither 0 nor 1; it, or the option, differs.
     """
     library = MPI.Get_library_version().partition("\n")[0].rstrip("\0 ")
-    override, answer = agreement.prepare(
+    override, answer = consensus.guard(
         _AWARE_CALL,
         lambda: (_override(asked_for, os.environ), ask(library, os.environ)),
     )
     key = f"{library} | CUDA {identity.driver} | {identity.name}"
-    everyone = agreement.gather(_AWARE_CALL, (override, answer, key))
+    everyone = consensus.gather(_AWARE_CALL, (override, answer, key))
     overrides = {found for found, _, _ in everyone}
     if len(overrides) > 1:
         raise LaunchError(
@@ -180,13 +180,13 @@ def find_support(
         )
     # One rank tries for all with the same GPU and library
     keys = [found for _, _, found in everyone]
-    is_first = keys.index(key) == agreement.rank
+    is_first = keys.index(key) == consensus.rank
     if override is None and (answer is None or answer.is_aware):
-        own = agreement.prepare(
+        own = consensus.guard(
             _AWARE_CALL, lambda: _cached_trial(key, index) if is_first else None
         )
         answer = own or answer
-    found = [a for a in agreement.gather(_AWARE_CALL, answer) if a is not None]
+    found = [a for a in consensus.gather(_AWARE_CALL, answer) if a is not None]
     worst = min(found, key=lambda support: support.is_aware, default=None)
     if override is None:
         assert worst is not None  # the first rank has tried

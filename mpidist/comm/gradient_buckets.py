@@ -16,12 +16,12 @@ from mpidist.comm.arithmetic import result_bytes
 from mpidist.comm.bucket_layout import BucketStep, divide, leaves_by_key
 from mpidist.comm.collectives.arguments import check_each, to_arrays
 from mpidist.comm.collectives.outputs import StepResults
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call, digest
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.pending import Pending
+from mpidist.comm.consensus.signatures import CallSignature, digest
 from mpidist.comm.replica_group import Channel, ReplicaGroup
 from mpidist.device import arrays
-from mpidist.device.streams import SideStream, record
+from mpidist.device.streams import WorkerStream, record
 from mpidist.errors import ArgumentError, ContextError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest, validation
@@ -43,16 +43,16 @@ class _Side:
     """
 
     def __init__(self, group: ReplicaGroup):
-        losses = group.topology.losses
-        self._losses = losses
+        failures = group.topology.failures
+        self._failures = failures
         self.results = StepResults()
         with Pending("making a communicator", group.topology.comm):
-            comm = losses.add(group.topology.comm.Dup())
-        self.agreement = Agreement(comm, losses=losses)
+            comm = failures.add(group.topology.comm.Dup())
+        self.consensus = Consensus(comm, failures=failures)
         try:
             self.channel = Channel(
                 _CALL,
-                self.agreement,
+                self.consensus,
                 group.topology,
                 group.symmetric_memory,
                 group.gpus,
@@ -60,8 +60,8 @@ class _Side:
                 results=self.results,
             )
         except Exception:  # it is raised on all ranks
-            self.agreement.close()
-            losses.free(comm)
+            self.consensus.close()
+            failures.free(comm)
             raise
         # The buckets that use it; None if they were closed
         self.owner: weakref.ref[GradientBuckets] | None = None
@@ -69,13 +69,13 @@ class _Side:
     def is_dropped(self) -> bool:
         """Return whether nobody uses it on this rank, and others can."""
         is_used = self.owner is not None and self.owner() is not None
-        return not is_used and self.agreement.broken is None
+        return not is_used and self.consensus.broken is None
 
     def close(self) -> None:
         """Free it. Collective."""
-        self.agreement.close()
+        self.consensus.close()
         self.channel.close()
-        self._losses.free(self.agreement.comm)
+        self._failures.free(self.consensus.comm)
 
 
 class _Sides:
@@ -103,7 +103,7 @@ class _Sides:
             gc.collect()
             self._collect_at *= 2
         dropped = {j for j, side in enumerate(self._sides) if side.is_dropped()}
-        everywhere = set.intersection(*group.agreement.gather(_CALL, dropped))
+        everywhere = set.intersection(*group.consensus.gather(_CALL, dropped))
         if everywhere:
             side = self._sides[min(everywhere)]
         else:
@@ -157,7 +157,7 @@ class GradientBuckets:
     ):
         group.topology.require_open()
         self._group = group
-        self._agreement = group.agreement
+        self._consensus = group.consensus
         self._options = CommunicationOptions() if options is None else options
 
         def prepare() -> None:
@@ -184,10 +184,10 @@ class GradientBuckets:
             )
             self._leaves_of = leaves_by_key(self._spec, len(given))
 
-        self._agreement.prepare(_CALL, prepare)
+        self._consensus.guard(_CALL, prepare)
         agreed = (("reduce_op", self._op.name), *vars(self._options).items())
-        self._agreement.require_same(
-            Call(_CALL, agreed, self._spec, tuple(self._kinds))
+        self._consensus.require_same(
+            CallSignature(_CALL, agreed, self._spec, tuple(self._kinds))
         )
         self._plan(range(len(self._kinds) - 1, -1, -1))
         self._has_order = False
@@ -196,16 +196,16 @@ class GradientBuckets:
         if group.sides is None:
             group.sides = _Sides(group.closing)
         self._used: _Side = group.sides.take(group, self)
-        self._own, self._results = self._used.agreement, self._used.results
+        self._own, self._results = self._used.consensus, self._used.results
         self._is_threaded = self._can_be_threaded()
-        self._side: SideStream | None = None
+        self._side: WorkerStream | None = None
         if self._is_threaded and group.gpus is not None:
-            self._side = self._agreement.prepare(_CALL, SideStream)
+            self._side = self._consensus.guard(_CALL, WorkerStream)
 
     def _can_be_threaded(self) -> bool:
         if self._own.size == 1:
             return False
-        levels = self._agreement.gather(_CALL, MPI.Query_thread())
+        levels = self._consensus.gather(_CALL, MPI.Query_thread())
         is_threaded = min(levels) == MPI.THREAD_MULTIPLE
         if not is_threaded and self._own.rank == 0:
             warn(
@@ -219,7 +219,9 @@ class GradientBuckets:
     def _plan(self, order: Sequence[int]) -> None:
         self._buckets = divide(self._sizes, order, self._bucket_bytes)
         calls = [
-            Call(f"bucket {j} of GradientBuckets", (("leaves", tuple(leaves)),))
+            CallSignature(
+                f"bucket {j} of GradientBuckets", (("leaves", tuple(leaves)),)
+            )
             for j, leaves in enumerate(self._buckets)
         ]
         self._calls = [(call, digest(call)) for call in calls]
@@ -233,15 +235,15 @@ class GradientBuckets:
         if self._is_closed or self._group.topology.closed:  # on all replicas
             raise ContextError("these GradientBuckets are closed")
         operation = f"{_CALL}.__enter__"
-        step = self._agreement.prepare(operation, self._begin)
+        step = self._consensus.guard(operation, self._begin)
         try:
-            self._agreement.require_same(Call(operation))
+            self._consensus.require_same(CallSignature(operation))
         except Exception as error:
             step.cancel(error)
             raise
         self.result = None
         self._step = step
-        self._agreement.enter_block()
+        self._consensus.enter_scope()
         return self
 
     def _begin(self) -> BucketStep:
@@ -313,26 +315,26 @@ class GradientBuckets:
             error = ArgumentError(f"gradients were not put in this step: {keys}")
         try:
             timeout = self._options.timeout_seconds
-            self._agreement.leave_block(f"{_CALL}.__exit__", error, timeout)
+            self._consensus.leave_scope(f"{_CALL}.__exit__", error, timeout)
         except Exception as raised:
             # The threads of other replicas wait for what this one has not put
             step.finish(raised)
             self._results.end()
             raise
-        with Pending(f"{_CALL}.__exit__", self._agreement.comm):
+        with Pending(f"{_CALL}.__exit__", self._consensus.comm):
             try:
                 step.finish()
             except BaseException as interruption:  # the thread has not ended yet
-                self._agreement.leave(interruption)
+                self._consensus.leave(interruption)
                 raise
         self._results.end()
         if self._side is not None:
             self._side.end()
-        self._agreement.raise_together(f"{_CALL}.__exit__", step.error)
+        self._consensus.sync_errors(f"{_CALL}.__exit__", step.error)
         self.result = nest.unflatten(self._spec, step.results())
         if not self._has_order:
             order = step.order
-            self._plan(self._agreement.root_only(_CALL, lambda: order))
+            self._plan(self._consensus.root_only(_CALL, lambda: order))
             self._has_order = True
 
     def _reduce(
@@ -345,10 +347,10 @@ class GradientBuckets:
         """Return the reductions of a bucket, or raise on all replicas. Collective."""
         if bucket == 0 and self._is_threaded:  # these are a thread's own
             self._group.use_device()
-            self._own.turns.adopt()
+            self._own.lock.adopt()
         call, number = self._calls[bucket]
         if error is not None:
-            self._own.raise_together(call.operation, error)
+            self._own.sync_errors(call.operation, error)
         collectives, options = self._used.channel.collectives, self._options
         with nullcontext() if self._side is None else self._side.work(made):
             return collectives.reduce_large(call, number, self._op, values, options)

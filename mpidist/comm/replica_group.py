@@ -18,13 +18,13 @@ from mpi4py import MPI
 from mpidist.comm.collectives.arguments import to_arrays
 from mpidist.comm.collectives.operations import Collectives
 from mpidist.comm.collectives.outputs import Results
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call
-from mpidist.comm.consensus.comparison import BoardComparison
+from mpidist.comm.consensus.comparison import SharedMemoryComparison
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpidist.comm.device_info import GpuFacts, GpuRequest, find_facts
 from mpidist.comm.packing import Axis
-from mpidist.comm.shared_memory.node import NodeMemory, make_board
+from mpidist.comm.shared_memory.node import NodeMemory, make_barrier
 from mpidist.comm.shared_memory.symmetric import SymmetricMemory
 from mpidist.comm.topology import Topology
 from mpidist.comm.transports.selector import TransportSelector
@@ -57,12 +57,12 @@ class _Resources:
     """What a strategy has of MPI, which its ranks must free together.
 
     It outlives a strategy that nobody has finalized, until all its ranks have dropped
-    it and make another one: that is where they meet.
+    it and make another one: only there do all of them communicate.
     """
 
     owner: weakref.ref[ReplicaGroup]
     topology: Topology
-    agreement: Agreement
+    consensus: Consensus
     node_memory: NodeMemory
     # What else is to be closed with the strategy, in the same order on all ranks
     closing: list[Callable[[], None]]
@@ -75,18 +75,20 @@ class _Resources:
     def register(self) -> None:
         """Let these resources be freed when all ranks have dropped the strategy."""
         members = self.topology.comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
-        key = self.agreement.recorder.channel, tuple(members)
+        key = self.consensus.recorder.channel, tuple(members)
         _Resources.in_use[key] = self
 
     def free(self) -> None:
         """Free all; a second call does nothing. Collective."""
-        if self.agreement.losses.ranks or is_forked():  # they cannot be freed together
+        if (
+            self.consensus.failures.ranks or is_forked()
+        ):  # they cannot be freed together
             self.topology.closed = True
         if not self.topology.closed:
             while self.closing:
                 self.closing[-1]()
             self.node_memory.close()
-            self.agreement.close()
+            self.consensus.close()
             if self.ops is not None:
                 self.ops.close()
             try:
@@ -107,7 +109,7 @@ class _Resources:
         return [
             key
             for key, found in cls.in_use.items()
-            if found.owner() is None and found.agreement.broken is None
+            if found.owner() is None and found.consensus.broken is None
         ]
 
     @classmethod
@@ -142,10 +144,10 @@ class ReplicaGroup:
         gpu_request: GpuRequest | None = None,
     ):
         self.topology = Topology.create(communicator)
-        self.agreement = Agreement(self.topology.comm, losses=self.topology.losses)
-        self.agreement.pids = self.topology.pids
-        self.node_memory = NodeMemory(self.topology, self.agreement)
-        self.symmetric_memory = SymmetricMemory(self.agreement, self.topology.node)
+        self.consensus = Consensus(self.topology.comm, failures=self.topology.failures)
+        self.consensus.pids = self.topology.pids
+        self.node_memory = NodeMemory(self.topology, self.consensus)
+        self.symmetric_memory = SymmetricMemory(self.consensus, self.topology.node)
         self.replica_id = self.topology.rank
         self.num_replicas = self.topology.size
         self._numbers = itertools.count()
@@ -155,7 +157,7 @@ class ReplicaGroup:
         self._resources = _Resources(
             weakref.ref(self),
             self.topology,
-            self.agreement,
+            self.consensus,
             self.node_memory,
             self.closing,
         )
@@ -164,8 +166,8 @@ class ReplicaGroup:
         try:
             self._set_up(devices, cross_device_ops, gpu_request)
         except Exception as error:  # it is raised on all ranks
-            found = self.topology.losses.check(error)
-            self.agreement.close()
+            found = self.topology.failures.check(error)
+            self.consensus.close()
             if self._resources.channel is not None:
                 self._resources.channel.close()
             self.topology.close()
@@ -191,15 +193,15 @@ class ReplicaGroup:
             ops.require_unbound()
             return device, ops
 
-        self.device, self.cross_device_ops = self.agreement.prepare(call, prepare)
+        self.device, self.cross_device_ops = self.consensus.guard(call, prepare)
         kinds = (
             ("cross_device_ops", self.cross_device_ops.describe()),
             ("the kind of device", self.device.partition(":")[0]),
         )
-        self.agreement.require_same(Call(call, kinds))
+        self.consensus.require_same(CallSignature(call, kinds))
         node = self.topology.node
         place = self.device, node.Get_rank(), node.Get_size()
-        found = self.agreement.gather(call, (place, _Resources.list_dropped()))
+        found = self.consensus.gather(call, (place, _Resources.list_dropped()))
         _Resources.free_dropped([dropped for _, dropped in found])
         everyone = [place for place, _ in found]
         self.topology.devices = tuple(device for device, _, _ in everyone)
@@ -207,16 +209,16 @@ class ReplicaGroup:
         self.topology.node_sizes = tuple(sizes)
         if self._gpu_index is not None:
             request = gpu_request or GpuRequest()
-            self.gpus = find_facts(self.agreement, self._gpu_index, request)
+            self.gpus = find_facts(self.consensus, self._gpu_index, request)
         channel = self._resources.channel = Channel(
-            call, self.agreement, self.topology, self.symmetric_memory, self.gpus
+            call, self.consensus, self.topology, self.symmetric_memory, self.gpus
         )
         self.layout = channel.layout
         self.collectives = channel.collectives
         is_plain = type(self.cross_device_ops) is MpiAllReduce
         self._reduce_arrays = None if is_plain else self.cross_device_ops.reduce_checked
         # What is bound is alike on all ranks, so all can, or none
-        self.agreement.block(
+        self.consensus.run_in_scope(
             call, lambda: self.cross_device_ops.bind(self.collectives, self.topology)
         )
         self._resources.ops = self.cross_device_ops
@@ -282,14 +284,16 @@ class ReplicaGroup:
     def symmetric_like(self, operation: str, value: Any) -> Any:
         """Return arrays of zeros in shared memory, for a public call. Collective."""
         self.topology.require_open()
-        _, spec, given = self.agreement.prepare(operation, lambda: to_arrays(value))
+        _, spec, given = self.consensus.guard(operation, lambda: to_arrays(value))
         fields = [Field(tuple(a.shape), a.dtype) for a in given]
-        with self.agreement.turns:
-            self.agreement.require_same(Call(operation, (), spec, tuple(fields)))
+        with self.consensus.lock:
+            self.consensus.require_same(
+                CallSignature(operation, (), spec, tuple(fields))
+            )
             if self.topology.has_neighbours and self.device.startswith("CPU"):
                 made = self.symmetric_memory.allocate(operation, fields)
             else:
-                made = self.agreement.prepare(
+                made = self.consensus.guard(
                     operation, lambda: [self.zeros(*field) for field in fields]
                 )
         return nest.unflatten(spec, made)
@@ -314,14 +318,16 @@ class ReplicaGroup:
         self.topology.require_open()
         return self.collectives.broadcast(operation, value, root=0)
 
-    def together(self, call: Call, fn: Callable[[], T], is_patient: bool = False) -> T:
+    def run_collectively(
+        self, call: CallSignature, fn: Callable[[], T], yield_cpu: bool = False
+    ) -> T:
         """Return `fn()`; what it raises on one replica is raised on all. Collective.
 
-        `is_patient` is for functions that take unlike times: see `Agreement`.
+        `yield_cpu` is for functions that take unlike times: see `Consensus`.
         """
         self.topology.require_open()
-        result = self.agreement.prepare(call.operation, fn)
-        self.agreement.require_same(call, is_patient=is_patient)
+        result = self.consensus.guard(call.operation, fn)
+        self.consensus.require_same(call, yield_cpu=yield_cpu)
         return result
 
     def require_equal(self, operation: str, value: Any) -> None:
@@ -332,7 +338,7 @@ class ReplicaGroup:
         self.topology.require_open()
         leaves, spec = nest.flatten(value)
         described = tuple((a.dtype.name, a.shape, f"crc {_sample(a)}") for a in leaves)
-        self.agreement.require_same(Call(operation, (), spec, described))
+        self.consensus.require_same(CallSignature(operation, (), spec, described))
 
     def _sum(self, values: Sequence[Any], options: CommunicationOptions) -> list[Any]:
         ops = self.cross_device_ops
@@ -357,13 +363,13 @@ _HEADER_BYTES = 64
 
 
 class Channel:
-    """The board, the transports and the collectives of a communicator.
+    """The barrier, the transports and the collectives of a communicator.
 
     Collective to make.
 
     Args:
       operation: the public call that this is for, for messages.
-      agreement: of all ranks, on the communicator; borrowed. Where all ranks share
+      consensus: of all ranks, on the communicator; borrowed. Where all ranks share
         memory, it compares there from now on.
       topology: the nodes of these ranks.
       symmetric: the arrays that lie in memory of the node.
@@ -379,7 +385,7 @@ class Channel:
     def __init__(
         self,
         operation: str,
-        agreement: Agreement,
+        consensus: Consensus,
         topology: Topology,
         symmetric: SymmetricMemory,
         gpus: GpuFacts | None = None,
@@ -387,35 +393,35 @@ class Channel:
         is_beside: bool = False,
         results: Results | None = None,
     ):
-        payload_bytes = max(_PAYLOADS_BYTES // agreement.size, _LEAST_PAYLOAD_BYTES)
-        self._agreement = agreement
-        self._board = None
+        payload_bytes = max(_PAYLOADS_BYTES // consensus.size, _LEAST_PAYLOAD_BYTES)
+        self._consensus = consensus
+        self._barrier = None
         if topology.has_neighbours:
-            self._board = make_board(
+            self._barrier = make_barrier(
                 operation,
-                agreement,
+                consensus,
                 topology.node,
                 _HEADER_BYTES + payload_bytes,
-                is_patient=is_beside,
+                yield_cpu=is_beside,
             )
-        if self._board is not None and topology.is_one_node:
-            agreement.comparison = BoardComparison(self._board, payload_bytes)
+        if self._barrier is not None and topology.is_one_node:
+            consensus.comparison = SharedMemoryComparison(self._barrier, payload_bytes)
         kind = "CPU" if gpus is None else "GPU"
         library = short_name(MPI.Get_library_version())
         self.layout = Layout(library, topology.node_sizes, kind)
         table = None
-        if agreement.size > 1:
-            table = agreement.root_only(
+        if consensus.size > 1:
+            table = consensus.root_only(
                 operation, lambda: find_table(table_path(), self.layout)
             )
-        self._transports = agreement.block(
+        self._transports = consensus.run_in_scope(
             operation,
             lambda: TransportSelector(
-                agreement, self._board, table, library, gpus, has_nccl=not is_beside
+                consensus, self._barrier, table, library, gpus, has_nccl=not is_beside
             ),
         )
         self.collectives = Collectives(
-            agreement, self._transports, symmetric, results or Results()
+            consensus, self._transports, symmetric, results or Results()
         )
 
     def close(self) -> None:
@@ -423,10 +429,10 @@ class Channel:
 
         Where ranks have died they stay: it takes all to free a window of MPI.
         """
-        if self._agreement.losses.ranks:
+        if self._consensus.failures.ranks:
             return
         try:
             self._transports.close()
         finally:  # what it raises is raised on all ranks
-            if self._board is not None:
-                self._board.close()
+            if self._barrier is not None:
+                self._barrier.close()

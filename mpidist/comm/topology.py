@@ -10,10 +10,10 @@ from typing import cast
 
 from mpi4py import MPI
 
-from mpidist.comm.consensus.calls import group_by_rank
-from mpidist.comm.consensus.failures import Losses
+from mpidist.comm.consensus.failures import FailureDetector
 from mpidist.comm.consensus.pending import Pending
-from mpidist.comm.consensus.processes import learn_pids
+from mpidist.comm.consensus.process_monitor import monitor_processes
+from mpidist.comm.consensus.signatures import group_by_rank
 from mpidist.device.binding import gpu_count, use_gpu
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, LaunchError
 from mpidist.launch.launchers import check_launch
@@ -116,8 +116,8 @@ class Topology:
     rank: int
     size: int
     local_rank: int
-    losses: Losses  # of ranks of `comm`
-    pids: dict[int, int]  # of the other ranks of this node, see `learn_pids`
+    failures: FailureDetector  # of ranks of `comm`
+    pids: dict[int, int]  # of the other ranks of this node, see `monitor_processes`
     closed: bool = False
     devices: tuple[str, ...] = ()  # of all ranks
     node_sizes: tuple[int, ...] = ()  # how many ranks each node has, ascending
@@ -151,7 +151,7 @@ class Topology:
     @classmethod
     def _of_duplicate(cls, communicator: MPI.Intracomm) -> Topology:
         comm = communicator.Dup()
-        losses = Losses(comm)
+        failures = FailureDetector(comm)
         node = _ranks_that_share_memory(comm)
         pretended = None
         if communicator != MPI.COMM_SELF:  # the default strategy's, made by the import
@@ -162,12 +162,12 @@ class Topology:
             whole.Free()
         return cls(
             comm=comm,
-            node=losses.add(node),
+            node=failures.add(node),
             rank=comm.Get_rank(),
             size=comm.Get_size(),
             local_rank=node.Get_rank(),
-            losses=losses,
-            pids=learn_pids(comm, node),
+            failures=failures,
+            pids=monitor_processes(comm, node),
         )
 
     @property
@@ -189,9 +189,9 @@ class Topology:
         """Free the communicators; a second call does nothing. Collective."""
         if not self.closed:
             self.closed = True
-            self.losses.close()
+            self.failures.close()
             for comm in (self.node, self.comm):
-                self.losses.free(comm)
+                self.failures.free(comm)
 
     def bind_device(self, devices: Sequence[str] | None) -> str:
         """Choose this rank's device, make it current if it is a GPU, return its name.

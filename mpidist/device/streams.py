@@ -18,7 +18,7 @@ __all__ = [
     "Event",
     "Order",
     "Part",
-    "SideStream",
+    "WorkerStream",
     "assign",
     "copy_stream",
     "record",
@@ -66,7 +66,7 @@ class Order:
             self._last.synchronize()
 
 
-class SideStream:
+class WorkerStream:
     """A stream of a thread that works beside the one that has it work.
 
     To make where its GPU is the current one.

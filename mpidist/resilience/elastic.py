@@ -10,9 +10,9 @@ from typing import Any, TypeVar, cast
 from mpi4py import MPI
 
 from mpidist.checkpoint.save import finish_lost
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import name_ranks
-from mpidist.comm.consensus.failures import Losses, agree, can_survive
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.failures import FailureDetector, agree, can_survive
+from mpidist.comm.consensus.signatures import name_ranks
 from mpidist.errors import DeadlineError, RankLostError
 from mpidist.launch.launchers import check_launch
 from mpidist.resilience.watchdog import end_job
@@ -96,20 +96,20 @@ def _try_with(
 
     Else an empty list, and nothing is left of what `train` made.
     """
-    losses = Losses(crew)
+    failures = FailureDetector(crew)
     results = []
     try:
         results = [train(make_strategy(communicator=crew))]
     except Exception as error:
-        if losses.check(error) is error:  # nobody has died
+        if failures.check(error) is error:  # nobody has died
             raise
         _forget(error)
     is_done = _agree(crew, bool(results))
     if is_done:
-        Losses.look()
+        FailureDetector.poll()
     else:
-        losses.wait_for_names()
-    _let_go(losses)
+        failures.wait_for_names()
+    _let_go(failures)
     return results if is_done else []
 
 
@@ -134,14 +134,14 @@ def _agree(crew: MPI.Intracomm, is_done: bool) -> bool:
         raise
 
 
-def _let_go(losses: Losses) -> None:
+def _let_go(failures: FailureDetector) -> None:
     """Forget what had to do with ranks that have died. Not collective."""
     finish_lost()
-    for agreement in list(Agreement.in_use):
-        if agreement.losses.ranks:
-            agreement.close()
-    for lost in list(Losses.in_use):
-        if lost.ranks or lost is losses:
+    for consensus in list(Consensus.in_use):
+        if consensus.failures.ranks:
+            consensus.close()
+    for lost in list(FailureDetector.in_use):
+        if lost.ranks or lost is failures:
             for give_back in lost.at_end:
                 give_back()
             lost.close()

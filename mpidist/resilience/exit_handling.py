@@ -17,10 +17,10 @@ from typing import NoReturn
 
 from mpi4py import MPI
 
-from mpidist.comm.consensus import processes
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call
-from mpidist.comm.consensus.failures import Losses, has_lost, is_last
+from mpidist.comm.consensus import process_monitor
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.failures import FailureDetector, has_failed_ranks, is_last
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.context import explain
 from mpidist.device.binding import current_gpu, use_gpu
 from mpidist.errors import DivergenceError, MpidistError, RemoteError
@@ -67,15 +67,15 @@ def leave_together() -> None:
 def _leave(pid: int) -> None:
     if os.getpid() != pid or MPI.Is_finalized():  # a forked child is no rank
         return
-    processes.stop()
+    process_monitor.expect_exits()
     try:
         if (save := sys.modules.get("mpidist.checkpoint.save")) is not None:
             save.finish_all()
-        for agreement in list(Agreement.in_use):
-            agreement.require_same(Call("the end of the program"))
-        for agreement in list(Agreement.in_use):
-            agreement.close()
-        if has_lost():
+        for consensus in list(Consensus.in_use):
+            consensus.require_same(CallSignature("the end of the program"))
+        for consensus in list(Consensus.in_use):
+            consensus.close()
+        if has_failed_ranks():
             _finalize_in_time()
         else:
             _limit_the_end()
@@ -105,7 +105,7 @@ def _finalize_in_time() -> None:
 
     Unless `mpi_settings` came in time. The program ends while a thread waits.
     """
-    Losses.stop_looking()
+    FailureDetector.stop_polling()
     gpu = current_gpu()
 
     def finalize() -> None:

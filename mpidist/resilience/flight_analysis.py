@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidist.comm.consensus.calls import group_by_rank, name_ranks
 from mpidist.comm.consensus.flight_files import (
     BEGUN,
     ENDED,
@@ -20,6 +19,7 @@ from mpidist.comm.consensus.flight_files import (
     STEP,
     WORDS,
 )
+from mpidist.comm.consensus.signatures import group_by_rank, name_ranks
 from mpidist.errors import DataError
 
 __all__ = ["Flight", "compare", "read_flights"]

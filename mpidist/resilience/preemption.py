@@ -81,7 +81,7 @@ class PreemptionCheckpointHandler:
     SIGTERM or SIGUSR1 on any rank is noted, and the ranks agree between two steps: all
     save the same one, and exit. So does the end of the job's time, if Slurm tells it
     (`SLURM_JOB_END_TIME`, or scontrol): by the time that steps and saves have taken,
-    the last step is saved after which there is time to. The agreement is one small
+    the last step is saved after which there is time to. The consensus is one small
     all-reduce for each step, of a few microseconds on one node.
 
     Args:
@@ -131,14 +131,14 @@ class PreemptionCheckpointHandler:
         if termination_config is not None:
             self._config = termination_config
         self._group = checkpoint.strategy.extended
-        self._group.agreement.prepare(_CALL, self._check)
+        self._group.consensus.guard(_CALL, self._check)
         self._checkpoint = checkpoint
         self._former: dict[int, Any] = {}
         self._asked_at: float | None = None
         self._step_seconds = 0.0
         self._edge: float | None = None
         self._is_closed = False
-        self._end_time: float = self._group.agreement.root_only(
+        self._end_time: float = self._group.consensus.root_only(
             _CALL, lambda: job_end_time(os.environ)
         )
         if self._manager is None and self._config.save_fn is None:
@@ -178,7 +178,7 @@ class PreemptionCheckpointHandler:
         directory = self._directory
         if directory is None:
             return None
-        path: str | None = self._group.agreement.root_only(
+        path: str | None = self._group.consensus.root_only(
             _CALL, lambda: latest_checkpoint(directory)
         )
         self._checkpoint.restore(path)
@@ -238,7 +238,7 @@ class PreemptionCheckpointHandler:
         mine = np.array([self._must_end(now)], np.int64)
         if not self._group.reduce(_CALL, "SUM", mine)[0]:
             return
-        self._group.agreement.block(_CALL, lambda: self._save(*args, **kwargs))
+        self._group.consensus.run_in_scope(_CALL, lambda: self._save(*args, **kwargs))
         if self._config.exit_fn is None:
             # One that comes late must not end this rank otherwise, on its way out
             for number in self._former:

@@ -3,7 +3,7 @@
 It names ranks that are slow, and ends the job where a rank has died, was stopped or
 never comes. It does nothing in the calls themselves, and needs no messages: what it
 looks at is the flight recorder, who has come to the call, and other waits (`pending`).
-Where MPI goes on without ranks that die (see `losses`), it asks MPI who has died.
+Where MPI goes on without ranks that die (see `failures`), it asks MPI who has died.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import time
 
 from mpi4py import MPI
 
-from mpidist.comm.consensus import processes
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import name_ranks
-from mpidist.comm.consensus.failures import Losses, can_survive, is_last
+from mpidist.comm.consensus import process_monitor
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.failures import FailureDetector, can_survive, is_last
 from mpidist.comm.consensus.flight_recorder import Entry
 from mpidist.comm.consensus.pending import Pending
+from mpidist.comm.consensus.signatures import name_ranks
 from mpidist.util.environment import HANG_SECONDS, hang_seconds
 from mpidist.util.notices import print_notice, warn
 
@@ -68,7 +68,7 @@ class Watch(threading.Thread):
         self._silent_until = 0.0
         self._missed_since: float | None = None
         # Calls that another rank was seen to have left
-        self._left: set[tuple[Agreement, int]] = set()
+        self._left: set[tuple[Consensus, int]] = set()
         self._looked = time.monotonic()
         self._stops: list[tuple[float, float]] = []  # when they ended, and how long
 
@@ -90,10 +90,10 @@ class Watch(threading.Thread):
         """Look once; `survives` is whether MPI goes on when a rank dies."""
         for pending in list(Pending.in_use):
             self.look_at_pending(pending, time.monotonic())
-        for agreement in list(Agreement.in_use):
-            self.look(agreement, time.monotonic())
+        for consensus in list(Consensus.in_use):
+            self.look(consensus, time.monotonic())
             if not survives:
-                self.look_for_ended(agreement, time.monotonic())
+                self.look_for_ended(consensus, time.monotonic())
 
     def note_stop(self, pause: float, now: float) -> None:
         """Note for how long this process was stopped since the last look, if it was.
@@ -120,52 +120,52 @@ class Watch(threading.Thread):
             what = f"{pending.operation} (at {pending.site})"
             end_job(_limit_text(who, waited, what, None))
 
-    def look(self, agreement: Agreement, now: float) -> None:
+    def look(self, consensus: Consensus, now: float) -> None:
         """Look at what a rank waits for, if it does."""
-        entry = agreement.recorder.last()
+        entry = consensus.recorder.last()
         if entry is None or entry.ended is not None:
             return
         waited = self.waited(entry.begun, now)
-        missing = agreement.comparison.missing()
+        missing = consensus.comparison.missing()
         if waited > self._limit:
-            end_job(_hang_text(agreement, entry, waited, missing))
-        self._look_for_departure(agreement, entry)
-        former = agreement.recorder.before_last()
+            end_job(_hang_text(consensus, entry, waited, missing))
+        self._look_for_departure(consensus, entry)
+        former = consensus.recorder.before_last()
         busy = 0.0 if former is None else entry.begun - (former.ended or former.begun)
         is_slow = waited > max(_SLOW_SECONDS, _SLOW_TIMES * busy)
         if is_slow and missing and now > self._silent_until:
             self._silent_until = now + _SAY_AGAIN_SECONDS
-            come = set(range(agreement.size)) - set(missing)
-            if min(come) == agreement.rank:
-                _say(_slow_text(agreement, entry, waited, busy, missing))
+            come = set(range(consensus.size)) - set(missing)
+            if min(come) == consensus.rank:
+                _say(_slow_text(consensus, entry, waited, busy, missing))
 
-    def _look_for_departure(self, agreement: Agreement, entry: Entry) -> None:
+    def _look_for_departure(self, consensus: Consensus, entry: Entry) -> None:
         """End the job if this rank waits inside MPI for one that has left.
 
         Elsewhere this rank looks itself, so it is left some time to do so.
         """
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             return
-        reason = agreement.departures.find()
-        call = agreement, entry.number
+        reason = consensus.departures.find()
+        call = consensus, entry.number
         if reason is not None and call in self._left:
-            end_job(_left_text(agreement, entry, reason))
+            end_job(_left_text(consensus, entry, reason))
         if reason is not None:
             self._left.add(call)
 
-    def look_for_ended(self, agreement: Agreement, now: float) -> None:
+    def look_for_ended(self, consensus: Consensus, now: float) -> None:
         """End the job if a process of this node has ended before its time.
 
         At the end of the program all ranks meet, see `launch.leave_together`. Launchers
         are left some time to say more, and to end the job themselves.
         """
-        gone = processes.ended(agreement.pids)
+        gone = process_monitor.ended(consensus.pids)
         if not gone or MPI.Is_finalized():
             return
         if self._missed_since is None:
             self._missed_since = now
         elif now - self._missed_since > _LAUNCHER_SECONDS:
-            end_job(_ended_text(agreement, gone))
+            end_job(_ended_text(consensus, gone))
 
 
 def _look_for_dead(seconds: float) -> None:
@@ -173,42 +173,42 @@ def _look_for_dead(seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(min(_LOOK_FOR_DEAD_SECONDS, seconds))
-        if Losses.in_use:
-            Losses.look()
+        if FailureDetector.in_use:
+            FailureDetector.poll()
 
 
 def _slow_text(
-    agreement: Agreement, entry: Entry, waited: float, busy: float, missing: list[int]
+    consensus: Consensus, entry: Entry, waited: float, busy: float, missing: list[int]
 ) -> str:
     return (
-        f"mpidist: {name_ranks(missing)} slow: rank {agreement.rank} has waited "
+        f"mpidist: {name_ranks(missing)} slow: rank {consensus.rank} has waited "
         f"{waited:.1f} s in {entry.operation} (called at {entry.site}), after "
         f"{busy:.1f} s of its own work"
     )
 
 
-def _ended_text(agreement: Agreement, gone: list[int]) -> str:
+def _ended_text(consensus: Consensus, gone: list[int]) -> str:
     has = "has" if len(gone) == 1 else "have"
-    entry = agreement.recorder.last()
+    entry = consensus.recorder.last()
     call = "" if entry is None else f", whose last call is {entry.operation}"
     return (
-        f"mpidist: {name_ranks(gone)} of {agreement.size} {has} ended (killed, crashed "
-        f"or by os._exit), says rank {agreement.rank}{call}. The job ends"
+        f"mpidist: {name_ranks(gone)} of {consensus.size} {has} ended (killed, crashed "
+        f"or by os._exit), says rank {consensus.rank}{call}. The job ends"
     )
 
 
-def _left_text(agreement: Agreement, entry: Entry, reason: str) -> str:
+def _left_text(consensus: Consensus, entry: Entry, reason: str) -> str:
     return (
-        f"mpidist: rank {agreement.rank} of {agreement.size} waits inside MPI, in "
+        f"mpidist: rank {consensus.rank} of {consensus.size} waits inside MPI, in "
         f"{entry.operation} (call {entry.number}, at {entry.site}), for a rank that "
         f"does not come: {reason}. The job ends"
     )
 
 
 def _hang_text(
-    agreement: Agreement, entry: Entry, waited: float, missing: list[int] | None
+    consensus: Consensus, entry: Entry, waited: float, missing: list[int] | None
 ) -> str:
-    who = f"rank {agreement.rank} of {agreement.size}"
+    who = f"rank {consensus.rank} of {consensus.size}"
     what = f"{entry.operation} (call {entry.number}, at {entry.site})"
     return _limit_text(who, waited, what, missing)
 

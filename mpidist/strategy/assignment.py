@@ -13,7 +13,7 @@ import numpy as np
 
 from mpidist import context
 from mpidist.comm import arithmetic
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ContextError, DTypeError
 from mpidist.options import ReduceOp, VariableAggregation
@@ -103,8 +103,8 @@ def require_strategy(variable: Variable) -> None:
 def _require_same_part(variable: Variable, call: str, part: Any) -> None:
     """Raise on all replicas if they change other parts. Collective, with a part."""
     if part is not None:
-        agreement = variable.distribute_strategy.extended.agreement
-        agreement.require_same(Call(call, (("part", part),)))
+        consensus = variable.distribute_strategy.extended.consensus
+        consensus.require_same(CallSignature(call, (("part", part),)))
 
 
 def _combine(variable: Variable, call: str, value: Any, part: Any) -> Any:
@@ -114,7 +114,7 @@ def _combine(variable: Variable, call: str, value: Any, part: Any) -> Any:
     require_aggregation(variable, call)
     _require_same_part(variable, call, part)
     extended = variable.distribute_strategy.extended
-    converted = extended.agreement.prepare(call, lambda: convert(variable, value))
+    converted = extended.consensus.guard(call, lambda: convert(variable, value))
     if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return extended.broadcast_from_first(call, converted)
     is_number = isinstance(value, numbers.Number) and not hasattr(value, "dtype")
@@ -186,7 +186,7 @@ def _applied_everywhere(
         )
     _require_same_part(variable, call, part)
     # Copies of ON_READ variables differ, so that of one replica alone may overflow
-    converted, new = extended.agreement.prepare(call, prepare)
+    converted, new = extended.consensus.guard(call, prepare)
     extended.require_equal(call, converted)
     return new
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from mpidist.comm.consensus.calls import group_by_rank, name_ranks
+from mpidist.comm.consensus.signatures import group_by_rank, name_ranks
 from mpidist.comm.cross_device_ops import CrossDeviceOps
 from mpidist.comm.device_info import GpuRequest
 from mpidist.comm.replica_group import ReplicaGroup
@@ -127,7 +127,9 @@ class StrategyExtended(ReplicaGroup):
         require_cross_replica(self.strategy, "run")
         if self.before_run is not None:
             self.before_run()
-        return self.agreement.block("run", lambda: self._replica(fn, args, kwargs))
+        return self.consensus.run_in_scope(
+            "run", lambda: self._replica(fn, args, kwargs)
+        )
 
     def _replica(
         self, fn: Callable[..., Any], args: Arguments, kwargs: dict[str, Any] | None
@@ -155,7 +157,7 @@ class StrategyExtended(ReplicaGroup):
             with self._in_cross_replica:
                 return merge_fn(self.strategy, *merged_args, **merged_kwargs)
 
-        return select_replica(self.agreement.block("merge_call", merge))
+        return select_replica(self.consensus.run_in_scope("merge_call", merge))
 
     def update(
         self,
@@ -359,7 +361,7 @@ def audit_variables(group: ReplicaGroup) -> None:
     """Raise a MismatchError on all replicas if a variable differs. Collective."""
     mirrored = {i: v for i, v in group.variables.items() if not v.on_read}
     sums = {i: _checksum(variable.local) for i, variable in mirrored.items()}
-    everyone = group.agreement.gather(_CALL, sums)
+    everyone = group.consensus.gather(_CALL, sums)
     # A variable may have been forgotten by some processes already
     for i in sorted(set.intersection(*map(set, everyone))):
         if len({sums[i] for sums in everyone}) > 1:
@@ -378,8 +380,8 @@ def _report(group: ReplicaGroup, variable: Any, sums: list[int]) -> None:
     rows = [arrays.value_bytes(array) for array in (mine, first)]
     differs = np.flatnonzero((rows[0] != rows[1]).any(axis=1))
     own = int(differs[0]) if differs.size else mine.size
-    index = min(group.agreement.gather(_CALL, own))
-    values = group.agreement.gather(_CALL, repr(mine.reshape(-1)[index]))
+    index = min(group.consensus.gather(_CALL, own))
+    values = group.consensus.gather(_CALL, repr(mine.reshape(-1)[index]))
     place = tuple(int(i) for i in np.unravel_index(index, mine.shape))
     raise MismatchError(
         f"variable {variable.name} differs from replica 0's on "

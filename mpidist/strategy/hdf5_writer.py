@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.data.hdf5.shard_writer import (
     FieldSpec,
     ShardWriter,
@@ -127,14 +127,14 @@ class Hdf5Writer:
             )
             return _check_path(path), clean_name(dataset), storage
 
-        agreement = self._extended.agreement
-        checked = agreement.prepare(_OPEN, check)
+        consensus = self._extended.consensus
+        checked = consensus.guard(_OPEN, check)
         self._path, self._dataset, storage = checked
         where = (("path", str(self._path)), ("dataset", self._dataset))
         how = (("storage", str(storage)), ("overwrite", str(self._overwrite)))
-        agreement.require_same(Call(_OPEN, where + how))
+        consensus.require_same(CallSignature(_OPEN, where + how))
         self._path = self._path.absolute()
-        agreement.root_only(_OPEN, self._checked(self._require_free))
+        consensus.root_only(_OPEN, self._checked(self._require_free))
         self._or_discard(lambda: self._create(storage))
 
     def append(self, rows: Any) -> None:
@@ -181,7 +181,7 @@ class Hdf5Writer:
     def __enter__(self) -> Hdf5Writer:
         if self._closed:
             raise ContextError(f"{self._path}: a closed writer cannot be entered")
-        self._extended.agreement.enter_block()
+        self._extended.consensus.enter_scope()
         return self
 
     def __exit__(
@@ -192,7 +192,7 @@ class Hdf5Writer:
     ) -> None:
         """Close the files, or remove them if any rank has an error. Collective."""
         try:
-            self._extended.agreement.leave_block("the end of Hdf5Writer's with", error)
+            self._extended.consensus.leave_scope("the end of Hdf5Writer's with", error)
         except BaseException as raised:
             self._discard()
             if raised is not error:
@@ -209,21 +209,21 @@ class Hdf5Writer:
             self._shard = ShardWriter(path, storage)
             return self._shard.temporary.name
 
-        name = extended.agreement.prepare(_OPEN, create)
-        names = extended.agreement.gather(_OPEN, name)
+        name = extended.consensus.guard(_OPEN, create)
+        names = extended.consensus.gather(_OPEN, name)
         look = functools.partial(_require_visible, self._path.parent, names)
-        extended.agreement.root_only(_OPEN, look)
+        extended.consensus.root_only(_OPEN, look)
 
     def _complete(self) -> None:
-        agreement = self._extended.agreement
+        consensus = self._extended.consensus
         self._extended.topology.require_open()
-        parts = agreement.gather(_CLOSE, agreement.prepare(_CLOSE, self._finish))
+        parts = consensus.gather(_CLOSE, consensus.guard(_CLOSE, self._finish))
         # Raises the same on all ranks
         fields = common_fields(_CLOSE, [part.fields for part in parts])
         write = functools.partial(self._write_index, parts, fields)
-        agreement.root_only(_CLOSE, self._checked(write))
+        consensus.root_only(_CLOSE, self._checked(write))
         self._publish()
-        agreement.root_only(_CLOSE, self._checked(self._publish_index))
+        consensus.root_only(_CLOSE, self._checked(self._publish_index))
 
     def _finish(self) -> _Part:
         assert self._shard is not None
@@ -240,9 +240,9 @@ class Hdf5Writer:
 
     def _publish(self) -> None:
         assert self._shard is not None
-        call = Call(_CLOSE)
+        call = CallSignature(_CLOSE)
         try:
-            self._extended.together(call, self._shard.publish)
+            self._extended.run_collectively(call, self._shard.publish)
         except MpidistError:
             # The error was raised on all ranks, so there will be no index
             self._shard.withdraw()

@@ -239,7 +239,7 @@ def _scatter_parts(
     if context.in_update() or (not context.has_strategy() and is_local(variable)):
         slices = find()
     else:
-        slices = extended.agreement.prepare(call, find)
+        slices = extended.consensus.guard(call, find)
         if is_local(variable):
             slices = _combine_slices(variable, call, *slices)
         else:

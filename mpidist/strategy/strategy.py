@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.gradient_buckets import GradientBuckets
 from mpidist.comm.packing import Axis
 from mpidist.context import Scope, in_replica_of, require_cross_replica
@@ -110,7 +110,7 @@ class Strategy:
         """
         if options is not None:
             require_cross_replica(self, "run")
-            self._extended.agreement.prepare(
+            self._extended.consensus.guard(
                 "run", lambda: validation.instance("options", options, RunOptions)
             )
         try:
@@ -273,11 +273,13 @@ class Strategy:
           cannot be used afterwards.
         """
         self._require_own("barrier")
-        agreement = self._extended.agreement
-        options = agreement.prepare(
+        consensus = self._extended.consensus
+        options = consensus.guard(
             "barrier", lambda: CommunicationOptions(timeout_seconds=timeout_seconds)
         )
-        agreement.require_same(Call("barrier"), timeout=options.timeout_seconds)
+        consensus.require_same(
+            CallSignature("barrier"), timeout=options.timeout_seconds
+        )
 
     def _require_own(self, call: str) -> None:
         """Raise where a collective of any context of this strategy is refused."""
@@ -383,9 +385,9 @@ class Strategy:
         require_cross_replica(self, "experimental_distribute_values_from_function")
         extended = self._extended
         where = ValueContext(extended.replica_id, extended.num_replicas)
-        call = Call("experimental_distribute_values_from_function")
+        call = CallSignature("experimental_distribute_values_from_function")
         fn = validation.function
-        value = extended.together(call, lambda: fn("value_fn", value_fn)(where))
+        value = extended.run_collectively(call, lambda: fn("value_fn", value_fn)(where))
         return nest.map_leaves(
             lambda leaf: PerReplica((leaf,), (extended.replica_id,)), value
         )

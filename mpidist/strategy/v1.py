@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeVar
 
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.context import enter, require_cross_replica
 from mpidist.data.dataset import Dataset, DatasetLike, as_dataset
 from mpidist.data.distributed.datasets import DistributedDataset, InputContext
@@ -95,7 +95,7 @@ class StrategyExtendedV1(StrategyExtended):
             validation.integer("iterations", iterations, 0)
             return MultiStepContext(initial_loop_values)
 
-        context = self.agreement.prepare(call, prepare)
+        context = self.consensus.guard(call, prepare)
         with enter(self.strategy):
             for _ in range(iterations):
                 fn(context, iterator.get_next())
@@ -177,7 +177,7 @@ class StrategyV1(Strategy):
     def _run(self, fn: Callable[..., Any], input_iterator: InputIterator | None) -> Any:
         if input_iterator is None:
             return self.run(fn)
-        self.extended.agreement.prepare(
+        self.extended.consensus.guard(
             "experimental_run",
             lambda: validation.instance(
                 "input_iterator", input_iterator, InputIterator
@@ -381,7 +381,7 @@ def from_dataset(extended: StrategyExtended, dataset: DatasetLike) -> InputItera
                 "make_input_fn_iterator, which does not divide batches"
             )
 
-    extended.together(Call(call), check)
+    extended.run_collectively(CallSignature(call), check)
     return InputIterator(
         DistributedDataset.of_global_batches(extended, dataset, None, call)
     )
@@ -418,7 +418,7 @@ def from_input_fn(
             )
         return _make(input_fn, where, call)
 
-    dataset, options = extended.together(Call(call), make)
+    dataset, options = extended.run_collectively(CallSignature(call), make)
     return InputIterator(
         DistributedDataset.from_function(extended, lambda _: dataset, options, call)
     )

@@ -124,7 +124,7 @@ class Variable(SparseAccess):
                 assignment.initial(initial_value, dtype), extended.device
             )
 
-        first = extended.agreement.prepare(call, prepare)
+        first = extended.consensus.guard(call, prepare)
         local = extended.broadcast_from_first(call, first)
         self._cannot_overflow = local.dtype.kind not in "iu"
         self._number = number_class(local)

@@ -64,7 +64,7 @@ def tune(path: Path, largest_bytes: int, repetitions: int) -> dict[str, Any]:
         "seconds": seconds,
     }
     layout = group.layout
-    group.agreement.root_only("tune", lambda: write_table(path, layout, table, note))
+    group.consensus.root_only("tune", lambda: write_table(path, layout, table, note))
     strategy.experimental_finalize()
     return {"rank": group.replica_id, "layout": layout, "table": table, **note}
 

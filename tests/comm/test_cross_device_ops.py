@@ -138,7 +138,7 @@ class Recording(mpidist.CrossDeviceOps):
     ):
         self.calls.append((reduce_op, type(per_replica_value), len(destinations)))
         (value,) = per_replica_value.values
-        total = np.sum(self.collectives.agreement.comm.allgather(value), axis=0)
+        total = np.sum(self.collectives.consensus.comm.allgather(value), axis=0)
         is_mean = reduce_op is mpidist.ReduceOp.MEAN
         return total / self.collectives.size if is_mean else total
 
@@ -158,7 +158,7 @@ def test_a_users_own_subclass_is_used(comm):
 
 class Failing(mpidist.CrossDeviceOps):
     def reduce_implementation(self, reduce_op, value, destinations, options):
-        if self.collectives.agreement.rank == 0:
+        if self.collectives.consensus.rank == 0:
             raise KeyError("of the user's own")
         return super().reduce_implementation(reduce_op, value, destinations, options)
 
@@ -211,12 +211,12 @@ def test_what_is_no_cross_device_ops_is_refused(comm):
 
 @pytest.mark.mpi(min_size=2)
 def test_bad_cross_device_ops_on_one_rank_are_refused_on_all(comm):
-    in_use = len(mpidist.comm.consensus.agreement.Agreement.in_use)
+    in_use = len(mpidist.comm.consensus.consensus.Consensus.in_use)
     for bad in ("nccl", mpidist.ReductionToOneDevice(comm.size - 1)):
         given = bad if comm.rank else mpidist.ReductionToOneDevice(0)
         with pytest.raises((TypeError, ValueError), match="cross_device_ops"):
             mpidist.MirroredStrategy(cross_device_ops=given, communicator=comm)
-    assert len(mpidist.comm.consensus.agreement.Agreement.in_use) == in_use
+    assert len(mpidist.comm.consensus.consensus.Consensus.in_use) == in_use
 
 
 def test_one_object_belongs_to_one_strategy(comm):

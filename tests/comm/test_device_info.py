@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import mpidist
 from mpidist.comm import device_info
-from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.device_info import Support, ask, cache_path, find_support
 from mpidist.device import probe
 from mpidist.device.binding import (
@@ -27,11 +27,11 @@ GPU = GpuIdentity("node1", "0000:3b:00.0", "ab12", "H100", 13000)
 
 
 @pytest.fixture
-def agreement(comm):
-    agreement = Agreement(comm.Dup())
-    yield agreement
-    agreement.close()
-    agreement.comm.Free()
+def consensus(comm):
+    consensus = Consensus(comm.Dup())
+    yield consensus
+    consensus.close()
+    consensus.comm.Free()
 
 
 @pytest.fixture
@@ -109,10 +109,10 @@ def test_the_library_is_found_among_what_is_loaded():
     assert path.name.startswith("libmpi")
 
 
-def test_unknown_is_tried_once_and_kept(comm, agreement, cache, tried, monkeypatch):
+def test_unknown_is_tried_once_and_kept(comm, consensus, cache, tried, monkeypatch):
     monkeypatch.setattr(device_info, "ask", lambda *_: None)
     for attempt in range(2):
-        support = find_support(agreement, None, GPU, index=5)
+        support = find_support(consensus, None, GPU, index=5)
         assert support.is_aware
         assert support.why.startswith("tried on two ranks")
         assert (str(cache) in support.why) == (attempt == 1)
@@ -123,109 +123,109 @@ def test_unknown_is_tried_once_and_kept(comm, agreement, cache, tried, monkeypat
 
 
 @pytest.mark.parametrize("is_certain", [False, True])
-def test_only_what_is_certain_is_kept(agreement, cache, monkeypatch, is_certain):
+def test_only_what_is_certain_is_kept(consensus, cache, monkeypatch, is_certain):
     """A machine that was busy must not count as one without CUDA for ever."""
     outcome = probe.Outcome(False, "no end after 60 s", is_certain)
     monkeypatch.setattr(probe, "run", lambda index: outcome)
     monkeypatch.setattr(device_info, "ask", lambda *_: None)
-    support = find_support(agreement, None, GPU, index=0)
+    support = find_support(consensus, None, GPU, index=0)
     assert support == Support(False, "no end after 60 s")
-    agreement.comm.Barrier()
+    consensus.comm.Barrier()
     assert cache.exists() is is_certain
 
 
-def test_nothing_is_tried_where_the_user_says_it(agreement, cache, tried, monkeypatch):
+def test_nothing_is_tried_where_the_user_says_it(consensus, cache, tried, monkeypatch):
     """A trial may be what the user wants to avoid."""
     monkeypatch.setattr(device_info, "ask", lambda *_: None)
-    support = find_support(agreement, True, GPU, index=0)
+    support = find_support(consensus, True, GPU, index=0)
     assert support == Support(True, "cuda_aware=True, where nothing else is known")
     assert not tried
 
 
 @pytest.mark.mpi(min_size=2)
 def test_a_library_that_cannot_be_asked_on_one_rank_is_an_error_on_all(
-    agreement, cache, monkeypatch
+    consensus, cache, monkeypatch
 ):
     def ask(*_):
-        if agreement.rank == agreement.size - 1:
+        if consensus.rank == consensus.size - 1:
             raise OSError("the reason")
 
     monkeypatch.setattr(device_info, "ask", ask)
     with pytest.raises(OSError, match="the reason"):
-        find_support(agreement, None, GPU, index=0)
+        find_support(consensus, None, GPU, index=0)
 
 
-def test_each_model_of_gpu_is_tried(comm, agreement, cache, tried, monkeypatch):
+def test_each_model_of_gpu_is_tried(comm, consensus, cache, tried, monkeypatch):
     monkeypatch.setattr(device_info, "ask", lambda *_: Support(True, "it says so"))
     gpu = GPU._replace(name=f"model {comm.rank}")
-    assert find_support(agreement, None, gpu, index=0).is_aware
+    assert find_support(consensus, None, gpu, index=0).is_aware
     assert tried == [0]
 
 
-def test_one_rank_that_cannot_is_enough(comm, agreement, cache, tried, monkeypatch):
+def test_one_rank_that_cannot_is_enough(comm, consensus, cache, tried, monkeypatch):
     last = comm.rank == comm.size - 1
     answer = Support(not last, "no" if last else "yes")
     monkeypatch.setattr(device_info, "ask", lambda *_: answer)
-    assert find_support(agreement, None, GPU, index=0) == Support(False, "no")
+    assert find_support(consensus, None, GPU, index=0) == Support(False, "no")
 
 
-def test_what_the_library_denies_is_not_tried(agreement, cache, tried, monkeypatch):
+def test_what_the_library_denies_is_not_tried(consensus, cache, tried, monkeypatch):
     monkeypatch.setattr(device_info, "ask", lambda *_: Support(False, "it says no"))
-    assert find_support(agreement, None, GPU, index=0) == Support(False, "it says no")
+    assert find_support(consensus, None, GPU, index=0) == Support(False, "it says no")
     assert not tried
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": [1, 2, 3]}', "\0"])
-def test_a_broken_file_is_written_anew(agreement, cache, tried, monkeypatch, text):
+def test_a_broken_file_is_written_anew(consensus, cache, tried, monkeypatch, text):
     monkeypatch.setattr(device_info, "ask", lambda *_: None)
-    if agreement.rank == 0:
+    if consensus.rank == 0:
         cache.parent.mkdir(parents=True)
         cache.write_text(text)
-    agreement.comm.Barrier()
-    assert find_support(agreement, None, GPU, index=0).is_aware
-    agreement.comm.Barrier()
+    consensus.comm.Barrier()
+    assert find_support(consensus, None, GPU, index=0).is_aware
+    consensus.comm.Barrier()
     assert len(json.loads(cache.read_text())) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(
-    agreement, cache, tried, monkeypatch
+    consensus, cache, tried, monkeypatch
 ):
     monkeypatch.setattr(device_info, "ask", lambda *_: None)
-    if agreement.rank == 0:
+    if consensus.rank == 0:
         cache.parent.parent.write_text("a file where the folder would be")
-    agreement.comm.Barrier()
-    assert find_support(agreement, None, GPU, index=0).is_aware
+    consensus.comm.Barrier()
+    assert find_support(consensus, None, GPU, index=0).is_aware
 
 
 @pytest.mark.parametrize("asked_for", [False, True])
 @pytest.mark.parametrize("by", ["option", "variable"])
 def test_an_override_says_what_it_overrode(
-    agreement, cache, tried, monkeypatch, asked_for, by
+    consensus, cache, tried, monkeypatch, asked_for, by
 ):
     monkeypatch.setattr(device_info, "ask", lambda *_: Support(False, "it says no"))
     option = asked_for if by == "option" else None
     if by == "variable":
         monkeypatch.setenv("MPIDIST_CUDA_AWARE", str(int(asked_for)))
-    support = find_support(agreement, option, GPU, index=0)
+    support = find_support(consensus, option, GPU, index=0)
     assert support.is_aware is asked_for
     name = "cuda_aware" if by == "option" else "MPIDIST_CUDA_AWARE"
     assert support.why.startswith(f"{name}=")
     assert support.why.endswith("where otherwise it is not: it says no")
 
 
-def test_a_bad_variable_is_an_error_on_all_ranks(agreement, cache, monkeypatch):
-    if agreement.rank == agreement.size - 1:
+def test_a_bad_variable_is_an_error_on_all_ranks(consensus, cache, monkeypatch):
+    if consensus.rank == consensus.size - 1:
         monkeypatch.setenv("MPIDIST_CUDA_AWARE", "yes")
     with pytest.raises(mpidist.LaunchError, match="must be 0 or 1, not 'yes'"):
-        find_support(agreement, None, GPU, index=0)
+        find_support(consensus, None, GPU, index=0)
 
 
 @pytest.mark.mpi(min_size=2)
-def test_unlike_variables_are_an_error_on_all_ranks(agreement, cache, monkeypatch):
-    if agreement.rank == 0:
+def test_unlike_variables_are_an_error_on_all_ranks(consensus, cache, monkeypatch):
+    if consensus.rank == 0:
         monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
     with pytest.raises(mpidist.LaunchError, match="different things"):
-        find_support(agreement, None, GPU, index=0)
+        find_support(consensus, None, GPU, index=0)
 
 
 def test_a_crash_is_an_answer(monkeypatch):

@@ -368,7 +368,7 @@ def test_a_rank_that_does_not_come_is_told(comm):
     if comm.rank:  # let the thread come to an end
         buckets.put(0, np.ones(3))
         buckets._step.finish()
-    strategy.extended.agreement.close()
+    strategy.extended.consensus.close()
     buckets._own.close()
 
 

@@ -123,7 +123,7 @@ MISTAKES = [
         "MPI that knows nothing of GPUs is given their addresses",
         "comm/transports/selector.py",
         "if not gpus.support.is_aware:",
-        "if agreement.size == 1:",
+        "if consensus.size == 1:",
         (GPU, "-k", "shapes_stay and MPI"),
     ),
     Mistake(

@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm import device_info
-from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.transports import device
 from mpidist.comm.transports.device import DeviceMpiTransport, DeviceTransport
 from mpidist.device import arrays, probe
@@ -70,9 +70,9 @@ def main():
     arrays.synchronize = LateArray.land
     comm = MPI.COMM_WORLD
     rank, size = comm.rank, comm.size
-    agreement = Agreement(comm)
+    consensus = Consensus(comm)
     device.DeviceBuffer = lambda size: None  # CuPy's; nothing is added up here
-    transport = DeviceMpiTransport(agreement, DeviceTransport(agreement))
+    transport = DeviceMpiTransport(consensus, DeviceTransport(consensus))
     for count in (1, 1000, 300_000):
         everyone = [np.arange(count, dtype="f8") * (r + 1) for r in range(size)]
         send, receive = LateArray(everyone[rank]), LateArray(np.zeros(count))
@@ -95,7 +95,7 @@ def main():
         print("tried:", probe.run(0)[:2])
         print("done", flush=True)
     comm.Barrier()
-    agreement.close()
+    consensus.close()
 
 
 if __name__ == "__main__":

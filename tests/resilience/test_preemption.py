@@ -250,9 +250,9 @@ def test_when_a_job_ends(environ, expected, monkeypatch):
 
 def test_a_step_costs_one_small_reduction(comm, strategy, make):
     w, _, handler = make()
-    before = strategy.extended.agreement.calls
+    before = strategy.extended.consensus.calls
     handler.save_checkpoint_if_preempted()
-    assert strategy.extended.agreement.calls - before == (1 if comm.size > 1 else 0)
+    assert strategy.extended.consensus.calls - before == (1 if comm.size > 1 else 0)
     assert np.array_equal(w.numpy(), 0)
 
 

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 import mpidist
-from mpidist.comm.consensus import processes
+from mpidist.comm.consensus import process_monitor
 from mpidist.resilience.watchdog import Watch
 from mpidist.util.environment import hang_seconds
 
@@ -105,21 +105,21 @@ def test_a_process_that_has_ended_is_noticed(monkeypatch):
     command = [sys.executable, "-c", "input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         descriptor = os.pidfd_open(process.pid)
-        monkeypatch.setitem(processes._descriptors, process.pid, descriptor)
-        assert processes.ended({3: process.pid}) == []
+        monkeypatch.setitem(process_monitor._descriptors, process.pid, descriptor)
+        assert process_monitor.ended({3: process.pid}) == []
         process.kill()
         select.select([descriptor], [], [], 600)
-        assert processes.ended({3: process.pid}) == [3]
-        monkeypatch.setattr(processes, "_is_stopped", True)
-        assert processes.ended({3: process.pid}) == []
+        assert process_monitor.ended({3: process.pid}) == [3]
+        monkeypatch.setattr(process_monitor, "_is_stopped", True)
+        assert process_monitor.ended({3: process.pid}) == []
     os.close(descriptor)
 
 
 def test_ranks_know_the_processes_of_their_node(comm, strategy):
     pids = comm.allgather(os.getpid())
     others = {rank: pid for rank, pid in enumerate(pids) if rank != comm.rank}
-    assert strategy.extended.agreement.pids == others
-    assert processes.ended(others) == []
+    assert strategy.extended.consensus.pids == others
+    assert process_monitor.ended(others) == []
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_local_results_of_on_read_are_this_replicas_own(strategy, aggregation):
     w = make(strategy, aggregation, on_read=True)
     rank = strategy.extended.replica_id
     each_replica(strategy, lambda rank: w.assign_add(START * rank))
-    own, calls = START * (rank + 1), strategy.extended.agreement.calls
+    own, calls = START * (rank + 1), strategy.extended.consensus.calls
 
     def check():
         nest = strategy.experimental_local_results({"w": [w]})
@@ -77,7 +77,7 @@ def test_local_results_of_on_read_are_this_replicas_own(strategy, aggregation):
         check()
     if rank == 0:  # no communication: one replica alone may ask
         check()
-    assert strategy.extended.agreement.calls == calls
+    assert strategy.extended.consensus.calls == calls
     strategy.run(check)
 
 
@@ -389,7 +389,7 @@ def test_scatters_in_update_change_each_copy_by_itself(
     else:
         ufunc.at(expected, [3, 1], rows)
     delta = IndexedSlices(rows, [3, 1])
-    calls = strategy.extended.agreement.calls
+    calls = strategy.extended.consensus.calls
     strategy.extended.update(w, lambda v: getattr(v, f"scatter_{kind}")(delta))
-    assert strategy.extended.agreement.calls == calls
+    assert strategy.extended.consensus.calls == calls
     np.testing.assert_array_equal(w.local, expected)

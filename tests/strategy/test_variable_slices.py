@@ -179,14 +179,14 @@ def test_a_part_is_refused_in_replica_context_without_aggregation(strategy):
 @pytest.mark.parametrize("on_read", [False, True])
 def test_a_part_is_each_copys_own_in_update(strategy, aggregation, on_read):
     w = make(strategy, aggregation, on_read=on_read)
-    calls = strategy.extended.agreement.calls
+    calls = strategy.extended.consensus.calls
 
     def change(v):
         v[0, 1].assign(part_for((0, 1)))
         v[1, 2, 3].assign(-1)
 
     strategy.extended.update(w, change)
-    assert strategy.extended.agreement.calls == calls or on_read
+    assert strategy.extended.consensus.calls == calls or on_read
     expected = changed((1, 2, 3), -1, changed((0, 1), part_for((0, 1))))
     np.testing.assert_array_equal(w.local, expected)
 

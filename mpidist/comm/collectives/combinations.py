@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mpidist.comm import arithmetic, packing
 from mpidist.comm.collectives.arguments import deadline_of, implementation_of
 from mpidist.comm.collectives.outputs import Results
-from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
@@ -44,15 +44,15 @@ class Combinations:
     """Reductions of one strategy that do not add.
 
     Args:
-      agreement: of all ranks.
+      consensus: of all ranks.
       transports: the transports.
       results: gives memory for what is returned.
     """
 
     def __init__(
-        self, agreement: Agreement, transports: TransportSelector, results: Results
+        self, consensus: Consensus, transports: TransportSelector, results: Results
     ):
-        self._agreement = agreement
+        self._consensus = consensus
         self._transports = transports
         self._results = results
 
@@ -71,7 +71,7 @@ class Combinations:
         packs = []
         for members in packing.groups(wide, sizes, options.bytes_per_pack):
             send = packing.pack([wide[j] for j in members]).reshape(-1)
-            step = min(send.size, self._step(send)) * self._agreement.size
+            step = min(send.size, self._step(send)) * self._consensus.size
             received = self._results.empty(step, send)
             total = self._results.empty(send.size, send)
             packs.append(_Pack(members, send, received, total))
@@ -79,7 +79,7 @@ class Combinations:
 
     def _step(self, send: Any) -> int:
         """Return how many numbers of each rank are gathered at a time."""
-        row_bytes: int = send.dtype.itemsize * self._agreement.size
+        row_bytes: int = send.dtype.itemsize * self._consensus.size
         return max(1, _BLOCK_BYTES // row_bytes)
 
     def combine(
@@ -111,7 +111,7 @@ class Combinations:
         options: CommunicationOptions,
         deadline: float | None,
     ) -> None:
-        send, ranks, step = pack.send, self._agreement.size, self._step(pack.send)
+        send, ranks, step = pack.send, self._consensus.size, self._step(pack.send)
         way: Transport | None = None
         if ranks > 1:
             is_device = arrays.is_device_array(send)
@@ -126,6 +126,6 @@ class Combinations:
             total = arithmetic.combine_in_order(op, parts)
             pack.total[start : start + step] = total
             if op is ReduceOp.PRODUCT:
-                with self._agreement.same_on_all():
+                with self._consensus.same_on_all():
                     name = f"value (numbers {start} to {start + mine.size - 1})"
                     arithmetic.check_product((total, parts), name)

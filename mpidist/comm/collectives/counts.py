@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidist.comm.collectives.arguments import deadline_of
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call, digest
 from mpidist.comm.consensus.comparison import Pages, Payload, PayloadComparison
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.signatures import CallSignature, digest
 from mpidist.comm.transports.selector import TransportSelector
 from mpidist.options import CommunicationImplementation, CommunicationOptions
 
@@ -35,7 +35,7 @@ class CountPlan(NamedTuple):
       options: see `CommunicationOptions`.
     """
 
-    call: Call
+    call: CallSignature
     number: int
     pages: Pages | None
     most_bytes: int
@@ -60,17 +60,17 @@ class CountExchange:
     """The exchanges of counts of one strategy.
 
     Args:
-      agreement: of all ranks.
+      consensus: of all ranks.
       transports: the transports.
     """
 
-    def __init__(self, agreement: Agreement, transports: TransportSelector):
-        self._agreement = agreement
+    def __init__(self, consensus: Consensus, transports: TransportSelector):
+        self._consensus = consensus
         self._transports = transports
 
     def plan(
         self,
-        call: Call,
+        call: CallSignature,
         counts: int,
         options: CommunicationOptions,
         carries: bool,
@@ -83,8 +83,8 @@ class CountExchange:
           options: see `CommunicationOptions`.
           carries: whether arrays may travel along: they are on the host.
         """
-        pages, most_bytes, comparison = None, -1, self._agreement.comparison
-        if self._agreement.size > 1 and isinstance(comparison, PayloadComparison):
+        pages, most_bytes, comparison = None, -1, self._consensus.comparison
+        if self._consensus.size > 1 and isinstance(comparison, PayloadComparison):
             kinds: list[tuple[Any, tuple[int]]]
             kinds = [(np.dtype(np.int64), (counts + 1,))]
             rest = comparison.payload_bytes - _aligned(8 * (counts + 1))
@@ -107,12 +107,12 @@ class CountExchange:
           counts: of this rank.
           given: its arrays, of any layout.
 
-        Raises, on all ranks: see `Agreement.require_same`.
+        Raises, on all ranks: see `Consensus.require_same`.
         """
-        agreement = self._agreement
+        consensus = self._consensus
         if plan.pages is None:
             timeout = plan.options.timeout_seconds
-            agreement.compare(plan.call, plan.number, timeout=timeout)
+            consensus.compare(plan.call, plan.number, timeout=timeout)
             return self._gather(counts, plan.options), None
         size = sum([_aligned(array.nbytes) for array in given])
 
@@ -125,7 +125,7 @@ class CountExchange:
             return False
 
         payload, timeout = Payload(plan.pages, fill), plan.options.timeout_seconds
-        parts = agreement.exchange(plan.call, plan.number, payload, timeout)
+        parts = consensus.exchange(plan.call, plan.number, payload, timeout)
         everyone = [part.tolist() for part in parts[0]]
         is_small = max([counts.pop() for counts in everyone]) <= plan.most_bytes
         return everyone, [Reader(page) for page in parts[1]] if is_small else None
@@ -134,7 +134,7 @@ class CountExchange:
         self, counts: Sequence[int], options: CommunicationOptions
     ) -> list[list[int]]:
         """Return the counts of all ranks, by MPI. Collective."""
-        ranks, own = self._agreement.size, np.array(counts, np.int64)
+        ranks, own = self._consensus.size, np.array(counts, np.int64)
         if ranks == 1:
             return [own.tolist()]
         everyone = np.empty((ranks, own.size), np.int64)

@@ -30,8 +30,8 @@ from mpidist.comm.collectives.plans import (
     kind_along,
     kind_of,
 )
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call, digest
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.signatures import CallSignature, digest
 from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError
@@ -73,7 +73,7 @@ class ExchangePlan(NamedTuple):
       packed: how small arrays are reduced while the ranks agree; None for large ones.
     """
 
-    call: Call
+    call: CallSignature
     number: int
     options: CommunicationOptions
     structure: Structure
@@ -89,7 +89,7 @@ class Exchanges:
     """The exchanges of one strategy.
 
     Args:
-      agreement: of all ranks.
+      consensus: of all ranks.
       transports: the transports.
       plans: those of known calls.
       packed: the reductions of small arrays.
@@ -99,14 +99,14 @@ class Exchanges:
 
     def __init__(
         self,
-        agreement: Agreement,
+        consensus: Consensus,
         transports: TransportSelector,
         plans: PlanCache,
         packed: PackedReductions,
         counts: CountExchange,
         take: Take,
     ):
-        self._agreement = agreement
+        self._consensus = consensus
         self._transports = transports
         self._plans = plans
         self._packed = packed
@@ -130,9 +130,9 @@ class Exchanges:
                 given, spec, lambda a, name: gather_axis(axis, a.ndim, name)
             )
             agreed = axis_field(axes), *option_fields(wanted)
-            call = Call(operation, agreed, spec, describe_but(given, axes))
+            call = CallSignature(operation, agreed, spec, describe_but(given, axes))
             carries = not any(map(arrays.is_device_array, given))
-            count = self._agreement.size * len(given)
+            count = self._consensus.size * len(given)
             counts = self._counts.plan(call, count, wanted, carries)
             structure = Structure.of(spec, leaves)
             plan = ExchangePlan(
@@ -151,8 +151,8 @@ class Exchanges:
 
     def _send(self, plan: ExchangePlan, given: Sequence[Any], lengths: Any) -> Any:
         """Return this rank's parts of all ranks' arrays. Collective."""
-        agreement, rank, counts = self._agreement, self._agreement.rank, plan.counts
-        operation, ranks = plan.call.operation, agreement.size
+        consensus, rank, counts = self._consensus, self._consensus.rank, plan.counts
+        operation, ranks = plan.call.operation, consensus.size
         assert counts is not None
 
         def prepare() -> list[_Piece]:
@@ -161,8 +161,8 @@ class Exchanges:
             rows = map(_rows_first, given, plan.axes)
             return list(map(_Piece, rows, divided))
 
-        with agreement.turns:
-            pieces = agreement.prepare(operation, prepare)
+        with consensus.lock:
+            pieces = consensus.guard(operation, prepare)
             own = list(itertools.chain.from_iterable(p.lengths for p in pieces))
             everyone, readers = self._counts.exchange(
                 counts, own, [piece.rows for piece in pieces]
@@ -215,7 +215,7 @@ class Exchanges:
                 ("lengths", tuple(map(tuple, divided))),
                 *option_fields(wanted),
             )
-            call = Call(operation, fields, spec, describe(given))
+            call = CallSignature(operation, fields, spec, describe(given))
             structure = Structure.of(spec, leaves)
             out, _ = arithmetic.to_add(op, [a.reshape(-1)[:0] for a in given])
             packed = None
@@ -247,12 +247,12 @@ class Exchanges:
 
     def _reduce(self, plan: ExchangePlan, given: Sequence[Any]) -> list[Any]:
         """Return this rank's parts of the reductions. Collective."""
-        agreement, op, timeout = self._agreement, plan.op, plan.options.timeout_seconds
+        consensus, op, timeout = self._consensus, plan.op, plan.options.timeout_seconds
         if plan.packed is not None:
             totals, parts = self._packed.reduce(plan.packed, given), []
             for total, i, lengths in zip(totals, plan.axes, plan.divided):
-                begin = sum(lengths[: agreement.rank])
-                own = slice(begin, begin + lengths[agreement.rank])
+                begin = sum(lengths[: consensus.rank])
+                own = slice(begin, begin + lengths[consensus.rank])
                 parts.append(total[(slice(None),) * i + (own,)].copy())
             return parts
         assert op is not None
@@ -263,14 +263,14 @@ class Exchanges:
             return list(map(_Piece, wide, plan.divided))
 
         def combine(rows: Any, name: str) -> Any:
-            shape = len(rows) // agreement.size, *rows.shape[1:]
-            parts = list(rows.reshape(agreement.size, *shape))
-            return _combine(op, parts, f"{name} on rank {agreement.rank}")
+            shape = len(rows) // consensus.size, *rows.shape[1:]
+            parts = list(rows.reshape(consensus.size, *shape))
+            return _combine(op, parts, f"{name} on rank {consensus.rank}")
 
-        with agreement.turns:
-            pieces = agreement.prepare(plan.call.operation, prepare)
-            agreement.compare(plan.call, plan.number, timeout=timeout)
-            by_leaf = [np.array([p.lengths] * agreement.size) for p in pieces]
+        with consensus.lock:
+            pieces = consensus.guard(plan.call.operation, prepare)
+            consensus.compare(plan.call, plan.number, timeout=timeout)
+            by_leaf = [np.array([p.lengths] * consensus.size) for p in pieces]
             deadline = deadline_of(plan.options)
             received = self._receive(plan, pieces, by_leaf, deadline)
 
@@ -283,20 +283,20 @@ class Exchanges:
             ):
                 totals = combine_all()
             else:
-                totals = agreement.prepare(plan.call.operation, combine_all)
-                agreement.require_same(
-                    Call(plan.call.operation, (("step", "checking"),))
+                totals = consensus.guard(plan.call.operation, combine_all)
+                consensus.require_same(
+                    CallSignature(plan.call.operation, (("step", "checking"),))
                 )
         results = []
         for total, dtype, i in zip(totals, plan.out, plan.axes, strict=True):
             if op is ReduceOp.MEAN:
-                total = total / agreement.size
+                total = total / consensus.size
             results.append(_axis_back(total.astype(dtype, copy=False), i))
         return results
 
     def _divide(self, rows: int, lengths: Any) -> list[int]:
         """Return how many rows each rank gets: by default the same, or almost."""
-        ranks = self._agreement.size
+        ranks = self._consensus.size
         if lengths is None:
             share = -(-rows // ranks)
             starts = [min(rank * share, rows) for rank in range(ranks + 1)]
@@ -325,7 +325,7 @@ class Exchanges:
 
         `everyone[j][r, s]` is how many rows of leaf j rank r sends to rank s.
         """
-        agreement, rank = self._agreement, self._agreement.rank
+        consensus, rank = self._consensus, self._consensus.rank
 
         def reserve() -> list[Any]:
             return [
@@ -345,12 +345,12 @@ class Exchanges:
             width * int(max(lengths.sum(axis=0).max(), lengths.sum(axis=1).max()))
             for width, lengths in zip(widths, everyone, strict=True)
         ]
-        if agreement.size == 1:
+        if consensus.size == 1:
             return [piece.rows.copy() for piece in pieces]
         if sum(sizes) >= _LARGE_BYTES:
-            received = agreement.prepare(plan.call.operation, reserve)
-            call = Call(plan.call.operation, (("step", "exchanging"),))
-            agreement.require_same(call, timeout=plan.options.timeout_seconds)
+            received = consensus.guard(plan.call.operation, reserve)
+            call = CallSignature(plan.call.operation, (("step", "exchanging"),))
+            consensus.require_same(call, timeout=plan.options.timeout_seconds)
         else:
             received = reserve()
         for piece, lengths, place, size in zip(

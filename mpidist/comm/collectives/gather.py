@@ -14,8 +14,8 @@ from mpidist.comm.collectives.arguments import deadline_of, implementation_of, i
 from mpidist.comm.collectives.counts import CountExchange, CountPlan
 from mpidist.comm.collectives.outputs import Results
 from mpidist.comm.collectives.plans import Structure
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call, digest
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.signatures import CallSignature, digest
 from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
@@ -63,7 +63,7 @@ class Gathers:
     """The gathers of one strategy.
 
     Args:
-      agreement: of all ranks; one does not communicate.
+      consensus: of all ranks; one does not communicate.
       transports: the transports.
       results: gives memory for what is returned.
       counts: exchanges lengths.
@@ -71,20 +71,20 @@ class Gathers:
 
     def __init__(
         self,
-        agreement: Agreement,
+        consensus: Consensus,
         transports: TransportSelector,
         results: Results,
         counts: CountExchange,
     ):
-        self._agreement = agreement
-        self._ranks = agreement.size
+        self._consensus = consensus
+        self._ranks = consensus.size
         self._transports = transports
         self._results = results
         self._counts = counts
 
     def plan(
         self,
-        call: Call,
+        call: CallSignature,
         given: Sequence[Any],
         axes: Sequence[int],
         options: CommunicationOptions,
@@ -114,10 +114,10 @@ class Gathers:
         The lengths of all arrays travel while the ranks agree, and small arrays with
         them. For large results the ranks then agree that all have memory for them.
 
-        Raises, on all ranks: see `Agreement.require_same`.
+        Raises, on all ranks: see `Consensus.require_same`.
         """
         lengths = [a.shape[i] for a, i in zip(given, plan.axes)]
-        with self._agreement.turns:
+        with self._consensus.lock:
             everyone, readers = self._counts.exchange(plan.counts, lengths, given)
             if readers is None:
                 return self._gather(plan, given, np.array(everyone, np.int64))
@@ -152,9 +152,9 @@ class Gathers:
 
         if self._ranks > 1 and sum(sizes) >= _LARGE_BYTES:
             operation = plan.counts.call.operation
-            packs = self._agreement.prepare(operation, reserve)
+            packs = self._consensus.guard(operation, reserve)
             call, number = _gathering(operation)
-            self._agreement.compare(call, number, timeout=options.timeout_seconds)
+            self._consensus.compare(call, number, timeout=options.timeout_seconds)
         else:
             packs = reserve()
         results: list[Any] = [None] * len(given)
@@ -283,9 +283,9 @@ class Gathers:
 
 
 @functools.lru_cache(maxsize=64)
-def _gathering(operation: str) -> tuple[Call, int]:
+def _gathering(operation: str) -> tuple[CallSignature, int]:
     """Return the call by which ranks agree to gather, and its digest."""
-    call = Call(operation, (("step", "gathering"),))
+    call = CallSignature(operation, (("step", "gathering"),))
     return call, digest(call)
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from mpidist.comm import arithmetic
 from mpidist.comm.collectives.arguments import implementation_of
 from mpidist.comm.collectives.gather import Gathers
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError
@@ -28,37 +28,37 @@ class Objects:
     """The collectives of one strategy on objects, in which there may be arrays.
 
     Args:
-      agreement: of all ranks.
+      consensus: of all ranks.
       transports: the transports.
       gathers: the gathers.
     """
 
     def __init__(
-        self, agreement: Agreement, transports: TransportSelector, gathers: Gathers
+        self, consensus: Consensus, transports: TransportSelector, gathers: Gathers
     ):
-        self._agreement = agreement
+        self._consensus = consensus
         self._transports = transports
         self._gathers = gathers
 
     def broadcast(self, operation: str, value: Any, root: int) -> Any:
         """See `Strategy.broadcast`. Collective."""
-        agreement = self._agreement
+        consensus = self._consensus
 
         def prepare() -> tuple[int, str, list[Any]]:
             number = validation.integer("root", root)
-            if not 0 <= number < agreement.size:
+            if not 0 <= number < consensus.size:
                 raise ArgumentError(
-                    f"root must be a replica, 0..{agreement.size - 1}, not {number}"
+                    f"root must be a replica, 0..{consensus.size - 1}, not {number}"
                 )
             text, given = "", list[Any]()
-            if number == agreement.rank:
+            if number == consensus.rank:
                 text, given = self._encode(value)
             return number, text, given
 
-        with agreement.turns:
-            number, text, given = agreement.prepare(operation, prepare)
-            agreement.require_same(Call(operation, (("root", number),)))
-            if agreement.size > 1:
+        with consensus.lock:
+            number, text, given = consensus.guard(operation, prepare)
+            consensus.require_same(CallSignature(operation, (("root", number),)))
+            if consensus.size > 1:
                 text = self._broadcast_text(text, number)
 
             def reserve() -> list[Any]:
@@ -67,12 +67,12 @@ class Objects:
                 return made
 
             # What one rank alone has no memory for, the others learn here
-            received = agreement.prepare(operation, reserve)
-            agreement.require_same(Call(operation, (("step", "sending"),)))
+            received = consensus.guard(operation, reserve)
+            consensus.require_same(CallSignature(operation, (("step", "sending"),)))
             for i, array in enumerate(received):
-                if number == agreement.rank:
+                if number == consensus.rank:
                     array[...] = given[i]
-                if agreement.size > 1 and array.size:
+                if consensus.size > 1 and array.size:
                     is_device = arrays.is_device_array(array)
                     how = implementation_of(_DEFAULT)
                     way = self._transports.pick(how, False, is_device)
@@ -82,7 +82,7 @@ class Objects:
 
     def gather(self, operation: str, value: Any) -> list[Any]:
         """See `Strategy.gather_objects`. Collective."""
-        agreement = self._agreement
+        consensus = self._consensus
 
         def prepare() -> list[Any]:
             text, given = self._encode(value)
@@ -91,9 +91,9 @@ class Objects:
             payload = np.frombuffer(b"".join([header, *parts]), np.uint8)
             return [payload, np.array([len(header), payload.size])]
 
-        with agreement.turns:
-            own = agreement.prepare(operation, prepare)
-            plan = self._gathers.plan(Call(operation), own, [0, 0], _DEFAULT)
+        with consensus.lock:
+            own = consensus.guard(operation, prepare)
+            plan = self._gathers.plan(CallSignature(operation), own, [0, 0], _DEFAULT)
             payloads, sizes = self._gathers.execute(plan, own)
         found, start = [], 0
         for header, size in sizes.reshape(-1, 2).tolist():
@@ -124,7 +124,7 @@ class Objects:
         found = np.frombuffer(text.encode(), np.uint8).copy()
         size = np.array([found.size])
         way.broadcast(size, root, None)
-        if root != self._agreement.rank:
+        if root != self._consensus.rank:
             found = np.empty(int(size[0]), np.uint8)
         way.broadcast(found, root, None)
         return bytes(found).decode()

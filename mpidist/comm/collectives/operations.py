@@ -41,8 +41,8 @@ from mpidist.comm.collectives.plans import (
 )
 from mpidist.comm.collectives.reduce import Summands, Sums
 from mpidist.comm.collectives.slices import SliceReductions, has_slices
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.packing import Axis
 from mpidist.comm.shared_memory.symmetric import SymmetricMemory
 from mpidist.comm.transports.selector import TransportSelector
@@ -60,7 +60,7 @@ class Collectives:
     """The collectives of one strategy.
 
     Args:
-      agreement: of all ranks.
+      consensus: of all ranks.
       transports: the transports.
       symmetric: the arrays that lie in memory of the node.
       results: gives memory for what is returned.
@@ -68,31 +68,31 @@ class Collectives:
 
     def __init__(
         self,
-        agreement: Agreement,
+        consensus: Consensus,
         transports: TransportSelector,
         symmetric: SymmetricMemory,
         results: Results,
     ):
-        self.agreement = agreement
+        self.consensus = consensus
         self.transports = transports
         self.transport = transports.default
-        self.size = agreement.size
-        counts = CountExchange(agreement, transports)
-        self._plans = PlanCache(agreement)
-        self._packed = PackedReductions(agreement)
-        self._gathers = Gathers(agreement, transports, results, counts)
+        self.size = consensus.size
+        counts = CountExchange(consensus, transports)
+        self._plans = PlanCache(consensus)
+        self._packed = PackedReductions(consensus)
+        self._gathers = Gathers(consensus, transports, results, counts)
         self.sums = Sums(self.size, transports, symmetric, results)
-        self._combinations = Combinations(agreement, transports, results)
+        self._combinations = Combinations(consensus, transports, results)
         self._over_axis = AxisReductions(
-            agreement, self._plans, self._packed, self.sums, self._gathers, self._take
+            consensus, self._plans, self._packed, self.sums, self._gathers, self._take
         )
         self._empty = results.empty
         self._exchanges = Exchanges(
-            agreement, transports, self._plans, self._packed, counts, self._take
+            consensus, transports, self._plans, self._packed, counts, self._take
         )
-        self.objects = Objects(agreement, transports, self._gathers)
+        self.objects = Objects(consensus, transports, self._gathers)
         self._slices = SliceReductions(
-            agreement, self._gathers, transports.require_reachable
+            consensus, self._gathers, transports.require_reachable
         )
 
     def all_reduce(
@@ -114,7 +114,7 @@ class Collectives:
           reduce_arrays: what does the work, once all is checked: by default
             `reduce_arrays`.
 
-        Raises, on all ranks: see `Agreement.require_same` and `arrays.to_array`; also
+        Raises, on all ranks: see `Consensus.require_same` and `arrays.to_array`; also
           ArgumentError for a sum of integers that does not fit their dtype.
         """
         key, detail = None, None
@@ -122,13 +122,13 @@ class Collectives:
             detail = detail_of(reduce_op, options)
         if detail is not None:
             # A nest may raise when it is read, perhaps on this rank alone
-            key, plan, leaves = self.agreement.prepare(
+            key, plan, leaves = self.consensus.guard(
                 operation,
                 lambda: self._plans.find(operation, detail, value, kind_of),
             )
             if plan is not None:
                 return plan.structure.give_back(self._execute(plan, leaves), leaves)
-        if key is None and self.agreement.prepare(operation, lambda: has_slices(value)):
+        if key is None and self.consensus.guard(operation, lambda: has_slices(value)):
             return self._slices.reduce(
                 operation,
                 reduce_op,
@@ -146,14 +146,14 @@ class Collectives:
             check = functools.partial(arithmetic.require_reducible, op)
             check_each(given, spec, lambda a, name: check(a.dtype, name))
             agreed = (("reduce_op", op.name), *option_fields(wanted))
-            call = Call(operation, agreed, spec, describe(given))
+            call = CallSignature(operation, agreed, spec, describe(given))
             structure = Structure.of(spec, leaves)
             fits = reduce_arrays is None and self._packed.fits(op, given, wanted)
             plan = self._packed.plan(call, op, wanted, structure, given, packed=fits)
             return plan, leaves, given
 
-        with self.agreement.turns:
-            plan, leaves, given = self.agreement.prepare(operation, make)
+        with self.consensus.lock:
+            plan, leaves, given = self.consensus.guard(operation, make)
             results = self._execute(plan, given, reduce_arrays)
         self._plans.keep(key, plan, leaves, given)
         return plan.structure.give_back(results, leaves)
@@ -171,7 +171,7 @@ class Collectives:
           given: arrays, or numbers where the plan was known.
           reduce_arrays: what does the work, in place of transports.
         """
-        with self.agreement.turns:
+        with self.consensus.lock:
             if plan.packs:
                 return self._packed.reduce(plan, given)
             values = [a if hasattr(a, "dtype") else np.asarray(a) for a in given]
@@ -180,7 +180,7 @@ class Collectives:
                     plan.call, plan.number, plan.op, values, plan.options
                 )
             timeout = plan.options.timeout_seconds
-            self.agreement.compare(plan.call, plan.number, timeout=timeout)
+            self.consensus.compare(plan.call, plan.number, timeout=timeout)
             return reduce_arrays(plan.op, values, plan.options)
 
     def _take(
@@ -303,12 +303,12 @@ class Collectives:
                 totals[j] = rough.astype(np.int64).astype(dtype)
             name = "value" if len(partial) == 2 else f"array {j} of the value"
             what = f"the sum of {name} over all replicas"
-            with self.agreement.same_on_all():
+            with self.consensus.same_on_all():
                 arithmetic.require_fit(totals[j], rough, what)
 
     def reduce_large(
         self,
-        call: Call,
+        call: CallSignature,
         number: int,
         op: ReduceOp,
         values: Sequence[Any],
@@ -324,18 +324,18 @@ class Collectives:
           options: see `CommunicationOptions`.
         """
         timeout = options.timeout_seconds
-        with self.agreement.turns:
+        with self.consensus.lock:
             if not op.adds:
-                packs = self.agreement.prepare(
+                packs = self.consensus.guard(
                     call.operation,
                     lambda: self._combinations.reserve(op, values, options),
                 )
-                self.agreement.compare(call, number, timeout=timeout)
+                self.consensus.compare(call, number, timeout=timeout)
                 return self._combinations.combine(op, packs, values, options)
-            summands = self.agreement.prepare(
+            summands = self.consensus.guard(
                 call.operation, lambda: self._summands(op, values, options)
             )
-            is_symmetric = self.agreement.compare(call, number, summands.place, timeout)
+            is_symmetric = self.consensus.compare(call, number, summands.place, timeout)
             return self._reduce(op, summands, options, is_symmetric)
 
     def reduce_over_axis(
@@ -389,7 +389,7 @@ class Collectives:
                 given, spec, lambda a, name: gather_axis(axis, a.ndim, name)
             )
             agreed = axis_field(axes), *option_fields(wanted)
-            call = Call(operation, agreed, spec, describe_but(given, axes))
+            call = CallSignature(operation, agreed, spec, describe_but(given, axes))
             structure = Structure.of(spec, leaves)
             plan = self._gathers.plan(call, given, axes, wanted, structure)
             return plan, leaves, given
@@ -438,10 +438,10 @@ class Collectives:
             leaves, spec, given = self._take(value)
             return leaves, spec, [array.copy(order="C") for array in given]
 
-        with self.agreement.turns:
-            leaves, spec, results = self.agreement.prepare(operation, prepare)
-            call = Call(operation, (), spec, describe(results))
-            self.agreement.require_same(call)
+        with self.consensus.lock:
+            leaves, spec, results = self.consensus.guard(operation, prepare)
+            call = CallSignature(operation, (), spec, describe(results))
+            self.consensus.require_same(call)
             for result in results:
                 if self.size > 1:
                     is_device = arrays.is_device_array(result)

@@ -26,8 +26,8 @@ from mpidist.comm.collectives.plans import (
     kind_of,
 )
 from mpidist.comm.collectives.reduce import Sums
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call, digest
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.signatures import CallSignature, digest
 from mpidist.comm.packing import Axis
 from mpidist.errors import ArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
@@ -56,7 +56,7 @@ class AxisPlan(NamedTuple):
       gather: how what does not add is gathered; None for what adds.
     """
 
-    call: Call
+    call: CallSignature
     number: int
     op: ReduceOp
     options: CommunicationOptions
@@ -84,7 +84,7 @@ class AxisReductions:
     """The reductions over axes of one strategy.
 
     Args:
-      agreement: of all ranks.
+      consensus: of all ranks.
       plans: those of known calls.
       packed: the reductions of small arrays.
       sums: the sums over ranks.
@@ -94,14 +94,14 @@ class AxisReductions:
 
     def __init__(
         self,
-        agreement: Agreement,
+        consensus: Consensus,
         plans: PlanCache,
         packed: PackedReductions,
         sums: Sums,
         gathers: Gathers,
         take: Take,
     ):
-        self._agreement = agreement
+        self._consensus = consensus
         self._plans = plans
         self._packed = packed
         self._sums = sums
@@ -154,7 +154,7 @@ class AxisReductions:
             for a, drop in zip(given, axes)
         )
         agreed = ("reduce_op", op.name), axis_field(axes), *option_fields(options)
-        call = Call(operation, agreed, spec, described)
+        call = CallSignature(operation, agreed, spec, described)
         structure, dtypes = Structure.of(spec, leaves), [a.dtype for a in given]
         plan = AxisPlan(call, digest(call), op, options, structure, dtypes, axes)
         sent = self._reduce_own(plan, list(map(_without_rows, given, axes))).sent
@@ -191,19 +191,19 @@ class AxisReductions:
         sum_arrays: Summation | None = None,
     ) -> list[Any]:
         """Return the reductions of the leaves. Collective."""
-        agreement, options = self._agreement, plan.options
+        consensus, options = self._consensus, plan.options
         packs: Sequence[Any] = ()
 
         def prepare() -> _Partial:
             nonlocal packs
             found = self._reduce_own(plan, given)
             is_large = plan.op.adds and plan.packed is None and sum_arrays is None
-            if is_large and agreement.size > 1:
+            if is_large and consensus.size > 1:
                 packs = self._sums.reserve(found.sent, options)
             return found
 
-        with agreement.turns:
-            found = agreement.prepare(plan.call.operation, prepare)
+        with consensus.lock:
+            found = consensus.guard(plan.call.operation, prepare)
             if plan.gather is not None:
                 gathered = self._gathers.execute(plan.gather, found.sent)
                 results = self._combine(plan, gathered, found.rough)
@@ -212,7 +212,7 @@ class AxisReductions:
                     totals = self._packed.reduce(plan.packed, found.sent)
                 else:
                     timeout = options.timeout_seconds
-                    agreement.compare(plan.call, plan.number, timeout=timeout)
+                    consensus.compare(plan.call, plan.number, timeout=timeout)
                     if packs:
                         totals = self._sums.sum_packs(packs, options)
                     else:
@@ -255,7 +255,7 @@ class AxisReductions:
                 return parts.sum(axis=0)
             return arithmetic.combine_in_order(plan.op, list(parts))
 
-        with self._agreement.same_on_all():
+        with self._consensus.same_on_all():
             totals = check_each(gathered[:count], spec, combine)
         if plan.op is not ReduceOp.PRODUCT:
             pairs = zip(totals, plan.dtypes)
@@ -271,7 +271,7 @@ class AxisReductions:
     ) -> list[Any]:
         """Return totals in the dtypes of what was given; integers must fit."""
         triples, spec = list(zip(totals, rough, plan.dtypes)), plan.structure.spec
-        with self._agreement.same_on_all():
+        with self._consensus.same_on_all():
             return check_each(
                 triples, spec, lambda t, name: arithmetic.narrow(t, name, what)
             )

@@ -11,9 +11,9 @@ import numpy as np
 from mpidist.comm import arithmetic
 from mpidist.comm.collectives.arguments import check_each, is_direct
 from mpidist.comm.collectives.plans import Structure
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call, digest
 from mpidist.comm.consensus.comparison import Pages, Payload, PayloadComparison
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.signatures import CallSignature, digest
 from mpidist.device import arrays
 from mpidist.device.copies import SmallCopies
 from mpidist.options import CommunicationOptions, ReduceOp
@@ -88,7 +88,7 @@ class ReducePlan(NamedTuple):
       divisor: by which totals are divided, for a mean; else 0.
     """
 
-    call: Call
+    call: CallSignature
     number: int
     op: ReduceOp
     options: CommunicationOptions
@@ -105,11 +105,11 @@ class PackedReductions:
     """The small reductions of one strategy.
 
     Args:
-      agreement: of all ranks.
+      consensus: of all ranks.
     """
 
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement = agreement
+    def __init__(self, consensus: Consensus) -> None:
+        self._consensus = consensus
         self._copies = SmallCopies()
 
     def fits(
@@ -119,21 +119,21 @@ class PackedReductions:
 
         That depends only on what must be the same on all ranks.
         """
-        limit = self._agreement.comparison.payload_bytes
-        if self._agreement.size == 1:
+        limit = self._consensus.comparison.payload_bytes
+        if self._consensus.size == 1:
             limit = _ALONE_BYTES
         if limit == 0 or is_direct(options) or options.compression is not None:
             return False
         on_gpu = sum(map(arrays.is_device_array, given))
         if on_gpu:  # each has to be copied twice
             limit = min(limit, _GPU_BYTES)
-        if on_gpu > _GPU_ARRAYS or (on_gpu and self._agreement.size == 1):
+        if on_gpu > _GPU_ARRAYS or (on_gpu and self._consensus.size == 1):
             return False
         return arithmetic.bound_bytes(op, given) <= limit
 
     def plan(
         self,
-        call: Call,
+        call: CallSignature,
         op: ReduceOp,
         options: CommunicationOptions,
         structure: Structure,
@@ -151,7 +151,7 @@ class PackedReductions:
           packed: whether they travel with the comparison; see `fits`.
         """
         packs = _make_packs(op, given) if packed else []
-        pages, comparison = None, self._agreement.comparison
+        pages, comparison = None, self._consensus.comparison
         if packs and isinstance(comparison, PayloadComparison):
             pages = comparison.pages([(pack.dtype, pack.shape) for pack in packs])
         return ReducePlan(
@@ -167,7 +167,7 @@ class PackedReductions:
             arithmetic.add_in_order
             if op.adds
             else functools.partial(arithmetic.combine_in_order, op),
-            self._agreement.size if op is ReduceOp.MEAN else 0,
+            self._consensus.size if op is ReduceOp.MEAN else 0,
         )
 
     def reduce(self, plan: ReducePlan, given: Sequence[Any]) -> list[Any]:
@@ -179,17 +179,17 @@ class PackedReductions:
             for pack, page in zip(plan.packs, pages):
                 pack.fill(page, host)
             return plan.has_integers and any(
-                arithmetic.may_overflow(page, self._agreement.size) for page in pages
+                arithmetic.may_overflow(page, self._consensus.size) for page in pages
             )
 
-        agreement, timeout = self._agreement, plan.options.timeout_seconds
+        consensus, timeout = self._consensus, plan.options.timeout_seconds
         if plan.pages is None:  # of one rank
             alone = [np.empty(pack.shape, pack.dtype) for pack in plan.packs]
             fill(alone)
             parts: Sequence[Sequence[Any]] = [(a,) for a in alone]
         else:
             payload = Payload(plan.pages, fill)
-            parts = agreement.exchange(plan.call, plan.number, payload, timeout)
+            parts = consensus.exchange(plan.call, plan.number, payload, timeout)
         results: list[Any] = [None] * len(given)
         for pack, everyone in zip(plan.packs, parts):
             total = plan.combine(everyone)
@@ -199,7 +199,7 @@ class PackedReductions:
                 total = total.astype(pack.out)
             pack.take_apart(total, results)
         if plan.has_integers and (
-            plan.op is ReduceOp.PRODUCT or agreement.comparison.is_any_large
+            plan.op is ReduceOp.PRODUCT or consensus.comparison.is_any_large
         ):
             self._require_fit(plan, parts, results)
         return self._copies.up(results, given) if plan.is_on_gpu else results
@@ -209,7 +209,7 @@ class PackedReductions:
     ) -> None:
         """Raise, on all ranks, if integers have overflowed in packs. Collective."""
         contributions = []
-        for rank in range(self._agreement.size):
+        for rank in range(self._consensus.size):
             contribution: list[Any] = [None] * len(results)
             for pack, everyone in zip(plan.packs, parts):
                 pack.take_apart(everyone[rank], contribution)
@@ -217,7 +217,7 @@ class PackedReductions:
         pairs = list(zip(results, zip(*contributions)))
         is_product = plan.op is ReduceOp.PRODUCT
         check = arithmetic.check_product if is_product else arithmetic.check_sum
-        with self._agreement.same_on_all():
+        with self._consensus.same_on_all():
             check_each(pairs, plan.structure.spec, check)
 
 

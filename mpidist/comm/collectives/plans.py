@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions
 from mpidist.util import nest
@@ -65,8 +65,8 @@ class Structure(NamedTuple):
 class PlanCache:
     """The plans of one strategy, by the kinds of calls."""
 
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement = agreement
+    def __init__(self, consensus: Consensus) -> None:
+        self._consensus = consensus
         self._known: dict[Any, Any] = {}
 
     def find(
@@ -136,16 +136,16 @@ class PlanCache:
           make: returns the plan, the leaves, and these as arrays; not collective.
           execute: given a plan and arrays, returns the results. Collective.
         """
-        key, agreement = None, self._agreement
+        key, consensus = None, self._consensus
         if detail is not None:
             # A nest may raise when it is read, perhaps on this rank alone
-            key, plan, leaves = agreement.prepare(
+            key, plan, leaves = consensus.guard(
                 operation, lambda: self.find(operation, detail, value, kind)
             )
             if plan is not None:
                 return plan.structure.give_back(execute(plan, leaves), leaves)
-        with agreement.turns:
-            plan, leaves, given = agreement.prepare(operation, make)
+        with consensus.lock:
+            plan, leaves, given = consensus.guard(operation, make)
             results = execute(plan, given)
         self.keep(key, plan, leaves, given)
         return plan.structure.give_back(results, leaves)

@@ -11,8 +11,8 @@ from typing import Any
 
 from mpidist.comm.collectives.arguments import describe_but, option_fields
 from mpidist.comm.collectives.gather import Gathers
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, DTypeError
 from mpidist.options import CommunicationOptions, ReduceOp
@@ -34,18 +34,18 @@ class SliceReductions:
     """The reductions of IndexedSlices of one strategy.
 
     Args:
-      agreement: of all ranks.
+      consensus: of all ranks.
       gathers: the gathers.
       check: raises if no transport can move an array; called with its name.
     """
 
     def __init__(
         self,
-        agreement: Agreement,
+        consensus: Consensus,
         gathers: Gathers,
         check: Callable[[Any, str], None],
     ):
-        self._agreement = agreement
+        self._consensus = consensus
         self._gathers = gathers
         self._check = check
 
@@ -66,7 +66,7 @@ class SliceReductions:
           options: see `CommunicationOptions`.
           reduce_dense: reduces the other leaves. Collective.
         """
-        agreement, name = self._agreement, f"{operation} of IndexedSlices"
+        consensus, name = self._consensus, f"{operation} of IndexedSlices"
 
         def prepare() -> tuple[ReduceOp, list[Any], Any, list[int], list[Any]]:
             op = ReduceOp.parse(reduce_op)
@@ -81,8 +81,8 @@ class SliceReductions:
                 given += self._take(leaves[i])
             return op, leaves, spec, sparse, given
 
-        with agreement.turns:
-            op, leaves, spec, sparse, given = agreement.prepare(name, prepare)
+        with consensus.lock:
+            op, leaves, spec, sparse, given = consensus.guard(name, prepare)
             shapes = tuple(leaves[i].dense_shape for i in sparse)
             agreed = (
                 ("reduce_op", op.name),
@@ -91,7 +91,7 @@ class SliceReductions:
                 *option_fields(options),
             )
             described = describe_but(given, [0] * len(given))
-            call = Call(name, agreed, nest.flatten(given)[1], described)
+            call = CallSignature(name, agreed, nest.flatten(given)[1], described)
             plan = self._gathers.plan(call, given, [0] * len(given), options)
             gathered = self._gathers.execute(plan, given)
         results: list[Any] = list(leaves)
@@ -132,7 +132,7 @@ class SliceReductions:
         if op is ReduceOp.MEAN:
             out = arrays.mean_dtype(values.dtype)
             wide = values.astype(arrays.accumulator_dtype(out), copy=False)
-            values = (wide / self._agreement.size).astype(out, copy=False)
+            values = (wide / self._consensus.size).astype(out, copy=False)
         return IndexedSlices(
             arrays.like(values, given.values),
             arrays.like(indices, given.indices),

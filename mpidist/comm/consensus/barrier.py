@@ -1,9 +1,9 @@
-"""Where the ranks of one node meet: memory in which each rank writes, and all read.
+"""A barrier in shared memory, with pages that every rank writes and all ranks read.
 
-A rank comes to a meeting by counting up a word of its own, and waits until the others
+A rank arrives by incrementing its own counter, the epoch, and waits until the others
 have done so: a third of a microsecond, where MPI's small collectives take one to three.
-What it wrote on its page before it came, the others may read after they met. Stores and
-loads are ordered by MPI_Win_sync (MPI-4.1, section 12.7).
+Data written to a rank's page before the barrier are visible to all ranks after it.
+Stores and loads are ordered by MPI_Win_sync (MPI-4.1, section 12.7).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpidist.comm.consensus.failures import Losses
+from mpidist.comm.consensus.failures import FailureDetector
 from mpidist.comm.consensus.pending import Pending
-from mpidist.comm.consensus.waiting import Departures, LateError
+from mpidist.comm.consensus.waiting import Departures, WaitTimeoutError
 
-__all__ = ["Board", "words_of"]
+__all__ = ["NodeBarrier", "words_of"]
 
 _LINE_BYTES = 64  # a cache line: what one rank writes is not slowed down by others
 _FRAME_BYTES = 4096
@@ -31,19 +31,19 @@ _YIELD_SECONDS = 1e-4
 _PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time that was waited
 
 
-class Board:
-    """Meetings of all ranks of a communicator, which share memory. Collective to make.
+class NodeBarrier:
+    """The barrier of all ranks of a communicator that share memory. Collective to make.
 
     One thread at a time may use it. After a missed deadline it cannot be used any more.
 
     Args:
       comm: the ranks; borrowed.
-      page_bytes: how much each rank can write for a meeting.
+      page_bytes: how much each rank can write for one barrier.
       slot_bytes: of each of three more pieces of memory of each rank, see `slots`.
       names: the numbers by which errors call the ranks.
-      is_patient: whether to leave the core to other threads while waiting.
-      losses: knows when one of the ranks has died.
-      departures: knows when one of the ranks has left a collective.
+      yield_cpu: whether to leave the core to other threads while waiting.
+      failures: detects ranks that have died.
+      departures: detects ranks that have left a collective.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class Board:
         page_bytes: int,
         slot_bytes: int = 0,
         names: Sequence[int] | None = None,
-        is_patient: bool = False,
-        losses: Losses | None = None,
+        yield_cpu: bool = False,
+        failures: FailureDetector | None = None,
         departures: Departures | None = None,
     ):
         self._comm = comm
-        self._losses = losses
+        self._failures = failures
         self._departures = departures
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._names = list(range(self.size) if names is None else names)
@@ -79,23 +79,23 @@ class Board:
         self._mine = counts[self.rank]
         self._others = [counts[rank] for rank in ranks if rank != self.rank]
         self._counts = counts
-        # Two pages of every rank, `meetings & 1` tells which holds for a meeting: who
-        # comes to the next one has read those of the last
+        # A double buffer: `epoch & 1` selects the page. A rank that arrives at the next
+        # barrier has read the pages of the last one, so that they may be overwritten
         page, next_page, *slots = ([m[piece] for m in memory] for piece in pieces)
-        self.both_pages = [page, next_page]
-        # What they hold is up to who writes there; in turn, too
+        self.page_pairs = [page, next_page]
+        # For blocks of large arrays; transports use them in rotation
         self.slots = slots
         # The first words of the pages, as integers
-        self.both_words = [
-            [words_of(page) for page in pages] for pages in self.both_pages
+        self.word_pairs = [
+            [words_of(page) for page in pages] for pages in self.page_pairs
         ]
-        self.meetings = 0
+        self.epoch = 0
         self._has_cores = self.size <= cores
-        self._spins = _SPINS if self._has_cores and not is_patient else 0
+        self._spins = _SPINS if self._has_cores and not yield_cpu else 0
 
     @staticmethod
     def count_bytes(page_bytes: int, slot_bytes: int) -> int:
-        """Return how much shared memory each rank of a board takes, or less."""
+        """Return how much shared memory each rank of a barrier takes, or less."""
         last: int = _lay_out(page_bytes, slot_bytes)[-1].stop
         return last
 
@@ -103,34 +103,35 @@ class Board:
         memory: Any = self._window.Shared_query(rank)[0]
         return np.frombuffer(memory, np.uint8, size)
 
-    def meet(self, deadline: float | None = None, is_patient: bool = False) -> None:
-        """Return when all ranks have come. Collective.
+    def wait(self, deadline: float | None = None, yield_cpu: bool = False) -> None:
+        """Return when all ranks have arrived. Collective.
 
         Args:
           deadline: on time.monotonic's clock, perhaps another one on each rank.
-          is_patient: whether to leave the core to other threads while waiting.
+          yield_cpu: whether to leave the core to other threads while waiting.
 
         Raises:
-          LateError: it is over; says who has not come.
+          WaitTimeoutError: it is over; its argument is the list of the missing ranks.
           RankLostError: a rank has died.
           CollectiveError: see `Departures.require_none`.
         """
-        self.meetings = meeting = self.meetings + 1
+        self.epoch = epoch = self.epoch + 1
         self._window.Sync()
-        self._mine[0] = meeting
+        self._mine[0] = epoch
         for count in self._others:
-            if count[0] < meeting:
-                self._wait(count, meeting, deadline, is_patient)
+            if count[0] < epoch:
+                self._wait(count, epoch, deadline, yield_cpu)
         self._window.Sync()
 
     def _wait(
-        self, count: Any, meeting: int, deadline: float | None, is_patient: bool
+        self, count: Any, epoch: int, deadline: float | None, yield_cpu: bool
     ) -> None:
-        for _ in range(0 if is_patient else self._spins):
-            if count[0] >= meeting:
+        # Spin first: if every rank has a core, the others arrive within microseconds
+        for _ in range(0 if yield_cpu else self._spins):
+            if count[0] >= epoch:
                 return
         start = now = time.monotonic()
-        while count[0] < meeting:
+        while count[0] < epoch:
             # Let others on this core run, then MPI, which may have messages to pass on
             if self._has_cores and now - start < _YIELD_SECONDS:
                 os.sched_yield()  # no sleep is as short
@@ -139,28 +140,28 @@ class Board:
                 self._let_mpi_work()
             now = time.monotonic()
             if deadline is not None and now > deadline:
-                raise LateError(self._missing(meeting))
+                raise WaitTimeoutError(self._missing(epoch))
 
     def _let_mpi_work(self) -> None:
-        """Let MPI make progress; raise if a rank has died, or left a collective."""
-        if self._losses is not None:
-            self._losses.require_none()
+        """Let MPI make progress; raise if a rank has died or has left a collective."""
+        if self._failures is not None:
+            self._failures.require_none()
         if self._departures is None:
             self._comm.Iprobe()
         else:
             self._departures.require_none()
 
     def missing(self) -> list[int]:
-        """Return which ranks have not come to this rank's last meeting. Any thread."""
-        return self._missing(self.meetings)
+        """Return the ranks that have not arrived at the last barrier. Any thread."""
+        return self._missing(self.epoch)
 
-    def _missing(self, meeting: int) -> list[int]:
+    def _missing(self, epoch: int) -> list[int]:
         named = zip(self._names, self._counts, strict=True)
-        return [name for name, count in named if count[0] < meeting]
+        return [name for name, count in named if count[0] < epoch]
 
     def close(self) -> None:
         """Free the memory. Collective."""
-        del self._mine, self._others, self._counts, self.both_words, self.both_pages
+        del self._mine, self._others, self._counts, self.word_pairs, self.page_pairs
         del self.slots
         with Pending("freeing shared memory", self._comm):
             self._window.Unlock_all()
@@ -192,7 +193,7 @@ def _count_cores(comm: MPI.Intracomm) -> int:
 
 
 def _shared_window(size_bytes: int, comm: MPI.Intracomm) -> MPI.Win:
-    """Return memory of each rank, on pages of its own, near the core it runs on."""
+    """Allocate shared memory: each rank's part on its own pages, near its core."""
     info = MPI.Info.Create()
     info.Set("alloc_shared_noncontig", "true")
     window = MPI.Win.Allocate_shared(size_bytes, 1, info, comm)

@@ -1,4 +1,4 @@
-"""How ranks find out if all are about to do the same: by MPI, or on a node's board."""
+"""How ranks compare digests of calls: by MPI, or in shared memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from mpidist.comm.consensus.barrier import Board, words_of
-from mpidist.comm.consensus.calls import Call
-from mpidist.comm.consensus.waiting import Departures, Waiting
+from mpidist.comm.consensus.barrier import NodeBarrier, words_of
+from mpidist.comm.consensus.signatures import CallSignature
+from mpidist.comm.consensus.waiting import Departures, RequestWaiter
 
 __all__ = [
     "GATHERED_BYTES",
-    "BoardComparison",
-    "Claim",
+    "SharedMemoryComparison",
+    "Proposal",
     "Comparison",
     "GatherComparison",
     "MaximumComparison",
@@ -35,10 +35,10 @@ GATHERED_BYTES = 256
 
 
 class Pages(NamedTuple):
-    """Arrays of one kind of call on the pages of a board, of which two take turns.
+    """Arrays of one kind of call in a double buffer of pages.
 
     Args:
-      own: this rank's arrays, on the one page and on the other.
+      own: this rank's arrays, on either page.
       everyone: for each array that of every rank, likewise.
     """
 
@@ -47,7 +47,7 @@ class Pages(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """What a rank writes for the others before a comparison.
+    """Data that travel with a comparison.
 
     Args:
       pages: where.
@@ -59,14 +59,14 @@ class Payload(NamedTuple):
     fill: Callable[[Sequence[Any]], bool]
 
 
-class Claim(NamedTuple):
-    """What this rank is about to do, or why it cannot; see `Agreement.require_same`."""
+class Proposal(NamedTuple):
+    """The call that this rank is about to make, or the error that prevents it."""
 
-    call: Call
+    call: CallSignature
     thread: str = ""  # which of the rank's threads makes the call
     error: Exception | None = None
     timeout: float | None = None
-    is_patient: bool = False
+    yield_cpu: bool = False
     payload: Payload | None = None
     address: int = 0
     is_large: bool = False  # see `Payload.fill`
@@ -88,7 +88,7 @@ class Comparison(Protocol):
         has_failed: bool = False,
         address: int = 0,
         deadline: float | None = None,
-        is_patient: bool = False,
+        yield_cpu: bool = False,
     ) -> bool:
         """Return whether all ranks pass the same number, and none failed. Collective.
 
@@ -98,14 +98,14 @@ class Comparison(Protocol):
           has_failed: whether this rank cannot go on.
           address: of 62 bits; it may differ, see `is_same_address`.
           deadline: on time.monotonic's clock.
-          is_patient: whether to leave the core to other threads while waiting.
+          yield_cpu: whether to leave the core to other threads while waiting.
 
         Raises:
-          LateError: the deadline is over; says which ranks have not arrived.
+          WaitTimeoutError: the deadline is over; says which ranks have not arrived.
         """
 
     def missing(self) -> list[int] | None:
-        """Return the ranks that this one waits for, if it is known. Any thread."""
+        """Return the ranks that this one waits for; None if unknown. Any thread."""
 
 
 class MaximumComparison:
@@ -117,7 +117,7 @@ class MaximumComparison:
 
     def __init__(self, comm: MPI.Intracomm, departures: Departures):
         self._comm = comm
-        self._waiting = Waiting(comm, departures)
+        self._waiting = RequestWaiter(comm, departures)
         self._departures = departures
         self._calls = 0
         self._mine = np.zeros(5, np.int64)
@@ -130,7 +130,7 @@ class MaximumComparison:
         has_failed: bool = False,
         address: int = 0,
         deadline: float | None = None,
-        is_patient: bool = False,
+        yield_cpu: bool = False,
     ) -> bool:
         """See `Comparison.agrees`."""
         self._calls += 1
@@ -139,9 +139,8 @@ class MaximumComparison:
         # Never a blocking call: it would not match one of a rank with a deadline
         request = self._comm.Iallreduce(mine, highest, MPI.MAX)
         end = math.inf if deadline is None else deadline
-        self._waiting.wait(request, end, self._calls, is_patient)
-        # A rank that came before this one may have left since, so what follows would
-        # wait for it
+        self._waiting.wait(request, end, self._calls, yield_cpu)
+        # A rank that arrived earlier may have left since; later calls would wait for it
         self._departures.require_none()
         self.is_same_address = bool(address != 0 and highest[2] == -highest[3])
         return bool(highest[4] == 0 and highest[0] == -highest[1])
@@ -218,7 +217,7 @@ class GatherComparison(PayloadComparison):
         payload_bytes: int = GATHERED_BYTES,
     ):
         self._comm = comm
-        self._waiting = Waiting(comm, departures)
+        self._waiting = RequestWaiter(comm, departures)
         self._departures = departures
         self._calls = 0
         size = _HEADER_BYTES + -(-payload_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -226,7 +225,7 @@ class GatherComparison(PayloadComparison):
         self._received = np.zeros((comm.Get_size(), size), np.uint8)
         self._mine: Any = words_of(self._send)
         self._words = list(map(words_of, self._received))
-        # One of each will do: what is sent, and what was received, are not the same
+        # No double buffer: what is sent and what is received are separate memory
         super().__init__([self._send], [list(self._received)], payload_bytes)
 
     def next_page(self, pages: Pages) -> Sequence[Any]:
@@ -244,7 +243,7 @@ class GatherComparison(PayloadComparison):
         has_failed: bool = False,
         address: int = 0,
         deadline: float | None = None,
-        is_patient: bool = False,
+        yield_cpu: bool = False,
     ) -> bool:
         """See `Comparison.agrees`."""
         self._calls += 1
@@ -253,9 +252,8 @@ class GatherComparison(PayloadComparison):
         # Never a blocking call: it would not match one of a rank with a deadline
         request = self._comm.Iallgather(self._send, self._received)
         end = math.inf if deadline is None else deadline
-        self._waiting.wait(request, end, self._calls, is_patient)
-        # A rank that came before this one may have left since, so what follows would
-        # wait for it
+        self._waiting.wait(request, end, self._calls, yield_cpu)
+        # A rank that arrived earlier may have left since; later calls would wait for it
         self._departures.require_none()
         return self._judge(self._words, number, address)
 
@@ -264,30 +262,30 @@ class GatherComparison(PayloadComparison):
         return self._waiting.missing()
 
 
-class BoardComparison(PayloadComparison):
-    """Compares what all ranks have written on a board; all must be on one node.
+class SharedMemoryComparison(PayloadComparison):
+    """Compares what all ranks have written in shared memory; all are on one node.
 
     Args:
-      board: borrowed.
+      barrier: borrowed.
       payload_bytes: see `Comparison`.
     """
 
-    def __init__(self, board: Board, payload_bytes: int):
-        self._board = board
-        own = [pages[board.rank] for pages in board.both_pages]
-        super().__init__(own, board.both_pages, payload_bytes)
+    def __init__(self, barrier: NodeBarrier, payload_bytes: int):
+        self._barrier = barrier
+        own = [pages[barrier.rank] for pages in barrier.page_pairs]
+        super().__init__(own, barrier.page_pairs, payload_bytes)
 
     def next_page(self, pages: Pages) -> Sequence[Any]:
         """See `PayloadComparison.next_page`."""
-        return pages.own[(self._board.meetings + 1) & 1]
+        return pages.own[(self._barrier.epoch + 1) & 1]
 
     def payload(self, pages: Pages) -> Sequence[Sequence[Any]]:
         """See `PayloadComparison.payload`."""
-        return pages.everyone[self._board.meetings & 1]
+        return pages.everyone[self._barrier.epoch & 1]
 
     def missing(self) -> list[int] | None:
         """See `Comparison.missing`."""
-        return self._board.missing()
+        return self._barrier.missing()
 
     def agrees(
         self,
@@ -296,15 +294,15 @@ class BoardComparison(PayloadComparison):
         has_failed: bool = False,
         address: int = 0,
         deadline: float | None = None,
-        is_patient: bool = False,
+        yield_cpu: bool = False,
     ) -> bool:
         """See `Comparison.agrees`."""
-        board = self._board
-        words = board.both_words[(board.meetings + 1) & 1]
-        mine = words[board.rank]
-        # The address also if it is 0: other ranks may pass one
+        barrier = self._barrier
+        words = barrier.word_pairs[(barrier.epoch + 1) & 1]
+        mine = words[barrier.rank]
+        # Write the address also if it is 0: other ranks may pass one
         mine[0], mine[1], mine[2] = number, has_failed | _LARGE * is_large, address
-        board.meet(deadline, is_patient)
+        barrier.wait(deadline, yield_cpu)
         return self._judge(words, number, address)
 
 

@@ -1,4 +1,4 @@
-"""What to raise where ranks do different things, or one of them has failed."""
+"""Errors and messages for ranks that make different calls, fail, or do not arrive."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from mpidist.comm.consensus.calls import (
-    Call,
-    Record,
+from mpidist.comm.consensus.comparison import Proposal
+from mpidist.comm.consensus.flight_recorder import Entry
+from mpidist.comm.consensus.signatures import (
+    CallReport,
+    CallSignature,
     call_site,
     differences,
     dump_error,
@@ -20,8 +22,6 @@ from mpidist.comm.consensus.calls import (
     name_ranks,
     report_error,
 )
-from mpidist.comm.consensus.comparison import Claim
-from mpidist.comm.consensus.flight_recorder import Entry
 from mpidist.errors import DivergenceError, MismatchError, RemoteError
 
 __all__ = [
@@ -30,24 +30,26 @@ __all__ = [
     "no_such_thread",
     "not_arrived",
     "not_finished",
-    "raise_by",
-    "record_of",
+    "raise_difference",
+    "report_of",
 ]
 
 _FOLDER = str(Path(__file__).parent) + os.sep
 
 
-def record_of(claim: Claim, places: dict[str, str], rank: int, depth: int) -> Record:
-    """Return what a rank tells the others of what it is about to do.
+def report_of(
+    proposal: Proposal, places: dict[str, str], rank: int, depth: int
+) -> CallReport:
+    """Return what a rank sends to the others when they disagree.
 
     Args:
-      claim: what it is about to do.
-      places: where ranks are that must be at the same place.
+      proposal: what it is about to do.
+      places: progress counters, which must be equal on all ranks.
       rank: this one.
       depth: in how many blocks it is.
     """
-    call, error = claim.call, claim.error
-    return Record(
+    call, error = proposal.call, proposal.error
+    return CallReport(
         call.operation,
         call.describe() | places,
         call_site(),
@@ -55,17 +57,17 @@ def record_of(claim: Claim, places: dict[str, str], rank: int, depth: int) -> Re
         report_error(error),
         getattr(error, "origin_rank", rank),
         depth,
-        claim.thread,
+        proposal.thread,
     )
 
 
-def raise_by(
-    records: Sequence[Record], error: Exception | None, rank: int, call: int
+def raise_difference(
+    records: Sequence[CallReport], error: Exception | None, rank: int, call: int
 ) -> NoReturn:
-    """Raise what keeps the ranks apart.
+    """Raise the reason why the ranks disagree.
 
     Args:
-      records: what each rank has told, by rank.
+      records: of each rank, by rank.
       error: this rank's own, if it has failed.
       rank: this one.
       call: the number of the call.
@@ -91,7 +93,7 @@ def raise_by(
 
 
 def _raise_failure(
-    records: Sequence[Record], error: Exception | None, rank: int
+    records: Sequence[CallReport], error: Exception | None, rank: int
 ) -> NoReturn:
     first = next(r for r in records if r.error is not None)
     is_copy = error is None
@@ -115,8 +117,8 @@ def left(rank: int, error: BaseException, last: Entry | None) -> str:
     return f"rank {rank} left {operation} (called at {site}) by {reason}"
 
 
-def no_such_thread(call: Call, rank: int, thread: str) -> DivergenceError:
-    """Return the error of a rank without the thread that calls on other ranks."""
+def no_such_thread(call: CallSignature, rank: int, thread: str) -> DivergenceError:
+    """Return the error of a rank that lacks the thread of the others' call."""
     name = f"thread {thread!r}" if thread else "the thread that made the strategy"
     return DivergenceError(
         f"rank {rank} is in {call.operation} at {call_site()}, and has no other thread "
@@ -127,7 +129,7 @@ def no_such_thread(call: Call, rank: int, thread: str) -> DivergenceError:
 def not_arrived(
     rank: int, operation: str, seconds: float | None, missing: Sequence[int]
 ) -> str:
-    """Say that a rank has waited for `missing` ranks in vain."""
+    """Return the message that a rank has waited for `missing` ranks in vain."""
     reason = f"{name_ranks(missing)} did not arrive" if missing else "it did not finish"
     return (
         f"rank {rank} waited {seconds:g} s in {operation} (called at {call_site()}), "
@@ -136,7 +138,7 @@ def not_arrived(
 
 
 def not_finished(rank: int, operation: str, deadline: float) -> str:
-    """Say that a call has not ended, where nobody knows who is missing."""
+    """Return the message that a call has not ended, if the missing are unknown."""
     seconds = time.monotonic() - deadline
     return (
         f"{operation} (called at {call_site()}) did not finish on rank {rank}, "
@@ -145,11 +147,10 @@ def not_finished(rank: int, operation: str, deadline: float) -> str:
 
 
 def forget_locals(error: BaseException) -> None:
-    """Let the functions here that an error has left forget their variables.
+    """Clear the variables of this package's frames in the traceback of an error.
 
-    They know the error, and it knows them by its traceback. Such a circle is freed by
-    the garbage collector only, and with it all that the user's function had when it
-    failed.
+    The frames refer to the error, and its traceback refers to the frames. Only the
+    garbage collector frees such a cycle, and with it the arrays of the user's function.
     """
     trace = error.__traceback__
     while trace is not None:

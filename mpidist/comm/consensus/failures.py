@@ -1,10 +1,10 @@
 """Ranks that die while MPI goes on without them: ULFM, User-Level Failure Mitigation.
 
 Below `mpirun --with-ft ulfm`, Open MPI does not end a job in which a rank dies. Calls
-that need the dead rank raise, but ranks that raised never come to calls in which others
-wait. So, when a rank of a strategy has died, all communicators of the strategy are
-revoked (MPI_Comm_revoke), and waits in shared memory end: all ranks raise. Elsewhere
-no rank is ever found dead, because the launcher ends the job.
+that need the dead rank raise, but ranks that raised never make the calls in which
+others wait. So, when a rank of a strategy has died, all communicators of the strategy
+are revoked (MPI_Comm_revoke), and waits in shared memory end: all ranks raise.
+Elsewhere no rank is ever found dead, because the launcher ends the job.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import ClassVar
 import numpy as np
 from mpi4py import MPI
 
-from mpidist.comm.consensus.calls import name_ranks
 from mpidist.comm.consensus.pending import Pending
+from mpidist.comm.consensus.signatures import name_ranks
 from mpidist.errors import DeadlineError, RankLostError
 from mpidist.launch.launchers import is_elastic
 
-__all__ = ["Losses", "agree", "can_survive", "has_lost", "is_last"]
+__all__ = ["FailureDetector", "agree", "can_survive", "has_failed_ranks", "is_last"]
 
 _CLASSES = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
-# How long it may take until a rank hears who died, once MPI says that somebody did
+# How long it may take to learn which rank died, once MPI says that one did
 _HEAR_SECONDS = 10.0
 _PAUSE_SECONDS = 0.005
 _LONG_PAUSE_SECONDS = 0.001
@@ -39,13 +39,13 @@ def can_survive() -> bool:
 
 
 def _is_loss(error: BaseException) -> bool:
-    """Return whether MPI says by this error that a rank has died."""
+    """Return whether an error of MPI means that a rank has died."""
     if not isinstance(error, MPI.Exception) or not can_survive():
         return False
     return error.Get_error_class() in _CLASSES
 
 
-def has_lost() -> bool:
+def has_failed_ranks() -> bool:
     """Return whether any rank of the job has died, and others went on."""
     return can_survive() and MPI.COMM_WORLD.Get_failed().Get_size() > 0
 
@@ -55,19 +55,19 @@ def is_last() -> bool:
 
     MPI_Abort of Open MPI 5 lets mpirun end with 0 then, but an exit code is kept.
     """
-    if not has_lost():
+    if not has_failed_ranks():
         return False
     return MPI.COMM_WORLD.Get_failed().Get_size() == MPI.COMM_WORLD.Get_size() - 1
 
 
 def agree(comm: MPI.Intracomm, is_well: bool, limit_seconds: float = math.inf) -> bool:
-    """Return whether all ranks of a communicator that live say so. Collective.
+    """Return whether `is_well` is true on all surviving ranks. Collective.
 
     Others may have died, or it may have been revoked: MPI_Comm_agree lets all have one
-    answer, or one error, which is that some rank had not heard of a death before.
+    answer, or one error, namely that some rank did not know of a death before.
 
     Raises:
-      DeadlineError: others did not come within `limit_seconds`.
+      DeadlineError: others did not arrive within `limit_seconds`.
     """
     start = now = time.monotonic()
     while True:
@@ -86,8 +86,8 @@ def agree(comm: MPI.Intracomm, is_well: bool, limit_seconds: float = math.inf) -
                 raise
 
 
-class Losses:
-    """Which ranks have died, and what is of no use without them.
+class FailureDetector:
+    """Detects ranks that have died, and revokes their communicators.
 
     Attributes:
       is_needed: whether MPI goes on when ranks die, and there are several.
@@ -102,38 +102,38 @@ class Losses:
       comm: of all ranks, new; not freed by this.
     """
 
-    in_use: ClassVar[list[Losses]] = []  # that watch over more than one rank
+    in_use: ClassVar[list[FailureDetector]] = []  # those of more than one rank
     # While a communicator is revoked it must not be freed
     _guard: ClassVar[threading.Lock] = threading.Lock()
-    _looking: ClassVar[threading.Lock] = threading.Lock()
+    _polling: ClassVar[threading.Lock] = threading.Lock()
     _is_over: ClassVar[bool] = False
 
     def __init__(self, comm: MPI.Intracomm):
         self.ranks: tuple[int, ...] = ()
         self.at_end: list[Callable[[], None]] = []
         self._comms = [comm]
-        self._reactions: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
         self.is_needed = comm.Get_size() > 1 and can_survive()
         if self.is_needed:
             agree(comm, True)
         world = comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
         self._ranks = {number: rank for rank, number in enumerate(world)}
         if self.is_needed:
-            Losses.in_use.append(self)
+            FailureDetector.in_use.append(self)
 
     def close(self) -> None:
-        """Watch no longer; a second call does nothing. Not collective."""
-        if self in Losses.in_use:
-            Losses.in_use.remove(self)
+        """Unregister; a second call does nothing. Not collective."""
+        if self in FailureDetector.in_use:
+            FailureDetector.in_use.remove(self)
 
     def add(self, comm: MPI.Intracomm) -> MPI.Intracomm:
-        """Watch over a new communicator of some of these ranks, too; return it.
+        """Add a new communicator of some of these ranks, and return it.
 
         Collective over it.
         """
         if self.is_needed:
             agree(comm, True)
-        with Losses._guard:
+        with FailureDetector._guard:
             self._comms.append(comm)
             if self.ranks:
                 comm.Revoke()
@@ -141,47 +141,47 @@ class Losses:
 
     def free(self, comm: MPI.Intracomm) -> None:
         """Free a communicator, which was perhaps added. Collective over it."""
-        with Losses._guard:
+        with FailureDetector._guard:
             if comm in self._comms:
                 self._comms.remove(comm)
         if not self.ranks:
             with Pending("freeing a communicator", comm):
                 comm.Free()
 
-    def react(self, fn: Callable[[], None]) -> None:
-        """Call a function, from any thread, as soon as a rank has died."""
-        self._reactions.append(fn)
+    def on_failure(self, fn: Callable[[], None]) -> None:
+        """Register a function to be called, from any thread, when a rank has died."""
+        self._callbacks.append(fn)
 
     @staticmethod
-    def look() -> None:
-        """Ask MPI who has died, and revoke what is of no use any more. Any thread."""
+    def poll() -> None:
+        """Ask MPI which ranks have died; revoke their communicators. Any thread."""
         dead: set[int] = set()
-        with Losses._looking:
-            if not Losses._is_over and not MPI.Is_finalized():
-                MPI.COMM_SELF.Iprobe()  # else MPI may not look
+        with FailureDetector._polling:
+            if not FailureDetector._is_over and not MPI.Is_finalized():
+                MPI.COMM_SELF.Iprobe()  # MPI detects failures while it makes progress
                 group = MPI.COMM_WORLD.Get_failed()
                 dead.update(group.Translate_ranks(None, MPI.COMM_WORLD.group))
                 group.Free()
         if dead:
-            for losses in list(Losses.in_use):
-                losses._note(dead)
+            for failures in list(FailureDetector.in_use):
+                failures._note(dead)
 
     @staticmethod
-    def stop_looking() -> None:
-        """Ask MPI no more, not even if it has ended: it is about to, in a thread."""
-        with Losses._looking:
-            Losses._is_over = True
+    def stop_polling() -> None:
+        """Never poll MPI again: another thread is about to finalize it."""
+        with FailureDetector._polling:
+            FailureDetector._is_over = True
 
     def _note(self, dead: set[int]) -> None:
         ranks = tuple(sorted(self._ranks[n] for n in dead & self._ranks.keys()))
-        with Losses._guard:
+        with FailureDetector._guard:
             is_first = bool(ranks) and not self.ranks
             self.ranks = ranks
             if is_first:
                 for comm in self._comms:
                     comm.Revoke()
         if is_first:
-            for fn in self._reactions:
+            for fn in self._callbacks:
                 fn()
 
     def require_none(self) -> None:
@@ -190,7 +190,7 @@ class Losses:
             raise self.error()
 
     def error(self) -> RankLostError:
-        """Return the error that says who has died."""
+        """Return the error that names the ranks that have died."""
         names = name_ranks(list(self.ranks))
         have = "have" if len(self.ranks) > 1 else "has"
         found = RankLostError(
@@ -201,28 +201,28 @@ class Losses:
         return found
 
     def check(self, error: BaseException | None) -> BaseException | None:
-        """Return a RankLostError if a rank has died, whatever it led to, else `error`.
+        """Return a RankLostError if a rank has died, whatever `error` is; else `error`.
 
-        For the end of what ranks did together: collectives of Open MPI 5 that a death
+        For the end of each collective: those of Open MPI 5 that a death
         or MPI_Comm_revoke interrupts do not all say so, but may leave garbage behind.
         """
         if error is not None and _is_loss(error):
             self.wait_for_names()
         elif self.is_needed and not self.ranks:
-            Losses.look()
-            with Losses._guard:
+            FailureDetector.poll()
+            with FailureDetector._guard:
                 is_revoked = any(comm.Is_revoked() for comm in self._comms)
             if is_revoked:
                 self.wait_for_names()
         return self.error() if self.ranks else error
 
     def wait_for_names(self) -> None:
-        """Wait until it is known who has died, by who knows that somebody has.
+        """Wait until MPI knows which rank has died, after it said that one has.
 
-        A rank that heard of it sooner may have revoked a communicator.
+        Another rank that noticed earlier may have revoked a communicator.
         """
         end = time.monotonic() + _HEAR_SECONDS
-        Losses.look()
+        FailureDetector.poll()
         while not self.ranks and time.monotonic() < end:
             time.sleep(_PAUSE_SECONDS)
-            Losses.look()
+            FailureDetector.poll()

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from mpidist.comm.consensus.calls import Call, is_own_code
 from mpidist.comm.consensus.flight_files import (
     BEGUN,
     CALLS,
@@ -36,6 +35,7 @@ from mpidist.comm.consensus.flight_files import (
     WORDS,
     FlightFiles,
 )
+from mpidist.comm.consensus.signatures import CallSignature, is_own_code
 from mpidist.util.forks import call_in_child
 from mpidist.util.notices import warn
 
@@ -116,7 +116,7 @@ class Recorder:
             stacklevel=2,
         )
 
-    def begin(self, number: int, call: Call, digest: int) -> None:
+    def begin(self, number: int, call: CallSignature, digest: int) -> None:
         """Note that this rank is about to make a call.
 
         Args:
@@ -140,7 +140,7 @@ class Recorder:
         if self._place >= 0:
             self._words[self._place + ENDED] = _now()
 
-    def _note(self, call: Call, digest: int) -> int:
+    def _note(self, call: CallSignature, digest: int) -> int:
         """Return the number of a kind of call that may come for the first time."""
         depth, frame = 2, _getframe(2)
         while frame.f_back is not None and is_own_code(frame.f_code):

@@ -1,7 +1,7 @@
 """Waits of this process outside of recorded calls, for the watchdog to look at.
 
 Making and freeing communicators and windows of MPI is collective, and there is no
-agreement before or after it in which ranks could learn that one of them is missing.
+consensus before or after it in which ranks could learn that one of them is missing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from mpi4py import MPI
 
-from mpidist.comm.consensus.calls import call_site
+from mpidist.comm.consensus.signatures import call_site
 from mpidist.util.forks import call_in_child
 
 __all__ = ["Pending"]

@@ -1,4 +1,4 @@
-"""Ranks that have left a collective alone: the others must not wait for them.
+"""Waiting for requests, and ranks that have left a collective by an error of their own.
 
 A rank may leave a collective by an exception of its own: its deadline is over, a signal
 handler raises, there is no memory. From then on its place in the sequence of calls is
@@ -17,15 +17,15 @@ from mpi4py import MPI
 
 from mpidist.errors import CollectiveError, DeadlineError
 
-__all__ = ["Departures", "LateError", "Waiting"]
+__all__ = ["Departures", "WaitTimeoutError", "RequestWaiter"]
 
 
-_TAG = 2  # `waiting` has another one
-_MOST_BYTES = 2000  # so small a message is sent at once, whether or not it is received
+_TAG = 2  # the announcements of `RequestWaiter` have another one
+_MOST_BYTES = 2000  # so small a message is sent eagerly
 
 
 class Departures:
-    """Who has left a collective of one communicator, which is of no use any more then.
+    """Detects ranks that have left a collective: the communicator is unusable then.
 
     Args:
       comm: the communicator; its tag 2 is used for nothing else.
@@ -39,7 +39,7 @@ class Departures:
         self._lock = threading.Lock()
 
     def announce(self, reason: str, is_deadline: bool) -> None:
-        """Send the other ranks the reason why this one has left. Not collective."""
+        """Send the reason why this rank has left to all others. Not collective."""
         data = f"{int(is_deadline)}{reason}".encode(errors="replace")[:_MOST_BYTES]
         buffer = np.frombuffer(data, np.uint8)
         requests = [self._comm.Isend(buffer, rank, _TAG) for rank in self._others]
@@ -71,18 +71,18 @@ class Departures:
 
 _HERE_TAG = 1
 _SPINS = 200
-# After so long a rank tells others where it is, unless it does so sooner
+# After so long, a rank announces to the others which call it has reached
 _ANNOUNCE_SECONDS = 1.0
 _COLLECT_CALLS = 1000
 _PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time that was waited
 
 
-class LateError(Exception):
-    """A deadline was missed; its argument is the list of ranks not heard of."""
+class WaitTimeoutError(Exception):
+    """A deadline was missed; the argument is the list of ranks that did not arrive."""
 
 
-class Waiting:
-    """The waits of calls on one communicator, each of which all ranks make.
+class RequestWaiter:
+    """Waits for the requests of collective calls on one communicator.
 
     A rank that has waited for a second, or half of its time, tells the others so. Thus
     those that wait know who has come. The processor is left to others soon: each sleep
@@ -102,7 +102,7 @@ class Waiting:
         self._arrived: set[int] | None = None  # while this rank has waited for long
 
     def missing(self) -> list[int] | None:
-        """Return which ranks have not come, if this one has waited for a while."""
+        """Return the ranks that have not arrived, if this one waits for long."""
         arrived = self._arrived
         if arrived is None:
             return None
@@ -113,7 +113,7 @@ class Waiting:
         request: MPI.Request,
         deadline: float,
         call: int,
-        is_patient: bool = False,
+        yield_cpu: bool = False,
     ) -> None:
         """Wait for a request until `deadline`, on time.monotonic's clock.
 
@@ -121,15 +121,15 @@ class Waiting:
           request: of what all ranks wait for in this call.
           deadline: perhaps another one on each rank; math.inf for none.
           call: its number, the same on all ranks.
-          is_patient: whether to leave the processor to others at once.
+          yield_cpu: whether to leave the processor to others at once.
 
         Raises:
-          LateError: it is over. The communicator cannot be used afterwards.
+          WaitTimeoutError: it is over. The communicator cannot be used afterwards.
           CollectiveError: see `Departures.require_none`.
         """
-        if call % _COLLECT_CALLS == 0:  # a rank that never waits has to do it, too
+        if call % _COLLECT_CALLS == 0:  # also on a rank that never waits
             self._collect(set(), call)
-        for _ in range(1 if is_patient else _SPINS):
+        for _ in range(1 if yield_cpu else _SPINS):
             if request.Test():
                 return
         try:
@@ -150,7 +150,9 @@ class Waiting:
                 announced = True
             if now > deadline:
                 self._abandoned.append(request)
-                raise LateError(sorted({*range(self._comm.Get_size())} - arrived))
+                raise WaitTimeoutError(
+                    sorted({*range(self._comm.Get_size())} - arrived)
+                )
             try:
                 self._departures.require_none()
             except BaseException:
@@ -160,7 +162,7 @@ class Waiting:
             now = time.monotonic()
 
     def _announce(self, call: int) -> None:
-        """Tell all other ranks that this one waits in a call."""
+        """Announce to all other ranks that this one waits in a call."""
         here = np.array([call])
         others = [r for r in range(self._comm.Get_size()) if r != self._rank]
         requests = [self._comm.Isend(here, r, _HERE_TAG) for r in others]

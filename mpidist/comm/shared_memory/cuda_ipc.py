@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.pending import Pending
 from mpidist.device import kernels
 from mpidist.device.memory import DeviceBuffer
@@ -26,17 +26,17 @@ class IpcBuffers:
     """
 
     def __init__(
-        self, agreement: Agreement, own: DeviceBuffer, addresses: dict[int, int]
+        self, consensus: Consensus, own: DeviceBuffer, addresses: dict[int, int]
     ):
         import cupy
 
-        self._agreement = agreement
+        self._consensus = consensus
         self._own = own
         self._addresses = addresses
         self.arrays: list[Any] = []
         size, device = own.array.size, own.array.device.id
-        for rank in range(agreement.size):
-            if rank == agreement.rank:
+        for rank in range(consensus.size):
+            if rank == consensus.rank:
                 self.arrays.append(own.array)
             else:
                 memory = cupy.cuda.UnownedMemory(addresses[rank], size, own, device)
@@ -48,7 +48,7 @@ class IpcBuffers:
 
         After a missed deadline nothing is freed: others may still read it.
         """
-        if self._agreement.broken is not None:
+        if self._consensus.broken is not None:
             _abandoned.append(self)
             return
         self.arrays.clear()
@@ -56,33 +56,33 @@ class IpcBuffers:
             _close(self._addresses)
         finally:  # the others wait, whatever became of this rank's GPU
             # Memory that others have mapped must not be freed
-            with Pending("freeing buffers of GPUs", self._agreement.comm):
-                self._agreement.comm.Barrier()
+            with Pending("freeing buffers of GPUs", self._consensus.comm):
+                self._consensus.comm.Barrier()
             del self._own
 
 
 def share_buffers(
-    agreement: Agreement, size_bytes: int
+    consensus: Consensus, size_bytes: int
 ) -> tuple[IpcBuffers | None, str]:
     """Return buffers that all ranks can read, or None and why not. Collective.
 
     Args:
-      agreement: of ranks of one node, all with a current GPU.
+      consensus: of ranks of one node, all with a current GPU.
       size_bytes: of each rank's buffer.
     """
-    own, handle, reason = _export(agreement.rank, size_bytes)
-    handles = agreement.gather(_CALL, handle)
+    own, handle, reason = _export(consensus.rank, size_bytes)
+    handles = consensus.gather(_CALL, handle)
     addresses: dict[int, int] = {}
     if all(handles):
-        reason = _open(agreement.rank, handles, addresses)
-    reasons = [text for text in agreement.gather(_CALL, reason) if text]
+        reason = _open(consensus.rank, handles, addresses)
+    reasons = [text for text in consensus.gather(_CALL, reason) if text]
     if reasons:
         # Once all have closed, own memory may be freed
-        agreement.block(_CALL, lambda: _close(addresses))
+        consensus.run_in_scope(_CALL, lambda: _close(addresses))
         return None, reasons[0]
     assert own is not None
-    buffers = IpcBuffers(agreement, own, addresses)
-    wrong = agreement.gather(_CALL, _find_wrong(buffers.arrays))
+    buffers = IpcBuffers(consensus, own, addresses)
+    wrong = consensus.gather(_CALL, _find_wrong(buffers.arrays))
     if any(wrong):
         buffers.close()
         return None, "what a GPU reads in the memory of another process is wrong"

@@ -16,17 +16,17 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.barrier import Board
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.barrier import NodeBarrier
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.pending import Pending
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.topology import Topology
 from mpidist.errors import ArgumentError, LaunchError
 from mpidist.util.available_memory import as_text, free_bytes, give_back
 from mpidist.util.buffers import Field, Storage, make_arrays
 from mpidist.util.notices import warn
 
-__all__ = ["NodeMemory", "make_board"]
+__all__ = ["NodeMemory", "make_barrier"]
 
 
 _CALL = "cache"
@@ -58,12 +58,12 @@ class NodeMemory:
     freed before that is gone on all ranks.
     """
 
-    def __init__(self, topology: Topology, agreement: Agreement):
+    def __init__(self, topology: Topology, consensus: Consensus):
         self._topology = topology
-        self._agreement = agreement
+        self._consensus = consensus
         self._shares: dict[int, _Share] = {}
         self._numbers = itertools.count()
-        agreement.losses.at_end.append(self._abandon)
+        consensus.failures.at_end.append(self._abandon)
 
     def __len__(self) -> int:
         return len(self._shares)
@@ -76,7 +76,7 @@ class NodeMemory:
         owned = [n for n, s in self._shares.items() if s.owner() is owner]
         mine = max(owned, default=None)
         gone = {n for n, s in self._shares.items() if s.owner() is None}
-        everyone = self._agreement.gather(_CALL, (mine, gone))
+        everyone = self._consensus.gather(_CALL, (mine, gone))
         for number in sorted(set.intersection(*(gone for _, gone in everyone))):
             self._shares.pop(number).free()
         if mine is None or any(number != mine for number, _ in everyone):
@@ -97,8 +97,8 @@ class NodeMemory:
           LaunchError: MPI does not let several threads use it.
         """
         total = _offsets(fields)[-1]
-        self._agreement.prepare(_CALL, lambda: self._require_possible(fields, total))
-        self._agreement.require_same(Call(_CALL, (("bytes", total),)))
+        self._consensus.guard(_CALL, lambda: self._require_possible(fields, total))
+        self._consensus.require_same(CallSignature(_CALL, (("bytes", total),)))
 
         node = self._topology.node
 
@@ -111,7 +111,7 @@ class NodeMemory:
                 storage = Storage(arrays, window.Sync, note)
             return _Share(weakref.ref(owner), storage, window, node)
 
-        share = self._agreement.block(_CALL, make)
+        share = self._consensus.run_in_scope(_CALL, make)
         self._shares[next(self._numbers)] = share
         return share.storage
 
@@ -130,7 +130,7 @@ class NodeMemory:
                 _clear(arrays[0], window, node)
             return Storage(arrays, window.Sync if window else None, note)
 
-        share.storage = self._agreement.block(_CALL, make)
+        share.storage = self._consensus.run_in_scope(_CALL, make)
         return share.storage
 
     def close(self) -> None:
@@ -213,44 +213,44 @@ def _clear(
 _SLOT_BYTES = 512 << 10
 
 
-def make_board(
+def make_barrier(
     operation: str,
-    agreement: Agreement,
+    consensus: Consensus,
     node: MPI.Intracomm,
     page_bytes: int,
     *,
-    is_patient: bool = False,
-) -> Board | None:
-    """Return a board for the ranks of each node, or None on all ranks. Collective.
+    yield_cpu: bool = False,
+) -> NodeBarrier | None:
+    """Return a barrier for the ranks of each node, or None on all ranks. Collective.
 
     A page of shared memory that is not there would end the process with SIGBUS. So
     there is none, and a RuntimeWarning on rank 0, where a node has too little.
 
     Args:
       operation: what it is for, for messages.
-      agreement: of all ranks.
+      consensus: of all ranks.
       node: the ranks that share memory with this one; borrowed.
-      page_bytes: see `Board`.
-      is_patient: see `Board`.
+      page_bytes: see `NodeBarrier`.
+      yield_cpu: see `NodeBarrier`.
     """
-    needed = node.Get_size() * Board.count_bytes(page_bytes, _SLOT_BYTES)
+    needed = node.Get_size() * NodeBarrier.count_bytes(page_bytes, _SLOT_BYTES)
     free = min(free_bytes(is_shared=True).values(), default=needed)
-    short = [(n, f) for n, f in agreement.gather(operation, (needed, free)) if n > f]
+    short = [(n, f) for n, f in consensus.gather(operation, (needed, free)) if n > f]
     if not short:
-        names = node.group.Translate_ranks(None, agreement.comm.group)
-        return agreement.block(
+        names = node.group.Translate_ranks(None, consensus.comm.group)
+        return consensus.run_in_scope(
             operation,
-            lambda: Board(
+            lambda: NodeBarrier(
                 node,
                 page_bytes,
                 _SLOT_BYTES,
                 names,
-                is_patient,
-                agreement.losses,
-                agreement.departures,
+                yield_cpu,
+                consensus.failures,
+                consensus.departures,
             ),
         )
-    if agreement.rank == 0:
+    if consensus.rank == 0:
         needed, free = short[0]
         warn(
             f"the ranks of a node need {as_text(needed)} of shared memory to work "

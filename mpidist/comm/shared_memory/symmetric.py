@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.errors import ArgumentError
 from mpidist.util.available_memory import as_text, free_bytes
 from mpidist.util.buffers import Field
@@ -59,12 +59,12 @@ class SymmetricMemory:
     """Makes symmetric arrays, and recognizes them and their views.
 
     Args:
-      agreement: of all ranks.
+      consensus: of all ranks.
       node: the ranks that share memory with this one; borrowed.
     """
 
-    def __init__(self, agreement: Agreement, node: MPI.Intracomm):
-        self._agreement = agreement
+    def __init__(self, consensus: Consensus, node: MPI.Intracomm):
+        self._consensus = consensus
         self._node = node
         self._made = 0
         self._regions: dict[int, _Region] = {}  # by the identity of their roots
@@ -101,7 +101,7 @@ class SymmetricMemory:
             except Exception as caught:
                 error = caught
             # All have mapped it, or all raise
-            self._agreement.require_same(Call(operation), error)
+            self._consensus.require_same(CallSignature(operation), error)
         finally:
             if file >= 0:
                 os.close(file)

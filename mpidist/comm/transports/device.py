@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.comm import packing
-from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.transports.mpi import MpiTransport
 from mpidist.comm.transports.ordered import OrderedTransport
 from mpidist.device import arrays, kernels
@@ -33,17 +33,17 @@ class DeviceTransport(OrderedTransport):
     for deadlines, because nonblocking reductions of device memory crash in some.
 
     Args:
-      agreement: of all ranks.
+      consensus: of all ranks.
       block_bytes: how much of an array is worked on at a time.
     """
 
     name = "device"
     device = True
 
-    def __init__(self, agreement: Agreement, block_bytes: int = _BLOCK_BYTES):
-        super().__init__(agreement, block_bytes)
+    def __init__(self, consensus: Consensus, block_bytes: int = _BLOCK_BYTES):
+        super().__init__(consensus, block_bytes)
         # What one rank alone has no memory for, it must not find out in a collective
-        size = block_bytes + _LINE_BYTES * (agreement.size + 1)
+        size = block_bytes + _LINE_BYTES * (consensus.size + 1)
         self._parts, self._totals = DeviceBuffer(size), DeviceBuffer(size)
         self._order = Order()
 
@@ -98,15 +98,15 @@ class DeviceMpiTransport(MpiTransport):
     """MPI's own collectives on device memory.
 
     Args:
-      agreement: of all ranks.
+      consensus: of all ranks.
       adder: for reductions with a deadline, which MPI cannot do without waiting.
     """
 
     device = True
     packs_in_place = False
 
-    def __init__(self, agreement: Agreement, adder: DeviceTransport):
-        super().__init__(agreement)
+    def __init__(self, consensus: Consensus, adder: DeviceTransport):
+        super().__init__(consensus)
         self._adder = adder
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from mpi4py import MPI
 
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.barrier import Board
+from mpidist.comm.consensus.barrier import NodeBarrier
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.transports.mpi import MpiTransport
 from mpidist.comm.transports.shared import SharedTransport
@@ -26,28 +26,28 @@ class HierarchicalTransport(SharedTransport):
     Collective to make.
 
     Args:
-      agreement: of all ranks.
-      board: where the ranks of this node meet, with three slots; borrowed.
+      consensus: of all ranks.
+      barrier: that of the ranks of this node, with three slots; borrowed.
     """
 
     name = "hierarchical"
     is_ordered = False
 
-    def __init__(self, agreement: Agreement, board: Board):
-        adders = min(agreement.gather("HierarchicalTransport", board.size))
-        super().__init__(agreement, board, adders)
-        self._direct = MpiTransport(agreement)
-        color = board.rank if board.rank < adders else MPI.UNDEFINED
-        with Pending("making a communicator", agreement.comm):
-            like = agreement.comm.Split(color, agreement.rank)
+    def __init__(self, consensus: Consensus, barrier: NodeBarrier):
+        adders = min(consensus.gather("HierarchicalTransport", barrier.size))
+        super().__init__(consensus, barrier, adders)
+        self._direct = MpiTransport(consensus)
+        color = barrier.rank if barrier.rank < adders else MPI.UNDEFINED
+        with Pending("making a communicator", consensus.comm):
+            like = consensus.comm.Split(color, consensus.rank)
         self._like = cast(MPI.Intracomm, like)
         if self._like != MPI.COMM_NULL:
-            agreement.losses.add(self._like)
+            consensus.failures.add(self._like)
 
     def close(self) -> None:
         """Free the communicator. Collective."""
         if self._like != MPI.COMM_NULL:
-            self._agreement.losses.free(self._like)
+            self._consensus.failures.free(self._like)
 
     def _add_other_nodes(self, total: Any) -> Any:
         return self._like.Iallreduce(MPI.IN_PLACE, total, MPI.SUM)
@@ -56,7 +56,7 @@ class HierarchicalTransport(SharedTransport):
         if deadline is None:
             request.Wait()
         else:
-            self._agreement.wait(request, deadline, "all_reduce")
+            self._consensus.wait(request, deadline, "all_reduce")
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None

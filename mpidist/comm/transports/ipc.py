@@ -3,11 +3,11 @@
 Each rank has slots that the others' GPUs read through CUDA's handles between processes.
 The ranks may have a GPU each, or share one. Of two ranks both add up everything; of
 more each adds up one part of every block, in its own slot, and the others fetch it
-after the next meeting.
+after the next barrier.
 
-The GPU is kept busy while ranks meet: a block is put into a slot before the ranks meet
+The GPU is kept busy while ranks wait: a block is put into a slot before the barrier
 for the one before. So of one block's slot, that is written for block k + 2 at the
-earliest before the meeting for k + 1, at which all have read what they need of k - 2:
+earliest before the barrier for k + 1, at which all have read what they need of k - 2:
 four slots are enough. Only the host waits for other ranks; a kernel that did would
 keep a shared GPU from the others.
 """
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidist.comm import packing
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.barrier import Board
+from mpidist.comm.consensus.barrier import NodeBarrier
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.shared_memory.cuda_ipc import IpcBuffers
 from mpidist.comm.transports.mpi import bytes_of
 from mpidist.device import kernels
@@ -51,8 +51,8 @@ class IpcTransport:
     """Copies and adds on GPUs; all ranks are on one node.
 
     Args:
-      agreement: of all ranks.
-      board: where they meet; borrowed.
+      consensus: of all ranks.
+      barrier: that of the node; borrowed.
       buffers: of which a quarter is a slot; the transport's own from now on.
     """
 
@@ -60,11 +60,11 @@ class IpcTransport:
     device = True
     is_ordered = True
 
-    def __init__(self, agreement: Agreement, board: Board, buffers: IpcBuffers):
-        self._agreement = agreement
-        self._board = board
+    def __init__(self, consensus: Consensus, barrier: NodeBarrier, buffers: IpcBuffers):
+        self._consensus = consensus
+        self._barrier = barrier
         self._buffers = buffers
-        self._rank, self._size = agreement.rank, agreement.size
+        self._rank, self._size = consensus.rank, consensus.size
         self._slot_bytes = buffers.arrays[0].size // SLOTS // 256 * 256
         self._turn = 0
         self._packer = kernels.Packer()
@@ -126,13 +126,13 @@ class IpcTransport:
                 done = following
                 continue
             if last is not None:
-                self._hear(last)
+                self._fetch(last)
             self._add_part(block)
             done, last = record(), block
         if last is not None:
             done.synchronize()
             self._meet("all_reduce", deadline)
-            self._hear(last)
+            self._fetch(last)
 
     def _write(self, sends: Sequence[Any], block: _Block, first: int) -> Any:
         """Begin to put this rank's numbers into its slot; return the event."""
@@ -150,7 +150,7 @@ class IpcTransport:
         _add([slot[own] for slot in block.slots], block.receive[own])
         assign(block.slots[self._rank][own], block.receive[own])
 
-    def _hear(self, block: _Block) -> None:
+    def _fetch(self, block: _Block) -> None:
         """Fetch the totals of the other ranks' parts."""
         for rank, part in enumerate(block.parts):
             if rank != self._rank:
@@ -196,7 +196,7 @@ class IpcTransport:
         return [a[start : start + self._slot_bytes] for a in self._buffers.arrays]
 
     def _meet(self, operation: str, deadline: float | None) -> None:
-        self._agreement.meet(self._board, operation, deadline)
+        self._consensus.wait_at(self._barrier, operation, deadline)
 
 
 def _add(parts: Sequence[Any], totals: Any) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm import packing
-from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.consensus import Consensus
 
 __all__ = ["MpiTransport", "bytes_of"]
 
@@ -24,7 +24,7 @@ class MpiTransport:
     """Blocking MPI collectives, nonblocking ones where there is a deadline.
 
     Args:
-      agreement: of all ranks.
+      consensus: of all ranks.
       most_bytes: how many bytes one call of MPI may move; more are sent in several.
     """
 
@@ -33,9 +33,9 @@ class MpiTransport:
     is_ordered = False
     packs_in_place = True  # in the memory of the result
 
-    def __init__(self, agreement: Agreement, most_bytes: int | None = None):
-        self._agreement = agreement
-        self._comm = agreement.comm
+    def __init__(self, consensus: Consensus, most_bytes: int | None = None):
+        self._consensus = consensus
+        self._comm = consensus.comm
         self.most_bytes = _MOST_BYTES if most_bytes is None else most_bytes
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
@@ -52,7 +52,7 @@ class MpiTransport:
     def _allreduce(self, send: Any, receive: Any, deadline: float | None) -> None:
         comm = self._comm
         if deadline is None:
-            self._agreement.departures.require_none()
+            self._consensus.departures.require_none()
             comm.Allreduce(send, receive, MPI.SUM)
         else:
             self._wait(comm.Iallreduce(send, receive, MPI.SUM), deadline, "all_reduce")
@@ -83,7 +83,7 @@ class MpiTransport:
             return
         comm, specs = self._comm, ([send, MPI.BYTE], [receive, bytes_from, MPI.BYTE])
         if deadline is None:
-            self._agreement.departures.require_none()
+            self._consensus.departures.require_none()
             comm.Allgatherv(*specs)
         else:
             self._wait(comm.Iallgatherv(*specs), deadline, "all_gather")
@@ -133,7 +133,7 @@ class MpiTransport:
             return
         specs = [send, bytes_to, MPI.BYTE], [receive, bytes_from, MPI.BYTE]
         if deadline is None:
-            self._agreement.departures.require_none()
+            self._consensus.departures.require_none()
             self._comm.Alltoallv(*specs)
         else:
             self._wait(self._comm.Ialltoallv(*specs), deadline, operation)
@@ -177,13 +177,13 @@ class MpiTransport:
         for start in range(0, buffer.size, self.most_bytes):
             spec = [buffer[start : start + self.most_bytes], MPI.BYTE]
             if deadline is None:
-                self._agreement.departures.require_none()
+                self._consensus.departures.require_none()
                 comm.Bcast(spec, root)
             else:
                 self._wait(comm.Ibcast(spec, root), deadline, operation)
 
     def _wait(self, request: MPI.Request, deadline: float, operation: str) -> None:
-        self._agreement.wait(request, deadline, operation)
+        self._consensus.wait(request, deadline, operation)
 
 
 def bytes_of(array: Any) -> Any:

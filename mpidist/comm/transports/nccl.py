@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.comm import packing
-from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.transports.mpi import bytes_of
 from mpidist.device.streams import record
@@ -42,11 +42,11 @@ _WIDER = {"int16": "int32", "uint16": "uint32"}
 _PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
-def connect(agreement: Agreement) -> tuple[NcclTransport | None, str]:
+def connect(consensus: Consensus) -> tuple[NcclTransport | None, str]:
     """Return a transport, or None and why there is none. Collective.
 
     Args:
-      agreement: of all ranks, each with a GPU of its own.
+      consensus: of all ranks, each with a GPU of its own.
     """
     from cupy.cuda import nccl
 
@@ -59,22 +59,22 @@ def connect(agreement: Agreement) -> tuple[NcclTransport | None, str]:
         except Exception as error:
             return None, f"rank 0: {error}"
 
-    unique_id, reason = agreement.root_only(_CALL, number)
+    unique_id, reason = consensus.root_only(_CALL, number)
     if reason:
         return None, reason
     comm = None
     try:
-        with Pending("making a communicator of NCCL", agreement.comm):
-            comm = nccl.NcclCommunicator(agreement.size, unique_id, agreement.rank)
+        with Pending("making a communicator of NCCL", consensus.comm):
+            comm = nccl.NcclCommunicator(consensus.size, unique_id, consensus.rank)
     except Exception as error:  # of NCCL, or of CUDA: MPI can do without
-        reason = f"rank {agreement.rank}: {error}"
-    reasons = [text for text in agreement.gather(_CALL, reason) if text]
+        reason = f"rank {consensus.rank}: {error}"
+    reasons = [text for text in consensus.gather(_CALL, reason) if text]
     if reasons and comm is not None:
         with contextlib.suppress(nccl.NcclError):  # it is of no use without the others
             comm.abort()
     if reasons:
         return None, reasons[0]
-    return NcclTransport(agreement, comm), ""
+    return NcclTransport(consensus, comm), ""
 
 
 class NcclTransport:
@@ -84,7 +84,7 @@ class NcclTransport:
     order (NCCL's user guide): so there is one for each GPU at most.
 
     Args:
-      agreement: of all ranks.
+      consensus: of all ranks.
       comm: NCCL's communicator of these ranks; the transport's own from now on.
     """
 
@@ -92,15 +92,15 @@ class NcclTransport:
     device = True
     is_ordered = False
 
-    def __init__(self, agreement: Agreement, comm: Any):
+    def __init__(self, consensus: Consensus, comm: Any):
         from cupy.cuda import nccl
 
-        self._agreement = agreement
+        self._consensus = consensus
         self._nccl = nccl
         self._comm = comm
         self._lock = threading.RLock()
         # Streams would wait for the GPUs of dead ranks for ever
-        agreement.losses.react(self._abort)
+        consensus.failures.on_failure(self._abort)
 
     def close(self) -> None:
         """Free the communicator. Collective."""
@@ -123,16 +123,16 @@ class NcclTransport:
         Raises:
           RankLostError: a rank has died.
         """
-        losses = self._agreement.losses
+        failures = self._consensus.failures
         try:
             with self._lock:
-                losses.require_none()
+                failures.require_none()
                 yield self._comm
         except self._nccl.NcclError as error:
-            if losses.is_needed:  # NCCL may know of a death before MPI does
-                losses.wait_for_names()
-            if losses.ranks:
-                raise losses.error() from error
+            if failures.is_needed:  # NCCL may know of a death before MPI does
+                failures.wait_for_names()
+            if failures.ranks:
+                raise failures.error() from error
             raise
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
@@ -201,7 +201,7 @@ class NcclTransport:
                 comm.check_async_error()
             if time.monotonic() > deadline:
                 self._abort()
-                self._agreement.give_up(operation, deadline)
+                self._consensus.give_up(operation, deadline)
             time.sleep(_PAUSE_SECONDS)
 
 

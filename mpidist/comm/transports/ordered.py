@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.comm import arithmetic, packing
-from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.transports.mpi import MpiTransport
 
 __all__ = ["OrderedTransport"]
@@ -27,7 +27,7 @@ class OrderedTransport(MpiTransport):
     MPICH, 2005, section 4.5: reduce-scatter and all-gather).
 
     Args:
-      agreement: of all ranks.
+      consensus: of all ranks.
       block_bytes: how much of an array is worked on at a time.
     """
 
@@ -35,8 +35,8 @@ class OrderedTransport(MpiTransport):
     is_ordered = True
     packs_in_place = False
 
-    def __init__(self, agreement: Agreement, block_bytes: int = _BLOCK_BYTES):
-        super().__init__(agreement)
+    def __init__(self, consensus: Consensus, block_bytes: int = _BLOCK_BYTES):
+        super().__init__(consensus)
         self._block_bytes = block_bytes
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.barrier import Board
+from mpidist.comm.consensus.barrier import NodeBarrier
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.device_info import GpuFacts
 from mpidist.comm.shared_memory.cuda_ipc import share_buffers
@@ -93,8 +93,8 @@ class TransportSelector:
     """The transports of one strategy, and which is taken for what. Collective to make.
 
     Args:
-      agreement: of all ranks.
-      board: where the ranks of this node meet; borrowed. None on all ranks where no
+      consensus: of all ranks.
+      barrier: that of the ranks of this node; borrowed. None on all ranks where no
         ranks share memory.
       table: see `BySizeTransport`; None for `default_table`. All ranks pass the same.
       library: what `MPI.Get_library_version()` begins with.
@@ -107,25 +107,25 @@ class TransportSelector:
 
     def __init__(
         self,
-        agreement: Agreement,
-        board: Board | None = None,
+        consensus: Consensus,
+        barrier: NodeBarrier | None = None,
         table: Table | None = None,
         library: str = "",
         gpus: GpuFacts | None = None,
         has_nccl: bool = True,
     ):
         transports: dict[str, Transport] = {
-            "mpi": MpiTransport(agreement),
-            "ordered": OrderedTransport(agreement),
+            "mpi": MpiTransport(consensus),
+            "ordered": OrderedTransport(consensus),
         }
         # What the ranks of a node do in the memory that they share
         self.intra_node: SharedTransport | None = None
         self._hierarchical: HierarchicalTransport | None = None
-        if board is not None and board.size == agreement.size:
-            self.intra_node = SharedTransport(agreement, board)
-        elif board is not None:
+        if barrier is not None and barrier.size == consensus.size:
+            self.intra_node = SharedTransport(consensus, barrier)
+        elif barrier is not None:
             self.intra_node = self._hierarchical = HierarchicalTransport(
-                agreement, board
+                consensus, barrier
             )
         near = "mpi" if self.intra_node is None else self.intra_node.name
         if self.intra_node is not None:
@@ -137,7 +137,9 @@ class TransportSelector:
         self._device: Choices | None = None
         self._gpus: DeviceTransports | None = None
         if gpus is not None:
-            self._gpus = DeviceTransports(agreement, board, self._host, gpus, has_nccl)
+            self._gpus = DeviceTransports(
+                consensus, barrier, self._host, gpus, has_nccl
+            )
             by_name = self._gpus.by_name
             self.default_table = default_device_table(by_name)
             own = choose(by_name, ORDERED, table or self.default_table)
@@ -231,8 +233,8 @@ class DeviceTransports:
     """All that can be used. Collective to make.
 
     Args:
-      agreement: of all ranks.
-      board: where the ranks of this node meet, if they share memory; borrowed.
+      consensus: of all ranks.
+      barrier: that of the ranks of this node, if they share memory; borrowed.
       host: the transports of arrays on the host.
       gpus: of all ranks.
       has_nccl: whether NCCL may be used.
@@ -245,13 +247,13 @@ class DeviceTransports:
 
     def __init__(
         self,
-        agreement: Agreement,
-        board: Board | None,
+        consensus: Consensus,
+        barrier: NodeBarrier | None,
         host: Choices,
         gpus: GpuFacts,
         has_nccl: bool,
     ):
-        self._agreement = agreement
+        self._consensus = consensus
         self.index = gpus.index
         self.missing: dict[str, str] = {}
         self._ipc: IpcTransport | None = None
@@ -261,11 +263,11 @@ class DeviceTransports:
             "ordered": StagingTransport(host.by_name["ordered"]),
             "mpi": StagingTransport(host.by_name["mpi"]),
         }
-        self._make_device(agreement, gpus)
-        self._make_ipc(agreement, board)
-        self._make_nccl(agreement, gpus, has_nccl)
+        self._make_device(consensus, gpus)
+        self._make_ipc(consensus, barrier)
+        self._make_nccl(consensus, gpus, has_nccl)
 
-    def _make_device(self, agreement: Agreement, gpus: GpuFacts) -> None:
+    def _make_device(self, consensus: Consensus, gpus: GpuFacts) -> None:
         if not gpus.support.is_aware:
             self.missing["device"] = gpus.support.why
             return
@@ -273,35 +275,35 @@ class DeviceTransports:
         try:
             # What keeps a rank from these it must not learn in a collective
             kernels.load()
-            adder = DeviceTransport(agreement)
+            adder = DeviceTransport(consensus)
         except Exception as error:
-            reason = f"rank {agreement.rank}: {error}"
-        reasons = [text for text in agreement.gather(_CALL, reason) if text]
+            reason = f"rank {consensus.rank}: {error}"
+        reasons = [text for text in consensus.gather(_CALL, reason) if text]
         if reasons:
             self.missing["device"] = reasons[0]
         else:
             self.by_name["device"] = adder
-            self.by_name["mpi"] = DeviceMpiTransport(agreement, adder)
+            self.by_name["mpi"] = DeviceMpiTransport(consensus, adder)
 
-    def _make_ipc(self, agreement: Agreement, board: Board | None) -> None:
-        if agreement.size == 1:
+    def _make_ipc(self, consensus: Consensus, barrier: NodeBarrier | None) -> None:
+        if consensus.size == 1:
             self.missing["ipc"] = "there is one replica"
-        elif board is None or board.size < agreement.size:
+        elif barrier is None or barrier.size < consensus.size:
             self.missing["ipc"] = "the ranks are on several nodes"
         else:
-            buffers, reason = share_buffers(agreement, SLOTS * _SLOT_BYTES)
+            buffers, reason = share_buffers(consensus, SLOTS * _SLOT_BYTES)
             if buffers is None:
                 self.missing["ipc"] = reason
             else:
-                self._ipc = IpcTransport(agreement, board, buffers)
+                self._ipc = IpcTransport(consensus, barrier, buffers)
                 self.by_name["ipc"] = self._ipc
 
-    def _make_nccl(self, agreement: Agreement, gpus: GpuFacts, has_nccl: bool) -> None:
+    def _make_nccl(self, consensus: Consensus, gpus: GpuFacts, has_nccl: bool) -> None:
         reason = "another communicator of these ranks may use it"
         if has_nccl:
             reason = gpus.no_nccl
         if not reason:
-            self._nccl, reason = connect(agreement)
+            self._nccl, reason = connect(consensus)
         if self._nccl is None:
             self.missing["nccl"] = reason
         else:
@@ -319,10 +321,10 @@ class DeviceTransports:
             try:
                 transport.close()
             except Exception as error:
-                reason = reason or f"rank {self._agreement.rank}: {error}"
+                reason = reason or f"rank {self._consensus.rank}: {error}"
         reasons = [reason]
-        if own and self._agreement.broken is None:
-            with Pending("freeing memory of GPUs", self._agreement.comm):
-                reasons = self._agreement.comm.allgather(reason)
+        if own and self._consensus.broken is None:
+            with Pending("freeing memory of GPUs", self._consensus.comm):
+                reasons = self._consensus.comm.allgather(reason)
         for found in filter(None, reasons):
             raise CollectiveError(f"memory of GPUs cannot be freed: {found}")

@@ -1,7 +1,7 @@
 """Reductions and gathers in memory that the ranks of a node share.
 
 Of two ranks both add up everything; of more each rank adds up one part of every block,
-and tells the others the totals of the last block when it gives them the next one.
+and publishes the totals of the last block together with its part of the next one.
 Blocks are small, so that what is written for others is still in the cache when they
 read it. They are in turn in different memory, so that a rank can write the next one
 while others read the last.
@@ -14,14 +14,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpidist.comm import arithmetic, packing
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.barrier import Board
+from mpidist.comm.consensus.barrier import NodeBarrier
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.transports.mpi import bytes_of
 
 __all__ = ["SharedTransport"]
 
 
-# Between two meetings where nothing is written for others
+# Between two barriers where nothing is copied
 _NO_COPY_BYTES = 2 << 20
 
 
@@ -29,7 +29,7 @@ class _Block(NamedTuple):
     """A block of which this rank has added up its part.
 
     Args:
-      slots: of each rank: where the totals are told.
+      slots: of each rank: where the totals are published.
       receive: where the totals of all parts belong.
       parts: which part each rank adds.
       request: of MPI, while other nodes add theirs.
@@ -48,8 +48,8 @@ class SharedTransport:
     are packed.
 
     Args:
-      agreement: of all ranks.
-      board: where they meet, with three slots; borrowed. An array is worked on in
+      consensus: of all ranks.
+      barrier: that of the node, with three slots; borrowed. An array is worked on in
         blocks of a slot.
       adders: how many of the ranks of a node add; None for all.
     """
@@ -58,12 +58,14 @@ class SharedTransport:
     device = False
     is_ordered = True
 
-    def __init__(self, agreement: Agreement, board: Board, adders: int | None = None):
-        self._agreement = agreement
-        self._board = board
-        self._rank, self._size = board.rank, board.size
-        self._adders = adders or board.size
-        # One meeting for each block is enough, and as many bytes move between the two
+    def __init__(
+        self, consensus: Consensus, barrier: NodeBarrier, adders: int | None = None
+    ):
+        self._consensus = consensus
+        self._barrier = barrier
+        self._rank, self._size = barrier.rank, barrier.size
+        self._adders = adders or barrier.size
+        # One barrier for each block is enough, and as many bytes move between the two
         self._all_add = self._size == 2 and adders is None
         self._turns = 2 if self._all_add else 3
         self._turn = 0
@@ -78,7 +80,7 @@ class SharedTransport:
         """See `Transport.allreduce_packed`. The slots are the pack."""
         receive = receive.reshape(-1)
         dtype = sends[0].dtype
-        step = self._board.slot_bytes // dtype.itemsize
+        step = self._barrier.slot_bytes // dtype.itemsize
         blocks = _cut([send.reshape(-1) for send in sends], step)
         last = None
         for start, pieces in zip(range(0, receive.size, step), blocks, strict=True):
@@ -108,7 +110,7 @@ class SharedTransport:
         self._meet("all_reduce", deadline)  # all have written their arrays
         for given, receive in zip(everyone, receives, strict=True):
             given, receive = [a.reshape(-1) for a in given], receive.reshape(-1)
-            bytes_ = _NO_COPY_BYTES if self._all_add else self._board.slot_bytes
+            bytes_ = _NO_COPY_BYTES if self._all_add else self._barrier.slot_bytes
             step = bytes_ // receive.dtype.itemsize
             for start in range(0, receive.size, step):
                 block = slice(start, start + step)
@@ -128,7 +130,7 @@ class SharedTransport:
     ) -> _Block | None:
         """Begin with a block that this rank has written, and end the last one."""
         if last is not None:
-            self._tell(last, deadline)
+            self._publish(last, deadline)
         self._meet("all_reduce", deadline)
         if self._all_add:
             inputs = [given[: receive.size] for given in inputs]
@@ -146,24 +148,24 @@ class SharedTransport:
                 arithmetic.add_in_order([given[own] for given in inputs], out=total)
             request = self._add_other_nodes(total)
         if last is not None:
-            self._hear(last)
+            self._fetch(last)
         return _Block(slots, receive, parts, request)
 
     def _end(self, last: _Block | None, deadline: float | None) -> None:
         """End the last block of all."""
         if last is not None:
-            self._tell(last, deadline)
+            self._publish(last, deadline)
             self._meet("all_reduce", deadline)
-            self._hear(last)
+            self._fetch(last)
 
-    def _tell(self, block: _Block, deadline: float | None) -> None:
+    def _publish(self, block: _Block, deadline: float | None) -> None:
         """Write the totals of this rank's part for the others."""
         if self._rank < self._adders:
             self._finish_other_nodes(block.request, deadline)
             own = block.parts[self._rank]
             block.slots[self._rank][own] = block.receive[own]
 
-    def _hear(self, block: _Block) -> None:
+    def _fetch(self, block: _Block) -> None:
         """Read the totals of the other ranks' parts."""
         for rank, part in enumerate(block.parts):
             if rank != self._rank:
@@ -179,7 +181,7 @@ class SharedTransport:
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
         """See `Transport.allgatherv`."""
-        width, step = send.dtype.itemsize, self._board.slot_bytes
+        width, step = send.dtype.itemsize, self._barrier.slot_bytes
         send, receive = bytes_of(send), bytes_of(receive)
         ends = [end * width for end in itertools.accumulate(counts)]
         starts = [0, *ends[:-1]]
@@ -204,7 +206,7 @@ class SharedTransport:
           deadline: see `Transport`.
         """
         dtype, (rows, _) = send.dtype, receive.shape
-        room = self._board.slot_bytes // dtype.itemsize
+        room = self._barrier.slot_bytes // dtype.itemsize
         assert room > 0
         ends = list(itertools.accumulate(widths))
         # As many whole rows as there is room for, and of wide ones pieces
@@ -225,7 +227,7 @@ class SharedTransport:
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
         """See `Transport.broadcast`."""
-        buffer, step = bytes_of(buffer), self._board.slot_bytes
+        buffer, step = bytes_of(buffer), self._barrier.slot_bytes
         for start in range(0, buffer.size, step):
             block = buffer[start : start + step]
             slot = self._next_slots()[root]
@@ -238,10 +240,10 @@ class SharedTransport:
     def _next_slots(self) -> list[Any]:
         """Return the slots of all ranks that nobody reads any more, as bytes."""
         self._turn = (self._turn + 1) % self._turns
-        return self._board.slots[self._turn]
+        return self._barrier.slots[self._turn]
 
     def _meet(self, operation: str, deadline: float | None) -> None:
-        self._agreement.meet(self._board, operation, deadline)
+        self._consensus.wait_at(self._barrier, operation, deadline)
 
 
 def _as_block(slot: Any, like: Any) -> Any:

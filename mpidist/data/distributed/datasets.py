@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpidist.comm.banner import show_input
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.data.dataset import (
     UNKNOWN_CARDINALITY,
     Dataset,
@@ -140,12 +140,12 @@ class DistributedDataset:
             where = extended.num_replicas, extended.replica_id
             return divide(whole.pipeline, policy, *where), policy
 
-        pipeline, policy = extended.agreement.prepare(call, choose)
+        pipeline, policy = extended.consensus.guard(call, choose)
         # Before `describe`, which needs the indexes: each file is opened by one rank
         if policy is not AutoShardPolicy.FILE:
             share_indexes(extended, pipeline, call)
 
-        def describe() -> Call:
+        def describe() -> CallSignature:
             is_alike = policy is not AutoShardPolicy.FILE
             if is_alike:
                 require_shareable(pipeline)
@@ -154,11 +154,11 @@ class DistributedDataset:
                 ("dataset", pipeline.describe()),
                 ("batches", pipeline.cardinality if is_alike else "its own"),
             )
-            return Call(call, agreed)
+            return CallSignature(call, agreed)
 
         # Replicas that read different data must be an error, not silent
-        agreed = extended.agreement.prepare(call, describe)
-        extended.agreement.require_same(agreed)
+        agreed = extended.consensus.guard(call, describe)
+        extended.consensus.require_same(agreed)
         if policy is AutoShardPolicy.FILE:
             return cls._of_own_batches(extended, pipeline, options, call)
         entropy = _draw(extended, pipeline.needs_entropy)
@@ -172,7 +172,7 @@ class DistributedDataset:
             cardinality=pipeline.cardinality,
             origin=Origin.of(pipeline, each_reads_all=not is_global(policy)),
             options=options or InputOptions(),
-            serial=extended.agreement.calls,
+            serial=extended.consensus.calls,
         )
         return cls(plan, entropy)
 
@@ -195,7 +195,7 @@ class DistributedDataset:
                 validation.function("dataset_fn", dataset_fn)(where), call
             )
 
-        dataset = extended.together(Call(call), make)
+        dataset = extended.run_collectively(CallSignature(call), make)
         return cls._of_own_batches(extended, dataset.pipeline, options, call)
 
     @classmethod
@@ -207,12 +207,12 @@ class DistributedDataset:
         call: str,
     ) -> DistributedDataset:
         """Return a dataset of each replica's own batches, which are not divided."""
-        agreement = extended.agreement
+        consensus = extended.consensus
         index_own_files(extended, pipeline, call)
-        local = agreement.prepare(  # may read files, which can fail
+        local = consensus.guard(  # may read files, which can fail
             call, lambda: (Origin.of(pipeline), pipeline.is_batched)
         )
-        everyone = agreement.gather(call, local)
+        everyone = consensus.gather(call, local)
         origins = [origin for origin, _ in everyone]
         lengths = [origin.cardinality for origin in origins]
         is_batched = all(batched for _, batched in everyone)
@@ -234,7 +234,7 @@ class DistributedDataset:
             cardinality=cardinality,
             origin=Origin.of_own(origins, cardinality),
             options=options or InputOptions(),
-            serial=extended.agreement.calls,
+            serial=extended.consensus.calls,
         )
         return cls(plan, entropy)
 
@@ -273,7 +273,7 @@ class DistributedDataset:
           >>> data.reduce(0, lambda n, rows: n + int(strategy.reduce("SUM", rows, 0)))
           10
         """
-        agreement, call = self._plan.extended.agreement, "DistributedDataset.reduce"
+        consensus, call = self._plan.extended.consensus, "DistributedDataset.reduce"
         self._plan.extended.topology.require_open()
         require_end(self.cardinality, call)
         iterator = iter(self)
@@ -283,7 +283,7 @@ class DistributedDataset:
             return functools.reduce(function, iterator, initial_state)
 
         try:
-            return agreement.block(call, go_through)
+            return consensus.run_in_scope(call, go_through)
         except BaseException as error:
             iterator.abandon()
             fold(error)
@@ -325,19 +325,19 @@ def _require_like_elements(
 ) -> None:
     """Raise if the replicas' batches differ in structure, dtypes or dimensions."""
 
-    def describe() -> Call:
+    def describe() -> CallSignature:
         leaves, spec = nest.flatten(pipeline.empty_batch(Epoch()))
         leaf_specs = tuple((a.dtype.name, f"{a.ndim} dimensions") for a in leaves)
-        return Call(call, (), spec, leaf_specs)
+        return CallSignature(call, (), spec, leaf_specs)
 
-    extended.agreement.require_same(extended.agreement.prepare(call, describe))
+    extended.consensus.require_same(extended.consensus.guard(call, describe))
 
 
 def _draw(extended: ReplicaGroup, needed: bool) -> int:
     """Return a random seed that all replicas share. Collective if it is needed."""
     if not needed:
         return 0
-    return extended.agreement.root_only("seed", lambda: secrets.randbits(62))
+    return extended.consensus.root_only("seed", lambda: secrets.randbits(62))
 
 
 def share_indexes(
@@ -354,11 +354,11 @@ def share_indexes(
       MismatchError: the ranks name different files.
       DataError: a file is missing, damaged, or does not fit the others.
     """
-    agreement = extended.agreement
+    consensus = extended.consensus
     if not (sources := _sources(pipeline)):
         return
     same = tuple(("dataset", source.identify()) for source in sources)
-    agreement.require_same(Call(call, same))
+    consensus.require_same(CallSignature(call, same))
     threads = _threads(extended, call)
     for source in sources:
         _share(extended, source, call, threads)
@@ -372,18 +372,18 @@ def index_own_files(
     Raises, on all ranks:
       DataError: a file of any rank is missing, damaged, or does not fit the others.
     """
-    agreement = extended.agreement
+    consensus = extended.consensus
     threads = _threads(extended, call)
 
     def index() -> None:
         for source in _sources(pipeline):
             try:
                 files = source.inspect(range(source.file_count))
-                source.adopt(files, agreement.rank, threads)
+                source.adopt(files, consensus.rank, threads)
             except DataError as error:
-                raise _with_rank(error, agreement.rank) from error
+                raise _with_rank(error, consensus.rank) from error
 
-    agreement.prepare(call, index)
+    consensus.guard(call, index)
 
 
 def _sources(pipeline: MapDataset | IterDataset) -> list[IndexedSource]:
@@ -396,17 +396,17 @@ def _share(
     extended: ReplicaGroup, source: IndexedSource, call: str, threads: int
 ) -> None:
     """Index every size-th file, and exchange the indexes with all ranks. Collective."""
-    agreement, count = extended.agreement, source.file_count
-    own_files = range(agreement.rank, count, agreement.size)
-    by_rank = agreement.gather(
-        call, [_inspect_one(source, file, agreement.rank) for file in own_files]
+    consensus, count = extended.consensus, source.file_count
+    own_files = range(consensus.rank, count, consensus.size)
+    by_rank = consensus.gather(
+        call, [_inspect_one(source, file, consensus.rank) for file in own_files]
     )
     # Restore the order of the files: rank r has indexed r, r + size, ...
     files = [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(count)]
     for file in files:
         if isinstance(file, DataError):  # all ranks raise the first file's error
             raise file
-    agreement.prepare(call, lambda: source.adopt(files, agreement.rank, threads))
+    consensus.guard(call, lambda: source.adopt(files, consensus.rank, threads))
 
 
 def _with_rank(error: DataError, rank: int) -> DataError:
@@ -430,7 +430,7 @@ def _threads(extended: ReplicaGroup, call: str) -> int:
     computation.
     """
     local = os.uname().nodename, sorted(os.sched_getaffinity(0))
-    everyone = extended.agreement.gather(call, local)
+    everyone = extended.consensus.gather(call, local)
     users = collections.Counter(
         core for node, cores in everyone if node == local[0] for core in cores
     )

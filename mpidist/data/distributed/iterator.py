@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpidist import context, values
-from mpidist.comm.consensus.calls import Call, group_by_rank, name_ranks
+from mpidist.comm.consensus.signatures import CallSignature, group_by_rank, name_ranks
 from mpidist.data.distributed import prefetch, reader
 from mpidist.data.distributed.prefetch import Prefetcher
 from mpidist.data.distributed.reader import LocalBatch, ReadPlan
@@ -190,13 +190,13 @@ class DistributedIterator:
           What a mapped function or a generator raises on any replica.
         """
         self._require_callable("set_state")
-        plan, agreement = self._plan, self._plan.extended.agreement
-        epoch, step = agreement.prepare(
+        plan, consensus = self._plan, self._plan.extended.consensus
+        epoch, step = consensus.guard(
             _SET_STATE, lambda: read_state(state, plan.origin, plan.pipeline)
         )
         where = ("dataset", plan.serial), ("epoch", epoch.number), ("step", step)
-        agreement.require_same(
-            Call(_SET_STATE, (*where, ("the state's entropy", epoch.entropy)))
+        consensus.require_same(
+            CallSignature(_SET_STATE, (*where, ("the state's entropy", epoch.entropy)))
         )
         self.close()
         reorder(plan.extended, plan.pipeline, epoch)
@@ -229,12 +229,10 @@ class DistributedIterator:
 
     def _skip(self, steps: int) -> None:
         """Skip the first steps of generators. Collective."""
-        plan, agreement = self._plan, self._plan.extended.agreement
+        plan, consensus = self._plan, self._plan.extended.consensus
         try:
-            skipped = agreement.prepare(
-                _SET_STATE, lambda: self._prefetcher.skip(steps)
-            )
-            skipped_by_rank = agreement.gather(_SET_STATE, skipped)
+            skipped = consensus.guard(_SET_STATE, lambda: self._prefetcher.skip(steps))
+            skipped_by_rank = consensus.gather(_SET_STATE, skipped)
             # With own data per replica, those with less data may have ended before
             if (
                 min(skipped_by_rank) if plan.is_global else max(skipped_by_rank)
@@ -292,11 +290,11 @@ class DistributedIterator:
         where = ("dataset", plan.serial), ("epoch", self._epoch.number)
         if not plan.is_open_ended:
             return self._agree_on_rows(where)
-        agreement = plan.extended.agreement
-        local_batch = agreement.prepare(_NEXT, self._read)
+        consensus = plan.extended.consensus
+        local_batch = consensus.guard(_NEXT, self._read)
         if not plan.is_global:
             return self._fill_in((*where, ("step", step)), local_batch)
-        agreement.require_same(global_call(_NEXT, where, step, local_batch))
+        consensus.require_same(global_call(_NEXT, where, step, local_batch))
         self._template = local_batch.template if local_batch else self._template
         return local_batch
 
@@ -304,15 +302,17 @@ class DistributedIterator:
         """Return this replica's batch; replicas agree once per step group."""
         most = 1 if self._agrees_per_step else self._prefetcher.max_group_size
         group = min(most, self._prefetcher.group_size(self._step))
-        call = Call(_NEXT, (*where, ("steps at a time", most)), step=self._step)
+        call = CallSignature(
+            _NEXT, (*where, ("steps at a time", most)), step=self._step
+        )
         if group > 1:
             self._agree_on_group(call, group)
             self._record_progress(self._step + 1)
         if self._step < self._agreed_until:
             return self._read()
-        return self._plan.extended.together(call, self._read, is_patient=True)
+        return self._plan.extended.run_collectively(call, self._read, yield_cpu=True)
 
-    def _agree_on_group(self, call: Call, group: int) -> None:
+    def _agree_on_group(self, call: CallSignature, group: int) -> None:
         """Agree with all replicas whether a group was read. Collective.
 
         Does nothing in a group with an error: there, replicas agree on each step.
@@ -326,7 +326,7 @@ class DistributedIterator:
                 raise _UnreadError
 
         try:
-            self._plan.extended.together(call, read, is_patient=True)
+            self._plan.extended.run_collectively(call, read, yield_cpu=True)
         except _UnreadError:  # on all replicas
             self._per_step_until = step + group
         else:
@@ -335,7 +335,7 @@ class DistributedIterator:
 
     def _record_progress(self, step: int | None) -> None:
         """Record this replica's step, which the next collective compares."""
-        progress = self._plan.extended.agreement.progress
+        progress = self._plan.extended.consensus.progress
         if step is None:
             progress.remove(self._progress_key)
         else:
@@ -350,7 +350,7 @@ class DistributedIterator:
         sent: Any = local_batch is not None and (
             not is_first or BatchSpec.of(local_batch.template)
         )
-        everyone = self._plan.extended.agreement.gather(_NEXT, (where, sent))
+        everyone = self._plan.extended.consensus.gather(_NEXT, (where, sent))
         require_equal(_NEXT, "the place", [place for place, _ in everyone])
         specs = [spec for _, spec in everyone]
         if not any(specs):
@@ -397,15 +397,15 @@ class DistributedIterator:
 
 def global_call(
     operation: str, where: Any, step: int, local_batch: LocalBatch | None
-) -> Call:
+) -> CallSignature:
     """Return the call signature of a step, in which replicas' global batches agree."""
     if local_batch is None:
         missing = ("the batch", "missing, as the dataset has ended")
-        return Call(operation, (*where, missing), step=step)
+        return CallSignature(operation, (*where, missing), step=step)
     leaves, spec = nest.flatten(local_batch.template)
     described = tuple((a.dtype.name, f"rows of shape {a.shape[1:]}") for a in leaves)
     there = ("the batch", f"there, with {local_batch.rows} rows,")
-    return Call(operation, (*where, there), spec, described, step)
+    return CallSignature(operation, (*where, there), spec, described, step)
 
 
 class BatchSpec(NamedTuple):

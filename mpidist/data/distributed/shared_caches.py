@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.data import combining, iter_transformations, sharding
 from mpidist.data.caching import (
     Cache,
@@ -149,7 +149,7 @@ def _make(
     slices: int,
 ) -> NodeCache:
     """Return a new cache, filled with the first rows. Collective."""
-    agreement, epoch = extended.agreement, first_epoch(parent, epoch)
+    consensus, epoch = extended.consensus, first_epoch(parent, epoch)
     first_rows: list[Any] = []
 
     def read_spec() -> Any:
@@ -157,8 +157,8 @@ def _make(
         return row_spec(first_rows[0])
 
     # Rank 0 reads rows and sends their spec; all ranks read if it cannot be pickled
-    pickled = agreement.root_only(_CALL, lambda: _pickle(read_spec()))
-    spec = agreement.prepare(
+    pickled = consensus.root_only(_CALL, lambda: _pickle(read_spec()))
+    spec = consensus.guard(
         _CALL, lambda: pickle.loads(pickled) if pickled else read_spec()
     )
     assert parent.length is not None
@@ -170,7 +170,9 @@ def _make(
         for rows in first_rows[:1]:
             cache.fill(rows)
 
-    extended.together(Call(_CALL), fill)  # so that no rank reads these rows again
+    extended.run_collectively(
+        CallSignature(_CALL), fill
+    )  # so that no rank reads these rows again
     return cache
 
 

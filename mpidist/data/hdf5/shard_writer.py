@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import h5py
 import numpy as np
 
-from mpidist.comm.consensus.calls import group_by_rank
+from mpidist.comm.consensus.signatures import group_by_rank
 from mpidist.device import arrays
 from mpidist.errors import (
     ArgumentError,

@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm import device_info
-from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.device_info import GpuRequest
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.comm.topology import Topology
@@ -85,14 +85,14 @@ class _Job:
     """
 
     def __init__(self, seconds: float):
-        waiting = Agreement(MPI.COMM_WORLD)
+        waiting = Consensus(MPI.COMM_WORLD)
         comm, request = MPI.COMM_WORLD.Idup()
         waiting.wait(request, time.monotonic() + seconds, "starting")
         waiting.close()
         self.comm = comm
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
-        self._agreement = Agreement(self.comm)
+        self._consensus = Consensus(self.comm)
         self.local_rank, self._node = self._find_node()
 
     def find_launch(self, environ: Mapping[str, str]) -> LaunchFacts:
@@ -143,12 +143,12 @@ class _Job:
         data = np.frombuffer(pickle.dumps(value), np.uint8)
         sizes = np.zeros(self.size, np.int64)
         request = self.comm.Iallgather(np.array([data.size]), sizes)
-        self._agreement.wait(request, deadline, what)
+        self._consensus.wait(request, deadline, what)
         everything, receive = np.empty(int(sizes.sum()), np.uint8), None
         if self.rank == 0:
             receive = [everything, sizes]
         request = self.comm.Igatherv(data, receive)
-        self._agreement.wait(request, deadline, what)
+        self._consensus.wait(request, deadline, what)
         if self.rank:
             return []
         ends = np.cumsum(sizes)
@@ -163,15 +163,15 @@ class _Job:
         deadline = time.monotonic() + seconds
         data = np.frombuffer(pickle.dumps(value), np.uint8)
         size = np.array([data.size])
-        self._agreement.wait(self.comm.Ibcast(size), deadline, what)
+        self._consensus.wait(self.comm.Ibcast(size), deadline, what)
         if self.rank:
             data = np.empty(int(size[0]), np.uint8)
-        self._agreement.wait(self.comm.Ibcast(data), deadline, what)
+        self._consensus.wait(self.comm.Ibcast(data), deadline, what)
         return pickle.loads(data.data)
 
     def close(self) -> None:
         """Finalize MPI. Collective."""
-        self._agreement.close()
+        self._consensus.close()
         self.comm.Free()
         MPI.Finalize()
 

@@ -1,4 +1,4 @@
-"""Board: ranks of a node meet, and read what the others wrote before they came."""
+"""NodeBarrier: what ranks write before it, all ranks of the node read after it."""
 
 from __future__ import annotations
 
@@ -11,72 +11,76 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.barrier import Board
-from mpidist.comm.consensus.calls import Call
-from mpidist.comm.consensus.comparison import BoardComparison, GatherComparison, Payload
-from mpidist.comm.consensus.waiting import Departures, LateError
+from mpidist.comm.consensus.barrier import NodeBarrier
+from mpidist.comm.consensus.comparison import (
+    GatherComparison,
+    Payload,
+    SharedMemoryComparison,
+)
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.signatures import CallSignature
+from mpidist.comm.consensus.waiting import Departures, WaitTimeoutError
 from mpidist.comm.shared_memory import node
 
 
 @pytest.fixture
-def board(comm):
-    board = Board(comm, 100)
-    yield board
-    board.close()
+def barrier(comm):
+    barrier = NodeBarrier(comm, 100)
+    yield barrier
+    barrier.close()
 
 
-def write(board, value):
-    board.both_pages[(board.meetings + 1) & 1][board.rank].view(np.int64)[:] = value
+def write(barrier, value):
+    barrier.page_pairs[(barrier.epoch + 1) & 1][barrier.rank].view(np.int64)[:] = value
 
 
-def read(board, rank):
-    return board.both_pages[board.meetings & 1][rank].view(np.int64).tolist()
+def read(barrier, rank):
+    return barrier.page_pairs[barrier.epoch & 1][rank].view(np.int64).tolist()
 
 
-def test_pages_are_what_each_rank_wrote_before_it_came(comm, board):
-    assert board.page_bytes == 128
+def test_pages_are_what_each_rank_wrote_before_it_came(comm, barrier):
+    assert barrier.page_bytes == 128
     for meeting in range(200):
-        write(board, 1000 * meeting + comm.rank)
-        board.meet()
-        found = [set(read(board, rank)) for rank in range(comm.size)]
+        write(barrier, 1000 * meeting + comm.rank)
+        barrier.wait()
+        found = [set(read(barrier, rank)) for rank in range(comm.size)]
         assert found == [{1000 * meeting + rank} for rank in range(comm.size)]
 
 
-@pytest.mark.parametrize("is_patient", [False, True])
-def test_a_slow_rank_is_waited_for(comm, board, is_patient):
+@pytest.mark.parametrize("yield_cpu", [False, True])
+def test_a_slow_rank_is_waited_for(comm, barrier, yield_cpu):
     """Whoever waits lets other threads of its process run."""
     for slow in range(comm.size):
-        write(board, -1)
+        write(barrier, -1)
         if comm.rank == slow:
             ran = threading.Event()
             threading.Timer(0.02, ran.set).start()
             assert ran.wait(600)
-            write(board, slow)
-        board.meet(is_patient=is_patient)
-        assert read(board, slow)[0] == slow
+            write(barrier, slow)
+        barrier.wait(yield_cpu=yield_cpu)
+        assert read(barrier, slow)[0] == slow
 
 
 def test_ranks_that_do_not_come_are_named(comm):
-    board = Board(comm, 8)
+    barrier = NodeBarrier(comm, 8)
     if comm.rank == 0 and comm.size > 1:
-        with pytest.raises(LateError) as info:
-            board.meet(time.monotonic() + 0.05)
+        with pytest.raises(WaitTimeoutError) as info:
+            barrier.wait(time.monotonic() + 0.05)
         assert info.value.args == (list(range(1, comm.size)),)
     comm.Barrier()
-    board.close()
+    barrier.close()
 
 
-def test_a_deadline_that_is_kept_does_nothing(comm, board):
-    board.meet(time.monotonic() + 60)
-    board.meet()
-    assert board.meetings == 2
+def test_a_deadline_that_is_kept_does_nothing(comm, barrier):
+    barrier.wait(time.monotonic() + 60)
+    barrier.wait()
+    assert barrier.epoch == 2
 
 
 @pytest.mark.parametrize("on_board", [True, False])
-def test_payloads_come_with_the_comparison(comm, board, on_board):
+def test_payloads_come_with_the_comparison(comm, barrier, on_board):
     if on_board:
-        comparison = BoardComparison(board, 84)
+        comparison = SharedMemoryComparison(barrier, 84)
     else:
         comparison = GatherComparison(comm, Departures(comm), 84)
     kinds = [(np.dtype("i2"), (3,)), (np.dtype("c16"), (1, 2))]
@@ -103,12 +107,12 @@ def test_payloads_come_with_the_comparison(comm, board, on_board):
         assert comparison.payload(pages)[0][comm.size - 1][0] == comm.size - 1
 
 
-def test_a_broken_strategy_writes_no_payload(comm, board):
+def test_a_broken_strategy_writes_no_payload(comm, barrier):
     """Others may still read what this rank has told them before it broke off."""
     if comm.size == 1:
         pytest.skip("one rank tells nobody")
-    agreement = Agreement(comm, BoardComparison(board, 64))
-    pages = agreement.comparison.pages([(np.dtype("f8"), (3,))])
+    consensus = Consensus(comm, SharedMemoryComparison(barrier, 64))
+    pages = consensus.comparison.pages([(np.dtype("f8"), (3,))])
     own = [page[0] for page in pages.own]
 
     def fill(arrays):
@@ -117,19 +121,19 @@ def test_a_broken_strategy_writes_no_payload(comm, board):
 
     for array in own:
         array[...] = comm.rank
-    agreement.broken = "it was interrupted"
+    consensus.broken = "it was interrupted"
     for timeout in (None, 10.0):
         with pytest.raises(mpidist.CollectiveError, match="was interrupted"):
-            agreement.exchange(Call("step"), 1, Payload(pages, fill), timeout)
+            consensus.exchange(CallSignature("step"), 1, Payload(pages, fill), timeout)
     assert [array.tolist() for array in own] == [[comm.rank] * 3] * 2
-    agreement.close()
+    consensus.close()
 
 
-def test_what_filling_a_payload_raises_is_raised_on_all_ranks(comm, board):
+def test_what_filling_a_payload_raises_is_raised_on_all_ranks(comm, barrier):
     if comm.size == 1:
         pytest.skip("one rank tells nobody")
-    agreement = Agreement(comm, BoardComparison(board, 64))
-    pages = agreement.comparison.pages([(np.dtype("f8"), ())])
+    consensus = Consensus(comm, SharedMemoryComparison(barrier, 64))
+    pages = consensus.comparison.pages([(np.dtype("f8"), ())])
 
     def fill(arrays):
         arrays[0][...] = float("no number" if comm.rank == 0 else comm.rank)
@@ -137,9 +141,9 @@ def test_what_filling_a_payload_raises_is_raised_on_all_ranks(comm, board):
 
     for timeout in (None, 1000.0):
         with pytest.raises(ValueError, match="no number"):
-            agreement.exchange(Call("step"), 1, Payload(pages, fill), timeout)
-    agreement.raise_together("a call", None)
-    agreement.close()
+            consensus.exchange(CallSignature("step"), 1, Payload(pages, fill), timeout)
+    consensus.sync_errors("a call", None)
+    consensus.close()
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8", "c8", "i1", "u2", "i8", "f2"])
@@ -194,9 +198,9 @@ def test_cores_are_those_that_ranks_may_use(comm):
         pytest.skip("there is one core")
     try:
         os.sched_setaffinity(0, {cores[comm.rank % 2]})
-        board = Board(comm, 64)
-        assert board._has_cores == (comm.size <= 2)
-        board.meet()
-        board.close()
+        barrier = NodeBarrier(comm, 64)
+        assert barrier._has_cores == (comm.size <= 2)
+        barrier.wait()
+        barrier.close()
     finally:
         os.sched_setaffinity(0, mine)

@@ -276,7 +276,7 @@ def test_a_rank_that_is_interrupted_in_run_alone_is_an_error_on_all(comm):
         strategy.run(step, (False,))
     with pytest.raises(mpidist.MismatchError, match=f"{numbers} is"):
         strategy.reduce("SUM", 1.0)
-    strategy.extended.agreement.close()  # else the end of the program is an error, too
+    strategy.extended.consensus.close()  # else the end of the program is an error, too
 
 
 def test_ranks_that_are_interrupted_in_run_together_go_on(strategy):

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.calls import Call
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.flight_files import CALLS, calls_path, ring_path
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.resilience.flight_analysis import compare, read_flights
 
 PROLOGUE = """
@@ -53,15 +53,15 @@ def dumps(comm, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def agreement(comm, dumps):
-    agreement = Agreement(comm.Dup())
-    yield agreement
-    agreement.close()
-    agreement.comm.Free()
+def consensus(comm, dumps):
+    consensus = Consensus(comm.Dup())
+    yield consensus
+    consensus.close()
+    consensus.comm.Free()
 
 
-def own_paths(folder, agreement):
-    channel, rank = agreement.recorder.channel, mpidist_rank()
+def own_paths(folder, consensus):
+    channel, rank = consensus.recorder.channel, mpidist_rank()
     return ring_path(folder, channel, rank), calls_path(folder, channel, rank)
 
 
@@ -111,7 +111,7 @@ def test_what_is_no_file_is_not_opened(comm, dumps, tmp_path, what, which):
     """Whoever can write into the folder knows the names beforehand."""
     target = tmp_path / f"target-{comm.rank}"
     target.write_text("precious")
-    channel = comm.allreduce(Agreement.made, max)
+    channel = comm.allreduce(Consensus.made, max)
     path = which(dumps, channel, mpidist_rank())
     if what == "link":
         path.symlink_to(target)
@@ -121,9 +121,9 @@ def test_what_is_no_file_is_not_opened(comm, dumps, tmp_path, what, which):
         path.mkdir()
     duplicate = comm.Dup()
     with pytest.warns(RuntimeWarning, match="are not kept in MPIDIST_DUMPS"):
-        agreement = Agreement(duplicate)
-    agreement.raise_together("a call", None)
-    agreement.close()
+        consensus = Consensus(duplicate)
+    consensus.sync_errors("a call", None)
+    consensus.close()
     duplicate.Free()
     assert target.read_text() == "precious"
     assert len(list(dumps.glob(f"*{mpidist_rank():05}*"))) == 1  # what was there
@@ -131,30 +131,30 @@ def test_what_is_no_file_is_not_opened(comm, dumps, tmp_path, what, which):
 
 @pytest.mark.mpi(min_size=2)
 def test_files_of_a_former_job_are_replaced(comm, dumps):
-    channel = comm.allreduce(Agreement.made, max)
+    channel = comm.allreduce(Consensus.made, max)
     former = [path(dumps, channel, mpidist_rank()) for path in (ring_path, calls_path)]
     kept = []
     for path in former:
         path.write_text("former")
         kept.append(path.open())
     duplicate = comm.Dup()
-    agreement = Agreement(duplicate)
-    agreement.raise_together("a call", None)
-    assert own_paths(dumps, agreement) == tuple(former)
+    consensus = Consensus(duplicate)
+    consensus.sync_errors("a call", None)
+    assert own_paths(dumps, consensus) == tuple(former)
     for path, file in zip(former, kept, strict=True):
         assert file.read() == "former"  # another process may still have it mapped
         assert not path.read_bytes().startswith(b"former")
         assert stat.S_ISREG(path.stat().st_mode)
         file.close()
-    agreement.close()
+    consensus.close()
     duplicate.Free()
 
 
 @pytest.mark.mpi(min_size=2)
 def test_each_step_of_a_dataset_is_no_new_kind_of_call(comm, dumps):
     strategy = mpidist.MirroredStrategy(["CPU:0"], communicator=comm)
-    recorder = strategy.extended.agreement.recorder
-    _, text = own_paths(dumps, strategy.extended.agreement)
+    recorder = strategy.extended.consensus.recorder
+    _, text = own_paths(dumps, strategy.extended.consensus)
     sizes = []
     for rows in (
         mpidist.Dataset.range(600).batch(2),
@@ -185,16 +185,16 @@ def test_the_step_is_in_the_dump(comm, dumps):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_text_is_bounded_for_any_program(comm, dumps, agreement, monkeypatch):
+def test_the_text_is_bounded_for_any_program(comm, dumps, consensus, monkeypatch):
     """Kinds of calls that the ring has no more are removed from the file, too."""
     from mpidist.comm.consensus import flight_recorder as module
 
     monkeypatch.setattr(module, "_MOST_KINDS", CALLS + 100)
-    _, text = own_paths(dumps, agreement)
+    _, text = own_paths(dumps, consensus)
     most = 0
     for n in range(4 * CALLS):
-        agreement.recorder.begin(n + 1, Call(f"call {n}"), n)
-        agreement.recorder.end()
+        consensus.recorder.begin(n + 1, CallSignature(f"call {n}"), n)
+        consensus.recorder.end()
         if n % 50 == 0:
             most = max(most, len(text.read_bytes().splitlines()))
     assert most <= CALLS + 102
@@ -212,7 +212,7 @@ def test_the_text_is_bounded_for_any_program(comm, dumps, agreement, monkeypatch
 @pytest.mark.mpi(min_size=2)
 def test_the_text_of_one_call_is_bounded(comm, dumps):
     strategy = mpidist.MirroredStrategy(["CPU:0"], communicator=comm)
-    _, text = own_paths(dumps, strategy.extended.agreement)
+    _, text = own_paths(dumps, strategy.extended.consensus)
     before = text.stat().st_size
     strategy.reduce("SUM", {f"a long name of an array {n}": n for n in range(5000)})
     assert text.stat().st_size - before < 4096
@@ -222,23 +222,23 @@ def test_the_text_of_one_call_is_bounded(comm, dumps):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_forked_child_leaves_the_recorder_alone(comm, dumps, agreement):
-    agreement.require_same(Call("of the parent"))
-    ring, text = own_paths(dumps, agreement)
+def test_a_forked_child_leaves_the_recorder_alone(comm, dumps, consensus):
+    consensus.require_same(CallSignature("of the parent"))
+    ring, text = own_paths(dumps, consensus)
     before = ring.read_bytes(), text.read_bytes()
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            agreement.recorder.begin(7, Call("of the child"), 7)
-            agreement.recorder.end()
-            agreement.recorder.close(is_kept=False)
+            consensus.recorder.begin(7, CallSignature("of the child"), 7)
+            consensus.recorder.end()
+            consensus.recorder.close(is_kept=False)
             status = 0
         finally:
             os._exit(status)
     _, status = os.waitpid(child, 0)
     assert status == 0
     assert (ring.read_bytes(), text.read_bytes()) == before
-    assert agreement.recorder.last().operation == "of the parent"
-    agreement.require_same(Call("of the parent again"))
+    assert consensus.recorder.last().operation == "of the parent"
+    consensus.require_same(CallSignature("of the parent again"))
     assert np.fromfile(ring, np.int64)[0] != 7

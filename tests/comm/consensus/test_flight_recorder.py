@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist.__main__ import main
-from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.flight_files import (
     CALLS,
     FORMAT,
@@ -51,11 +51,11 @@ class DamagedError(Exception):
 
 
 @pytest.fixture
-def agreement(comm):
-    agreement = Agreement(comm.Dup())
-    yield agreement
-    agreement.close()
-    agreement.comm.Free()
+def consensus(comm):
+    consensus = Consensus(comm.Dup())
+    yield consensus
+    consensus.close()
+    consensus.comm.Free()
 
 
 def here():
@@ -65,7 +65,7 @@ def here():
 
 
 def test_the_last_call_is_known(comm, strategy):
-    recorder = strategy.extended.agreement.recorder
+    recorder = strategy.extended.consensus.recorder
     for count in (1, 1, 3, 100_000):  # also those that are repeated
         before = time.monotonic()
         strategy.reduce("SUM", np.ones(count))
@@ -81,18 +81,18 @@ def test_the_last_call_is_known(comm, strategy):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_call_is_open_while_others_are_waited_for(comm, agreement):
-    from mpidist.comm.consensus.calls import Call
+def test_a_call_is_open_while_others_are_waited_for(comm, consensus):
+    from mpidist.comm.consensus.signatures import CallSignature
 
-    recorder = agreement.recorder
-    agreement.require_same(Call("first"))
+    recorder = consensus.recorder
+    consensus.require_same(CallSignature("first"))
     if comm.rank == 0:
-        with agreement.turns:
-            agreement.require_same(Call("second"))
+        with consensus.lock:
+            consensus.require_same(CallSignature("second"))
             assert recorder.last().ended is None
             assert recorder.before_last().operation == "first"
     else:
-        agreement.require_same(Call("second"))
+        consensus.require_same(CallSignature("second"))
     assert recorder.last().operation == "second"
     assert recorder.last().ended is not None
 
@@ -101,11 +101,11 @@ def test_a_call_is_open_while_others_are_waited_for(comm, agreement):
 def test_as_many_calls_as_there_is_room_for_are_kept(comm, monkeypatch, tmp_path):
     folder = comm.bcast(tmp_path)
     monkeypatch.setenv("MPIDIST_DUMPS", str(folder))
-    agreement = Agreement(comm.Dup())
-    from mpidist.comm.consensus.calls import Call
+    consensus = Consensus(comm.Dup())
+    from mpidist.comm.consensus.signatures import CallSignature
 
     for n in range(CALLS + 100):
-        agreement.require_same(Call(f"call {n % 7}"))
+        consensus.require_same(CallSignature(f"call {n % 7}"))
     comm.Barrier()
     flights = read_flights([folder])
     assert [flight.rank for flight in flights] == list(range(comm.size))
@@ -120,40 +120,40 @@ def test_as_many_calls_as_there_is_room_for_are_kept(comm, monkeypatch, tmp_path
     assert is_same
     assert "calls 101 to 1100 are the same on all" in lines[1]
     comm.Barrier()
-    agreement.close()
-    agreement.comm.Free()
+    consensus.close()
+    consensus.comm.Free()
     comm.Barrier()
     assert not list(folder.iterdir())
 
 
-def test_a_call_is_seen_whole_or_not_at_all(comm, agreement, monkeypatch):
+def test_a_call_is_seen_whole_or_not_at_all(comm, consensus, monkeypatch):
     """The watchdog may look in the middle of `begin`, and ends jobs by what it sees."""
     from mpidist.comm.consensus import flight_recorder as module
-    from mpidist.comm.consensus.calls import Call
+    from mpidist.comm.consensus.signatures import CallSignature
 
     seen = []
     pack = module._PACK_INTO
 
     def look_then_pack(*arguments):
-        seen.append(agreement.recorder.last())
+        seen.append(consensus.recorder.last())
         pack(*arguments)
 
     monkeypatch.setattr(module, "_PACK_INTO", look_then_pack)
     for n in range(3):
-        agreement.recorder.begin(n + 1, Call(f"call {n}"), n)
-        agreement.recorder.end()
+        consensus.recorder.begin(n + 1, CallSignature(f"call {n}"), n)
+        consensus.recorder.end()
     operations = [entry and entry.operation for entry in seen]
     assert operations == [None, "call 0", "call 1"]
 
 
-def test_kinds_of_calls_that_never_come_again_are_forgotten(agreement, monkeypatch):
+def test_kinds_of_calls_that_never_come_again_are_forgotten(consensus, monkeypatch):
     from mpidist.comm.consensus import flight_recorder as module
-    from mpidist.comm.consensus.calls import Call
+    from mpidist.comm.consensus.signatures import CallSignature
 
     monkeypatch.setattr(module, "_MOST_KINDS", CALLS + 100)
-    recorder = agreement.recorder
+    recorder = consensus.recorder
     for n in range(5 * CALLS):
-        recorder.begin(n + 1, Call(f"call {n}"), n)
+        recorder.begin(n + 1, CallSignature(f"call {n}"), n)
         assert recorder.last().operation == f"call {n}"
         recorder.end()
     assert len(recorder._texts) <= CALLS + 100
@@ -164,14 +164,14 @@ def test_a_folder_that_cannot_be_written_is_a_warning(comm, monkeypatch, tmp_pat
     (tmp_path / "file").touch()
     monkeypatch.setenv("MPIDIST_DUMPS", str(tmp_path / "file"))
     if comm.size == 1:
-        Agreement(comm)
+        Consensus(comm)
         return
     duplicate = comm.Dup()
     with pytest.warns(RuntimeWarning, match="are not kept in MPIDIST_DUMPS"):
-        agreement = Agreement(duplicate)
-    agreement.raise_together("a call", None)
-    assert agreement.recorder.last().operation == "a call"
-    agreement.close()
+        consensus = Consensus(duplicate)
+    consensus.sync_errors("a call", None)
+    assert consensus.recorder.last().operation == "a call"
+    consensus.close()
     duplicate.Free()
 
 

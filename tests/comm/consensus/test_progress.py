@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidist.comm.consensus.threads import ProgressCounters
+from mpidist.comm.consensus.thread_order import ProgressCounters
 
 _STEPS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 1 << 40)))
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.comm.consensus.agreement import Agreement
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.device_info import GpuFacts, Support, why_no_nccl
 from mpidist.comm.shared_memory import cuda_ipc
 from mpidist.comm.transports import device
@@ -28,11 +28,11 @@ GPU = GpuIdentity("node1", "0000:3b:00.0", "ab12", "H100", 13000)
 
 
 @pytest.fixture
-def agreement(comm):
-    agreement = Agreement(comm.Dup())
-    yield agreement
-    agreement.close()
-    agreement.comm.Free()
+def consensus(comm):
+    consensus = Consensus(comm.Dup())
+    yield consensus
+    consensus.close()
+    consensus.comm.Free()
 
 
 class CUDARuntimeError(RuntimeError):
@@ -107,16 +107,16 @@ def cupy(monkeypatch):
     return cupy
 
 
-def make_transports(agreement, is_aware=False):
+def make_transports(consensus, is_aware=False):
     """Return the transports of ranks whose GPUs share no memory."""
-    identities = tuple(GPU._replace(host=str(r)) for r in range(agreement.size))
-    no_nccl = why_no_nccl([22703] * agreement.size, identities)
+    identities = tuple(GPU._replace(host=str(r)) for r in range(consensus.size))
+    no_nccl = why_no_nccl([22703] * consensus.size, identities)
     gpus = GpuFacts(0, identities, False, Support(is_aware, "no"), 22703, no_nccl)
-    by_mpi = MpiTransport(agreement)
+    by_mpi = MpiTransport(consensus)
     rows = {key: [(0, "mpi")] for key in ("allreduce", "allgatherv", "broadcast")}
     ordered = types.SimpleNamespace(name="ordered", device=False, is_ordered=True)
     host = choose({"mpi": by_mpi, "ordered": ordered}, ["ordered"], rows)
-    return DeviceTransports(agreement, None, host, gpus, has_nccl=True)
+    return DeviceTransports(consensus, None, host, gpus, has_nccl=True)
 
 
 def test_no_nccl_is_no_warning(monkeypatch, tmp_path):
@@ -153,15 +153,15 @@ def test_why_there_is_no_nccl():
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("who", ["nobody", "all", "first", "last"])
-def test_nccl_that_cannot_start_is_missing(agreement, cupy, who):
+def test_nccl_that_cannot_start_is_missing(consensus, cupy, who):
     """On all ranks, with a reason: MPI can do without."""
-    last = agreement.size - 1
+    last = consensus.size - 1
     fails = {"nobody": (), "all": range(last + 1), "first": (0,), "last": (last,)}[who]
     Made = cupy.cuda.nccl.NcclCommunicator
-    Made.fails_to_start = agreement.rank in fails
+    Made.fails_to_start = consensus.rank in fails
     made = []
     cupy.cuda.nccl.NcclCommunicator = lambda *args: made.append(Made(*args)) or made[0]
-    transports = make_transports(agreement)
+    transports = make_transports(consensus)
     assert ("nccl" in transports.by_name) is (who == "nobody")
     if fails:
         assert transports.missing["nccl"] == f"rank {fails[0]}: NCCL says 2"
@@ -172,12 +172,12 @@ def test_nccl_that_cannot_start_is_missing(agreement, cupy, who):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_no_number_for_nccl_is_a_reason_on_all_ranks(agreement, cupy):
+def test_no_number_for_nccl_is_a_reason_on_all_ranks(consensus, cupy):
     def fail():
         raise NcclError(3)
 
     cupy.cuda.nccl.get_unique_id = fail
-    assert connect(agreement) == (None, "rank 0: NCCL says 3")
+    assert connect(consensus) == (None, "rank 0: NCCL says 3")
 
 
 def numbers():
@@ -186,9 +186,9 @@ def numbers():
     )
 
 
-def test_a_death_does_not_take_nccl_from_a_call(agreement, cupy):
+def test_a_death_does_not_take_nccl_from_a_call(consensus, cupy):
     """Another thread learns of it, and aborts the communicator."""
-    transport = NcclTransport(agreement, Communicator(1, b"", 0))
+    transport = NcclTransport(consensus, Communicator(1, b"", 0))
     communicator = transport._comm
     lock, asks = transport._lock, threading.Event()
 
@@ -213,9 +213,9 @@ def test_a_death_does_not_take_nccl_from_a_call(agreement, cupy):
     assert communicator.calls == ["allReduce", "abort"]
 
 
-def test_after_a_death_nccl_is_not_called(agreement, cupy, monkeypatch):
-    transport = NcclTransport(agreement, Communicator(1, b"", 0))
-    monkeypatch.setattr(agreement.losses, "ranks", (1,))
+def test_after_a_death_nccl_is_not_called(consensus, cupy, monkeypatch):
+    transport = NcclTransport(consensus, Communicator(1, b"", 0))
+    monkeypatch.setattr(consensus.failures, "ranks", (1,))
     transport._abort()
     with pytest.raises(mpidist.RankLostError, match="rank 1 "):
         transport.allreduce_sum(numbers(), numbers(), None)
@@ -223,11 +223,11 @@ def test_after_a_death_nccl_is_not_called(agreement, cupy, monkeypatch):
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_an_error_of_nccl_may_be_a_death(agreement, cupy, monkeypatch, dies):
+def test_an_error_of_nccl_may_be_a_death(consensus, cupy, monkeypatch, dies):
     """Which MPI may hear of later."""
-    transport = NcclTransport(agreement, Communicator(1, b"", 0))
+    transport = NcclTransport(consensus, Communicator(1, b"", 0))
     transport._comm.async_error = NcclError(6)
-    losses = agreement.losses
+    losses = consensus.failures
     monkeypatch.setattr(losses, "is_needed", True)
 
     def wait_for_names():
@@ -243,18 +243,18 @@ def test_an_error_of_nccl_may_be_a_death(agreement, cupy, monkeypatch, dies):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("who", ["nobody", "last"])
 def test_kernels_that_one_rank_cannot_compile_are_missing(
-    agreement, cupy, monkeypatch, who
+    consensus, cupy, monkeypatch, who
 ):
     """Not found out in the middle of a reduction, where the others wait."""
-    last = agreement.size - 1
+    last = consensus.size - 1
 
     def load():
-        if who == "last" and agreement.rank == last:
+        if who == "last" and consensus.rank == last:
             raise OSError("no space")
 
     monkeypatch.setattr(kernels, "load", load)
     monkeypatch.setattr(device, "DeviceBuffer", lambda size: None)
-    transports = make_transports(agreement, is_aware=True)
+    transports = make_transports(consensus, is_aware=True)
     assert ("device" in transports.by_name) is (who == "nobody")
     is_direct = isinstance(transports.by_name["mpi"], device.DeviceMpiTransport)
     assert is_direct is (who == "nobody")
@@ -266,12 +266,12 @@ def test_kernels_that_one_rank_cannot_compile_are_missing(
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("error", [OSError("no space"), RuntimeError("no NVRTC")])
 def test_memory_that_one_gpu_cannot_share_is_missing(
-    agreement, cupy, monkeypatch, error
+    consensus, cupy, monkeypatch, error
 ):
     """Whatever the reason: kernels are compiled, and kept on a disk."""
 
     def load():
-        if agreement.rank == agreement.size - 1:
+        if consensus.rank == consensus.size - 1:
             raise error
 
     monkeypatch.setattr(kernels, "load", load)
@@ -280,8 +280,8 @@ def test_memory_that_one_gpu_cannot_share_is_missing(
     monkeypatch.setattr(cuda_ipc, "DeviceBuffer", lambda size: own)
     cupy.cuda.runtime.deviceSynchronize = lambda: None
     cupy.cuda.runtime.ipcGetMemHandle = lambda address: b"handle"
-    reason = f"rank {agreement.size - 1}: {error}"
-    assert cuda_ipc.share_buffers(agreement, 64) == (None, reason)
+    reason = f"rank {consensus.size - 1}: {error}"
+    assert cuda_ipc.share_buffers(consensus, 64) == (None, reason)
 
 
 class OnGpu:
@@ -300,13 +300,13 @@ class OnGpu:
 
 @pytest.mark.mpi(min_size=2)
 def test_memory_that_one_rank_cannot_unmap_is_an_error_on_all(
-    agreement, cupy, monkeypatch
+    consensus, cupy, monkeypatch
 ):
     """At the end, when the others have unmapped theirs: its GPU is broken."""
-    last, closed = agreement.size - 1, []
+    last, closed = consensus.size - 1, []
 
     def close(address):
-        if agreement.rank == last:
+        if consensus.rank == last:
             raise CUDARuntimeError(700)
         closed.append(address)
 
@@ -314,13 +314,13 @@ def test_memory_that_one_rank_cannot_unmap_is_an_error_on_all(
     cupy.cuda.UnownedMemory = cupy.cuda.MemoryPointer = lambda *args: args
     cupy.ndarray = lambda shape, dtype, memptr: np.zeros(shape, dtype)
     own = types.SimpleNamespace(array=OnGpu(np.zeros(64, "u1")))
-    others = {r: 100 + r for r in range(agreement.size) if r != agreement.rank}
-    buffers = cuda_ipc.IpcBuffers(agreement, own, dict(others))
-    transports = make_transports(agreement)
+    others = {r: 100 + r for r in range(consensus.size) if r != consensus.rank}
+    buffers = cuda_ipc.IpcBuffers(consensus, own, dict(others))
+    transports = make_transports(consensus)
     transports._ipc = buffers
     with pytest.raises(mpidist.CollectiveError, match=f"rank {last}: CUDA says 700"):
         transports.close()
-    assert closed == ([] if agreement.rank == last else list(others.values()))
+    assert closed == ([] if consensus.rank == last else list(others.values()))
 
 
 @pytest.mark.parametrize("frees", [False, True])

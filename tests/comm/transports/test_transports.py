@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.barrier import Board
+from mpidist.comm.consensus.barrier import NodeBarrier
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.shared_memory.cuda_ipc import share_buffers
 from mpidist.comm.transports.device import DeviceMpiTransport, DeviceTransport
 from mpidist.comm.transports.hierarchical import HierarchicalTransport
@@ -33,73 +33,73 @@ SIZES = [0, 1, 2, 7, 63, 64, 65, 1000, 4096, 10_007]
 SLOT_BYTES = [64, 4096, 1000]
 
 
-def make_shared(agreement, slot_bytes):
-    board = Board(agreement.comm, 64, slot_bytes)
-    return SharedTransport(agreement, board), board.close
+def make_shared(consensus, slot_bytes):
+    barrier = NodeBarrier(consensus.comm, 64, slot_bytes)
+    return SharedTransport(consensus, barrier), barrier.close
 
 
-def make_mpi(agreement):
-    return MpiTransport(agreement), lambda: None
+def make_mpi(consensus):
+    return MpiTransport(consensus), lambda: None
 
 
-def make_limited(agreement):
+def make_limited(consensus):
     """An MPI that cannot move more than 100 bytes at once."""
-    return MpiTransport(agreement, most_bytes=100), lambda: None
+    return MpiTransport(consensus, most_bytes=100), lambda: None
 
 
-def make_ordered(agreement):
-    return OrderedTransport(agreement), lambda: None
+def make_ordered(consensus):
+    return OrderedTransport(consensus), lambda: None
 
 
-def make_ordered_in_blocks(agreement):
-    return OrderedTransport(agreement, block_bytes=1000), lambda: None
+def make_ordered_in_blocks(consensus):
+    return OrderedTransport(consensus, block_bytes=1000), lambda: None
 
 
-def make_by_size(agreement):
-    shared, close = make_shared(agreement, 4096)
-    transports = {"mpi": MpiTransport(agreement), "shared": shared}
+def make_by_size(consensus):
+    shared, close = make_shared(consensus, 4096)
+    transports = {"mpi": MpiTransport(consensus), "shared": shared}
     rows = [(0, "shared"), (100, "mpi"), (2000, "shared")]
     table = dict.fromkeys(("allreduce", "allgatherv", "broadcast"), rows)
     return BySizeTransport(transports, table), close
 
 
-def make_hierarchical(agreement, ranks_per_node):
+def make_hierarchical(consensus, ranks_per_node):
     """Nodes are pretended: consecutive ranks; the last one may have fewer."""
-    node = agreement.comm.Split(agreement.rank // ranks_per_node, agreement.rank)
-    names = node.group.Translate_ranks(None, agreement.comm.group)
-    board = Board(node, 0, 4096, names)
-    transport = HierarchicalTransport(agreement, board)
+    node = consensus.comm.Split(consensus.rank // ranks_per_node, consensus.rank)
+    names = node.group.Translate_ranks(None, consensus.comm.group)
+    barrier = NodeBarrier(node, 0, 4096, names)
+    transport = HierarchicalTransport(consensus, barrier)
 
     def close():
         transport.close()
-        board.close()
+        barrier.close()
         node.Free()
 
     return transport, close
 
 
-def make_ipc(agreement, slot_bytes):
-    board = Board(agreement.comm, 64)
-    buffers, reason = share_buffers(agreement, SLOTS * slot_bytes)
+def make_ipc(consensus, slot_bytes):
+    barrier = NodeBarrier(consensus.comm, 64)
+    buffers, reason = share_buffers(consensus, SLOTS * slot_bytes)
     if buffers is None:
-        board.close()
+        barrier.close()
         pytest.skip(f"GPUs cannot share memory here: {reason}")
-    transport = IpcTransport(agreement, board, buffers)
+    transport = IpcTransport(consensus, barrier, buffers)
 
     def close():
         transport.close()
-        board.close()
+        barrier.close()
 
     return transport, close
 
 
-def make_staging(agreement, block_bytes):
-    host, close = make_shared(agreement, 4096)
+def make_staging(consensus, block_bytes):
+    host, close = make_shared(consensus, 4096)
     return StagingTransport(host, block_bytes), close
 
 
-def make_staging_by_mpi(agreement):
-    return StagingTransport(MpiTransport(agreement)), lambda: None
+def make_staging_by_mpi(consensus):
+    return StagingTransport(MpiTransport(consensus)), lambda: None
 
 
 def require_cuda_aware():
@@ -107,23 +107,23 @@ def require_cuda_aware():
         pytest.skip("MPIDIST_CUDA_AWARE=1 tells that MPI takes addresses of GPUs")
 
 
-def make_device(agreement, block_bytes=16 << 20):
+def make_device(consensus, block_bytes=16 << 20):
     require_cuda_aware()
-    return DeviceTransport(agreement, block_bytes), lambda: None
+    return DeviceTransport(consensus, block_bytes), lambda: None
 
 
-def make_device_mpi(agreement):
-    adder, close = make_device(agreement)
-    return DeviceMpiTransport(agreement, adder), close
+def make_device_mpi(consensus):
+    adder, close = make_device(consensus)
+    return DeviceMpiTransport(consensus, adder), close
 
 
-def make_nccl(agreement):
-    if gpu_count() < agreement.size:
+def make_nccl(consensus):
+    if gpu_count() < consensus.size:
         pytest.skip("NCCL needs a GPU for each rank")
-    versions = agreement.gather("versions of NCCL", nccl_version())
+    versions = consensus.gather("versions of NCCL", nccl_version())
     if not all(versions):
         pytest.skip("there is no NCCL")
-    transport, reason = connect(agreement)
+    transport, reason = connect(consensus)
     assert transport is not None, reason
     return transport, transport.close
 
@@ -163,12 +163,12 @@ def transport(comm, request):
         if not gpu_count():
             pytest.skip("needs a GPU and CuPy")
         use_gpu(comm.rank % gpu_count())
-    agreement = Agreement(comm.Dup())
-    transport, close = {**MAKERS, **GPU_MAKERS}[request.param](agreement)
+    consensus = Consensus(comm.Dup())
+    transport, close = {**MAKERS, **GPU_MAKERS}[request.param](consensus)
     yield transport
     close()
-    agreement.close()
-    agreement.comm.Free()
+    consensus.close()
+    consensus.comm.Free()
 
 
 def put(transport, array):
@@ -307,8 +307,8 @@ def test_gathers_of_columns(comm, dtype, slot_bytes, widths, rows):
     """Wide rows do not fit into a slot, of short ones many do."""
     if comm.size == 1:
         pytest.skip("one rank gathers nothing")
-    agreement = Agreement(comm.Dup())
-    transport, close = make_shared(agreement, slot_bytes)
+    consensus = Consensus(comm.Dup())
+    transport, close = make_shared(consensus, slot_bytes)
     widths = widths[: comm.size]
     parts = [
         numbers(rank, rows * w, "i8").astype(dtype).reshape(rows, w)
@@ -320,8 +320,8 @@ def test_gathers_of_columns(comm, dtype, slot_bytes, widths, rows):
         transport.allgather_columns(parts[comm.rank], receive, widths, deadline)
         assert np.array_equal(receive, np.concatenate(parts, axis=1))
     close()
-    agreement.close()
-    agreement.comm.Free()
+    consensus.close()
+    consensus.comm.Free()
 
 
 @pytest.mark.parametrize("dtype", ["u1", "f8", "S3"])
@@ -365,8 +365,8 @@ def test_calls_of_all_kinds_follow_each_other(comm, transport):
 def test_a_rank_that_does_not_come_is_told_at_the_deadline(comm, method, kind):
     if comm.size == 1:
         pytest.skip("one rank waits for nobody")
-    agreement = Agreement(comm.Dup())  # not freed: that might wait for all ranks
-    transport, _ = MAKERS[kind](agreement)
+    consensus = Consensus(comm.Dup())  # not freed: that might wait for all ranks
+    transport, _ = MAKERS[kind](consensus)
     comm.Barrier()
     if comm.rank == 0:
         send, end = np.ones(5000), time.monotonic() + 0.2
@@ -379,6 +379,6 @@ def test_a_rank_that_does_not_come_is_told_at_the_deadline(comm, method, kind):
         with pytest.raises(mpidist.DeadlineError, match="did not arrive"):
             calls[method]()
         with pytest.raises(mpidist.CollectiveError, match="any more"):
-            agreement.gather("next", 1)
-    agreement.close()
+            consensus.gather("next", 1)
+    consensus.close()
     comm.Barrier()

@@ -470,7 +470,7 @@ def test_generators_behind_steps_are_closed_too(strategy, step):
 @pytest.mark.parametrize("source", [numbers, Dataset.range])
 def test_a_step_is_one_agreement_whatever_the_lengths(strategy, comm, source):
     """At most; those of a range are agreed on several at a time."""
-    agreement = strategy.extended.agreement
+    consensus = strategy.extended.consensus
     is_known = source is Dataset.range
     for divided in (
         strategy.experimental_distribute_dataset(source(8).batch(2)),
@@ -480,13 +480,13 @@ def test_a_step_is_one_agreement_whatever_the_lengths(strategy, comm, source):
     ):
         iterator = iter(divided)
         for _ in range(4):
-            calls = agreement.calls
+            calls = consensus.calls
             next(iterator)
-            made = agreement.calls - calls
+            made = consensus.calls - calls
             assert made == (comm.size > 1) or (is_known and made == 0)
-        calls = agreement.calls
+        calls = consensus.calls
         assert list(iterator) == []
-        assert agreement.calls == calls + (comm.size > 1 and not is_known)
+        assert consensus.calls == calls + (comm.size > 1 and not is_known)
         assert list(iterator) == []
 
 

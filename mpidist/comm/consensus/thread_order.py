@@ -1,9 +1,10 @@
-"""Threads of one process take turns in using one communicator.
+"""Threads of one process use one communicator in the same order on all ranks.
 
 Collectives of two threads may be started in one order on one rank and in the other
-order on another. A communicator knows no threads, so they would meet the wrong
-partner. Here one thread at a time may communicate, and when ranks find that different
-threads were first, they let the same one go first. (MPI_THREAD_SERIALIZED is enough.)
+order on another. A communicator does not distinguish threads, so calls would match
+those of other threads. Here one thread at a time may communicate, and if different
+threads are first on different ranks, the ranks let the same one go first.
+(MPI_THREAD_SERIALIZED is enough.)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from mpidist.errors import ContextError
 from mpidist.util.hashing import hash62
 
-__all__ = ["ProgressCounters", "ThreadState", "Turns"]
+__all__ = ["ProgressCounters", "ThreadState", "ThreadOrderedLock"]
 
 
 _LOOK_AGAIN_SECONDS = 0.05
@@ -25,8 +26,8 @@ _BITS = (1 << 62) - 1
 _get_ident = threading.get_ident
 
 
-class Turns:
-    """A lock that knows which thread must be next; entered for each collective.
+class ThreadOrderedLock:
+    """A lock that can be passed to a given thread; acquired for each collective.
 
     Args:
       on_end: called at the end of each collective.
@@ -45,13 +46,13 @@ class Turns:
         self._check = check
         self._on_error = on_error
         self._creator = threading.get_ident()
-        # Names that several threads have had at the same time: ranks may mean unlike
-        # ones by them, also when all but one have ended
+        # Names that several threads have had at the same time: they may denote another
+        # thread on another rank, also when all but one have ended
         self._ambiguous: set[str] = set()
         self.reset()
 
     def reset(self) -> None:
-        """Forget all threads, as they do not exist in a forked process."""
+        """Release the lock in a forked process, where other threads do not exist."""
         self._condition = threading.Condition(threading.RLock())
         self._next: str | None = None
         self._entered = 0
@@ -67,7 +68,7 @@ class Turns:
         return _get_ident() == self._creator
 
     def ambiguity(self, operation: str) -> ContextError | None:
-        """Return an error if other ranks cannot tell which thread this one is.
+        """Return an error if the name of this thread does not identify it on all ranks.
 
         That is so if another thread of this rank has its name, or had it at a call.
 
@@ -88,7 +89,7 @@ class Turns:
         )
 
     def adopt(self) -> None:
-        """Take the calling thread for the first one from now on: its name is ""."""
+        """Make the calling thread the first one, whose name is ""."""
         self._creator = threading.get_ident()
 
     def __enter__(self) -> None:
@@ -124,11 +125,11 @@ class Turns:
             if found is not None and found is not error:
                 raise found from error
 
-    def yield_to(self, thread: str, timeout: float | None = None) -> bool:
-        """Wait until `thread` has had a turn; return False if it cannot come any more.
+    def let_run(self, thread: str, timeout: float | None = None) -> bool:
+        """Release the lock until `thread` has held it; return False if it never can.
 
         That is so if there is no such thread and none that could start it, or if
-        `timeout` seconds have passed. Called inside a turn, which goes on afterwards.
+        `timeout` seconds have passed. The caller holds the lock before and after.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         entered, self._entered = self._entered, 0
@@ -193,11 +194,11 @@ class ProgressCounters(threading.local):
 
 
 class ThreadState(threading.local):
-    """Where a thread is: in how many blocks, and which of them it must leave."""
+    """How many scopes a thread is in, and which of them it must leave."""
 
     def __init__(self) -> None:
         self.depth = 0
-        # The depth of the blocks that other ranks left by an error, and the error
+        # The depth of the scope that other ranks have left by an error, and the error
         self.unwinding: tuple[int, Exception] | None = None
 
 

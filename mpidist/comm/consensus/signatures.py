@@ -1,4 +1,4 @@
-"""What ranks tell each other of their calls, and how differences read in messages."""
+"""Signatures of calls, which ranks compare, and messages about differences."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mpidist.util import nest
 from mpidist.util.hashing import hash62
 
 __all__ = [
-    "Call",
-    "Record",
+    "CallSignature",
+    "CallReport",
     "call_site",
     "differences",
     "digest",
@@ -26,7 +26,7 @@ __all__ = [
     "is_own_code",
     "load_error",
     "name_ranks",
-    "plain_call",
+    "bare_signature",
     "report_error",
 ]
 
@@ -36,8 +36,8 @@ _ODD = 0x1E3779B97F4A7C15  # multiplication by it permutes the numbers of 62 bit
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
-class Call(NamedTuple):
-    """What a rank is about to do, equal on all ranks: hashable, and cheap to compare.
+class CallSignature(NamedTuple):
+    """What must be equal on all ranks that make a call; hashable.
 
     Args:
       operation: the collective, as the user called it.
@@ -54,7 +54,7 @@ class Call(NamedTuple):
     leaves: tuple[Any, ...] = ()
     step: int = -1
 
-    def without_step(self) -> Call:
+    def without_step(self) -> CallSignature:
         """Return what stands for all calls of this kind."""
         return self if self.step < 0 else self._replace(step=-1)
 
@@ -79,20 +79,20 @@ def _text(leaf: Any) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def digest(call: Call) -> int:
+def digest(call: CallSignature) -> int:
     """Return 62 bits, the same in every process for the same call without its step."""
     return hash62(repr((call.operation, call.options, str(call.spec), call.leaves)))
 
 
 @functools.lru_cache(maxsize=256)
-def plain_call(operation: str) -> tuple[Call, int]:
+def bare_signature(operation: str) -> tuple[CallSignature, int]:
     """Return a call without arguments, and its digest."""
-    call = Call(operation)
+    call = CallSignature(operation)
     return call, digest(call)
 
 
-class Record(NamedTuple):
-    """What one rank tells the others once something is wrong."""
+class CallReport(NamedTuple):
+    """What each rank sends to the others when they disagree, or one has failed."""
 
     operation: str
     lines: dict[str, str]
@@ -100,7 +100,7 @@ class Record(NamedTuple):
     error: bytes | None
     report: str
     origin: int  # the rank on which the error came up first
-    depth: int  # in how many blocks the rank still is
+    depth: int  # how many collective scopes the rank is in
     thread: str  # which of the rank's threads makes the call
 
 
@@ -143,8 +143,8 @@ def call_site() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def differences(records: Sequence[Record]) -> str:
-    """Name the first thing that differs, and what each rank has there."""
+def differences(records: Sequence[CallReport]) -> str:
+    """Describe the first difference, with the value on each rank."""
     names = {name: None for record in records for name in record.lines}
     for name in names:
         texts = [record.lines.get(name, "nothing") for record in records]
@@ -155,7 +155,7 @@ def differences(records: Sequence[Record]) -> str:
 
 
 def group_by_rank(texts: Sequence[str]) -> str:
-    """Write each text once, with the ranks that have it."""
+    """Return each distinct text with the ranks that have it."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault(text, []).append(rank)

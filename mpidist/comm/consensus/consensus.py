@@ -1,9 +1,9 @@
-"""Failing on all ranks at once.
+"""Collective error checking: all ranks raise, or none does.
 
-Every collective of mpidist starts with one small MPI_Allreduce of the same form, in
-which each rank tells what it is about to do, or that it has failed. So ranks that do
-different things, or of which one cannot go on, find out before any data move, and all
-raise. In the good case this costs the latency of a 24-byte Allreduce.
+Every collective of mpidist starts with one small exchange of a fixed form. In it, each
+rank sends the digest of the call that it is about to make, or a flag that it has
+failed. Ranks that make different calls, or of which one has failed, detect it before
+any data are moved, and all of them raise. If all agree, the cost is one latency.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 from mpi4py import MPI
 
-from mpidist.comm.consensus.barrier import Board
-from mpidist.comm.consensus.calls import Call, digest, plain_call
+from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.comparison import (
-    Claim,
     Comparison,
     GatherComparison,
     MaximumComparison,
     Payload,
     PayloadComparison,
+    Proposal,
 )
 from mpidist.comm.consensus.diagnostics import (
     forget_locals,
@@ -32,46 +31,51 @@ from mpidist.comm.consensus.diagnostics import (
     no_such_thread,
     not_arrived,
     not_finished,
-    raise_by,
-    record_of,
+    raise_difference,
+    report_of,
 )
-from mpidist.comm.consensus.failures import Losses
+from mpidist.comm.consensus.failures import FailureDetector
 from mpidist.comm.consensus.flight_recorder import Recorder
 from mpidist.comm.consensus.pending import Pending
-from mpidist.comm.consensus.threads import ProgressCounters, ThreadState, Turns
-from mpidist.comm.consensus.waiting import Departures, LateError, Waiting
+from mpidist.comm.consensus.signatures import CallSignature, bare_signature, digest
+from mpidist.comm.consensus.thread_order import (
+    ProgressCounters,
+    ThreadOrderedLock,
+    ThreadState,
+)
+from mpidist.comm.consensus.waiting import Departures, RequestWaiter, WaitTimeoutError
 from mpidist.errors import CollectiveError, DeadlineError, MpidistError
 from mpidist.util.forks import FORKED, call_in_child
 from mpidist.util.tracebacks import fold
 
-__all__ = ["Agreement"]
+__all__ = ["Consensus"]
 
 T = TypeVar("T")
 _MOST_GATHERED = 16  # ranks
 
 
-class Agreement:
-    """The agreement of all ranks of one communicator, which must be private to it.
+class Consensus:
+    """Collective error checking for one communicator, which nothing else may use.
 
     Args:
       comm: the communicator.
       comparison: how ranks are compared; by MPI if it is None.
-      losses: of these ranks; None for those of `comm` alone.
+      failures: of these ranks; None for those of `comm` alone.
     """
 
     # Those of this process in the order of their making, which is that of all ranks
-    in_use: ClassVar[list[Agreement]] = []
+    in_use: ClassVar[list[Consensus]] = []
     made: ClassVar[int] = 0  # of more than one rank
 
     def __init__(
         self,
         comm: MPI.Intracomm,
         comparison: Comparison | None = None,
-        losses: Losses | None = None,
+        failures: FailureDetector | None = None,
     ):
         self.comm = comm
-        self.losses = losses or Losses(comm)
-        self._own_losses = None if losses else self.losses
+        self.failures = failures or FailureDetector(comm)
+        self._own_failures = None if failures else self.failures
         self.departures = Departures(comm)
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
@@ -85,34 +89,34 @@ class Agreement:
         self.broken: str | None = None
         self.pids: dict[int, int] = {}  # of ranks that can be watched
         self._agreed_id = 0  # of an error that is raised on all ranks
-        self._waiting = Waiting(comm, self.departures)
-        # Ranks may have made unlike numbers, of other communicators
-        with Pending("making a communicator's agreement", comm):
-            channel = comm.allreduce(Agreement.made, MPI.MAX)
+        self._waiting = RequestWaiter(comm, self.departures)
+        # Ranks may have made different numbers of communicators
+        with Pending("making a communicator's consensus", comm):
+            channel = comm.allreduce(Consensus.made, MPI.MAX)
         self.recorder = Recorder(channel, comm)
         self._begin = self.recorder.begin
-        check = self.losses.check if self.losses.is_needed else None
-        self.turns = Turns(self.recorder.end, check, self._on_error)
+        check = self.failures.check if self.failures.is_needed else None
+        self.lock = ThreadOrderedLock(self.recorder.end, check, self._on_error)
         self.progress = ProgressCounters()
         self._thread = ThreadState()
         if self.size > 1:
-            Agreement.made = channel + 1
-            Agreement.in_use.append(self)
+            Consensus.made = channel + 1
+            Consensus.in_use.append(self)
 
     def close(self) -> None:
-        """Forget it, before its communicator is freed."""
-        if self in Agreement.in_use:
-            Agreement.in_use.remove(self)
-        self.recorder.close(self.broken is not None or self.losses.ranks != ())
-        if self._own_losses is not None:
-            self._own_losses.close()
+        """Unregister it, before its communicator is freed."""
+        if self in Consensus.in_use:
+            Consensus.in_use.remove(self)
+        self.recorder.close(self.broken is not None or self.failures.ranks != ())
+        if self._own_failures is not None:
+            self._own_failures.close()
 
     def require_same(
         self,
-        call: Call,
+        call: CallSignature,
         error: Exception | None = None,
         timeout: float | None = None,
-        is_patient: bool = False,
+        yield_cpu: bool = False,
         payload: Payload | None = None,
         address: int = 0,
     ) -> bool:
@@ -124,7 +128,7 @@ class Agreement:
           call: what this rank is about to do.
           error: the reason why this rank cannot, if so.
           timeout: seconds to wait for the other ranks; None for ever.
-          is_patient: whether to leave the core to other threads while waiting.
+          yield_cpu: whether to leave the core to other threads while waiting.
           payload: see `exchange`.
           address: see `Comparison.agrees`.
 
@@ -141,18 +145,24 @@ class Agreement:
             if error is not None:
                 raise error
             return address != 0
-        with self.turns:
-            thread = self.turns.thread()
+        with self.lock:
+            thread = self.lock.thread()
             if thread and error is None:
-                error = self.turns.ambiguity(call.operation)
-            claim = Claim(call, thread, error, timeout, is_patient, payload, address)
-            claim = self._ready(claim)
-            if not self._is_agreed(claim):
-                self._settle(claim)
+                error = self.lock.ambiguity(call.operation)
+            proposal = Proposal(
+                call, thread, error, timeout, yield_cpu, payload, address
+            )
+            proposal = self._ready(proposal)
+            if not self._is_agreed(proposal):
+                self._settle(proposal)
             return self.comparison.is_same_address
 
     def compare(
-        self, call: Call, number: int, address: int = 0, timeout: float | None = None
+        self,
+        call: CallSignature,
+        number: int,
+        address: int = 0,
+        timeout: float | None = None,
     ) -> bool:
         """Do what `require_same` does, for a call whose digest is `number`. Collective.
 
@@ -165,12 +175,12 @@ class Agreement:
         number ^= self.progress.digest
         comparison = self.comparison
         if not comparison.agrees(number, address=address):
-            self._settle(Claim(call, address=address))
+            self._settle(Proposal(call, address=address))
         return comparison.is_same_address
 
     def exchange(
         self,
-        call: Call,
+        call: CallSignature,
         number: int,
         payload: Payload,
         timeout: float | None = None,
@@ -199,48 +209,50 @@ class Agreement:
         self.calls += 1
         self._begin(self.calls, call, number)
         if not comparison.agrees(number ^ self.progress.digest, is_large):
-            self._settle(Claim(call, payload=payload, is_large=is_large))
+            self._settle(Proposal(call, payload=payload, is_large=is_large))
         return comparison.payload(payload.pages)
 
     def _is_plain(self) -> bool:
-        """Return whether nothing can keep this rank from telling a call's number."""
-        if self.broken is not None or self.losses.ranks:
+        """Return whether this rank may send the digest of a call at once."""
+        if self.broken is not None or self.failures.ranks:
             return False
-        return self._thread.unwinding is None and self.turns.is_creator()
+        return self._thread.unwinding is None and self.lock.is_creator()
 
-    def _settle(self, claim: Claim) -> None:
-        """Raise what keeps the ranks apart, or let another thread go first."""
+    def _settle(self, proposal: Proposal) -> None:
+        """Raise the reason why the ranks disagree, or let another thread go first."""
         is_agreed = False
         while not is_agreed:
-            first = self._resolve(claim)
-            if first != claim.thread and not self.turns.yield_to(first, claim.timeout):
-                # Take the missing thread's place, to tell the others
-                error = no_such_thread(claim.call, self.rank, first)
-                claim = claim._replace(thread=first, error=error)
-            claim = self._ready(claim)
-            is_agreed = self._is_agreed(claim)
+            first = self._resolve(proposal)
+            if first != proposal.thread and not self.lock.let_run(
+                first, proposal.timeout
+            ):
+                # Join in the name of the missing thread, to report that it is missing
+                error = no_such_thread(proposal.call, self.rank, first)
+                proposal = proposal._replace(thread=first, error=error)
+            proposal = self._ready(proposal)
+            is_agreed = self._is_agreed(proposal)
 
-    def _ready(self, claim: Claim) -> Claim:
-        """Return a claim whose payload is written, or with the error that prevents it.
+    def _ready(self, proposal: Proposal) -> Proposal:
+        """Write the payload; return the proposal, with the error if that failed.
 
-        Raises what keeps this rank from communicating. Nothing may be written then:
-        other ranks may still be reading what this one told them before.
+        Raises if this rank cannot communicate. Nothing may be written then: other
+        ranks may still be reading what this one has sent before.
         """
-        if self.losses.ranks:
-            raise self.losses.error() from claim.error
-        self._require_unbroken(claim.error)
-        if claim.payload is None or claim.error is not None:
-            return claim
+        if self.failures.ranks:
+            raise self.failures.error() from proposal.error
+        self._require_unbroken(proposal.error)
+        if proposal.payload is None or proposal.error is not None:
+            return proposal
         assert isinstance(self.comparison, PayloadComparison)
-        pages, fill = claim.payload
+        pages, fill = proposal.payload
         try:
-            return claim._replace(is_large=fill(self.comparison.next_page(pages)))
+            return proposal._replace(is_large=fill(self.comparison.next_page(pages)))
         except Exception as error:
-            return claim._replace(error=error)
+            return proposal._replace(error=error)
 
-    def _is_agreed(self, claim: Claim) -> bool:
-        """Tell the other ranks, and return whether all said the same."""
-        call, thread, error, timeout, is_patient, _, address, is_large = claim
+    def _is_agreed(self, proposal: Proposal) -> bool:
+        """Exchange digests; return whether all ranks have sent the same."""
+        call, thread, error, timeout, yield_cpu, _, address, is_large = proposal
         if thread:
             call = call._replace(options=(*call.options, ("thread", thread)))
         number = digest(call.without_step())
@@ -250,9 +262,9 @@ class Agreement:
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             return self.comparison.agrees(
-                number, is_large, error is not None, address, deadline, is_patient
+                number, is_large, error is not None, address, deadline, yield_cpu
             )
-        except LateError as late:
+        except WaitTimeoutError as late:
             self._break_off(late, call.operation, timeout)
 
     def _require_unbroken(self, error: Exception | None) -> None:
@@ -265,8 +277,8 @@ class Agreement:
     def _on_error(self, error: BaseException) -> None:
         """Mark the strategy as broken unless all ranks raise this error.
 
-        Else the others are in the middle of this collective, or in the next one, and
-        another call of this rank would be taken for theirs.
+        Otherwise the others are inside this collective, or in the next one, and would
+        match the next call of this rank with theirs.
         """
         agreed, self._agreed_id = self._agreed_id, 0
         unwinding = self._thread.unwinding
@@ -276,9 +288,9 @@ class Agreement:
 
     @contextlib.contextmanager
     def same_on_all(self) -> Iterator[None]:
-        """Return a context for checks of what all ranks have alike, in a collective.
+        """Return a context for checks of values that are equal on all ranks.
 
-        An error in it is raised on all ranks, so it breaks nothing.
+        An error in it is raised on all ranks, so the strategy stays usable.
         """
         try:
             yield
@@ -287,16 +299,16 @@ class Agreement:
             raise
 
     def note_agreed(self, error: BaseException) -> None:
-        """Note that this error leaves the collective on all ranks."""
+        """Record that all ranks leave the collective by this error."""
         self._agreed_id = id(error)
 
     def leave(self, error: BaseException) -> None:
-        """Mark the strategy as broken, as this rank alone left a collective."""
+        """Mark the strategy as broken: this rank alone has left a collective."""
         if self.size == 1 or self.broken is not None:
             return
-        if self.losses.is_needed:
-            self.losses.check(error)
-            if self.losses.ranks:
+        if self.failures.is_needed:
+            self.failures.check(error)
+            if self.failures.ranks:
                 return
         reason = self.departures.find()
         if reason is None:
@@ -305,31 +317,31 @@ class Agreement:
             self.broken = reason
 
     def _break(self, reason: str, is_deadline: bool = False) -> None:
-        """Mark the strategy as broken on this rank, and let the others know."""
+        """Mark the strategy as broken on this rank, and notify the others."""
         self.broken = reason
         self.departures.announce(reason, is_deadline)
 
-    def raise_together(
+    def sync_errors(
         self, operation: str, error: Exception | None, timeout: float | None = None
     ) -> None:
         """Raise on all ranks if any rank has an error. Collective."""
-        self.require_same(Call(operation), error, timeout)
+        self.require_same(CallSignature(operation), error, timeout)
 
-    def block(self, operation: str, fn: Callable[[], T]) -> T:
+    def run_in_scope(self, operation: str, fn: Callable[[], T]) -> T:
         """Return `fn()`, which all ranks run, and may communicate. Collective.
 
-        All ranks leave it together: an error that `fn` raises on one rank is raised on
-        all, also on those that wait in a collective inside it.
+        An error that `fn` raises on one rank is raised on all ranks, including those
+        that wait in a collective inside `fn`.
         """
-        self.enter_block()
+        self.enter_scope()
         error: BaseException | None = None
         try:
             result = fn()
         except BaseException as caught:
-            fold(caught)  # what other ranks show of it
+            fold(caught)  # other ranks show its traceback
             error = caught
         try:
-            self.leave_block(operation, error)
+            self.leave_scope(operation, error)
         except BaseException as raised:
             forget_locals(raised)
             raise
@@ -337,17 +349,17 @@ class Agreement:
             del error
         return result
 
-    def enter_block(self) -> None:
-        """Begin what `leave_block` ends, where a function for `block` is unhandy."""
+    def enter_scope(self) -> None:
+        """Enter a collective scope; `leave_scope` leaves it."""
         self._thread.depth += 1
 
-    def leave_block(
+    def leave_scope(
         self,
         operation: str,
         error: BaseException | None,
         timeout: float | None = None,
     ) -> None:
-        """Leave a block with this rank's error, if any, as `block` does. Collective.
+        """Leave a collective scope with this rank's error, if any. Collective.
 
         `timeout` is that of `require_same`.
 
@@ -360,28 +372,28 @@ class Agreement:
             self.progress.add("the number of interrupted calls", 1)
             raise error
         if state.unwinding is not None:
-            # The others left it when this rank was inside
+            # The other ranks have left this scope by an error
             depth, reason = state.unwinding
             if depth == state.depth:
                 state.unwinding = None
             raise error or reason
         if error is None and timeout is None and self.size > 1:
-            with self.turns:
-                self.compare(*plain_call(operation))
+            with self.lock:
+                self.compare(*bare_signature(operation))
         else:
-            self.raise_together(operation, error, timeout)
+            self.sync_errors(operation, error, timeout)
 
-    def prepare(self, operation: str, fn: Callable[[], T]) -> T:
+    def guard(self, operation: str, fn: Callable[[], T]) -> T:
         """Return `fn()`, which must not communicate; its error is raised on all ranks.
 
-        Not collective in itself: the collective `operation` must follow, in which the
-        other ranks learn of the error.
+        Not collective in itself: the collective `operation` must follow, which
+        reports the error to the other ranks.
         """
         try:
             return fn()
         except Exception as error:
             try:
-                self.raise_together(operation, error)
+                self.sync_errors(operation, error)
             except Exception as raised:
                 forget_locals(raised)
                 raise
@@ -401,8 +413,8 @@ class Agreement:
                 payload = pickle.dumps(fn())
             except Exception as caught:
                 error = caught
-        with self.turns:
-            self.require_same(Call(operation, (("root", root),)), error)
+        with self.lock:
+            self.require_same(CallSignature(operation, (("root", root),)), error)
             if self.size > 1:
                 self.departures.require_none()
                 payload = self.comm.bcast(payload, root)
@@ -410,9 +422,9 @@ class Agreement:
 
     def gather(self, operation: str, value: T) -> list[T]:
         """Return each rank's `value`, a small object, by rank: pickled. Collective."""
-        payload = self.prepare(operation, lambda: pickle.dumps(value))
-        with self.turns:
-            self.require_same(Call(operation))
+        payload = self.guard(operation, lambda: pickle.dumps(value))
+        with self.lock:
+            self.require_same(CallSignature(operation))
             if self.size == 1:
                 return [value]
             self.departures.require_none()
@@ -427,52 +439,54 @@ class Agreement:
         """Wait for an MPI request until `deadline`, on time.monotonic's clock.
 
         Raises:
-          DeadlineError: names the ranks that were not heard of. The communicator
+          DeadlineError: names the ranks that did not arrive. The communicator
             cannot be used afterwards.
         """
         start = time.monotonic()
         try:
             self._waiting.wait(request, deadline, self.calls)
-        except LateError as late:
+        except WaitTimeoutError as late:
             self._break_off(late, operation, deadline - start)
 
-    def meet(self, board: Board, operation: str, deadline: float | None) -> None:
-        """Meet the other ranks on a board, until `deadline`, in a collective.
+    def wait_at(
+        self, barrier: NodeBarrier, operation: str, deadline: float | None
+    ) -> None:
+        """Wait for the other ranks at a barrier of the node, until `deadline`.
 
         Raises:
           DeadlineError: see `wait`.
         """
         start = time.monotonic() if deadline else 0.0
         try:
-            board.meet(deadline)
-        except LateError as late:
+            barrier.wait(deadline)
+        except WaitTimeoutError as late:
             self._break_off(late, operation, (deadline or start) - start)
 
     def give_up(self, operation: str, deadline: float) -> NoReturn:
-        """Raise a DeadlineError, where nobody knows who is missing; see `wait`."""
+        """Raise a DeadlineError where the missing ranks are unknown; see `wait`."""
         reason = not_finished(self.rank, operation, deadline)
         self._break(reason, is_deadline=True)
         raise DeadlineError(reason)
 
     def _break_off(
-        self, late: LateError, operation: str, seconds: float | None
+        self, late: WaitTimeoutError, operation: str, seconds: float | None
     ) -> NoReturn:
         reason = not_arrived(self.rank, operation, seconds, *late.args)
         self._break(reason, is_deadline=True)
         raise DeadlineError(reason) from None
 
-    def _resolve(self, claim: Claim) -> str:
-        """Return the thread whose turn it is, or raise what keeps the ranks apart."""
+    def _resolve(self, proposal: Proposal) -> str:
+        """Return the thread whose turn it is, or raise why the ranks disagree."""
         depth = self._thread.depth
-        record = record_of(claim, self.progress.describe(), self.rank, depth)
+        record = report_of(proposal, self.progress.describe(), self.rank, depth)
         self.departures.require_none()
         records = self.comm.allgather(record)
         if any(r.thread != records[0].thread for r in records):
             return str(records[0].thread)
         try:
-            raise_by(records, claim.error, self.rank, self.calls)
+            raise_difference(records, proposal.error, self.rank, self.calls)
         except Exception as raised:
-            # Some ranks have left blocks in which others are: those must follow
+            # Some ranks have left scopes that others are still in: these must follow
             outermost = min(r.depth for r in records)
             if outermost < depth:
                 self._thread.unwinding = (outermost, raised)
@@ -481,10 +495,10 @@ class Agreement:
 
 
 def _disown() -> None:
-    """Let a forked process have no part in any collective, nor wait for a thread."""
-    for agreement in Agreement.in_use:
-        agreement.broken = FORKED
-        agreement.turns.reset()
+    """Exclude a forked process from all collectives; release its locks."""
+    for consensus in Consensus.in_use:
+        consensus.broken = FORKED
+        consensus.lock.reset()
 
 
 call_in_child(_disown)

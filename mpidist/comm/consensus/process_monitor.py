@@ -1,6 +1,6 @@
-"""The processes of the ranks of a node: noticing that one has ended.
+"""Detects that the process of another rank of the node has ended.
 
-Launchers do so, too, but not all of them at once, and each in its own way.
+Launchers do so, too, but some of them late, and each in its own way.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import select
 
 from mpi4py import MPI
 
-__all__ = ["ended", "learn_pids", "stop"]
+__all__ = ["ended", "monitor_processes", "expect_exits"]
 
 _NAMESPACE = "/proc/self/ns/pid"
 _descriptors: dict[int, int] = {}  # by process id
 _is_stopped = False
 
 
-def learn_pids(comm: MPI.Intracomm, node: MPI.Intracomm) -> dict[int, int]:
+def monitor_processes(comm: MPI.Intracomm, node: MPI.Intracomm) -> dict[int, int]:
     """Return the process ids of the other ranks of a node, by their rank. Collective.
 
     An empty dict where they cannot be watched: not on Linux >= 5.3, or where ranks are
@@ -39,7 +39,7 @@ def learn_pids(comm: MPI.Intracomm, node: MPI.Intracomm) -> dict[int, int]:
     pids = {rank: pid for rank, pid, _ in everyone if pid != os.getpid()}
     try:
         for pid in pids.values():
-            if pid not in _descriptors:  # it keeps the number from another process
+            if pid not in _descriptors:  # while it is open, the number is not reused
                 _descriptors[pid] = os.pidfd_open(pid)
     except OSError:  # not allowed, or too many
         return {}
@@ -47,9 +47,9 @@ def learn_pids(comm: MPI.Intracomm, node: MPI.Intracomm) -> dict[int, int]:
 
 
 def ended(pids: dict[int, int]) -> list[int]:
-    """Return the ranks whose processes have ended, of those that `learn_pids` gave.
+    """Return the ranks whose processes have ended, given what is monitored.
 
-    None after `stop`.
+    None after `expect_exits`.
     """
     if _is_stopped:
         return []
@@ -60,7 +60,7 @@ def ended(pids: dict[int, int]) -> list[int]:
     return sorted(ranks[descriptor] for descriptor, _ in poll.poll(0))
 
 
-def stop() -> None:
-    """Take it for right from now on if processes end: the program does."""
+def expect_exits() -> None:
+    """From now on, treat process exits as normal: the program is shutting down."""
     global _is_stopped
     _is_stopped = True

@@ -1,4 +1,4 @@
-"""All ranks fail together: Agreement, and the collectives that are built on it."""
+"""All ranks fail together: Consensus, and the collectives that are built on it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.comm.consensus.agreement import Agreement
-from mpidist.comm.consensus.barrier import Board
-from mpidist.comm.consensus.calls import Call
-from mpidist.comm.consensus.comparison import BoardComparison
+from mpidist.comm.consensus.barrier import NodeBarrier
+from mpidist.comm.consensus.comparison import SharedMemoryComparison
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.util import nest
 
 # What pickle raises for a function without a name of its own, by Python's version
 UNPICKLABLE = (AttributeError, TypeError, pickle.PicklingError)
 
 
-@pytest.fixture(params=["mpi", "board"])
-def agreement(comm, request):
-    board = Board(comm, 64) if request.param == "board" else None
-    agreement = Agreement(comm.Dup(), board and BoardComparison(board, 32))
-    yield agreement
-    agreement.close()
-    agreement.comm.Free()
-    if board:
-        board.close()
+@pytest.fixture(params=["mpi", "shared memory"])
+def consensus(comm, request):
+    barrier = NodeBarrier(comm, 64) if request.param == "shared memory" else None
+    consensus = Consensus(comm.Dup(), barrier and SharedMemoryComparison(barrier, 32))
+    yield consensus
+    consensus.close()
+    consensus.comm.Free()
+    if barrier:
+        barrier.close()
 
 
 @pytest.fixture
@@ -61,73 +61,73 @@ def check_works(strategy):
     assert strategy.reduce("SUM", rank + 1) == n * (n + 1) // 2
 
 
-def test_equal_calls_pass(agreement):
+def test_equal_calls_pass(consensus):
     for timeout in (None, 60):
-        agreement.require_same(step({"a": [1, 2]}, op="SUM"), timeout=timeout)
-    assert agreement.gather("ranks", agreement.rank) == list(range(agreement.size))
+        consensus.require_same(step({"a": [1, 2]}, op="SUM"), timeout=timeout)
+    assert consensus.gather("ranks", consensus.rank) == list(range(consensus.size))
 
 
 @pytest.mark.parametrize("culprit", [0, -1])
-def test_one_ranks_error_is_raised_on_all(comm, agreement, culprit):
+def test_one_ranks_error_is_raised_on_all(comm, consensus, culprit):
     culprit %= comm.size
     error = KeyError("lost") if comm.rank == culprit else None
     with pytest.raises(KeyError, match="lost") as info:
-        agreement.require_same(Call("step"), error)
+        consensus.require_same(CallSignature("step"), error)
     if comm.size > 1:
         assert info.value.origin_rank == culprit
     if error is None:
         assert type(info.value.__cause__) is mpidist.RemoteError
         assert f"on rank {culprit}:\nKeyError: 'lost'" in str(info.value.__cause__)
-    assert agreement.gather("next", 1) == [1] * comm.size
+    assert consensus.gather("next", 1) == [1] * comm.size
 
 
-def test_each_failed_rank_raises_its_own_error(comm, agreement):
+def test_each_failed_rank_raises_its_own_error(comm, consensus):
     errors = [ValueError("zero"), KeyError("one"), None, OSError("three")]
     mine = errors[comm.rank]
     with pytest.raises((ValueError, KeyError, OSError)) as info:
-        agreement.require_same(Call("step"), mine)
+        consensus.require_same(CallSignature("step"), mine)
     assert info.value is mine or (mine, str(info.value)) == (None, "zero")
 
 
-def test_an_error_that_cannot_be_sent_is_quoted_to_the_others(comm, agreement):
+def test_an_error_that_cannot_be_sent_is_quoted_to_the_others(comm, consensus):
     class LocalError(Exception):
         pass
 
     error = LocalError("no room") if comm.rank == 0 else None
     with pytest.raises(LocalError if error else mpidist.RemoteError) as info:
-        agreement.require_same(Call("step"), error)
+        consensus.require_same(CallSignature("step"), error)
     assert error or str(info.value).endswith("LocalError: no room")
 
 
-def test_an_error_goes_before_a_difference(comm, agreement):
+def test_an_error_goes_before_a_difference(comm, consensus):
     error = OSError("disk") if comm.rank == 0 else None
     with pytest.raises(OSError, match="disk"):
-        agreement.require_same(Call(f"step {comm.rank}"), error)
+        consensus.require_same(CallSignature(f"step {comm.rank}"), error)
 
 
-def test_prepare_fails_where_the_others_meet_the_collective(comm, agreement):
+def test_prepare_fails_where_the_others_meet_the_collective(comm, consensus):
     with pytest.raises(ValueError, match="rank 0 cannot"):
-        agreement.prepare("step", lambda: int("1" if comm.rank else "rank 0 cannot"))
-        agreement.require_same(Call("step"))
-    assert agreement.prepare("step", lambda: 1) == 1
+        consensus.guard("step", lambda: int("1" if comm.rank else "rank 0 cannot"))
+        consensus.require_same(CallSignature("step"))
+    assert consensus.guard("step", lambda: 1) == 1
 
 
-def test_other_operations_are_a_divergence_that_names_both(comm, agreement, several):
+def test_other_operations_are_a_divergence_that_names_both(comm, consensus, several):
     operation = "save" if comm.rank == several else "load"
     with pytest.raises(mpidist.DivergenceError) as info:
-        agreement.require_same(Call(operation))
+        consensus.require_same(CallSignature(operation))
     assert re.search(
         r"different collectives \(call 1 of this strategy\): "
-        rf"load at .*test_agreement.py:\d+ on {all_but_last(comm)}; "
-        rf"save at .*test_agreement.py:\d+ on rank {several}\.",
+        rf"load at .*test_consensus.py:\d+ on {all_but_last(comm)}; "
+        rf"save at .*test_consensus.py:\d+ on rank {several}\.",
         str(info.value),
     )
-    agreement.require_same(Call("step"))
+    consensus.require_same(CallSignature("step"))
 
 
 def step(value, leaf=("f8", (2,)), **options):
     leaves, spec = nest.flatten(value)
-    return Call("step", tuple(options.items()), spec, (leaf,) * len(leaves))
+    return CallSignature("step", tuple(options.items()), spec, (leaf,) * len(leaves))
 
 
 STRUCTURE = "the structure of value"
@@ -137,49 +137,49 @@ DIFFERENCES = [
     (step([1]), step([1], ("f8", ())), r"value\[0\]", r"f8 \(2,\)", r"f8 \(\)"),
     (step([1]), step((1,)), STRUCTURE, r".*\[\*\].*", r".*\(\*,\).*"),
     (step({"a": 1}), step({"b": 1}), STRUCTURE, ".*'a'.*", ".*'b'.*"),
-    (step(1), Call("step"), STRUCTURE, r".*\*.*", "nothing"),
+    (step(1), CallSignature("step"), STRUCTURE, r".*\*.*", "nothing"),
 ]
 
 
 @pytest.mark.parametrize(("usual", "other", "name", "one", "two"), DIFFERENCES)
-def test_other_arguments(comm, agreement, several, usual, other, name, one, two):
+def test_other_arguments(comm, consensus, several, usual, other, name, one, two):
     with pytest.raises(mpidist.MismatchError) as info:
-        agreement.require_same(other if comm.rank == several else usual)
+        consensus.require_same(other if comm.rank == several else usual)
     assert re.fullmatch(
         f"step: the replicas' arguments differ: {name} is {one} on "
         f"{all_but_last(comm)}; {two} on rank {several}",
         str(info.value),
     )
-    agreement.require_same(usual)
+    consensus.require_same(usual)
 
 
 @pytest.mark.parametrize("root", [0, -1])
-def test_root_only_runs_on_the_root_alone(comm, agreement, root):
+def test_root_only_runs_on_the_root_alone(comm, consensus, root):
     root, calls = root % comm.size, []
-    result = agreement.root_only("ask", lambda: calls.append(1) or comm.rank, root)
+    result = consensus.root_only("ask", lambda: calls.append(1) or comm.rank, root)
     assert result == root
     assert len(calls) == (comm.rank == root)
 
 
 @pytest.mark.parametrize("root", [0, -1])
-def test_what_root_only_raises_is_raised_on_all(comm, agreement, root):
+def test_what_root_only_raises_is_raised_on_all(comm, consensus, root):
     with pytest.raises(FileNotFoundError) as info:
-        agreement.root_only("open", lambda: os.stat("/not/there"), root % comm.size)
+        consensus.root_only("open", lambda: os.stat("/not/there"), root % comm.size)
     assert info.value.filename == "/not/there"
     with pytest.raises(UNPICKLABLE, match="pickle"):
-        agreement.root_only("open", lambda: lambda: 1, root % comm.size)
-    assert agreement.root_only("open", lambda: "ok") == "ok"
+        consensus.root_only("open", lambda: lambda: 1, root % comm.size)
+    assert consensus.root_only("open", lambda: "ok") == "ok"
 
 
-def test_values_that_cannot_be_gathered_are_an_error_on_all(comm, agreement, several):
+def test_values_that_cannot_be_gathered_are_an_error_on_all(comm, consensus, several):
     value = (lambda: 1) if comm.rank == several else 1
     with pytest.raises(UNPICKLABLE, match="pickle"):
-        agreement.gather("step", value)
-    assert agreement.gather("step", 1) == [1] * comm.size
+        consensus.gather("step", value)
+    assert consensus.gather("step", 1) == [1] * comm.size
 
 
 @contextlib.contextmanager
-def deadline_when_missing(late, agreement, monkeypatch):
+def deadline_when_missing(late, consensus, monkeypatch):
     """Let deadlines pass as soon as only the ranks `late` are missing, however long it
     takes the others to arrive.
     """
@@ -188,7 +188,7 @@ def deadline_when_missing(late, agreement, monkeypatch):
 
     def go_ahead():
         nonlocal ahead
-        while agreement.comparison.missing() != late and not has_ended.is_set():
+        while consensus.comparison.missing() != late and not has_ended.is_set():
             time.sleep(0.01)
         ahead = 1e6
 
@@ -216,25 +216,25 @@ def test_ranks_that_miss_a_deadline_are_named(
 ):
     late = [rank % comm.size for rank in late if rank < comm.size]
     # Not freed: that might wait for all ranks
-    comparison = BoardComparison(Board(comm, 64), 32) if on_board else None
-    agreement = Agreement(comm.Dup(), comparison)
+    comparison = SharedMemoryComparison(NodeBarrier(comm, 64), 32) if on_board else None
+    consensus = Consensus(comm.Dup(), comparison)
     comm.Barrier()
     if comm.rank not in late:
         with (
-            deadline_when_missing(late, agreement, monkeypatch),
+            deadline_when_missing(late, consensus, monkeypatch),
             pytest.raises(mpidist.DeadlineError, match="in step ") as info,
         ):
-            agreement.require_same(Call("step"), timeout=1000)
+            consensus.require_same(CallSignature("step"), timeout=1000)
         names = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
         assert str(info.value).endswith(f"), but {names} did not arrive")
         # Its own deadline, or that of another rank which told this one
         told = "(this strategy cannot communicate any more: )?"
         who = re.match(
-            rf"{told}rank (\d) waited .*_agreement.py:\d+\),", str(info.value)
+            rf"{told}rank (\d) waited .*_consensus.py:\d+\),", str(info.value)
         )
         assert who is not None
         assert int(who[2]) not in late
-    agreement.close()
+    consensus.close()
     comm.Barrier()
 
 
@@ -245,16 +245,16 @@ def test_a_replica_that_misses_a_deadline_ends_the_strategy(
     options = mpidist.CommunicationOptions(timeout_seconds=1000)
     if comm.rank != several:
         late = f"rank {several} did not arrive"
-        agreement = abandoned.extended.agreement
+        consensus = abandoned.extended.consensus
         with (
-            deadline_when_missing([several], agreement, monkeypatch),
+            deadline_when_missing([several], consensus, monkeypatch),
             pytest.raises(TimeoutError, match=f"in all_reduce .* {late}") as info,
         ):
             call(abandoned, "all_reduce", "SUM", 1, options)
         assert type(info.value) is mpidist.DeadlineError
         with pytest.raises(mpidist.CollectiveError, match=f"any more: .* {late}"):
             abandoned.reduce("SUM", 1)
-    abandoned.extended.agreement.close()
+    abandoned.extended.consensus.close()
     check_works(strategy)
 
 
@@ -358,8 +358,8 @@ class Held:
 
 
 @pytest.mark.parametrize("failing", ["one", "all"])
-@pytest.mark.parametrize("way", ["block", "prepare"])
-def test_what_a_failed_function_held_is_freed_at_once(comm, agreement, way, failing):
+@pytest.mark.parametrize("way", ["run_in_scope", "guard"])
+def test_what_a_failed_function_held_is_freed_at_once(comm, consensus, way, failing):
     """Not by the garbage collector some time later: it may be most of a GPU."""
     held = []
 
@@ -373,8 +373,8 @@ def test_what_a_failed_function_held_is_freed_at_once(comm, agreement, way, fail
     gc.disable()
     try:
         with contextlib.suppress(MemoryError):
-            getattr(agreement, way)("test", fail)
-            agreement.require_same(Call("after"))
+            getattr(consensus, way)("test", fail)
+            consensus.require_same(CallSignature("after"))
         assert held[0]() is None
     finally:
         gc.enable()
