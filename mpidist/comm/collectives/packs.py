@@ -152,7 +152,8 @@ class PackedReductions:
         """
         packs = _make_packs(op, given) if packed else []
         pages, comparison = None, self._consensus.comparison
-        if packs and isinstance(comparison, PayloadComparison):
+        is_alone = self._consensus.size == 1
+        if packs and not is_alone and isinstance(comparison, PayloadComparison):
             pages = comparison.pages([(pack.dtype, pack.shape) for pack in packs])
         return ReducePlan(
             call,

@@ -81,7 +81,7 @@ class Consensus:
         self.size = comm.Get_size()
         if comparison is None:
             # With more ranks, what each receives would take longer than the latency
-            is_small = self.size <= _MOST_GATHERED
+            is_small = 1 < self.size <= _MOST_GATHERED
             kind = GatherComparison if is_small else MaximumComparison
             comparison = kind(comm, self.departures)
         self.comparison: Comparison = comparison
