@@ -20,10 +20,10 @@ import threading
 
 PORT = 514
 _BLOCK_BYTES = 1 << 16
-# Ends when the node has been silent for 13 s, as ssh does with ServerAliveInterval
+# Ends when the node is silent for 30 s, as ssh does with ServerAliveInterval
 _ALIVE = [
     ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
-    ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 10),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 27),
     ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), 1),
     ((socket.IPPROTO_TCP, socket.TCP_KEEPCNT), 3),
 ]

@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -51,9 +52,9 @@ printf %s "$2" > /run/hosts
 mount --bind /run/hosts /etc/hosts
 rm /run/hosts
 mkdir /run/tmp
-# TCP gives up on a silent node after 13 s, not after 15 minutes: so long Open MPI's
+# TCP gives up on a silent node after 25 s, not after 15 minutes: so long Open MPI's
 # launcher waits for a node that is lost
-echo 5 > /proc/sys/net/ipv4/tcp_retries2
+echo 6 > /proc/sys/net/ipv4/tcp_retries2
 exec "$3" -I -S "$4" --serve "$pid"
 """
 _START_SWITCH = (
@@ -132,6 +133,13 @@ class Node:
                     found.append(text)
         return found
 
+    def wait_until_idle(self) -> None:
+        """Return when no process is left on the node; fail if some stay."""
+        end = time.monotonic() + _SECONDS
+        while self.processes:
+            assert time.monotonic() < end, f"{self.name} still runs {self.processes}"
+            time.sleep(0.05)
+
     @property
     def shared_memory(self) -> list[str]:
         """The names of the files in the node's /dev/shm."""
@@ -208,6 +216,11 @@ class VirtualNodes:
 
     def _in_switch(self, *commands: str) -> None:
         _run(*self._at_switch, "ip", "-batch", "-", text="\n".join(commands))
+
+    @property
+    def running(self) -> list[Node]:
+        """The nodes that are not lost."""
+        return [node for node in self.nodes if node.process.poll() is None]
 
     def __getitem__(self, number: int) -> Node:
         return self.nodes[number]
