@@ -40,7 +40,9 @@ values = [
     os.getcwd(),
     os.environ["MPIDIST_EXAMPLE"],
 ]
-print(*strategy.gather_objects(str(values)) * (topology.rank == 0), sep="\\n")
+lines = strategy.gather_objects(str(values))
+if topology.rank == 0:
+    print(*lines, sep="\\n")
 """
 
 
