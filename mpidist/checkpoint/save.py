@@ -34,6 +34,7 @@ from mpidist.device import arrays
 from mpidist.device.memory import Pinned
 from mpidist.errors import CheckpointError, RankLostError
 from mpidist.strategy.strategy import Strategy
+from mpidist.util.files import AtomicFile
 
 __all__ = ["Saver", "Saving", "finish_all", "finish_lost", "require_visible"]
 
@@ -150,12 +151,12 @@ class Saver:
         index = saving.index
         if not saving.partition.shard_names or index.parent in self._shared:
             return  # on all ranks
-        probe = index.with_name(f"{index.stem}-{saving.token}.seen")
+        probes: list[AtomicFile] = []
 
         def create() -> list[Path]:
             with unwritable(index):
-                probe.touch()
-            return [probe]
+                probes.append(AtomicFile(index))
+            return [probes[0].temporary]
 
         try:
             require_visible(self._extended, operation, create)
@@ -163,8 +164,8 @@ class Saver:
             saving.abandon()
             raise
         finally:
-            if saving.rank == 0:
-                directories.remove(probe)
+            for probe in probes:
+                probe.discard()
         self._shared.add(index.parent)
 
     def wait(self) -> None:

@@ -55,7 +55,7 @@ def test_what_every_node_sees_is_no_error(network, tmp_path):
     for kind in ("prepare", "read", "save", "save in background", "restore", "write"):
         ended = nodes.mpirun(1, JOB, kind, str(tmp_path))
         assert "[]" in ended.stdout, ended.stdout
-        assert not list(tmp_path.rglob("*.seen")), "probes are left"
+        assert not list(tmp_path.rglob("*.tmp")), "files are left"
 
 
 def test_all_ranks_follow_the_table_in_the_home_of_rank_0(network, tmp_path):
