@@ -1,8 +1,9 @@
 """A job whose nodes do not see the same files.
 
-    node_files_job.py KIND FOLDER
+    node_files_job.py FOLDER KIND...
 
-KIND is what it does with files in FOLDER. Rank 0 prints the error that all ranks get.
+Each KIND is what it does with files in FOLDER. Rank 0 prints the error that all ranks
+get, "[]" if there is none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 import mpidist
 
-KIND, FOLDER = sys.argv[1], Path(sys.argv[2])
+FOLDER, KINDS = Path(sys.argv[1]), sys.argv[2:]
 strategy = mpidist.MirroredStrategy(["CPU:0"])
 with strategy.scope():
     w = mpidist.Variable(np.zeros((1000, 1000)))
@@ -66,12 +67,13 @@ DO = {
     "restore": restore,
     "write": write,
 }
-error = ""
-try:
-    DO[KIND]()
-except mpidist.MpidistError as raised:
-    error = f"{type(raised).__name__}: {raised}"
-errors = strategy.gather_objects(error)
-assert len({bool(each) for each in errors}) == 1, errors
-if strategy.extended.replica_id == 0:
-    print(f"[{error}]", flush=True)
+for kind in KINDS:
+    error = ""
+    try:
+        DO[kind]()
+    except mpidist.MpidistError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    errors = strategy.gather_objects(error)
+    assert len({bool(each) for each in errors}) == 1, errors
+    if strategy.extended.replica_id == 0:
+        print(f"[{error}]", flush=True)
