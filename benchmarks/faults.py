@@ -30,7 +30,10 @@ from mpi4py import MPI
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import launching
+import virtual_nodes
 
+NODES_JOB = Path(launching.__file__).parents[1] / "jobs" / "node_faults_job.py"
+OF_MPI = re.compile("mpich|sm_seg|ompi|osc")
 HANG_SECONDS = 3.0
 LIMIT_SECONDS = 600.0
 PROLOGUE = """
@@ -67,6 +70,8 @@ class Fault:
       is_survived: whether the job goes on, and ends well.
       needs_ulfm: whether only Open MPI can do that, which is asked for it.
       has_full_dumps: whether the flight recorder has a folder on a full file system.
+      network: what happens to one of several virtual nodes: "cut", "cut for 2 s" or
+        "lose"; the script is then what `NODES_JOB` does.
     """
 
     script: str
@@ -76,6 +81,7 @@ class Fault:
     is_survived: bool = False
     needs_ulfm: bool = False
     has_full_dumps: bool = False
+    network: str = ""
 
 
 def on_rank_1(action: str) -> str:
@@ -96,6 +102,7 @@ strategy.experimental_finalize()
 mpidist.run_elastic(train)
 """
 NOT_COME = r"rank 1 did not come\. The job ends"
+WAITED = r"has waited .* in .*The job ends"
 WELL = 'os.write(1, f"well {rank}\\n".encode())\n'
 FORKING = """
 import multiprocessing, warnings
@@ -320,6 +327,18 @@ assert buckets.result == {{}}
     "Ctrl-C while ranks start": Fault(
         f"while True:\n    {REDUCE}", "", interrupted="at the start"
     ),
+    "a cable cut for 2 s": Fault(
+        "collective", "ends well", is_survived=True, network="cut for 2 s"
+    ),
+    "a cable cut": Fault("collective", WAITED, is_hang=True, network="cut"),
+    "a node lost": Fault("collective", WAITED, is_hang=True, network="lose"),
+    "a node lost in input": Fault("input", WAITED, is_hang=True, network="lose"),
+    "a node lost in a checkpoint": Fault(
+        "checkpoint", WAITED, is_hang=True, network="lose"
+    ),
+    "a node lost in run_elastic": Fault(
+        "elastic", WAITED, is_hang=True, network="lose", needs_ulfm=True
+    ),
 }
 
 
@@ -406,7 +425,7 @@ def run(fault: Fault, ranks: int, hang_seconds: float) -> Try:
         left = wait_until_gone(folder)
         files = [path for path in Path(folder).rglob("*") if path.is_file()]
         shared = shared_memory() - before
-        by_mpi = {name for name in shared if re.search("mpich|sm_seg|ompi|osc", name)}
+        by_mpi = {name for name in shared if OF_MPI.search(name)}
         is_right = (job.returncode == 0) is fault.is_survived
         is_detected = is_ended and says and is_right
         if not is_detected:
@@ -420,6 +439,58 @@ def run(fault: Fault, ranks: int, hang_seconds: float) -> Try:
             len(shared - by_mpi),
             len(by_mpi),
         )
+
+
+def run_on_nodes(fault: Fault, count: int, hang_seconds: float) -> Try:
+    """Run the job of a fault once over `count` virtual nodes, of one rank each."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        virtual_nodes.VirtualNodes(count) as nodes,
+    ):
+        limit = {"MPIDIST_HANG_SECONDS": str(hang_seconds if fault.is_hang else 300)}
+        options = ("--with-ft", "ulfm") if fault.needs_ulfm else ()
+        command = [sys.executable, str(NODES_JOB), fault.script, folder]
+        job = nodes.start(1, command, options, **limit)
+        try:
+            job.wait_for("a step", 3)
+            begun = time.time()
+            break_network(nodes, fault.network)
+            if fault.is_survived:
+                job.wait_for("a step", job.output.count("a step") + 3)
+                Path(folder, "enough").touch()
+            ended = job.wait(LIMIT_SECONDS)
+        except AssertionError as error:
+            print(f"not detected: {error}", file=sys.stderr)
+            return Try(False, LIMIT_SECONDS, 0, 0, 0, 0, 0)
+        seconds = time.time() - begun
+        wait_until(lambda: not any(node.processes for node in nodes.running))
+        is_right = (ended.returncode == 0) is fault.is_survived
+        is_detected = is_right and re.search(fault.says, ended.stdout) is not None
+        if not is_detected:
+            print(f"not detected:\n{ended.stdout}", file=sys.stderr)
+        shared = [name for node in nodes.running for name in node.shared_memory]
+        by_mpi = [name for name in shared if OF_MPI.search(name)]
+        files = [name for node in nodes.running for name in node.temporary_files]
+        return Try(
+            is_detected,
+            seconds,
+            ended.stdout.count("Traceback (most recent call last)"),
+            sum(len(node.processes) for node in nodes.running),
+            len(files),
+            len(shared) - len(by_mpi),
+            len(by_mpi),
+        )
+
+
+def break_network(nodes: virtual_nodes.VirtualNodes, how: str) -> None:
+    """Do to node 1 what a fault says."""
+    if how == "lose":
+        nodes.lose(1)
+    else:
+        nodes.cut(1)
+    if how == "cut for 2 s":
+        time.sleep(2.0)
+        nodes.mend(1)
 
 
 def shared_memory() -> set[str]:
@@ -455,7 +526,9 @@ def wait_until_gone(mark: str) -> int:
 
 def measure(name: str, ranks: int, tries: int, hang_seconds: float) -> Outcome:
     """Run the job of one fault several times."""
-    done = [run(FAULTS[name], ranks, hang_seconds) for _ in range(tries)]
+    fault = FAULTS[name]
+    run_once = run_on_nodes if fault.network else run
+    done = [run_once(fault, ranks, hang_seconds) for _ in range(tries)]
     seconds = [t.seconds for t in done]
     return Outcome(
         name,
@@ -473,11 +546,13 @@ def measure(name: str, ranks: int, tries: int, hang_seconds: float) -> Outcome:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    has_nodes = virtual_nodes.what_is_missing() is None
     known = [
         name
         for name, fault in FAULTS.items()
         if (launching.is_open_mpi() or not fault.needs_ulfm)
         and (os.geteuid() == 0 or not fault.has_full_dumps)
+        and (has_nodes or not fault.network)
     ]
     parser.add_argument("faults", nargs="*", metavar="FAULT", default=known)
     parser.add_argument("--ranks", type=int, default=3)

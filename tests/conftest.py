@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ import mpidist
 sys.path.insert(0, str(Path(__file__).with_name("support")))
 import launching
 import slurm_cluster
+import virtual_nodes
 
 from mpidist.comm.topology import Topology
 from mpidist.data.distributed import prefetch
@@ -52,8 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--all",
         action="store_true",
         help="run all tests; without it, and without names of files, -k or -m, a "
-        "selection runs: all but those marked `slow`, and of a parametrized test as "
-        "many cases as show each value of each parameter",
+        "selection runs: all but those marked `slow` or `network`, and of a "
+        "parametrized test as many cases as show each value of each parameter",
     )
     parser.addoption(
         "--rest", action="store_true", help="run what that selection leaves out"
@@ -81,13 +83,15 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     vendor = " ".join(map(str, MPI.get_vendor()))
     missing = why_no_slurm()
     slurm = f"none, its tests are skipped: {missing}" if missing else "two nodes"
+    missing = why_no_network()
+    nodes = f"none, their tests are skipped: {missing}" if missing else "there are"
     tests = "a selection, --all runs all" if is_selection(config) else "all"
     if config.option.rest:
         tests = "those that a selection leaves out"
     if WORLD.size == 2:
         tests += "; this rank counts half of those that need no other rank"
     header = f"mpi: {WORLD.size} ranks, {vendor}"
-    return [header, f"slurm: {slurm}", f"tests: {tests}"]
+    return [header, f"slurm: {slurm}", f"virtual nodes: {nodes}", f"tests: {tests}"]
 
 
 def is_selection(config: pytest.Config) -> bool:
@@ -110,7 +114,8 @@ def select(items: list[pytest.Item]) -> list[pytest.Item]:
         case = getattr(getattr(item, "callspec", None), "params", {})
         function = item.nodeid.partition("[")[0]
         values = {(function, name, id(value)) for name, value in case.items()}
-        if not item.get_closest_marker("slow") and (not values or values - tried):
+        is_long = any(map(item.get_closest_marker, ("slow", "network")))
+        if not is_long and (not values or values - tried):
             kept.append(item)
             tried |= values
     return kept
@@ -125,7 +130,7 @@ def pytest_collection_modifyitems(
     not the former, or is the latter: left out.
     """
     for item in items:
-        for name in ("comm", "mpirun"):
+        for name in ("comm", "mpirun", "network"):
             if name in item.fixturenames:
                 item.add_marker(name)
     kept = select(items) if is_selection(config) else items
@@ -238,6 +243,32 @@ def slurm() -> Iterator[slurm_cluster.Cluster]:
         pytest.skip(missing)
     with slurm_cluster.Cluster() as cluster:
         yield cluster
+
+
+def why_no_network() -> str | None:
+    """Return why the tests on virtual nodes cannot run, or None."""
+    if WORLD.size > 1:
+        return "they start ranks of their own, so run them in one process"
+    return virtual_nodes.what_is_missing()
+
+
+@pytest.fixture
+def network() -> Iterator[Callable[..., virtual_nodes.VirtualNodes]]:
+    """A function that starts virtual nodes, `network(2, "1gbit")`, for one test.
+
+    Where none can be had, tests are skipped; with MPIDIST_NEED_NODES=1 they fail.
+    """
+    missing = why_no_network()
+    if missing and os.environ.get("MPIDIST_NEED_NODES") == "1":
+        pytest.fail(missing)
+    if missing:
+        pytest.skip(missing)
+    with contextlib.ExitStack() as held:
+
+        def start(count: int, rate: str | None = None) -> virtual_nodes.VirtualNodes:
+            return held.enter_context(virtual_nodes.VirtualNodes(count, rate))
+
+        yield start
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from typing import Any
 from mpidist.checkpoint import directory as directories
 from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.directory import Saved
-from mpidist.checkpoint.format import DamagedError, unwritable
+from mpidist.checkpoint.format import DamagedError, read_header, unwritable
 from mpidist.checkpoint.reading import read_tree
-from mpidist.checkpoint.save import Saving
+from mpidist.checkpoint.save import Saving, require_visible
 from mpidist.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from mpidist.strategy.variables import Variable
 from mpidist.util import validation
@@ -269,7 +269,8 @@ class CheckpointManager:
         a warning.
 
         Raises, on all ranks:
-          CheckpointError: the objects do not match the checkpoint.
+          CheckpointError: the objects do not match the checkpoint, or a node does not
+            see it.
           What `Checkpoint.restore` or `init_fn` raises.
         """
         self.wait()
@@ -278,6 +279,10 @@ class CheckpointManager:
             try:
                 self._checkpoint.restore(path)
             except DamagedError as error:  # on all ranks, without changes
+                # What a node does not see is not damaged, and must not be skipped
+                files = functools.partial(_files_of, path)
+                call = f"{_CALL}.restore_or_initialize"
+                require_visible(self._strategy.extended, call, files)
                 self._found = self._found[:-1]
                 if self._strategy.extended.replica_id == 0:
                     directories.warn_skipped(error)
@@ -402,6 +407,15 @@ def _last_preserved(found: list[Saved]) -> tuple[int, float] | None:
     """Return serial and time of the last preserved one, by the latest that knows it."""
     known = (saved.preserved for saved in reversed(found))
     return next((record for record in known if record is not None), None)
+
+
+def _files_of(index: str) -> list[Path]:
+    """Return the files of a checkpoint that are there, as far as its index is sound."""
+    try:
+        names = [shard.name for shard in read_header(Path(index)).shards]
+    except CheckpointError:
+        return []
+    return [path for name in names if (path := Path(index).with_name(name)).exists()]
 
 
 def _find_undamaged(directory: Path, name: str) -> list[Saved]:

@@ -14,6 +14,7 @@ import functools
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,18 +29,22 @@ from mpidist.checkpoint.state import gather_state
 from mpidist.checkpoint.tree import Group, Leaf, leaves, replace_nodes
 from mpidist.checkpoint.tree import Path as NodePath
 from mpidist.comm.consensus.signatures import CallSignature
+from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.device import arrays
 from mpidist.device.memory import Pinned
 from mpidist.errors import CheckpointError, RankLostError
 from mpidist.strategy.strategy import Strategy
+from mpidist.util.files import AtomicFile
 
-__all__ = ["Saver", "Saving", "finish_all", "finish_lost"]
+__all__ = ["Saver", "Saving", "finish_all", "finish_lost", "require_visible"]
 
 
 _WAIT = "waiting for a checkpoint"
 _POLL_SECONDS = 0.02
 # How long a network file system may take to show one node's file to another
 VISIBLE_SECONDS = 60.0
+# The same, of a file in a directory that nodes are not yet known to share
+_LOOK_SECONDS = 10.0
 
 
 class Saver:
@@ -56,6 +61,7 @@ class Saver:
         self._strategy = strategy
         self._pending: Saving | None = None
         self._copies = Copies()
+        self._shared: set[Path] = set()  # directories that all nodes see
         _release_at_end(self, self._extended.closing)
 
     @property
@@ -126,19 +132,47 @@ class Saver:
             )
 
         saving = extended.run_collectively(CallSignature(operation), prepare)
+        self._require_shared(operation, saving)
         if is_background:
             saving.start()
             self._pending = saving
             Saver.busy.append(self)
             extended.closing.append(self.wait)
         else:
-            with saving.until_complete():
-                write = saving.write_shard
-                extended.run_collectively(
-                    CallSignature(operation), write, yield_cpu=True
-                )
-                saving.expect_shards()
-                extended.consensus.root_only(operation, saving.write_index)
+            self._write(operation, saving)
+
+    def _write(self, operation: str, saving: Saving) -> None:
+        """Write a checkpoint; return when it is complete. Collective."""
+        extended, call = self._extended, CallSignature(operation)
+        with saving.until_complete():
+            extended.run_collectively(call, saving.write_shard, yield_cpu=True)
+            saving.expect_shards()
+            extended.consensus.root_only(operation, saving.write_index)
+
+    def _require_shared(self, operation: str, saving: Saving) -> None:
+        """Raise, and end the save, unless all nodes see its directory. Collective.
+
+        Asked once for each directory, and only where several ranks write.
+        """
+        index = saving.index
+        if not saving.partition.shard_names or index.parent in self._shared:
+            return  # on all ranks
+        probes: list[AtomicFile] = []
+
+        def create() -> list[Path]:
+            with unwritable(index):
+                probes.append(AtomicFile(index))
+            return [probes[0].temporary]
+
+        try:
+            require_visible(self._extended, operation, create)
+        except BaseException:
+            saving.abandon()
+            raise
+        finally:
+            for probe in probes:
+                probe.discard()
+        self._shared.add(index.parent)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being saved is complete. Collective.
@@ -161,6 +195,40 @@ class Saver:
             consensus.sync_errors(_WAIT, saving.shard_error)
             saving.expect_shards()
             consensus.root_only(_WAIT, saving.finish)
+
+
+def require_visible(
+    group: ReplicaGroup, operation: str, find: Callable[[], list[Path]]
+) -> None:
+    """Raise unless every node sees the files that rank 0 sees. Collective.
+
+    Args:
+      group: of the replicas.
+      operation: the public call, for messages.
+      find: returns the files, on rank 0; not called if there is one node.
+
+    Raises, on all ranks:
+      CheckpointError: a node does not see one of them.
+      What `find` raises.
+    """
+    if group.topology.is_one_node:
+        return
+    files = group.consensus.root_only(operation, find)
+
+    def look() -> None:
+        deadline = time.monotonic() + _LOOK_SECONDS
+        for path in files if group.topology.local_rank == 0 else []:
+            while not path.exists():
+                if time.monotonic() > deadline:
+                    raise CheckpointError(
+                        f"{path.parent}: rank {group.replica_id} on "
+                        f"{os.uname().nodename} does not see {path.name}, which rank 0 "
+                        "sees; all ranks need one directory on a file system that "
+                        "their nodes share"
+                    )
+                time.sleep(_POLL_SECONDS)
+
+    group.run_collectively(CallSignature(operation), look, yield_cpu=True)
 
 
 def _release_at_end(saver: Saver, closing: list[Callable[[], None]]) -> None:
@@ -242,6 +310,10 @@ class Saving:
             name = self.partition.shard_names[self.rank]
             self._shard_path = self.index.with_name(name)
         Saving.in_use.add(self.token)
+
+    def abandon(self) -> None:
+        """End the save before anything is written."""
+        self._end(is_complete=False)
 
     def start(self) -> None:
         """Write in a thread."""

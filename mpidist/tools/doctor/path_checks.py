@@ -285,7 +285,8 @@ def _check_lock(
         )
     hidden = [rank for rank, text in said.items() if text == HIDDEN]
     if hidden:
-        text = f"{name_ranks(hidden)} do not see the files of rank 0"
+        verb = "does" if len(hidden) == 1 else "do"
+        text = f"{name_ranks(hidden)} {verb} not see the files of rank 0"
         remedy = "use this path only for files of one node each: it is not shared"
         return CheckResult(Status.WARN, what, text, remedy)
     missed = [rank for rank, text in said.items() if text == MISSED]
