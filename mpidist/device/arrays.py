@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mpidist.device.binding import on_gpu
 from mpidist.errors import ArgumentTypeError, DTypeError
 from mpidist.util import validation
 from mpidist.values import ArrayView, DistributedValues, local_component
@@ -301,7 +302,7 @@ def to_device(array: Any, device: str) -> Any:
     import cupy
 
     # The current device is a thread's own, and this may be the thread that reads ahead
-    with cupy.cuda.Device(int(device.partition(":")[2])):
+    with on_gpu(int(device.partition(":")[2])):
         return cupy.asarray(array)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from mpidist.errors import LaunchError
@@ -18,6 +19,7 @@ __all__ = [
     "gpu_count",
     "identify_gpu",
     "nccl_version",
+    "on_gpu",
     "require_own_gpus",
     "shared_gpus",
     "use_gpu",
@@ -56,11 +58,14 @@ def gpu_count() -> int:
 
 
 def current_gpu() -> int | None:
-    """Return this thread's current GPU; None where CuPy is not in use."""
+    """Return the GPU of this thread's current CUDA context; None without a context."""
     if "cupy" not in sys.modules or gpu_count() == 0:
         return None
     import cupy
 
+    # Without a context CUDA's runtime calls GPU 0 the current one
+    if not cupy.cuda.driver.ctxGetCurrent():
+        return None
     return int(cupy.cuda.runtime.getDevice())
 
 
@@ -80,6 +85,25 @@ def use_gpu(index: int) -> None:
     import cupy
 
     cupy.cuda.Device(index).use()
+
+
+@contextlib.contextmanager
+def on_gpu(index: int) -> Iterator[None]:
+    """Make GPU `index` the current device of this thread, within a block.
+
+    In a thread without a CUDA context it stays current: `cupy.cuda.Device` would go
+    back to GPU 0, which the runtime calls current there, and make a context on it.
+    """
+    from cupy.cuda import driver, runtime
+
+    before = runtime.getDevice() if driver.ctxGetCurrent() else None
+    if before != index:
+        runtime.setDevice(index)
+    try:
+        yield
+    finally:
+        if before is not None:
+            runtime.setDevice(before)
 
 
 def identify_gpu(index: int, host: str) -> GpuIdentity:

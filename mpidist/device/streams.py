@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.device import arrays
+from mpidist.device.binding import on_gpu
 from mpidist.device.memory import ERROR_MEMORY_ALLOCATION
 
 __all__ = [
@@ -196,7 +197,7 @@ class _CudaCopyStream:
     @property
     def _device(self) -> Any:
         """A context in which the GPU is the calling thread's current one."""
-        return self._cupy.cuda.Device(self._index)
+        return on_gpu(self._index)
 
     @property
     def _stream(self) -> Any:
@@ -250,7 +251,7 @@ class _CudaCopyStream:
 
     def send_array(self, array: Any, staged: Any, part: Part) -> None:
         """See `CopyStream.send_array`. The array may lie on another GPU."""
-        with array.device:
+        with on_gpu(array.device.id):
             array = self._cupy.ascontiguousarray(array)
             here = self._cupy.cuda.get_current_stream()
             made = self._record(here)
@@ -259,7 +260,7 @@ class _CudaCopyStream:
             place = staged.data + part.start
             place.copy_from_device_async(array.data, part.nbytes, self._stream)
             sent = self._record(self._stream)
-        with array.device:
+        with on_gpu(array.device.id):
             here.wait_event(sent)  # before its memory is given to others
 
     def wait(self, event: Any) -> None:

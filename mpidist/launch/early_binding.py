@@ -1,18 +1,23 @@
-"""Choosing a GPU before MPI is initialised.
+"""Choosing a GPU before MPI is initialised, for MPI libraries that need it.
 
-Some MPI libraries take the GPU that is current when they start for the one of their
-process (MVAPICH's and Cray's guides ask for it to be chosen before MPI_Init). At that
-time only the launcher's variables tell which rank of its node a process is. This is
-done past CuPy, through the driver itself, because importing CuPy takes a second; and it
-is no more than a hint: which GPU is used, `Topology.bind_device` decides.
+MVAPICH, and Cray MPICH where it is asked to support GPUs, take the GPU that is current
+in MPI_Init for the one of their process. For that it must have a CUDA context, which
+takes memory of the GPU even if the job then computes on CPUs: set MPIDIST_BIND_GPU=0 or
+CUDA_VISIBLE_DEVICES= to go without. Open MPI, MPICH and Intel MPI look at a GPU when
+they are given its memory; for them `Topology.bind_device` makes the first context.
+
+Before MPI_Init only the launcher's variables tell which rank of its node a process is.
+So this is no more than a hint: which GPU is used, `Topology.bind_device` decides. It is
+done past CuPy, through the driver itself, because importing CuPy takes a second.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
-import sys
 from collections.abc import Mapping
+
+from mpidist.util.environment import BIND_GPU
 
 __all__ = ["choose_early"]
 
@@ -25,23 +30,24 @@ _LOCAL_RANKS = (
     "FLUX_TASK_LOCAL_ID",
     "SLURM_LOCALID",
 )
-_BIND = "MPIDIST_BIND_GPU"
+_CRAY_GPUS = "MPICH_GPU_SUPPORT_ENABLED"
 _DRIVER = "libcuda.so.1"
 
 
-def choose_early(environ: Mapping[str, str]) -> int | None:
+def choose_early(environ: Mapping[str, str], library: str) -> int | None:
     """Make this process's likely GPU the current one; return its number, or None.
 
-    Nothing is done without CuPy, without a driver, after MPI has started, where no
-    launcher tells a local rank, or where the variable MPIDIST_BIND_GPU is 0. (What is
-    neither 0 nor 1 is refused later, when all ranks can be told.)
+    Nothing is done for an MPI library that does not need it, without CuPy, without a
+    driver, or where no launcher tells a local rank. The variable MPIDIST_BIND_GPU
+    decides for any library: 1 does it, 0 does not. (What is neither is refused later,
+    when all ranks can be told.)
 
     Args:
       environ: the environment variables of this process.
+      library: `MPI.Get_library_version()`.
     """
     local_rank = _local_rank(environ)
-    is_late = "mpi4py.MPI" in sys.modules
-    if local_rank is None or is_late or environ.get(_BIND) == "0":
+    if local_rank is None or not _is_wanted(environ, library):
         return None
     if importlib.util.find_spec("cupy") is None:
         return None
@@ -50,6 +56,14 @@ def choose_early(environ: Mapping[str, str]) -> int | None:
     except OSError:
         return None
     return _make_current(driver, local_rank)
+
+
+def _is_wanted(environ: Mapping[str, str], library: str) -> bool:
+    switch = environ.get(BIND_GPU, "")
+    if switch in ("0", "1"):
+        return switch == "1"
+    is_cray = "CRAY MPICH" in library
+    return "MVAPICH" in library or (is_cray and environ.get(_CRAY_GPUS) == "1")
 
 
 def _local_rank(environ: Mapping[str, str]) -> int | None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mpidist.errors import LaunchError
 from mpidist.util.environment import ALLOW_SINGLETON, read_switch
 
-__all__ = ["check_launch", "is_elastic", "start_below_pmix"]
+__all__ = ["check_launch", "check_pmix", "is_elastic"]
 
 _ELASTIC = "OMPI_MCA_mpi_ft_enable"
 _OFFERED = "SLURM_MPI_TYPE"  # what srun was asked for by --mpi
@@ -61,11 +61,14 @@ def is_elastic(environ: Mapping[str, str]) -> bool:
     return environ.get(_ELASTIC, "").lower() in ("1", "true", "yes")
 
 
-def start_below_pmix(environ: Mapping[str, str]) -> None:
-    """Start MPI where srun offers PMIx; elsewhere do nothing, mpi4py starts it.
+def check_pmix(environ: Mapping[str, str], library: str) -> None:
+    """Raise where srun offers PMIx to an MPICH without, before MPI is initialised.
 
-    MPICH without PMIx ends such a process in MPI_Init, without a word of what to do.
-    So the library is asked for its name first, which it tells before it starts.
+    MPI_Init would end such a process without a word of what to do.
+
+    Args:
+      environ: the environment variables of this process.
+      library: `MPI.Get_library_version()`.
 
     Raises:
       LaunchError: names the command that works.
@@ -73,26 +76,12 @@ def start_below_pmix(environ: Mapping[str, str]) -> None:
     is_offered = environ.get(_OFFERED, "").startswith("pmix") and (
         "PMIX_RANK" in environ and "PMI_RANK" not in environ
     )
-    if not is_offered or "mpi4py.MPI" in sys.modules:
-        return
-    import mpi4py
-
-    if not mpi4py.rc.initialize or mpi4py.rc.finalize is not None:
-        return  # the program starts MPI itself
-    mpi4py.rc(initialize=False, finalize=True)
-    from mpi4py import MPI
-
-    library = MPI.Get_library_version()
-    started = _find_launcher(environ)
+    started = _find_launcher(environ) if is_offered else None
     if started is not None and _is_plain_mpich(library) and "pmix" not in library:
         raise LaunchError(
             f"srun started {started.processes} processes by PMIx, which their MPI "
             f"cannot use. {_remedy(environ, started, library)}"
         )
-    if mpi4py.rc.threads:
-        MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
-    else:
-        MPI.Init()
 
 
 def _find_launcher(environ: Mapping[str, str]) -> _Launched | None:

@@ -7,7 +7,6 @@ the program has imported mpi4py before, they come too late, and do no harm.
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import os
 import signal
 import sys
@@ -33,9 +32,6 @@ if launchers.is_elastic(os.environ):
 if "MPI_LOCALNRANKS" in os.environ:
     os.environ.pop("PMIX_NAMESPACE", None)
 
-# Some choose their GPU when they start
-early_binding.choose_early(os.environ)
-
 
 def _limit_seconds() -> float:
     """Return how long the start of MPI may take; math.inf for ever."""
@@ -44,18 +40,42 @@ def _limit_seconds() -> float:
     return min(limit, _START_SECONDS) if launchers.is_elastic(os.environ) else limit
 
 
+def _import_mpi() -> None:
+    """Import mpi4py.MPI, and initialise MPI as the import would do by itself.
+
+    Between the two the library tells its name: it decides what must be done before.
+    """
+    import mpi4py
+
+    initialize, finalize = mpi4py.rc.initialize, mpi4py.rc.finalize
+    finalize_too = initialize if finalize is None else finalize
+    mpi4py.rc(initialize=False, finalize=finalize_too)
+    try:
+        from mpi4py import MPI
+    finally:
+        mpi4py.rc(initialize=initialize, finalize=finalize)
+    library = MPI.Get_library_version()
+    early_binding.choose_early(os.environ, library)
+    if not initialize or MPI.Is_initialized():
+        return  # the program has initialised MPI, or will
+    launchers.check_pmix(os.environ, library)
+    if mpi4py.rc.threads:
+        MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
+    else:
+        MPI.Init()
+
+
 def _start_mpi() -> None:
     """Start MPI, which waits for the other ranks. Not all may come.
 
     Python would see a Ctrl-C only when they have, so it is left to the system.
     """
-    launchers.start_below_pmix(os.environ)
     is_main = threading.current_thread() is threading.main_thread()
     is_seen = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_main and is_seen:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        importlib.import_module("mpi4py.MPI")
+        _import_mpi()
     finally:
         if is_main and is_seen:
             signal.signal(signal.SIGINT, signal.default_int_handler)

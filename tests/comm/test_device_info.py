@@ -21,7 +21,6 @@ from mpidist.device.binding import (
     require_own_gpus,
     shared_gpus,
 )
-from mpidist.launch import early_binding
 
 GPU = GpuIdentity("node1", "0000:3b:00.0", "ab12", "H100", 13000)
 
@@ -298,28 +297,7 @@ def test_gpus_are_told_apart():
         require_own_gpus([GPU, other, GPU])
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, None),
-        ({"OMPI_COMM_WORLD_LOCAL_RANK": "3", "SLURM_LOCALID": "0"}, 3),
-        ({"MPI_LOCALRANKID": "1"}, 1),
-        ({"SLURM_LOCALID": "x"}, None),
-    ],
-)
-def test_launchers_tell_local_ranks(environ, expected):
-    assert early_binding._local_rank(environ) == expected
-
-
-def test_no_gpu_is_chosen_after_mpi_has_started():
-    assert early_binding.choose_early({"SLURM_LOCALID": "0"}) is None
-
-
-def test_a_driver_that_is_not_there_is_no_error(monkeypatch):
-    monkeypatch.delitem(sys.modules, "mpi4py.MPI")
-    monkeypatch.setattr(early_binding, "_DRIVER", "libnot-there.so")
-    monkeypatch.setattr(early_binding.importlib.util, "find_spec", lambda name: name)
-    assert early_binding.choose_early({"SLURM_LOCALID": "0"}) is None
+def test_outcomes_are_kept_in_the_users_cache():
     assert Path(cache_path({"XDG_CACHE_HOME": "/c"})) == Path(
         "/c/mpidist/cuda_aware.json"
     )

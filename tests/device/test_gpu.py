@@ -6,7 +6,6 @@ On a machine with one GPU the ranks share it.
 from __future__ import annotations
 
 import gc
-import re
 from pathlib import Path
 
 import numpy as np
@@ -567,34 +566,6 @@ def test_memory_of_cudas_own_pool(comm, strategy, options):
             everyone = [numbers(rank, count) for rank in range(comm.size)]
             expected = np.sum(everyone, axis=0, dtype="f4")
             require_equal(all_reduce(strategy, "SUM", mine, options), expected)
-
-
-EARLY = """
-import ctypes
-
-from mpidist.launch import mpi_defaults  # starts nothing but this
-from mpidist.device.binding import gpu_count
-from mpidist.launch.early_binding import choose_early
-
-assert choose_early({"SLURM_LOCALID": "0"}) is None  # MPI runs by now
-from mpi4py import MPI
-
-device = ctypes.c_int(-1)
-status = ctypes.CDLL("libcuda.so.1").cuCtxGetDevice(ctypes.byref(device))
-local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).rank
-assert (status, device.value) == (0, local % gpu_count()), (status, device)
-print("chosen")
-"""
-
-
-def test_a_gpu_is_chosen_before_mpi_starts(mpirun):
-    """By Open MPI and MPICH's variables; so that MPI finds a context."""
-    ended = mpirun(2, EARLY)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("chosen") == 2
-    ended = mpirun(2, EARLY, MPIDIST_BIND_GPU="0")
-    # CUDA_ERROR_NOT_INITIALIZED; where MPI has done that, CUDA_ERROR_INVALID_CONTEXT
-    assert re.search(r"AssertionError: \((3|201),", ended.stderr), ended.stderr
 
 
 def test_the_main_job_learns_on_gpus(mpirun, tmp_path):

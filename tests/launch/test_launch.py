@@ -137,14 +137,15 @@ def test_an_exception_in_the_import_ends_the_job(mpirun, kind):
 
 
 HANDLERS = """
-import importlib, signal
-import_module = importlib.import_module
+import signal
+import mpi4py
 
-def look(name):
-    print("while MPI starts:", repr(signal.getsignal(signal.SIGINT)))
-    return import_module(name)
+class Level(str):
+    def upper(self):  # right before MPI_Init_thread
+        print("while MPI starts:", repr(signal.getsignal(signal.SIGINT)))
+        return super().upper()
 
-importlib.import_module = look
+mpi4py.rc.thread_level = Level("multiple")
 import mpidist
 print("behind it:", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 """

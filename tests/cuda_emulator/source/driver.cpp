@@ -90,7 +90,7 @@ API Status cuDeviceGetCount(int* count)
 API Status cudaGetDeviceCount(int* count)
 {
     *count = settings().devices;
-    return *count ? success : no_device;
+    return cuInit(0);
 }
 
 API Status cuDeviceGet(int* device, int index)
@@ -190,22 +190,27 @@ API Status cudaSetDevice(int device)
 
 API Status cuDevicePrimaryCtxRetain(void** context, int device)
 {
+    if (!is_initialized || !exists(device))
+        return is_initialized ? invalid_device : not_initialized;
+    make_context(device);
     *context = context_of(device);
-    return !is_initialized ? not_initialized : exists(device) ? success : invalid_device;
+    return success;
 }
 API Status cuDevicePrimaryCtxRelease_v2(int) { return success; }
 
-API Status cuDevicePrimaryCtxGetState(int, unsigned* flags, int* is_active)
+API Status cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* is_active)
 {
+    if (!is_initialized || !exists(device))
+        return is_initialized ? invalid_device : not_initialized;
     *flags = 0;
-    *is_active = 1;
+    *is_active = was_context_made(device);
     return success;
 }
 
 API Status cuCtxGetCurrent(void** context)
 {
     *context = has_context() ? context_of(current_device()) : nullptr;
-    return success;
+    return is_initialized || has_context() ? success : not_initialized;
 }
 
 API Status cuCtxSetCurrent(void* context)

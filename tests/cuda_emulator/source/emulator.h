@@ -53,6 +53,8 @@ Status check();
 int current_device();  // makes a context, as calls of the runtime do
 bool has_context();
 void set_context(int device);  // -1: none
+void make_context(int device);
+bool was_context_made(int device);  // by any thread of this process
 
 // ---- memory.cpp
 

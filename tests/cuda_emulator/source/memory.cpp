@@ -227,6 +227,7 @@ Status open_memory(const IpcHandle& handle, void** address)
 
 Status lock_pages(void* address, size_t size)
 {
+    current_device();  // pages are locked for a context
     Lock lock(memory().mutex);
     memory().page_locked[static_cast<char*>(address)] = size;
     return success;

@@ -35,6 +35,7 @@ Settings read_settings()
 
 std::atomic<Status> error{success};
 thread_local int device_of_thread = -1;
+std::atomic<bool> contexts_made[64];
 
 }  // namespace
 
@@ -55,10 +56,19 @@ Status check() { return error; }
 int current_device()
 {
     if (device_of_thread < 0)
-        device_of_thread = 0;
+        set_context(0);
     return device_of_thread;
 }
 
 bool has_context() { return device_of_thread >= 0; }
 
-void set_context(int device) { device_of_thread = device; }
+void set_context(int device)
+{
+    device_of_thread = device;
+    if (device >= 0)
+        make_context(device);
+}
+
+void make_context(int device) { contexts_made[device] = true; }
+
+bool was_context_made(int device) { return contexts_made[device]; }
