@@ -240,7 +240,10 @@ class Consensus:
         """
         if self.failures.ranks:
             raise self.failures.error() from proposal.error
-        self._require_unbroken(proposal.error)
+        if self.broken is not None:
+            raise proposal.error or CollectiveError(
+                f"this strategy cannot communicate any more: {self.broken}"
+            )
         if proposal.payload is None or proposal.error is not None:
             return proposal
         assert isinstance(self.comparison, PayloadComparison)
@@ -266,13 +269,6 @@ class Consensus:
             )
         except WaitTimeoutError as late:
             self._break_off(late, call.operation, timeout)
-
-    def _require_unbroken(self, error: Exception | None) -> None:
-        """Raise `error`, or a CollectiveError, if this rank cannot communicate."""
-        if self.broken is not None:
-            raise error or CollectiveError(
-                f"this strategy cannot communicate any more: {self.broken}"
-            )
 
     def _on_error(self, error: BaseException) -> None:
         """Mark the strategy as broken unless all ranks raise this error.
