@@ -324,6 +324,13 @@ def test_a_broken_package(fake, tmp_path, text, expected):
     assert "optree" in report("starting MPI", "FAIL")
 
 
+# What mpidist uses of mpi4py before it imports mpi4py.MPI
+_MPI4PY = """
+def rc(**settings): pass
+rc.initialize, rc.finalize = True, None
+"""
+
+
 @pytest.mark.parametrize(
     ("ranks", "text", "expected"),
     [
@@ -344,7 +351,7 @@ def test_a_broken_package(fake, tmp_path, text, expected):
 def test_mpi_that_does_not_start(fake, tmp_path, ranks, text, expected):
     """On two ranks, on rank 1, of which rank 0 only knows that it does not come."""
     os.mkfifo(tmp_path / "fifo")
-    path = fake("mpi4py.__init__", "")
+    path = fake("mpi4py.__init__", _MPI4PY)
     fake("mpi4py.MPI", text)
     environment = {"PYTHONPATH": path, "FIFO": str(tmp_path / "fifo")}
     if ranks:
@@ -370,7 +377,7 @@ def test_no_process_stays_when_it_is_ended(fake, tmp_path, module, stage, number
     os.mkfifo(fifo)
     text = f"import os; open({str(pid_file)!r}, 'w').write(str(os.getpid())); "
     if module == "mpi4py.MPI":
-        fake("mpi4py.__init__", "")
+        fake("mpi4py.__init__", _MPI4PY)
     path = fake(module, text + f"open({str(fifo)!r})")
     environment = launching.clean_environment() | {"PYTHONPATH": path}
     process = subprocess.Popen(
