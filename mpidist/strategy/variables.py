@@ -271,10 +271,7 @@ class Variable(SparseAccess):
           >>> w.assign_add(np.array([1.0, 2.0])).numpy()
           array([2., 3.])
         """
-        if self._cannot_overflow and self._fits(delta):
-            self._put(self._values[0] + delta)
-        else:
-            assignment.update(self, "assign_add", operator.add, delta)
+        self._change("assign_add", operator.add, delta)
         return self if read_value else None
 
     def assign_sub(
@@ -285,11 +282,14 @@ class Variable(SparseAccess):
         read_value: bool = True,
     ) -> Any:
         """Subtract from the value; like `assign_add`."""
-        if self._cannot_overflow and self._fits(delta):
-            self._put(self._values[0] - delta)
-        else:
-            assignment.update(self, "assign_sub", operator.sub, delta)
+        self._change("assign_sub", operator.sub, delta)
         return self if read_value else None
+
+    def _change(self, operation: str, apply: assignment.Apply, delta: Any) -> None:
+        if self._cannot_overflow and self._fits(delta):
+            self._put(apply(self._values[0], delta))
+        else:
+            assignment.update(self, operation, apply, delta)
 
     def _fits(self, value: Any) -> bool:
         """Return whether an assignment needs no conversion and no communication."""
