@@ -339,7 +339,9 @@ def save_at(manager, comm, clock, hours):
     return path
 
 
-@pytest.mark.parametrize("is_background", [False, True])
+@pytest.mark.parametrize(
+    "is_background", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_hours_are_counted_over_jobs(
     strategy, comm, mpi_tmp_path, clock, is_background
 ):

@@ -15,7 +15,15 @@ NAMES = ["a/b", "a%b", "a%%b", "100%", "%", "%2F", "new\nline", "grün", " ", "x
 
 
 @pytest.mark.parametrize(
-    "stem", ["plain", "a%b", "a%%b", "100%-%25", "new\nline", "ü", NO_UTF8], ids=ascii
+    "stem",
+    [
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("plain", "a%b", "a%%b")),
+        "100%-%25",
+        "new\nline",
+        pytest.param("ü", marks=pytest.mark.slow),
+        NO_UTF8,
+    ],
+    ids=ascii,
 )
 def test_parts_of_arrays_are_found_by_h5py_and_by_restoring(
     strategy, comm, mpi_tmp_path, stem

@@ -194,7 +194,15 @@ CASES = {
         range(18),
     ),
 }
-ALL_CASES = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+# They show what interleaving and files each show, and take long
+SLOW = {"interleaved files"}
+ALL_CASES = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in SLOW))
+        for name, case in CASES.items()
+    ],
+)
 
 
 # Runs

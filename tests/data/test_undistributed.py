@@ -55,7 +55,9 @@ LOOP = """for batch in rows:
 REDUCE = "rows.reduce(0, lambda state, batch: state)"
 
 
-@pytest.mark.parametrize("use", [LOOP, pytest.param(REDUCE, id="reduce")])
+@pytest.mark.parametrize(
+    "use", [LOOP, pytest.param(REDUCE, id="reduce", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_one_rank_warns_once(mpirun, tmp_path, ranks, use):
     path = tmp_path / "script.py"

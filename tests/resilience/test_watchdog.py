@@ -78,7 +78,7 @@ def test_a_time_that_is_none_is_refused(text):
 @pytest.mark.parametrize(
     ("case", "collective", "nodes"),
     [
-        ("stopped", "small", 1),
+        pytest.param(*("stopped", "small", 1), marks=pytest.mark.slow),
         pytest.param(*("stopped", "large", 1), marks=pytest.mark.slow),
         ("stopped", "direct", 1),
         pytest.param(*("stopped", "small", 2), marks=pytest.mark.slow),
@@ -132,7 +132,7 @@ def test_the_variable_limits_how_long_ranks_wait(mpirun):
     assert "rank 1 did not come. The job ends" in ended.stderr
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_slow_rank_is_named_and_waited_for(mpirun, tmp_path, nodes):
     """It is slow until it has been named."""
     named = tmp_path / "named"

@@ -334,7 +334,9 @@ rc.initialize, rc.finalize = True, None
 @pytest.mark.parametrize(
     ("ranks", "text", "expected"),
     [
-        (0, "import os; os.abort()", "ended by SIGABRT"),
+        pytest.param(
+            *(0, "import os; os.abort()", "ended by SIGABRT"), marks=pytest.mark.slow
+        ),
         (0, "import os; os._exit(3)", "ended with 3"),
         pytest.param(
             *(0, "import os; os.open(os.environ['FIFO'], os.O_RDONLY)", "no end in"),

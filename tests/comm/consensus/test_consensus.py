@@ -357,8 +357,15 @@ class Held:
     """Something large that a function had when it failed."""
 
 
-@pytest.mark.parametrize("failing", ["one", "all"])
-@pytest.mark.parametrize("way", ["run_in_scope", "guard"])
+@pytest.mark.parametrize(
+    ("way", "failing"),
+    [
+        ("run_in_scope", "one"),
+        ("guard", "all"),
+        pytest.param("run_in_scope", "all", marks=pytest.mark.slow),
+        pytest.param("guard", "one", marks=pytest.mark.slow),
+    ],
+)
 def test_what_a_failed_function_held_is_freed_at_once(comm, consensus, way, failing):
     """Not by the garbage collector some time later: it may be most of a GPU."""
     held = []

@@ -82,7 +82,7 @@ MOVING = "allreduce_packed allreduce_sum"
         ("AUTO", 10, AGREEING, ""),
         ("AUTO", 300_000, MOVING, ""),
         pytest.param("MPI", 300_000, AGREEING, "", marks=pytest.mark.slow),
-        ("MPI", 300_000, MOVING, ""),
+        pytest.param("MPI", 300_000, MOVING, "", marks=pytest.mark.slow),
         pytest.param("AUTO", 10, AGREEING, "1", marks=pytest.mark.slow),
         pytest.param("AUTO", 300_000, MOVING, "2", marks=pytest.mark.slow),
     ],
@@ -170,7 +170,7 @@ except mpidist.CollectiveError as error:
 @pytest.mark.parametrize(
     ("implementation", "ranks_per_node"),
     [
-        ("AUTO", ""),
+        pytest.param("AUTO", "", marks=pytest.mark.slow),
         ("MPI", ""),
         pytest.param("AUTO", "1", marks=pytest.mark.slow),
     ],

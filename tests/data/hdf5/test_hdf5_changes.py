@@ -321,7 +321,7 @@ def resize_elsewhere(path, rows):
         pytest.param("fletcher32", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("rows", [200, 64 + 1])
+@pytest.mark.parametrize("rows", [pytest.param(200, marks=pytest.mark.slow), 64 + 1])
 def test_a_file_that_grows_while_it_is_read(strategy, comm, mpi_tmp_path, layout, rows):
     """All ranks get the rows that were there, or an error."""
     data, path = wide(64), mpi_tmp_path / "a.h5"

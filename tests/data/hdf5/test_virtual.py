@@ -63,7 +63,7 @@ def write_links(path, target):
         file.create_dataset("storage", (4,), "i4", external=[(target, 0, 16)])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_is_no_regular_file_is_refused_on_all_ranks(
     mpirun, comm, mpi_tmp_path, ranks
 ):
