@@ -37,7 +37,9 @@ def check_topology():
     hosts = strategy.gather_objects(os.uname().nodename)
     assert hosts == [f"node{r // RANKS_PER_NODE}" for r in range(RANKS)]
     used = {
-        name for rows in extended.collectives.routes.table.values() for _, name in rows
+        name
+        for rows in extended.collectives.transports.table.values()
+        for _, name in rows
     }
     assert used == ({"mpi", "hierarchical"} if RANKS_PER_NODE > 1 else {"mpi"})
 

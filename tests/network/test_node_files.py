@@ -16,7 +16,7 @@ import sys
 import mpidist
 
 strategy = mpidist.MirroredStrategy(["CPU:0"])
-found = strategy.gather_objects(str(strategy.extended.collectives.routes.table))
+found = strategy.gather_objects(str(strategy.extended.collectives.transports.table))
 assert len(set(found)) == 1, found
 if strategy.extended.replica_id == 0:
     sys.stdout.write(found[0])
