@@ -24,6 +24,7 @@ from mpidist.comm.collectives.counts import CountExchange, CountPlan
 from mpidist.comm.collectives.over_axis import Take
 from mpidist.comm.collectives.packs import PackedReductions, ReducePlan
 from mpidist.comm.collectives.plans import (
+    OP_TYPES,
     PlanCache,
     Structure,
     detail_of,
@@ -196,7 +197,7 @@ class Exchanges:
     ) -> Any:
         """See `ReplicaContext.reduce_scatter`. Collective."""
         wanted, detail = _DEFAULT if options is None else options, None
-        is_known = type(axis) is int and isinstance(reduce_op, str | ReduceOp)
+        is_known = type(axis) is int and isinstance(reduce_op, OP_TYPES)
         if is_known and lengths is None:
             detail = detail_of((reduce_op, axis), options)
 

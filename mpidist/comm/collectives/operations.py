@@ -33,6 +33,7 @@ from mpidist.comm.collectives.outputs import Results
 from mpidist.comm.collectives.over_axis import AxisReductions, Summation
 from mpidist.comm.collectives.packs import PackedReductions, ReducePlan
 from mpidist.comm.collectives.plans import (
+    OP_TYPES,
     PlanCache,
     Structure,
     detail_of,
@@ -118,8 +119,8 @@ class Collectives:
           ArgumentError for a sum of integers that does not fit their dtype.
         """
         key, detail = None, None
-        if reduce_arrays is None and isinstance(reduce_op, str | ReduceOp):
-            detail = detail_of(reduce_op, options)
+        if reduce_arrays is None and isinstance(reduce_op, OP_TYPES):
+            detail = reduce_op if options is None else detail_of(reduce_op, options)
         if detail is not None:
             # A nest may raise when it is read, perhaps on this rank alone
             key, plan, leaves = self.consensus.guard(

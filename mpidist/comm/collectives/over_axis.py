@@ -19,6 +19,7 @@ from mpidist.comm.collectives.arguments import (
 from mpidist.comm.collectives.gather import GatherPlan, Gathers
 from mpidist.comm.collectives.packs import PackedReductions, ReducePlan
 from mpidist.comm.collectives.plans import (
+    OP_TYPES,
     PlanCache,
     Structure,
     detail_of,
@@ -120,7 +121,7 @@ class AxisReductions:
         """See `Collectives.reduce_over_axis`."""
         wanted = _DEFAULT if options is None else options
         kind, detail = kind_along(axis), None
-        is_known = kind is not None and isinstance(reduce_op, str | ReduceOp)
+        is_known = kind is not None and isinstance(reduce_op, OP_TYPES)
         if is_known and sum_arrays is None:
             detail = detail_of((reduce_op, axis), options)
         return self._plans.run(

@@ -13,12 +13,20 @@ import numpy as np
 
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.device import arrays
-from mpidist.options import CommunicationOptions
+from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest
 from mpidist.values import Mirrored, PerReplica
 
-__all__ = ["PlanCache", "Structure", "detail_of", "kind_along", "kind_of"]
+__all__ = [
+    "OP_TYPES",
+    "PlanCache",
+    "Structure",
+    "detail_of",
+    "kind_along",
+    "kind_of",
+]
 
+OP_TYPES = (str, ReduceOp)  # what else is given for a reduce_op is an error
 _MOST = 1000  # plans that are kept
 _NUMBERS = {float, complex, np.float32, np.float64, np.complex64, np.complex128}
 _FLAT = (list, tuple)
