@@ -225,11 +225,13 @@ class CommunicationOptions:
         replicas, so that every bit of a result is the same in each run, by each
         implementation and in packs of any size. (On one node they do so anyway.)
       compression: "float16" or "bfloat16" sends the real floating numbers of
-        elementwise reductions as such, half as many bytes as float32, and adds them up
-        in float32. With u = 2**-11 or 2**-8, a sum is off by at most 2.01 * u times
-        the sum of magnitudes, and 2**-24 for each number, if float16, that is as small
-        as 6e-5 or less. float16 ends at 65504: larger numbers and sums become inf.
-        bfloat16 needs the package ml_dtypes.
+        elementwise reductions as such to other nodes (implementation MPI: to other
+        ranks), half as many bytes as float32, and adds them up in float32. In memory
+        that ranks share nothing is sent, so nothing is narrow there. With u = 2**-11 or
+        2**-8, a sum is off by at most 2.01 * u times the sum of magnitudes, and 2**-24
+        for each number, if float16, that is as small as 6e-5 or less. float16 ends at
+        65504: larger numbers and sums become inf. bfloat16 needs the package
+        ml_dtypes.
 
     Replicas that pass unlike options to one call all raise MismatchError.
 

@@ -37,6 +37,7 @@ __all__ = [
     "rough_sum_over",
     "sum_over",
     "to_add",
+    "wire_dtype",
 ]
 
 # Given a number of elements, another array, and a dtype
@@ -59,17 +60,22 @@ def require_reducible(op: ReduceOp, dtype: np.dtype[Any], name: str) -> None:
 
 
 def to_add(
-    op: ReduceOp, values: Sequence[Any], compression: str | None = None
+    op: ReduceOp,
+    values: Sequence[Any],
+    compression: str | None = None,
+    is_narrow: bool = True,
 ) -> tuple[list[np.dtype[Any]], list[Any]]:
     """Return the dtypes of the reductions, and what is to be added up for them.
 
-    With `compression` that is as narrow as it is to be sent.
+    With `compression` that is as narrow as it is to be sent where `is_narrow`, else as
+    wide as it is.
     """
     is_mean = op is ReduceOp.MEAN
     out = [arrays.mean_dtype(a.dtype) if is_mean else a.dtype for a in values]
+    keep = compression is not None and not is_narrow
     with np.errstate(over="ignore"):  # what is too large for float16 is inf
         return out, [
-            contiguous(a, _wire_dtype(dtype, compression))
+            contiguous(a, dtype if keep else wire_dtype(dtype, compression))
             for a, dtype in zip(values, out)
         ]
 
@@ -104,11 +110,11 @@ def result_bytes(
 ) -> tuple[int, int]:
     """Return how many bytes the total of an array takes, and what `finish` adds."""
     out = arrays.mean_dtype(dtype) if op is ReduceOp.MEAN else dtype
-    total = arrays.accumulator_dtype(_wire_dtype(out, compression))
+    total = arrays.accumulator_dtype(wire_dtype(out, compression))
     return size * total.itemsize, 0 if total == out else size * out.itemsize
 
 
-def _wire_dtype(dtype: np.dtype[Any], compression: str | None) -> np.dtype[Any]:
+def wire_dtype(dtype: np.dtype[Any], compression: str | None) -> np.dtype[Any]:
     """Return the dtype that numbers of `dtype` are sent as."""
     if compression is None:
         return arrays.accumulator_dtype(dtype)

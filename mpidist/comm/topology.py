@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 import re
@@ -82,7 +83,7 @@ def _pretended_ranks_per_node(
     # Python refuses to read numbers of some thousand digits
     is_number = asked is not None and asked.isdecimal() and len(asked) < _MOST_DIGITS
     is_good = asked is None or (is_number and int(asked) > 0)
-    if not is_good or any(other != asked for other in everyone):
+    if not is_good or set(everyone) != {asked}:
         texts = ["not set" if t is None else validation.shown(t) for t in everyone]
         raise LaunchError(
             f"{_RANKS_PER_NODE} must be a positive number, the same on all ranks; it "
@@ -107,6 +108,19 @@ def _ranks_that_share_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
     return part
 
 
+def _core_share(node: MPI.Intracomm) -> float:
+    """Return of how many cores a rank may count as its own. Collective.
+
+    Those that several ranks of a node may use are divided between them.
+    """
+    if not hasattr(os, "sched_getaffinity"):  # not on Linux
+        return (os.cpu_count() or 1) / node.Get_size()
+    own = sorted(os.sched_getaffinity(0))
+    everyone = node.allgather(own)
+    users = collections.Counter(core for cores in everyone for core in cores)
+    return sum(1 / users[core] for core in own)
+
+
 @dataclasses.dataclass
 class Topology:
     """The communicators of one strategy, all owned by it. Freed by `close`."""
@@ -118,6 +132,7 @@ class Topology:
     local_rank: int
     failures: FailureDetector  # of ranks of `comm`
     pids: dict[int, int]  # of the other ranks of this node, see `monitor_processes`
+    core_share: float  # of the cores that this rank may use, see `_core_share`
     closed: bool = False
     devices: tuple[str, ...] = ()  # of all ranks
     node_sizes: tuple[int, ...] = ()  # how many ranks each node has, ascending
@@ -168,6 +183,7 @@ class Topology:
             local_rank=node.Get_rank(),
             failures=failures,
             pids=monitor_processes(comm, node),
+            core_share=_core_share(node),
         )
 
     @property

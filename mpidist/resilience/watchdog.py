@@ -82,7 +82,7 @@ class Watch(threading.Thread):
             else:
                 time.sleep(pause)
             self.note_stop(pause, time.monotonic())
-            # What is freed at the same time may be gone in the middle of a look
+            # A look must never end the program, or itself
             with contextlib.suppress(Exception):
                 self.look_at_all(survives)
 
@@ -90,10 +90,13 @@ class Watch(threading.Thread):
         """Look once; `survives` is whether MPI goes on when a rank dies."""
         for pending in list(Pending.in_use):
             self.look_at_pending(pending, time.monotonic())
-        for consensus in list(Consensus.in_use):
+
+        def look(consensus: Consensus) -> None:
             self.look(consensus, time.monotonic())
             if not survives:
                 self.look_for_ended(consensus, time.monotonic())
+
+        Consensus.look_at_all(look)
 
     def note_stop(self, pause: float, now: float) -> None:
         """Note for how long this process was stopped since the last look, if it was.

@@ -179,7 +179,9 @@ def test_a_step_has_memory_for_all_that_it_returns(
 
 @pytest.mark.parametrize("compression", [None, "float16"])
 def test_options_are_kept(comm, strategy, compression):
-    options = CommunicationOptions(compression=compression, reproducible=True)
+    options = CommunicationOptions(
+        compression=compression, reproducible=True, implementation="MPI"
+    )
     buckets = strategy.gradient_buckets([np.zeros(1000)], "SUM", options)
     with buckets:
         buckets.put(0, np.full(1000, 1 + 2.0**-12))

@@ -297,6 +297,30 @@ def test_time_in_which_the_process_was_stopped_does_not_count():
     assert watchdog.waited(begun=100.0, now=8103.5) == pytest.approx(3.5)
 
 
+# Two of them look all the time
+RESTLESS = """
+import mpidist
+from mpidist.resilience import watchdog
+
+watchdog._LOOK_SECONDS = 1e-5
+for _ in range(2):
+    watchdog.Watch(1000.0).start()
+for _ in range(200):
+    strategy = mpidist.MirroredStrategy(["CPU:0"])
+    strategy.reduce("SUM", 1.0)
+    strategy.experimental_finalize()
+print("well")
+"""
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_strategies_may_end_while_they_are_looked_at(mpirun, nodes):
+    environment = {"MPIDIST_RANKS_PER_NODE": "1"} if nodes > 1 else {}
+    ended = mpirun(2, RESTLESS, **environment)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("well") == 2
+
+
 def test_the_watchdog_goes_on_after_an_error(monkeypatch):
     """What it looks at may be freed at the same time."""
     looks = []

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from mpidist.comm import packing
+from mpidist.comm import arithmetic, packing
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from mpidist.options import CommunicationImplementation, CommunicationOptions
+from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.util import nest
 from mpidist.values import (
     DistributedValues,
@@ -25,11 +25,12 @@ __all__ = [
     "describe",
     "describe_as",
     "describe_but",
-    "gather_axis",
+    "gather_axes",
     "implementation_of",
     "is_direct",
     "option_fields",
     "require_dense",
+    "require_reducible",
     "to_arrays",
 ]
 
@@ -82,14 +83,25 @@ def require_dense(operation: str, value: Any) -> None:
             )
 
 
-def gather_axis(axis: int, ndim: int, name: str) -> int:
-    """Return `axis` as a number in 0..ndim-1; a scalar has none."""
-    if ndim == 0:
-        raise ArgumentError(
-            f"{name} is a scalar, which has no axis to gather along; make it an array "
-            "of shape (1,) first"
-        )
-    return packing.normalize_axis(axis, ndim, name)
+def gather_axes(axis: int, values: Sequence[Any], spec: nest.Spec) -> list[int]:
+    """Return for each array `axis` as a number in 0..ndim-1; a scalar has none."""
+
+    def normalize(array: Any, name: str) -> int:
+        if array.ndim == 0:
+            raise ArgumentError(
+                f"{name} is a scalar, which has no axis to gather along; make it an "
+                "array of shape (1,) first"
+            )
+        return packing.normalize_axis(axis, array.ndim, name)
+
+    return check_each(values, spec, normalize)
+
+
+def require_reducible(op: ReduceOp, values: Sequence[Any], spec: nest.Spec) -> None:
+    """Raise unless the dtypes of all arrays can be reduced."""
+    check_each(
+        values, spec, lambda a, name: arithmetic.require_reducible(op, a.dtype, name)
+    )
 
 
 def describe(values: Sequence[Any]) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -17,8 +16,9 @@ from mpidist.comm.collectives.arguments import (
     deadline_of,
     describe,
     describe_but,
-    gather_axis,
+    gather_axes,
     option_fields,
+    require_reducible,
 )
 from mpidist.comm.collectives.counts import CountExchange, CountPlan
 from mpidist.comm.collectives.over_axis import Take
@@ -127,9 +127,7 @@ class Exchanges:
 
         def make() -> tuple[ExchangePlan, list[Any], list[Any]]:
             leaves, spec, given = self._take(value, wanted)
-            axes = check_each(
-                given, spec, lambda a, name: gather_axis(axis, a.ndim, name)
-            )
+            axes = gather_axes(axis, given, spec)
             agreed = axis_field(axes), *option_fields(wanted)
             call = CallSignature(operation, agreed, spec, describe_but(given, axes))
             carries = not any(map(arrays.is_device_array, given))
@@ -204,11 +202,8 @@ class Exchanges:
         def make() -> tuple[ExchangePlan, list[Any], list[Any]]:
             op = ReduceOp.parse(reduce_op)
             leaves, spec, given = self._take(value, wanted)
-            check = functools.partial(arithmetic.require_reducible, op)
-            check_each(given, spec, lambda a, name: check(a.dtype, name))
-            axes = check_each(
-                given, spec, lambda a, name: gather_axis(axis, a.ndim, name)
-            )
+            require_reducible(op, given, spec)
+            axes = gather_axes(axis, given, spec)
             divided = [self._divide(a.shape[i], lengths) for a, i in zip(given, axes)]
             fields = (
                 ("reduce_op", op.name),

@@ -6,7 +6,6 @@ together, so a nest costs one MPI call per dtype (and per `bytes_per_pack`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,10 +17,11 @@ from mpidist.comm.collectives.arguments import (
     check_each,
     describe,
     describe_but,
-    gather_axis,
+    gather_axes,
     implementation_of,
     option_fields,
     require_dense,
+    require_reducible,
     to_arrays,
 )
 from mpidist.comm.collectives.combinations import Combinations
@@ -141,23 +141,39 @@ class Collectives:
             )
 
         def make() -> tuple[ReducePlan, list[Any], list[Any]]:
-            op = ReduceOp.parse(reduce_op)
-            wanted = _DEFAULT if options is None else options
-            leaves, spec, given = self._take(value, wanted)
-            check = functools.partial(arithmetic.require_reducible, op)
-            check_each(given, spec, lambda a, name: check(a.dtype, name))
-            agreed = (("reduce_op", op.name), *option_fields(wanted))
-            call = CallSignature(operation, agreed, spec, describe(given))
-            structure = Structure.of(spec, leaves)
-            fits = reduce_arrays is None and self._packed.fits(op, given, wanted)
-            plan = self._packed.plan(call, op, wanted, structure, given, packed=fits)
-            return plan, leaves, given
+            return self._plan(
+                operation,
+                reduce_op,
+                value,
+                _DEFAULT if options is None else options,
+                may_pack=reduce_arrays is None,
+            )
 
         with self.consensus.lock:
             plan, leaves, given = self.consensus.guard(operation, make)
             results = self._execute(plan, given, reduce_arrays)
         self._plans.keep(key, plan, leaves, given)
         return plan.structure.give_back(results, leaves)
+
+    def _plan(
+        self,
+        operation: str,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions,
+        *,
+        may_pack: bool,
+    ) -> tuple[ReducePlan, list[Any], list[Any]]:
+        """Return the plan of a reduction, the leaves of `value`, these as arrays."""
+        op = ReduceOp.parse(reduce_op)
+        leaves, spec, given = self._take(value, options)
+        require_reducible(op, given, spec)
+        agreed = (("reduce_op", op.name), *option_fields(options))
+        call = CallSignature(operation, agreed, spec, describe(given))
+        structure = Structure.of(spec, leaves)
+        fits = may_pack and self._packed.fits(op, given, options)
+        plan = self._packed.plan(call, op, options, structure, given, packed=fits)
+        return plan, leaves, given
 
     def _execute(
         self,
@@ -199,9 +215,7 @@ class Collectives:
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> Summands:
         """Return what arrays add up from, and memory for the sums. Not collective."""
-        # Where nothing is sent, nothing needs to be narrow
-        compression = options.compression if self.size > 1 else None
-        out, partial = arithmetic.to_add(op, values, compression)
+        out, partial = self._to_add(op, values, options)
         if self.size == 1:
             return Summands(out, partial)
         if arithmetic.is_integer_sum(op, out):
@@ -255,9 +269,7 @@ class Collectives:
         if not op.adds:
             packs = self._combinations.reserve(op, values, options)
             return self._combinations.combine(op, packs, values, options)
-        # Where nothing is sent, nothing needs to be narrow
-        compression = options.compression if self.size > 1 else None
-        out, partial = arithmetic.to_add(op, values, compression)
+        out, partial = self._to_add(op, values, options)
         sum_arrays = sum_arrays or self.sums.sum_arrays
         if is_sum and self.size > 1 and arithmetic.is_integer_sum(op, out):
             partial.append(self._count_large(partial))
@@ -267,6 +279,17 @@ class Collectives:
         else:
             totals = sum_arrays(partial, options)
         return arithmetic.finish(op, totals, out, self.size, self._empty)
+
+    def _to_add(
+        self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    ) -> tuple[list[Any], list[Any]]:
+        """Return what `arithmetic.to_add` does, narrow on GPUs alone.
+
+        On the host it gets narrow where it is sent to other nodes: see `Sums.reserve`.
+        """
+        compression = options.compression if self.size > 1 else None
+        is_narrow = compression is None or any(map(arrays.is_device_array, values))
+        return arithmetic.to_add(op, values, compression, is_narrow)
 
     def _count_large(self, partial: Sequence[Any]) -> Any:
         """Return 1 if sums of integers over all ranks may not fit, as far as is known.
@@ -386,9 +409,7 @@ class Collectives:
         def make() -> tuple[GatherPlan, list[Any], list[Any]]:
             require_dense(operation, value)
             leaves, spec, given = self._take(value, wanted)
-            axes = check_each(
-                given, spec, lambda a, name: gather_axis(axis, a.ndim, name)
-            )
+            axes = gather_axes(axis, given, spec)
             agreed = axis_field(axes), *option_fields(wanted)
             call = CallSignature(operation, agreed, spec, describe_but(given, axes))
             structure = Structure.of(spec, leaves)

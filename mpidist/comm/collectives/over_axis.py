@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from mpidist.comm.collectives.arguments import (
     check_each,
     describe_as,
     option_fields,
+    require_reducible,
 )
 from mpidist.comm.collectives.gather import GatherPlan, Gathers
 from mpidist.comm.collectives.packs import PackedReductions, ReducePlan
@@ -145,8 +145,7 @@ class AxisReductions:
         """Return the plan of a call, its leaves, and these as arrays."""
         op = ReduceOp.parse(reduce_op)
         leaves, spec, given = self._take(value, options)
-        check = functools.partial(arithmetic.require_reducible, op)
-        check_each(given, spec, lambda a, name: check(a.dtype, name))
+        require_reducible(op, given, spec)
         axes = check_each(
             given, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
         )

@@ -6,6 +6,7 @@ are given back. A call of a known kind takes its plan from here, without further
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -188,12 +189,14 @@ def kind_along(axis: Any) -> Kind | None:
       axis: an integer, or several.
     """
     if type(axis) is int:
-        axes: tuple[int, ...] = (axis,)
-    elif type(axis) is tuple and all(type(i) is int for i in axis):
-        axes = axis
-    else:
-        return None
+        return _kind_along((axis,))
+    if type(axis) is tuple and all(type(i) is int for i in axis):
+        return _kind_along(axis)
+    return None
 
+
+@functools.lru_cache(maxsize=100)
+def _kind_along(axes: tuple[int, ...]) -> Kind:
     def kind(leaf: Any) -> Any:
         if type(leaf) is np.ndarray:
             where: Any = None

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidist.comm import packing
+from mpidist.comm import arithmetic, packing
 from mpidist.comm.collectives.arguments import deadline_of, implementation_of, is_direct
 from mpidist.comm.collectives.outputs import Results
 from mpidist.comm.shared_memory.symmetric import SymmetricMemory
 from mpidist.comm.transports.base import Transport
-from mpidist.comm.transports.selector import TransportSelector
+from mpidist.comm.transports.selector import NarrowingTransport, TransportSelector
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions
 
@@ -27,12 +27,14 @@ class _Pack(NamedTuple):
       sends: these arrays.
       total: where their sums go, one behind the other.
       transport: what moves them; None where they lie in memory of the node.
+      wire: the dtype in which it sends them; None for their own.
     """
 
     members: Sequence[int]
     sends: Sequence[Any]
     total: Any
     transport: Transport | None
+    wire: Any = None
 
 
 class Summands(NamedTuple):
@@ -134,11 +136,25 @@ class Sums:
                 size = sum(send.size for send in sends)
                 total = self._results.empty(size, sends[0], dtype)
                 members = [chosen[k] for k in numbers]
-                way = None
-                if chosen is far:
+                wire = None
+                way: Transport | None = self._narrowing(sends[0], options)
+                if way is not None:
+                    wire = arithmetic.wire_dtype(sends[0].dtype, options.compression)
+                elif chosen is far:
                     way = self._transport_for(sends[0], options, transport)
-                packs.append(_Pack(members, sends, total, way))
+                packs.append(_Pack(members, sends, total, way, wire))
         return packs
+
+    def _narrowing(
+        self, send: Any, options: CommunicationOptions
+    ) -> NarrowingTransport | None:
+        """Return what sends an array in a narrower dtype between nodes, if it must."""
+        is_wide = send.dtype.kind == "f" and send.dtype.itemsize > 2
+        if options.compression is None or not is_wide or arrays.is_device_array(send):
+            return None
+        return self._transports.narrowing(
+            implementation_of(options), options.reproducible
+        )
 
     def _transport_for(
         self, send: Any, options: CommunicationOptions, transport: Transport | None
@@ -176,9 +192,16 @@ class Sums:
         """Put the sums of arrays of one dtype into their memory."""
         dtype = pack.sends[0].dtype
         with np.errstate(over="ignore"):  # what is too large for float16 is inf
+            if pack.wire is not None:
+                self._send_narrow(pack, deadline)
+                return
             transport.allreduce_packed(pack.sends, pack.total, deadline)
             if arrays.is_float16(dtype):  # totals may have been, on the way, so all are
                 pack.total[...] = pack.total.astype(dtype)
+
+    def _send_narrow(self, pack: _Pack, deadline: float | None) -> None:
+        way: Any = pack.transport  # as `_narrowing` found it
+        way.allreduce_narrow(pack.sends, pack.total, pack.wire, deadline)
 
     def _sum_symmetric(
         self, pairs: Sequence[tuple[Any, Any]], deadline: float | None

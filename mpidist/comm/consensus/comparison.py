@@ -15,21 +15,25 @@ from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.consensus.waiting import Departures, RequestWaiter
 
 __all__ = [
+    "FAILED",
     "GATHERED_BYTES",
-    "SharedMemoryComparison",
-    "Proposal",
+    "LARGE",
     "Comparison",
     "GatherComparison",
     "MaximumComparison",
     "Pages",
     "Payload",
     "PayloadComparison",
+    "Proposal",
+    "SharedMemoryComparison",
 ]
 
 _HEADER_BYTES = 32  # a number, what state the rank is in, and an address
 _ALIGNMENT_BYTES = 16
-# The state is 1 if the rank has failed, and this if its payload has large integers
-_LARGE = 2
+# How a rank is when it compares: 0, or one of these
+FAILED = 1  # it cannot go on
+LARGE = 2  # its payload has integers so large that their sums may overflow
+Words = tuple[int, int, int]
 # So few bytes take about as long as none on their way between nodes
 GATHERED_BYTES = 256
 
@@ -82,21 +86,13 @@ class Comparison(Protocol):
     payload_bytes: int  # how much every rank can send the others along with its number
 
     def agrees(
-        self,
-        number: int,
-        is_large: bool = False,
-        has_failed: bool = False,
-        address: int = 0,
-        deadline: float | None = None,
-        yield_cpu: bool = False,
+        self, words: Words, deadline: float | None = None, yield_cpu: bool = False
     ) -> bool:
         """Return whether all ranks pass the same number, and none failed. Collective.
 
         Args:
-          number: of 62 bits.
-          is_large: whether the payload that was written has large integers.
-          has_failed: whether this rank cannot go on.
-          address: of 62 bits; it may differ, see `is_same_address`.
+          words: what this rank passes: the number, of 62 bits; how this rank is (0,
+            FAILED, or LARGE); an address, of 62 bits, see `is_same_address`.
           deadline: on time.monotonic's clock.
           yield_cpu: whether to leave the core to other threads while waiting.
 
@@ -124,18 +120,13 @@ class MaximumComparison:
         self._highest = np.zeros(5, np.int64)
 
     def agrees(
-        self,
-        number: int,
-        is_large: bool = False,
-        has_failed: bool = False,
-        address: int = 0,
-        deadline: float | None = None,
-        yield_cpu: bool = False,
+        self, words: Words, deadline: float | None = None, yield_cpu: bool = False
     ) -> bool:
         """See `Comparison.agrees`."""
         self._calls += 1
         mine, highest = self._mine, self._highest
-        mine[:] = number, -number, address, -address, has_failed
+        number, state, address = words
+        mine[:] = number, -number, address, -address, state == FAILED
         # Never a blocking call: it would not match one of a rank with a deadline
         request = self._comm.Iallreduce(mine, highest, MPI.MAX)
         end = math.inf if deadline is None else deadline
@@ -189,15 +180,16 @@ class PayloadComparison(abc.ABC):
     def payload(self, pages: Pages) -> Sequence[Sequence[Any]]:
         """Return the arrays of all ranks; they are valid until the next comparison."""
 
-    def _judge(self, words: Sequence[Any], number: int, address: int) -> bool:
-        """Return whether all ranks agree, given the first words of their pages."""
+    def _judge(self, everyone: Sequence[Any], words: Words) -> bool:
+        """Return whether all ranks have passed the same number, and none failed."""
+        number, _, address = words
         is_same, is_any_large = True, False
-        for word in words:
-            if word[0] != number or word[1]:
-                is_same = is_same and word[0] == number and word[1] == _LARGE
+        for found in everyone:
+            if found[0] != number or found[1]:
+                is_same = is_same and found[0] == number and found[1] == LARGE
                 is_any_large = True
         self.is_any_large = is_any_large
-        self.is_same_address = address != 0 and all(w[2] == address for w in words)
+        self.is_same_address = address != 0 and all(w[2] == address for w in everyone)
         return is_same
 
 
@@ -237,25 +229,19 @@ class GatherComparison(PayloadComparison):
         return pages.everyone[0]
 
     def agrees(
-        self,
-        number: int,
-        is_large: bool = False,
-        has_failed: bool = False,
-        address: int = 0,
-        deadline: float | None = None,
-        yield_cpu: bool = False,
+        self, words: Words, deadline: float | None = None, yield_cpu: bool = False
     ) -> bool:
         """See `Comparison.agrees`."""
         self._calls += 1
         mine = self._mine
-        mine[0], mine[1], mine[2] = number, has_failed | _LARGE * is_large, address
+        mine[0], mine[1], mine[2] = words
         # Never a blocking call: it would not match one of a rank with a deadline
         request = self._comm.Iallgather(self._send, self._received)
         end = math.inf if deadline is None else deadline
         self._waiting.wait(request, end, self._calls, yield_cpu)
         # A rank that arrived earlier may have left since; later calls would wait for it
         self._departures.require_none()
-        return self._judge(self._words, number, address)
+        return self._judge(self._words, words)
 
     def missing(self) -> list[int] | None:
         """See `Comparison.missing`."""
@@ -288,22 +274,15 @@ class SharedMemoryComparison(PayloadComparison):
         return self._barrier.missing()
 
     def agrees(
-        self,
-        number: int,
-        is_large: bool = False,
-        has_failed: bool = False,
-        address: int = 0,
-        deadline: float | None = None,
-        yield_cpu: bool = False,
+        self, words: Words, deadline: float | None = None, yield_cpu: bool = False
     ) -> bool:
         """See `Comparison.agrees`."""
         barrier = self._barrier
-        words = barrier.word_pairs[(barrier.epoch + 1) & 1]
-        mine = words[barrier.rank]
-        # Write the address also if it is 0: other ranks may pass one
-        mine[0], mine[1], mine[2] = number, has_failed | _LARGE * is_large, address
+        everyone = barrier.word_pairs[(barrier.epoch + 1) & 1]
+        mine = everyone[barrier.rank]
+        mine[0], mine[1], mine[2] = words
         barrier.wait(deadline, yield_cpu)
-        return self._judge(words, number, address)
+        return self._judge(everyone, words)
 
 
 def _arrays_on(

@@ -10,29 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from mpi4py import MPI
 
+from mpidist.comm.consensus import diagnostics
 from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.comparison import (
+    FAILED,
+    LARGE,
     Comparison,
     GatherComparison,
     MaximumComparison,
     Payload,
     PayloadComparison,
     Proposal,
-)
-from mpidist.comm.consensus.diagnostics import (
-    forget_locals,
-    left,
-    no_such_thread,
-    not_arrived,
-    not_finished,
-    raise_difference,
-    report_of,
 )
 from mpidist.comm.consensus.failures import FailureDetector
 from mpidist.comm.consensus.flight_recorder import Recorder
@@ -66,6 +61,8 @@ class Consensus:
     # Those of this process in the order of their making, which is that of all ranks
     in_use: ClassVar[list[Consensus]] = []
     made: ClassVar[int] = 0  # of more than one rank
+    # None is closed while another thread looks at it
+    _looking: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(
         self,
@@ -105,11 +102,20 @@ class Consensus:
 
     def close(self) -> None:
         """Unregister it, before its communicator is freed."""
-        if self in Consensus.in_use:
-            Consensus.in_use.remove(self)
+        with Consensus._looking:
+            if self in Consensus.in_use:
+                Consensus.in_use.remove(self)
         self.recorder.close(self.broken is not None or self.failures.ranks != ())
         if self._own_failures is not None:
             self._own_failures.close()
+
+    @classmethod
+    def look_at_all(cls, look: Callable[[Consensus], None]) -> None:
+        """Pass each that is in use to `look`, from any thread."""
+        for consensus in list(cls.in_use):
+            with cls._looking:
+                if consensus in cls.in_use:
+                    look(consensus)
 
     def require_same(
         self,
@@ -149,10 +155,8 @@ class Consensus:
             thread = self.lock.thread()
             if thread and error is None:
                 error = self.lock.ambiguity(call.operation)
-            proposal = Proposal(
-                call, thread, error, timeout, yield_cpu, payload, address
-            )
-            proposal = self._ready(proposal)
+            given = Proposal(call, thread, error, timeout, yield_cpu, payload, address)
+            proposal = self._ready(given)
             if not self._is_agreed(proposal):
                 self._settle(proposal)
             return self.comparison.is_same_address
@@ -174,7 +178,7 @@ class Consensus:
         self._begin(self.calls, call, number)
         number ^= self.progress.digest
         comparison = self.comparison
-        if not comparison.agrees(number, address=address):
+        if not comparison.agrees((number, 0, address)):
             self._settle(Proposal(call, address=address))
         return comparison.is_same_address
 
@@ -208,7 +212,8 @@ class Consensus:
             raise
         self.calls += 1
         self._begin(self.calls, call, number)
-        if not comparison.agrees(number ^ self.progress.digest, is_large):
+        number ^= self.progress.digest
+        if not comparison.agrees((number, LARGE * is_large, 0)):
             self._settle(Proposal(call, payload=payload, is_large=is_large))
         return comparison.payload(payload.pages)
 
@@ -222,12 +227,10 @@ class Consensus:
         """Raise the reason why the ranks disagree, or let another thread go first."""
         is_agreed = False
         while not is_agreed:
-            first = self._resolve(proposal)
-            if first != proposal.thread and not self.lock.let_run(
-                first, proposal.timeout
-            ):
+            first, timeout = self._resolve(proposal), proposal.timeout
+            if first != proposal.thread and not self.lock.let_run(first, timeout):
                 # Join in the name of the missing thread, to report that it is missing
-                error = no_such_thread(proposal.call, self.rank, first)
+                error = diagnostics.no_such_thread(proposal.call, self.rank, first)
                 proposal = proposal._replace(thread=first, error=error)
             proposal = self._ready(proposal)
             is_agreed = self._is_agreed(proposal)
@@ -262,11 +265,10 @@ class Consensus:
         self.calls += 1
         self._begin(self.calls, call, number)
         number ^= self.progress.digest ^ call.step_digest()
+        words = number, LARGE * is_large if error is None else FAILED, address
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            return self.comparison.agrees(
-                number, is_large, error is not None, address, deadline, yield_cpu
-            )
+            return self.comparison.agrees(words, deadline, yield_cpu)
         except WaitTimeoutError as late:
             self._break_off(late, call.operation, timeout)
 
@@ -308,7 +310,7 @@ class Consensus:
                 return
         reason = self.departures.find()
         if reason is None:
-            self._break(left(self.rank, error, self.recorder.last()))
+            self._break(diagnostics.left(self.rank, error, self.recorder.last()))
         else:
             self.broken = reason
 
@@ -339,7 +341,7 @@ class Consensus:
         try:
             self.leave_scope(operation, error)
         except BaseException as raised:
-            forget_locals(raised)
+            diagnostics.forget_locals(raised)
             raise
         finally:
             del error
@@ -391,7 +393,7 @@ class Consensus:
             try:
                 self.sync_errors(operation, error)
             except Exception as raised:
-                forget_locals(raised)
+                diagnostics.forget_locals(raised)
                 raise
             raise
         except BaseException as error:
@@ -427,16 +429,12 @@ class Consensus:
             return [pickle.loads(data) for data in self.comm.allgather(payload)]
 
     def wait(
-        self,
-        request: MPI.Request,
-        deadline: float,
-        operation: str,
+        self, request: MPI.Request | list[MPI.Request], deadline: float, operation: str
     ) -> None:
-        """Wait for an MPI request until `deadline`, on time.monotonic's clock.
+        """Wait for requests of MPI until `deadline`, on time.monotonic's clock.
 
         Raises:
-          DeadlineError: names the ranks that did not arrive. The communicator
-            cannot be used afterwards.
+          DeadlineError: names the missing ranks; the communicator is unusable then.
         """
         start = time.monotonic()
         try:
@@ -460,27 +458,28 @@ class Consensus:
 
     def give_up(self, operation: str, deadline: float) -> NoReturn:
         """Raise a DeadlineError where the missing ranks are unknown; see `wait`."""
-        reason = not_finished(self.rank, operation, deadline)
+        reason = diagnostics.not_finished(self.rank, operation, deadline)
         self._break(reason, is_deadline=True)
         raise DeadlineError(reason)
 
     def _break_off(
         self, late: WaitTimeoutError, operation: str, seconds: float | None
     ) -> NoReturn:
-        reason = not_arrived(self.rank, operation, seconds, *late.args)
+        reason = diagnostics.not_arrived(self.rank, operation, seconds, *late.args)
         self._break(reason, is_deadline=True)
         raise DeadlineError(reason) from None
 
     def _resolve(self, proposal: Proposal) -> str:
         """Return the thread whose turn it is, or raise why the ranks disagree."""
         depth = self._thread.depth
-        record = report_of(proposal, self.progress.describe(), self.rank, depth)
+        progress = self.progress.describe()
+        record = diagnostics.report_of(proposal, progress, self.rank, depth)
         self.departures.require_none()
         records = self.comm.allgather(record)
         if any(r.thread != records[0].thread for r in records):
             return str(records[0].thread)
         try:
-            raise_difference(records, proposal.error, self.rank, self.calls)
+            diagnostics.raise_difference(records, proposal.error, self.rank, self.calls)
         except Exception as raised:
             # Some ranks have left scopes that others are still in: these must follow
             outermost = min(r.depth for r in records)
@@ -492,6 +491,7 @@ class Consensus:
 
 def _disown() -> None:
     """Exclude a forked process from all collectives; release its locks."""
+    Consensus._looking = threading.RLock()
     for consensus in Consensus.in_use:
         consensus.broken = FORKED
         consensus.lock.reset()

@@ -8,8 +8,11 @@ which look for such messages wherever they wait for longer than a moment.
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,19 @@ __all__ = ["Departures", "WaitTimeoutError", "RequestWaiter"]
 
 _TAG = 2  # the announcements of `RequestWaiter` have another one
 _MOST_BYTES = 2000  # so small a message is sent eagerly
+_MOST_DIRECT = 16
+
+
+def _receivers(rank: int, size: int) -> list[int]:
+    """Return the ranks to which `rank` sends what all are to know.
+
+    Up to 16 ranks send to each other. More ranks pass on what they are sent, to those
+    that are 1, 2, 4, 8 ... ranks away: so a rank sends few messages, and each is
+    reached in many ways, in case some ranks pass on nothing.
+    """
+    if size <= _MOST_DIRECT:
+        return [other for other in range(size) if other != rank]
+    return [(rank + (1 << k)) % size for k in range((size - 1).bit_length())]
 
 
 class Departures:
@@ -33,7 +49,6 @@ class Departures:
 
     def __init__(self, comm: MPI.Intracomm):
         self._comm = comm
-        self._others = [r for r in range(comm.Get_size()) if r != comm.Get_rank()]
         self._sent: list[Any] = []  # MPI may still read these
         self._found: str | None = None
         self._lock = threading.Lock()
@@ -41,9 +56,12 @@ class Departures:
     def announce(self, reason: str, is_deadline: bool) -> None:
         """Send the reason why this rank has left to all others. Not collective."""
         data = f"{int(is_deadline)}{reason}".encode(errors="replace")[:_MOST_BYTES]
-        buffer = np.frombuffer(data, np.uint8)
-        requests = [self._comm.Isend(buffer, rank, _TAG) for rank in self._others]
-        self._sent.append((buffer, requests))
+        self._send(np.frombuffer(data, np.uint8))
+
+    def _send(self, data: Any) -> None:
+        receivers = _receivers(self._comm.Get_rank(), self._comm.Get_size())
+        requests = [self._comm.Isend(data, rank, _TAG) for rank in receivers]
+        self._sent.append((data, requests))
 
     def find(self) -> str | None:
         """Return the reason of a rank that has left, if one has. Any thread."""
@@ -52,7 +70,10 @@ class Departures:
             if message is not None:
                 buffer = np.zeros(_MOST_BYTES, np.uint8)
                 message.Recv(buffer)
-                self._found = buffer.tobytes().rstrip(b"\0").decode(errors="replace")
+                data = buffer.tobytes().rstrip(b"\0")
+                if self._comm.Get_size() > _MOST_DIRECT:
+                    self._send(np.frombuffer(data, np.uint8))
+                self._found = data.decode(errors="replace")
         return self._found and self._found[1:]
 
     def require_none(self) -> None:
@@ -70,11 +91,18 @@ class Departures:
 
 
 _HERE_TAG = 1
-_SPINS = 200
+# Before a rank sleeps, it looks so often whether the others have come. Between looks it
+# leaves its core to others, perhaps to those that it waits for: about a millisecond
+_LOOKS = 2000
 # After so long, a rank announces to the others which call it has reached
 _ANNOUNCE_SECONDS = 1.0
+# So often at most, it passes on who has arrived
+_PASS_ON_SECONDS = 0.25
 _COLLECT_CALLS = 1000
 _PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time that was waited
+# Requests for which no rank waits any more, with their buffers: a rank that comes later
+# completes them, so MPI may write there as long as the process lives
+_abandoned: list[MPI.Request | list[MPI.Request]] = []
 
 
 class WaitTimeoutError(Exception):
@@ -97,25 +125,22 @@ class RequestWaiter:
         self._comm = comm
         self._departures = departures
         self._rank = comm.Get_rank()
-        self._abandoned: list[Any] = []  # MPI may still read and write these
         self._sent: list[tuple[Any, list[MPI.Request]]] = []
-        self._arrived: set[int] | None = None  # while this rank has waited for long
+        self._arrived: Any = None  # by rank, whether it has; while this one waits long
 
     def missing(self) -> list[int] | None:
         """Return the ranks that have not arrived, if this one waits for long."""
         arrived = self._arrived
-        if arrived is None:
-            return None
-        return sorted({*range(self._comm.Get_size())} - arrived)
+        return None if arrived is None else _missing(arrived)
 
     def wait(
         self,
-        request: MPI.Request,
+        request: MPI.Request | list[MPI.Request],
         deadline: float,
         call: int,
         yield_cpu: bool = False,
     ) -> None:
-        """Wait for a request until `deadline`, on time.monotonic's clock.
+        """Wait for a request, or several, until `deadline`, on time.monotonic's clock.
 
         Args:
           request: of what all ranks wait for in this call.
@@ -128,51 +153,64 @@ class RequestWaiter:
           CollectiveError: see `Departures.require_none`.
         """
         if call % _COLLECT_CALLS == 0:  # also on a rank that never waits
-            self._collect(set(), call)
-        for _ in range(1 if yield_cpu else _SPINS):
-            if request.Test():
-                return
+            self._collect(self._nobody(), call)
         try:
-            self._wait_long(request, deadline, call)
+            test: Callable[[], bool]
+            if isinstance(request, MPI.Request):
+                test = request.Test
+            else:
+                test = functools.partial(MPI.Request.Testall, request)
+            for _ in range(1 if yield_cpu else _LOOKS):
+                if test():
+                    return
+                os.sched_yield()
+            self._wait_long(test, deadline, call)
+        except BaseException:
+            _abandoned.append(request)
+            raise
         finally:
             self._arrived = None
 
-    def _wait_long(self, request: MPI.Request, deadline: float, call: int) -> None:
+    def _wait_long(self, test: Callable[[], bool], deadline: float, call: int) -> None:
         start = now = time.monotonic()
         announce = start + min((deadline - start) / 2, _ANNOUNCE_SECONDS)
-        arrived = {self._rank}
-        announced = False
-        while not request.Test():
+        pause = min((deadline - start) / 20, _PASS_ON_SECONDS)
+        arrived, told = self._nobody(), 0
+        arrived[self._rank] = True
+        while not test():
             self._collect(arrived, call)
-            if not announced and (now > announce or len(arrived) > 1):
-                self._announce(call)
-                self._arrived = arrived
-                announced = True
+            known = int(np.count_nonzero(arrived))
+            is_news = told == 0 or (known > told and arrived.size > _MOST_DIRECT)
+            if is_news and (now > announce or (told == 0 and known > 1)):
+                self._announce(call, arrived)
+                self._arrived, told, announce = arrived, known, now + pause
             if now > deadline:
-                self._abandoned.append(request)
-                raise WaitTimeoutError(
-                    sorted({*range(self._comm.Get_size())} - arrived)
-                )
-            try:
-                self._departures.require_none()
-            except BaseException:
-                self._abandoned.append(request)
-                raise
+                raise WaitTimeoutError(_missing(arrived))
+            self._departures.require_none()
             time.sleep(min((now - start) / 4, _PAUSE_SECONDS))
             now = time.monotonic()
 
-    def _announce(self, call: int) -> None:
-        """Announce to all other ranks that this one waits in a call."""
-        here = np.array([call])
-        others = [r for r in range(self._comm.Get_size()) if r != self._rank]
-        requests = [self._comm.Isend(here, r, _HERE_TAG) for r in others]
-        self._sent = [s for s in self._sent if not MPI.Request.Testall(s[1])]
-        self._sent.append((here, requests))
+    def _nobody(self) -> Any:
+        return np.zeros(self._comm.Get_size(), np.bool_)
 
-    def _collect(self, arrived: set[int], call: int) -> None:
-        """Add the ranks that announced this call."""
-        status, announced = MPI.Status(), np.zeros(1, np.int64)
+    def _announce(self, call: int, arrived: Any) -> None:
+        """Tell other ranks who waits in a call, of whom this rank knows."""
+        data = np.concatenate([np.array([call]).view(np.uint8), np.packbits(arrived)])
+        receivers = _receivers(self._rank, arrived.size)
+        requests = [self._comm.Isend(data, rank, _HERE_TAG) for rank in receivers]
+        self._sent = [s for s in self._sent if not MPI.Request.Testall(s[1])]
+        self._sent.append((data, requests))
+
+    def _collect(self, arrived: Any, call: int) -> None:
+        """Note who waits in this call, as other ranks have announced."""
+        status = MPI.Status()
+        data = np.empty(8 + -(-arrived.size // 8), np.uint8)
         while self._comm.Iprobe(tag=_HERE_TAG, status=status):
-            self._comm.Recv(announced, status.Get_source(), _HERE_TAG)
-            if announced[0] == call:
-                arrived.add(status.Get_source())
+            self._comm.Recv(data, status.Get_source(), _HERE_TAG)
+            if data[:8].view(np.int64)[0] == call:
+                arrived |= np.unpackbits(data[8:], count=arrived.size).view(np.bool_)
+
+
+def _missing(arrived: Any) -> list[int]:
+    found: list[int] = np.flatnonzero(~arrived).tolist()
+    return found

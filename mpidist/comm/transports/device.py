@@ -14,7 +14,6 @@ import numpy as np
 from mpidist.comm import packing
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.transports.mpi import MpiTransport
-from mpidist.comm.transports.ordered import OrderedTransport
 from mpidist.device import arrays, kernels
 from mpidist.device.memory import DeviceBuffer, is_plain
 from mpidist.device.streams import Order, assign
@@ -26,7 +25,7 @@ _BLOCK_BYTES = 16 << 20
 _LINE_BYTES = 128
 
 
-class DeviceTransport(OrderedTransport):
+class DeviceTransport(MpiTransport):
     """Exchanges parts by MPI on device memory, and adds them up by a kernel.
 
     For MPI libraries that reduce what lies on a GPU on the host, most of which do; and
@@ -39,9 +38,12 @@ class DeviceTransport(OrderedTransport):
 
     name = "device"
     device = True
+    is_ordered = True
+    packs_in_place = False
 
     def __init__(self, consensus: Consensus, block_bytes: int = _BLOCK_BYTES):
-        super().__init__(consensus, block_bytes)
+        super().__init__(consensus)
+        self._block_bytes = block_bytes
         # What one rank alone has no memory for, it must not find out in a collective
         size = block_bytes + _LINE_BYTES * (consensus.size + 1)
         self._parts, self._totals = DeviceBuffer(size), DeviceBuffer(size)
@@ -49,8 +51,12 @@ class DeviceTransport(OrderedTransport):
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
         """See `Transport.allreduce_sum`."""
+        send, receive = send.reshape(-1), receive.reshape(-1)
+        step = max(1, self._block_bytes // receive.dtype.itemsize)
         with self._order:
-            super().allreduce_sum(send, receive, deadline)
+            for start in range(0, receive.size, step):
+                block = slice(start, start + step)
+                self._reduce(send[block], receive[block], deadline)
 
     def _reduce(self, send: Any, receive: Any, deadline: float | None) -> None:
         ranks, rank = self._comm.Get_size(), self._comm.Get_rank()

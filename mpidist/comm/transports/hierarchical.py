@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.pending import Pending
+from mpidist.comm.transports.blocks import MOST_RANKS, BlockSum
 from mpidist.comm.transports.mpi import MpiTransport
 from mpidist.comm.transports.shared import SharedTransport
 
@@ -32,11 +35,13 @@ class HierarchicalTransport(SharedTransport):
 
     name = "hierarchical"
     is_ordered = False
+    most_nodes = MOST_RANKS  # that send each other parts; among more, MPI adds
 
     def __init__(self, consensus: Consensus, barrier: NodeBarrier):
         adders = min(consensus.gather("HierarchicalTransport", barrier.size))
         super().__init__(consensus, barrier, adders)
         self._direct = MpiTransport(consensus)
+        self._wire: np.dtype[Any] | None = None  # in which nodes send; None as it is
         color = barrier.rank if barrier.rank < adders else MPI.UNDEFINED
         with Pending("making a communicator", consensus.comm):
             like = consensus.comm.Split(color, consensus.rank)
@@ -49,14 +54,35 @@ class HierarchicalTransport(SharedTransport):
         if self._like != MPI.COMM_NULL:
             self._consensus.failures.free(self._like)
 
-    def _add_other_nodes(self, total: Any) -> Any:
-        return self._like.Iallreduce(MPI.IN_PLACE, total, MPI.SUM)
+    def allreduce_narrow(
+        self,
+        sends: Sequence[Any],
+        receive: Any,
+        wire: np.dtype[Any],
+        deadline: float | None,
+    ) -> None:
+        """See `OrderedTransport.allreduce_narrow`: between nodes alone it is narrow."""
+        self._wire = wire
+        try:
+            self.allreduce_packed(sends, receive, deadline)
+        finally:
+            self._wire = None
 
-    def _finish_other_nodes(self, request: Any, deadline: float | None) -> None:
-        if deadline is None:
-            request.Wait()
+    def _add_other_nodes(self, total: Any) -> Any:
+        if self._wire is None and self._like.Get_size() > self.most_nodes:
+            return self._like.Iallreduce(MPI.IN_PLACE, total, MPI.SUM)
+        return BlockSum(self._like, total, total, self._wire or total.dtype)
+
+    def _finish_other_nodes(self, begun: Any, deadline: float | None) -> None:
+        def wait(requests: MPI.Request | list[MPI.Request]) -> None:
+            until = math.inf if deadline is None else deadline
+            self._consensus.wait(requests, until, "all_reduce")
+
+        if isinstance(begun, BlockSum):
+            begun.share(wait)
+            begun.end(wait)
         else:
-            self._consensus.wait(request, deadline, "all_reduce")
+            wait(begun)
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None

@@ -6,59 +6,87 @@ and the size; with floating-point numbers the last bits follow from it.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
-from mpidist.comm import arithmetic, packing
+from mpidist.comm import packing
 from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.transports.blocks import BlockSum
 from mpidist.comm.transports.mpi import MpiTransport
 
 __all__ = ["OrderedTransport"]
 
-_BLOCK_BYTES = 16 << 20
+# What a rank gets from another one at once, and from all: it has two blocks in memory
+_PART_BYTES = 256 << 10
+_BLOCK_BYTES = 4 << 20
+_LEAST_PART_BYTES = 32 << 10
 
 
 class OrderedTransport(MpiTransport):
-    """Each rank gets one part of an array from all ranks, adds it up, and shares it.
-
-    As many bytes move as in the best all-reduces for large arrays, which do the same in
-    pairs (R. Thakur et al., Optimization of collective communication operations in
-    MPICH, 2005, section 4.5: reduce-scatter and all-gather).
+    """Each rank adds up one part of every block, and sends it to all: see `BlockSum`.
 
     Args:
       consensus: of all ranks.
-      block_bytes: how much of an array is worked on at a time.
+      block_bytes: how much of an array is a block; None for what suits networks.
     """
 
     name = "ordered"
     is_ordered = True
     packs_in_place = False
 
-    def __init__(self, consensus: Consensus, block_bytes: int = _BLOCK_BYTES):
+    def __init__(self, consensus: Consensus, block_bytes: int | None = None):
         super().__init__(consensus)
+        if block_bytes is None:
+            part_bytes = min(_PART_BYTES, _BLOCK_BYTES // consensus.size)
+            block_bytes = max(part_bytes, _LEAST_PART_BYTES) * consensus.size
         self._block_bytes = block_bytes
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
         """See `Transport.allreduce_sum`."""
-        send, receive = send.reshape(-1), receive.reshape(-1)
-        step = max(1, self._block_bytes // receive.dtype.itemsize)
-        for start in range(0, receive.size, step):
-            block = slice(start, start + step)
-            self._reduce(send[block], receive[block], deadline)
+        self._add(send, receive, send.dtype, deadline)
 
-    def _reduce(self, send: Any, receive: Any, deadline: float | None) -> None:
-        ranks, width = self._comm.Get_size(), receive.dtype.itemsize
-        edges = packing.edges(receive.size, ranks, width)
-        counts = np.diff(edges).tolist()
-        mine = counts[self._comm.Get_rank()]
-        # Get this rank's part from all
-        parts = np.empty((ranks, mine), send.dtype)
-        self.alltoallv(send, counts, parts, [mine] * ranks, deadline, "all_reduce")
-        total = np.empty(mine, receive.dtype)
-        arithmetic.add_in_order(list(parts), out=total)
-        # Share what it adds up to, as narrow as the parts came
-        totals = np.empty(receive.size, send.dtype)
-        narrow = total.astype(send.dtype, copy=False)
-        self.allgatherv(narrow, totals, counts, deadline)
-        receive[...] = totals
+    def allreduce_narrow(
+        self,
+        sends: Sequence[Any],
+        receive: Any,
+        wire: np.dtype[Any],
+        deadline: float | None,
+    ) -> None:
+        """Do what `allreduce_packed` does, but send numbers in another dtype.
+
+        Args:
+          sends: see `Transport.allreduce_packed`.
+          receive: see there.
+          wire: the narrower dtype.
+          deadline: see `Transport`.
+        """
+        self._add(packing.pack(sends), receive, wire, deadline)
+
+    def _add(
+        self, send: Any, receive: Any, wire: np.dtype[Any], deadline: float | None
+    ) -> None:
+        def wait(requests: list[MPI.Request]) -> None:
+            until = math.inf if deadline is None else deadline
+            self._consensus.wait(requests, until, "all_reduce")
+
+        self._consensus.departures.require_none()
+        send, receive = send.reshape(-1), receive.reshape(-1)
+        step = max(1, self._block_bytes // wire.itemsize)
+        begun: BlockSum | None = None
+        shared: BlockSum | None = None
+        for start in range(0, receive.size + step, step):
+            block = slice(start, start + step)
+            following = None
+            if start < receive.size:
+                following = BlockSum(self._comm, send[block], receive[block], wire)
+            if begun is not None:
+                begun.share(wait)
+            if shared is not None:
+                shared.end(wait)
+            begun, shared = following, begun
+        if shared is not None:
+            shared.end(wait)

@@ -29,7 +29,17 @@ from mpidist.device import arrays, kernels
 from mpidist.errors import ArgumentError, CollectiveError, LaunchError
 from mpidist.options import CommunicationImplementation
 
-__all__ = ["Choices", "DeviceTransports", "ORDERED", "TransportSelector", "choose"]
+__all__ = [
+    "Choices",
+    "DeviceTransports",
+    "NarrowingTransport",
+    "ORDERED",
+    "TransportSelector",
+    "choose",
+]
+
+# They have `allreduce_narrow`
+NarrowingTransport = OrderedTransport | HierarchicalTransport
 
 
 class Choices(NamedTuple):
@@ -116,7 +126,6 @@ class TransportSelector:
     ):
         transports: dict[str, Transport] = {
             "mpi": MpiTransport(consensus),
-            "ordered": OrderedTransport(consensus),
         }
         # What the ranks of a node do in the memory that they share
         self.intra_node: SharedTransport | None = None
@@ -127,10 +136,12 @@ class TransportSelector:
             self.intra_node = self._hierarchical = HierarchicalTransport(
                 consensus, barrier
             )
+        self._ordered = OrderedTransport(consensus)
+        transports["ordered"] = self._ordered
         near = "mpi" if self.intra_node is None else self.intra_node.name
         if self.intra_node is not None:
             transports[near] = self.intra_node
-        self.default_table = host_table = default_table(near, library)
+        self.default_table = host_table = default_table(near, library, consensus.size)
         if gpus is None and table is not None:
             host_table = table
         own = self._host = choose(transports, [near, "ordered"], host_table)
@@ -163,6 +174,21 @@ class TransportSelector:
         choices = self._device if is_device else self._host
         assert choices is not None
         return choices.by_request[implementation, is_ordered]
+
+    def narrowing(
+        self, implementation: CommunicationImplementation, is_ordered: bool
+    ) -> NarrowingTransport | None:
+        """Return what sends narrow numbers; None where nothing is sent: on one node.
+
+        Args:
+          implementation: what the user asks for.
+          is_ordered: see `pick`.
+        """
+        is_direct = implementation is CommunicationImplementation.MPI
+        if self.intra_node is None or is_direct:
+            return self._ordered
+        has_order = self._hierarchical is not None and is_ordered
+        return self._ordered if has_order else self._hierarchical
 
     def to_device(self, array: Any) -> Any:
         """Return a NumPy array on this rank's GPU; this is a strategy on GPUs."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpidist.comm.transports.base import Transport
+from mpidist.comm.transports.blocks import MOST_RANKS
 from mpidist.errors import LaunchError
 from mpidist.util.files import replace_file
 
@@ -192,6 +193,7 @@ def _table(rows_of: Mapping[str, Any]) -> Table:
 
 # Between nodes: below, the library's own ways have fewer steps
 _HIERARCHICAL_BYTES = 64 << 10
+_BLOCKS_BYTES = 256 << 10
 # On GPUs: to copy less to the host and back takes less time than two kernels
 _IPC_BYTES = 32 << 10
 _DEVICE_BYTES = 64 << 10
@@ -199,14 +201,18 @@ _DEVICE_BYTES = 64 << 10
 _INTEL_BYTES = 16 << 20
 
 
-def default_table(in_node: str, library: str) -> Table:
+def default_table(in_node: str, library: str, ranks: int) -> Table:
     """Return a table for a layout.
 
     Args:
       in_node: the transport of ranks that share memory; "mpi" if none do.
       library: what `MPI.Get_library_version()` begins with.
+      ranks: how many there are.
     """
     by_mpi = [(0, "mpi")]
+    if in_node == "mpi" and ranks <= MOST_RANKS:
+        reduce = [(0, "mpi"), (_BLOCKS_BYTES, "ordered")]
+        return {"allreduce": reduce, "allgatherv": by_mpi, "broadcast": by_mpi}
     if in_node == "hierarchical":
         reduce = [(0, "mpi"), (_HIERARCHICAL_BYTES, "hierarchical")]
         return {"allreduce": reduce, "allgatherv": by_mpi, "broadcast": by_mpi}

@@ -62,13 +62,18 @@ def test_the_error_of_compressed_sums_is_bounded(
         assert set(everyone) == {everyone[0]}
 
 
+def sends(strategy):
+    """Return the implementations that send something: memory of a node is none."""
+    return IMPLEMENTATIONS[strategy.extended.topology.is_one_node :]
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("compression", UNITS)
 def test_what_is_sent_is_really_narrow(comm, over_nodes, compression):
     """Numbers between two narrow ones are rounded, by each implementation alike."""
     value = np.full(3, 1 + UNITS[compression] / 2, "f4")
     ops = over_nodes.extended.cross_device_ops
-    for implementation in IMPLEMENTATIONS:
+    for implementation in sends(over_nodes):
         options = CommunicationOptions(
             compression=compression, implementation=implementation
         )
@@ -76,10 +81,39 @@ def test_what_is_sent_is_really_narrow(comm, over_nodes, compression):
         assert found.tolist() == [comm.size] * 3
 
 
+@pytest.mark.parametrize("compression", UNITS)
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_what_is_not_sent_is_not_narrow(comm, strategy, compression, count):
+    value = np.full(count, 1 + UNITS[compression] / 2, "f4")
+    options = CommunicationOptions(compression=compression)
+    found = strategy.extended.cross_device_ops.reduce("SUM", value, "CPU:0", options)
+    assert np.array_equal(found + 0, value * np.float32(comm.size))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_nodes_send_each_other_narrow_sums(comm, monkeypatch):
+    """In a node numbers are added up as they are."""
+    monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "2")
+    strategy = mpidist.MirroredStrategy(communicator=comm)
+    unit = UNITS["bfloat16"]
+    # Each is rounded to 1 or to 1 + 2 * unit; of two ranks, the sum is a narrow number
+    value = np.full(200_000, 1 + (3 if comm.rank % 2 else 1) * unit, "f4")
+    options = CommunicationOptions(compression="bfloat16")
+    found = strategy.extended.cross_device_ops.reduce("SUM", value, "CPU:0", options)
+    sums = np.array([2 + 4 * unit] * (comm.size // 2), "f4")
+    assert np.array_equal(sums.astype(ml_dtypes.bfloat16).astype("f4"), sums)
+    total = sums.sum() + (1 if comm.size % 2 else 0)  # the last node's one rank
+    expected = np.float32(total)
+    if comm.size > 2:
+        expected = expected.astype(ml_dtypes.bfloat16).astype("f4")
+    assert (found + 0 == expected).all()
+    strategy.experimental_finalize()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_sums_are_accumulated_in_float32(comm, over_nodes):
     """In float16, 2048 + 1 is 2048."""
-    options = CommunicationOptions(compression="float16")
+    options = CommunicationOptions(compression="float16", implementation="MPI")
     value = np.array([2048.0 if comm.rank == 0 else 1.0] * 100, "f4")
     ops = over_nodes.extended.cross_device_ops
     found = ops.reduce("SUM", value, "CPU:0", options) + 0
@@ -100,7 +134,8 @@ def test_other_numbers_are_sent_as_they_are(comm, over_nodes):
 @pytest.mark.mpi(min_size=2)
 def test_what_float16_cannot_hold_is_inf(comm, over_nodes):
     ops = over_nodes.extended.cross_device_ops
-    options = CommunicationOptions(compression="float16")
+    way = sends(over_nodes)[0]
+    options = CommunicationOptions(compression="float16", implementation=way)
     value = np.array([70_000.0, -70_000.0, 60_000.0, 1.0], "f4")
     found = ops.reduce("SUM", value, "CPU:0", options) + 0
     assert found.tolist() == [np.inf, -np.inf, np.inf, comm.size]

@@ -13,6 +13,8 @@ import pytest
 import mpidist
 from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.comparison import (
+    FAILED,
+    LARGE,
     GatherComparison,
     Payload,
     SharedMemoryComparison,
@@ -93,16 +95,16 @@ def test_payloads_come_with_the_comparison(comm, barrier, on_board):
 
     for _ in range(3):
         is_large = fill(comparison.next_page(pages))
-        assert comparison.agrees(7, is_large)
+        assert comparison.agrees((7, LARGE * is_large, 0))
         assert comparison.is_any_large
         short, complex_ = comparison.payload(pages)
         for rank in range(comm.size):
             assert short[rank].tolist() == [rank, rank + 1, rank + 2]
             assert complex_[rank].tolist() == [[rank, rank]]
-        assert not comparison.agrees(7, has_failed=comm.rank == comm.size - 1)
-        assert comparison.agrees(comm.rank) == (comm.size == 1)
+        assert not comparison.agrees((7, FAILED * (comm.rank == comm.size - 1), 0))
+        assert comparison.agrees((comm.rank, 0, 0)) == (comm.size == 1)
         fill(comparison.next_page(pages))
-        assert comparison.agrees(8)
+        assert comparison.agrees((8, 0, 0))
         assert not comparison.is_any_large
         assert comparison.payload(pages)[0][comm.size - 1][0] == comm.size - 1
 
@@ -184,7 +186,7 @@ def test_too_little_shared_memory_is_said_and_done_without(comm, monkeypatch):
     assert all(
         "MiB of shared memory" in t and "1000 bytes are free" in t for t in texts
     )
-    assert strategy.extended.collectives.transport.name == "mpi"
+    assert strategy.extended.collectives.transport.name == "mpi, ordered"
     found = strategy.reduce("SUM", np.arange(3) + comm.rank)
     assert found.tolist() == [comm.size * i + sum(range(comm.size)) for i in range(3)]
     strategy.experimental_finalize()

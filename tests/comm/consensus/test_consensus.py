@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import mpidist
+from mpidist.comm.consensus import waiting
 from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.comparison import SharedMemoryComparison
 from mpidist.comm.consensus.consensus import Consensus
@@ -210,10 +211,11 @@ def deadline_when_missing(late, consensus, monkeypatch):
         pytest.param([1, 2, 3], marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("on_board", [False, True])
-def test_ranks_that_miss_a_deadline_are_named(
-    comm, several, late, on_board, monkeypatch
-):
+@pytest.mark.parametrize("way", ["in memory", "direct", "passed on"])
+def test_ranks_that_miss_a_deadline_are_named(comm, several, late, way, monkeypatch):
+    if way == "passed on":  # as between more than 16 ranks
+        monkeypatch.setattr(waiting, "_MOST_DIRECT", 1)
+    on_board = way == "in memory"
     late = [rank % comm.size for rank in late if rank < comm.size]
     # Not freed: that might wait for all ranks
     comparison = SharedMemoryComparison(NodeBarrier(comm, 64), 32) if on_board else None
@@ -236,6 +238,22 @@ def test_ranks_that_miss_a_deadline_are_named(
         assert int(who[2]) not in late
     consensus.close()
     comm.Barrier()
+
+
+def test_memory_that_a_late_rank_may_write_to_is_kept(comm, several):
+    consensus = Consensus(comm.Dup())  # not freed: that might wait for all ranks
+    received = weakref.ref(consensus.comparison._received)
+    if comm.rank != several:
+        with pytest.raises(mpidist.DeadlineError):
+            consensus.require_same(CallSignature("step"), timeout=0.01)
+    consensus.close()
+    comm.Barrier()
+    if comm.rank == several:
+        with pytest.raises(mpidist.DeadlineError, match="any more"):
+            consensus.require_same(CallSignature("step"))
+    del consensus
+    gc.collect()
+    assert comm.rank == several or received() is not None
 
 
 def test_a_replica_that_misses_a_deadline_ends_the_strategy(

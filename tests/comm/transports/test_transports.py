@@ -78,6 +78,12 @@ def make_hierarchical(consensus, ranks_per_node):
     return transport, close
 
 
+def make_of_many_nodes(consensus):
+    transport, close = make_hierarchical(consensus, 1)
+    transport.most_nodes = 1
+    return transport, close
+
+
 def make_ipc(consensus, slot_bytes):
     barrier = NodeBarrier(consensus.comm, 64)
     buffers, reason = share_buffers(consensus, SLOTS * slot_bytes)
@@ -144,6 +150,7 @@ MAKERS = {
     "ordered": make_ordered,
     "ordered in blocks": make_ordered_in_blocks,
     "by size": make_by_size,
+    "many nodes": make_of_many_nodes,
     **{
         f"{n} ranks per node": functools.partial(make_hierarchical, ranks_per_node=n)
         for n in (1, 2, 3, 4)
