@@ -115,20 +115,10 @@ class Saver:
             partition = make_partition(
                 tree, own, rank=rank, ranks=ranks, shard_bytes=shard_bytes, names=names
             )
-            copy = functools.partial(self._copies.of, is_needed_later=is_background)
-            partition.shard = copy(partition.shard)
-            partition.index = copy(partition.index) if rank == 0 else None
+            self._copies.replace(partition, rank == 0, is_needed_later=is_background)
             about = attributes | {"ranks": ranks}
             return Saving(
-                index,
-                token,
-                serial,
-                partition,
-                rank,
-                about,
-                preserved,
-                after,
-                id(self),
+                index, token, serial, partition, rank, about, preserved, after, id(self)
             )
 
         saving = extended.run_collectively(CallSignature(operation), prepare)
@@ -435,13 +425,21 @@ class Copies:
         self._buffers: dict[NodePath, Any] = {}
         self._pinned: dict[NodePath, Pinned] = {}
 
-    def of(self, tree: Group | None, is_needed_later: bool) -> Group | None:
-        """Return a tree with its arrays on the host.
+    def replace(
+        self, partition: Partition, has_index: bool, is_needed_later: bool
+    ) -> None:
+        """Put copies on the host in the place of a partition's arrays.
 
         Args:
-          tree: what this rank writes.
+          partition: of a state.
+          has_index: whether this rank writes the index; if not, it is dropped.
           is_needed_later: whether to copy arrays that may change in place, too.
         """
+        partition.shard = self._of(partition.shard, is_needed_later)
+        index = partition.index if has_index else None
+        partition.index = self._of(index, is_needed_later)
+
+    def _of(self, tree: Group | None, is_needed_later: bool) -> Group | None:
         copies: dict[NodePath, Leaf] = {}
         for path, leaf in leaves(tree):
             if leaf.array is not None:

@@ -82,9 +82,6 @@ class Map(MapTransformation):
 
         return stack(call_all(call, rows, self._threads))
 
-    def batch_rows(self, epoch: Epoch, i: int) -> int:
-        return self._parent.batch_rows(epoch, i)
-
     def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
         return self._map_batch(
             epoch, self._parent.local_batch(epoch, i, replicas, replica)

@@ -5,6 +5,7 @@ The transformations are in `iter_transformations`. Nothing here communicates.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import copy
 import itertools
@@ -33,16 +34,16 @@ UNKNOWN_CARDINALITY = -2
 _END = object()
 
 
-class IterDataset:
+class IterDataset(abc.ABC):
     """A source with its transformations. Elements are nests of arrays."""
 
     cardinality = UNKNOWN_CARDINALITY
     may_be_scalars = False  # v1 iterators accept scalars in place of batches
 
     @property
+    @abc.abstractmethod
     def batch_size(self) -> int | None:
         """The rows of an element; None if it is not a batch, or of varying size."""
-        raise NotImplementedError  # pragma: no cover
 
     @property
     def is_batched(self) -> bool:
@@ -50,9 +51,9 @@ class IterDataset:
         return self.batch_size is not None
 
     @property
+    @abc.abstractmethod
     def needs_entropy(self) -> bool:
         """Whether the order depends on `Epoch.entropy`."""
-        raise NotImplementedError  # pragma: no cover
 
     @property
     def file_count(self) -> int:
@@ -63,33 +64,33 @@ class IterDataset:
         """Return this dataset over the files of one worker."""
         return self.replace_parents(lambda parent: parent.shard_files(workers, worker))
 
+    @abc.abstractmethod
     def describe(self) -> str:
         """Return text that must be equal on all replicas, and in restored states."""
-        raise NotImplementedError  # pragma: no cover
 
+    @abc.abstractmethod
     def describe_source(self) -> str:
         """Return the part of `describe` about the sources."""
-        raise NotImplementedError  # pragma: no cover
 
+    @abc.abstractmethod
     def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
         """Return the same transformation of `change(parent)`."""
-        raise NotImplementedError  # pragma: no cover
 
+    @abc.abstractmethod
     def rebatch(self, workers: int) -> IterDataset:
         """Return this dataset with one worker's share of the batch size."""
-        raise NotImplementedError  # pragma: no cover
 
+    @abc.abstractmethod
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
         """Yield all elements."""
-        raise NotImplementedError  # pragma: no cover
 
+    @abc.abstractmethod
     def example(self) -> Any:
         """Return an element; starts and closes another iteration of the source.
 
         Raises:
           DataError: there is no element.
         """
-        raise NotImplementedError  # pragma: no cover
 
     def element_spec(self) -> Any:
         """Return the nest of TensorSpec of the elements."""

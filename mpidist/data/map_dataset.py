@@ -7,6 +7,7 @@ transformations.
 
 from __future__ import annotations
 
+import abc
 import copy
 import dataclasses
 import threading
@@ -54,20 +55,20 @@ class Epoch:
     entropy: int = 0
 
 
-class MapDataset:
+class MapDataset(abc.ABC):
     """A source with its transformations. Elements are nests of arrays."""
 
     _empty: Any = None
 
     @property
+    @abc.abstractmethod
     def length(self) -> int | None:
         """The number of elements; None for an endless dataset."""
-        raise NotImplementedError  # pragma: no cover
 
     @property
+    @abc.abstractmethod
     def batch_size(self) -> int | None:
         """The largest number of rows of an element; None if it is not a batch."""
-        raise NotImplementedError  # pragma: no cover
 
     @property
     def cardinality(self) -> int:
@@ -90,14 +91,14 @@ class MapDataset:
         return False
 
     @property
+    @abc.abstractmethod
     def file_count(self) -> int:
         """The number of files with the rows; 0 for rows in memory."""
-        raise NotImplementedError  # pragma: no cover
 
     @property
+    @abc.abstractmethod
     def needs_entropy(self) -> bool:
         """Whether the order depends on `Epoch.entropy`."""
-        raise NotImplementedError  # pragma: no cover
 
     @property
     def has_known_spec(self) -> bool:
@@ -114,9 +115,9 @@ class MapDataset:
         return None
 
     @property
+    @abc.abstractmethod
     def sources(self) -> list[RowSource]:
         """The sources of the rows."""
-        raise NotImplementedError  # pragma: no cover
 
     @property
     def row_bytes(self) -> int | None:
@@ -131,6 +132,7 @@ class MapDataset:
         """Return the order of a shuffle that mixes few chunks at a time, if any."""
         return None
 
+    @abc.abstractmethod
     def reserve_cache(self, elements: int) -> None:
         """Size the cache of decoded chunks for random reads among so many elements."""
 
@@ -138,25 +140,25 @@ class MapDataset:
         """Return this dataset, prepared for batches of so many elements."""
         return self
 
+    @abc.abstractmethod
     def describe(self) -> str:
         """Return text that must be equal on all replicas, and in restored states."""
-        raise NotImplementedError  # pragma: no cover
 
+    @abc.abstractmethod
     def describe_source(self) -> str:
         """Return the part of `describe` about the sources."""
-        raise NotImplementedError  # pragma: no cover
 
     def shard_files(self, workers: int, worker: int) -> MapDataset:
-        """Return this dataset over the files of one worker."""
-        raise NotImplementedError  # pragma: no cover
+        """Return this dataset over the files of one worker; `file_count` is not 0."""
+        return self.replace_parents(lambda parent: parent.shard_files(workers, worker))
 
+    @abc.abstractmethod
     def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
         """Return the same transformation of `change(parent)`."""
-        raise NotImplementedError  # pragma: no cover
 
+    @abc.abstractmethod
     def rebatch(self, workers: int) -> MapDataset:
         """Return this dataset with one worker's share of the batch size."""
-        raise NotImplementedError  # pragma: no cover
 
     def element_spec(self) -> Any:
         """Return the nest of TensorSpec of the elements; may read a row."""
@@ -166,9 +168,9 @@ class MapDataset:
         """Return element `i`."""
         return nest.map_leaves(lambda a: a[0], self.elements(epoch, np.array([i])))
 
+    @abc.abstractmethod
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
         """Return several elements, stacked along a new first dimension."""
-        raise NotImplementedError  # pragma: no cover
 
     def batch_rows(self, epoch: Epoch, i: int) -> int:
         """Return the number of rows of batch `i`."""
@@ -188,9 +190,9 @@ class MapDataset:
         """
         return (self.local_batch(epoch, i, replicas, replica) for i in steps)
 
+    @abc.abstractmethod
     def example(self, epoch: Epoch) -> Any:
         """Return the first element, or zeros if the dataset is empty."""
-        raise NotImplementedError  # pragma: no cover
 
     def empty_batch(self, epoch: Epoch) -> Any:
         """Return a batch without rows; the first call may read a row."""
@@ -273,7 +275,7 @@ class SourceMapDataset(MapDataset):
 
 
 class MapTransformation(MapDataset):
-    """A transformation; by default it maps indices to indices of its parent."""
+    """A transformation; by default of the order, from which `locate` follows."""
 
     def __init__(self, parent: MapDataset):
         self._parent = parent
@@ -323,9 +325,6 @@ class MapTransformation(MapDataset):
     def describe_source(self) -> str:
         return self._parent.describe_source()
 
-    def shard_files(self, workers: int, worker: int) -> MapDataset:
-        return self._with_parent(self._parent.shard_files(workers, worker))
-
     def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
         return self._with_parent(change(self._parent))
 
@@ -340,7 +339,7 @@ class MapTransformation(MapDataset):
 
     def locate(self, epoch: Epoch, positions: Positions) -> Positions:
         """Return the parent's indices of the elements at `positions`."""
-        raise NotImplementedError  # pragma: no cover
+        return positions
 
     def locate_one(self, epoch: Epoch, i: int) -> tuple[Epoch, int]:
         """Return the parent's epoch and index of element `i`."""

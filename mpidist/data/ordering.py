@@ -331,12 +331,6 @@ class Concatenate(MapDataset):
     def describe_source(self) -> str:
         return f"{self._first.describe_source()}, {self._second.describe_source()}"
 
-    def shard_files(self, workers: int, worker: int) -> MapDataset:
-        return Concatenate(
-            self._first.shard_files(workers, worker),
-            self._second.shard_files(workers, worker),
-        )
-
     def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
         return Concatenate(change(self._first), change(self._second))
 

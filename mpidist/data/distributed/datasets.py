@@ -5,10 +5,8 @@ Construction is collective: if the replicas' datasets do not match, all replicas
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
-import os
 import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -359,7 +357,7 @@ def share_indexes(
         return
     same = tuple(("dataset", source.identify()) for source in sources)
     consensus.require_same(CallSignature(call, same))
-    threads = _threads(extended, call)
+    threads = _threads(extended)
     for source in sources:
         _share(extended, source, call, threads)
 
@@ -373,7 +371,7 @@ def index_own_files(
       DataError: a file of any rank is missing, damaged, or does not fit the others.
     """
     consensus = extended.consensus
-    threads = _threads(extended, call)
+    threads = _threads(extended)
 
     def index() -> None:
         for source in _sources(pipeline):
@@ -423,18 +421,9 @@ def _inspect_one(source: IndexedSource, file: int, rank: int) -> Any:
         return _with_rank(error, rank)
 
 
-def _threads(extended: ReplicaGroup, call: str) -> int:
-    """Return the number of reading threads: this rank's cores minus one. Collective.
-
-    Ranks of a node that may use the same cores share them; one core is left for the
-    computation.
-    """
-    local = os.uname().nodename, sorted(os.sched_getaffinity(0))
-    everyone = extended.consensus.gather(call, local)
-    users = collections.Counter(
-        core for node, cores in everyone if node == local[0] for core in cores
-    )
-    return max(1, int(sum(1 / users[core] for core in local[1])) - 1)
+def _threads(extended: ReplicaGroup) -> int:
+    """Return the number of reading threads: one core is left for the computation."""
+    return max(1, int(extended.topology.core_share) - 1)
 
 
 def summarize(plan: ReadPlan) -> str:
