@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("mpidist")
+
+# Jobs that crash on purpose leave no memory dump behind
+resource.setrlimit(
+    resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
+)
 
 # Where there is one GPU, the ranks of a test have to share it
 os.environ.setdefault("MPIDIST_ALLOW_SHARED_GPU", "1")
@@ -223,6 +229,14 @@ def wait_patiently(request: MPI.Request) -> None:
         time.sleep(min((time.monotonic() - start) / 4, 0.01))
 
 
+def skip_or_fail(missing: str | None, variable: str) -> None:
+    """Skip the test if something is missing; fail it if `variable` says it must run."""
+    if missing and os.environ.get(variable) == "1":
+        pytest.fail(missing)
+    if missing:
+        pytest.skip(missing)
+
+
 def why_no_slurm() -> str | None:
     """Return why the tests under Slurm cannot run, or None."""
     if WORLD.size > 1:
@@ -236,11 +250,7 @@ def slurm() -> Iterator[slurm_cluster.Cluster]:
 
     Where none can be had, tests are skipped; with MPIDIST_NEED_SLURM=1 they fail.
     """
-    missing = why_no_slurm()
-    if missing and os.environ.get("MPIDIST_NEED_SLURM") == "1":
-        pytest.fail(missing)
-    if missing:
-        pytest.skip(missing)
+    skip_or_fail(why_no_slurm(), "MPIDIST_NEED_SLURM")
     with slurm_cluster.Cluster() as cluster:
         yield cluster
 
@@ -258,11 +268,7 @@ def network() -> Iterator[Callable[..., virtual_nodes.VirtualNodes]]:
 
     Where none can be had, tests are skipped; with MPIDIST_NEED_NODES=1 they fail.
     """
-    missing = why_no_network()
-    if missing and os.environ.get("MPIDIST_NEED_NODES") == "1":
-        pytest.fail(missing)
-    if missing:
-        pytest.skip(missing)
+    skip_or_fail(why_no_network(), "MPIDIST_NEED_NODES")
     with contextlib.ExitStack() as held:
 
         def start(count: int, rate: str | None = None) -> virtual_nodes.VirtualNodes:

@@ -172,6 +172,33 @@ def test_the_benchmark_of_checkpoints_compares_all_cases(comm, mpirun, tmp_path)
 
 
 @pytest.mark.slow
+def test_a_rank_of_many_has_no_more_to_do_than_one_of_fewer(comm, tmp_path):
+    if comm.size != 2:
+        pytest.skip("it starts jobs of its own, and takes long: once is enough")
+    if launching.is_open_mpi():
+        pytest.skip("its ranks keep the cores that they share: it would take minutes")
+    if comm.rank:
+        return
+    output = tmp_path / "many.json"
+    command = [sys.executable, str(BENCHMARKS / "bench_many_ranks.py")]
+    # More than 16 nodes: up to so many send each other parts of large arrays
+    sizes = ["--ranks-per-node", "1", "--ranks", "18", "24", "36"]
+    sizes += [f"--output={output}"]
+    ended = launching.run([*command, *sizes])
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    fewest, _, most = (job["stages"] for job in json.loads(output.read_text())["jobs"])
+    for stage, counts in most.items():
+        extra = counts["calls of MPI"] - fewest[stage]["calls of MPI"]
+        extra_functions = counts["Python functions"] - fewest[stage]["Python functions"]
+        if stage in ("strategy", "dataset"):
+            # MPI reduces objects in log2(ranks) steps; a name of each rank is kept
+            assert extra <= 8, stage
+            assert extra_functions <= 3 * 18, stage
+        else:
+            assert (extra, extra_functions) == (0, 0), stage
+
+
+@pytest.mark.slow
 def test_all_benchmarks_run_by_one_command(comm, tmp_path):
     """Under the mpirun that belongs to this Python."""
     if comm.size != 2:
