@@ -119,8 +119,8 @@ def like(result: Any, original: Any) -> Any:
         return _to_numba(result, original)
     if not is_device_array(result):  # perhaps an array scalar
         result = np.asarray(result)
-        if is_jax_array(original) and not _has_dlpack(result.dtype):
-            return sys.modules["jax"].numpy.array(result, copy=True)
+        if is_jax_array(original):
+            return _to_jax(result)
     return _to_library(result, _library_of(original))
 
 
@@ -199,9 +199,14 @@ def _require_readable(array: Any, name: str) -> str:
     return str(device.platform)
 
 
-def _has_dlpack(dtype: np.dtype[Any]) -> bool:
-    """Return whether NumPy can give arrays of `dtype` to JAX by DLPack."""
-    return dtype.kind in "iufcb" and dtype.char not in "gG"
+def _to_jax(array: Any) -> Any:
+    """Return a NumPy array as JAX's: without a copy where JAX can."""
+    numpy = sys.modules["jax"].numpy
+    # Of NumPy's own dtypes without long double, as DLPack has no others
+    is_known = array.dtype.kind in "iufcb" and array.dtype.char not in "gG"
+    if is_known and array.flags.c_contiguous and array.flags.writeable:
+        return numpy.from_dlpack(array)
+    return numpy.array(array, copy=True)
 
 
 def _is_on_gpu(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """Collectives on JAX arrays, inside of `jit`, `grad`, `vmap`, `scan`, and outside.
 
-Inside, each is a primitive of JAX with rules for derivatives and for vmap. It is lowered
-to an ordered `io_callback`, so that collectives are made in the order of the program.
+Inside, each is a primitive of JAX with rules for derivatives and for vmap. It is
+lowered to an ordered `io_callback`, so collectives are in the order of the program.
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ def grad(
 ) -> Callable[..., Any]:
     """Return what `jax.grad` does, with gradients of all replicas.
 
-    See `value_and_grad`. The function that is returned is collective. It returns the gradients, or
-    `(gradients, aux)`.
+    See `value_and_grad`. The function that is returned is collective; it returns
+    the gradients, or `(gradients, aux)`.
     """
     both = value_and_grad(
         fun,

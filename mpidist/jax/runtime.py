@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from mpi4py import MPI
 
+from mpidist.comm.consensus.signatures import skip_folder
 from mpidist.context import (
     get_replica_context,
     get_strategy,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["call_host", "find_strategy", "jit", "require_dispatch", "take_error"]
 
 _JAX_FOLDER = str(Path(jax.__file__).parent)
+skip_folder(_JAX_FOLDER)
 
 
 def _dispatch_synchronously() -> bool:
