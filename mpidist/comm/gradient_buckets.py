@@ -75,7 +75,8 @@ class _Side:
         """Free it. Collective."""
         self.consensus.close()
         self.channel.close()
-        self._failures.free(self.consensus.comm)
+        if self.consensus.drain():
+            self._failures.free(self.consensus.comm)
 
 
 class _Sides:
