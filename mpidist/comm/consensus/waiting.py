@@ -57,6 +57,8 @@ class Departures:
         # How many announcements this rank has sent to each, and received: see `drain`
         self.sent_to = np.zeros(comm.Get_size(), np.int64)
         self.received = 0
+        # Whether this process's other threads compute: who waits gives them the core
+        self.yields_cpu = False
         self._comm = comm
         self._sent: list[Any] = []  # MPI may still read these
         self._found: str | None = None
@@ -175,7 +177,8 @@ class RequestWaiter:
                 test = request.Test
             else:
                 test = functools.partial(MPI.Request.Testall, request)
-            for _ in range(1 if yield_cpu else _LOOKS):
+            looks = not (yield_cpu or self._departures.yields_cpu)
+            for _ in range(_LOOKS if looks else 1):
                 if test():
                     return
                 os.sched_yield()
