@@ -18,19 +18,67 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm import arithmetic, packing
+from mpidist.comm.consensus.waiting import abandon
 
-__all__ = ["MOST_RANKS", "BlockSum"]
+__all__ = [
+    "MESSAGE_BYTES",
+    "MOST_RANKS",
+    "BlockSum",
+    "InFlight",
+    "WholeSum",
+    "pieces_of",
+]
 
 # With more, a rank had too many messages to send: MPI has ways of log(ranks) steps
 MOST_RANKS = 16
 # MPI asks before it sends longer ones, and ranks that share cores are slow to answer:
 # over Ethernet, 4 nodes of 2 ranks on 2 cores take a third of the time
-_MESSAGE_BYTES = 32 << 10
+MESSAGE_BYTES = 32 << 10
 _PART_TAG, _TOTAL_TAG = 4, 5  # `MpiTransport` and `consensus.waiting` have others
 Wait = Callable[[list[MPI.Request]], None]
 
 
-class BlockSum:
+class InFlight:
+    """Requests that MPI may complete later than anybody waits for them.
+
+    A rank may leave by an error while several blocks are on their way. A rank that
+    comes late still sends it parts of them, so their buffers are kept.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[MPI.Request] = []
+
+    def wait_for_all(self, wait: Wait) -> None:
+        """Return when all are complete."""
+        wait(self.requests)
+        self.requests = []
+
+    def __del__(self) -> None:
+        if self.requests:
+            abandon(self.requests)
+
+
+class WholeSum(InFlight):
+    """The sum of an array over all ranks of a communicator, by MPI. Collective.
+
+    Args:
+      comm: the ranks.
+      total: what this rank adds, and where the sum goes.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, total: Any):
+        super().__init__()
+        self.requests.append(comm.Iallreduce(MPI.IN_PLACE, total, MPI.SUM))
+
+    def end(self, wait: Wait) -> None:
+        """See `BlockSum.end`."""
+        self.wait_for_all(wait)
+
+    def share(self, wait: Wait) -> None:
+        """See `BlockSum.share`: there is nothing to do."""
+
+
+class BlockSum(InFlight):
     """The sum of one block over all ranks of a communicator. Collective.
 
     To make it sends what others add up; `share`, what this rank has added up; `end`
@@ -47,6 +95,7 @@ class BlockSum:
     def __init__(
         self, comm: MPI.Intracomm, send: Any, receive: Any, wire: np.dtype[Any]
     ):
+        super().__init__()
         self._comm, self._receive, self._wire = comm, receive, wire
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._others = [(self._rank + d) % self._size for d in range(1, self._size)]
@@ -60,11 +109,11 @@ class BlockSum:
         for rank in self._others:
             self._parts[rank] = np.empty(own.stop - own.start, wire)
         sends = [narrow[part] for part in self._slices]
-        self._requests = self._exchange(_PART_TAG, self._parts, sends)
+        self._exchange(_PART_TAG, self._parts, sends)
 
     def share(self, wait: Wait) -> None:
         """Add up this rank's part, and send it to all."""
-        wait(self._requests)
+        self.wait_for_all(wait)
         receive, own = self._receive, self._own
         if self._size > 1:
             arithmetic.add_in_order(self._parts, out=receive[own])
@@ -76,33 +125,34 @@ class BlockSum:
             totals = self._totals = np.empty(receive.size, self._wire)
             totals[own] = receive[own]
         places = [totals[part] for part in self._slices]
-        self._requests = self._exchange(_TOTAL_TAG, places, [places[self._rank]])
+        self._exchange(_TOTAL_TAG, places, [places[self._rank]])
 
     def end(self, wait: Wait) -> None:
         """Return when all of the sum is there."""
-        wait(self._requests)
+        self.wait_for_all(wait)
         if self._totals is not None:
             self._receive[...] = self._totals
 
-    def _exchange(
-        self, tag: int, places: Sequence[Any], sends: Sequence[Any]
-    ) -> list[MPI.Request]:
+    def _exchange(self, tag: int, places: Sequence[Any], sends: Sequence[Any]) -> None:
         """Begin to get an array from each rank, and to send it one, or the same one."""
-        comm, requests = self._comm, []
+        comm, requests = self._comm, self.requests
         for rank in self._others:
-            for piece in _pieces(places[rank]):
+            for piece in pieces_of(places[rank]):
                 requests.append(comm.Irecv([piece, MPI.BYTE], rank, tag))
         # To all ranks at the same time, as each gets from all
-        pieces = [_pieces(sends[r if len(sends) > 1 else 0]) for r in self._others]
+        pieces = [pieces_of(sends[r if len(sends) > 1 else 0]) for r in self._others]
         for together in itertools.zip_longest(*pieces):
             for rank, piece in zip(self._others, together, strict=True):
                 if piece is not None:
                     requests.append(comm.Isend([piece, MPI.BYTE], rank, tag))
-        return requests
 
 
-def _pieces(array: Any) -> list[Any]:
-    """Return the bytes of a contiguous array in messages that MPI sends at once."""
-    data = array.view(np.uint8)
-    starts = range(0, data.size, _MESSAGE_BYTES)
-    return [data[start : start + _MESSAGE_BYTES] for start in starts]
+def pieces_of(array: Any, most_pieces: int | None = None) -> list[Any]:
+    """Return the bytes of a contiguous array in messages that MPI sends at once.
+
+    Or in larger ones, if there were more than `most_pieces`.
+    """
+    data, step = array.view(np.uint8), MESSAGE_BYTES
+    if most_pieces is not None:
+        step = max(step, -(-data.size // most_pieces))
+    return [data[start : start + step] for start in range(0, data.size, step)]

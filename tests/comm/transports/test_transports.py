@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import os
 import time
+import weakref
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpidist
 from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.shared_memory.cuda_ipc import share_buffers
+from mpidist.comm.transports import blocks
 from mpidist.comm.transports.device import DeviceMpiTransport, DeviceTransport
 from mpidist.comm.transports.hierarchical import HierarchicalTransport
 from mpidist.comm.transports.ipc import SLOTS, IpcTransport
 from mpidist.comm.transports.mpi import MpiTransport
 from mpidist.comm.transports.nccl import connect
 from mpidist.comm.transports.ordered import OrderedTransport
+from mpidist.comm.transports.ring import RingTransport
 from mpidist.comm.transports.shared import SharedTransport
 from mpidist.comm.transports.staging import StagingTransport
 from mpidist.comm.transports.tuning_table import BySizeTransport
@@ -53,6 +59,17 @@ def make_ordered(consensus):
 
 def make_ordered_in_blocks(consensus):
     return OrderedTransport(consensus, block_bytes=1000), lambda: None
+
+
+def make_ring(consensus):
+    return RingTransport(consensus), lambda: None
+
+
+def make_ring_of_nodes(consensus):
+    """Nodes are pretended: two, whose ranks take turns."""
+    name = f"node{consensus.rank % 2}"
+    with mock.patch.object(MPI, "Get_processor_name", return_value=name):
+        return make_ring(consensus)
 
 
 def make_by_size(consensus):
@@ -149,6 +166,8 @@ MAKERS = {
     "mpi, limited": make_limited,
     "ordered": make_ordered,
     "ordered in blocks": make_ordered_in_blocks,
+    "ring": make_ring,
+    "ring of 2 nodes": make_ring_of_nodes,
     "by size": make_by_size,
     "many nodes": make_of_many_nodes,
     **{
@@ -368,7 +387,9 @@ def test_calls_of_all_kinds_follow_each_other(comm, transport):
 
 
 @pytest.mark.parametrize("method", ["allreduce_sum", "allgatherv", "broadcast"])
-@pytest.mark.parametrize("kind", ["mpi", "ordered", "shared 4096", "2 ranks per node"])
+@pytest.mark.parametrize(
+    "kind", ["mpi", "ordered", "ring", "shared 4096", "2 ranks per node"]
+)
 def test_a_rank_that_does_not_come_is_told_at_the_deadline(comm, method, kind):
     if comm.size == 1:
         pytest.skip("one rank waits for nobody")
@@ -389,3 +410,30 @@ def test_a_rank_that_does_not_come_is_told_at_the_deadline(comm, method, kind):
             consensus.gather("next", 1)
     consensus.close()
     comm.Barrier()
+
+
+def test_memory_of_all_blocks_that_are_given_up_is_kept(comm, monkeypatch):
+    """A rank that comes late sends parts of them, wherever this one has given up."""
+    if comm.size == 1:
+        pytest.skip("one rank waits for nobody")
+    begin, given_up = blocks.BlockSum.__init__, []
+
+    def begin_and_note(block, *arguments):
+        begin(block, *arguments)
+        given_up.extend(weakref.ref(part) for part in block._parts)
+
+    monkeypatch.setattr(blocks.BlockSum, "__init__", begin_and_note)
+    consensus = Consensus(comm.Dup())  # not freed: that might wait for all ranks
+    transport = OrderedTransport(consensus, block_bytes=1000)
+    comm.Barrier()
+    if comm.rank == 0:
+        send, end = np.ones(5000), time.monotonic() + 0.01
+        with pytest.raises(mpidist.DeadlineError):
+            transport.allreduce_sum(send, send.copy(), end)
+    consensus.close()
+    comm.Barrier()
+    del transport, consensus
+    gc.collect()
+    kept = sum(part() is not None for part in given_up)
+    # Two blocks were on their way, and of each the parts that others send
+    assert kept >= (2 * (comm.size - 1) if comm.rank == 0 else 0)
