@@ -53,7 +53,6 @@ def loss_of(weights: dict[str, Any], pixels: Any, y: Any) -> Any:
     return -jnp.mean(jnp.take_along_axis(log_p, y[:, None].astype(int), axis=1))
 
 
-@jax.jit
 def scores_of(weights: dict[str, Any], pixels: Any, y: Any) -> Any:
     """Return sums over the rows: losses, right answers, and rows."""
     log_p = log_probabilities(weights, pixels)
@@ -62,8 +61,7 @@ def scores_of(weights: dict[str, Any], pixels: Any, y: Any) -> Any:
     return jnp.stack([losses.sum(), right, len(y)])
 
 
-@mpidist.jax.jit
-def step(weights: Any, velocity: Any, pixels: Any, y: Any) -> Any:
+def train_step(weights: Any, velocity: Any, pixels: Any, y: Any) -> Any:
     """Return weights and velocity after a batch, and its loss; momentum is 0.9."""
     loss, gradient = mpidist.jax.value_and_grad(loss_of)(weights, pixels, y)
     velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, gradient)
@@ -83,14 +81,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     strategy = mpidist.MirroredStrategy()
     mpidist.experimental_set_strategy(strategy)
     is_first = strategy.extended.replica_id == 0
-    strategy.run(lambda: is_first and digits.write_missing(options.data_dir, shifts=0))
+    if is_first:
+        digits.write_missing(options.data_dir, shifts=0)
+    strategy.barrier()
     train_files, test_file = digits.paths(options.data_dir, 0)
 
     train = mpidist.Dataset.from_hdf5(train_files, ["x", "y"])
     train = train.shuffle(seed=0).batch(options.batch_size).repeat(options.epochs)
     test = mpidist.Dataset.from_hdf5(test_file, ["x", "y"]).batch(options.batch_size)
-    batches = mpidist.jax.as_jax(strategy.experimental_distribute_dataset(train))
-    test = strategy.experimental_distribute_dataset(test)
+    batches, test_batches = (
+        mpidist.jax.as_jax(strategy.experimental_distribute_dataset(rows))
+        for rows in (train, test)
+    )
 
     weights = first_weights(seed=0)
     saved = mpidist.Checkpoint(
@@ -101,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     manager = mpidist.CheckpointManager(saved, options.checkpoint_dir, max_to_keep=2)
     handler = mpidist.PreemptionCheckpointHandler(None, manager)  # restores the last
+    step = mpidist.jax.jit(train_step)
     with manager, contextlib.closing(handler):
         for pixels, y in tqdm(saved.batches, unit="step", disable=not is_first):
             saved.weights, saved.velocity, loss = step(
@@ -110,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             handler.save_checkpoint_if_preempted()
         manager.save()
 
-    sums = sum(scores_of(saved.weights, *b) for b in mpidist.jax.as_jax(test))
+    scores = jax.jit(scores_of)
+    sums = sum(scores(saved.weights, *b) for b in test_batches)
     loss, right, rows = np.asarray(strategy.reduce("SUM", sums)).tolist()
     if is_first:
         print(f"loss={loss / rows:.6f} accuracy={right / rows:.4f}")

@@ -53,7 +53,6 @@ def loss_of(weights: dict[str, Any], pixels: Any, y: Any) -> Any:
     return -jnp.mean(jnp.take_along_axis(log_p, y[:, None].astype(int), axis=1))
 
 
-@jax.jit
 def scores_of(weights: dict[str, Any], pixels: Any, y: Any) -> Any:
     """Return sums over the rows: losses, right answers, and rows."""
     log_p = log_probabilities(weights, pixels)
@@ -62,8 +61,7 @@ def scores_of(weights: dict[str, Any], pixels: Any, y: Any) -> Any:
     return jnp.stack([losses.sum(), right, len(y)])
 
 
-@jax.jit
-def step(weights: Any, velocity: Any, pixels: Any, y: Any) -> Any:
+def train_step(weights: Any, velocity: Any, pixels: Any, y: Any) -> Any:
     """Return weights and velocity after a batch, and its loss; momentum is 0.9."""
     loss, gradient = jax.value_and_grad(loss_of)(weights, pixels, y)
     velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, gradient)
@@ -86,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     train = mpidist.Dataset.from_hdf5(train_files, ["x", "y"])
     train = train.shuffle(seed=0).batch(options.batch_size).repeat(options.epochs)
     test = mpidist.Dataset.from_hdf5(test_file, ["x", "y"]).batch(options.batch_size)
-    batches = mpidist.jax.as_jax(train)
+    batches, test_batches = mpidist.jax.as_jax(train), mpidist.jax.as_jax(test)
 
     weights = first_weights(seed=0)
     saved = mpidist.Checkpoint(
@@ -97,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     manager = mpidist.CheckpointManager(saved, options.checkpoint_dir, max_to_keep=2)
     handler = mpidist.PreemptionCheckpointHandler(None, manager)  # restores the last
+    step = jax.jit(train_step)
     with manager, contextlib.closing(handler):
         for pixels, y in tqdm(saved.batches, unit="step"):
             saved.weights, saved.velocity, loss = step(
@@ -106,7 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             handler.save_checkpoint_if_preempted()
         manager.save()
 
-    sums = sum(scores_of(saved.weights, *b) for b in mpidist.jax.as_jax(test))
+    scores = jax.jit(scores_of)
+    sums = sum(scores(saved.weights, *b) for b in test_batches)
     loss, right, rows = np.asarray(sums).tolist()
     print(f"loss={loss / rows:.6f} accuracy={right / rows:.4f}")
 
