@@ -67,14 +67,17 @@ def value_and_grad(
         if found.num_replicas_in_sync == 1:
             return jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
 
-        def local() -> Any:
-            rows = _count_rows(call, args, numbers, batch)
-            is_wide = not _has_float16([args[i] for i in numbers])
-            scaled = _scale(fun, has_aux, rows if is_wide else None)
-            result = jax.value_and_grad(scaled, argnums, has_aux)(*args, **kwargs)
-            return rows, is_wide, result
-
-        rows, is_wide, (value, gradients) = found.extended.consensus.guard(call, local)
+        # `fun` may communicate, so its errors are left to `strategy.run`
+        rows, is_wide = found.extended.consensus.guard(
+            call,
+            lambda: (
+                _count_rows(call, args, numbers, batch),
+                not _has_float16([args[i] for i in numbers]),
+            ),
+        )
+        scaled = _scale(fun, has_aux, rows if is_wide else None)
+        differentiated = jax.value_and_grad(scaled, argnums, has_aux)
+        value, gradients = differentiated(*args, **kwargs)
         value, aux = value if has_aux else (value, None)
         if rows is None:
             value, gradients = all_reduce(

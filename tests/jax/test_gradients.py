@@ -138,6 +138,24 @@ def test_rows_that_cannot_be_told_are_an_error_on_all_ranks(comm, strategy):
     require_close(got, jax.value_and_grad(loss_of)(weights(), X, Y))
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, mj.jit])
+def test_an_error_of_one_ranks_loss_is_raised_on_all(comm, strategy, wrap):
+    def loss(w, x):
+        mean = mj.all_reduce("MEAN", w, strategy=strategy)
+        if comm.rank == comm.size - 1:
+            raise OSError("this rank's")
+        return (mj.all_reduce("SUM", mean, strategy=strategy) * x).mean()
+
+    step = wrap(mj.value_and_grad(loss, strategy=strategy))
+    for _ in range(2):
+        with pytest.raises(OSError, match="this rank's"):
+            strategy.run(step, args=(jnp.ones(()), X))
+    good = mj.value_and_grad(loss_of, strategy=strategy)
+    rows = share(comm)
+    got = good(weights(), X[rows], Y[rows])
+    require_close(got, jax.value_and_grad(loss_of)(weights(), X, Y))
+
+
 def test_a_step_is_one_collective(comm, strategy):
     consensus = strategy.extended.consensus
     step = mj.jit(mj.value_and_grad(loss_of, strategy=strategy))
