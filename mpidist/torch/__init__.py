@@ -17,6 +17,14 @@ except ImportError as error:
         "mpidist[torch]"
     ) from error
 
+from mpidist.torch.batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from mpidist.torch.data import as_tensors, from_dataset
 from mpidist.torch.data_parallel import DistributedDataParallel
 
-__all__ = ["DistributedDataParallel"]
+__all__ = [
+    "DistributedDataParallel",
+    "SyncBatchNorm",
+    "as_tensors",
+    "convert_sync_batchnorm",
+    "from_dataset",
+]

@@ -10,15 +10,14 @@ from typing import Any, NoReturn
 import torch
 
 from mpidist.comm.consensus.signatures import CallSignature
-from mpidist.context import get_strategy, has_strategy
 from mpidist.errors import (
     ArgumentError,
     ArgumentTypeError,
     UnsupportedError,
 )
 from mpidist.options import CommunicationOptions
-from mpidist.strategy.mirrored_strategy import MirroredStrategy
 from mpidist.strategy.strategy import Strategy
+from mpidist.torch.batch_norm import find_strategy
 from mpidist.torch.pieces import broadcast
 from mpidist.torch.reducer import CALL, Reducer
 from mpidist.util import nest, validation
@@ -89,7 +88,7 @@ class DistributedDataParallel(torch.nn.Module):
         **others: Any,
     ):
         super().__init__()
-        strategy = _find_strategy(strategy)
+        strategy = find_strategy(strategy)
         group = strategy.extended
         consensus = group.consensus
         options = CommunicationOptions() if options is None else options
@@ -145,6 +144,11 @@ class DistributedDataParallel(torch.nn.Module):
             reducer.has_stale_buffers |= self.training
         return self.module(*inputs, **kwargs)
 
+    @property
+    def distribute_strategy(self) -> Strategy:
+        """The strategy whose ranks train the model."""
+        return self._strategy
+
     def set_rows(self, rows: int) -> None:
         """Say how many rows the loss of this step is a mean of; after `forward`.
 
@@ -181,12 +185,6 @@ class DistributedDataParallel(torch.nn.Module):
             f"a {CALL} belongs to its ranks, and cannot be copied or pickled; take its "
             "`module`, or `state_dict()`"
         )
-
-
-def _find_strategy(strategy: Any) -> Strategy:
-    if strategy is not None:
-        return validation.instance("strategy", strategy, Strategy)
-    return get_strategy() if has_strategy() else MirroredStrategy()
 
 
 def _refuse_foreign(others: dict[str, Any]) -> None:
