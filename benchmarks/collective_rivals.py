@@ -21,8 +21,15 @@ Reducer = Callable[[Sequence[Any]], Callable[[], None]]
 
 
 @contextlib.contextmanager
-def gloo(comm: MPI.Intracomm) -> Iterator[Callable[[Any], None] | None]:
-    """Give a function that sums an array over all ranks, or None. Collective."""
+def gloo(
+    comm: MPI.Intracomm, shared: str | None = None
+) -> Iterator[Callable[[Any], None] | None]:
+    """Give a function that sums an array over all ranks, or None. Collective.
+
+    Args:
+      comm: the ranks.
+      shared: a folder that all of them see; None for that of temporary files.
+    """
     found = importlib.util.find_spec("torch") is not None
     if not comm.allreduce(found, MPI.LAND):
         yield None
@@ -31,7 +38,7 @@ def gloo(comm: MPI.Intracomm) -> Iterator[Callable[[Any], None] | None]:
     import torch.distributed as torch_distributed
 
     torch.set_num_threads(1)
-    folder = comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else None)
+    folder = comm.bcast(tempfile.mkdtemp(dir=shared) if comm.rank == 0 else None)
     store = torch_distributed.FileStore(f"{folder}/store", comm.size)
     torch_distributed.init_process_group(
         "gloo",
@@ -47,22 +54,26 @@ def gloo(comm: MPI.Intracomm) -> Iterator[Callable[[Any], None] | None]:
         torch_distributed.destroy_process_group()
 
 
-def multi_worker(comm: MPI.Intracomm) -> Reducer | None:
+def multi_worker(comm: MPI.Intracomm, host: str = "127.0.0.1") -> Reducer | None:
     """Return a reducer by TensorFlow's strategy for several processes. Collective.
 
     None without TensorFlow. (In replica context its all_reduce of tensors is refused
     with one CPU per worker; what is timed is `Strategy.reduce`, in a tf.function.)
+
+    Args:
+      comm: the workers.
+      host: under which the others find this one.
     """
     found = importlib.util.find_spec("tensorflow") is not None
     if not comm.allreduce(found, MPI.LAND):
         return None
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        ports = comm.allgather(free.getsockname()[1])
+        free.bind((host, 0))
+        workers = comm.allgather(f"{host}:{free.getsockname()[1]}")
     os.environ["TF_CONFIG"] = json.dumps(
         {
-            "cluster": {"worker": [f"127.0.0.1:{port}" for port in ports]},
+            "cluster": {"worker": workers},
             "task": {"type": "worker", "index": comm.rank},
         }
     )

@@ -16,9 +16,10 @@ from typing import Any
 # One rank is one share of the CPU
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
+import collective_rivals
 import measuring
 import numpy as np
-from collective_cases import RAW, Setting
+from collective_cases import GLOO, MWMS, RAW, Setting
 from comparisons import Comparison
 from gradient_shapes import MODELS
 from mpi4py import MPI
@@ -85,21 +86,53 @@ def compare_sizes(
     for size in sizes:
         value = np.ones(max(1, size // 4), "f4")
         total = np.empty_like(value)
-        found = setting.run(
-            f"all_reduce, {size:,} bytes",
-            size,
-            {
-                "ours": reducer(strategy, value),
-                RAW: lambda s=value, r=total: setting.comm.Allreduce(s, r),
-            },
-            {},
-        )
+        contestants = {
+            "ours": reducer(strategy, value),
+            RAW: lambda s=value, r=total: setting.comm.Allreduce(s, r),
+        }
+        if setting.sum_by_gloo is not None:
+            contestants[GLOO] = lambda r=total: setting.sum_by_gloo(r)
+        if setting.reducer_by_tensorflow is not None:
+            contestants[MWMS] = setting.reducer_by_tensorflow([value])
+        found = setting.run(f"all_reduce, {size:,} bytes", size, contestants, {})
         yield from found
         if size >= 1 << 20:  # else it is latency that counts
-            seconds = 2 * (nodes - 1) / nodes * size / bandwidth
-            times = found[0].ours
-            wires = [seconds * 1e6] * len(times)
-            yield Comparison(found[0].case, WIRE, "us", times, wires, None, False)
+            yield by_the_wire(found[0], 2 * (nodes - 1) / nodes * size / bandwidth)
+
+
+def by_the_wire(found: Comparison, seconds: float) -> Comparison:
+    """Compare ours with the seconds that the bytes alone take."""
+    wires = [seconds * 1e6] * len(found.ours)
+    return Comparison(found.case, WIRE, "us", found.ours, wires, None, False)
+
+
+def compare_gathers(
+    setting: Setting, strategy: mpidist.Strategy, size: int, bandwidth: float
+) -> Iterator[Comparison]:
+    """Compare an all-gather of unlike lengths, and a broadcast."""
+    comm = setting.comm
+    shares = np.arange(1, comm.size + 1)
+    counts = (size // 4 * shares / shares.sum()).astype(int)
+    mine = np.ones(counts[comm.rank], "f4")
+    everything = np.empty(counts.sum(), "f4")
+    contestants = {
+        "ours": lambda: strategy.gather(mine, axis=0),
+        RAW: lambda: comm.Allgatherv(mine, [everything, counts]),
+    }
+    found = setting.run(f"all_gather, {size:,} bytes", size, contestants, {})
+    yield from found
+    # The node with the least of its own gets the most from others
+    of_nodes = counts.reshape(-1, strategy.extended.topology.node_sizes[0]).sum(1)
+    yield by_the_wire(found[0], 4 * (counts.sum() - of_nodes.min()) / bandwidth)
+
+    value = np.ones(size // 4, "f4")
+    contestants = {
+        "ours": lambda: strategy.extended.broadcast_to(value, "CPU:0"),
+        RAW: lambda: comm.Bcast(value),
+    }
+    found = setting.run(f"broadcast, {size:,} bytes", size, contestants, {})
+    yield from found
+    yield by_the_wire(found[0], size / bandwidth)
 
 
 def compare_compression(
@@ -142,7 +175,43 @@ def compare_gradients(
     size = sum(value.nbytes for value in gradients.values())
     case = f"{len(gradients)} gradients, {size:,} bytes"
     one_by_one = f"{RAW}, one by one"
-    yield from setting.run(case, size, {"ours": ours, one_by_one: raw}, {})
+    found = setting.run(case, size, {"ours": ours, one_by_one: raw}, {})
+    yield from found
+
+    # A backward pass that takes about as long as the transfer: on a GPU, which leaves
+    # the cores to the transfer, and on the core that each rank has
+    per_byte = setting.comm.allreduce(found[0].ours[-1], MPI.MAX) / 1e6 / size
+    matrix, start, products = np.ones((128, 128), "f4"), time.perf_counter(), 0
+    while time.perf_counter() - start < 0.1:
+        matrix @ matrix
+        products += 1
+
+    def compute(seconds: float) -> None:
+        for _ in range(round(products / 0.1 * seconds)):
+            matrix @ matrix
+
+    def backward(work: Callable[[float], None]) -> None:
+        for name in reversed(gradients):
+            work(per_byte * gradients[name].nbytes)
+
+    def overlapped(work: Callable[[float], None]) -> None:
+        with buckets:
+            for name in reversed(gradients):
+                work(per_byte * gradients[name].nbytes)
+                buckets.put(name, gradients[name])
+
+    for place, work in (("GPU", time.sleep), ("core", compute)):
+        contestants = {
+            "ours": lambda w=work: overlapped(w),
+            "transfer": ours,
+            "backward": lambda w=work: backward(w),
+        }
+        by_transfer, by_backward = setting.run(case, size, contestants, {})
+        pairs = zip(by_transfer.theirs, by_backward.theirs, strict=True)
+        longer, times = [max(pair) for pair in pairs], by_transfer.ours
+        case = f"behind a backward pass on a {place}"
+        against = "the longer of both alone"
+        yield Comparison(case, against, "us", times, longer, 1.15, False)
 
 
 def reducer(
@@ -161,11 +230,18 @@ def main() -> None:
     strategy = mpidist.MirroredStrategy(["CPU:0"])
     topology = strategy.extended.topology
     comm = MPI.COMM_WORLD.Dup()
-    with strategy.scope():
-        setting = Setting(comm, repetitions, 100, None, None)
+    by_tensorflow = collective_rivals.multi_worker(comm, socket.gethostname())
+    with (
+        strategy.scope(),
+        collective_rivals.gloo(comm, str(path.parent)) as sum_by_gloo,
+    ):
+        setting = Setting(comm, repetitions, 100, sum_by_gloo, by_tensorflow)
         before = wire(comm, topology.node_sizes[0])
         comparisons = [
             *compare_sizes(setting, strategy, sizes, before[0]),
+            *compare_gathers(
+                setting, strategy, min(NARROW_BYTES, max(sizes)), before[0]
+            ),
             *compare_compression(setting, strategy, min(NARROW_BYTES, max(sizes))),
             *compare_gradients(setting, strategy, min(GRADIENT_BYTES, max(sizes))),
         ]

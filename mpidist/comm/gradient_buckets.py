@@ -30,7 +30,11 @@ from mpidist.util.notices import warn
 __all__ = ["GradientBuckets"]
 
 _CALL = "GradientBuckets"
-_BUCKET_BYTES = 8 << 20  # unless options say otherwise
+# How large buckets are unless options say otherwise: so many of them that the network
+# is hardly ever idle before the first, and busy after the last. It does not depend on
+# times, as last bits may depend on which gradients are in one bucket
+_BUCKETS = 16
+_LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 1 << 20, 8 << 20
 _COLLECT_AT = 16
 _LINE_BYTES = 64  # each result begins with one
 
@@ -49,6 +53,7 @@ class _Side:
         with Pending("making a communicator", group.topology.comm):
             comm = failures.add(group.topology.comm.Dup())
         self.consensus = Consensus(comm, failures=failures)
+        self.consensus.departures.yields_cpu = True
         try:
             self.channel = Channel(
                 _CALL,
@@ -75,7 +80,8 @@ class _Side:
         """Free it. Collective."""
         self.consensus.close()
         self.channel.close()
-        self._failures.free(self.consensus.comm)
+        if self.consensus.drain():
+            self._failures.free(self.consensus.comm)
 
 
 class _Sides:
@@ -162,7 +168,6 @@ class GradientBuckets:
 
         def prepare() -> None:
             validation.instance("options", self._options, CommunicationOptions)
-            self._bucket_bytes = self._options.bytes_per_pack or _BUCKET_BYTES
             self._op = ReduceOp.parse(reduce_op)
             if not self._op.adds:
                 raise ArgumentError(
@@ -175,6 +180,9 @@ class GradientBuckets:
             )
             self._kinds = [(a.dtype, tuple(a.shape)) for a in given]
             self._sizes = [a.nbytes for a in given]
+            usual = max(sum(self._sizes) // _BUCKETS, _LEAST_BUCKET_BYTES)
+            usual = min(usual, _MOST_BUCKET_BYTES)
+            self._bucket_bytes = self._options.bytes_per_pack or usual
             self._result_bytes = sum(
                 _LINE_BYTES + size
                 for a in given

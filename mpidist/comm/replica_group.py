@@ -95,7 +95,7 @@ class _Resources:
                 if self.channel is not None:
                     self.channel.close()
             finally:  # what it raises is raised on all ranks
-                self.topology.close()
+                self.topology.close(self.consensus.drain())
         kept = _Resources.in_use.items()
         _Resources.in_use = {key: found for key, found in kept if found is not self}
 

@@ -201,12 +201,16 @@ class Topology:
         if self.closed:
             raise ContextError("the strategy was finalized and cannot be used any more")
 
-    def close(self) -> None:
-        """Free the communicators; a second call does nothing. Collective."""
+    def close(self, can_free: bool = True) -> None:
+        """Free the communicators; a second call does nothing. Collective.
+
+        Args:
+          can_free: False where some rank has left them: they stay as they are.
+        """
         if not self.closed:
             self.closed = True
             self.failures.close()
-            for comm in (self.node, self.comm):
+            for comm in (self.node, self.comm) if can_free else ():
                 self.failures.free(comm)
 
     def bind_device(self, devices: Sequence[str] | None) -> str:

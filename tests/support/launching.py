@@ -30,9 +30,9 @@ _LAUNCHER_PREFIXES = (
 _KEPT_PREFIXES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PRTE_MCA_rmaps")
 # Ends true hangs only: jobs take a second or two, and many times that on a busy machine
 HANG_SECONDS = 600.0
-# A launcher whose ranks have ended is left so many looks of that length
+# A launcher without ranks is left so many looks of that length
 _LOOK_SECONDS = 5.0
-_LOOKS = 6
+_LOOKS = 12
 # Of the latter these are the launcher's own: Open MPI 4's would end in the outer job
 _OUTER_JOB_PREFIXES = ("OMPI_MCA_ess", "OMPI_MCA_orte", "OMPI_MCA_pmix")
 
@@ -89,38 +89,28 @@ def run(
         env=clean_environment() | environment,
         start_new_session=True,
     )
-    end, had_ranks, looks_alone = time.monotonic() + seconds, False, 0
-    while True:
+    end, alone, complaint = time.monotonic() + seconds, 0, ""
+    while process.returncode is None:
         try:
             out, err = process.communicate(timeout=_LOOK_SECONDS)
-            break
         except subprocess.TimeoutExpired:
-            has_ranks = _has_children(process.pid)
-            had_ranks = had_ranks or has_ranks
-            looks_alone = 0 if has_ranks or not had_ranks else looks_alone + 1
-            if looks_alone < _LOOKS and time.monotonic() < end:
-                continue
-            is_launcher = looks_alone >= _LOOKS and _name_of(process.pid) == "prterun"
-            if not is_launcher and time.monotonic() < end:
+            alone = alone + 1 if _is_lone_launcher(process.pid) else 0
+            if time.monotonic() > end:
+                complaint = f"{command} still ran after {seconds} s"
+            elif alone < _LOOKS:
                 continue
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
-            if is_launcher:
-                break
-            raise AssertionError(
-                f"{command} still ran after {seconds} s:\n{out}\n{err}"
-            ) from None
+    assert not complaint, f"{complaint}:\n{out}\n{err}"
+    if alone == _LOOKS:
+        err += "prterun had no ranks any more, and waited for itself; it was killed\n"
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def _has_children(pid: int) -> bool:
+def _is_lone_launcher(pid: int) -> bool:
+    """Return whether a process is Open MPI's launcher, and has no ranks."""
     lists = Path(f"/proc/{pid}/task").glob("*/children")
     with contextlib.suppress(OSError):
-        return any(path.read_text().strip() for path in lists)
-    return True
-
-
-def _name_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        return name == "prterun" and not any(path.read_text() for path in lists)
+    return False

@@ -149,8 +149,9 @@ class Sums:
         self, send: Any, options: CommunicationOptions
     ) -> NarrowingTransport | None:
         """Return what sends an array in a narrower dtype between nodes, if it must."""
-        is_wide = send.dtype.kind == "f" and send.dtype.itemsize > 2
-        if options.compression is None or not is_wide or arrays.is_device_array(send):
+        if options.compression is None or arrays.is_device_array(send):
+            return None
+        if send.dtype.kind != "f" or send.dtype.itemsize <= 2:
             return None
         return self._transports.narrowing(
             implementation_of(options), options.reproducible
@@ -193,15 +194,12 @@ class Sums:
         dtype = pack.sends[0].dtype
         with np.errstate(over="ignore"):  # what is too large for float16 is inf
             if pack.wire is not None:
-                self._send_narrow(pack, deadline)
+                assert isinstance(transport, NarrowingTransport)
+                transport.allreduce_narrow(pack.sends, pack.total, pack.wire, deadline)
                 return
             transport.allreduce_packed(pack.sends, pack.total, deadline)
             if arrays.is_float16(dtype):  # totals may have been, on the way, so all are
                 pack.total[...] = pack.total.astype(dtype)
-
-    def _send_narrow(self, pack: _Pack, deadline: float | None) -> None:
-        way: Any = pack.transport  # as `_narrowing` found it
-        way.allreduce_narrow(pack.sends, pack.total, pack.wire, deadline)
 
     def _sum_symmetric(
         self, pairs: Sequence[tuple[Any, Any]], deadline: float | None

@@ -26,6 +26,7 @@ __all__ = [
     "PayloadComparison",
     "Proposal",
     "SharedMemoryComparison",
+    "comparison_by_mpi",
 ]
 
 _HEADER_BYTES = 32  # a number, what state the rank is in, and an address
@@ -34,6 +35,7 @@ _ALIGNMENT_BYTES = 16
 FAILED = 1  # it cannot go on
 LARGE = 2  # its payload has integers so large that their sums may overflow
 Words = tuple[int, int, int]
+_MOST_GATHERED = 16  # ranks; with more, what each gets takes longer than the latency
 # So few bytes take about as long as none on their way between nodes
 GATHERED_BYTES = 256
 
@@ -129,8 +131,7 @@ class MaximumComparison:
         mine[:] = number, -number, address, -address, state == FAILED
         # Never a blocking call: it would not match one of a rank with a deadline
         request = self._comm.Iallreduce(mine, highest, MPI.MAX)
-        end = math.inf if deadline is None else deadline
-        self._waiting.wait(request, end, self._calls, yield_cpu)
+        self._waiting.wait(request, deadline, self._calls, yield_cpu)
         # A rank that arrived earlier may have left since; later calls would wait for it
         self._departures.require_none()
         self.is_same_address = bool(address != 0 and highest[2] == -highest[3])
@@ -237,8 +238,7 @@ class GatherComparison(PayloadComparison):
         mine[0], mine[1], mine[2] = words
         # Never a blocking call: it would not match one of a rank with a deadline
         request = self._comm.Iallgather(self._send, self._received)
-        end = math.inf if deadline is None else deadline
-        self._waiting.wait(request, end, self._calls, yield_cpu)
+        self._waiting.wait(request, deadline, self._calls, yield_cpu)
         # A rank that arrived earlier may have left since; later calls would wait for it
         self._departures.require_none()
         return self._judge(self._words, words)
@@ -246,6 +246,12 @@ class GatherComparison(PayloadComparison):
     def missing(self) -> list[int] | None:
         """See `Comparison.missing`."""
         return self._waiting.missing()
+
+
+def comparison_by_mpi(comm: MPI.Intracomm, departures: Departures) -> Comparison:
+    """Return what compares a few ranks, or many, by MPI."""
+    is_small = 1 < comm.Get_size() <= _MOST_GATHERED
+    return (GatherComparison if is_small else MaximumComparison)(comm, departures)
 
 
 class SharedMemoryComparison(PayloadComparison):

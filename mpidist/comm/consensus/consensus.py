@@ -23,11 +23,10 @@ from mpidist.comm.consensus.comparison import (
     FAILED,
     LARGE,
     Comparison,
-    GatherComparison,
-    MaximumComparison,
     Payload,
     PayloadComparison,
     Proposal,
+    comparison_by_mpi,
 )
 from mpidist.comm.consensus.failures import FailureDetector
 from mpidist.comm.consensus.flight_recorder import Recorder
@@ -38,7 +37,12 @@ from mpidist.comm.consensus.thread_order import (
     ThreadOrderedLock,
     ThreadState,
 )
-from mpidist.comm.consensus.waiting import Departures, RequestWaiter, WaitTimeoutError
+from mpidist.comm.consensus.waiting import (
+    Departures,
+    Requests,
+    RequestWaiter,
+    WaitTimeoutError,
+)
 from mpidist.errors import CollectiveError, DeadlineError, MpidistError
 from mpidist.util.forks import FORKED, call_in_child
 from mpidist.util.tracebacks import fold
@@ -46,7 +50,6 @@ from mpidist.util.tracebacks import fold
 __all__ = ["Consensus"]
 
 T = TypeVar("T")
-_MOST_GATHERED = 16  # ranks
 
 
 class Consensus:
@@ -73,23 +76,20 @@ class Consensus:
         self.comm = comm
         self.failures = failures or FailureDetector(comm)
         self._own_failures = None if failures else self.failures
-        self.departures = Departures(comm)
+        # Ranks may have made different numbers of communicators
+        with Pending("making a communicator's consensus", comm):
+            channel = comm.allreduce(Consensus.made, MPI.MAX)
+        self.departures = Departures(comm, channel)
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         if comparison is None:
-            # With more ranks, what each receives would take longer than the latency
-            is_small = 1 < self.size <= _MOST_GATHERED
-            kind = GatherComparison if is_small else MaximumComparison
-            comparison = kind(comm, self.departures)
-        self.comparison: Comparison = comparison
+            comparison = comparison_by_mpi(comm, self.departures)
+        self.comparison = comparison
         self.calls = 0
         self.broken: str | None = None
         self.pids: dict[int, int] = {}  # of ranks that can be watched
         self._agreed_id = 0  # of an error that is raised on all ranks
         self._waiting = RequestWaiter(comm, self.departures)
-        # Ranks may have made different numbers of communicators
-        with Pending("making a communicator's consensus", comm):
-            channel = comm.allreduce(Consensus.made, MPI.MAX)
         self.recorder = Recorder(channel, comm)
         self._begin = self.recorder.begin
         check = self.failures.check if self.failures.is_needed else None
@@ -108,6 +108,10 @@ class Consensus:
         self.recorder.close(self.broken is not None or self.failures.ranks != ())
         if self._own_failures is not None:
             self._own_failures.close()
+
+    def drain(self) -> bool:
+        """Return whether `comm` can be freed: see `RequestWaiter.drain`. Collective."""
+        return self.broken is None and (self.size == 1 or self._waiting.drain())
 
     @classmethod
     def look_at_all(cls, look: Callable[[Consensus], None]) -> None:
@@ -428,9 +432,7 @@ class Consensus:
             self.departures.require_none()
             return [pickle.loads(data) for data in self.comm.allgather(payload)]
 
-    def wait(
-        self, request: MPI.Request | list[MPI.Request], deadline: float, operation: str
-    ) -> None:
+    def wait(self, request: Requests, deadline: float | None, operation: str) -> None:
         """Wait for requests of MPI until `deadline`, on time.monotonic's clock.
 
         Raises:
@@ -440,16 +442,12 @@ class Consensus:
         try:
             self._waiting.wait(request, deadline, self.calls)
         except WaitTimeoutError as late:
-            self._break_off(late, operation, deadline - start)
+            self._break_off(late, operation, (deadline or start) - start)
 
     def wait_at(
         self, barrier: NodeBarrier, operation: str, deadline: float | None
     ) -> None:
-        """Wait for the other ranks at a barrier of the node, until `deadline`.
-
-        Raises:
-          DeadlineError: see `wait`.
-        """
+        """Do what `wait` does, at a barrier of this node."""
         start = time.monotonic() if deadline else 0.0
         try:
             barrier.wait(deadline)

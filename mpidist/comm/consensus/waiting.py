@@ -9,6 +9,7 @@ which look for such messages wherever they wait for longer than a moment.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 import time
@@ -20,8 +21,9 @@ from mpi4py import MPI
 
 from mpidist.errors import CollectiveError, DeadlineError
 
-__all__ = ["Departures", "WaitTimeoutError", "RequestWaiter"]
+__all__ = ["Departures", "RequestWaiter", "Requests", "WaitTimeoutError", "abandon"]
 
+Requests = MPI.Request | list[MPI.Request]
 
 _TAG = 2  # the announcements of `RequestWaiter` have another one
 _MOST_BYTES = 2000  # so small a message is sent eagerly
@@ -45,9 +47,18 @@ class Departures:
 
     Args:
       comm: the communicator; its tag 2 is used for nothing else.
+      channel: its number, which no other communicator of any of its ranks has had. It
+        is in each message, as MPICH gives what nobody received in a communicator that
+        was freed to the next one.
     """
 
-    def __init__(self, comm: MPI.Intracomm):
+    def __init__(self, comm: MPI.Intracomm, channel: int = 0):
+        self.channel = np.array([channel]).view(np.uint8)
+        # How many announcements this rank has sent to each, and received: see `drain`
+        self.sent_to = np.zeros(comm.Get_size(), np.int64)
+        self.received = 0
+        # Whether this process's other threads compute: who waits gives them the core
+        self.yields_cpu = False
         self._comm = comm
         self._sent: list[Any] = []  # MPI may still read these
         self._found: str | None = None
@@ -55,8 +66,8 @@ class Departures:
 
     def announce(self, reason: str, is_deadline: bool) -> None:
         """Send the reason why this rank has left to all others. Not collective."""
-        data = f"{int(is_deadline)}{reason}".encode(errors="replace")[:_MOST_BYTES]
-        self._send(np.frombuffer(data, np.uint8))
+        text = f"{int(is_deadline)}{reason}".encode(errors="replace")[:_MOST_BYTES]
+        self._send(np.concatenate([self.channel, np.frombuffer(text, np.uint8)]))
 
     def _send(self, data: Any) -> None:
         receivers = _receivers(self._comm.Get_rank(), self._comm.Get_size())
@@ -66,14 +77,14 @@ class Departures:
     def find(self) -> str | None:
         """Return the reason of a rank that has left, if one has. Any thread."""
         with self._lock:
-            message = None if self._found else self._comm.Improbe(tag=_TAG)
-            if message is not None:
-                buffer = np.zeros(_MOST_BYTES, np.uint8)
-                message.Recv(buffer)
-                data = buffer.tobytes().rstrip(b"\0")
-                if self._comm.Get_size() > _MOST_DIRECT:
-                    self._send(np.frombuffer(data, np.uint8))
-                self._found = data.decode(errors="replace")
+            while not self._found and (message := self._comm.Improbe(tag=_TAG)):
+                data = np.zeros(8 + _MOST_BYTES, np.uint8)
+                message.Recv(data)
+                if np.array_equal(data[:8], self.channel):
+                    data = np.trim_zeros(data, "b")
+                    if self._comm.Get_size() > _MOST_DIRECT:
+                        self._send(data)
+                    self._found = data[8:].tobytes().decode(errors="replace")
         return self._found and self._found[1:]
 
     def require_none(self) -> None:
@@ -99,10 +110,16 @@ _ANNOUNCE_SECONDS = 1.0
 # So often at most, it passes on who has arrived
 _PASS_ON_SECONDS = 0.25
 _COLLECT_CALLS = 1000
+_LAST_CALL = -1  # in which nothing is announced
 _PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time that was waited
 # Requests for which no rank waits any more, with their buffers: a rank that comes later
 # completes them, so MPI may write there as long as the process lives
-_abandoned: list[MPI.Request | list[MPI.Request]] = []
+_abandoned: list[Requests] = []
+
+
+def abandon(request: Requests) -> None:
+    """Keep the buffers of requests for which this rank does not wait any more."""
+    _abandoned.append(request)
 
 
 class WaitTimeoutError(Exception):
@@ -135,8 +152,8 @@ class RequestWaiter:
 
     def wait(
         self,
-        request: MPI.Request | list[MPI.Request],
-        deadline: float,
+        request: Requests,
+        deadline: float | None,
         call: int,
         yield_cpu: bool = False,
     ) -> None:
@@ -144,7 +161,7 @@ class RequestWaiter:
 
         Args:
           request: of what all ranks wait for in this call.
-          deadline: perhaps another one on each rank; math.inf for none.
+          deadline: perhaps another one on each rank; None for none.
           call: its number, the same on all ranks.
           yield_cpu: whether to leave the processor to others at once.
 
@@ -160,13 +177,14 @@ class RequestWaiter:
                 test = request.Test
             else:
                 test = functools.partial(MPI.Request.Testall, request)
-            for _ in range(1 if yield_cpu else _LOOKS):
+            looks = not (yield_cpu or self._departures.yields_cpu)
+            for _ in range(_LOOKS if looks else 1):
                 if test():
                     return
                 os.sched_yield()
-            self._wait_long(test, deadline, call)
+            self._wait_long(test, math.inf if deadline is None else deadline, call)
         except BaseException:
-            _abandoned.append(request)
+            abandon(request)
             raise
         finally:
             self._arrived = None
@@ -174,6 +192,8 @@ class RequestWaiter:
     def _wait_long(self, test: Callable[[], bool], deadline: float, call: int) -> None:
         start = now = time.monotonic()
         announce = start + min((deadline - start) / 2, _ANNOUNCE_SECONDS)
+        if call == _LAST_CALL:
+            announce = math.inf
         pause = min((deadline - start) / 20, _PASS_ON_SECONDS)
         arrived, told = self._nobody(), 0
         arrived[self._rank] = True
@@ -195,20 +215,45 @@ class RequestWaiter:
 
     def _announce(self, call: int, arrived: Any) -> None:
         """Tell other ranks who waits in a call, of whom this rank knows."""
-        data = np.concatenate([np.array([call]).view(np.uint8), np.packbits(arrived)])
+        data = np.concatenate([self._headline(call), np.packbits(arrived)])
         receivers = _receivers(self._rank, arrived.size)
         requests = [self._comm.Isend(data, rank, _HERE_TAG) for rank in receivers]
         self._sent = [s for s in self._sent if not MPI.Request.Testall(s[1])]
         self._sent.append((data, requests))
+        self._departures.sent_to[receivers] += 1
+
+    def drain(self) -> bool:
+        """Receive all that ranks have announced; return whether none left. Collective.
+
+        It is the last call before `comm` is freed. What is still on its way then would
+        reach the next communicator: MPI libraries give it the same number.
+        """
+        expected = np.zeros(1, np.int64)
+        sent_to = self._departures.sent_to
+        try:
+            self._departures.require_none()
+            request = self._comm.Ireduce_scatter_block(sent_to, expected, MPI.SUM)
+            self.wait(request, None, _LAST_CALL)
+        except (CollectiveError, DeadlineError):
+            return False
+        while self._departures.received < expected[0]:
+            self._collect(self._nobody(), _LAST_CALL)
+        return True
 
     def _collect(self, arrived: Any, call: int) -> None:
         """Note who waits in this call, as other ranks have announced."""
         status = MPI.Status()
-        data = np.empty(8 + -(-arrived.size // 8), np.uint8)
         while self._comm.Iprobe(tag=_HERE_TAG, status=status):
+            data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             self._comm.Recv(data, status.Get_source(), _HERE_TAG)
-            if data[:8].view(np.int64)[0] == call:
-                arrived |= np.unpackbits(data[8:], count=arrived.size).view(np.bool_)
+            self._departures.received += 1
+            if np.array_equal(data[:16], self._headline(call)):
+                arrived |= np.unpackbits(data[16:], count=arrived.size).view(np.bool_)
+
+    def _headline(self, call: int) -> Any:
+        """Return how an announcement begins: which communicator, and which call."""
+        number = np.array([call]).view(np.uint8)
+        return np.concatenate([self._departures.channel, number])
 
 
 def _missing(arrived: Any) -> list[int]:

@@ -18,8 +18,9 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm import arithmetic, packing
+from mpidist.comm.consensus.waiting import abandon
 
-__all__ = ["MOST_RANKS", "BlockSum"]
+__all__ = ["MOST_RANKS", "BlockSum", "WholeSum"]
 
 # With more, a rank had too many messages to send: MPI has ways of log(ranks) steps
 MOST_RANKS = 16
@@ -30,7 +31,46 @@ _PART_TAG, _TOTAL_TAG = 4, 5  # `MpiTransport` and `consensus.waiting` have othe
 Wait = Callable[[list[MPI.Request]], None]
 
 
-class BlockSum:
+class InFlight:
+    """Requests that MPI may complete later than anybody waits for them.
+
+    A rank may leave an all-reduce by an error while several blocks are on their way. A
+    rank that comes late still sends it parts of them, so their buffers are kept.
+    """
+
+    def __init__(self) -> None:
+        self._requests: list[MPI.Request] = []
+
+    def _wait(self, wait: Wait) -> None:
+        wait(self._requests)
+        self._requests = []
+
+    def __del__(self) -> None:
+        if self._requests:
+            abandon(self._requests)
+
+
+class WholeSum(InFlight):
+    """The sum of an array over all ranks of a communicator, by MPI. Collective.
+
+    Args:
+      comm: the ranks.
+      total: what this rank adds, and where the sum goes.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, total: Any):
+        super().__init__()
+        self._requests.append(comm.Iallreduce(MPI.IN_PLACE, total, MPI.SUM))
+
+    def end(self, wait: Wait) -> None:
+        """See `BlockSum.end`."""
+        self._wait(wait)
+
+    def share(self, wait: Wait) -> None:
+        """See `BlockSum.share`: there is nothing to do."""
+
+
+class BlockSum(InFlight):
     """The sum of one block over all ranks of a communicator. Collective.
 
     To make it sends what others add up; `share`, what this rank has added up; `end`
@@ -47,6 +87,7 @@ class BlockSum:
     def __init__(
         self, comm: MPI.Intracomm, send: Any, receive: Any, wire: np.dtype[Any]
     ):
+        super().__init__()
         self._comm, self._receive, self._wire = comm, receive, wire
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._others = [(self._rank + d) % self._size for d in range(1, self._size)]
@@ -60,11 +101,11 @@ class BlockSum:
         for rank in self._others:
             self._parts[rank] = np.empty(own.stop - own.start, wire)
         sends = [narrow[part] for part in self._slices]
-        self._requests = self._exchange(_PART_TAG, self._parts, sends)
+        self._exchange(_PART_TAG, self._parts, sends)
 
     def share(self, wait: Wait) -> None:
         """Add up this rank's part, and send it to all."""
-        wait(self._requests)
+        self._wait(wait)
         receive, own = self._receive, self._own
         if self._size > 1:
             arithmetic.add_in_order(self._parts, out=receive[own])
@@ -76,19 +117,17 @@ class BlockSum:
             totals = self._totals = np.empty(receive.size, self._wire)
             totals[own] = receive[own]
         places = [totals[part] for part in self._slices]
-        self._requests = self._exchange(_TOTAL_TAG, places, [places[self._rank]])
+        self._exchange(_TOTAL_TAG, places, [places[self._rank]])
 
     def end(self, wait: Wait) -> None:
         """Return when all of the sum is there."""
-        wait(self._requests)
+        self._wait(wait)
         if self._totals is not None:
             self._receive[...] = self._totals
 
-    def _exchange(
-        self, tag: int, places: Sequence[Any], sends: Sequence[Any]
-    ) -> list[MPI.Request]:
+    def _exchange(self, tag: int, places: Sequence[Any], sends: Sequence[Any]) -> None:
         """Begin to get an array from each rank, and to send it one, or the same one."""
-        comm, requests = self._comm, []
+        comm, requests = self._comm, self._requests
         for rank in self._others:
             for piece in _pieces(places[rank]):
                 requests.append(comm.Irecv([piece, MPI.BYTE], rank, tag))
@@ -98,7 +137,6 @@ class BlockSum:
             for rank, piece in zip(self._others, together, strict=True):
                 if piece is not None:
                     requests.append(comm.Isend([piece, MPI.BYTE], rank, tag))
-        return requests
 
 
 def _pieces(array: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from mpi4py import MPI
 from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.pending import Pending
-from mpidist.comm.transports.blocks import MOST_RANKS, BlockSum
+from mpidist.comm.transports.blocks import MOST_RANKS, BlockSum, WholeSum
 from mpidist.comm.transports.mpi import MpiTransport
 from mpidist.comm.transports.shared import SharedTransport
 
@@ -70,19 +70,15 @@ class HierarchicalTransport(SharedTransport):
 
     def _add_other_nodes(self, total: Any) -> Any:
         if self._wire is None and self._like.Get_size() > self.most_nodes:
-            return self._like.Iallreduce(MPI.IN_PLACE, total, MPI.SUM)
+            return WholeSum(self._like, total)
         return BlockSum(self._like, total, total, self._wire or total.dtype)
 
     def _finish_other_nodes(self, begun: Any, deadline: float | None) -> None:
-        def wait(requests: MPI.Request | list[MPI.Request]) -> None:
-            until = math.inf if deadline is None else deadline
-            self._consensus.wait(requests, until, "all_reduce")
-
-        if isinstance(begun, BlockSum):
-            begun.share(wait)
-            begun.end(wait)
-        else:
-            wait(begun)
+        wait = functools.partial(
+            self._consensus.wait, deadline=deadline, operation="all_reduce"
+        )
+        begun.share(wait)
+        begun.end(wait)
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -151,7 +150,6 @@ class MpiTransport:
         comm, rank, ranks = self._comm, self._comm.Get_rank(), self._comm.Get_size()
         starts_to = [0, *itertools.accumulate(bytes_to)]
         starts_from = [0, *itertools.accumulate(bytes_from)]
-        until = math.inf if deadline is None else deadline
         for shift in range(ranks):
             to, source = (rank + shift) % ranks, (rank - shift) % ranks
             mine = send[starts_to[to] : starts_to[to + 1]]
@@ -164,7 +162,7 @@ class MpiTransport:
                 for k in range(0, mine.size, self.most_bytes)
             ]
             for request in requests:
-                self._wait(request, until, operation)
+                self._wait(request, deadline, operation)
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
         """See `Transport.broadcast`."""
@@ -182,7 +180,9 @@ class MpiTransport:
             else:
                 self._wait(comm.Ibcast(spec, root), deadline, operation)
 
-    def _wait(self, request: MPI.Request, deadline: float, operation: str) -> None:
+    def _wait(
+        self, request: MPI.Request, deadline: float | None, operation: str
+    ) -> None:
         self._consensus.wait(request, deadline, operation)
 
 

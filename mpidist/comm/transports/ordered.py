@@ -6,12 +6,11 @@ and the size; with floating-point numbers the last bits follow from it.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from mpidist.comm import packing
 from mpidist.comm.consensus.consensus import Consensus
@@ -69,11 +68,10 @@ class OrderedTransport(MpiTransport):
     def _add(
         self, send: Any, receive: Any, wire: np.dtype[Any], deadline: float | None
     ) -> None:
-        def wait(requests: list[MPI.Request]) -> None:
-            until = math.inf if deadline is None else deadline
-            self._consensus.wait(requests, until, "all_reduce")
-
         self._consensus.departures.require_none()
+        wait = functools.partial(
+            self._consensus.wait, deadline=deadline, operation="all_reduce"
+        )
         send, receive = send.reshape(-1), receive.reshape(-1)
         step = max(1, self._block_bytes // wire.itemsize)
         begun: BlockSum | None = None

@@ -68,8 +68,7 @@ def examine_ranks(
     channel.send(("joined", (job.rank, job.size)))
     if job.size == 1 and is_silent(environ):
         return  # MPI has not joined this process with those that the launcher started
-    facts = dataclasses.replace(facts, launch=job.find_launch(environ))
-    examination = _Examination(channel, job, paths, seconds, facts)
+    examination = _Examination(channel, job, paths, seconds, facts, environ)
     examination.run()
     job.close()
 
@@ -93,11 +92,16 @@ class _Job:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._consensus = Consensus(self.comm)
-        self.local_rank, self._node = self._find_node()
+        self.local_rank = self.rank
 
     def find_launch(self, environ: Mapping[str, str]) -> LaunchFacts:
-        """Return what MPI says of this rank; see `examine_ranks` for `environ`."""
+        """Return what MPI says of this rank, and set `local_rank`. Collective.
+
+        Args:
+          environ: see `examine_ranks`.
+        """
         error = ""
+        self.local_rank, node = self._find_node()
         library = MPI.Get_library_version()
         try:
             check_launch(environ, MPI.COMM_WORLD.Get_size(), library)
@@ -107,7 +111,7 @@ class _Job:
         return LaunchFacts(
             self.size,
             MPI.Get_processor_name(),
-            self._node,
+            node,
             " ".join(short_name(library).split()),
             ".".join(map(str, MPI.Get_version())),
             (
@@ -186,12 +190,14 @@ class _Examination:
         paths: Sequence[str],
         seconds: float,
         facts: RankFacts,
+        environ: Mapping[str, str],
     ):
         self._channel = channel
         self._job = job
         self._paths = paths
         self._seconds = seconds
         self._facts = facts
+        self._environ = environ
         self._everyone: dict[int, RankFacts] = {}
         self._speeds: list[CheckResult] = []
 
@@ -200,6 +206,7 @@ class _Examination:
         seconds = self._seconds
         # Ranks arrive here at different times: a path or a package may be slow on some
         self._step("gathering facts", 2 * seconds, self._find_node)
+        self._step("finding nodes", seconds, self._find_launch)
         self._step("trying paths", 6 * seconds, self._try_paths)
         self._step("trying GPUs", seconds + _PROBE_SECONDS, self._choose_gpu)
         if self._job.size > 1:
@@ -221,6 +228,11 @@ class _Examination:
 
     def _find_node(self) -> None:
         self._facts = dataclasses.replace(self._facts, node=_attempt(find_node))
+
+    def _find_launch(self) -> None:
+        """Let MPI say which ranks share a node. Collective."""
+        launch = self._job.find_launch(self._environ)
+        self._facts = dataclasses.replace(self._facts, launch=launch)
 
     def _try_paths(self) -> None:
         """Try the paths, and whether ranks see each other's locks. Collective."""

@@ -76,13 +76,13 @@ class Request(NamedTuple):
 def run(request: Request) -> int:
     """Run all checks, print on rank 0, and return the exit status. Collective."""
     runner = _Runner(request)
-    try:
-        with _raise_on_signals(), contextlib.ExitStack() as children:
-            status = runner.run(children)
-            return runner.end(status)
-    except _TerminatedError as error:
-        runner.fail(f"ended by {error}, which the launcher or a user sent")
-        return runner.end(None)
+    # What is known is printed before children are closed, as launchers kill soon
+    with contextlib.ExitStack() as children, _raise_on_signals():
+        try:
+            return runner.end(runner.run(children))
+        except _TerminatedError as error:
+            runner.fail(f"ended by {error}, which the launcher or a user sent")
+            return runner.end(None)
 
 
 class _TerminatedError(BaseException):

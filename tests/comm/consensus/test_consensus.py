@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 
+import launching
 import numpy as np
 import pytest
 
@@ -254,6 +255,49 @@ def test_memory_that_a_late_rank_may_write_to_is_kept(comm, several):
     del consensus
     gc.collect()
     assert comm.rank == several or received() is not None
+
+
+@pytest.mark.skipif(
+    launching.is_open_mpi(), reason="Open MPI waits for what is lost for ever"
+)
+def test_messages_of_a_freed_communicator_mean_nothing_to_the_next(comm, several):
+    """MPICH gives what nobody has received to the next one."""
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    for length in (8, 16, 17, 40, 2000):
+        old = Consensus(comm.Dup())
+        for rank in others:
+            old.comm.Isend(np.ones(length, np.uint8), rank, waiting._HERE_TAG)
+        old.departures.announce("it is over", is_deadline=False)
+        old.comm.Barrier()
+        old.close()
+        old.comm.Free()
+        consensus = Consensus(comm.Dup())
+        consensus.calls = waiting._COLLECT_CALLS  # so announcements are received
+        consensus.wait(consensus.comm.Ibarrier(), None, "step")
+        consensus.sync_errors("step", None)  # looks for ranks that have left
+        consensus.close()
+        consensus.comm.Free()
+
+
+@pytest.mark.parametrize("most_direct", [16, 1])
+def test_all_that_ranks_announce_is_received_before_a_strategy_ends(
+    comm, several, monkeypatch, most_direct
+):
+    monkeypatch.setattr(waiting, "_ANNOUNCE_SECONDS", 0.0)
+    monkeypatch.setattr(waiting, "_LOOKS", 1)
+    monkeypatch.setattr(waiting, "_MOST_DIRECT", most_direct)
+    options = mpidist.CommunicationOptions(implementation="MPI")
+    for step in range(20):
+        strategy = mpidist.MirroredStrategy(communicator=comm)
+        departures = strategy.extended.consensus.departures
+        for _ in range(5):
+            call(strategy, "all_reduce", "SUM", np.ones(5), options)
+            waiter = strategy.extended.consensus._waiting
+            request = strategy.extended.consensus.comm.Ibarrier()
+            waiter.wait(request, None, step)
+        strategy.experimental_finalize()
+        sent = comm.allreduce(departures.sent_to)
+        assert departures.received == sent[comm.rank]
 
 
 def test_a_replica_that_misses_a_deadline_ends_the_strategy(

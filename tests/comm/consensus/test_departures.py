@@ -74,6 +74,7 @@ end()
 
 AGREEING = "require_same compare exchange"
 MOVING = "allreduce_packed allreduce_sum"
+IN_BLOCKS = "_exchange share _wait"
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,8 @@ MOVING = "allreduce_packed allreduce_sum"
         pytest.param("MPI", 300_000, MOVING, "", marks=pytest.mark.slow),
         pytest.param("AUTO", 10, AGREEING, "1", marks=pytest.mark.slow),
         pytest.param("AUTO", 300_000, MOVING, "2", marks=pytest.mark.slow),
+        pytest.param("AUTO", 300_000, IN_BLOCKS, "1", marks=pytest.mark.slow),
+        pytest.param("AUTO", 300_000, IN_BLOCKS, "2", marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_rank_never_gives_a_number_of_another_step(

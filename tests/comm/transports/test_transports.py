@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import os
 import time
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +17,7 @@ import mpidist
 from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.shared_memory.cuda_ipc import share_buffers
+from mpidist.comm.transports import blocks
 from mpidist.comm.transports.device import DeviceMpiTransport, DeviceTransport
 from mpidist.comm.transports.hierarchical import HierarchicalTransport
 from mpidist.comm.transports.ipc import SLOTS, IpcTransport
@@ -389,3 +392,30 @@ def test_a_rank_that_does_not_come_is_told_at_the_deadline(comm, method, kind):
             consensus.gather("next", 1)
     consensus.close()
     comm.Barrier()
+
+
+def test_memory_of_all_blocks_that_are_given_up_is_kept(comm, monkeypatch):
+    """A rank that comes late sends parts of them, wherever this one has given up."""
+    if comm.size == 1:
+        pytest.skip("one rank waits for nobody")
+    begin, given_up = blocks.BlockSum.__init__, []
+
+    def begin_and_note(block, *arguments):
+        begin(block, *arguments)
+        given_up.extend(weakref.ref(part) for part in block._parts)
+
+    monkeypatch.setattr(blocks.BlockSum, "__init__", begin_and_note)
+    consensus = Consensus(comm.Dup())  # not freed: that might wait for all ranks
+    transport = OrderedTransport(consensus, block_bytes=1000)
+    comm.Barrier()
+    if comm.rank == 0:
+        send, end = np.ones(5000), time.monotonic() + 0.01
+        with pytest.raises(mpidist.DeadlineError):
+            transport.allreduce_sum(send, send.copy(), end)
+    consensus.close()
+    comm.Barrier()
+    del transport, consensus
+    gc.collect()
+    kept = sum(part() is not None for part in given_up)
+    # Two blocks were on their way, and of each the parts that others send
+    assert kept >= (2 * (comm.size - 1) if comm.rank == 0 else 0)
