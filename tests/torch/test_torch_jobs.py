@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,19 @@ def test_the_single_process_learns_the_same_rows(mpirun, tmp_path):
     ended = mpirun(1, SINGLE, *arguments, "--shifts=0", "--epochs=6")
     assert ended.returncode == 0, ended.stderr
     assert float(ended.stdout.split("accuracy=")[1]) > 0.5
+
+
+def test_the_scripts_of_the_readme(comm, capsys, mpi_tmp_path, monkeypatch):
+    monkeypatch.chdir(mpi_tmp_path)
+    scripts = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S
+    )
+    names = {}
+    for script in [s for s in scripts if "torch" in s]:
+        exec(compile(script, "README.md", "exec"), names)
+    out = capsys.readouterr().out
+    assert out.startswith("loss=") if comm.rank == 0 else not out
+    names["strategy"].experimental_finalize()
 
 
 def test_many_ranks_take_ten_lines_more_at_most():
