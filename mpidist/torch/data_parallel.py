@@ -19,7 +19,7 @@ from mpidist.options import CommunicationOptions
 from mpidist.strategy.strategy import Strategy
 from mpidist.torch.batch_norm import find_strategy
 from mpidist.torch.pieces import broadcast
-from mpidist.torch.reducer import CALL, Reducer
+from mpidist.torch.reducer import CALL, Joining, Reducer
 from mpidist.util import nest, validation
 
 __all__ = ["DistributedDataParallel"]
@@ -172,6 +172,44 @@ class DistributedDataParallel(torch.nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    @contextlib.contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Let ranks have unlike numbers of batches in this block. Collective.
+
+        A rank that leaves the block takes part in the others' steps without rows, until
+        all have left it; then all have the parameters of one that made the most steps
+        (but each its own state of the optimizer). Batches of distributed datasets are
+        as many on all ranks, and need no such block.
+
+        Args:
+          divide_by_initial_world_size: with batch_dim=None, whether ranks that have
+            ended count as ranks without gradients; else the others' mean is taken.
+          enable: False for a block without effect.
+          throw_on_early_termination: raise instead, on all ranks, when one has ended.
+
+        Raises, on all ranks:
+          ContextError: see `throw_on_early_termination`.
+          DivergenceError: other collectives, such as those of SyncBatchNorm, on ranks
+            that have batches left.
+        """
+        reducer = self._reducer
+        if not enable:
+            yield
+            return
+        everywhere = bool(throw_on_early_termination)
+        reducer.joining = Joining(bool(divide_by_initial_world_size), everywhere)
+        reducer.steps = 0
+        try:
+            yield
+            reducer.follow()
+        finally:
+            reducer.joining = None
 
     def register_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
         """Raise: there are no such hooks."""

@@ -187,14 +187,13 @@ class Pieces:
         if large is not None:
             _scale(large.send, gradient, self._weight)
 
-    def fill(self, put: set[int] | None, source: int = 0) -> None:
+    def fill(self, put: set[int] | None) -> None:
         """Take what was not put: small gradients, and those that the pass left out.
 
         May fail on one rank alone. Nothing communicates.
 
         Args:
           put: the parameters that the pass has made gradients of; None for all.
-          source: the rank whose buffers go to all.
         """
         side = self._side
         for small in side.small:
@@ -209,15 +208,21 @@ class Pieces:
                 if j not in put:
                     _copy_or_zero(large.send, self._parameters[j].grad)
                     large.send.mul_(self._weight)
-        if self._buffers:
-            if source == self._group.replica_id:
-                torch._foreach_copy_(side.buffer_sends, self._buffers)
-                side.has_buffers = True
-            elif side.has_buffers:
-                side.sends[-1][...] = 0
-                side.has_buffers = False
+        self.fill_buffers(0)
         if side.everyone is None:
             self._packs = self._sums.reserve(side.sends, self._options)
+
+    def fill_buffers(self, source: int) -> None:
+        """Take the buffers of one rank, which go to all."""
+        if not self._buffers:
+            return
+        side = self._side
+        if source == self._group.replica_id:
+            torch._foreach_copy_(side.buffer_sends, self._buffers)
+            side.has_buffers = True
+        elif side.has_buffers:
+            side.sends[-1][...] = 0
+            side.has_buffers = False
 
     def weigh(self, weight: float) -> None:
         """Take all gradients once more, with another weight than 1 / ranks.
@@ -277,6 +282,11 @@ class Pieces:
     def broadcast_buffers(self) -> None:
         """Give all ranks the buffers of rank 0. Collective."""
         broadcast(self._group, "the buffers of DistributedDataParallel", self._buffers)
+
+    def broadcast_model(self, root: int) -> None:
+        """Give all ranks the parameters and buffers of one. Collective."""
+        tensors = [*self._parameters, *self._buffers]
+        broadcast(self._group, "DistributedDataParallel.join", tensors, root)
 
     def _give_back(self, used: int, in_place: set[int]) -> None:
         """Write sums into `.grad`, but those that are there already."""

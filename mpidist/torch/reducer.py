@@ -19,12 +19,13 @@ from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.errors import ArgumentError, ContextError, DTypeError
 from mpidist.options import CommunicationOptions
 from mpidist.torch.pieces import Pieces
+from mpidist.util.hashing import hash62
 
-__all__ = ["CALL", "Reducer", "Share"]
+__all__ = ["CALL", "Joining", "Reducer", "Share"]
 
 CALL = "DistributedDataParallel"
 _OPERATION = f"the gradients of {CALL}"
-_BITS = (1 << 62) - 1
+_MOST_ADDRESSES = 1000
 _current_task = torch._C._current_graph_task_id
 # In which gradients of each dtype are added up
 _SUMS = {
@@ -43,10 +44,25 @@ class Share(NamedTuple):
     Args:
       rows: how many rows its loss is a mean of; -1 where every rank counts the same.
       used: a bit for each parameter that has a gradient; -1 for all.
+      has_ended: whether it has no batches any more, see `Joining`.
     """
 
     rows: int
     used: int
+    has_ended: bool = False
+
+
+class Joining(NamedTuple):
+    """How ranks with unlike numbers of batches train; see `join`.
+
+    Args:
+      counts_all: whether a rank that has ended counts as one without rows, where ranks
+        count the same; else the mean is that of the others.
+      raises: whether it is an error when the first rank has ended.
+    """
+
+    counts_all: bool
+    raises: bool
 
 
 class _Pass:
@@ -104,6 +120,9 @@ class Reducer:
         )
         self._calls: dict[int, tuple[CallSignature, int]] = {}
         self.is_syncing = True
+        self.joining: Joining | None = None
+        self.steps = 0  # of this rank with gradients of its own
+        self._addresses: dict[Share, int] = {}
         # Whether forward has changed buffers since they were made equal
         self.has_stale_buffers = False
         self.rows = -1  # of this rank's loss
@@ -221,11 +240,13 @@ class Reducer:
             found = self._calls[self._dropped] = call, digest(call)
         return found
 
-    def reduce(self, share: Share) -> None:
+    def reduce(self, share: Share) -> bool:
         """Average gradients over all ranks, into `.grad`. Collective.
 
         Args:
           share: of this rank, whose gradients are in `.grad`.
+
+        Returns: whether all ranks have ended, so that there was nothing to do.
 
         Raises, on all ranks:
           What has gone wrong in the pass of any rank.
@@ -245,15 +266,37 @@ class Reducer:
         with consensus.lock:
             if error is not None or consensus.size == 1:
                 consensus.require_same(call, error, timeout)
-                return
-            address = hash(share) & _BITS or 1  # of integers: alike in each process
+                return share.has_ended
             used = share.used
-            is_same = consensus.compare(call, number, address, timeout)
+            is_same = consensus.compare(call, number, self._address(share), timeout)
+            if is_same and share.has_ended:
+                return True
             if not is_same:
                 shares = consensus.gather(_OPERATION, share)
                 used = self._weigh(shares)
             pieces.add(used, is_same)
             self.has_stale_buffers = False
+            self.steps += not share.has_ended
+        return False
+
+    def _address(self, share: Share) -> int:
+        """Return a number that differs for unlike shares; see `Consensus.compare`."""
+        found = self._addresses.get(share)
+        if found is None:
+            if len(self._addresses) >= _MOST_ADDRESSES:
+                self._addresses.clear()
+            found = self._addresses[share] = hash62(repr(tuple(share))) or 1
+        return found
+
+    def follow(self) -> None:
+        """Take part without gradients until all ranks have ended. Collective.
+
+        Then all ranks get parameters and buffers of one that made the most steps.
+        """
+        while not self.reduce(Share(0, 0, has_ended=True)):
+            self._reset()
+        steps = self._consensus.gather(f"{CALL}.join", self.steps)
+        self._pieces.broadcast_model(steps.index(max(steps)))
 
     def broadcast_buffers(self) -> None:
         """Give all ranks the buffers of rank 0. Collective."""
@@ -263,8 +306,13 @@ class Reducer:
     def _weigh(self, shares: Sequence[Share]) -> int:
         """Take the gradients by the rows of all ranks; return which are used."""
         used = functools.reduce(int.__or__, (share.used for share in shares))
+        if used == -1 and any(share.used != -1 for share in shares):
+            used = (1 << self._all) - 1  # some ranks may have no `.grad`
         rows = [share.rows for share in shares]
-        if len(set(rows)) > 1:
+        ended = [j for j, share in enumerate(shares) if share.has_ended]
+        if ended:
+            self._leave_out(ended, rows)
+        elif len(set(rows)) > 1:
             with self._consensus.same_on_all():
                 if min(rows) < 0:
                     raise ArgumentError(
@@ -274,6 +322,23 @@ class Reducer:
                     )
             self._pieces.weigh(rows[self._consensus.rank] / sum(rows))
         return used
+
+    def _leave_out(self, ended: Sequence[int], rows: Sequence[int]) -> None:
+        """Take the gradients without those of ranks that have no batches any more."""
+        joining, ranks = self.joining, len(rows)
+        with self._consensus.same_on_all():
+            if joining is None or joining.raises:
+                raise ContextError(
+                    f"{name_ranks(ended)} ended with the batches, and others have more"
+                )
+        others = [j for j in range(ranks) if j not in ended]
+        self._pieces.fill_buffers(others[0])
+        total: float = sum(rows[j] for j in others)
+        own: float = rows[self._consensus.rank]
+        if min(rows) < 0:  # each counts the same
+            total = ranks if joining.counts_all else len(others)
+            own = self._consensus.rank in others
+        self._pieces.weigh(own / total if total else 0.0)
 
 
 def _hook(reference: Any, number: int) -> Any:

@@ -232,6 +232,18 @@ def test_parameters_that_some_ranks_use(strategy):
         assert model.module.idle.weight.grad is None
 
 
+def test_a_rank_that_uses_all_and_one_that_does_not(strategy):
+    rank = strategy.extended.replica_id
+    model = DistributedDataParallel(
+        Branches(), strategy, batch_dim=None, find_unused_parameters=True
+    )
+    _, (x, y) = rows_of(strategy, 8)
+    layers = list(model.module.children())
+    output = model(x, True) if rank else sum(layer(x) for layer in layers)
+    nn.functional.cross_entropy(output, y).backward()
+    assert everyone_equal(strategy, [p.grad for p in model.parameters()])
+
+
 def test_shared_and_frozen_parameters(strategy):
     def make():
         model = network(hidden=6)
@@ -634,3 +646,81 @@ def test_compression_sends_bfloat16(strategy):
     loss_of(model, *mine).backward()
     loss_of(alone, *everything).backward()
     assert_like_alone(model, alone, rtol=0.02, atol=0.01)
+
+
+def batches_of(strategy, counts):
+    """Return the batches of each rank, as many as `counts` says for it."""
+    random = np.random.default_rng(0)
+    return [
+        [
+            (
+                torch.from_numpy(random.normal(size=(4, 6)).astype("f4")),
+                torch.from_numpy(random.integers(0, 3, 4)),
+            )
+            for _ in range(counts[rank % len(counts)])
+        ]
+        for rank in range(strategy.num_replicas_in_sync)
+    ]
+
+
+@pytest.mark.parametrize("counts", [(2, 4), (3, 1), (0, 2), (2, 2)])
+@pytest.mark.parametrize("divides", [None, True, False])
+def test_ranks_with_unlike_numbers_of_batches_join(strategy, counts, divides):
+    """`divides`: None where ranks count by rows, else divide_by_initial_world_size."""
+    n, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=1.0), nn.Linear(6, 3)
+        )
+
+    everyone = batches_of(strategy, counts)
+    batch_dim = 0 if divides is None else None
+    model = DistributedDataParallel(make(), strategy, batch_dim=batch_dim)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with model.join(divide_by_initial_world_size=divides is not False):
+        for x, y in everyone[rank]:
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+    alone = make()
+    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+    for step in range(max(map(len, everyone))):
+        there = [batches[step] for batches in everyone if step < len(batches)]
+        optimizer.zero_grad()
+        losses = [loss_of(alone, x, y) for x, y in there]
+        (sum(losses) / (n if divides else len(losses))).backward()
+        optimizer.step()
+        with torch.no_grad():
+            alone(there[0][0])  # whose means all ranks get
+    for got, want in zip(model.parameters(), alone.parameters()):
+        torch.testing.assert_close(got, want)
+    state = list(model.state_dict().values())
+    assert everyone_equal(strategy, state)
+
+
+def test_early_termination_is_an_error_if_asked_for(strategy):
+    if strategy.num_replicas_in_sync == 1:
+        pytest.skip("of several ranks")
+    model = DistributedDataParallel(network(), strategy)
+    own = batches_of(strategy, (2, 1))[strategy.extended.replica_id]
+    with (
+        pytest.raises(RuntimeError, match=r"rank.* ended"),
+        model.join(throw_on_early_termination=True),
+    ):
+        for x, y in own:
+            loss_of(model, x, y).backward()
+
+
+def test_unlike_numbers_of_batches_are_an_error_without_join(strategy):
+    if strategy.num_replicas_in_sync == 1:
+        pytest.skip("of several ranks")
+    model = DistributedDataParallel(network(), strategy)
+    own = batches_of(strategy, (2, 1))[strategy.extended.replica_id]
+    with pytest.raises(mpidist.DivergenceError, match=r"gradients of Distr.*barrier"):
+        for x, y in own:
+            loss_of(model, x, y).backward()
+        strategy.barrier()
+    with model.join(enable=False):
+        loss_of(model, *own[0]).backward()
