@@ -27,6 +27,7 @@ ROOMS = [
     "strategy",
     "checkpoint",
     "resilience",
+    "torch",
     "tools",
 ]
 # The same inside two of them: of a room's modules, those that stand here
@@ -75,6 +76,7 @@ OUTSIDE = {
     "h5py": {"data.hdf5", "checkpoint", "tools.doctor"},
     "deflate": {"data.hdf5.chunks", "checkpoint"},
     "optree": {"util.nest"},
+    "torch": {"torch"},
 }
 
 

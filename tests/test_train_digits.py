@@ -190,6 +190,8 @@ def test_the_readmes_scripts_run(comm, capsys, mpi_tmp_path, monkeypatch):
     scripts = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
     names = {}
     for script in scripts:  # the later ones go on where the first ended
+        if "torch" in script:  # see tests/torch
+            continue
         exec(compile(script, "README.md", "exec"), names)
     assert len(names["rest"]) == 2  # of the three steps of an epoch
     with h5py.File("errors.h5") as file:
