@@ -276,6 +276,34 @@ def draw_scaling(result: Mapping[str, Any]) -> Any:
     return figure
 
 
+def draw_frameworks(result: Mapping[str, Any]) -> Any:
+    """Return the figure of `bench_frameworks.py`: ratios, and what they have to be."""
+    from matplotlib import pyplot
+
+    rows = result["comparisons"]
+    figure, axis = pyplot.subplots(figsize=(7, 1 + 0.4 * max(len(rows), 1)))
+    names = [f"{c['case']}\nby {c['against']}, {c['unit']}" for c in rows]
+    ratios = [c["ratio"] for c in rows]
+    axis.barh(names, ratios, color=OURS, height=0.7)
+    for place, comparison in enumerate(rows):
+        axis.annotate(
+            f"{comparison['ratio']:.2f}", (comparison["ratio"], place), (3, 0),
+            textcoords="offset points", va="center", fontsize=8,
+        )  # fmt: skip
+        if comparison["target"] is not None:
+            axis.plot([comparison["target"]] * 2, [place - 0.4, place + 0.4], "k--")
+    axis.invert_yaxis()
+    axis.tick_params(labelsize=8)
+    axis.margins(x=0.12)
+    axis.set_title(
+        f"Models of PyTorch, {result['ranks']} ranks: {result['machine']['cpu']}",
+        fontsize=9,
+    )
+    _clean(axis, "mpidist by the other; dashed: wanted")
+    figure.tight_layout()
+    return figure
+
+
 def draw_step(result: Mapping[str, Any]) -> Any:
     """Return the figure of `bench_step.py`: the time of a step, one bar for each."""
     from matplotlib import pyplot

@@ -54,6 +54,8 @@ def commands(
     yield [*ranks(2), str(HERE / "bench_large.py"), *count, output(f"large-{name}")]
     checkpoints = str(HERE / "bench_checkpoint.py")
     yield [*ranks(2), checkpoints, *tiny, output(f"checkpoint-{name}")]
+    frameworks = str(HERE / "bench_frameworks.py")
+    yield [*ranks(2), frameworks, *tiny, output(f"frameworks-{name}")]
     for number in (1, 2):
         stem = f"input-{name}-{number}rank{'s' if number > 1 else ''}"
         yield [*ranks(number), str(HERE / "bench_input.py"), *tiny, output(stem)]

@@ -158,6 +158,12 @@ Saving and going on
     TerminationConfig           termination_watcher_fn, exit_fn, grace_period, save_fn
     run_elastic                 not in TensorFlow: goes on without ranks that have died
 
+PyTorch (`import mpidist.torch`, which needs `pip install mpidist[torch]`)
+
+    torch.nn.parallel.DistributedDataParallel
+                                mpidist.torch.DistributedDataParallel: with batch_dim,
+                                as gradients count by rows
+
 Commands
 
     python -m mpidist plan      what each rank of a job will read; needs no MPI
@@ -290,9 +296,13 @@ _LATER = {
     "TerminationConfig": "mpidist.resilience.preemption",
     "Hdf5Writer": "mpidist.strategy.hdf5_writer",
 }
+# Modules for which an extra has to be installed
+_EXTRAS = ("torch",)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _EXTRAS:
+        return importlib.import_module(f"mpidist.{name}")
     if name not in _LATER:
         from mpidist.util import near_misses
 

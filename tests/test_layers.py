@@ -27,6 +27,7 @@ ROOMS = [
     "strategy",
     "checkpoint",
     "resilience",
+    "torch",
     "tools",
     "jax",
 ]
@@ -77,6 +78,7 @@ OUTSIDE = {
     "h5py": {"data.hdf5", "checkpoint", "tools.doctor"},
     "deflate": {"data.hdf5.chunks", "checkpoint"},
     "optree": {"util.nest"},
+    "torch": {"torch"},
     "jax": {"jax"},
 }
 

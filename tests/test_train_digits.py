@@ -191,6 +191,8 @@ def test_the_readmes_scripts_run(comm, capsys, mpi_tmp_path, monkeypatch):
     scripts = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
     names = {}
     for script in scripts:  # the later ones go on where the first ended
+        if "torch" in script:  # see tests/torch
+            continue
         if "import jax" in script and importlib.util.find_spec("jax") is None:
             continue
         exec(compile(script, "README.md", "exec"), names)

@@ -51,6 +51,8 @@ class Checkpoint(Tracked):
     - random generators: `np.random.Generator`, `RandomState`, `random.Random`; and
       objects with `get_state()` and `set_state(state)`, such as iterators of datasets,
       where a state is a nest of arrays, numbers and text. It may differ between ranks.
+    - objects with `state_dict()` and `load_state_dict(state)`, such as models and
+      optimizers of PyTorch: likewise.
     - another Checkpoint.
 
     A checkpoint restores identically on any number of ranks, except for per-rank state,

@@ -11,6 +11,7 @@ from typing import Any
 from mpidist.checkpoint.reading import load, read_tree
 from mpidist.checkpoint.restore_plan import RestorePlan
 from mpidist.checkpoint.state import Tracked
+from mpidist.checkpoint.state_dicts import read_state, write_state
 from mpidist.checkpoint.tree import readable
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.context import enter
@@ -150,15 +151,15 @@ def _set_states(
         return
 
     def get_states() -> list[Any]:
-        return [copy.deepcopy(value.get_state()) for _, value, _ in plan.objects]
+        return [copy.deepcopy(read_state(value)) for _, value, _ in plan.objects]
 
     before = block(operation, get_states)
     for i, (path, value, new) in enumerate(plan.objects):
         where = f"{operation} of {readable(path)}"
         try:
-            block(where, functools.partial(value.set_state, new.value))
+            block(where, functools.partial(write_state, value, new.value))
         except Exception:
             for j in range(i, -1, -1):
                 _, changed, _ = plan.objects[j]
-                block(where, functools.partial(changed.set_state, before[j]))
+                block(where, functools.partial(write_state, changed, before[j]))
             raise

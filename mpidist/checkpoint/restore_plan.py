@@ -21,11 +21,11 @@ from mpidist.checkpoint.state import (
     OBJECT,
     Tracked,
     children_of,
-    has_state,
     is_generator,
     require_strategy,
     state_of,
 )
+from mpidist.checkpoint.state_dicts import has_state
 from mpidist.checkpoint.tree import (
     DEEPEST,
     SCALARS,

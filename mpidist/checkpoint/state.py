@@ -16,6 +16,7 @@ from typing import Any
 import deflate
 import numpy as np
 
+from mpidist.checkpoint.state_dicts import has_state, read_state
 from mpidist.checkpoint.tree import (
     TEXTS,
     Group,
@@ -54,7 +55,6 @@ __all__ = [
     "children_of",
     "gather_state",
     "has_attributes",
-    "has_state",
     "is_generator",
     "require_saveable",
     "require_strategy",
@@ -177,12 +177,6 @@ class PerRankState:
     is_shared: bool
 
 
-def has_state(value: Any) -> bool:
-    """Return whether `value` has `get_state` and `set_state`."""
-    methods = (getattr(value, name, None) for name in ("get_state", "set_state"))
-    return not isinstance(value, type) and all(map(callable, methods))
-
-
 def children_of(value: Any, path: Path) -> dict[str, Any] | None:
     """Return the children of a container or a Checkpoint; None for other values."""
     require_depth(path)
@@ -207,7 +201,7 @@ def tree_of(value: Any, path: Path, strategy: Strategy) -> Any:
     Raises:
       ArgumentTypeError: a value that cannot be saved.
       ContextError: a variable of another strategy.
-      What `get_state` of an object raises.
+      What reading the state of an object raises.
     """
     children = children_of(value, path)
     if children is not None:
@@ -223,7 +217,7 @@ def tree_of(value: Any, path: Path, strategy: Strategy) -> Any:
         state = encode(state_of(value), path)
         return PerRankState(_with_role(state, GENERATOR, path), is_shared=True)
     if has_state(value) and not isinstance(value, Mirrored | np.ndarray):
-        state = encode(value.get_state(), path)
+        state = encode(read_state(value), path)
         return PerRankState(_with_role(state, OBJECT, path), is_shared=True)
     return encode(value, path)
 
@@ -257,6 +251,9 @@ def strategy_of(value: Any) -> Strategy | None:
     for _, leaf in walk(value):
         if isinstance(leaf, Variable):
             return leaf.distribute_strategy
+        own = getattr(leaf, "distribute_strategy", None)  # of a model
+        if isinstance(own, Strategy):
+            return own
         plan = getattr(leaf, "_plan", None)
         extended = getattr(plan, "extended", None)
         if extended is not None and isinstance(extended.strategy, Strategy):

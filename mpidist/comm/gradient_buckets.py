@@ -174,7 +174,12 @@ class GradientBuckets:
                     "the reduce_op of gradient buckets must be 'SUM' or 'MEAN', not "
                     f"{self._op.name!r}"
                 )
-            _, self._spec, given = to_arrays(like)
+            leaves, self._spec, given = to_arrays(like)
+            # Of which library the results are to be, without the memory of `like`
+            self._originals = [
+                arrays.like_foreign(a.reshape(-1)[:0].copy(), leaf)
+                for a, leaf in zip(given, leaves)
+            ]
             check_each(
                 given, self._spec, lambda a, name: arrays.summable(a.dtype, name)
             )
@@ -339,7 +344,8 @@ class GradientBuckets:
         if self._side is not None:
             self._side.end()
         self._consensus.sync_errors(f"{_CALL}.__exit__", step.error)
-        self.result = nest.unflatten(self._spec, step.results())
+        results = map(arrays.like_foreign, step.results(), self._originals)
+        self.result = nest.unflatten(self._spec, results)
         if not self._has_order:
             order = step.order
             self._plan(self._consensus.root_only(_CALL, lambda: order))

@@ -284,7 +284,7 @@ class ReplicaGroup:
     def symmetric_like(self, operation: str, value: Any) -> Any:
         """Return arrays of zeros in shared memory, for a public call. Collective."""
         self.topology.require_open()
-        _, spec, given = self.consensus.guard(operation, lambda: to_arrays(value))
+        leaves, spec, given = self.consensus.guard(operation, lambda: to_arrays(value))
         fields = [Field(tuple(a.shape), a.dtype) for a in given]
         with self.consensus.lock:
             self.consensus.require_same(
@@ -296,7 +296,7 @@ class ReplicaGroup:
                 made = self.consensus.guard(
                     operation, lambda: [self.zeros(*field) for field in fields]
                 )
-        return nest.unflatten(spec, made)
+        return nest.unflatten(spec, map(arrays.like_foreign, made, leaves))
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return zeros on this rank's device."""

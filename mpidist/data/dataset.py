@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 import secrets
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -371,6 +372,8 @@ def as_dataset(value: Any, call: str) -> Dataset:
     """
     if isinstance(value, Dataset):
         return value
+    if "torch.utils.data" in sys.modules:
+        _check_torch(value, call)
     elements = str, bytes, tuple, Mapping, Set, DistributedValues
     is_element = isinstance(value, elements) or hasattr(value, "shape")
     if is_element or not (callable(value) or isinstance(value, Iterable)):
@@ -379,6 +382,30 @@ def as_dataset(value: Any, call: str) -> Dataset:
             f"that returns one, not {validation.shown(value)}"
         )
     return Dataset(GeneratorDataset(value, is_batched=True))
+
+
+def _check_torch(value: Any, call: str) -> None:
+    """Refuse datasets of PyTorch, and DataLoaders that differ from rank to rank."""
+    data = sys.modules["torch.utils.data"]
+    instead = "mpidist.torch.from_dataset(dataset).shuffle(seed=0).batch(n)"
+    if isinstance(value, data.Dataset):
+        raise ArgumentTypeError(f"{call} needs batches: pass {instead}")
+    if not isinstance(value, data.DataLoader):
+        return
+    sampler = getattr(value.batch_sampler or value, "sampler", value.sampler)
+    is_iterable = isinstance(value.dataset, data.IterableDataset)
+    if not (is_iterable or isinstance(sampler, data.SequentialSampler)):
+        what = type(sampler).__name__
+        shuffles = " (shuffle=True)" if what == "RandomSampler" else ""
+        raise ArgumentError(
+            f"{call}: the DataLoader has a {what}{shuffles}, so that its batches would "
+            f"differ from rank to rank, and rows be lost; pass {instead}, or a "
+            "DataLoader without shuffle and sampler"
+        )
+    if value.batch_size is None and value.batch_sampler is None and not is_iterable:
+        raise ArgumentError(
+            f"{call}: the DataLoader has no batch_size; it is the global one"
+        )
 
 
 def require_length(cardinality: int) -> int:

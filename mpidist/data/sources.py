@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.data.shuffling import ChunkLayout
+from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.util import nest, validation
 from mpidist.util.buffers import Buffers
@@ -221,8 +222,14 @@ class RangeRows:
 
 
 def from_lists(value: Any) -> Any:
-    """Return `value` with arrays in place of lists, which are no structure in data."""
+    """Return `value` with arrays in place of lists, which are no structure in data.
+
+    But a list that begins with tensors of another library is a tuple: PyTorch's
+    DataLoader makes such lists of what belongs together.
+    """
     if isinstance(value, list):
+        if _begins_with_tensors(value):
+            return tuple(map(from_lists, value))
         return np.asarray(value)
     if type(value) is tuple:
         is_done = {np.ndarray}.issuperset(map(type, value))
@@ -230,6 +237,12 @@ def from_lists(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: from_lists(item) for key, item in value.items()}
     return value
+
+
+def _begins_with_tensors(value: Any) -> bool:
+    while isinstance(value, list) and value:
+        value = value[0]
+    return _is_array(value) and not isinstance(value, np.ndarray | np.generic)
 
 
 def as_element(value: Any) -> Any:
@@ -257,6 +270,8 @@ def take_element(holder: list[Any]) -> Any:
 
 def _as_array(leaf: Any) -> Any:
     array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    if not hasattr(array.dtype, "kind"):  # of PyTorch
+        return arrays.to_array(leaf, "an element of a dataset")
     if array.dtype.kind == "O":
         raise DataError(f"an element of a dataset must hold arrays, not {leaf!r}")
     return array

@@ -26,6 +26,7 @@ __all__ = [
     "is_jax_array",
     "is_floating",
     "like",
+    "like_foreign",
     "mean_dtype",
     "namespace",
     "require_range",
@@ -122,6 +123,14 @@ def like(result: Any, original: Any) -> Any:
         if is_jax_array(original):
             return _to_jax(result)
     return _to_library(result, _library_of(original))
+
+
+def like_foreign(result: Any, original: Any) -> Any:
+    """Return what `like` does for arrays of other libraries, else `result` itself."""
+    is_own = isinstance(original, np.ndarray | np.generic) or is_device_array(original)
+    if is_own or not hasattr(original, "__dlpack__"):
+        return result
+    return like(result, original)
 
 
 def _library_of(array: Any) -> Any:

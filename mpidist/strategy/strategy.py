@@ -304,7 +304,8 @@ class Strategy:
             same structure, shapes and dtypes. What it holds does not matter.
 
         Returns:
-          The structure of `value`, with NumPy arrays, or CuPy arrays on a GPU.
+          The structure of `value`, with NumPy arrays, or CuPy arrays on a GPU; tensors
+          of PyTorch, say, in place of such.
 
         Raises, on all replicas:
           MismatchError: structures, shapes or dtypes differ.

@@ -155,9 +155,22 @@ class SymmetricMemory:
         if not isinstance(value, np.ndarray) or not value.flags.c_contiguous:
             return None
         region = self._regions.get(id(value.base))
+        if region is None and value.size and not isinstance(value.base, np.ndarray):
+            return self._find_foreign(value)
         if region is None or not value.size or value.base is not region.root():
             return None
         return region, _address(value) - region.address
+
+    def _find_foreign(self, value: Any) -> tuple[_Region, int] | None:
+        """Do what `_find` does for the memory of another library's array."""
+        if value.base is None:
+            return None
+        address = _address(value)
+        for region in self._regions.values():
+            offset = address - region.address
+            if 0 <= offset <= region.part_bytes - value.nbytes:
+                return region, offset
+        return None
 
 
 def _offsets(fields: Sequence[Field]) -> Iterator[int]:

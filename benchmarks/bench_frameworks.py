@@ -1,0 +1,141 @@
+"""How fast models of PyTorch train, beside torch's DistributedDataParallel over gloo.
+
+    mpirun -n 2 python benchmarks/bench_frameworks.py --output .../frameworks-mpich.json
+
+Models of three sizes; each contestant trains its own copy with batches that lie ready,
+in turns of some steps; "no communication" is each rank by itself. Told are the medians
+of the slowest rank, and ratios of turns that followed each other. At the end ours and
+DDP's must have the same weights, on 2 ranks bit by bit. Each rank computes on one
+core. The machine should do nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# One rank is one share of the CPU
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
+import charts
+import measuring
+from comparisons import TABLE_HEAD, Comparison
+from mpi4py import MPI
+
+import mpidist
+
+FRAMEWORKS = ["torch"]
+
+
+def measure(
+    comm: MPI.Intracomm, trainers: Mapping[str, Any], steps: int, turns: int
+) -> dict[str, list[float]]:
+    """Return microseconds per step of each turn, of the slowest rank. Collective.
+
+    Two turns of each are not counted.
+    """
+    times: dict[str, list[float]] = {name: [] for name in trainers}
+    for turn in range(2 + turns):
+        for name, trainer in trainers.items():
+            comm.Barrier()
+            start = time.perf_counter()
+            trainer.train(steps)
+            seconds = comm.allreduce(time.perf_counter() - start, MPI.MAX)
+            if turn >= 2:
+                times[name].append(seconds / steps * 1e6)
+    return times
+
+
+def compare(
+    case: Any, times: Mapping[str, list[float]], ranks: int
+) -> list[Comparison]:
+    """Return ours beside each of the others: samples per second, or time per step."""
+
+    def numbers(name: str) -> list[float]:
+        if case.is_time:
+            return times[name]
+        return [case.rows * ranks / (t / 1e6) for t in times[name]]
+
+    return [
+        Comparison(
+            case.name,
+            name,
+            "us" if case.is_time else "samples/s",
+            numbers("mpidist"),
+            numbers(name),
+            target=case.target if "DDP" in name and ranks > 1 else None,
+            is_at_least=not case.is_time,
+        )
+        for name in times
+        if name != "mpidist"
+    ]
+
+
+def run_torch(
+    comm: MPI.Intracomm, strategy: mpidist.Strategy, cases: Sequence[str], turns: int
+) -> tuple[list[Comparison], dict[str, float]]:
+    """Return what was compared, and by how much weights differ at the end."""
+    import torch
+    import torch_cases
+
+    torch.set_num_threads(1)
+    found, differences = [], {}
+    with torch_cases.gloo(comm):
+        for name in cases:
+            case = torch_cases.CASES[name]
+            trainers = torch_cases.contestants(case, comm, strategy)
+            steps = case.steps if turns > 1 else 2
+            found += compare(case, measure(comm, trainers, steps, turns), comm.size)
+            pairs = zip(*(t.weights() for t in list(trainers.values())[:2]))
+            most = max(float((a - b).abs().max()) for a, b in pairs)
+            differences[case.name] = comm.allreduce(most, MPI.MAX)
+    return found, differences
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--output", type=Path, help="JSON file; a PNG goes beside it")
+    add("--turns", type=int, default=15, help="of each contestant (default 15)")
+    add("--cases", nargs="+", default=["mlp", "small", "resnet"])
+    add("--tiny", action="store_true", help="only see that all run")
+    options = parser.parse_args(arguments)
+    comm = MPI.COMM_WORLD
+    strategy = mpidist.MirroredStrategy(["CPU:0"])
+    is_there = {name: importlib.util.find_spec(name) is not None for name in FRAMEWORKS}
+    comparisons: list[Comparison] = []
+    differences: dict[str, float] = {}
+    if comm.allreduce(is_there["torch"], MPI.LAND):
+        turns = 1 if options.tiny else options.turns
+        comparisons, differences = run_torch(comm, strategy, options.cases, turns)
+    if comm.rank:
+        return
+    print(TABLE_HEAD)
+    for comparison in comparisons:
+        print(comparison.line())
+    for name, difference in differences.items():
+        print(f"{name}: weights differ from DDP's by {difference:g} at most")
+    if options.output:
+        result = {
+            "machine": measuring.describe_machine(Path(tempfile.gettempdir())),
+            "date": datetime.date.today().isoformat(),
+            "ranks": comm.size,
+            "differences": differences,
+            "skipped": [name for name, found in is_there.items() if not found],
+            "comparisons": [comparison.as_dict() for comparison in comparisons],
+        }
+        measuring.save(options.output, result)
+        charts.draw(charts.draw_frameworks, result, options.output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

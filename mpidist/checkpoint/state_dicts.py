@@ -1,0 +1,108 @@
+"""Objects that have a state: `get_state` and `set_state`, or PyTorch's `state_dict`.
+
+PyTorch is not imported here: who has such objects has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from mpidist.device import arrays
+from mpidist.errors import CheckpointError
+from mpidist.util import nest
+
+__all__ = ["has_state", "read_state", "write_state"]
+
+_PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+
+
+def _has(value: Any, names: tuple[str, str]) -> bool:
+    return all(callable(getattr(value, name, None)) for name in names)
+
+
+def has_state(value: Any) -> bool:
+    """Return whether `value` has the methods that read and write a state."""
+    return not isinstance(value, type) and any(_has(value, pair) for pair in _PAIRS)
+
+
+def read_state(value: Any) -> Any:
+    """Return the state of an object: a nest of arrays, numbers and text."""
+    if _has(value, _PAIRS[0]):
+        return value.get_state()
+    state = value.state_dict()
+    if not _is_of_torch(value, state):
+        return state
+    return nest.map_leaves(lambda a: _to_array(a) if _is_tensor(a) else a, state)
+
+
+def write_state(value: Any, state: Any) -> None:
+    """Give an object a state that `read_state` has returned.
+
+    Raises:
+      CheckpointError: it does not fit: a name, a shape or a dtype.
+      What `set_state` or `load_state_dict` raises.
+    """
+    if _has(value, _PAIRS[0]):
+        value.set_state(state)
+        return
+    now = value.state_dict()
+    if _is_of_torch(value, now):
+        torch = sys.modules["torch"]
+        state = nest.map_leaves(_to_tensor, state)
+        if isinstance(value, torch.nn.Module):
+            _require_fit(now, state)
+    try:
+        value.load_state_dict(state)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"the state does not fit: {error}") from error
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _is_of_torch(value: Any, state: Any) -> bool:
+    """Return whether the arrays of a state are tensors; a new optimizer has none."""
+    bases = {base.__module__.partition(".")[0] for base in type(value).__mro__}
+    is_of_torch = "torch" in bases and "torch" in sys.modules
+    return is_of_torch or any(map(_is_tensor, nest.flatten(state)[0]))
+
+
+def _to_array(tensor: Any) -> Any:
+    """Return a tensor as an array that shares its memory, if it is in C order."""
+    return arrays.to_array(tensor.detach().contiguous())
+
+
+def _to_tensor(leaf: Any) -> Any:
+    if not isinstance(leaf, np.ndarray) and not arrays.is_device_array(leaf):
+        return leaf
+    # A copy, which nobody else changes: an optimizer keeps it
+    return arrays.like(leaf.copy(), sys.modules["torch"].empty(0))
+
+
+def _require_fit(now: Any, state: Any) -> None:
+    """Raise unless two states of a module have the same names, shapes and dtypes."""
+    for what, names in (
+        ("lacks", now.keys() - state.keys()),
+        ("has, and the model has not,", state.keys() - now.keys()),
+    ):
+        if names:
+            raise CheckpointError(f"the checkpoint {what} {sorted(names)[:5]}")
+    for name, tensor in now.items():
+        if not _is_tensor(tensor):
+            continue
+        found = state[name]
+        kinds = [
+            (str(getattr(a, "dtype", type(a))), tuple(getattr(a, "shape", ())))
+            for a in (tensor, found)
+        ]
+        if kinds[0] != kinds[1]:
+            (dtype, shape), (other, other_shape) = kinds
+            raise CheckpointError(
+                f"{name} is {dtype} of shape {shape}, and {other} of shape "
+                f"{other_shape} in the checkpoint"
+            )

@@ -1,0 +1,30 @@
+"""Data-parallel training of PyTorch models over MPI ranks.
+
+    import mpidist.torch
+
+    model = mpidist.torch.DistributedDataParallel(model)
+
+`import mpidist` does not import this; `pip install mpidist[torch]` brings PyTorch.
+"""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "mpidist.torch needs PyTorch, which is not installed: pip install "
+        "mpidist[torch]"
+    ) from error
+
+from mpidist.torch.batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from mpidist.torch.data import as_tensors, from_dataset
+from mpidist.torch.data_parallel import DistributedDataParallel
+
+__all__ = [
+    "DistributedDataParallel",
+    "SyncBatchNorm",
+    "as_tensors",
+    "convert_sync_batchnorm",
+    "from_dataset",
+]

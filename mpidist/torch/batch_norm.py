@@ -1,0 +1,224 @@
+"""Batch normalisation over the rows of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from mpidist.context import get_strategy, has_strategy
+from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from mpidist.strategy.mirrored_strategy import MirroredStrategy
+from mpidist.strategy.strategy import Strategy
+from mpidist.util import validation
+
+__all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "find_strategy"]
+
+_CALL = "SyncBatchNorm"
+_BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+
+
+def find_strategy(strategy: Any) -> Strategy:
+    """Return the strategy that is meant; None is the current one, or a new one.
+
+    Collective if it makes one.
+    """
+    if strategy is not None:
+        return validation.instance("strategy", strategy, Strategy)
+    return get_strategy() if has_strategy() else MirroredStrategy()
+
+
+class _Ranks:
+    """The ranks of a layer; copies of the layer share them."""
+
+    def __init__(self, strategy: Strategy):
+        self.strategy = strategy
+
+    def __deepcopy__(self, memo: Any) -> _Ranks:
+        return self
+
+    def __getstate__(self) -> NoReturn:
+        raise UnsupportedError(
+            f"a {_CALL} belongs to its ranks, and cannot be pickled; take its "
+            "state_dict()"
+        )
+
+
+class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
+    """BatchNorm whose means and variances are those of the rows of all ranks.
+
+    Ranks may have unlike numbers of rows, or none. With `DistributedDataParallel`
+    gradients are those of one process with all rows. Forward and backward passes are
+    collective while it trains; inputs are `(rows, channels, *shape)`.
+
+    Args:
+      num_features, eps, momentum, affine, track_running_stats: as of BatchNorm2d.
+      strategy: whose ranks; None for the current strategy, or a new one of all ranks.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        strategy: Strategy | None = None,
+    ):
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self._ranks = _Ranks(find_strategy(strategy))
+
+    @classmethod
+    def convert_sync_batchnorm(
+        cls, module: Any, strategy: Strategy | None = None
+    ) -> Any:
+        """Do what the function `convert_sync_batchnorm` does."""
+        return convert_sync_batchnorm(module, strategy)
+
+    def _check_input_dim(self, input: Any) -> None:
+        if input.dim() < 2:
+            raise ArgumentError(
+                f"{_CALL} needs an input of at least 2 dimensions, not {input.dim()}"
+            )
+
+    def forward(self, input: Any) -> Any:
+        """Return the normalised input. Collective while it trains.
+
+        Raises:
+          ArgumentError: less than two values per channel on all ranks together: on all.
+        """
+        group = self._ranks.strategy.extended
+        is_training = self.training or self.running_mean is None
+        if not is_training or group.num_replicas == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        output, mean, variance, count = _Normalise.apply(
+            input, self.weight, self.bias, self.eps, group
+        )
+        if self.training and self.track_running_stats:
+            self._track(mean, variance, float(count))
+        return output
+
+    def _track(self, mean: Any, variance: Any, count: float) -> None:
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            rate = self.momentum
+            if rate is None:  # the mean of all until now
+                rate = 1 / float(self.num_batches_tracked)
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+            unbiased = variance * (count / (count - 1))
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
+
+
+class _Normalise(torch.autograd.Function):
+    """The layer in training, on several ranks."""
+
+    @staticmethod
+    def forward(
+        context: Any, given: Any, weight: Any, bias: Any, eps: float, group: Any
+    ) -> Any:
+        wide = given.to(torch.promote_types(given.dtype, torch.float32))
+        axes = [i for i in range(wide.dim()) if i != 1]
+        channels = wide.shape[1]
+        count = wide.numel() // max(channels, 1)
+        own = torch.zeros(2 + 2 * channels, dtype=torch.float64)
+        own[0], own[1] = count, len(wide)
+        if count:
+            variance, mean = torch.var_mean(wide, axes, correction=0)
+            own[2 : 2 + channels], own[2 + channels :] = mean, variance
+        gathered = group.collectives.all_gather(_CALL, own[None].numpy(), axis=0)
+        every = torch.from_numpy(gathered)
+        counts, rows = every[:, 0:1], every[:, 1]
+        total = counts.sum()
+        with group.consensus.same_on_all():
+            if total < 2:
+                raise ArgumentError(
+                    f"{_CALL} needs more than 1 value per channel on all ranks "
+                    f"together, not an input of {tuple(given.shape)}"
+                )
+        means, variances = every[:, 2 : 2 + channels], every[:, 2 + channels :]
+        mean = (counts * means).sum(0) / total
+        spread = variances + (means - mean) ** 2
+        variance = (counts * spread).sum(0) / total
+        scale = (1 / torch.sqrt(variance + eps)).to(wide.dtype)
+        shape = [1, channels, *[1] * (wide.dim() - 2)]
+        normal = (wide - mean.to(wide.dtype).view(shape)) * scale.view(shape)
+        context.save_for_backward(normal, weight, scale)
+        context.group, context.axes, context.shape = group, axes, shape
+        context.total, context.rows = float(total), rows
+        context.dtype = given.dtype
+        output = normal
+        if weight is not None:
+            output = normal * weight.view(shape) + bias.view(shape)
+        context.mark_non_differentiable(mean, variance, total)
+        output = output.clone() if output is normal else output
+        return output.to(given.dtype), mean, variance, total
+
+    @staticmethod
+    def backward(context: Any, gradient: Any, *_: Any) -> Any:
+        normal, weight, scale = context.saved_tensors
+        axes, shape, group = context.axes, context.shape, context.group
+        wide = gradient.to(normal.dtype)
+        sums = torch.stack([wide.sum(axes), (wide * normal).sum(axes)])
+        # Ranks count by their rows, see DistributedDataParallel: what others' losses
+        # add to the gradients here is by their rows, and by 1 / the rows here
+        own_rows = float(context.rows[group.replica_id])
+        weighed = (
+            sums.double() * own_rows if own_rows else torch.zeros(sums.shape).double()
+        )
+        call = f"the backward pass of {_CALL}"
+        everyone = group.collectives.all_reduce(call, "SUM", weighed.numpy())
+        found = None
+        if context.needs_input_grad[0]:
+            means = torch.from_numpy(everyone) / (max(own_rows, 1) * context.total)
+            first, second = (m.to(wide.dtype).view(shape) for m in means)
+            factor = scale if weight is None else scale * weight.to(scale.dtype)
+            found = (wide - first - normal * second) * factor.view(shape)
+            found = found.to(context.dtype)
+        if weight is None:
+            return found, None, None, None, None
+        by_bias, by_weight = sums.to(weight.dtype)
+        return found, by_weight, by_bias, None, None
+
+
+def convert_sync_batchnorm(module: Any, strategy: Strategy | None = None) -> Any:
+    """Return a model with `SyncBatchNorm` in place of its BatchNorm layers.
+
+    They have the same parameters and buffers. Call it on all ranks, before
+    `DistributedDataParallel` and before the optimizer is made.
+
+    Args:
+      module: is changed, and returned; if it is such a layer itself, another one is.
+      strategy: whose ranks; None for the current strategy, or a new one of all ranks.
+
+    Raises:
+      ArgumentTypeError: no Module.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentTypeError(
+            f"module must be a torch.nn.Module, not {validation.shown(module)}"
+        )
+    return _convert(module, find_strategy(strategy))
+
+
+def _convert(module: Any, strategy: Strategy) -> Any:
+    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+        other = SyncBatchNorm(
+            module.num_features,
+            module.eps,
+            module.momentum,
+            module.affine,
+            module.track_running_stats,
+            strategy,
+        )
+        if module.affine:
+            other.weight, other.bias = module.weight, module.bias
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            setattr(other, name, getattr(module, name))
+        other.training = module.training
+        return other
+    for name, child in module.named_children():
+        converted = _convert(child, strategy)
+        if converted is not child:
+            setattr(module, name, converted)
+    return module

@@ -1,0 +1,178 @@
+"""Input for models of PyTorch: batches as tensors, and PyTorch's datasets as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpidist.data.dataset import Dataset
+from mpidist.data.distributed.datasets import DistributedDataset
+from mpidist.data.distributed.iterator import DistributedIterator
+from mpidist.device import arrays
+from mpidist.errors import ArgumentTypeError, DataError
+from mpidist.util import nest, validation
+from mpidist.values import select_replica
+
+__all__ = ["TensorDataset", "TensorIterator", "as_tensors", "from_dataset"]
+
+
+class TensorIterator:
+    """Batches of this replica as tensors. `next` is collective.
+
+    Args:
+      iterator: of a distributed dataset. Its place is saved and restored as its own:
+        in a `Checkpoint`, or by `get_state` and `set_state`.
+    """
+
+    def __init__(self, iterator: DistributedIterator):
+        self._iterator = iterator
+        self._plan = iterator._plan  # from which a Checkpoint takes the strategy
+
+    def __iter__(self) -> TensorIterator:
+        return self
+
+    def __next__(self) -> Any:
+        """Return this replica's rows of the next batch. Collective.
+
+        Raises, on all replicas: see `DistributedIterator`.
+        """
+        return to_tensors(select_replica(next(self._iterator)))
+
+    def get_state(self) -> dict[str, int]:
+        """Return the place; see `DistributedIterator.get_state`."""
+        return self._iterator.get_state()
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Go on from a place. Collective; see `DistributedIterator.set_state`."""
+        self._iterator.set_state(state)
+
+    def close(self) -> None:
+        """End the threads that read ahead."""
+        self._iterator.close()
+
+
+class TensorDataset:
+    """A distributed dataset whose batches are tensors; see `as_tensors`."""
+
+    def __init__(self, dataset: DistributedDataset):
+        self._dataset = dataset
+
+    def __iter__(self) -> TensorIterator:
+        """Return an iterator over the next epoch. Collective."""
+        return TensorIterator(iter(self._dataset))
+
+    def __len__(self) -> int:
+        """Return the number of steps, where it is known."""
+        return len(self._dataset)
+
+    @property
+    def cardinality(self) -> int:
+        """The number of steps, the same on all replicas; -1 for no end, -2 unknown."""
+        return self._dataset.cardinality
+
+
+def as_tensors(dataset: DistributedDataset) -> TensorDataset:
+    """Return a distributed dataset whose batches are tensors of this replica's rows.
+
+    They are not copied: a batch that was read from HDF5 is the memory of its tensors.
+
+        data = mpidist.Dataset.from_hdf5("train-*.h5", ["x", "y"]).shuffle().batch(256)
+        for x, y in as_tensors(strategy.experimental_distribute_dataset(data)):
+            ...
+
+    A late replica may have fewer rows than others, or none: `DistributedDataParallel`
+    counts them.
+
+    Raises:
+      ArgumentTypeError: it is not a distributed dataset.
+    """
+    if not isinstance(dataset, DistributedDataset):
+        raise ArgumentTypeError(
+            "as_tensors needs what strategy.experimental_distribute_dataset returns, "
+            f"not {validation.shown(dataset)}"
+        )
+    return TensorDataset(dataset)
+
+
+def to_tensors(batch: Any) -> Any:
+    """Return a nest of arrays as tensors, which share their memory.
+
+    Raises:
+      DataError: text, dates or other arrays that PyTorch has not.
+    """
+    return nest.map_leaves(_to_tensor, batch)
+
+
+def _to_tensor(array: Any) -> Any:
+    if isinstance(array, torch.Tensor):
+        return array
+    if arrays.is_device_array(array):
+        return torch.from_dlpack(array)
+    array = np.asarray(array)
+    # PyTorch has no read-only tensors, swapped bytes or negative strides
+    if not (
+        array.flags.writeable and array.dtype.isnative and array.flags.c_contiguous
+    ):
+        array = np.array(array, array.dtype.newbyteorder("="), order="C")
+    try:
+        if array.dtype.name == "bfloat16":
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+    except TypeError as error:
+        raise DataError(
+            f"a batch of {array.dtype} cannot be a tensor: {error}"
+        ) from None
+
+
+def from_dataset(dataset: Any, num_parallel_calls: int | None = None) -> Dataset:
+    """Return a `mpidist.Dataset` of the elements of a dataset of PyTorch.
+
+    Of a map-style one, each rank reads only the rows that it trains on:
+
+        data = from_dataset(MNIST(folder)).shuffle(seed=0).batch(256)
+        data = as_tensors(strategy.experimental_distribute_dataset(data))
+
+    Tensors, arrays and numbers are elements, tuples and dicts of them structure, and so
+    are lists that begin with tensors.
+
+    Args:
+      dataset: with `__getitem__` and `__len__`, the same on all ranks; or an
+        `IterableDataset`, which each rank goes through as a whole.
+      num_parallel_calls: in how many threads `__getitem__` is called.
+
+    Raises:
+      ArgumentTypeError: it is neither; a DataLoader, whose `dataset` is meant.
+    """
+    if isinstance(dataset, torch.utils.data.DataLoader):
+        raise ArgumentTypeError(
+            "from_dataset needs the dataset of the DataLoader: from_dataset("
+            "loader.dataset).shuffle(seed=0).batch(GLOBAL_BATCH_SIZE)"
+        )
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        return Dataset.from_generator(lambda: map(_arrays_of, dataset))
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise ArgumentTypeError(
+            "dataset must be a torch.utils.data.Dataset, not "
+            f"{validation.shown(dataset)}"
+        )
+    rows = Dataset.range(len(dataset))
+    return rows.map(_reader(dataset), num_parallel_calls=num_parallel_calls)
+
+
+def _reader(dataset: Any) -> Callable[[Any], Any]:
+    def read(number: Any) -> Any:
+        return _arrays_of(dataset[int(number)])
+
+    return read
+
+
+def _arrays_of(element: Any) -> Any:
+    """Return an element with tuples in place of lists, and arrays of tensors."""
+    if isinstance(element, list | tuple) and not hasattr(element, "_fields"):
+        return tuple(map(_arrays_of, element))
+    if isinstance(element, dict):
+        return {key: _arrays_of(value) for key, value in element.items()}
+    return arrays.to_array(element) if isinstance(element, torch.Tensor) else element

@@ -1,0 +1,352 @@
+"""Gradients of a model's parameters: averaged over all ranks, in place in `.grad`.
+
+Hooks on the parameters say which gradients a backward pass has made. At its end they
+are scaled, added up and written back in one collective: in memory that the ranks of a
+node share, where there is some.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mpidist.comm.consensus.signatures import CallSignature, digest, name_ranks
+from mpidist.comm.replica_group import ReplicaGroup
+from mpidist.errors import ArgumentError, ContextError, DTypeError
+from mpidist.options import CommunicationOptions
+from mpidist.torch.pieces import Pieces
+from mpidist.util.hashing import hash62
+
+__all__ = ["CALL", "Joining", "Reducer", "Share"]
+
+CALL = "DistributedDataParallel"
+_OPERATION = f"the gradients of {CALL}"
+_MOST_ADDRESSES = 1000
+_current_task = torch._C._current_graph_task_id
+# In which gradients of each dtype are added up
+_SUMS = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.complex64: torch.complex64,
+    torch.complex128: torch.complex128,
+}
+
+
+class Share(NamedTuple):
+    """What one rank contributes to a step.
+
+    Args:
+      rows: how many rows its loss is a mean of; -1 where every rank counts the same.
+      used: a bit for each parameter that has a gradient; -1 for all.
+      has_ended: whether it has no batches any more, see `Joining`.
+    """
+
+    rows: int
+    used: int
+    has_ended: bool = False
+
+
+class Joining(NamedTuple):
+    """How ranks with unlike numbers of batches train; see `join`.
+
+    Args:
+      counts_all: whether a rank that has ended counts as one without rows, where ranks
+        count the same; else the mean is that of the others.
+      raises: whether it is an error when the first rank has ended.
+    """
+
+    counts_all: bool
+    raises: bool
+
+
+class _Pass:
+    """One backward pass; PyTorch calls it at the end, or drops it after an error."""
+
+    def __init__(self, reducer: Reducer, task: int):
+        self._reducer: Any = weakref.ref(reducer)
+        self.task = task
+        self.is_finished = False
+
+    def __call__(self) -> None:
+        self.is_finished = True
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer._end_pass()
+
+    def __del__(self) -> None:
+        reducer = self._reducer()
+        if not self.is_finished and reducer is not None:
+            reducer._drop_pass()
+
+
+class Reducer:
+    """Averages gradients over the ranks of a strategy. Collective to make.
+
+    Args:
+      group: the ranks.
+      parameters: those to train, by name; on all ranks the same.
+      buffers: by name: rank 0's go to all along with the gradients.
+      frozen: parameters that need no gradient: they have to stay so.
+      finds_unused: whether a pass may leave out parameters.
+      options: see `CommunicationOptions`.
+    """
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        parameters: Mapping[str, Any],
+        buffers: Mapping[str, Any],
+        frozen: Mapping[str, Any],
+        finds_unused: bool,
+        options: CommunicationOptions,
+    ):
+        self._group, self._options = group, options
+        self._consensus = group.consensus
+        self._names = list(parameters)
+        self._parameters = list(parameters.values())
+        self._frozen = dict(frozen)
+        self._finds_unused = finds_unused
+        self._dtypes = [p.dtype for p in self._parameters]
+        self._all = len(self._parameters)
+        self._sums = self._consensus.guard(CALL, self._sum_dtypes)
+        self._pieces = Pieces(
+            group, self._parameters, self._sums, list(buffers.values()), options
+        )
+        self._calls: dict[int, tuple[CallSignature, int]] = {}
+        self.is_syncing = True
+        self.joining: Joining | None = None
+        self.steps = 0  # of this rank with gradients of its own
+        self._addresses: dict[Share, int] = {}
+        # Whether forward has changed buffers since they were made equal
+        self.has_stale_buffers = False
+        self.rows = -1  # of this rank's loss
+        self.is_done = True  # the next rows are of a new step
+        self._error: Exception | None = None
+        self._ready: list[int] = []
+        self._pass: Any = None  # refers weakly to the pass that goes on
+        self._dropped = 0  # passes without an end, since the collective of this number
+        self._dropped_at = 0
+        self._handles = [
+            p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), j))
+            for j, p in enumerate(self._parameters)
+        ]
+
+    def _sum_dtypes(self) -> list[Any]:
+        for name, dtype in zip(self._names, self._dtypes):
+            if dtype not in _SUMS:
+                raise DTypeError(f"parameter {name} has dtype {dtype}, not a real one")
+        return [_SUMS[dtype] for dtype in self._dtypes]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _on_grad(self, number: int, parameter: Any) -> None:
+        """Note that a gradient is there. PyTorch calls it, in the backward pass."""
+        if not self.is_syncing:
+            return
+        task = _current_task()
+        last = self._pass
+        if last is None or last() is None or last().task != task:
+            self._begin_pass(task)
+        gradient = parameter.grad
+        if gradient.dtype is not self._dtypes[number] or gradient.is_sparse:
+            self._refuse_gradient(number, gradient)
+            return
+        self._ready.append(number)
+        self._pieces.put(number, gradient)
+
+    def _begin_pass(self, task: int) -> None:
+        if self._pass is not None and self._pass() is not None:
+            self._error = ContextError(
+                f"{CALL}: a backward pass began inside another one, as in "
+                "torch.utils.checkpoint with use_reentrant=True; use "
+                "use_reentrant=False"
+            )
+        started = _Pass(self, task)
+        self._pass = weakref.ref(started)
+        torch.autograd.Variable._execution_engine.queue_callback(started)
+
+    def _refuse_gradient(self, number: int, gradient: Any) -> None:
+        name, dtype = self._names[number], self._dtypes[number]
+        if gradient.is_sparse:
+            text = "is sparse; make the layer with sparse=False"
+        else:
+            text = f"is {gradient.dtype}, but was {dtype} when {CALL} was made"
+        self._error = DTypeError(f"the gradient of parameter {name} {text}")
+
+    def _drop_pass(self) -> None:
+        """Take note of a pass that an exception has ended."""
+        calls = self._consensus.calls
+        self._dropped = 1 + self._dropped * (self._dropped_at == calls)
+        self._dropped_at = calls
+        self._reset()
+
+    def _reset(self) -> None:
+        self._ready.clear()
+        self._error = None
+        self._pass = None
+        self.is_done = True
+
+    def _end_pass(self) -> None:
+        """Average what a pass has made. Collective."""
+        try:
+            with torch.no_grad():
+                self.reduce(self._find_share())
+        finally:
+            self._reset()
+
+    def _find_share(self) -> Share:
+        """Return what this rank has; an error is kept for `reduce`."""
+        thawed = [name for name, p in self._frozen.items() if p.requires_grad]
+        if thawed and self._error is None:
+            self._error = ContextError(
+                f"parameters need gradients that did not when {CALL} was made: "
+                f"{thawed[:5]}; make it after requires_grad is set"
+            )
+        if len(self._ready) == self._all:
+            return Share(self.rows, -1)
+        ready = set(self._ready)
+        missing = [
+            name
+            for j, (name, p) in enumerate(zip(self._names, self._parameters))
+            if j not in ready and p.requires_grad
+        ]
+        if missing and not self._finds_unused and self._error is None:
+            self._error = ArgumentError(
+                f"the backward pass made no gradients of parameters: {missing[:5]}"
+                f"{' ...' if len(missing) > 5 else ''}; use all in the loss, or pass "
+                f"find_unused_parameters=True to {CALL}"
+            )
+        return Share(self.rows, sum(1 << j for j in ready))
+
+    def _call(self) -> tuple[CallSignature, int]:
+        """Return what the ranks compare, and its digest."""
+        if self._dropped and self._dropped_at != self._consensus.calls:
+            self._dropped = 0  # the other ranks have had an error since
+        found = self._calls.get(self._dropped)
+        if found is None:
+            count = self._dropped
+            after = f", after {count} backward passes that exceptions ended"
+            operation = _OPERATION + after * (count > 0)
+            call = CallSignature(operation, (("parameters", self._all),))
+            found = self._calls[self._dropped] = call, digest(call)
+        return found
+
+    def reduce(self, share: Share) -> bool:
+        """Average gradients over all ranks, into `.grad`. Collective.
+
+        Args:
+          share: of this rank, whose gradients are in `.grad`.
+
+        Returns: whether all ranks have ended, so that there was nothing to do.
+
+        Raises, on all ranks:
+          What has gone wrong in the pass of any rank.
+          DivergenceError: other ranks do something else, or have lost a pass.
+        """
+        consensus, pieces = self._consensus, self._pieces
+        call, number = self._call()
+        self._dropped = 0
+        error, self._error = self._error, None
+        put = None if share.used == -1 else set(self._ready)
+        if error is None:
+            try:
+                pieces.fill(put)
+            except Exception as caught:
+                error = caught
+        timeout = self._options.timeout_seconds
+        with consensus.lock:
+            if error is not None or consensus.size == 1:
+                consensus.require_same(call, error, timeout)
+                return share.has_ended
+            used = share.used
+            is_same = consensus.compare(call, number, self._address(share), timeout)
+            if is_same and share.has_ended:
+                return True
+            if not is_same:
+                shares = consensus.gather(_OPERATION, share)
+                used = self._weigh(shares)
+            pieces.add(used, is_same)
+            self.has_stale_buffers = False
+            self.steps += not share.has_ended
+        return False
+
+    def _address(self, share: Share) -> int:
+        """Return a number that differs for unlike shares; see `Consensus.compare`."""
+        found = self._addresses.get(share)
+        if found is None:
+            if len(self._addresses) >= _MOST_ADDRESSES:
+                self._addresses.clear()
+            found = self._addresses[share] = hash62(repr(tuple(share))) or 1
+        return found
+
+    def follow(self) -> None:
+        """Take part without gradients until all ranks have ended. Collective.
+
+        Then all ranks get parameters and buffers of one that made the most steps.
+        """
+        while not self.reduce(Share(0, 0, has_ended=True)):
+            self._reset()
+        steps = self._consensus.gather(f"{CALL}.join", self.steps)
+        self._pieces.broadcast_model(steps.index(max(steps)))
+
+    def broadcast_buffers(self) -> None:
+        """Give all ranks the buffers of rank 0. Collective."""
+        self._pieces.broadcast_buffers()
+        self.has_stale_buffers = False
+
+    def _weigh(self, shares: Sequence[Share]) -> int:
+        """Take the gradients by the rows of all ranks; return which are used."""
+        used = functools.reduce(int.__or__, (share.used for share in shares))
+        if used == -1 and any(share.used != -1 for share in shares):
+            used = (1 << self._all) - 1  # some ranks may have no `.grad`
+        rows = [share.rows for share in shares]
+        ended = [j for j, share in enumerate(shares) if share.has_ended]
+        if ended:
+            self._leave_out(ended, rows)
+        elif len(set(rows)) > 1:
+            with self._consensus.same_on_all():
+                if min(rows) < 0:
+                    raise ArgumentError(
+                        "forward got no tensor whose rows could be counted on "
+                        f"{name_ranks([j for j, n in enumerate(rows) if n < 0])}; call "
+                        "set_rows, or pass batch_dim=None"
+                    )
+            self._pieces.weigh(rows[self._consensus.rank] / sum(rows))
+        return used
+
+    def _leave_out(self, ended: Sequence[int], rows: Sequence[int]) -> None:
+        """Take the gradients without those of ranks that have no batches any more."""
+        joining, ranks = self.joining, len(rows)
+        with self._consensus.same_on_all():
+            if joining is None or joining.raises:
+                raise ContextError(
+                    f"{name_ranks(ended)} ended with the batches, and others have more"
+                )
+        others = [j for j in range(ranks) if j not in ended]
+        self._pieces.fill_buffers(others[0])
+        total: float = sum(rows[j] for j in others)
+        own: float = rows[self._consensus.rank]
+        if min(rows) < 0:  # each counts the same
+            total = ranks if joining.counts_all else len(others)
+            own = self._consensus.rank in others
+        self._pieces.weigh(own / total if total else 0.0)
+
+
+def _hook(reference: Any, number: int) -> Any:
+    """Return what PyTorch calls when a parameter has its gradient."""
+
+    def on_grad(parameter: Any) -> None:
+        reducer = reference()
+        if reducer is not None:
+            reducer._on_grad(number, parameter)
+
+    return on_grad

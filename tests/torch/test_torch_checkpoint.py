@@ -1,0 +1,165 @@
+"""Models, optimizers and schedulers in checkpoints."""
+
+from __future__ import annotations
+
+import h5py
+import numpy as np
+import pytest
+
+import mpidist
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+from mpidist.torch import DistributedDataParallel  # noqa: E402 - after the skip
+
+KINDS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
+    "groups": lambda p: torch.optim.AdamW([{"params": [q], "lr": 0.1} for q in p]),
+}
+
+
+class Training:
+    def __init__(self, strategy, kind, dtype=torch.float32):
+        torch.manual_seed(strategy.extended.replica_id)
+        model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+        self.model = DistributedDataParallel(model.to(dtype), strategy)
+        self.optimizer = KINDS[kind](list(self.model.parameters()))
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        self.checkpoint = mpidist.Checkpoint(
+            model=self.model, optimizer=self.optimizer, schedule=self.schedule
+        )
+        self.dtype, self.steps = dtype, 0
+
+    def step(self):
+        x = torch.from_numpy(np.random.default_rng(self.steps).normal(size=(6, 4)))
+        self.optimizer.zero_grad()
+        self.model(x.to(self.dtype)).pow(2).mean().backward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.steps += 1
+
+    def weights(self):
+        return [t.clone() for t in self.model.state_dict().values()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_goes_on_as_if_nothing_had_been(strategy, mpi_tmp_path, kind, dtype):
+    first = Training(strategy, kind, getattr(torch, dtype))
+    for _ in range(3):
+        first.step()
+    path = first.checkpoint.save(str(mpi_tmp_path / "ckpt"))
+    second = Training(strategy, kind, getattr(torch, dtype))
+    second.steps = 3
+    parameters = list(second.model.parameters())
+    second.checkpoint.restore(path)
+    assert all(p is q for p, q in zip(parameters, second.model.parameters()))
+    for training in (first, second):
+        for _ in range(2):
+            training.step()
+    for got, want in zip(second.weights(), first.weights()):
+        assert torch.equal(got, want)
+    assert second.schedule.get_last_lr() == first.schedule.get_last_lr()
+    # What it goes on with is its own
+    assert all(torch.isfinite(t).all() for t in first.weights())
+
+
+def test_arrays_have_the_names_of_the_state_dict(strategy, mpi_tmp_path):
+    training = Training(strategy, "adam")
+    training.step()
+    path = training.checkpoint.save(str(mpi_tmp_path / "ckpt"))
+    with h5py.File(path) as file:
+        weight = file["model/module.0.weight"][:]
+        assert file["optimizer/state/0/exp_avg"].shape == (5, 4)
+    np.testing.assert_array_equal(weight, training.model.module[0].weight.detach())
+
+
+def test_on_other_numbers_of_ranks(strategy, comm, mpi_tmp_path):
+    training = Training(strategy, "adam")
+    training.step()
+    path = training.checkpoint.save(str(mpi_tmp_path / "ckpt"))
+    alone = comm.Split(comm.rank)
+    other = mpidist.MirroredStrategy(communicator=alone)
+    again = Training(other, "adam")
+    again.checkpoint.restore(path)
+    for got, want in zip(again.weights(), training.weights()):
+        assert torch.equal(got, want)
+    own = again.checkpoint.save(str(mpi_tmp_path / f"alone-{comm.rank}"))
+    third = Training(strategy, "adam")
+    third.checkpoint.restore(comm.bcast(own))
+    for got, want in zip(third.weights(), training.weights()):
+        assert torch.equal(got, want)
+    other.experimental_finalize()
+    alone.Free()
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (lambda: nn.Linear(4, 3), r"weight is torch.float32 of shape \(3, 4\)"),
+        (lambda: nn.Linear(4, 2).double(), "torch.float64"),
+        (lambda: nn.Linear(4, 2, bias=False), r"the model has not,.*bias"),
+        (lambda: nn.Sequential(nn.Linear(4, 2)), r"lacks.*0\.bias"),
+    ],
+    ids=["shape", "dtype", "less", "names"],
+)
+def test_a_model_that_does_not_fit_is_left_alone(strategy, mpi_tmp_path, model, text):
+    saved = mpidist.Checkpoint(model=nn.Linear(4, 2), strategy=strategy)
+    saved.model.load_state_dict({"weight": torch.ones(2, 4), "bias": torch.ones(2)})
+    path = saved.save(str(mpi_tmp_path / "ckpt"))
+    other = model()
+    before = [p.clone() for p in other.parameters()]
+    with pytest.raises(mpidist.CheckpointError, match=text):
+        mpidist.Checkpoint(model=other, strategy=strategy).restore(path)
+    assert all(torch.equal(p, q) for p, q in zip(before, other.parameters()))
+
+
+def test_an_optimizer_that_does_not_fit_is_an_error(strategy, mpi_tmp_path):
+    training = Training(strategy, "groups")
+    training.step()
+    path = training.checkpoint.save(str(mpi_tmp_path / "ckpt"))
+    other = Training(strategy, "adam")
+    before = other.weights()
+    with pytest.raises(mpidist.CheckpointError, match="groups"):
+        other.checkpoint.restore(path)
+    assert all(torch.equal(p, q) for p, q in zip(before, other.weights()))
+
+
+def test_an_object_of_the_users_with_arrays_of_numpy(strategy, mpi_tmp_path):
+    class Average:
+        def __init__(self):
+            self.value = np.zeros(2)
+
+        def state_dict(self):
+            return {"value": self.value}
+
+        def load_state_dict(self, state):
+            assert type(state["value"]) is np.ndarray
+            self.value = state["value"]
+
+    average = Average()
+    checkpoint = mpidist.Checkpoint(average=average, strategy=strategy)
+    average.value += 3
+    path = checkpoint.save(str(mpi_tmp_path / "ckpt"))
+    average.value += 1
+    checkpoint.restore(path)
+    assert average.value.tolist() == [3, 3]
+
+
+def test_a_thread_saves_what_was_when_it_was_asked_to(strategy, mpi_tmp_path):
+    training = Training(strategy, "adam")
+    manager = mpidist.CheckpointManager(
+        training.checkpoint, mpi_tmp_path / "run", 3, is_background=True
+    )
+    with manager:
+        training.step()
+        saved = training.weights()
+        path = manager.save()
+        for _ in range(5):
+            training.step()
+    again = Training(strategy, "adam")
+    again.checkpoint.restore(path or manager.latest_checkpoint)
+    for got, want in zip(again.weights(), saved):
+        assert torch.equal(got, want)

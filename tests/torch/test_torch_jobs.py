@@ -1,0 +1,117 @@
+"""The jobs that train a network of PyTorch, and the benchmark beside torch's DDP."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).parents[2]
+JOBS = ROOT / "jobs"
+JOB, SINGLE = str(JOBS / "train_torch.py"), str(JOBS / "train_torch_single.py")
+FEW = ["--shifts=0", "--epochs=3"]
+
+
+@pytest.mark.parametrize(
+    "ranks", [(1, 2), pytest.param((1, 2, 3, 4), marks=pytest.mark.slow)]
+)
+def test_any_number_of_ranks_ends_with_the_same_loss(mpirun, tmp_path, ranks):
+    lines = []
+    for n in ranks:
+        folder = f"--checkpoint-dir={tmp_path / str(n)}"
+        ended = mpirun(n, JOB, f"--data-dir={tmp_path}", folder, *FEW)
+        assert ended.returncode == 0, ended.stderr
+        lines.append(ended.stdout.split()[-2:])
+    losses = [float(loss.removeprefix("loss=")) for loss, _ in lines]
+    assert losses == pytest.approx([losses[0]] * len(ranks), rel=1e-5)
+    assert len({accuracy for _, accuracy in lines}) == 1
+
+
+@pytest.mark.slow
+def test_a_resumed_job_ends_as_one_that_ran_on(mpirun, tmp_path):
+    data = f"--data-dir={tmp_path}"
+    whole = mpirun(2, JOB, data, f"--checkpoint-dir={tmp_path / 'whole'}", *FEW)
+    parts = f"--checkpoint-dir={tmp_path / 'parts'}"
+    for epochs in (1, 2, 3):
+        ended = mpirun(2, JOB, data, parts, "--shifts=0", f"--epochs={epochs}")
+        assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split()[-2:] == whole.stdout.split()[-2:]
+
+
+STOPPED = """
+import os, signal, sys
+import torch
+import train_torch
+
+steps = 0
+step = torch.optim.SGD.step
+
+def stop(optimizer, *arguments):
+    global steps
+    steps += 1
+    if steps == 5:  # in the middle of the first epoch
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(optimizer, *arguments)
+
+if os.environ.get("STOP"):
+    torch.optim.SGD.step = stop
+train_torch.main(sys.argv[1:])
+"""
+
+
+def test_a_job_that_is_stopped_goes_on_in_the_middle_of_an_epoch(mpirun, tmp_path):
+    data = f"--data-dir={tmp_path}"
+    whole = mpirun(2, JOB, data, f"--checkpoint-dir={tmp_path / 'whole'}", *FEW)
+    arguments = [data, f"--checkpoint-dir={tmp_path / 'parts'}", *FEW]
+    paths = {"PYTHONPATH": f"{JOBS}:{ROOT}"}
+    ended = mpirun(2, STOPPED, *arguments, STOP="1", **paths)
+    assert ended.returncode == 99, ended.stderr
+    ended = mpirun(2, STOPPED, *arguments, **paths)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split()[-2:] == whole.stdout.split()[-2:]
+
+
+def test_the_single_process_learns_the_same_rows(mpirun, tmp_path):
+    arguments = [f"--data-dir={tmp_path}", f"--checkpoint-dir={tmp_path / 'single'}"]
+    ended = mpirun(1, SINGLE, *arguments, "--shifts=0", "--epochs=6")
+    assert ended.returncode == 0, ended.stderr
+    assert float(ended.stdout.split("accuracy=")[1]) > 0.5
+
+
+def test_the_scripts_of_the_readme(comm, capsys, mpi_tmp_path, monkeypatch):
+    monkeypatch.chdir(mpi_tmp_path)
+    scripts = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S
+    )
+    names = {}
+    for script in [s for s in scripts if "torch" in s]:
+        exec(compile(script, "README.md", "exec"), names)
+    out = capsys.readouterr().out
+    assert out.startswith("loss=") if comm.rank == 0 else not out
+    names["strategy"].experimental_finalize()
+
+
+def test_many_ranks_take_ten_lines_more_at_most():
+    single, many = (Path(path).read_text().splitlines() for path in (SINGLE, JOB))
+    assert len(many) - len(single) <= 10
+    lines = difflib.ndiff(single, many)
+    same = sum(line.startswith("  ") for line in lines)
+    assert same > len(single) / 2
+
+
+@pytest.mark.slow
+def test_the_benchmark_compares_weights_and_times(comm, mpirun, tmp_path):
+    output = tmp_path / "frameworks.json"
+    script = str(ROOT / "benchmarks" / "bench_frameworks.py")
+    ended = mpirun(comm.size, script, "--tiny", f"--output={output}")
+    assert ended.returncode == 0, ended.stderr
+    if comm.rank == 0:
+        result = json.loads(output.read_text())
+        assert len(result["comparisons"]) == 6
+        assert max(result["differences"].values()) < 1e-5
+        assert output.with_suffix(".png").exists()
