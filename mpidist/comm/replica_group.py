@@ -296,7 +296,12 @@ class ReplicaGroup:
                 made = self.consensus.guard(
                     operation, lambda: [self.zeros(*field) for field in fields]
                 )
-        return nest.unflatten(spec, map(arrays.like_foreign, made, leaves))
+        # JAX's cannot be written to, which is what these are for
+        given = [
+            own if arrays.is_jax_array(leaf) else arrays.like_foreign(own, leaf)
+            for own, leaf in zip(made, leaves)
+        ]
+        return nest.unflatten(spec, given)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return zeros on this rank's device."""

@@ -74,6 +74,29 @@ def test_results_stay_as_they_are(comm, strategy):
         assert np.all(np.asarray(total) == expected)
 
 
+def test_buckets_give_jax_arrays_that_stay_as_they_are(comm, strategy):
+    like = {"w": jnp.ones(50_000), "half": jnp.ones(3, "bfloat16")}
+    buckets, kept = strategy.gradient_buckets(like, "SUM"), []
+    for step in range(8):
+        with buckets:
+            for name, leaf in like.items():
+                buckets.put(name, leaf * step)
+        kept.append(buckets.result)
+    for step, result in enumerate(kept):
+        for name, leaf in like.items():
+            assert isinstance(result[name], jax.Array)
+            assert result[name].dtype == leaf.dtype
+            assert np.all(np.asarray(result[name], "f") == step * comm.size)
+
+
+def test_symmetric_arrays_can_be_written_to(comm, strategy):
+    gradients = strategy.symmetric_like(
+        {"w": jnp.ones(3), "b": jnp.ones((), "bfloat16")}
+    )
+    gradients["w"][...] = 2
+    assert strategy.reduce("SUM", gradients)["w"].tolist() == [2.0 * comm.size] * 3
+
+
 def test_what_has_no_value_is_refused_by_name(comm, strategy):
     with pytest.raises(ArgumentTypeError, match="JAX is tracing it"):
         jax.jit(lambda x: strategy.reduce("SUM", x))(jnp.ones(3))
