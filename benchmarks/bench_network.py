@@ -10,8 +10,11 @@ slowest rank, ratios medians of pairs.
 
     all_reduce   by MPI's Allreduce, and by 2 (nodes - 1) / nodes of the bytes over the
                  bandwidth that plain sockets have in the same run
+                 and torch's gloo and TensorFlow, where they are installed
+    all_gather   of lengths 1 : 2 : 3 ..., and broadcast, by MPI and the bytes alone
     bfloat16     by the same without compression
-    gradients    GradientBuckets by MPI's Allreduce of one after the other
+    gradients    GradientBuckets by MPI's Allreduce of one after the other, and behind
+                 a backward pass that takes as long, by the longer of both alone
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import charts
 import measuring
 from comparisons import TABLE_HEAD
 
@@ -72,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--delay", help="of each packet, as tc writes it: 1ms")
     add("--repetitions", type=int, default=5)
     add("--tiny", action="store_true", help="only see that it runs")
-    add("--output", type=Path, help="JSON file")
+    add("--output", type=Path, help="JSON file; and PNG")
     options = parser.parse_args(arguments)
     missing = virtual_nodes.what_is_missing()
     if missing:
@@ -92,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "layouts": layouts,
         }
         measuring.save(options.output, result)
+        charts.draw(charts.draw_network, result, options.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -205,6 +205,59 @@ def draw_model(result: Mapping[str, Any]) -> Any:
     return figure
 
 
+_UNITS = {1 << 20: "MiB", 1 << 10: "KiB", 1: "bytes"}
+
+
+def _in_bytes(size: int) -> str:
+    unit = next(unit for unit in _UNITS if size >= unit)
+    return f"{size // unit} {_UNITS[unit]}"
+
+
+def draw_network(result: Mapping[str, Any]) -> Any:
+    """Return the figure of `bench_network.py`: all-reduces by size, for each layout."""
+    from matplotlib import pyplot
+
+    layouts = result["layouts"]
+    columns = min(2, len(layouts))
+    rows = -(-len(layouts) // columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(6 * columns, 3.6 * rows), squeeze=False
+    )
+    colors = {"raw MPI": "0.45", "torch gloo": MISSED, "plain sockets": "0.75"}
+    for axis, layout in zip(axes.flat, layouts, strict=False):
+        curves: dict[str, dict[int, float]] = {"mpidist": {}}
+        for found in layout["comparisons"]:
+            kind, _, size = found["case"].removesuffix(" bytes").partition(", ")
+            number = size.replace(",", "")
+            if kind == "all_reduce" and number.isdecimal():
+                curves["mpidist"][int(number)] = found["ours_median"] / 1e3
+                theirs = curves.setdefault(found["against"], {})
+                theirs[int(number)] = found["theirs_median"] / 1e3
+        for name, times in curves.items():
+            style = ":" if name == "plain sockets" else "-"
+            label = "the network alone" if name == "plain sockets" else name
+            color = OURS if name == "mpidist" else colors.get(name, THEIRS)
+            axis.loglog(
+                *zip(*sorted(times.items()), strict=True), style, marker="o", ms=3,
+                color=color, label=label,
+            )  # fmt: skip
+        sizes = sorted(curves["mpidist"])
+        axis.set_xticks(sizes, map(_in_bytes, sizes), fontsize=8)
+        axis.set_title(
+            f"{layout['nodes']} nodes of {layout['ranks_per_node']} ranks", fontsize=10
+        )
+        axis.set_ylabel("milliseconds per all_reduce", fontsize=9)
+        axis.legend(fontsize=8, frameon=False)
+        _clean(axis, "float32", "both")
+    figure.suptitle(
+        f"Virtual nodes, {result['rate']} Ethernet; all on "
+        f"{result['machine']['cores']} cores",
+        fontsize=10,
+    )
+    figure.tight_layout()
+    return figure
+
+
 def draw_scaling(result: Mapping[str, Any]) -> Any:
     """Return the figure of `bench_scaling.py`: speedups by ranks."""
     from matplotlib import pyplot

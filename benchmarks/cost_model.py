@@ -14,7 +14,8 @@ the node's network, and blocks overlap: the slower level counts, and the first b
 the other one.
 
 There is no network in one machine. So the curves are drawn for assumed networks, which
-are named; --network adds one.
+are named; --network adds one, and --wire one that `bench_network.py` has measured with
+plain sockets. How far the model is off from what all-reduces took there is told, too.
 """
 
 from __future__ import annotations
@@ -87,16 +88,43 @@ def measured(result: Mapping[str, Any]) -> dict[int, float]:
     seconds = {}
     for comparison in result["comparisons"]:
         kind, _, rest = comparison["case"].partition(", ")
-        if kind == "all_reduce":
-            size = int(rest.removesuffix(" bytes").replace(",", ""))
-            seconds[size] = comparison["ours_median"] * 1e-6
+        size = rest.removesuffix(" bytes").replace(",", "")
+        if kind == "all_reduce" and size.isdecimal():
+            seconds[int(size)] = comparison["ours_median"] * 1e-6
     return seconds
+
+
+def wire_of(layouts: Sequence[Mapping[str, Any]]) -> Level:
+    """Return the medians of what plain sockets took, of results of `bench_network`."""
+    found = [probe for layout in layouts for probe in layout["sockets"]]
+    return Level(
+        statistics.median(probe["latency_seconds"] for probe in found),
+        statistics.median(probe["bytes_per_second"] for probe in found),
+    )
+
+
+def errors_between_nodes(
+    layouts: Sequence[Mapping[str, Any]], node: Level
+) -> dict[str, dict[int, float]]:
+    """Return by how much the model is off, by the layout and the bytes."""
+    errors = {}
+    for layout in layouts:
+        nodes, per_node = layout["nodes"], layout["ranks_per_node"]
+        wire = wire_of([layout])
+        errors[f"{nodes} x {per_node}"] = {
+            size: all_reduce_seconds(size, nodes * per_node, per_node, node, wire)
+            / seconds
+            - 1
+            for size, seconds in measured(layout).items()
+        }
+    return errors
 
 
 def model(
     result: Mapping[str, Any],
     networks: Mapping[str, tuple[float, float]],
     per_node: int,
+    layouts: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the fitted level, its errors, and all curves."""
     seconds = measured(result)
@@ -119,6 +147,7 @@ def model(
     return {
         "node": dataclasses.asdict(node),
         "errors_by_bytes": errors,
+        "errors_between_nodes": errors_between_nodes(layouts, node),
         "ranks_per_node": per_node,
         "networks": {
             n: dict(zip(("latency", "bandwidth"), v)) for n, v in networks.items()
@@ -142,13 +171,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar=("US", "GBIT"),
         help="latency in microseconds, and bandwidth in Gbit/s",
     )
+    parser.add_argument("--wire", type=Path, help="JSON file of bench_network.py")
     options = parser.parse_args(arguments)
-    networks = dict(NETWORKS)
+    networks, layouts = dict(NETWORKS), []
+    if options.wire:
+        layouts = json.loads(options.wire.read_text())["layouts"]
+        level = wire_of(layouts)
+        name = f"{level.bandwidth * 8e-9:.2g} Gbit/s, {level.latency * 1e6:.2g} us"
+        networks[f"{name} (virtual)"] = dataclasses.astuple(level)
     if options.network:
         us, gbit = options.network
         networks[f"{gbit:g} Gbit/s, {us:g} us"] = (us * 1e-6, gbit * 1e9 / 8)
     result = json.loads(options.results.read_text())
-    found = model(result, networks, options.ranks_per_node)
+    found = model(result, networks, options.ranks_per_node, layouts)
     node = found["node"]
     print(
         f"in a node: {node['latency'] * 1e6:.1f} us + bytes / "
@@ -156,6 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     for size, error in found["errors_by_bytes"].items():
         print(f"  {error:+.0%} at {size:,} bytes")
+    for layout, errors in found["errors_between_nodes"].items():
+        told = ", ".join(f"{error:+.0%} at {n:,} bytes" for n, error in errors.items())
+        print(f"  over {layout}: {told}")
     for curve in found["curves"]:
         print(
             f"{curve['size']}, {curve['network']}, {RANKS[-1]} ranks: "

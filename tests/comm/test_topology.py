@@ -80,9 +80,9 @@ def test_jobs_that_connect_are_nodes_of_their_own(comm, tmp_path):
         assert one.returncode == 0, one.stderr
     lines = sorted("".join(one.stdout for one in ended).splitlines())
     assert lines == [
-        "client 1 (1, 2) hierarchical, mpi",
-        "client 2 (1, 2) hierarchical, mpi",
-        "server 0 (1, 2) hierarchical, mpi",
+        "client 1 (1, 2) hierarchical, mpi, ring",
+        "client 2 (1, 2) hierarchical, mpi, ring",
+        "server 0 (1, 2) hierarchical, mpi, ring",
     ]
 
 

@@ -20,13 +20,20 @@ from mpi4py import MPI
 from mpidist.comm import arithmetic, packing
 from mpidist.comm.consensus.waiting import abandon
 
-__all__ = ["MOST_RANKS", "BlockSum", "WholeSum"]
+__all__ = [
+    "MESSAGE_BYTES",
+    "MOST_RANKS",
+    "BlockSum",
+    "InFlight",
+    "WholeSum",
+    "pieces_of",
+]
 
 # With more, a rank had too many messages to send: MPI has ways of log(ranks) steps
 MOST_RANKS = 16
 # MPI asks before it sends longer ones, and ranks that share cores are slow to answer:
 # over Ethernet, 4 nodes of 2 ranks on 2 cores take a third of the time
-_MESSAGE_BYTES = 32 << 10
+MESSAGE_BYTES = 32 << 10
 _PART_TAG, _TOTAL_TAG = 4, 5  # `MpiTransport` and `consensus.waiting` have others
 Wait = Callable[[list[MPI.Request]], None]
 
@@ -34,20 +41,21 @@ Wait = Callable[[list[MPI.Request]], None]
 class InFlight:
     """Requests that MPI may complete later than anybody waits for them.
 
-    A rank may leave an all-reduce by an error while several blocks are on their way. A
-    rank that comes late still sends it parts of them, so their buffers are kept.
+    A rank may leave by an error while several blocks are on their way. A rank that
+    comes late still sends it parts of them, so their buffers are kept.
     """
 
     def __init__(self) -> None:
-        self._requests: list[MPI.Request] = []
+        self.requests: list[MPI.Request] = []
 
-    def _wait(self, wait: Wait) -> None:
-        wait(self._requests)
-        self._requests = []
+    def wait_for_all(self, wait: Wait) -> None:
+        """Return when all are complete."""
+        wait(self.requests)
+        self.requests = []
 
     def __del__(self) -> None:
-        if self._requests:
-            abandon(self._requests)
+        if self.requests:
+            abandon(self.requests)
 
 
 class WholeSum(InFlight):
@@ -60,11 +68,11 @@ class WholeSum(InFlight):
 
     def __init__(self, comm: MPI.Intracomm, total: Any):
         super().__init__()
-        self._requests.append(comm.Iallreduce(MPI.IN_PLACE, total, MPI.SUM))
+        self.requests.append(comm.Iallreduce(MPI.IN_PLACE, total, MPI.SUM))
 
     def end(self, wait: Wait) -> None:
         """See `BlockSum.end`."""
-        self._wait(wait)
+        self.wait_for_all(wait)
 
     def share(self, wait: Wait) -> None:
         """See `BlockSum.share`: there is nothing to do."""
@@ -105,7 +113,7 @@ class BlockSum(InFlight):
 
     def share(self, wait: Wait) -> None:
         """Add up this rank's part, and send it to all."""
-        self._wait(wait)
+        self.wait_for_all(wait)
         receive, own = self._receive, self._own
         if self._size > 1:
             arithmetic.add_in_order(self._parts, out=receive[own])
@@ -121,26 +129,30 @@ class BlockSum(InFlight):
 
     def end(self, wait: Wait) -> None:
         """Return when all of the sum is there."""
-        self._wait(wait)
+        self.wait_for_all(wait)
         if self._totals is not None:
             self._receive[...] = self._totals
 
     def _exchange(self, tag: int, places: Sequence[Any], sends: Sequence[Any]) -> None:
         """Begin to get an array from each rank, and to send it one, or the same one."""
-        comm, requests = self._comm, self._requests
+        comm, requests = self._comm, self.requests
         for rank in self._others:
-            for piece in _pieces(places[rank]):
+            for piece in pieces_of(places[rank]):
                 requests.append(comm.Irecv([piece, MPI.BYTE], rank, tag))
         # To all ranks at the same time, as each gets from all
-        pieces = [_pieces(sends[r if len(sends) > 1 else 0]) for r in self._others]
+        pieces = [pieces_of(sends[r if len(sends) > 1 else 0]) for r in self._others]
         for together in itertools.zip_longest(*pieces):
             for rank, piece in zip(self._others, together, strict=True):
                 if piece is not None:
                     requests.append(comm.Isend([piece, MPI.BYTE], rank, tag))
 
 
-def _pieces(array: Any) -> list[Any]:
-    """Return the bytes of a contiguous array in messages that MPI sends at once."""
-    data = array.view(np.uint8)
-    starts = range(0, data.size, _MESSAGE_BYTES)
-    return [data[start : start + _MESSAGE_BYTES] for start in starts]
+def pieces_of(array: Any, most_pieces: int | None = None) -> list[Any]:
+    """Return the bytes of a contiguous array in messages that MPI sends at once.
+
+    Or in larger ones, if there were more than `most_pieces`.
+    """
+    data, step = array.view(np.uint8), MESSAGE_BYTES
+    if most_pieces is not None:
+        step = max(step, -(-data.size // most_pieces))
+    return [data[start : start + step] for start in range(0, data.size, step)]

@@ -17,6 +17,7 @@ from mpidist.comm.transports.ipc import SLOTS, IpcTransport
 from mpidist.comm.transports.mpi import MpiTransport
 from mpidist.comm.transports.nccl import NcclTransport, connect
 from mpidist.comm.transports.ordered import OrderedTransport
+from mpidist.comm.transports.ring import RingTransport
 from mpidist.comm.transports.shared import SharedTransport
 from mpidist.comm.transports.staging import StagingTransport
 from mpidist.comm.transports.tuning_table import (
@@ -138,6 +139,8 @@ class TransportSelector:
             )
         self._ordered = OrderedTransport(consensus)
         transports["ordered"] = self._ordered
+        if consensus.size > 1 and (barrier is None or self._hierarchical is not None):
+            transports["ring"] = RingTransport(consensus)
         near = "mpi" if self.intra_node is None else self.intra_node.name
         if self.intra_node is not None:
             transports[near] = self.intra_node

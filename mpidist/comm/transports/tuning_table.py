@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpidist.comm.transports.base import Transport
-from mpidist.comm.transports.blocks import MOST_RANKS
+from mpidist.comm.transports.blocks import MESSAGE_BYTES, MOST_RANKS
 from mpidist.errors import LaunchError
 from mpidist.util.files import replace_file
 
@@ -194,6 +194,9 @@ def _table(rows_of: Mapping[str, Any]) -> Table:
 # Between nodes: below, the library's own ways have fewer steps
 _HIERARCHICAL_BYTES = 64 << 10
 _BLOCKS_BYTES = 256 << 10
+# A ring has as many steps as ranks: it begins where messages are many times more
+_RING_RANKS = 64
+_RING_MESSAGES_PER_RANK = 8
 # On GPUs: to copy less to the host and back takes less time than two kernels
 _IPC_BYTES = 32 << 10
 _DEVICE_BYTES = 64 << 10
@@ -210,12 +213,16 @@ def default_table(in_node: str, library: str, ranks: int) -> Table:
       ranks: how many there are.
     """
     by_mpi = [(0, "mpi")]
-    if in_node == "mpi" and ranks <= MOST_RANKS:
-        reduce = [(0, "mpi"), (_BLOCKS_BYTES, "ordered")]
-        return {"allreduce": reduce, "allgatherv": by_mpi, "broadcast": by_mpi}
-    if in_node == "hierarchical":
-        reduce = [(0, "mpi"), (_HIERARCHICAL_BYTES, "hierarchical")]
-        return {"allreduce": reduce, "allgatherv": by_mpi, "broadcast": by_mpi}
+    if in_node in ("mpi", "hierarchical"):
+        reduce = move = by_mpi
+        if in_node == "hierarchical":
+            reduce = [*by_mpi, (_HIERARCHICAL_BYTES, "hierarchical")]
+        elif ranks <= MOST_RANKS:
+            reduce = [*by_mpi, (_BLOCKS_BYTES, "ordered")]
+        if 1 < ranks <= _RING_RANKS:
+            edge = _RING_MESSAGES_PER_RANK * ranks * MESSAGE_BYTES
+            move = [*by_mpi, (edge, "ring")]
+        return {"allreduce": reduce, "allgatherv": move, "broadcast": move}
     near = [(0, in_node)]
     if in_node == "shared" and library.startswith("Intel"):
         reduce = [(0, "mpi"), (_INTEL_BYTES, "shared")]

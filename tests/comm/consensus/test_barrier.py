@@ -186,7 +186,7 @@ def test_too_little_shared_memory_is_said_and_done_without(comm, monkeypatch):
     assert all(
         "MiB of shared memory" in t and "1000 bytes are free" in t for t in texts
     )
-    assert strategy.extended.collectives.transport.name == "mpi, ordered"
+    assert strategy.extended.collectives.transport.name == "mpi, ordered, ring"
     found = strategy.reduce("SUM", np.arange(3) + comm.rank)
     assert found.tolist() == [comm.size * i + sum(range(comm.size)) for i in range(3)]
     strategy.experimental_finalize()

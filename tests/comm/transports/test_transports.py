@@ -8,10 +8,12 @@ import math
 import os
 import time
 import weakref
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpidist
 from mpidist.comm.consensus.barrier import NodeBarrier
@@ -24,6 +26,7 @@ from mpidist.comm.transports.ipc import SLOTS, IpcTransport
 from mpidist.comm.transports.mpi import MpiTransport
 from mpidist.comm.transports.nccl import connect
 from mpidist.comm.transports.ordered import OrderedTransport
+from mpidist.comm.transports.ring import RingTransport
 from mpidist.comm.transports.shared import SharedTransport
 from mpidist.comm.transports.staging import StagingTransport
 from mpidist.comm.transports.tuning_table import BySizeTransport
@@ -56,6 +59,17 @@ def make_ordered(consensus):
 
 def make_ordered_in_blocks(consensus):
     return OrderedTransport(consensus, block_bytes=1000), lambda: None
+
+
+def make_ring(consensus):
+    return RingTransport(consensus), lambda: None
+
+
+def make_ring_of_nodes(consensus):
+    """Nodes are pretended: two, whose ranks take turns."""
+    name = f"node{consensus.rank % 2}"
+    with mock.patch.object(MPI, "Get_processor_name", return_value=name):
+        return make_ring(consensus)
 
 
 def make_by_size(consensus):
@@ -152,6 +166,8 @@ MAKERS = {
     "mpi, limited": make_limited,
     "ordered": make_ordered,
     "ordered in blocks": make_ordered_in_blocks,
+    "ring": make_ring,
+    "ring of 2 nodes": make_ring_of_nodes,
     "by size": make_by_size,
     "many nodes": make_of_many_nodes,
     **{
@@ -371,7 +387,9 @@ def test_calls_of_all_kinds_follow_each_other(comm, transport):
 
 
 @pytest.mark.parametrize("method", ["allreduce_sum", "allgatherv", "broadcast"])
-@pytest.mark.parametrize("kind", ["mpi", "ordered", "shared 4096", "2 ranks per node"])
+@pytest.mark.parametrize(
+    "kind", ["mpi", "ordered", "ring", "shared 4096", "2 ranks per node"]
+)
 def test_a_rank_that_does_not_come_is_told_at_the_deadline(comm, method, kind):
     if comm.size == 1:
         pytest.skip("one rank waits for nobody")
