@@ -131,6 +131,17 @@ def test_the_benchmark_of_a_training_step_compares_all(comm, mpirun, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_benchmark_of_jax_runs(mpirun, tmp_path, ranks):
+    pytest.importorskip("jax")
+    output = tmp_path / "jax.json"
+    script = str(BENCHMARKS / "bench_jax.py")
+    ended = mpirun(ranks, script, "--tiny", f"--output={output}")
+    assert ended.returncode == 0, ended.stderr
+    (comparison,) = json.loads(output.read_text())["comparisons"]
+    assert len(comparison["ours"]) == len(comparison["theirs"]) == 1
+
+
 def test_collectives_are_compared_with_numpy(comm, mpirun):
     script = str(BENCHMARKS / "check_reductions.py")
     ended = mpirun(comm.size, script, "--tiny")

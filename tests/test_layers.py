@@ -29,6 +29,7 @@ ROOMS = [
     "resilience",
     "torch",
     "tools",
+    "jax",
 ]
 # The same inside two of them: of a room's modules, those that stand here
 INSIDE = {
@@ -66,6 +67,7 @@ OUTSIDE = {
         "strategy",
         "resilience",
         "tools",
+        "jax",
     },
     "cupy": {
         "device",
@@ -77,6 +79,7 @@ OUTSIDE = {
     "deflate": {"data.hdf5.chunks", "checkpoint"},
     "optree": {"util.nest"},
     "torch": {"torch"},
+    "jax": {"jax"},
 }
 
 
@@ -126,6 +129,12 @@ IMPORTS = {
 
 def is_in(name, rooms):
     return any(name == room or name.startswith(f"{room}.") for room in rooms)
+
+
+@pytest.mark.parametrize("framework", ["jax"])
+def test_mpidist_imports_no_framework(framework):
+    importers = [name for name in IMPORTS if not is_in(name, [framework])]
+    assert not {n for n in importers if any(is_in(i, [framework]) for i in IMPORTS[n])}
 
 
 def test_the_top_has_no_other_entries():

@@ -23,6 +23,7 @@ __all__ = [
     "current_gpu",
     "fits_device",
     "is_float16",
+    "is_jax_array",
     "is_floating",
     "like",
     "like_foreign",
@@ -71,6 +72,8 @@ def to_array(value: Any, name: str = "value") -> Any:
             raise DTypeError(f"{name} is {validation.shown(value)}: more than 64 bits")
     elif is_device_array(value):
         return value
+    elif is_jax_array(value) and _require_readable(value, name) == "cpu":
+        array = np.asarray(value)  # its memory, which stays as it is
     elif _is_on_gpu(value):
         return _to_cupy(value, name)
     elif hasattr(value, "__dlpack__"):
@@ -117,6 +120,8 @@ def like(result: Any, original: Any) -> Any:
         return _to_numba(result, original)
     if not is_device_array(result):  # perhaps an array scalar
         result = np.asarray(result)
+        if is_jax_array(original):
+            return _to_jax(result)
     return _to_library(result, _library_of(original))
 
 
@@ -163,6 +168,54 @@ def is_device_array(value: Any) -> bool:
     """Return whether `value` is a CuPy array."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(value, cupy.ndarray)
+
+
+def is_jax_array(value: Any) -> bool:
+    """Return whether `value` is an array of JAX, or what JAX traces in place of one."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(value, getattr(jax, "Array", ()))
+
+
+def _require_readable(array: Any, name: str) -> str:
+    """Return the platform, such as "cpu", of a JAX array that has values on one device.
+
+    Raises:
+      ArgumentTypeError: it is traced, or deleted, or lies on several devices.
+      DTypeError: it is of random keys.
+    """
+    jax = sys.modules["jax"]
+    if isinstance(array, jax.core.Tracer):
+        raise ArgumentTypeError(
+            f"{name} has no value yet: JAX is tracing it ({array.aval.str_short()}), "
+            "for jit, grad or vmap; in there, use the collectives of mpidist.jax"
+        )
+    if array.is_deleted():
+        raise ArgumentTypeError(
+            f"{name}, a JAX array, was deleted: its memory was donated to a computation"
+        )
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+        raise DTypeError(
+            f"{name} has dtype {array.dtype}, of JAX's random keys; use "
+            "jax.random.key_data and jax.random.wrap_key_data"
+        )
+    devices = array.devices()
+    if len(devices) > 1:
+        raise ArgumentTypeError(
+            f"{name}, a JAX array, lies on {len(devices)} devices of this process; a "
+            "replica has one"
+        )
+    (device,) = devices
+    return str(device.platform)
+
+
+def _to_jax(array: Any) -> Any:
+    """Return a NumPy array as JAX's: without a copy where JAX can."""
+    numpy = sys.modules["jax"].numpy
+    # Of NumPy's own dtypes without long double, as DLPack has no others
+    is_known = array.dtype.kind in "iufcb" and array.dtype.char not in "gG"
+    if is_known and array.flags.c_contiguous and array.flags.writeable:
+        return numpy.from_dlpack(array)
+    return numpy.array(array, copy=True)
 
 
 def _is_on_gpu(value: Any) -> bool:

@@ -18,6 +18,7 @@ from mpidist.errors import ContextError
 __all__ = ["Allocate", "Buffers", "Field", "Storage", "make_arrays"]
 
 
+_LINE_BYTES = 64
 # Returns at least so many bytes of memory
 Allocate = Callable[[int], npt.NDArray[np.uint8]]
 
@@ -119,7 +120,10 @@ class Buffers:
 
 
 def _allocate(size_bytes: int) -> npt.NDArray[np.uint8]:
-    return np.empty(size_bytes, np.uint8)
+    """Return memory that begins with a cache line: else JAX would copy it."""
+    memory = np.empty(size_bytes + _LINE_BYTES - 1, np.uint8)
+    start = -memory.ctypes.data % _LINE_BYTES
+    return memory[start : start + size_bytes]
 
 
 class Field(NamedTuple):

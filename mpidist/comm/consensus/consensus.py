@@ -94,8 +94,8 @@ class Consensus:
         self._begin = self.recorder.begin
         check = self.failures.check if self.failures.is_needed else None
         self.lock = ThreadOrderedLock(self.recorder.end, check, self._on_error)
-        self.progress = ProgressCounters()
-        self._thread = ThreadState()
+        self.progress = ProgressCounters({})
+        self._thread = ThreadState({})
         if self.size > 1:
             Consensus.made = channel + 1
             Consensus.in_use.append(self)

@@ -28,12 +28,13 @@ __all__ = [
     "name_ranks",
     "bare_signature",
     "report_error",
+    "skip_folder",
 ]
 
 
 _BITS = (1 << 62) - 1
 _ODD = 0x1E3779B97F4A7C15  # multiplication by it permutes the numbers of 62 bits
-_PACKAGE = str(Path(__file__).parents[2]) + os.sep
+_folders = [str(Path(__file__).parents[2]) + os.sep]
 
 
 class CallSignature(NamedTuple):
@@ -131,14 +132,20 @@ def report_error(error: Exception | None) -> str:
 
 
 def is_own_code(code: Any) -> bool:
-    """Return whether a function's code is of this package."""
-    return bool(code.co_filename.startswith(_PACKAGE))
+    """Return whether a function's code is of this package, or of `skip_folder`'s."""
+    return bool(code.co_filename.startswith(tuple(_folders)))
+
+
+def skip_folder(path: str) -> None:
+    """Name a user's call in messages, not that in a library that calls this package."""
+    if path not in _folders:
+        _folders.append(path)
 
 
 def call_site() -> str:
     """Return file and line of the innermost frame outside this package."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and is_own_code(frame.f_code):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

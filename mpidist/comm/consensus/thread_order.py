@@ -9,21 +9,24 @@ threads are first on different ranks, the ranks let the same one go first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from mpidist.errors import ContextError
 from mpidist.util.hashing import hash62
 
-__all__ = ["ProgressCounters", "ThreadState", "ThreadOrderedLock"]
+__all__ = ["PerThread", "ProgressCounters", "ThreadState", "ThreadOrderedLock"]
 
 
 _LOOK_AGAIN_SECONDS = 0.05
 _BITS = (1 << 62) - 1
 _get_ident = threading.get_ident
+ByThread = dict[int, dict[str, Any]]
 
 
 class ThreadOrderedLock:
@@ -92,6 +95,28 @@ class ThreadOrderedLock:
         """Make the calling thread the first one, whose name is ""."""
         self._creator = threading.get_ident()
 
+    @contextlib.contextmanager
+    def stand_in(self, *states: PerThread) -> Iterator[None]:
+        """Let this thread communicate as the first one, which waits for it meanwhile.
+
+        Args:
+          states: those of the first thread; it finds them as this thread leaves them.
+        """
+        creator = self._creator
+        with contextlib.ExitStack() as stack:
+            for state in states:
+                stack.enter_context(state.borrow(creator))
+            self.adopt()
+            try:
+                yield
+            finally:
+                self._creator = creator
+
+    @property
+    def creator(self) -> int:
+        """The identifier of the first thread."""
+        return self._creator
+
     def __enter__(self) -> None:
         self._condition.acquire()
         try:
@@ -158,7 +183,34 @@ class ThreadOrderedLock:
         )
 
 
-class ProgressCounters(threading.local):
+class PerThread(threading.local):
+    """Attributes that each thread has for itself, and that another one can borrow.
+
+    Args:
+      by_thread: empty; where the attributes of all threads are. Without it, nobody can
+        borrow them.
+    """
+
+    def __init__(self, by_thread: ByThread | None = None) -> None:
+        # Each thread's first use calls this, with the same argument
+        self._by_thread = {} if by_thread is None else by_thread
+        self._by_thread[_get_ident()] = self.__dict__
+
+    @contextlib.contextmanager
+    def borrow(self, thread: int) -> Iterator[None]:
+        """Take the attributes of another thread, which waits, and give them back."""
+        own, other = self.__dict__, self._by_thread.get(thread)
+        if other is None or other is own:
+            yield
+            return
+        own.update(other)
+        try:
+            yield
+        finally:
+            other.update(own)
+
+
+class ProgressCounters(PerThread):
     """Counters by name, which must be equal on all ranks at each collective.
 
     Ranks may go on alone within what they have agreed on before, and still the next
@@ -166,7 +218,8 @@ class ProgressCounters(threading.local):
     counters of its own: its progress while another one communicates is not determined.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, by_thread: ByThread | None = None) -> None:
+        super().__init__(by_thread)
         self._counts: dict[str, int] = {}
         # The sum of (count + 1) * key over the names, in 62 bits: the same in every
         # process for the same counters
@@ -193,10 +246,11 @@ class ProgressCounters(threading.local):
         return {name: str(count) for name, count in self._counts.items()}
 
 
-class ThreadState(threading.local):
+class ThreadState(PerThread):
     """How many scopes a thread is in, and which of them it must leave."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_thread: ByThread | None = None) -> None:
+        super().__init__(by_thread)
         self.depth = 0
         # The depth of the scope that other ranks have left by an error, and the error
         self.unwinding: tuple[int, Exception] | None = None

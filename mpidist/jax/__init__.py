@@ -1,0 +1,45 @@
+"""Data parallelism for programs in JAX: gradients of all replicas, collectives in jit.
+
+    import jax
+    import mpidist.jax
+
+    strategy = mpidist.MirroredStrategy()
+
+    @mpidist.jax.jit
+    def step(weights, x, y):  # x and y are this replica's rows
+        both = mpidist.jax.value_and_grad(loss_of, strategy=strategy)
+        loss, gradient = both(weights, x, y)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradient), loss
+
+`value_and_grad` and `grad` are those of JAX, but what they return is the mean over the
+rows of all replicas. `all_reduce`, `all_gather` and `broadcast` work inside of `jit`,
+`grad`, `vmap`, `scan` and `cond`, and outside. `jit` is `jax.jit`, but errors in it are
+those of mpidist. `as_jax` gives batches as JAX arrays.
+
+Outside of `jit`, everything of mpidist that takes arrays takes JAX's, too:
+`strategy.reduce("MEAN", gradients)`, `Checkpoint(params=params)`. A `Variable` holds
+NumPy arrays: it can be given JAX arrays, and `jnp.asarray(variable)` is a copy of it.
+
+Import this module before JAX computes anything: collectives inside of `jit` need JAX to
+dispatch computations on the CPU synchronously, which it asks for. They need one CPU
+device per process.
+"""
+
+from __future__ import annotations
+
+from mpidist.jax.collectives import all_gather, all_reduce, broadcast
+from mpidist.jax.gradients import grad, value_and_grad
+from mpidist.jax.input import JaxDataset, JaxIterator, as_jax
+from mpidist.jax.runtime import jit
+
+__all__ = [
+    "JaxDataset",
+    "JaxIterator",
+    "all_gather",
+    "all_reduce",
+    "as_jax",
+    "broadcast",
+    "grad",
+    "jit",
+    "value_and_grad",
+]

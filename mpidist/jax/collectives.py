@@ -1,0 +1,336 @@
+"""Collectives on JAX arrays, inside of `jit`, `grad`, `vmap`, `scan`, and outside.
+
+Inside, each is a primitive of JAX with rules for derivatives and for vmap. It is
+lowered to an ordered `io_callback`, so collectives are in the order of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.core import trace_state_clean  # nothing public says it
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from mpidist.comm import arithmetic
+from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from mpidist.jax.runtime import call_host, find_strategy, require_dispatch
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.util import validation
+
+if TYPE_CHECKING:
+    from mpidist.strategy.strategy import Strategy
+
+__all__ = ["all_gather", "all_reduce", "broadcast"]
+
+
+class _Call(NamedTuple):
+    """A collective inside of a computation.
+
+    Args:
+      name: "all_reduce", "all_gather" or "broadcast".
+      strategy: over whose replicas.
+      op: of an all_reduce.
+      options: of an all_reduce or all_gather.
+      root: of a broadcast.
+    """
+
+    name: str
+    strategy: Strategy
+    op: ReduceOp | None = None
+    options: CommunicationOptions | None = None
+    root: int = 0
+
+    @property
+    def operation(self) -> str:
+        """The public name."""
+        return f"mpidist.jax.{self.name}"
+
+
+def all_reduce(
+    reduce_op: ReduceOp | str,
+    value: Any,
+    options: CommunicationOptions | None = None,
+    *,
+    strategy: Strategy | None = None,
+) -> Any:
+    """Return the reduction of a pytree of arrays over all replicas. Collective.
+
+    What is differentiated is the sum of all replicas' results: the derivative of a SUM
+    is a SUM of the derivatives, that of a MEAN a MEAN. Under vmap, arrays are reduced
+    with their batch dimension.
+
+    Args:
+      reduce_op: SUM, MEAN, MIN, MAX or PRODUCT, or its name in any case.
+      value: of equal structure, shapes and dtypes on all replicas.
+      options: see `CommunicationOptions`.
+      strategy: by default the current one.
+
+    Returns:
+      A pytree of JAX arrays; SUM keeps dtypes, MEAN of integers is JAX's default float.
+
+    Raises, on all replicas: what `ReplicaContext.all_reduce` raises (inside of
+      `jax.jit`, see `mpidist.jax.jit`); UnsupportedError: the derivative of MIN, MAX or
+      PRODUCT; see also `require_dispatch`.
+    """
+    call = "mpidist.jax.all_reduce"
+    strategy = find_strategy(strategy, call)
+    leaves, tree = jax.tree.flatten(value)
+    if not _is_traced(leaves):
+        reduced = strategy.extended.collectives.all_reduce(
+            call, reduce_op, leaves, options
+        )
+        return jax.tree.unflatten(tree, map(jnp.asarray, reduced))
+    op = ReduceOp.parse(reduce_op)
+    _require_options(options)
+    leaves = _as_jax(leaves)
+    for leaf in leaves:
+        arithmetic.require_reducible(op, np.dtype(leaf.dtype), call)
+    return jax.tree.unflatten(
+        tree, _bind(leaves, _Call("all_reduce", strategy, op, options))
+    )
+
+
+def all_gather(
+    value: Any,
+    axis: int = 0,
+    options: CommunicationOptions | None = None,
+    *,
+    strategy: Strategy | None = None,
+) -> Any:
+    """Return the replicas' arrays one behind the other along `axis`. Collective.
+
+    Inside of `jit` and the like, shapes must agree on all replicas; outside, lengths
+    along `axis` may differ. What is differentiated is the sum of all replicas' results.
+
+    Args:
+      value: a pytree of arrays with ndim >= 1.
+      axis: -ndim <= axis < ndim.
+      options: see `CommunicationOptions`.
+      strategy: by default the current one.
+
+    Raises, on all replicas: see `all_reduce`, and `ReplicaContext.all_gather`.
+    """
+    call = "mpidist.jax.all_gather"
+    strategy = find_strategy(strategy, call)
+    leaves, tree = jax.tree.flatten(value)
+    if not _is_traced(leaves):
+        gathered = strategy.extended.collectives.all_gather(call, leaves, axis, options)
+        return jax.tree.unflatten(tree, map(jnp.asarray, gathered))
+    _require_options(options)
+    axis = validation.integer("axis", axis)
+    leaves = _as_jax(leaves)
+    for leaf in leaves:
+        if not -leaf.ndim <= axis < leaf.ndim:
+            raise ArgumentError(
+                f"{call}: axis {axis} of an array of shape {leaf.shape}"
+            )
+    stacks = _bind(leaves, _Call("all_gather", strategy, options=options))
+    return jax.tree.unflatten(
+        tree,
+        [
+            jnp.concatenate(list(stack), axis) if len(stack) > 1 else stack[0]
+            for stack in stacks
+        ],
+    )
+
+
+def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) -> Any:
+    """Return the arrays of replica `root`, on every replica. Collective.
+
+    Every replica passes a pytree of the same structure, shapes and dtypes. What is
+    differentiated is the sum of all replicas' results.
+
+    Args:
+      value: a pytree of arrays.
+      root: a replica, the same number on all.
+      strategy: by default the current one.
+
+    Raises, on all replicas: see `all_reduce`; ArgumentError: no such replica.
+    """
+    call = "mpidist.jax.broadcast"
+    strategy = find_strategy(strategy, call)
+    extended = strategy.extended
+    leaves, tree = jax.tree.flatten(value)
+    size = extended.num_replicas
+    is_traced = _is_traced(leaves)
+
+    def check() -> int:
+        number = validation.integer("root", root, 0)
+        if number >= size:
+            raise ArgumentError(f"{call}: root {number} of {size} replicas")
+        return number
+
+    if is_traced:
+        bound = _bind(_as_jax(leaves), _Call("broadcast", strategy, root=check()))
+        return jax.tree.unflatten(tree, bound)
+    root = extended.consensus.guard(call, check)
+    got = _broadcast_arrays(strategy, root, leaves)
+    return jax.tree.unflatten(tree, map(jnp.asarray, got))
+
+
+def _is_traced(leaves: Sequence[Any]) -> bool:
+    """Return whether JAX traces a computation, with these leaves or without."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return True
+    # A constant inside of jit is no tracer, but what is done to it would be done once
+    return not trace_state_clean()
+
+
+def _as_jax(leaves: Sequence[Any]) -> list[Any]:
+    """Return leaves as JAX arrays, or raise an ArgumentTypeError."""
+    try:
+        return [jnp.asarray(leaf) for leaf in leaves]
+    except TypeError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def _require_options(options: Any) -> None:
+    if options is not None:
+        validation.instance("options", options, CommunicationOptions)
+
+
+def _bind(leaves: Sequence[Any], call: _Call) -> list[Any]:
+    """Make the collective a part of what JAX traces."""
+    if not leaves:
+        return []
+    if call.strategy.num_replicas_in_sync == 1:
+        avals = _shapes(leaves, call)
+        return [
+            jnp.reshape(x, aval.shape).astype(aval.dtype)
+            for x, aval in zip(leaves, avals)
+        ]
+    require_dispatch(call.strategy, call.operation)
+    return list(_collective_p.bind(*leaves, call=call))
+
+
+def _shapes(args: Sequence[Any], call: _Call) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes and dtypes of results. An all_gather stacks its arguments."""
+    front = (call.strategy.num_replicas_in_sync,) if call.name == "all_gather" else ()
+    is_mean = call.op is ReduceOp.MEAN
+
+    def dtype_of(arg: Any) -> Any:
+        is_exact = not jnp.issubdtype(arg.dtype, jnp.inexact)
+        return jnp.result_type(float) if is_mean and is_exact else arg.dtype
+
+    return [jax.ShapeDtypeStruct((*front, *a.shape), dtype_of(a)) for a in args]
+
+
+def _communicate(call: _Call, shapes: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Return the results as NumPy arrays. Collective."""
+    strategy, operation = call.strategy, call.operation
+    collectives = strategy.extended.collectives
+
+    def work() -> list[Any]:
+        # Views of memory of XLA, which leaves it alone until this callback returns
+        given = [np.asarray(arg) for arg in args]
+        if call.name == "all_reduce":
+            assert call.op is not None
+            got = collectives.all_reduce(operation, call.op, given, call.options)
+        elif call.name == "all_gather":
+            rows = [array[None] for array in given]
+            got = collectives.all_gather(operation, rows, 0, call.options)
+        else:
+            got = _broadcast_arrays(strategy, call.root, given)
+        return [np.asarray(a, s.dtype) for a, s in zip(got, shapes)]
+
+    return list(call_host(strategy, operation, work))
+
+
+def _broadcast_arrays(strategy: Strategy, root: int, leaves: Sequence[Any]) -> Any:
+    """Return the arrays of the replica `root`. Collective."""
+    operation = "mpidist.jax.broadcast"
+    if strategy.num_replicas_in_sync == 1:
+        return leaves
+    return strategy.extended.collectives.broadcast(
+        f"{operation} from replica {root}", list(leaves), root
+    )
+
+
+def _lowered(*args: Any, call: _Call) -> Any:
+    """Trace what JAX compiles in place of the primitive."""
+    shapes = _shapes(args, call)
+
+    def host(*arrays: Any) -> list[Any]:
+        return _communicate(call, shapes, arrays)
+
+    return io_callback(host, shapes, *args, ordered=True)
+
+
+def _evaluate(*args: Any, call: _Call) -> list[Any]:
+    """Outside of jit, but perhaps below grad or vmap: arguments have values."""
+    got = _communicate(call, _shapes(args, call), args)
+    return [jnp.array(array, copy=True) for array in got]
+
+
+def _derive(primals: Any, tangents: Any, *, call: _Call) -> tuple[Any, Any]:
+    """Return results and their tangents: a collective is linear."""
+    results = _collective_p.bind(*primals, call=call)
+    if call.op is not None and not call.op.adds:
+        raise UnsupportedError(
+            f"{call.operation} of {call.op.name} has no derivative; use SUM or MEAN, "
+            "or jax.lax.stop_gradient"
+        )
+    found = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    known = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
+    if found:
+        given = [tangents[i] for i in found]
+        for i, tangent in zip(found, _collective_p.bind(*given, call=call)):
+            known[i] = tangent
+    return results, known
+
+
+def _transpose(cotangents: Any, *primals: Any, call: _Call) -> list[Any]:
+    """Return the cotangents of arguments: sums over what all replicas have of them."""
+    found = [i for i, c in enumerate(cotangents) if type(c) is not ad.Zero]
+    results: list[Any] = [ad.Zero(p.aval) for p in primals]
+    if not found:
+        return results
+    reverse = call
+    if call.name != "all_reduce":
+        reverse = _Call("all_reduce", call.strategy, ReduceOp.SUM, call.options)
+    replica = call.strategy.extended.replica_id
+    given = [cotangents[i] for i in found]
+    for i, total in zip(found, _collective_p.bind(*given, call=reverse)):
+        if call.name == "all_gather":
+            total = total[replica]
+        elif call.name == "broadcast" and call.root != replica:
+            total = jnp.zeros_like(total)
+        results[i] = total
+    return results
+
+
+def _batch(args: Any, dims: Any, *, call: _Call) -> tuple[list[Any], list[Any]]:
+    """Return results of arrays with a batch dimension, and where it is in them."""
+    shift = 1 if call.name == "all_gather" else 0
+    results = _collective_p.bind(*args, call=call)
+    # None is of an array without a batch dimension
+    return results, [None if d is None else d + shift for d in dims]
+
+
+def _ordered_effects() -> Any:
+    """Return the effects that an ordered callback has."""
+    like = jax.ShapeDtypeStruct((), np.float32)
+    traced = jax.make_jaxpr(lambda x: io_callback(lambda a: a, like, x, ordered=True))
+    return traced(like).effects
+
+
+_collective_p = Primitive("mpidist_collective")
+_collective_p.multiple_results = True
+_collective_p.def_impl(_evaluate)
+_EFFECTS = _ordered_effects()
+_collective_p.def_effectful_abstract_eval(
+    lambda *args, call: (
+        [jax.core.ShapedArray(s.shape, s.dtype) for s in _shapes(args, call)],
+        _EFFECTS,
+    )
+)
+mlir.register_lowering(_collective_p, mlir.lower_fun(_lowered, multiple_results=True))
+ad.primitive_jvps[_collective_p] = _derive
+ad.primitive_transposes[_collective_p] = _transpose
+batching.primitive_batchers[_collective_p] = _batch

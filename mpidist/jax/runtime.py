@@ -1,0 +1,206 @@
+"""How computations of JAX call collectives: threads, devices, and errors.
+
+A collective inside of `jit` is an ordered callback into Python. JAX calls it in the
+thread that has dispatched the computation, or in one of XLA's own while that thread
+waits for the computation. Then XLA's thread communicates in the name of the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+from mpi4py import MPI
+
+from mpidist.comm.consensus.signatures import skip_folder
+from mpidist.context import (
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_replica_of,
+    require_cross_replica,
+)
+from mpidist.errors import ArgumentTypeError, ContextError, UnsupportedError
+from mpidist.strategy.replica_context import DefaultReplicaContext
+
+if TYPE_CHECKING:
+    from mpidist.strategy.strategy import Strategy
+
+__all__ = ["call_host", "find_strategy", "jit", "require_dispatch", "take_error"]
+
+_JAX_FOLDER = str(Path(jax.__file__).parent)
+skip_folder(_JAX_FOLDER)
+
+
+def _dispatch_synchronously() -> bool:
+    """Ask JAX to do so; return whether it does: it does not ask again later on."""
+    from jax._src import xla_bridge  # nothing public says whether it is too late
+
+    was_synchronous = not jax.config.values["jax_cpu_enable_async_dispatch"]
+    is_early = not xla_bridge.backends_are_initialized()
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    return was_synchronous or is_early
+
+
+_is_synchronous = _dispatch_synchronously()
+_errors: list[Exception] = []  # of the last callback that has failed
+
+
+def find_strategy(strategy: Strategy | None, call: str) -> Strategy:
+    """Return `strategy`, or the current one, in which `call` may communicate.
+
+    Raises:
+      ArgumentTypeError: it is no strategy.
+      ContextError: it is None, and no strategy is current; or another one is; or it was
+        finalized.
+    """
+    if strategy is None:
+        context = get_replica_context()
+        if isinstance(context, DefaultReplicaContext):
+            context._require_current(call)  # one process among several
+        return get_strategy()
+    if not hasattr(strategy, "extended"):
+        raise ArgumentTypeError(
+            f"{call}: strategy must be a Strategy or None, not {strategy!r:.80}"
+        )
+    if has_strategy() and not in_replica_of(strategy):
+        require_cross_replica(strategy, call)
+    strategy.extended.topology.require_open()
+    return strategy
+
+
+def require_dispatch(strategy: Strategy, call: str) -> None:
+    """Raise unless a computation of JAX, once compiled, can make collectives.
+
+    Raises:
+      UnsupportedError: JAX computes on a GPU, or has several devices in this process.
+      ContextError: JAX dispatches asynchronously, or this is not the thread that has
+        made the strategy.
+    """
+    platform = jax.default_backend()
+    if platform != "cpu":
+        raise UnsupportedError(
+            f"{call} is inside of jit (or grad, vmap) on JAX's backend {platform!r}; "
+            "it works on the CPU alone: call it outside, with arrays"
+        )
+    count = jax.local_device_count()
+    if count > 1 or jax.process_count() > 1:
+        raise UnsupportedError(
+            f"{call} is inside of jit, and JAX has {count} devices in this process, of "
+            f"{jax.process_count()} processes; one replica has one: unset "
+            "jax_num_cpu_devices and --xla_force_host_platform_device_count, and do "
+            "not call jax.distributed.initialize"
+        )
+    if not _is_synchronous:
+        raise ContextError(
+            f"{call} is inside of jit, and JAX dispatches computations asynchronously; "
+            "import mpidist.jax before JAX computes anything, or set the variable "
+            "JAX_CPU_ENABLE_ASYNC_DISPATCH=0"
+        )
+    if not strategy.extended.consensus.lock.is_creator():
+        raise ContextError(
+            f"{call} is inside of jit, in thread {threading.current_thread().name!r}; "
+            "there, only the thread that has made the strategy communicates"
+        )
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise ContextError(
+            f"{call} is inside of jit, which needs MPI_THREAD_SERIALIZED; MPI was "
+            "started with less"
+        )
+
+
+def call_host(strategy: Strategy, operation: str, work: Callable[[], Any]) -> Any:
+    """Return `work()`, which communicates, in a callback of a computation of JAX.
+
+    Raises, on all ranks: what `work` raises on any; `take_error` has it, too.
+    """
+    try:
+        with _as_dispatcher(strategy, operation):
+            return work()
+    except Exception as error:
+        _errors[:] = [error]
+        raise
+
+
+@contextlib.contextmanager
+def _as_dispatcher(strategy: Strategy, operation: str) -> Iterator[None]:
+    """Let a thread of XLA's communicate as the thread that waits for the computation.
+
+    Raises:
+      ContextError: no thread does, so it would be mixed with what other threads do.
+    """
+    extended = strategy.extended
+    extended.topology.require_open()
+    lock = extended.consensus.lock
+    if lock.is_creator():
+        yield
+        return
+    frame = sys._current_frames().get(lock.creator)
+    is_waiting = frame is not None and frame.f_code.co_filename.startswith(_JAX_FOLDER)
+    del frame
+    consensus = extended.consensus
+    if not is_waiting:
+        error = ContextError(
+            f"{operation} inside of jit was called while the thread that has made the "
+            "strategy does something else; dispatch such computations in that thread, "
+            "with jax_cpu_enable_async_dispatch=False"
+        )
+        consensus.leave(error)
+        raise error
+    with lock.stand_in(consensus.progress, consensus._thread):
+        yield
+
+
+def take_error() -> Exception | None:
+    """Return, once, what the last callback raised that has failed."""
+    return _errors.pop() if _errors else None
+
+
+def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+    """Return `jax.jit(fun, **options)`, which raises the errors of mpidist.
+
+    What `jax.jit` compiles raises a `jax.errors.JaxRuntimeError` instead, with their
+    text, where a collective in it fails; on all ranks alike.
+
+    Args:
+      fun: as `jax.jit` takes it; or None, to decorate a function.
+      options: those of `jax.jit`.
+
+    Returns:
+      A function; `__wrapped__` is what `jax.jit` returned.
+    """
+    if fun is None:
+        return functools.partial(jit, **options)
+    compiled = jax.jit(fun, **options)
+
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except jax.errors.JaxRuntimeError:
+            error = take_error()
+            if error is None:
+                raise
+        raise error
+
+    call.__wrapped__ = compiled
+    return call
+
+
+class _Known(logging.Filter):
+    """Drops what JAX logs of errors that are raised by `call_host`."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log a record."""
+        error = record.exc_info[1] if record.exc_info else None
+        return error is None or all(error is not known for known in _errors)
+
+
+logging.getLogger("jax._src.callback").addFilter(_Known())

@@ -1,0 +1,328 @@
+"""Collectives inside of jit, grad, vmap, scan and cond; the oracle is one process."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist.errors import (
+    ArgumentError,
+    ContextError,
+    DivergenceError,
+    DTypeError,
+    MismatchError,
+    UnsupportedError,
+)
+
+jax = pytest.importorskip("jax")
+mj = pytest.importorskip("mpidist.jax")
+jnp = jax.numpy
+
+
+@pytest.fixture
+def reduce(strategy):
+    """`all_reduce` over all replicas of the test's strategy."""
+    return lambda op, x, **more: mj.all_reduce(op, x, strategy=strategy, **more)
+
+
+def parts(comm, *shape):
+    """Return what each replica has, the same arrays on all ranks."""
+    random = np.random.default_rng(5)
+    return [random.normal(size=shape).astype("float32") for _ in range(comm.size)]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, mj.jit, jax.jit])
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX", "PRODUCT"])
+def test_all_reduce(comm, reduce, wrap, op):
+    mine = parts(comm, 3, 2)[comm.rank]
+    got = wrap(lambda x: reduce(op, x))({"a": mine, "b": [mine[0, 0]]})
+    combine = {"SUM": np.sum, "MEAN": np.mean, "PRODUCT": np.prod}
+    combine |= {"MIN": np.min, "MAX": np.max}
+    expected = combine[op](parts(comm, 3, 2), axis=0)
+    assert isinstance(got["a"], jax.Array)
+    np.testing.assert_allclose(got["a"], expected, rtol=1e-5)
+    np.testing.assert_allclose(got["b"][0], expected[0, 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "complex64"])
+def test_dtypes_are_kept_and_means_of_integers_are_floats(comm, reduce, dtype):
+    value = jnp.full(4, comm.rank + 1, dtype)
+    total, mean = mj.jit(lambda x: (reduce("SUM", x), reduce("MEAN", x)))(value)
+    assert total.dtype == value.dtype
+    assert complex(total[0]) == comm.size * (comm.size + 1) / 2
+    assert mean.dtype == (jnp.float32 if dtype == "int32" else value.dtype)
+    assert complex(mean[0]) == (comm.size + 1) / 2
+    with jax.enable_x64(True):
+        wide = mj.jit(lambda x: reduce("MEAN", x))(jnp.full(4, comm.rank))
+        assert wide.dtype == np.float64
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, mj.jit])
+def test_all_gather_and_broadcast(comm, strategy, wrap):
+    n, mine = comm.size, parts(comm, 2, 3)[comm.rank]
+    for axis in (0, 1, -1):
+        got = wrap(lambda x, a=axis: mj.all_gather(x, a, strategy=strategy))(mine)
+        np.testing.assert_array_equal(got, np.concatenate(parts(comm, 2, 3), axis))
+    for root in range(n):
+        got = wrap(lambda x, r=root: mj.broadcast(x, r, strategy=strategy))((mine,))
+        np.testing.assert_array_equal(got[0], parts(comm, 2, 3)[root])
+    with pytest.raises(ArgumentError, match=f"root {n} of {n} replicas"):
+        mj.broadcast(mine, n, strategy=strategy)
+
+
+def test_the_order_is_that_of_the_program(comm, strategy, reduce):
+    """No value of one depends on another's, and still ranks make them in one order."""
+
+    def many(x):
+        return [reduce("SUM" if i % 2 else "MAX", x[: 1 + i % 3]) for i in range(12)]
+
+    got = mj.jit(many)(jnp.full(3, 1.0 + comm.rank))
+    expected = [comm.size, comm.size * (comm.size + 1) / 2]
+    assert [float(a[0]) for a in got] == [expected[i % 2] for i in range(12)]
+    assert [a.size for a in got] == [1 + i % 3 for i in range(12)]
+    # Calls outside of jit come where the program has them
+    assert float(strategy.reduce("SUM", jnp.ones(()))) == comm.size
+
+
+def network(weights, rows, exchange):
+    """Return a loss in which replicas use what others have."""
+    hidden = jnp.tanh(rows @ weights)
+    mean = exchange(hidden)
+    return ((hidden - mean) ** 2).sum() + (mean * weights[0]).sum()
+
+
+def of_all(comm, combine):
+    """Return the gradient of the sum of all replicas' losses by each one's weights."""
+    rows, weights = parts(comm, 4, 3), parts(comm, 3, 3)
+
+    def total(weights):
+        hidden = [jnp.tanh(x @ w) for x, w in zip(rows, weights)]
+        found = combine(hidden)
+        return sum(
+            network(w, x, lambda _, f=f: f) for w, x, f in zip(weights, rows, found)
+        )
+
+    return jax.grad(total)(weights)[comm.rank]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, mj.jit])
+@pytest.mark.parametrize("name", ["SUM", "MEAN", "all_gather", "broadcast"])
+def test_what_is_differentiated_is_the_sum_of_all_replicas_losses(
+    comm, strategy, reduce, wrap, name
+):
+    exchange, combine = {
+        "SUM": (lambda h: reduce("SUM", h), lambda hs: [sum(hs)] * comm.size),
+        "MEAN": (lambda h: reduce("MEAN", h), lambda hs: [sum(hs) / len(hs)] * len(hs)),
+        "all_gather": (
+            lambda h: mj.all_gather(h, 0, strategy=strategy)[::2].mean(axis=0),
+            lambda hs: [jnp.concatenate(hs)[::2].mean(axis=0)] * len(hs),
+        ),
+        "broadcast": (
+            lambda h: mj.broadcast(h, comm.size - 1, strategy=strategy),
+            lambda hs: [hs[-1]] * len(hs),
+        ),
+    }[name]
+    rows, weights = parts(comm, 4, 3)[comm.rank], parts(comm, 3, 3)[comm.rank]
+    got = wrap(jax.grad(lambda w: network(w, rows, exchange)))(weights)
+    np.testing.assert_allclose(got, of_all(comm, combine), rtol=2e-4, atol=1e-5)
+
+
+def test_forward_derivatives(comm, reduce):
+    mine = parts(comm, 3)
+    _, tangent = jax.jvp(
+        mj.jit(lambda x: reduce("SUM", x * x)), (mine[comm.rank],), (mine[comm.rank],)
+    )
+    np.testing.assert_allclose(tangent, sum(2 * x * x for x in mine), rtol=1e-5)
+
+
+def test_vmap_reduces_the_batch_dimension_with_the_others(comm, strategy, reduce):
+    mine = parts(comm, 4, 2)
+    got = mj.jit(jax.vmap(lambda x: reduce("SUM", x * 2), in_axes=1))(mine[comm.rank])
+    np.testing.assert_allclose(got, 2 * sum(mine).T, rtol=1e-5)
+    got = jax.vmap(lambda x: mj.all_gather(x, 0, strategy=strategy))(mine[comm.rank])
+    np.testing.assert_array_equal(got, np.concatenate(mine, 1))
+    got = jax.vmap(lambda x, y: reduce("SUM", (x, y))[1], (0, None), None)(
+        mine[comm.rank], 1.0
+    )
+    assert float(got) == comm.size
+
+
+def test_scan_and_its_gradient(comm, reduce):
+    factors = parts(comm, 5)
+
+    def body(x, factor):
+        x = reduce("MEAN", x * factor)
+        return x, x
+
+    def run(x, factors):
+        last, all_of_them = jax.lax.scan(body, x, factors)
+        return last, all_of_them
+
+    last, steps = mj.jit(run)(2.0, factors[comm.rank])
+    means = np.mean(factors, axis=0)
+    np.testing.assert_allclose(steps, 2 * np.cumprod(means), rtol=1e-4)
+    got = mj.jit(jax.grad(lambda x: run(x, factors[comm.rank])[0]))(2.0)
+    # Of the sum of all replicas' losses, by this replica's own first value
+    expected = float(last) / 2 * factors[comm.rank][0] / means[0]
+    np.testing.assert_allclose(got, expected, rtol=1e-4)
+
+
+def test_cond_on_one_side_is_an_error_on_all_ranks(comm, strategy, reduce):
+    fn = mj.jit(
+        lambda x: jax.lax.cond(x > 0, lambda x: reduce("SUM", x), lambda x: x, x)
+    )
+    assert float(fn(1.0)) == comm.size
+    assert float(fn(-1.0)) == -1
+    if comm.size == 1:
+        return
+
+    def diverge():
+        fn(float(comm.rank))  # all but rank 0 communicate
+        strategy.barrier()
+
+    with pytest.raises(DivergenceError, match=r"barrier at .*test_collect"):
+        diverge()
+    assert float(fn(1.0)) == comm.size  # the strategy is sound
+
+
+@pytest.mark.parametrize("inside_run", [False, True])
+def test_unlike_shapes_are_an_error_on_all_ranks(comm, strategy, reduce, inside_run):
+    fn = mj.jit(lambda x: reduce("SUM", x))
+
+    def step():
+        return fn(jnp.ones(3 + comm.rank))
+
+    if comm.size == 1:
+        assert step().shape == (3,)
+        return
+    with pytest.raises(MismatchError, match=r"\(3,\) on rank 0"):
+        strategy.run(step) if inside_run else step()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="MismatchError"):
+        jax.jit(lambda x: reduce("SUM", x))(jnp.ones(3 + comm.rank))
+    assert float(fn(jnp.ones(3))[0]) == comm.size
+
+
+def test_an_error_of_one_rank_is_raised_on_all(comm, strategy, reduce):
+    """Here of a sum that does not fit; it is found inside of the callback."""
+    fn = mj.jit(lambda x: reduce("SUM", x))
+    if comm.size > 1:
+        with pytest.raises(ArgumentError, match="does not fit"):
+            fn(jnp.full(3, 100, "int8"))
+
+    def fail_on_last():
+        if comm.rank == comm.size - 1:
+            raise OSError("no file")
+        return fn(jnp.ones(3))
+
+    with pytest.raises(OSError, match="no file"):
+        strategy.run(fail_on_last)
+    assert float(fn(jnp.ones(3))[0]) == comm.size
+
+
+def test_what_cannot_work_is_refused_when_it_is_traced(comm, strategy, reduce):
+    with pytest.raises(DTypeError, match="bool"):
+        jax.jit(lambda x: reduce("SUM", x))(jnp.ones(3, bool))
+    if comm.size == 1:
+        return
+    with pytest.raises(UnsupportedError, match="MAX has no derivative"):
+        jax.jit(jax.grad(lambda x: reduce("MAX", x)))(1.0)
+    errors = []
+
+    def in_a_thread():
+        try:
+            jax.jit(lambda x: reduce("SUM", x))(1.0)
+        except ContextError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    assert "only the thread that has made the strategy" in errors[0]
+
+
+def test_without_a_strategy_it_is_the_current_one(comm, strategy):
+    if comm.size > 1:
+        with pytest.raises(ContextError, match="outside strategy"):
+            mj.all_reduce("SUM", 1.0)
+    got = strategy.run(lambda: mj.jit(lambda x: mj.all_reduce("SUM", x))(1.0))
+    (got,) = strategy.experimental_local_results(got)
+    assert float(got) == comm.size
+    with strategy.scope():
+        assert float(mj.all_reduce("SUM", jnp.ones(()))) == comm.size
+
+
+SCRIPT = """
+import jax
+import jax.numpy as jnp
+import mpidist
+{before}
+import mpidist.jax
+
+strategy = mpidist.MirroredStrategy()
+try:
+    jax.jit(lambda x: mpidist.jax.all_reduce("SUM", x, strategy=strategy))(jnp.ones(3))
+except Exception as error:
+    if strategy.extended.replica_id == 0:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        (
+            "jax.config.update('jax_num_cpu_devices', 2)",
+            "UnsupportedError .* 2 devices",
+        ),
+        ("jnp.ones(3) + 1", "ContextError .* import mpidist.jax before JAX computes"),
+    ],
+)
+def test_devices_and_dispatch_are_checked(mpirun, before, message):
+    import re
+
+    ended = mpirun(2, SCRIPT.format(before=before))
+    assert re.match(message, ended.stdout), ended.stdout + ended.stderr
+
+
+CONVOLUTION = """
+import jax
+import jax.numpy as jnp
+import mpidist
+import mpidist.jax
+
+strategy = mpidist.MirroredStrategy()
+rank = strategy.extended.replica_id
+
+def loss(w, x):
+    for v in w:
+        x = jax.nn.relu(jax.lax.conv_general_dilated(x, v, (1, 1), "SAME"))
+    return x.mean()
+
+step = mpidist.jax.jit(mpidist.jax.value_and_grad(loss, strategy=strategy))
+w = [jnp.ones((8, 8, 3, 3)) * 0.02 for _ in range(3)]
+x = jax.random.normal(jax.random.key(rank), (16, 8, 16, 16))
+losses = []
+for _ in range(10):
+    value, gradient = step(w, x)
+    w = jax.tree.map(lambda a, b: a - 0.1 * b, w, gradient)
+    losses.append(float(strategy.reduce("SUM", value)))  # between computations
+assert len(set(strategy.gather_objects(losses[-1]))) == 1
+if rank == 0:
+    print("ended", losses[-1] < losses[0])
+"""
+
+
+@pytest.mark.slow
+def test_callbacks_in_threads_of_xla(mpirun):
+    """A program with convolutions runs in XLA's threads, and so do its callbacks."""
+    ended = mpirun(2, CONVOLUTION)
+    assert ended.stdout == "ended True\n", ended.stderr
+
+
+def test_import_mpidist_does_not_import_jax(mpirun):
+    script = "import sys\nimport mpidist\nprint('jax' in sys.modules)\n"
+    assert mpirun(1, script).stdout == "False\n"
+    assert mpidist.__doc__

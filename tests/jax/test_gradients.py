@@ -1,0 +1,165 @@
+"""Gradients of the mean over the rows of all replicas, against JAX in one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpidist.errors import ArgumentError, ArgumentTypeError
+
+jax = pytest.importorskip("jax")
+mj = pytest.importorskip("mpidist.jax")
+jnp = jax.numpy
+
+RANDOM = np.random.default_rng(3)
+X, Y = RANDOM.normal(size=(11, 3)).astype("f"), RANDOM.normal(size=11).astype("f")
+
+
+def loss_of(weights, x, y):
+    return jnp.mean((x @ weights["w"] + weights["b"] - y) ** 2)
+
+
+def weights(dtype="float32"):
+    return {"w": jnp.asarray([0.5, -1, 2], dtype), "b": jnp.ones((), dtype)}
+
+
+def share(comm, first=None):
+    """Return this replica's rows: all but `first` are divided over the other ranks."""
+    if comm.size == 1:
+        return slice(None)
+    first = len(X) // comm.size if first is None else first
+    cuts = [0, *np.linspace(first, len(X), comm.size).astype(int)]
+    return slice(cuts[comm.rank], cuts[comm.rank + 1])
+
+
+def require_close(got, expected, rtol=1e-5):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
+        assert isinstance(a, jax.Array)
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(
+            np.asarray(a, "f"), np.asarray(b, "f"), rtol=rtol, atol=rtol
+        )
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, mj.jit])
+@pytest.mark.parametrize("first", [None, 1, 0])
+def test_the_mean_is_over_rows(comm, strategy, wrap, first):
+    """Also where a replica has no rows, of which the mean is not a number."""
+    rows = share(comm, first)
+    step = wrap(mj.value_and_grad(loss_of, strategy=strategy))
+    got = step(weights(), X[rows], Y[rows])
+    require_close(got, jax.value_and_grad(loss_of)(weights(), X, Y))
+    gradient = wrap(mj.grad(loss_of, strategy=strategy))(weights(), X[rows], Y[rows])
+    require_close(gradient, got[1])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits(comm, strategy, dtype):
+    rows = share(comm)
+    step = mj.jit(mj.value_and_grad(loss_of, strategy=strategy))
+    x, y = X.astype(dtype), Y.astype(dtype)
+    expected = jax.value_and_grad(loss_of)(weights(dtype), x, y)
+    got = step(weights(dtype), x[rows], y[rows])
+    require_close(got, expected, 0.03 if dtype == "bfloat16" else 0.005)
+
+
+def test_float16_does_not_overflow_where_the_mean_does_not(comm, strategy):
+    count = 50_000  # rows
+    step = mj.value_and_grad(lambda w, x: jnp.mean(w * x), strategy=strategy)
+    x = jnp.full(count, 100, "float16")
+    _, gradient = step(jnp.ones((), "float16"), x)
+    assert float(gradient) == pytest.approx(100, rel=0.01)
+
+
+def test_aux_and_argnums(comm, strategy):
+    rows = share(comm)
+
+    def fun(x, w, b, y):
+        error = x @ w + b - y
+        return jnp.mean(error**2), {"rows": len(y), "most": error.max()}
+
+    step = mj.value_and_grad(
+        fun, (1, 2), True, batch_argnums=(0, -1), strategy=strategy
+    )
+    (value, aux), gradients = step(X[rows], jnp.ones(3), jnp.zeros(()), Y[rows])
+    expected = jax.value_and_grad(fun, (1, 2), True)(X, jnp.ones(3), jnp.zeros(()), Y)
+    require_close((value, gradients), (expected[0][0], expected[1]))
+    assert aux["rows"] == len(Y[rows])
+    gradients, aux = mj.grad(fun, -2, True, batch_argnums=(0, 3), strategy=strategy)(
+        X[rows], jnp.ones(3), jnp.zeros(()), Y[rows]
+    )
+    require_close(gradients, expected[1][1])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, mj.jit])
+def test_normalization_over_all_replicas_in_the_loss(comm, strategy, wrap):
+    """Replicas' gradients have parts of others' losses; each counts with its rows."""
+    rows = share(comm)
+
+    def loss(weights, x, y, sums=lambda a: a):
+        hidden = x * weights["w"]
+        total, squares, count = sums((hidden.sum(0), (hidden**2).sum(0), 1.0 * len(y)))
+        mean = total / count
+        scaled = (hidden - mean) / jnp.sqrt(squares / count - mean**2 + 0.1)
+        return jnp.mean((jnp.tanh(scaled).sum(1) + weights["b"] - y) ** 2)
+
+    def of_part(weights, x, y):
+        sums = lambda a: mj.all_reduce("SUM", a, strategy=strategy)  # noqa: E731
+        return loss(weights, x, y, sums)
+
+    step = wrap(mj.value_and_grad(of_part, strategy=strategy))
+    expected = jax.value_and_grad(loss)(weights(), X, Y)
+    require_close(step(weights(), X[rows], Y[rows]), expected, 1e-4)
+
+
+def test_replicas_may_count_the_same(comm, strategy):
+    step = mj.value_and_grad(lambda w: w**2, batch_argnums=(), strategy=strategy)
+    value, gradient = step(float(comm.rank))
+    ranks = np.arange(comm.size)
+    assert float(value) == pytest.approx((ranks**2).mean())
+    assert float(gradient) == pytest.approx((2 * ranks).mean())
+
+
+def test_rows_that_cannot_be_told_are_an_error_on_all_ranks(comm, strategy):
+    if comm.size == 1:
+        pytest.skip("one replica needs no counts")
+    step = mj.value_and_grad(loss_of, strategy=strategy)
+    with pytest.raises(ArgumentError, match=r"batch_argnums=\(1, 2\)"):
+        step(weights(), X, Y[: len(Y) - (comm.rank == 1)])
+    with pytest.raises(ArgumentError, match="cannot tell how many rows"):
+        mj.grad(lambda w, t: w * t, strategy=strategy)(1.0, 2.0)
+    with pytest.raises(ArgumentTypeError, match="batch_argnums"):
+        mj.grad(loss_of, batch_argnums="x")
+    with pytest.raises(ArgumentError, match="of 1 arguments"):
+        mj.grad(lambda w: w, batch_argnums=3, strategy=strategy)(1.0)
+    rows = share(comm)
+    got = step(weights(), X[rows], Y[rows])
+    require_close(got, jax.value_and_grad(loss_of)(weights(), X, Y))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, mj.jit])
+def test_an_error_of_one_ranks_loss_is_raised_on_all(comm, strategy, wrap):
+    def loss(w, x):
+        mean = mj.all_reduce("MEAN", w, strategy=strategy)
+        if comm.rank == comm.size - 1:
+            raise OSError("this rank's")
+        return (mj.all_reduce("SUM", mean, strategy=strategy) * x).mean()
+
+    step = wrap(mj.value_and_grad(loss, strategy=strategy))
+    for _ in range(2):
+        with pytest.raises(OSError, match="this rank's"):
+            strategy.run(step, args=(jnp.ones(()), X))
+    good = mj.value_and_grad(loss_of, strategy=strategy)
+    rows = share(comm)
+    got = good(weights(), X[rows], Y[rows])
+    require_close(got, jax.value_and_grad(loss_of)(weights(), X, Y))
+
+
+def test_a_step_is_one_collective(comm, strategy):
+    consensus = strategy.extended.consensus
+    step = mj.jit(mj.value_and_grad(loss_of, strategy=strategy))
+    step(weights(), X, Y)
+    before = consensus.calls
+    step(weights(), X, Y)
+    assert consensus.calls - before == (comm.size > 1)
