@@ -123,6 +123,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_weights_have_the_bits_of_torchs(mpirun, tmp_path):
     ended = mpirun(2, BITS, str(tmp_path / "store"))
     assert "the same bits" in ended.stdout, ended.stderr
