@@ -229,6 +229,7 @@ def test_all_benchmarks_run_by_one_command(comm, tmp_path):
         "scaling-x.json",
         "large-x.json",
         "checkpoint-x.json",
+        "frameworks-x.json",
         "input-x-1rank.json",
         "input-x-2ranks.json",
     }

@@ -131,7 +131,7 @@ class BucketStep:
     def cancel(self, error: Exception) -> None:
         """Let the thread end by itself, where no rank has put anything."""
         self._is_cancelled = True
-        self._fail(error)
+        self.fail(error)
 
     def finish(self, error: Exception | None = None) -> None:
         """Return when all buckets are reduced, or `error` says why not.
@@ -140,7 +140,7 @@ class BucketStep:
           error: raised in place of the first bucket that lacks arrays, on all ranks.
         """
         if error is not None:
-            self._fail(error)
+            self.fail(error)
         if self._thread is None:
             self._work()
         else:
@@ -150,7 +150,8 @@ class BucketStep:
         """Yield the reductions of all leaves in their order."""
         return (self._results[leaf] for leaf in range(len(self._results)))
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Let the first bucket that lacks arrays raise an error, on all ranks."""
         self._failure = error
         for is_ready in self._is_ready:
             is_ready.set()

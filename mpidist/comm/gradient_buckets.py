@@ -27,7 +27,7 @@ from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest, validation
 from mpidist.util.notices import warn
 
-__all__ = ["GradientBuckets"]
+__all__ = ["GradientBuckets", "can_be_threaded", "take_side"]
 
 _CALL = "GradientBuckets"
 # How large buckets are unless options say otherwise: so many of them that the network
@@ -69,7 +69,7 @@ class _Side:
             failures.free(comm)
             raise
         # The buckets that use it; None if they were closed
-        self.owner: weakref.ref[GradientBuckets] | None = None
+        self.owner: weakref.ref[Any] | None = None
 
     def is_dropped(self) -> bool:
         """Return whether nobody uses it on this rank, and others can."""
@@ -103,7 +103,7 @@ class _Sides:
     def __len__(self) -> int:
         return len(self._sides)
 
-    def take(self, group: ReplicaGroup, owner: GradientBuckets) -> _Side:
+    def take(self, group: ReplicaGroup, owner: Any) -> _Side:
         """Return a side for its new owner. Collective."""
         if len(self._sides) >= self._collect_at:
             gc.collect()
@@ -123,6 +123,38 @@ class _Sides:
         self._closing.remove(self.close)
         while self._sides:
             self._sides.pop().close()
+
+
+def take_side(group: ReplicaGroup, owner: Any) -> _Side:
+    """Return a communicator for a thread, and what communicates by it. Collective.
+
+    Args:
+      group: the ranks.
+      owner: who uses it; when it is gone on all ranks, others can.
+    """
+    if group.sides is None:
+        group.sides = _Sides(group.closing)
+    found: _Side = group.sides.take(group, owner)
+    return found
+
+
+def can_be_threaded(group: ReplicaGroup, side: _Side) -> bool:
+    """Return whether a thread can communicate beside others. Collective.
+
+    A warning says so where it cannot.
+    """
+    if side.consensus.size == 1:
+        return False
+    levels = group.consensus.gather(_CALL, MPI.Query_thread())
+    is_threaded = min(levels) == MPI.THREAD_MULTIPLE
+    if not is_threaded and side.consensus.rank == 0:
+        warn(
+            "gradients are reduced at the end of each step, not beside the backward "
+            "pass: MPI was initialised with less than MPI_THREAD_MULTIPLE (see "
+            "mpi4py.rc.thread_level)",
+            stacklevel=3,
+        )
+    return is_threaded
 
 
 class GradientBuckets:
@@ -206,28 +238,12 @@ class GradientBuckets:
         self._has_order = False
         self._step: BucketStep | None = None
         self._is_closed = False
-        if group.sides is None:
-            group.sides = _Sides(group.closing)
-        self._used: _Side = group.sides.take(group, self)
+        self._used = take_side(group, self)
         self._own, self._results = self._used.consensus, self._used.results
-        self._is_threaded = self._can_be_threaded()
+        self._is_threaded = can_be_threaded(group, self._used)
         self._side: WorkerStream | None = None
         if self._is_threaded and group.gpus is not None:
             self._side = self._consensus.guard(_CALL, WorkerStream)
-
-    def _can_be_threaded(self) -> bool:
-        if self._own.size == 1:
-            return False
-        levels = self._consensus.gather(_CALL, MPI.Query_thread())
-        is_threaded = min(levels) == MPI.THREAD_MULTIPLE
-        if not is_threaded and self._own.rank == 0:
-            warn(
-                "GradientBuckets reduces at the end of each step, not beside the "
-                "backward pass: MPI was initialised with less than "
-                "MPI_THREAD_MULTIPLE (see mpi4py.rc.thread_level)",
-                stacklevel=2,
-            )
-        return is_threaded
 
     def _plan(self, order: Sequence[int]) -> None:
         self._buckets = divide(self._sizes, order, self._bucket_bytes)

@@ -98,6 +98,8 @@ class DistributedDataParallel(torch.nn.Module):
             validation.instance("options", options, CommunicationOptions)
             if batch_dim is not None:
                 validation.integer("batch_dim", batch_dim)
+            if bucket_cap_mb is not None:
+                validation.number("bucket_cap_mb", bucket_cap_mb, "> 0")
             _check_module(module, group.device)
 
         consensus.guard(CALL, prepare)
@@ -123,6 +125,7 @@ class DistributedDataParallel(torch.nn.Module):
             {name: p for name, p in named.items() if not p.requires_grad},
             bool(find_unused_parameters),
             options,
+            None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20),
         )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

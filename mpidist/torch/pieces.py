@@ -18,7 +18,7 @@ from mpidist.comm.collectives.arguments import deadline_of
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.options import CommunicationOptions
 
-__all__ = ["Pieces", "broadcast"]
+__all__ = ["Pieces", "broadcast", "weigh", "write"]
 
 # So many bytes, of all ranks, each rank adds up by itself, without another barrier
 _ALONE_BYTES = 1 << 20
@@ -232,9 +232,9 @@ class Pieces:
         """
         for small in self._side.small:
             for p, send in zip(small.parameters, small.sends):
-                _weigh(send, p.grad, weight)
+                weigh(send, p.grad, weight)
         for j, large in self._side.large.items():
-            _weigh(large.send, self._parameters[j].grad, weight)
+            weigh(large.send, self._parameters[j].grad, weight)
 
     def add(self, used: int, is_published: bool) -> None:
         """Put the sums over all ranks into `.grad`, and in the buffers. Collective.
@@ -279,15 +279,6 @@ class Pieces:
         assert transport is not None
         transport.allreduce_symmetric(everyone, receives, deadline_of(self._options))
 
-    def broadcast_buffers(self) -> None:
-        """Give all ranks the buffers of rank 0. Collective."""
-        broadcast(self._group, "the buffers of DistributedDataParallel", self._buffers)
-
-    def broadcast_model(self, root: int) -> None:
-        """Give all ranks the parameters and buffers of one. Collective."""
-        tensors = [*self._parameters, *self._buffers]
-        broadcast(self._group, "DistributedDataParallel.join", tensors, root)
-
     def _give_back(self, used: int, in_place: set[int]) -> None:
         """Write sums into `.grad`, but those that are there already."""
         for small in self._side.small:
@@ -297,10 +288,10 @@ class Pieces:
                 continue
             for j, p, total in zip(small.numbers, small.parameters, small.totals):
                 if used >> j & 1:
-                    _write(p, total)
+                    write(p, total)
         for j, large in self._side.large.items():
             if used >> j & 1 and j not in in_place:
-                _write(self._parameters[j], large.total)
+                write(self._parameters[j], large.total)
 
 
 def broadcast(
@@ -362,7 +353,8 @@ def _copy_or_zero(out: Any, gradient: Any) -> None:
         out.copy_(gradient)
 
 
-def _weigh(out: Any, gradient: Any, weight: float) -> None:
+def weigh(out: Any, gradient: Any, weight: float) -> None:
+    """Put a gradient, times its weight, into `out`; None, or one of weight 0, is 0."""
     if gradient is None or not weight:
         out.zero_()
     else:
@@ -380,7 +372,8 @@ def _is_plain(gradient: Any, total: Any) -> bool:
     )
 
 
-def _write(parameter: Any, total: Any) -> None:
+def write(parameter: Any, total: Any) -> None:
+    """Put a sum into `.grad` of a parameter."""
     if parameter.grad is None:
         parameter.grad = torch.empty_like(parameter)
     parameter.grad.copy_(total)

@@ -18,7 +18,8 @@ from mpidist.comm.consensus.signatures import CallSignature, digest, name_ranks
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.errors import ArgumentError, ContextError, DTypeError
 from mpidist.options import CommunicationOptions
-from mpidist.torch.pieces import Pieces
+from mpidist.torch.overlap import Overlap
+from mpidist.torch.pieces import Pieces, broadcast
 from mpidist.util.hashing import hash62
 
 __all__ = ["CALL", "Joining", "Reducer", "Share"]
@@ -26,6 +27,8 @@ __all__ = ["CALL", "Joining", "Reducer", "Share"]
 CALL = "DistributedDataParallel"
 _OPERATION = f"the gradients of {CALL}"
 _MOST_ADDRESSES = 1000
+# Less takes no longer than the thread's beginning
+_OVERLAP_BYTES = 1 << 20
 _current_task = torch._C._current_graph_task_id
 # In which gradients of each dtype are added up
 _SUMS = {
@@ -95,6 +98,7 @@ class Reducer:
       frozen: parameters that need no gradient: they have to stay so.
       finds_unused: whether a pass may leave out parameters.
       options: see `CommunicationOptions`.
+      bucket_bytes: see `Overlap`.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class Reducer:
         frozen: Mapping[str, Any],
         finds_unused: bool,
         options: CommunicationOptions,
+        bucket_bytes: int | None = None,
     ):
         self._group, self._options = group, options
         self._consensus = group.consensus
@@ -115,10 +120,17 @@ class Reducer:
         self._dtypes = [p.dtype for p in self._parameters]
         self._all = len(self._parameters)
         self._sums = self._consensus.guard(CALL, self._sum_dtypes)
-        self._pieces = Pieces(
-            group, self._parameters, self._sums, list(buffers.values()), options
-        )
-        self._calls: dict[int, tuple[CallSignature, int]] = {}
+        state = self._parameters, self._sums
+        self._buffers = list(buffers.values())
+        # Between nodes, a thread sends what is there already
+        self._overlap: Overlap | None = None
+        self._pieces: Pieces | None = None
+        size_bytes = sum(p.numel() * d.itemsize for p, d in zip(*state))
+        if not group.topology.is_one_node and size_bytes >= _OVERLAP_BYTES:
+            self._overlap = Overlap(group, *state, options, bucket_bytes)
+        else:
+            self._pieces = Pieces(group, *state, self._buffers, options)
+        self._calls: dict[Any, tuple[CallSignature, int]] = {}
         self.is_syncing = True
         self.joining: Joining | None = None
         self.steps = 0  # of this rank with gradients of its own
@@ -161,7 +173,10 @@ class Reducer:
             self._refuse_gradient(number, gradient)
             return
         self._ready.append(number)
-        self._pieces.put(number, gradient)
+        if self._pieces is not None:
+            self._pieces.put(number, gradient)
+        elif self._overlap is not None and self._overlap.has_begun:
+            self._overlap.put(number, gradient)
 
     def _begin_pass(self, task: int) -> None:
         if self._pass is not None and self._pass() is not None:
@@ -173,6 +188,13 @@ class Reducer:
         started = _Pass(self, task)
         self._pass = weakref.ref(started)
         torch.autograd.Variable._execution_engine.queue_callback(started)
+        if self._overlap is not None and not self._overlap.has_begun:
+            try:
+                self._begin_overlap(self._overlap, Share(self.rows, -1))
+            except Exception:  # it is raised on all ranks
+                started.is_finished = True
+                self._reset()
+                raise
 
     def _refuse_gradient(self, number: int, gradient: Any) -> None:
         name, dtype = self._names[number], self._dtypes[number]
@@ -187,6 +209,10 @@ class Reducer:
         calls = self._consensus.calls
         self._dropped = 1 + self._dropped * (self._dropped_at == calls)
         self._dropped_at = calls
+        if self._overlap is not None:
+            self._overlap.abandon(
+                ContextError(f"{CALL}: an exception has ended a backward pass")
+            )
         self._reset()
 
     def _reset(self) -> None:
@@ -227,17 +253,18 @@ class Reducer:
             )
         return Share(self.rows, sum(1 << j for j in ready))
 
-    def _call(self) -> tuple[CallSignature, int]:
+    def _call(self, phase: str = "") -> tuple[CallSignature, int]:
         """Return what the ranks compare, and its digest."""
         if self._dropped and self._dropped_at != self._consensus.calls:
             self._dropped = 0  # the other ranks have had an error since
-        found = self._calls.get(self._dropped)
+        found = self._calls.get((phase, self._dropped))
         if found is None:
             count = self._dropped
             after = f", after {count} backward passes that exceptions ended"
-            operation = _OPERATION + after * (count > 0)
+            operation = phase + _OPERATION + after * (count > 0)
             call = CallSignature(operation, (("parameters", self._all),))
-            found = self._calls[self._dropped] = call, digest(call)
+            found = self._calls[phase, self._dropped] = call, digest(call)
+        self._dropped = 0
         return found
 
     def reduce(self, share: Share) -> bool:
@@ -252,9 +279,11 @@ class Reducer:
           What has gone wrong in the pass of any rank.
           DivergenceError: other ranks do something else, or have lost a pass.
         """
+        if self._overlap is not None:
+            return self._reduce_overlapped(self._overlap, share)
         consensus, pieces = self._consensus, self._pieces
+        assert pieces is not None
         call, number = self._call()
-        self._dropped = 0
         error, self._error = self._error, None
         put = None if share.used == -1 else set(self._ready)
         if error is None:
@@ -273,7 +302,11 @@ class Reducer:
                 return True
             if not is_same:
                 shares = consensus.gather(_OPERATION, share)
-                used = self._weigh(shares)
+                used = self._used(shares)
+                weight, source = self._weigh(shares)
+                pieces.fill_buffers(source)
+                if weight is not None:
+                    pieces.weigh(weight)
             pieces.add(used, is_same)
             self.has_stale_buffers = False
             self.steps += not share.has_ended
@@ -296,35 +329,89 @@ class Reducer:
         while not self.reduce(Share(0, 0, has_ended=True)):
             self._reset()
         steps = self._consensus.gather(f"{CALL}.join", self.steps)
-        self._pieces.broadcast_model(steps.index(max(steps)))
+        tensors = [*self._parameters, *self._buffers]
+        broadcast(self._group, f"{CALL}.join", tensors, steps.index(max(steps)))
 
-    def broadcast_buffers(self) -> None:
-        """Give all ranks the buffers of rank 0. Collective."""
-        self._pieces.broadcast_buffers()
+    def broadcast_buffers(self, source: int = 0) -> None:
+        """Give all ranks the buffers of one. Collective."""
+        call = f"the buffers of {CALL}"
+        broadcast(self._group, call, self._buffers, source)
         self.has_stale_buffers = False
 
-    def _weigh(self, shares: Sequence[Share]) -> int:
-        """Take the gradients by the rows of all ranks; return which are used."""
+    def _begin_overlap(self, overlap: Overlap, share: Share) -> bool:
+        """Begin to reduce what is there; return whether all have ended. Collective."""
+        call, number = self._call("the begin of ")
+        timeout, consensus = self._options.timeout_seconds, self._consensus
+        weight, self._source = 1 / consensus.size, 0
+        with consensus.lock:
+            if not consensus.compare(call, number, self._address(share), timeout):
+                found, self._source = self._weigh(consensus.gather(_OPERATION, share))
+                weight = weight if found is None else found
+            elif share.has_ended:
+                return True
+            overlap.begin(weight)
+        return False
+
+    def _reduce_overlapped(self, overlap: Overlap, share: Share) -> bool:
+        """Do what `reduce` does, where a thread has begun with it."""
+        if not overlap.has_begun and self._begin_overlap(overlap, share):
+            return True
+        error, self._error = self._error, None
+        try:
+            overlap.put_rest()
+        except Exception as caught:
+            error = error or caught
+        call, number = self._call()
+        timeout, consensus = self._options.timeout_seconds, self._consensus
+        address, used = self._address(Share(0, share.used)), share.used
+        with consensus.lock:
+            try:
+                if error is not None:
+                    consensus.require_same(call, error, timeout)
+                is_same = consensus.compare(call, number, address, timeout)
+            except Exception as raised:
+                overlap.finish(raised)
+                raise
+            consensus.sync_errors(_OPERATION, overlap.finish())
+            if not is_same:
+                used = self._used(consensus.gather(_OPERATION, share))
+            overlap.give_back(used)
+            if self._buffers:
+                self.broadcast_buffers(self._source)
+            self.steps += not share.has_ended
+        return False
+
+    def _used(self, shares: Sequence[Share]) -> int:
+        """Return of which parameters some rank has a gradient; -1 for all of all."""
         used = functools.reduce(int.__or__, (share.used for share in shares))
         if used == -1 and any(share.used != -1 for share in shares):
-            used = (1 << self._all) - 1  # some ranks may have no `.grad`
+            return (1 << self._all) - 1  # some ranks may have no `.grad`
+        return used
+
+    def _weigh(self, shares: Sequence[Share]) -> tuple[float | None, int]:
+        """Return how much this rank's gradients count, and whose buffers go to all.
+
+        The former is None where all ranks count the same.
+        """
         rows = [share.rows for share in shares]
         ended = [j for j, share in enumerate(shares) if share.has_ended]
         if ended:
-            self._leave_out(ended, rows)
-        elif len(set(rows)) > 1:
-            with self._consensus.same_on_all():
-                if min(rows) < 0:
-                    raise ArgumentError(
-                        "forward got no tensor whose rows could be counted on "
-                        f"{name_ranks([j for j, n in enumerate(rows) if n < 0])}; call "
-                        "set_rows, or pass batch_dim=None"
-                    )
-            self._pieces.weigh(rows[self._consensus.rank] / sum(rows))
-        return used
+            return self._leave_out(ended, rows)
+        if len(set(rows)) == 1:
+            return None, 0
+        with self._consensus.same_on_all():
+            if min(rows) < 0:
+                raise ArgumentError(
+                    "forward got no tensor whose rows could be counted on "
+                    f"{name_ranks([j for j, n in enumerate(rows) if n < 0])}; call "
+                    "set_rows, or pass batch_dim=None"
+                )
+        return rows[self._consensus.rank] / sum(rows), 0
 
-    def _leave_out(self, ended: Sequence[int], rows: Sequence[int]) -> None:
-        """Take the gradients without those of ranks that have no batches any more."""
+    def _leave_out(
+        self, ended: Sequence[int], rows: Sequence[int]
+    ) -> tuple[float, int]:
+        """Do what `_weigh` does where some ranks have no batches any more."""
         joining, ranks = self.joining, len(rows)
         with self._consensus.same_on_all():
             if joining is None or joining.raises:
@@ -332,13 +419,12 @@ class Reducer:
                     f"{name_ranks(ended)} ended with the batches, and others have more"
                 )
         others = [j for j in range(ranks) if j not in ended]
-        self._pieces.fill_buffers(others[0])
         total: float = sum(rows[j] for j in others)
         own: float = rows[self._consensus.rank]
         if min(rows) < 0:  # each counts the same
             total = ranks if joining.counts_all else len(others)
             own = self._consensus.rank in others
-        self._pieces.weigh(own / total if total else 0.0)
+        return own / total if total else 0.0, others[0]
 
 
 def _hook(reference: Any, number: int) -> Any:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import datetime
-import tempfile
 
 import numpy as np
 import pytest
@@ -14,9 +12,23 @@ import mpidist
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
-from mpidist.torch import DistributedDataParallel  # noqa: E402 - after the skip
+from mpidist.torch import (  # noqa: E402
+    DistributedDataParallel,
+    overlap,
+    reducer,
+)
 
 MPI_OPTIONS = mpidist.CommunicationOptions(implementation="MPI")
+
+
+@pytest.fixture(params=["node", "nodes", "overlapped"], autouse=True)
+def where(request, monkeypatch):
+    """Ranks on one node, on one each, and there with a thread that sends buckets."""
+    if request.param != "node":
+        monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "1")
+    if request.param == "overlapped":
+        monkeypatch.setattr(reducer, "_OVERLAP_BYTES", 0)
+        monkeypatch.setattr(overlap, "_LEAST_BUCKET_BYTES", 1000)
 
 
 def network(seed=0, hidden=16):
@@ -99,37 +111,6 @@ def test_training_is_that_of_one_process(strategy):
     assert everyone_equal(strategy, model.parameters())
 
 
-def test_bits_are_those_of_torch(strategy, comm):
-    if comm.size != 2:
-        pytest.skip("sums of more ranks depend on their order")
-    folder = comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else None)
-    torch.distributed.init_process_group(
-        "gloo",
-        store=torch.distributed.FileStore(f"{folder}/store", comm.size),
-        rank=comm.rank,
-        world_size=comm.size,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    try:
-        models = [
-            DistributedDataParallel(network(hidden=3000), strategy),
-            nn.parallel.DistributedDataParallel(network(hidden=3000)),
-        ]
-        for model in models:
-            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-            for step in range(5):
-                _, mine = rows_of(strategy, 16, seed=step)
-                optimizer.zero_grad()
-                loss_of(model, *mine).backward()
-                optimizer.step()
-        for ours, theirs in zip(*(m.parameters() for m in models)):
-            assert torch.equal(ours, theirs)
-        assert list(models[0].state_dict()) == list(models[1].state_dict())
-    finally:
-        comm.Barrier()
-        torch.distributed.destroy_process_group()
-
-
 def test_parameters_and_buffers_become_those_of_rank_0(strategy):
     rank = strategy.extended.replica_id
 
@@ -201,7 +182,7 @@ class Branches(nn.Module):
 
 def test_an_unused_parameter_is_an_error_on_all_ranks(strategy):
     rank = strategy.extended.replica_id
-    model = DistributedDataParallel(Branches(), strategy)
+    model = DistributedDataParallel(Branches(), strategy, batch_dim=None)
     _, (x, y) = rows_of(strategy, 8)
     if rank == 0:
         loss = nn.functional.cross_entropy(model(x, True), y)

@@ -76,6 +76,59 @@ def test_a_job_that_is_stopped_goes_on_in_the_middle_of_an_epoch(mpirun, tmp_pat
     assert ended.stdout.split()[-2:] == whole.stdout.split()[-2:]
 
 
+# Not in the process of the tests: gloo's threads may wait for ever for Python's lock
+# when a model of torch's DDP is deleted
+BITS = """
+import datetime, os, sys
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import nn
+import mpidist
+from mpidist.torch import DistributedDataParallel
+
+comm = MPI.COMM_WORLD
+torch.distributed.init_process_group(
+    "gloo",
+    store=torch.distributed.FileStore(sys.argv[1], comm.size),
+    rank=comm.rank,
+    world_size=comm.size,
+    timeout=datetime.timedelta(seconds=60),
+)
+
+def train(wrap):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 3000), nn.Tanh(), nn.Linear(3000, 3))
+    model = wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    random = np.random.default_rng(comm.rank)
+    for step in range(5):
+        x = torch.from_numpy(random.normal(size=(8, 6)).astype("f4"))
+        y = torch.from_numpy(random.integers(0, 3, 8))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
+
+ours = train(DistributedDataParallel)
+theirs = train(nn.parallel.DistributedDataParallel)
+same = ours.state_dict().keys() == theirs.state_dict().keys()
+for a, b in zip(ours.parameters(), theirs.parameters()):
+    same = same and torch.equal(a, b)
+if comm.allreduce(same, MPI.LAND) and comm.rank == 0:
+    print("the same bits", flush=True)
+comm.Barrier()
+MPI.Finalize()
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_weights_have_the_bits_of_torchs(mpirun, tmp_path):
+    ended = mpirun(2, BITS, str(tmp_path / "store"))
+    assert "the same bits" in ended.stdout, ended.stderr
+
+
 def test_the_single_process_learns_the_same_rows(mpirun, tmp_path):
     arguments = [f"--data-dir={tmp_path}", f"--checkpoint-dir={tmp_path / 'single'}"]
     ended = mpirun(1, SINGLE, *arguments, "--shifts=0", "--epochs=6")
