@@ -1,7 +1,10 @@
 """How fast models of PyTorch train, beside torch's DistributedDataParallel over gloo.
 
     mpirun -n 2 python benchmarks/bench_frameworks.py --output .../frameworks-mpich.json
+    python benchmarks/bench_frameworks.py --nodes 2 --output .../frameworks-wire.json
 
+The latter starts one rank on each of some virtual nodes (`tests/support/`), with a
+network of 1 Gbit/s between them, and sends gradients as bfloat16, too.
 Models of three sizes; each contestant trains its own copy with batches that lie ready,
 in turns of some steps; "no communication" is each rank by itself. Told are the medians
 of the slowest rank, and ratios of turns that followed each other. At the end ours and
@@ -16,6 +19,7 @@ import datetime
 import gc
 import importlib.util
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +37,8 @@ from mpi4py import MPI
 import mpidist
 
 FRAMEWORKS = ["torch"]
+OURS, NARROW = "mpidist", "mpidist, bfloat16"
+NARROW_TARGET = 2.0  # between nodes
 
 
 def measure(
@@ -64,34 +70,51 @@ def compare(
             return times[name]
         return [case.rows * ranks / (t / 1e6) for t in times[name]]
 
-    return [
-        Comparison(
-            case.name,
-            name,
-            "us" if case.is_time else "samples/s",
-            numbers("mpidist"),
-            numbers(name),
-            target=case.target if "DDP" in name and ranks > 1 else None,
-            is_at_least=not case.is_time,
-        )
-        for name in times
-        if name != "mpidist"
-    ]
+    found = []
+    others = [name for name in times if name not in (OURS, NARROW)]
+    for own, target in ((OURS, case.target), (NARROW, NARROW_TARGET)):
+        for name in others if own in times else ():
+            found.append(
+                Comparison(
+                    case.name if own == OURS else f"{case.name}, bfloat16",
+                    name,
+                    "us" if case.is_time else "samples/s",
+                    numbers(own),
+                    numbers(name),
+                    target=target if "DDP" in name and ranks > 1 else None,
+                    is_at_least=not case.is_time,
+                )
+            )
+    return found
 
 
 def run_torch(
-    comm: MPI.Intracomm, strategy: mpidist.Strategy, cases: Sequence[str], turns: int
+    comm: MPI.Intracomm,
+    strategy: mpidist.Strategy,
+    cases: Sequence[str],
+    turns: int,
+    folder: str | None,
 ) -> tuple[list[Comparison], dict[str, float]]:
-    """Return what was compared, and by how much weights differ at the end."""
+    """Return what was compared, and by how much weights differ at the end.
+
+    Args:
+      comm: the ranks.
+      strategy: of the same.
+      cases: which of `torch_cases.CASES`.
+      turns: of each contestant.
+      folder: that all nodes see, if there are several; None on one.
+    """
     import torch
     import torch_cases
 
     torch.set_num_threads(1)
     found, differences = [], {}
-    with torch_cases.gloo(comm):
+    with torch_cases.gloo(comm, folder):
         for name in cases:
             case = torch_cases.CASES[name]
             trainers = torch_cases.contestants(case, comm, strategy)
+            if folder is not None:
+                trainers[NARROW] = torch_cases.narrow_trainer(case, comm, strategy)
             steps = case.steps if turns > 1 else 2
             found += compare(case, measure(comm, trainers, steps, turns), comm.size)
             pairs = zip(*(t.weights() for t in list(trainers.values())[:2]))
@@ -103,6 +126,28 @@ def run_torch(
     return found, differences
 
 
+def run_on_nodes(options: argparse.Namespace) -> None:
+    """Run this program on virtual nodes, with a rank on each."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+    import virtual_nodes
+
+    missing = virtual_nodes.what_is_missing()
+    if missing:
+        raise SystemExit(missing)
+    words = ["--turns", str(options.turns), "--cases", *options.cases]
+    if options.output is not None:
+        words += ["--output", str(options.output.absolute())]
+    words += ["--tiny"] * options.tiny
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        virtual_nodes.VirtualNodes(options.nodes, options.rate) as nodes,
+    ):
+        ended = nodes.mpirun(1, __file__, "--folder", folder, *words)
+    print(ended.stdout)
+    if ended.returncode:
+        raise SystemExit(ended.returncode)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -112,7 +157,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--turns", type=int, default=15, help="of each contestant (default 15)")
     add("--cases", nargs="+", default=["mlp", "small", "resnet"])
     add("--tiny", action="store_true", help="only see that all run")
+    add("--nodes", type=int, help="start this on so many virtual nodes")
+    add("--rate", default="1gbit", help="of each node's cable, as tc writes it (1gbit)")
+    add("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.nodes:
+        run_on_nodes(options)
+        return
     comm = MPI.COMM_WORLD
     strategy = mpidist.MirroredStrategy(["CPU:0"])
     is_there = {name: importlib.util.find_spec(name) is not None for name in FRAMEWORKS}
@@ -120,7 +171,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     differences: dict[str, float] = {}
     if comm.allreduce(is_there["torch"], MPI.LAND):
         turns = 1 if options.tiny else options.turns
-        comparisons, differences = run_torch(comm, strategy, options.cases, turns)
+        comparisons, differences = run_torch(
+            comm, strategy, options.cases, turns, options.folder
+        )
     if comm.rank:
         return
     print(TABLE_HEAD)

@@ -18,7 +18,7 @@ from torch import nn
 import mpidist
 from mpidist.torch import DistributedDataParallel
 
-__all__ = ["CASES", "Case", "Trainer", "gloo"]
+__all__ = ["CASES", "Case", "Trainer", "contestants", "gloo", "narrow_trainer"]
 
 
 class Case(NamedTuple):
@@ -122,9 +122,14 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def gloo(comm: MPI.Intracomm) -> Iterator[None]:
-    """Let torch's DDP communicate in the block. Collective."""
-    with tempfile.TemporaryDirectory() as own:
+def gloo(comm: MPI.Intracomm, shared: str | None = None) -> Iterator[None]:
+    """Let torch's DDP communicate in the block. Collective.
+
+    Args:
+      comm: the ranks.
+      shared: a folder that all of them see; None for that of temporary files.
+    """
+    with tempfile.TemporaryDirectory(dir=shared) as own:
         folder = comm.bcast(own)
         torch.distributed.init_process_group(
             "gloo",
@@ -154,3 +159,15 @@ def contestants(
         ),
         "no communication": Trainer(case, comm.rank, lambda model: model),
     }
+
+
+def narrow_trainer(
+    case: Case, comm: MPI.Intracomm, strategy: mpidist.Strategy
+) -> Trainer:
+    """Return ours that sends gradients as bfloat16. Collective."""
+    options = mpidist.CommunicationOptions(compression="bfloat16")
+    return Trainer(
+        case,
+        comm.rank,
+        lambda model: DistributedDataParallel(model, strategy, options=options),
+    )

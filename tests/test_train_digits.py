@@ -185,6 +185,16 @@ def test_a_rank_computes_on_one_core(monkeypatch, name):
     assert threads == {1}
 
 
+def k_means():
+    """What the README's first script finds, by NumPy alone."""
+    points = np.random.default_rng(0).normal(size=(1000, 2))
+    centers = np.array([[-1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    for _ in range(20):
+        near = np.linalg.norm(points[:, None] - centers, axis=2).argmin(axis=1)
+        centers = np.stack([points[near == k].mean(axis=0) for k in range(3)])
+    return centers
+
+
 def test_the_readmes_scripts_run(comm, capsys, mpi_tmp_path, monkeypatch):
     monkeypatch.chdir(mpi_tmp_path)
     text = (ROOT / "README.md").read_text()
@@ -196,6 +206,7 @@ def test_the_readmes_scripts_run(comm, capsys, mpi_tmp_path, monkeypatch):
         if "import jax" in script and importlib.util.find_spec("jax") is None:
             continue
         exec(compile(script, "README.md", "exec"), names)
+    np.testing.assert_allclose(names["centers"], k_means(), rtol=1e-12)
     assert len(names["rest"]) == 2  # of the three steps of an epoch
     with h5py.File("errors.h5") as file:
         written = sorted(map(tuple, file["x"][:]))

@@ -51,6 +51,20 @@ def write() -> None:
         writer.append({"x": np.ones((3, 2))})
 
 
+def read_rows() -> None:
+    dataset = mpidist.Dataset.from_hdf5([FOLDER / "rows.h5"], ["x"]).batch(8)
+    read = strategy.experimental_distribute_dataset(dataset)
+    ones = [strategy.reduce("SUM", batch, axis=0) for batch in read]
+    assert np.sum(ones) == 6 * strategy.num_replicas_in_sync, ones
+
+
+def begin() -> None:
+    """Look for what is not there yet, which file systems remember."""
+    manager = mpidist.CheckpointManager(checkpoint, FOLDER / "run", 2)
+    assert manager.restore_or_initialize() is None
+    assert not (FOLDER / "rows.h5").exists()
+
+
 def prepare() -> None:
     """Write what the others read."""
     save()
@@ -60,7 +74,9 @@ def prepare() -> None:
 
 
 DO = {
+    "begin": begin,
     "prepare": prepare,
+    "read rows": read_rows,
     "read": read,
     "save": save,
     "save in background": save_in_background,

@@ -6,6 +6,8 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+import virtual_nodes
 from mpi4py import MPI
 
 from mpidist.comm.transports.tuning_table import Layout, short_name, write_table
@@ -55,6 +57,19 @@ def test_what_every_node_sees_is_no_error(network, tmp_path):
     ended = network(2).mpirun(1, JOB, str(tmp_path), *kinds)
     assert ended.stdout.count("[]") == len(kinds), ended.stdout
     assert not list(tmp_path.rglob("*.tmp")), "files are left"
+
+
+@pytest.mark.skipif(not virtual_nodes.can_delay_names(), reason="needs bindfs, FUSE")
+@pytest.mark.parametrize("late", [[0], [1], [0, 1]])
+def test_names_that_appear_late_are_waited_for(network, tmp_path, late):
+    """As on NFS, where a node remembers for seconds that a file was not there."""
+    nodes = network(2)
+    for number in late:
+        nodes[number].delay_names(tmp_path, 2)
+    kinds = ["begin", "prepare", "restore", "read", "write", "read rows", "save"]
+    kinds += ["restore", "save in background", "save in background", "restore"]
+    ended = nodes.mpirun(1, JOB, str(tmp_path), *kinds)
+    assert ended.stdout.count("[]") == len(kinds), ended.stdout
 
 
 def test_all_ranks_follow_the_table_in_the_home_of_rank_0(network, tmp_path):

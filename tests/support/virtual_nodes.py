@@ -32,6 +32,7 @@ from pathlib import Path
 import launching
 
 _PACKAGE = "iproute2"
+_FUSE_PACKAGE = "bindfs"  # for `Node.delay_names`
 _PROGRAMS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname")
 _REMOTE_SHELL = Path(__file__).with_name("remote_shell.py")
 _NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
@@ -84,7 +85,14 @@ def install() -> str | None:
     if what_is_missing() and os.geteuid() == 0 and shutil.which("apt-get"):
         for command in (["update", "-qq"], ["install", "-y", "-qq", _PACKAGE]):
             subprocess.run(["apt-get", *command], check=True)
+    if os.path.exists("/dev/fuse") and shutil.which("apt-get"):
+        subprocess.run(["apt-get", "install", "-y", "-qq", _FUSE_PACKAGE])
     return what_is_missing()
+
+
+def can_delay_names() -> bool:
+    """Return whether `Node.delay_names` works here."""
+    return os.path.exists("/dev/fuse") and shutil.which("bindfs") is not None
 
 
 @dataclasses.dataclass
@@ -116,6 +124,16 @@ class Node:
     def hide(self, folder: Path) -> None:
         """Mount an empty file system over a folder that the nodes have shared."""
         self.run("mount", "-t", "tmpfs", "own", str(folder))
+
+    def delay_names(self, folder: Path, seconds: int) -> None:
+        """Let the node remember for a while which names a folder has, and has not.
+
+        As NFS does: files of other nodes appear late, and removed ones stay. What is
+        in the folder is shared, through a file system in user space.
+        """
+        kept = ("entry_timeout", "negative_timeout", "attr_timeout")
+        options = ",".join(f"{name}={seconds}" for name in kept)
+        self.run("bindfs", "-o", options, str(folder), str(folder))
 
     @property
     def root(self) -> Path:

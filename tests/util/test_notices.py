@@ -118,7 +118,7 @@ strategy.gradient_buckets([np.zeros(3)])
     for text in (
         "the ranks of a node need",
         "the calls of rank 1",
-        "GradientBuckets reduces",
+        "gradients are reduced at the end",
     ):
         assert f"RuntimeWarning: {text}" in ended.stderr
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.data.hdf5.chunks import decode
-from mpidist.data.hdf5.files import GAP_BYTES, Map, RawFile
+from mpidist.data.hdf5.files import GAP_BYTES, Map, RawFile, wait_until_seen
 from mpidist.data.hdf5.index import (
     DatasetIndex,
     FileIndex,
@@ -267,6 +267,10 @@ class OpenFiles:
         One thread at a time: h5py serialises calls anyway, and is not safe everywhere.
         """
         with self._lock:
+            if path not in self._hdf5 and path == file_index.path:
+                # HDF5 returns zeros for sources that it does not see
+                for state in (file_index.state, *file_index.others):
+                    wait_until_seen(state)
             result = self._by_h5py(path, index, read)
             if not file_index.is_being_written:
                 # HDF5 returns zeros for bytes beyond the end of a truncated file

@@ -29,7 +29,7 @@ from mpidist.errors import DataError
 from mpidist.util.buffers import Buffers
 from mpidist.util.files import open_regular
 
-__all__ = ["GAP_BYTES", "Map", "RawFile"]
+__all__ = ["GAP_BYTES", "Map", "RawFile", "wait_until_seen"]
 
 
 T = TypeVar("T")
@@ -46,6 +46,9 @@ _LOCAL_FILE_SYSTEMS = frozenset(
 )
 # On a network file system, `fstat` costs a message to the servers
 _CHECK_SECONDS = 60.0
+# How long it may show a node what another one has changed
+_LATE_SECONDS = 10.0
+_LATE_PAUSE_SECONDS = 0.05
 # Shorter rows: one read and a copy are cheaper than a vector of buffers for the kernel
 _VECTOR_BYTES = 32 << 10
 # Waking a thread takes as long as copying 0.5 MB
@@ -71,22 +74,47 @@ class RawFile:
 
     def __init__(self, path: Path, expected: FileState):
         self._path = path
-        self._descriptor = open_regular(path)
+        self._open(expected)
         weakref.finalize(self, os.close, self._descriptor)
-        self.state = state_of(path, self._descriptor)
         self._size_bytes = self.state.size_bytes
-        self._is_local = _file_system(self.state.device) in _LOCAL_FILE_SYSTEMS
-        if changes := expected.changes_to(self.state, not self._is_local):
-            raise DataError(
-                f"{path}: is not the file whose index was read: {', '.join(changes)}; "
-                "a file must not change while it is read, and must be the same on all "
-                "nodes; make a new dataset to read it as it is now"
-            )
         self._identity = _identity(os.fstat(self._descriptor))
         self._checked = time.monotonic()
         self._lock = threading.Lock()
         self._map = self._map_bytes() if self._is_local else None
         self._map_users = 0
+
+    def _open(self, expected: FileState) -> None:
+        """Open the file, as it was when its index was read.
+
+        Where another node has read that, this one may see an older state for a while,
+        or no file: network file systems remember what they have seen.
+        """
+        end = time.monotonic() + _lateness(expected)
+        while True:
+            try:
+                self._descriptor = open_regular(self._path)
+                error: Exception | None = self._find_change(expected)
+                if error is None:
+                    return
+                os.close(self._descriptor)
+            except FileNotFoundError as missing:
+                error = missing
+            if time.monotonic() >= end:
+                raise error
+            time.sleep(_LATE_PAUSE_SECONDS)
+
+    def _find_change(self, expected: FileState) -> DataError | None:
+        """Return what is to be said if the open file is another one than expected."""
+        self.state = state_of(self._path, self._descriptor)
+        self._is_local = _file_system(self.state.device) in _LOCAL_FILE_SYSTEMS
+        changes = expected.changes_to(self.state, not self._is_local)
+        if not changes:
+            return None
+        return DataError(
+            f"{self._path}: is not the file whose index was read: {', '.join(changes)}"
+            "; a file must not change while it is read, and must be the same on all "
+            "nodes; make a new dataset to read it as it is now"
+        )
 
     def gather(
         self, offsets: Offsets, size_bytes: int, buffers: Buffers, parallel: Map = map
@@ -300,6 +328,24 @@ def _side_by_side(
     if destination.shape[1] < _VECTOR_BYTES:
         return None
     return [destination[place].data for place in places.tolist()]
+
+
+def wait_until_seen(state: FileState) -> None:
+    """Wait a while for a file that another node has seen and this one does not."""
+    end = time.monotonic() + _lateness(state)
+    while not state.path.exists() and time.monotonic() < end:
+        time.sleep(_LATE_PAUSE_SECONDS)
+
+
+def _lateness(state: FileState) -> float:
+    """Return for how many seconds this node may not see that state of a file."""
+    if state.node == os.uname().nodename:
+        return 0.0
+    try:
+        device = state.path.parent.stat().st_dev
+    except OSError:  # it does not see the folder either
+        return 0.0
+    return 0.0 if _file_system(device) in _LOCAL_FILE_SYSTEMS else _LATE_SECONDS
 
 
 def _file_system(device: int) -> str:
