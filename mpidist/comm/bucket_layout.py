@@ -10,9 +10,21 @@ from typing import Any
 from mpidist.errors import ArgumentTypeError
 from mpidist.util import nest
 
-__all__ = ["BucketStep", "divide", "leaves_by_key"]
+__all__ = ["BucketStep", "bucket_bytes_of", "divide", "leaves_by_key"]
 
 Reduce = Callable[[int, Sequence[Any], Sequence[Any], Exception | None], Sequence[Any]]
+
+
+# So many buckets that the network is hardly ever idle before the first, and busy after
+# the last. It does not depend on times, as last bits may depend on which gradients are
+# in one bucket
+_BUCKETS = 16
+_LEAST_BYTES, _MOST_BYTES = 1 << 20, 8 << 20
+
+
+def bucket_bytes_of(sizes: Sequence[int]) -> int:
+    """Return how much a bucket of arrays of these sizes in bytes is to hold."""
+    return min(max(sum(sizes) // _BUCKETS, _LEAST_BYTES), _MOST_BYTES)
 
 
 def divide(

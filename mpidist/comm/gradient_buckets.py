@@ -13,7 +13,12 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm.arithmetic import result_bytes
-from mpidist.comm.bucket_layout import BucketStep, divide, leaves_by_key
+from mpidist.comm.bucket_layout import (
+    BucketStep,
+    bucket_bytes_of,
+    divide,
+    leaves_by_key,
+)
 from mpidist.comm.collectives.arguments import check_each, to_arrays
 from mpidist.comm.collectives.outputs import StepResults
 from mpidist.comm.consensus.consensus import Consensus
@@ -30,11 +35,6 @@ from mpidist.util.notices import warn
 __all__ = ["GradientBuckets", "can_be_threaded", "take_side"]
 
 _CALL = "GradientBuckets"
-# How large buckets are unless options say otherwise: so many of them that the network
-# is hardly ever idle before the first, and busy after the last. It does not depend on
-# times, as last bits may depend on which gradients are in one bucket
-_BUCKETS = 16
-_LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 1 << 20, 8 << 20
 _COLLECT_AT = 16
 _LINE_BYTES = 64  # each result begins with one
 
@@ -217,9 +217,8 @@ class GradientBuckets:
             )
             self._kinds = [(a.dtype, tuple(a.shape)) for a in given]
             self._sizes = [a.nbytes for a in given]
-            usual = max(sum(self._sizes) // _BUCKETS, _LEAST_BUCKET_BYTES)
-            usual = min(usual, _MOST_BUCKET_BYTES)
-            self._bucket_bytes = self._options.bytes_per_pack or usual
+            asked = self._options.bytes_per_pack
+            self._bucket_bytes = asked or bucket_bytes_of(self._sizes)
             self._result_bytes = sum(
                 _LINE_BYTES + size
                 for a in given

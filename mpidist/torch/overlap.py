@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.bucket_layout import BucketStep, divide
+from mpidist.comm.bucket_layout import BucketStep, bucket_bytes_of, divide
 from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.signatures import CallSignature, digest
 from mpidist.comm.gradient_buckets import can_be_threaded, take_side
@@ -18,8 +18,6 @@ from mpidist.torch.pieces import weigh, write
 __all__ = ["Overlap"]
 
 _CALL = "DistributedDataParallel"
-_BUCKETS = 16
-_LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 1 << 20, 8 << 20
 
 
 class Overlap:
@@ -48,9 +46,7 @@ class Overlap:
         ]
         self._arrays = [send.numpy() for send in self._sends]
         sizes = [a.nbytes for a in self._arrays]
-        if bucket_bytes is None:
-            share = sum(sizes) // _BUCKETS
-            bucket_bytes = min(max(share, _LEAST_BUCKET_BYTES), _MOST_BUCKET_BYTES)
+        bucket_bytes = bucket_bytes or bucket_bytes_of(sizes)
         # The last layers have their gradients first
         self._divided = divide(sizes, range(len(sizes) - 1, -1, -1), bucket_bytes)
         calls = [
