@@ -8,15 +8,12 @@ import numpy as np
 import pytest
 
 import mpidist
+from mpidist.comm import bucket_layout
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
-from mpidist.torch import (  # noqa: E402
-    DistributedDataParallel,
-    overlap,
-    reducer,
-)
+from mpidist.torch import DistributedDataParallel, reducer  # noqa: E402
 
 MPI_OPTIONS = mpidist.CommunicationOptions(implementation="MPI")
 
@@ -28,7 +25,7 @@ def where(request, monkeypatch):
         monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "1")
     if request.param == "overlapped":
         monkeypatch.setattr(reducer, "_OVERLAP_BYTES", 0)
-        monkeypatch.setattr(overlap, "_LEAST_BUCKET_BYTES", 1000)
+        monkeypatch.setattr(bucket_layout, "_LEAST_BYTES", 1000)
 
 
 def network(seed=0, hidden=16):
