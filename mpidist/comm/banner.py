@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 from mpi4py import MPI
@@ -12,9 +11,9 @@ from mpidist.comm.consensus.failures import can_survive
 from mpidist.comm.device_info import GpuFacts
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.comm.transports.tuning_table import Table, short_name
+from mpidist.util import logs
 from mpidist.util.available_memory import as_text
-from mpidist.util.environment import BANNER
-from mpidist.util.notices import print_notice
+from mpidist.util.settings import BANNER
 
 __all__ = ["banner", "show_banner", "show_input"]
 
@@ -22,7 +21,7 @@ _shown: set[str] = set()
 
 
 def show_banner(group: ReplicaGroup) -> None:
-    """Print the banner to stderr, on rank 0, for the first strategy that is not alone.
+    """Log the banner, on rank 0, for the first strategy that is not alone.
 
     Not collective. The variable MPIDIST_BANNER=0 keeps it from that.
     """
@@ -30,7 +29,7 @@ def show_banner(group: ReplicaGroup) -> None:
 
 
 def show_input(group: ReplicaGroup, describe: Callable[[], str]) -> None:
-    """Print how the first dataset is divided, in the same way.
+    """Log how the first dataset is divided, in the same way.
 
     Args:
       group: of the replicas.
@@ -44,8 +43,8 @@ def _show_once(group: ReplicaGroup, kind: str, describe: Callable[[], str]) -> N
         return
     _shown.add(kind)
     # What is neither 0 nor 1 was refused when the strategy was made, on all ranks
-    if group.replica_id == 0 and os.environ.get(BANNER) != "0":
-        print_notice(describe())
+    if group.replica_id == 0 and BANNER.read_or_default():
+        logs.info("comm", describe())
 
 
 def banner(group: ReplicaGroup) -> str:

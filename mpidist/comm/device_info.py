@@ -23,8 +23,8 @@ from mpidist.device.binding import (
 )
 from mpidist.errors import LaunchError
 from mpidist.util import validation
-from mpidist.util.environment import ALLOW_SHARED_GPU, CUDA_AWARE, read_switch
 from mpidist.util.files import replace_file
+from mpidist.util.settings import ALLOW_SHARED_GPU, CUDA_AWARE, resolve
 
 __all__ = [
     "GpuFacts",
@@ -91,7 +91,7 @@ def find_facts(consensus: Consensus, index: int, request: GpuRequest) -> GpuFact
 
     def look() -> tuple[GpuIdentity, bool, int]:
         identity = identify_gpu(index, MPI.Get_processor_name())
-        is_allowed = read_switch(os.environ, ALLOW_SHARED_GPU) or False
+        is_allowed = ALLOW_SHARED_GPU.read()
         return identity, request.allow_shared or is_allowed, nccl_version()
 
     mine = consensus.guard(_CALL, look)
@@ -175,7 +175,7 @@ def find_support(
     overrides = {found for found, _, _ in everyone}
     if len(overrides) > 1:
         raise LaunchError(
-            f"ranks say different things of MPI's CUDA support ({CUDA_AWARE}, or "
+            f"ranks say different things of MPI's CUDA support ({CUDA_AWARE.name}, or "
             f"cuda_aware=): {sorted(map(str, overrides))}"
         )
     # One rank tries for all with the same GPU and library
@@ -202,10 +202,12 @@ def _override(
     asked_for: bool | None, environ: Mapping[str, str]
 ) -> tuple[bool, str] | None:
     """Return what the user says, and where."""
-    if asked_for is not None:
-        return asked_for, f"cuda_aware={asked_for}"
-    is_aware = read_switch(environ, CUDA_AWARE)
-    return None if is_aware is None else (is_aware, f"{CUDA_AWARE}={int(is_aware)}")
+    is_aware, source = resolve(CUDA_AWARE, asked_for, environ)
+    if is_aware is None:
+        return None
+    if source == "argument":
+        return is_aware, f"cuda_aware={is_aware}"
+    return is_aware, f"{CUDA_AWARE.name}={int(is_aware)}"
 
 
 def ask(library: str, environ: Mapping[str, str]) -> Support | None:

@@ -39,7 +39,7 @@ from mpidist.device.binding import use_gpu
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest, validation
 from mpidist.util.buffers import Field
-from mpidist.util.environment import require_switches
+from mpidist.util.settings import require_settings
 from mpidist.util.forks import is_forked
 
 __all__ = ["Channel", "ReplicaGroup"]
@@ -186,7 +186,7 @@ class ReplicaGroup:
         def prepare() -> tuple[str, CrossDeviceOps]:
             if gpu_request is not None:  # else it is made by `import mpidist`
                 gpu_request.check()
-                require_switches(os.environ)
+                require_settings(os.environ)
             device = self.topology.bind_device(devices)
             ops = MpiAllReduce() if cross_device_ops is None else cross_device_ops
             validation.instance("cross_device_ops", ops, CrossDeviceOps)

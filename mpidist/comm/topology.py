@@ -20,11 +20,10 @@ from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, Launc
 from mpidist.launch.launchers import check_launch
 from mpidist.util import validation
 from mpidist.util.forks import FORKED, is_forked
+from mpidist.util.settings import RANKS_PER_NODE
 
 __all__ = ["Topology", "job_size", "parse_devices"]
 
-_RANKS_PER_NODE = "MPIDIST_RANKS_PER_NODE"
-_MOST_DIGITS = 10
 # "GPU:0", "/gpu:0", "/device:GPU:0", "/job:worker/replica:0/task:0/device:GPU:0"
 _DEVICE = re.compile(
     r"(?:/(?:(?:job:[^/]+|replica:\d+|task:\d+)/)*)?(?:device:)?"
@@ -78,18 +77,17 @@ def _pretended_ranks_per_node(
 
     For tests: one machine is then taken for several. Collective.
     """
-    asked = environ.get(_RANKS_PER_NODE) or None
+    asked = RANKS_PER_NODE.text(environ)
+    number = RANKS_PER_NODE.read_or_default(environ)
     everyone = comm.allgather(asked)
-    # Python refuses to read numbers of some thousand digits
-    is_number = asked is not None and asked.isdecimal() and len(asked) < _MOST_DIGITS
-    is_good = asked is None or (is_number and int(asked) > 0)
+    is_good = asked is None or number is not None
     if not is_good or set(everyone) != {asked}:
         texts = ["not set" if t is None else validation.shown(t) for t in everyone]
         raise LaunchError(
-            f"{_RANKS_PER_NODE} must be a positive number, the same on all ranks; it "
+            f"{RANKS_PER_NODE.name} must be a positive number, the same on all ranks; it "
             f"is {group_by_rank(texts)}"
         )
-    return None if asked is None else int(asked)
+    return number
 
 
 def _ranks_that_share_memory(comm: MPI.Intracomm) -> MPI.Intracomm:

@@ -17,7 +17,7 @@ import ctypes
 import importlib.util
 from collections.abc import Mapping
 
-from mpidist.util.environment import BIND_GPU
+from mpidist.util.settings import BIND_GPU
 
 __all__ = ["choose_early"]
 
@@ -59,9 +59,9 @@ def choose_early(environ: Mapping[str, str], library: str) -> int | None:
 
 
 def _is_wanted(environ: Mapping[str, str], library: str) -> bool:
-    switch = environ.get(BIND_GPU, "")
-    if switch in ("0", "1"):
-        return switch == "1"
+    switch = BIND_GPU.read_or_default(environ)
+    if switch is not None:
+        return switch
     is_cray = "CRAY MPICH" in library
     return "MVAPICH" in library or (is_cray and environ.get(_CRAY_GPUS) == "1")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpidist.errors import LaunchError
-from mpidist.util.environment import ALLOW_SINGLETON, read_switch
+from mpidist.util.settings import ALLOW_SINGLETON
 
 __all__ = ["check_launch", "check_pmix", "is_elastic"]
 
@@ -44,7 +44,7 @@ def check_launch(environ: Mapping[str, str], world_size: int, library: str) -> N
         MPIDIST_ALLOW_SINGLETON is 1 (for one process on purpose, inside a job). That is
         neither 0 nor 1.
     """
-    if world_size > 1 or read_switch(environ, ALLOW_SINGLETON):
+    if world_size > 1 or ALLOW_SINGLETON.read(environ):
         return
     started = _find_launcher(environ)
     if started is not None and started.processes > 1:
@@ -52,7 +52,7 @@ def check_launch(environ: Mapping[str, str], world_size: int, library: str) -> N
             f"{started.launcher} started {started.processes} processes "
             f"({started.variable}={started.processes}), but MPI sees one: each would "
             f"do the whole job. {_remedy(environ, started, library)} For one process "
-            f"on purpose set {ALLOW_SINGLETON}=1."
+            f"on purpose set {ALLOW_SINGLETON.name}=1."
         )
 
 

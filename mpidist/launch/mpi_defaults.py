@@ -14,7 +14,8 @@ import threading
 from types import TracebackType
 
 from mpidist.launch import early_binding, launchers
-from mpidist.util.environment import hang_seconds
+from mpidist.util import logs
+from mpidist.util.settings import hang_seconds
 
 __all__ = ["abort_while_importing"]
 
@@ -114,5 +115,7 @@ if "mpi4py.MPI" not in sys.modules:
         _start_in_time(limit)
     else:
         _start_mpi()
+if sys.modules["mpi4py.MPI"].Is_initialized():
+    logs.start(sys.modules["mpi4py.MPI"].COMM_WORLD.Get_rank())
 if sys.excepthook is sys.__excepthook__:
     sys.excepthook = abort_while_importing

@@ -19,8 +19,8 @@ from mpidist.resilience.watchdog import end_job
 from mpidist.strategy.mirrored_strategy import MirroredStrategy
 from mpidist.strategy.strategy import Strategy
 from mpidist.util import validation
-from mpidist.util.environment import hang_seconds
-from mpidist.util.notices import print_notice
+from mpidist.util import logs
+from mpidist.util.settings import hang_seconds
 
 __all__ = ["run_elastic"]
 
@@ -153,7 +153,8 @@ def _shrink(crew: MPI.Intracomm) -> MPI.Intracomm:
     here = set(left.group.Translate_ranks(None, crew.group))
     dead = [rank for rank in range(crew.Get_size()) if rank not in here]
     if dead and left.Get_rank() == 0:
-        print_notice(
+        logs.warning(
+            "resilience",
             f"mpidist: {name_ranks(dead)} of {crew.Get_size()} died; "
             f"{left.Get_size()} go on"
         )

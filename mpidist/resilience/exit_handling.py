@@ -25,9 +25,9 @@ from mpidist.context import explain
 from mpidist.device.binding import current_gpu, use_gpu
 from mpidist.errors import DivergenceError, MpidistError, RemoteError
 from mpidist.launch.mpi_defaults import abort_while_importing
-from mpidist.util.environment import hang_seconds
+from mpidist.util import logs
+from mpidist.util.settings import hang_seconds
 from mpidist.util.forks import is_forked
-from mpidist.util.notices import print_notice
 
 __all__ = ["abort_on_exception", "leave_together"]
 
@@ -170,7 +170,7 @@ def _write(text: str) -> None:
     """Write to stderr, after what was written to stdout."""
     with contextlib.suppress(Exception):  # a replaced stream may raise anything
         sys.stdout.flush()
-    print_notice(text)
+    logs.report("resilience", text)
 
 
 def _in_job() -> bool:

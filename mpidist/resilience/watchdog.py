@@ -12,6 +12,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable
 
 from mpi4py import MPI
 
@@ -21,8 +22,9 @@ from mpidist.comm.consensus.failures import FailureDetector, can_survive, is_las
 from mpidist.comm.consensus.flight_recorder import Entry
 from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.signatures import name_ranks
-from mpidist.util.environment import HANG_SECONDS, hang_seconds
-from mpidist.util.notices import print_notice, warn
+from mpidist.util.settings import HANG_SECONDS, hang_seconds
+from mpidist.util import logs
+from mpidist.util.notices import warn
 
 __all__ = ["Watch", "end_job", "start_watch"]
 
@@ -140,7 +142,7 @@ class Watch(threading.Thread):
             self._silent_until = now + _SAY_AGAIN_SECONDS
             come = set(range(consensus.size)) - set(missing)
             if min(come) == consensus.rank:
-                _say(_slow_text(consensus, entry, waited, busy, missing))
+                _say(logs.warning, _slow_text(consensus, entry, waited, busy, missing))
 
     def _look_for_departure(self, consensus: Consensus, entry: Entry) -> None:
         """End the job if this rank waits inside MPI for one that has left.
@@ -224,14 +226,14 @@ def _limit_text(who: str, waited: float, what: str, missing: list[int] | None) -
     else:
         reason = "all ranks had come; one may have died or been stopped in it"
     return (
-        f"mpidist: {who} has waited {waited:.1f} s in {what}, more than {HANG_SECONDS} "
+        f"mpidist: {who} has waited {waited:.1f} s in {what}, more than {HANG_SECONDS.name} "
         f"allows: {reason}. The job ends"
     )
 
 
 def end_job(text: str) -> None:
     """Say why, and end all ranks of the job, from any thread."""
-    _say(text)
+    _say(logs.report, text)
     if MPI.Query_thread() == MPI.THREAD_MULTIPLE and not is_last():
         # Abort itself may wait for what hangs
         threading.Thread(target=_exit_later, daemon=True).start()
@@ -244,8 +246,8 @@ def _exit_later() -> None:
     os._exit(1)
 
 
-def _say(text: str) -> None:
-    """Write to stderr, but do not wait for ever for a pipe that nobody reads."""
-    saying = threading.Thread(target=print_notice, args=(text,), daemon=True)
+def _say(log: Callable[[str, str], None], text: str) -> None:
+    """Log a text, but do not wait for ever for a pipe that nobody reads."""
+    saying = threading.Thread(target=log, args=("resilience", text), daemon=True)
     saying.start()
     saying.join(_SAY_SECONDS)

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mpidist.errors import MpidistError, RemoteError
-from mpidist.util.environment import FULL_TRACEBACKS
+from mpidist.util.settings import FULL_TRACEBACKS
 
 __all__ = ["fold"]
 
@@ -27,7 +27,7 @@ def fold(error: BaseException) -> None:
     An error that this package has not raised on purpose keeps the frames in which it
     came up. With MPIDIST_FULL_TRACEBACKS=1 nothing is changed.
     """
-    if error.__traceback__ is None or os.environ.get(FULL_TRACEBACKS) == "1":
+    if error.__traceback__ is None or FULL_TRACEBACKS.read_or_default():
         return
     kept = error.__traceback__
     is_meant = isinstance(error, MpidistError) or isinstance(

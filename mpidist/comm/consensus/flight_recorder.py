@@ -38,10 +38,10 @@ from mpidist.comm.consensus.flight_files import (
 from mpidist.comm.consensus.signatures import CallSignature, is_own_code
 from mpidist.util.forks import call_in_child
 from mpidist.util.notices import warn
+from mpidist.util.settings import DUMPS
 
 __all__ = ["Entry", "Recorder"]
 
-_DUMPS = "MPIDIST_DUMPS"
 _MOST_KINDS = 4096  # that are known again, as many as `calls.digest` remembers
 _now = time.monotonic_ns
 _getframe = sys._getframe
@@ -87,9 +87,10 @@ class Recorder:
         self._place = -WORDS
         self._files: FlightFiles | None = None
         self._buffer: Any = bytearray(RING_BYTES)
-        if comm.Get_size() > 1 and os.environ.get(_DUMPS):
+        folder = DUMPS.read()
+        if comm.Get_size() > 1 and folder is not None:
             try:
-                self._files = self._open(Path(os.environ[_DUMPS]), comm)
+                self._files = self._open(folder, comm)
                 self._buffer = self._files.ring
             except (OSError, ValueError) as error:
                 self._warn(error)
@@ -112,7 +113,7 @@ class Recorder:
 
     def _warn(self, error: Exception) -> None:
         warn(
-            f"the calls of rank {self._rank} are not kept in {_DUMPS}: {error}",
+            f"the calls of rank {self._rank} are not kept in {DUMPS.name}: {error}",
             stacklevel=2,
         )
 

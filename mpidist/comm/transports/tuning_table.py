@@ -13,6 +13,7 @@ from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.blocks import MESSAGE_BYTES, MOST_RANKS
 from mpidist.errors import LaunchError
 from mpidist.util.files import replace_file
+from mpidist.util.settings import TRANSPORTS
 
 __all__ = [
     "BySizeTransport",
@@ -78,7 +79,6 @@ class BySizeTransport:
 
 
 _FORMAT = 1
-_PATH = "MPIDIST_TRANSPORTS"
 # What parsing raises of other files
 _NO_TABLES = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 _METHODS = ("allreduce", "allgatherv", "broadcast")
@@ -106,8 +106,9 @@ def short_name(library: str) -> str:
 
 def table_path(environ: Mapping[str, str] = os.environ) -> Path:
     """Return where tables are: MPIDIST_TRANSPORTS, or a file in the user's settings."""
-    if environ.get(_PATH):
-        return Path(environ[_PATH])
+    named = TRANSPORTS.read(environ)
+    if named is not None:
+        return named
     settings = environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(settings, "mpidist", "transports.json")
 
@@ -162,8 +163,7 @@ def _read(path: Path) -> list[tuple[Layout, Table]]:
 
 def _said_by(path: Path) -> str:
     """Say which variable names the file, if one does."""
-    named = os.environ.get(_PATH)
-    return f" ({_PATH})" if named and Path(named) == path else ""
+    return f" ({TRANSPORTS.name})" if TRANSPORTS.read() == path else ""
 
 
 def _parse(text: str) -> list[tuple[Layout, Table]]:

@@ -15,11 +15,10 @@ from mpidist.tools.doctor.results import (
     by_rank,
     name_ranks,
 )
+from mpidist.util.settings import ALLOW_SHARED_GPU, CUDA_AWARE
 
 __all__ = ["GpuChoice", "GpuFacts", "check_gpus", "check_support", "find_gpus"]
 
-_SHARED = "MPIDIST_ALLOW_SHARED_GPU"
-_AWARE = "MPIDIST_CUDA_AWARE"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Device files of NVIDIA's driver
 _DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
@@ -153,11 +152,11 @@ def _check_own(choices: Mapping[int, GpuChoice | None]) -> CheckResult:
     shared = [ranks for ranks in owners.values() if len(ranks) > 1]
     if not shared:
         return CheckResult(Status.OK, "GPUs", by_rank(texts))
-    is_allowed = os.environ.get(_SHARED) == "1"
+    is_allowed = ALLOW_SHARED_GPU.read_or_default()
     remedy = (
         "start one rank per GPU (srun --gpus-per-task=1, or as many ranks per node "
     )
-    remedy += f"as it has GPUs); if that is meant, set {_SHARED}=1"
+    remedy += f"as it has GPUs); if that is meant, set {ALLOW_SHARED_GPU.name}=1"
     names = "; ".join(map(name_ranks, shared))
     return CheckResult(
         Status.WARN if is_allowed else Status.FAIL,
@@ -180,11 +179,11 @@ def check_support(
     found += f"; {by_rank(tried)}" if tried else "; not tried, as it says no"
     claims = any(c.asked and c.asked[0] for c in given.values())
     is_aware = all(c.tried[0] for c in given.values() if c.tried) and bool(tried)
-    if os.environ.get(_AWARE) == "1" and not is_aware:
-        remedy = f"unset {_AWARE}: ranks would crash"
+    if CUDA_AWARE.read_or_default() and not is_aware:
+        remedy = f"unset {CUDA_AWARE.name}: ranks would crash"
         return [CheckResult(Status.FAIL, "MPI's CUDA support", found, remedy)]
     if claims and not is_aware:
-        remedy = f"set {_AWARE}=0, or repair the MPI library; arrays go another way"
+        remedy = f"set {CUDA_AWARE.name}=0, or repair the MPI library; arrays go another way"
         return [CheckResult(Status.WARN, "MPI's CUDA support", found, remedy)]
     if not is_aware and not has_nccl:
         remedy = "arrays go through host memory; take a CUDA-aware MPI, or install NCCL"

@@ -17,6 +17,7 @@ from mpidist.tools.doctor.results import (
     name_ranks,
 )
 from mpidist.util.available_memory import as_text, free_bytes
+from mpidist.util.settings import ALLOW_SINGLETON, RANKS_PER_NODE
 
 __all__ = [
     "LaunchFacts",
@@ -43,8 +44,6 @@ _LAUNCHERS = {
     "Flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 }
-_ALLOWED = "MPIDIST_ALLOW_SINGLETON"
-_PRETENDED = "MPIDIST_RANKS_PER_NODE"
 _THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 _SHARED_FOLDER = "/dev/shm"
 # Shared memory that a rank's transports and the MPI library need, per rank
@@ -117,7 +116,7 @@ def find_launched(environ: Mapping[str, str]) -> list[Launched]:
 
 def is_silent(environ: Mapping[str, str]) -> bool:
     """Return whether another process prints, by the launcher's variables."""
-    if environ.get(_ALLOWED) == "1":
+    if ALLOW_SINGLETON.read_or_default(environ):
         return False
     found = find_launched(environ)
     return bool(found) and 0 < found[0].rank < found[0].size
@@ -140,7 +139,7 @@ def check_launcher(facts: Mapping[int, LaunchFacts]) -> list[CheckResult]:
     if said.size != first.size:
         is_meant = first.is_allowed and first.size == 1
         found = f"{said.by} says {said.variables}, MPI sees {first.size}"
-        remedy = f"{_ALLOWED}=1 allows that; unset it if it is not meant"
+        remedy = f"{ALLOW_SINGLETON.name}=1 allows that; unset it if it is not meant"
         if not is_meant:
             remedy = "unset variables left by another launcher, or start the job anew"
         return [CheckResult(Status.WARN, "launcher", found, remedy)]
@@ -199,10 +198,10 @@ def check_nodes(facts: Mapping[int, LaunchFacts]) -> list[CheckResult]:
     if wrong:
         remedy = "unset it: strategies refuse it"
         return [
-            CheckResult(Status.FAIL, "nodes", f"{_PRETENDED}={wrong.pop()}", remedy)
+            CheckResult(Status.FAIL, "nodes", f"{RANKS_PER_NODE.name}={wrong.pop()}", remedy)
         ]
     if pretended:
-        found += f", as {_PRETENDED}={pretended.pop()} pretends"
+        found += f", as {RANKS_PER_NODE.name}={pretended.pop()} pretends"
         remedy = "unset it: it is for tests, and keeps ranks from sharing memory"
         return [CheckResult(Status.WARN, "nodes", found, remedy)]
     sizes = sorted({len(ranks) for ranks in nodes.values()})

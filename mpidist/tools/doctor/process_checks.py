@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpidist._version import __version__
+from mpidist.errors import LaunchError
 from mpidist.tools.doctor.results import (
     CheckResult,
     Failure,
@@ -21,6 +22,7 @@ from mpidist.tools.doctor.results import (
     describe_error,
     name_each,
 )
+from mpidist.util.settings import BANNER, LOG, PREFIX, SETTINGS, unknown_names
 
 __all__ = [
     "NEEDED",
@@ -44,7 +46,7 @@ _PREFIXES = (
     "I_MPI_",
     "MKL_",
     "MPICH_",
-    "MPIDIST_",
+    PREFIX,
     "MPIR_CVAR_",
     "NCCL_",
     "OMPI_MCA_",
@@ -63,6 +65,8 @@ _NAMES = (
 # Set by launchers, differently on each rank
 _OF_LAUNCHERS = ("OMPI_MCA_ess", "OMPI_MCA_orte", "OMPI_MCA_pmix", "I_MPI_INFO")
 _SHOWN_LETTERS = 60
+# They change what a rank writes, and nothing else
+_MAY_DIFFER = (BANNER.name, LOG.name)
 _LOCKING = "HDF5_USE_FILE_LOCKING"
 _LOCKING_VALUES = ("TRUE", "1", "FALSE", "0", "BEST_EFFORT")
 _PLUGINS = "HDF5_PLUGIN_PATH"
@@ -180,11 +184,11 @@ def _check_packages(facts: Mapping[int, PythonFacts]) -> list[CheckResult]:
 def check_environment(facts: Mapping[int, PythonFacts]) -> list[CheckResult]:
     """Return rows on variables that differ, or one OK row; facts by rank."""
     names = sorted({name for fact in facts.values() for name in fact.environment})
-    rows = []
+    rows = _check_settings(facts)
     for name in names:
         values = {r: fact.environment.get(name) for r, fact in facts.items()}
         if len(set(values.values())) > 1:
-            is_ours = name.startswith("MPIDIST_") and name != "MPIDIST_BANNER"
+            is_ours = name.startswith(PREFIX) and name not in _MAY_DIFFER
             status = Status.FAIL if is_ours else Status.WARN
             shown = {rank: _shorten(value) for rank, value in values.items()}
             remedy = "set it on all ranks alike, or on none (mpirun -x or -genv)"
@@ -196,6 +200,24 @@ def check_environment(facts: Mapping[int, PythonFacts]) -> list[CheckResult]:
         same = ", the same on all ranks" if len(facts) > 1 and names else ""
         rows.append(CheckResult(Status.OK, "environment", f"{count}{same}"))
     return rows
+
+
+def _check_settings(facts: Mapping[int, PythonFacts]) -> list[CheckResult]:
+    """Return a row for each variable with which no strategy could be made."""
+    wrong: dict[str, dict[int, str]] = {}
+    for rank, fact in facts.items():
+        for name, reason in unknown_names(fact.environment).items():
+            wrong.setdefault(name, {})[rank] = reason
+        for setting in SETTINGS:
+            try:
+                setting.read(fact.environment)
+            except LaunchError as error:
+                wrong.setdefault(setting.name, {})[rank] = str(error)
+    remedy = "correct it, or unset it: no strategy can be made with it"
+    return [
+        CheckResult(Status.FAIL, f"{name}, as a setting", by_rank(found), remedy)
+        for name, found in wrong.items()
+    ]
 
 
 def _shorten(value: str | None) -> str:

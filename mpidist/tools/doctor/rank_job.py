@@ -37,6 +37,7 @@ from mpidist.tools.doctor.node_checks import (
 from mpidist.tools.doctor.path_checks import PathTrials, try_alone
 from mpidist.tools.doctor.results import CheckResult, Failure, Status, describe_error
 from mpidist.util.available_memory import as_text
+from mpidist.util.settings import ALLOW_SINGLETON, RANKS_PER_NODE
 
 __all__ = ["Speed", "check_speed", "examine_ranks"]
 
@@ -122,8 +123,8 @@ class _Job:
             ).index(MPI.Query_thread()),
             launched[0] if launched else None,
             error,
-            environ.get("MPIDIST_ALLOW_SINGLETON") == "1",
-            environ.get("MPIDIST_RANKS_PER_NODE", ""),
+            ALLOW_SINGLETON.read_or_default(environ),
+            RANKS_PER_NODE.text(environ) or "",
         )
 
     def _find_node(self) -> tuple[int, int]:
