@@ -28,7 +28,7 @@ from mpidist.comm.shared_memory.node import NodeMemory, make_barrier
 from mpidist.comm.shared_memory.symmetric import SymmetricMemory
 from mpidist.comm.topology import Topology
 from mpidist.comm.transports.selector import TransportSelector
-from mpidist.comm.transports.tuning_table import (
+from mpidist.comm.transports.tuning_file import (
     Layout,
     find_table,
     short_name,
@@ -39,8 +39,8 @@ from mpidist.device.binding import use_gpu
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest, validation
 from mpidist.util.buffers import Field
-from mpidist.util.settings import require_settings
 from mpidist.util.forks import is_forked
+from mpidist.util.settings import require_settings
 
 __all__ = ["Channel", "ReplicaGroup"]
 

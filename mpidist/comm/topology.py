@@ -84,8 +84,8 @@ def _pretended_ranks_per_node(
     if not is_good or set(everyone) != {asked}:
         texts = ["not set" if t is None else validation.shown(t) for t in everyone]
         raise LaunchError(
-            f"{RANKS_PER_NODE.name} must be a positive number, the same on all ranks; it "
-            f"is {group_by_rank(texts)}"
+            f"{RANKS_PER_NODE.name} must be a positive number, the same on all ranks; "
+            f"it is {group_by_rank(texts)}"
         )
     return number
 

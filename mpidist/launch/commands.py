@@ -1,4 +1,4 @@
-"""Knowing `python -m mpidist` from programs that import mpidist.
+"""Knowing `python -m mpidist`, and `mpidist`, from programs that import mpidist.
 
 Python imports the package before `__main__`. That must not need MPI: the commands are
 for login nodes too, where MPI cannot start, or is not even installed. So in such a
@@ -9,19 +9,32 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 __all__ = ["is_command"]
 
 
 def is_command() -> bool:
-    """Return whether Python is looking for what `-m mpidist` names.
+    """Return whether this process is a command, and no program of a user's.
 
+    That is the console script, or Python is looking for what `-m mpidist` names.
     `sys.argv[0]` is "-m" for so long, by Python's reference, and the option and the
     name end what comes before the command's own arguments.
     """
     if sys.argv[:1] != ["-m"]:
-        return False
+        return bool(sys.argv) and _is_console_script(Path(sys.argv[0]))
     before = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])]
     # "-m" may follow other options, as in "-Im", and the name may follow "-m"
     ending = r"\0-[^-\0]*m\0?mpidist(\.__main__)?"
     return re.search(f"{ending}$", "\0".join(before)) is not None
+
+
+def _is_console_script(path: Path) -> bool:
+    """Return whether a script is the one that pip has made for `mpidist`."""
+    if path.name != "mpidist":
+        return False
+    try:
+        with path.open("rb") as file:
+            return b"from mpidist.__main__ import main" in file.read(4096)
+    except OSError:
+        return False

@@ -17,7 +17,13 @@ from typing import NamedTuple
 from mpidist.errors import LaunchError
 from mpidist.util.settings import ALLOW_SINGLETON
 
-__all__ = ["check_launch", "check_pmix", "is_elastic"]
+__all__ = [
+    "check_launch",
+    "check_pmix",
+    "find_launcher",
+    "is_elastic",
+    "protocol_of",
+]
 
 _ELASTIC = "OMPI_MCA_mpi_ft_enable"
 _OFFERED = "SLURM_MPI_TYPE"  # what srun was asked for by --mpi
@@ -46,7 +52,7 @@ def check_launch(environ: Mapping[str, str], world_size: int, library: str) -> N
     """
     if world_size > 1 or ALLOW_SINGLETON.read(environ):
         return
-    started = _find_launcher(environ)
+    started = find_launcher(environ)
     if started is not None and started.processes > 1:
         raise LaunchError(
             f"{started.launcher} started {started.processes} processes "
@@ -76,7 +82,7 @@ def check_pmix(environ: Mapping[str, str], library: str) -> None:
     is_offered = environ.get(_OFFERED, "").startswith("pmix") and (
         "PMIX_RANK" in environ and "PMI_RANK" not in environ
     )
-    started = _find_launcher(environ) if is_offered else None
+    started = find_launcher(environ) if is_offered else None
     if started is not None and _is_plain_mpich(library) and "pmix" not in library:
         raise LaunchError(
             f"srun started {started.processes} processes by PMIx, which their MPI "
@@ -84,7 +90,7 @@ def check_pmix(environ: Mapping[str, str], library: str) -> None:
         )
 
 
-def _find_launcher(environ: Mapping[str, str]) -> _Launched | None:
+def find_launcher(environ: Mapping[str, str]) -> _Launched | None:
     """Return what started this process; None if that was no launcher."""
     hydra = "an MPICH-like mpirun", "PMI_SIZE"
     candidates = [("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE")]
@@ -120,7 +126,7 @@ def _remedy(environ: Mapping[str, str], started: _Launched, library: str) -> str
 def _right_command(environ: Mapping[str, str], started: _Launched, library: str) -> str:
     script = _script()
     if started.launcher == "srun":
-        protocol = _protocol_of(library)
+        protocol = protocol_of(library)
         if environ.get(_OFFERED) != protocol:
             return f"'srun --mpi={protocol} python {script}'"
         where = " inside of an allocation (salloc or sbatch)"
@@ -134,12 +140,14 @@ def _right_command(environ: Mapping[str, str], started: _Launched, library: str)
 def _script() -> str:
     """Return what stands behind `python` in the command line of this program."""
     path = Path(sys.argv[0])
+    if path.name == "mpidist":  # the console script
+        return " ".join(["-m", "mpidist", *sys.argv[1:2]])
     if path.name == "__main__.py":  # python -m
         return " ".join(["-m", path.parent.name, *sys.argv[1:2]])
     return path.name or "script.py"
 
 
-def _protocol_of(library: str) -> str:
+def protocol_of(library: str) -> str:
     """Return what `srun --mpi=` needs for this library."""
     if "Open MPI" in library:
         return "pmix"

@@ -18,8 +18,7 @@ from mpidist.launch.launchers import check_launch
 from mpidist.resilience.watchdog import end_job
 from mpidist.strategy.mirrored_strategy import MirroredStrategy
 from mpidist.strategy.strategy import Strategy
-from mpidist.util import validation
-from mpidist.util import logs
+from mpidist.util import logs, validation
 from mpidist.util.settings import hang_seconds
 
 __all__ = ["run_elastic"]
@@ -156,6 +155,6 @@ def _shrink(crew: MPI.Intracomm) -> MPI.Intracomm:
         logs.warning(
             "resilience",
             f"mpidist: {name_ranks(dead)} of {crew.Get_size()} died; "
-            f"{left.Get_size()} go on"
+            f"{left.Get_size()} go on",
         )
     return left

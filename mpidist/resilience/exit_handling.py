@@ -26,8 +26,8 @@ from mpidist.device.binding import current_gpu, use_gpu
 from mpidist.errors import DivergenceError, MpidistError, RemoteError
 from mpidist.launch.mpi_defaults import abort_while_importing
 from mpidist.util import logs
-from mpidist.util.settings import hang_seconds
 from mpidist.util.forks import is_forked
+from mpidist.util.settings import hang_seconds
 
 __all__ = ["abort_on_exception", "leave_together"]
 

@@ -22,9 +22,9 @@ from mpidist.comm.consensus.failures import FailureDetector, can_survive, is_las
 from mpidist.comm.consensus.flight_recorder import Entry
 from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.signatures import name_ranks
-from mpidist.util.settings import HANG_SECONDS, hang_seconds
 from mpidist.util import logs
 from mpidist.util.notices import warn
+from mpidist.util.settings import HANG_SECONDS, hang_seconds
 
 __all__ = ["Watch", "end_job", "start_watch"]
 
@@ -226,8 +226,8 @@ def _limit_text(who: str, waited: float, what: str, missing: list[int] | None) -
     else:
         reason = "all ranks had come; one may have died or been stopped in it"
     return (
-        f"mpidist: {who} has waited {waited:.1f} s in {what}, more than {HANG_SECONDS.name} "
-        f"allows: {reason}. The job ends"
+        f"mpidist: {who} has waited {waited:.1f} s in {what}, more than "
+        f"{HANG_SECONDS.name} allows: {reason}. The job ends"
     )
 
 

@@ -1,13 +1,13 @@
 """Logging: the loggers `mpidist.*`, and what writes their records to stderr.
 
 An application that configures `logging` gets all records, by its own levels, handlers
-and formats, and this module writes nothing beside them, unless MPIDIST_LOG is set. Where
-nobody configures anything, a handler on the logger `mpidist` writes INFO of rank 0 and
-WARNING of all, with level, rank and host in each record.
+and formats, and nothing is written beside them, unless MPIDIST_LOG is set. Where nobody
+configures anything, a handler on the logger `mpidist` writes INFO of rank 0 and WARNING
+of all, with level, rank and host in each record.
 
 Messages only inform, so they never raise, whatever becomes of them: stderr may be
-closed, a broken pipe or a file on a full disk, and handlers of an application may raise.
-An exception on one rank alone would leave the others waiting.
+closed, a broken pipe or a file on a full disk, and handlers of an application may
+raise. An exception on one rank alone would leave the others waiting.
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ TIMELINE: Setting[Path | None] = Setting(
     None,
     "a folder",
     "Where each rank writes trace events of its steps and collectives.",
-    "mpidist.monitor",
+    "mpidist.monitor.timeline",
     Path,
     _NOTHING,
     "strategy.timeline(folder)",

@@ -183,7 +183,9 @@ def check_support(
         remedy = f"unset {CUDA_AWARE.name}: ranks would crash"
         return [CheckResult(Status.FAIL, "MPI's CUDA support", found, remedy)]
     if claims and not is_aware:
-        remedy = f"set {CUDA_AWARE.name}=0, or repair the MPI library; arrays go another way"
+        remedy = (
+            f"set {CUDA_AWARE.name}=0, or repair the MPI library; arrays go another way"
+        )
         return [CheckResult(Status.WARN, "MPI's CUDA support", found, remedy)]
     if not is_aware and not has_nccl:
         remedy = "arrays go through host memory; take a CUDA-aware MPI, or install NCCL"

@@ -198,7 +198,9 @@ def check_nodes(facts: Mapping[int, LaunchFacts]) -> list[CheckResult]:
     if wrong:
         remedy = "unset it: strategies refuse it"
         return [
-            CheckResult(Status.FAIL, "nodes", f"{RANKS_PER_NODE.name}={wrong.pop()}", remedy)
+            CheckResult(
+                Status.FAIL, "nodes", f"{RANKS_PER_NODE.name}={wrong.pop()}", remedy
+            )
         ]
     if pretended:
         found += f", as {RANKS_PER_NODE.name}={pretended.pop()} pretends"

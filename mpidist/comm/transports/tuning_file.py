@@ -1,0 +1,147 @@
+"""The tuning file: which transport is used for what, as `mpidist tune` measured it.
+
+It holds a table for each layout of a job. Needs no MPI.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpidist.errors import LaunchError
+from mpidist.util.files import replace_file
+from mpidist.util.settings import TRANSPORTS
+
+__all__ = [
+    "METHODS",
+    "Layout",
+    "Table",
+    "find_table",
+    "read_tables",
+    "short_name",
+    "table_path",
+    "write_table",
+]
+
+# For each method of a transport: from how many bytes on which one is used
+Table = Mapping[str, Sequence[tuple[int, str]]]
+
+_FORMAT = 1
+# What parsing raises of other files
+_NO_TABLES = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
+METHODS = ("allreduce", "allgatherv", "broadcast")
+
+
+class Layout(NamedTuple):
+    """What a table holds for.
+
+    Args:
+      mpi: the library and its version, see `short_name`.
+      node_sizes: how many ranks each node has, ascending.
+      device: "CPU" or "GPU".
+    """
+
+    mpi: str
+    node_sizes: tuple[int, ...]
+    device: str
+
+
+def short_name(library: str) -> str:
+    """Return name and version out of `MPI.Get_library_version()`."""
+    line = library.partition("\n")[0].partition(",")[0]
+    return " ".join(line.replace("\0", " ").split())
+
+
+def table_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where tables are: MPIDIST_TRANSPORTS, or a file in the user's settings."""
+    named = TRANSPORTS.read(environ)
+    if named is not None:
+        return named
+    settings = environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(settings, "mpidist", "transports.json")
+
+
+def find_table(path: Path, layout: Layout) -> Table | None:
+    """Return the table for a layout, if there is one; the file need not exist.
+
+    Raises:
+      LaunchError: the file cannot be read, or is no file of tables.
+    """
+    return dict(read_tables(path)).get(layout)
+
+
+def write_table(path: Path, layout: Layout, table: Table, note: Any) -> None:
+    """Put a table into the file, instead of a former one for the same layout.
+
+    The file is replaced at once: no job sees half of it.
+
+    Raises:
+      LaunchError: what is there is no file of tables.
+      OSError: it cannot be written.
+    """
+    entries = []
+    if path.exists():
+        read_tables(path)
+        former = json.loads(path.read_text())["tables"]
+        entries = [entry for entry in former if _layout(entry) != layout]
+    entries.append({**layout._asdict(), "table": table, **note})
+    text = json.dumps({"format": _FORMAT, "tables": entries}, indent=1) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replace_file(path) as file:
+        file.write(text.encode())
+
+
+def read_tables(path: Path) -> list[tuple[Layout, Table]]:
+    """Return all tables of a file, with their layouts; none if there is no file.
+
+    Raises:
+      LaunchError: see `find_table`.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is no plain file")  # and may be one that never ends
+        return _parse(path.read_text())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise LaunchError(
+            f"the transports of {path} cannot be read{_said_by(path)}: {error}"
+        ) from None
+    except (*_NO_TABLES, RecursionError) as error:
+        raise LaunchError(
+            f"{path}{_said_by(path)} is no file of transports ({error!r}); delete it, "
+            "or let `python -m mpidist tune` write it again"
+        ) from None
+
+
+def _said_by(path: Path) -> str:
+    """Say which variable names the file, if one does."""
+    return f" ({TRANSPORTS.name})" if TRANSPORTS.read() == path else ""
+
+
+def _parse(text: str) -> list[tuple[Layout, Table]]:
+    content = json.loads(text)
+    if content["format"] != _FORMAT:
+        raise ValueError(f"format {content['format']}, not {_FORMAT}")
+    return [(_layout(entry), _table(entry["table"])) for entry in content["tables"]]
+
+
+def _layout(entry: Mapping[str, Any]) -> Layout:
+    return Layout(entry["mpi"], tuple(entry["node_sizes"]), entry["device"])
+
+
+def _table(rows_of: Mapping[str, Any]) -> Table:
+    table = {
+        method: [(int(edge), str(name)) for edge, name in rows_of[method]]
+        for method in METHODS
+    }
+    for method, rows in table.items():
+        edges = [edge for edge, _ in rows]
+        if not edges or edges[0] != 0 or edges != sorted(set(edges)):
+            raise ValueError(
+                f"{method} must begin with 0 bytes and ascend, not {edges}"
+            )
+    return table

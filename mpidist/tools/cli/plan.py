@@ -1,0 +1,117 @@
+"""`mpidist plan`: what each rank of a job will read."""
+
+from __future__ import annotations
+
+import argparse
+
+from mpidist.tools.cli import arguments
+
+__all__ = ["add"]
+
+_PLAN = """Show what each rank of a job will read: rows, bytes, files, steps.
+
+Runs in one process, without MPI, and reads where the rows lie, not the rows. The
+numbers are those of the first epoch of
+  Dataset.from_hdf5(FILES, DATASETS).shuffle(SEED).batch(N)
+given to Strategy.experimental_distribute_dataset on R ranks."""
+_PLAN_END = """Exit status: 0 if there is a plan; 1 if a file or a dataset is missing,
+cannot be read, or does not fit the others; 2 if the arguments cannot be used."""
+
+
+def add(commands: arguments.Commands) -> None:
+    """Add the command."""
+    parser = arguments.add_command(
+        commands,
+        "plan",
+        _plan,
+        "show what each rank of a job will read, without MPI",
+        _PLAN,
+        ["mpidist plan 'train-*.h5' --batch 256 --ranks 8 --shuffle"],
+        _PLAN_END,
+    )
+    parser.set_defaults(usage_error=parser.error)
+    _add_arguments(parser)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    arguments.of_files(
+        add(
+            "files", nargs="+", metavar="FILE", help="HDF5 file, or a pattern in quotes"
+        )
+    )
+    add(
+        "--batch",
+        type=arguments.positive,
+        required=True,
+        metavar="N",
+        help="global batch size",
+    )
+    add(
+        "--ranks",
+        type=arguments.positive,
+        required=True,
+        metavar="R",
+        help="of the job",
+    )
+    add(
+        "--datasets",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="HDF5 datasets; else those of the first file with equally many rows",
+    )
+    add(
+        "--policy",
+        choices=["data", "file", "off"],
+        default="data",
+        help="the AutoShardPolicy: slices of each batch, whole files, or everything",
+    )
+    add("--drop-remainder", action="store_true", help="as of Dataset.batch")
+    add("--shuffle", action="store_true", help="shuffle the rows before batching")
+    add("--seed", type=int, metavar="SEED", help="of the shuffle")
+    add(
+        "--window-chunks",
+        type=arguments.not_negative,
+        metavar="CHUNKS",
+        help="as of Dataset.shuffle; 0 permutes exactly",
+    )
+    add(
+        "--ranks-per-node",
+        type=arguments.positive,
+        metavar="K",
+        help="adds a line on nodes",
+    )
+    add("--json", action="store_true", help="print all numbers as JSON")
+
+
+def _plan(given: argparse.Namespace) -> int:
+    """Print a plan, and return the exit status."""
+    if not given.shuffle and not (given.seed is given.window_chunks is None):
+        given.usage_error("--seed and --window-chunks need --shuffle")
+    # Not before the arguments are known to be good: these take most of a second
+    from mpidist.errors import ArgumentError, DataError
+    from mpidist.options import AutoShardPolicy
+    from mpidist.tools.plan.input_plan import make_plan
+    from mpidist.tools.plan.parts import Request
+    from mpidist.tools.plan.text import to_json, to_text
+
+    request = Request(
+        tuple(given.files),
+        given.batch,
+        given.ranks,
+        datasets=tuple(given.datasets),
+        policy=AutoShardPolicy[given.policy.upper()],
+        drop_remainder=given.drop_remainder,
+        is_shuffled=given.shuffle,
+        seed=given.seed,
+        window_chunks=given.window_chunks,
+        ranks_per_node=given.ranks_per_node,
+    )
+    try:
+        plan = make_plan(request)
+    except (ArgumentError, DataError) as error:
+        arguments.complain("plan", error)
+        return 1 if isinstance(error, DataError) else 2
+    print(to_json(plan) if given.json else to_text(plan))
+    return 0

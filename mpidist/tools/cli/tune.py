@@ -1,0 +1,75 @@
+"""`mpidist tune`: which transport is the fastest for which size."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mpidist.tools.cli import arguments
+
+__all__ = ["add"]
+
+_TUNE = """Measure which transport is the fastest for which size.
+
+Runs on as many ranks per node, and nodes, as the jobs it is for. The machine should do
+nothing else. What it finds is written to a file, from which strategies with that layout
+and MPI library take it. A transport is changed only where another one is faster by more
+than the noise of the measurement; times, noise and gain are printed."""
+_TUNE_END = """Exit status: 0 if a table was written; 1 at one rank, where there is
+nothing to choose and nothing is written; 2 if the arguments cannot be used."""
+
+
+def add(commands: arguments.Commands) -> None:
+    """Add the command."""
+    parser = arguments.add_command(
+        commands,
+        "tune",
+        _tune,
+        "measure which transport is the fastest for which size, under mpirun",
+        _TUNE,
+        ["mpidist run -n 8 -m mpidist tune"],
+        _TUNE_END,
+    )
+    _add_arguments(parser)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--output",
+        type=Path,
+        help="the file; by default $MPIDIST_TRANSPORTS, or "
+        "mpidist/transports.json in $XDG_CONFIG_HOME or ~/.config",
+    )
+    add(
+        "--largest-bytes",
+        type=arguments.positive,
+        default=64 << 20,
+        metavar="N",
+        help="up to which size to measure (default 64 MiB)",
+    )
+    add(
+        "--repetitions",
+        type=arguments.positive,
+        default=9,
+        metavar="N",
+        help="(default 9)",
+    )
+
+
+def _tune(given: argparse.Namespace) -> int:
+    """Measure, and print the table."""
+    from mpidist.launch import mpi_defaults  # noqa: F401, I001 - before MPI is imported
+    from mpidist.resilience import exit_handling
+    from mpidist.comm.transports.tuning_table import table_path
+    from mpidist.tools.tune import tune
+
+    exit_handling.abort_on_exception()
+    path = given.output or table_path()
+    found = tune(path, given.largest_bytes, given.repetitions)
+    if found["rank"] == 0:
+        print(f"{path}: {found['layout']}")
+        for method, rows in found["table"].items():
+            text = ", ".join(f"from {edge:,} bytes {name}" for edge, name in rows)
+            print(f"{method}: {text}")
+    return 0
