@@ -382,7 +382,7 @@ def run(fault: Fault, ranks: int, hang_seconds: float) -> Try:
             **launching.clean_environment(),
             "MPIDIST_HANG_SECONDS": str(hang_seconds if fault.is_hang else 300),
             "TMPDIR": folder,
-            "MPIDIST_FAULTS": folder,  # tells the job's processes from others
+            "FAULTS_FOLDER": folder,  # tells the job's processes from others
         }
         script = PROLOGUE + fault.script
         options = ("--with-ft", "ulfm") if fault.needs_ulfm else ()
@@ -502,7 +502,7 @@ def processes_of(mark: str) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if f"MPIDIST_FAULTS={mark}".encode() in path.read_bytes():
+            if f"FAULTS_FOLDER={mark}".encode() in path.read_bytes():
                 found.append(int(path.parent.name))
         except OSError:
             continue

@@ -248,9 +248,9 @@ def why_no_slurm() -> str | None:
 def slurm() -> Iterator[slurm_cluster.Cluster]:
     """A running Slurm of two nodes, for the tests of one process.
 
-    Where none can be had, tests are skipped; with MPIDIST_NEED_SLURM=1 they fail.
+    Where none can be had, tests are skipped; with GATE_NEED_SLURM=1 they fail.
     """
-    skip_or_fail(why_no_slurm(), "MPIDIST_NEED_SLURM")
+    skip_or_fail(why_no_slurm(), "GATE_NEED_SLURM")
     with slurm_cluster.Cluster() as cluster:
         yield cluster
 
@@ -266,9 +266,9 @@ def why_no_network() -> str | None:
 def network() -> Iterator[Callable[..., virtual_nodes.VirtualNodes]]:
     """A function that starts virtual nodes, `network(2, "1gbit")`, for one test.
 
-    Where none can be had, tests are skipped; with MPIDIST_NEED_NODES=1 they fail.
+    Where none can be had, tests are skipped; with GATE_NEED_NODES=1 they fail.
     """
-    skip_or_fail(why_no_network(), "MPIDIST_NEED_NODES")
+    skip_or_fail(why_no_network(), "GATE_NEED_NODES")
     with contextlib.ExitStack() as held:
 
         def start(count: int, rate: str | None = None) -> virtual_nodes.VirtualNodes:

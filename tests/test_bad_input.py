@@ -18,10 +18,10 @@ from mpi4py import MPI
 
 import mpidist
 from mpidist import Dataset
-from mpidist.comm.transports.tuning_table import Layout, find_table
+from mpidist.comm.transports.tuning_file import Layout, find_table
 from mpidist.launch.launchers import check_launch
 from mpidist.util import validation
-from mpidist.util.environment import hang_seconds, read_switch
+from mpidist.util.settings import BANNER, SETTINGS, hang_seconds
 
 PURE = settings(derandomize=True, database=None, deadline=None, max_examples=50)
 SWITCHES = (
@@ -576,17 +576,18 @@ def test_variables_that_are_0_or_1_or_empty(comm, monkeypatch, name, text):
     strategy = mpidist.MirroredStrategy(["CPU:0"], communicator=comm)
     assert strategy.reduce("SUM", 1) == comm.size
     strategy.experimental_finalize()
-    assert read_switch(os.environ, name) == (None if text == "" else text == "1")
+    (setting,) = (setting for setting in SETTINGS if setting.name == name)
+    assert setting.read() == (setting.default if text == "" else text == "1")
 
 
 @PURE
 @given(st.text())
 def test_a_switch_is_0_or_1_or_nothing(text):
     if text in ("", "0", "1"):
-        assert read_switch({"MPIDIST_BANNER": text}, "MPIDIST_BANNER") in (None, 0, 1)
+        assert BANNER.read({"MPIDIST_BANNER": text}) in (None, 0, 1)
     else:
         with pytest.raises(mpidist.LaunchError, match=r"^MPIDIST_BANNER must be 0"):
-            read_switch({"MPIDIST_BANNER": text}, "MPIDIST_BANNER")
+            BANNER.read({"MPIDIST_BANNER": text})
 
 
 def test_one_process_on_purpose_needs_a_1():

@@ -11,11 +11,10 @@ from __future__ import annotations
 import datetime
 import itertools
 import platform
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -25,63 +24,97 @@ from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.tuning_file import write_table
 from mpidist.device import arrays
 from mpidist.strategy.mirrored_strategy import MirroredStrategy
+from mpidist.util.available_memory import as_text
 
-__all__ = ["choose_rows", "tune"]
+__all__ = ["Timing", "choose_rows", "describe", "tune"]
 
-# Switch only to a clearly faster transport, as measurements are noisy
-_GAIN = 0.9
+# What is faster by less is not worth a change
+_LEAST_GAIN = 0.03
 _LOOP_SECONDS = 2e-3
 _METHODS = ("allreduce", "allgatherv", "broadcast")
-# Chosen by an option for the order of additions, not for speed
+# Chosen by an option for the order of additions, not for speed, where it is not used
 _NOT_MEASURED = ("ordered",)
+
+
+class Timing(NamedTuple):
+    """The time of a call, the same on all ranks.
+
+    Args:
+      seconds: the median of all repetitions.
+      noise_seconds: half of what lies between their quartiles.
+    """
+
+    seconds: float
+    noise_seconds: float
 
 
 def tune(path: Path, largest_bytes: int, repetitions: int) -> dict[str, Any]:
     """Measure, write the tuning table of this layout, and return it. Collective.
 
+    At one rank there is nothing to choose: nothing is measured or written.
+
     Args:
       path: of the file of tables, on rank 0.
       largest_bytes: up to which size to measure.
       repetitions: of each timing, of which the median is taken.
+
+    Returns:
+      "rank" and "layout"; "table", "former" (what was used so far), "sizes_bytes" and
+      "timings", by method and transport; at one rank no table.
     """
     strategy = MirroredStrategy()
     group = strategy.extended
+    about = {"rank": group.replica_id, "layout": group.layout}
+    if group.num_replicas == 1:
+        strategy.experimental_finalize()
+        return about
     sizes = [1 << n for n in range(3, largest_bytes.bit_length())]
-    seconds = {
+    timings = {
         method: _measure(group, method, sizes, repetitions) for method in _METHODS
     }
-    default = group.collectives.transports.default_table
+    former = group.collectives.transports.table
     table = {
-        method: choose_rows(
-            sizes, seconds[method], [name for _, name in default[method]]
-        )
+        method: choose_rows(sizes, timings[method], former[method])
         for method in _METHODS
     }
     note = {
         "date": datetime.date.today().isoformat(),
         "host": platform.node(),
         "sizes_bytes": sizes,
-        "seconds": seconds,
+        "seconds": _each(timings, lambda timing: timing.seconds),
+        "noise_seconds": _each(timings, lambda timing: timing.noise_seconds),
     }
     layout = group.layout
     group.consensus.root_only("tune", lambda: write_table(path, layout, table, note))
     strategy.experimental_finalize()
-    return {"rank": group.replica_id, "layout": layout, "table": table, **note}
+    return {**about, "table": table, "former": former, "timings": timings, **note}
+
+
+def _each(
+    timings: Mapping[str, Mapping[str, Sequence[Timing]]],
+    get: Callable[[Timing], float],
+) -> dict[str, dict[str, list[float]]]:
+    """Return one number of each timing."""
+    return {
+        method: {name: [get(t) for t in measured] for name, measured in of.items()}
+        for method, of in timings.items()
+    }
 
 
 def _measure(
     group: ReplicaGroup, method: str, sizes: Sequence[int], repetitions: int
-) -> dict[str, list[float]]:
-    """Return the seconds of a call for each transport, by size of the result.
+) -> dict[str, list[Timing]]:
+    """Return the time of a call for each transport, by size of the result.
 
     They are the same on all ranks.
     """
+    used = {name for _, name in group.collectives.transports.table[method]}
     transports = {
         name: transport
         for name, transport in group.collectives.transports.by_name.items()
-        if name not in _NOT_MEASURED
+        if name not in _NOT_MEASURED or name in used
     }
-    medians: dict[str, list[float]] = {name: [] for name in transports}
+    timings: dict[str, list[Timing]] = {name: [] for name in transports}
     for size in sizes:
         calls = {
             name: _call(group, transport, method, size)
@@ -92,8 +125,9 @@ def _measure(
         for _, (name, call) in itertools.product(range(repetitions), calls.items()):
             times[name].append(_time(group.topology.comm, call, loops))
         for name, measured in times.items():
-            medians[name].append(statistics.median(measured))
-    return medians
+            low, middle, high = np.quantile(measured, [0.25, 0.5, 0.75]).tolist()
+            timings[name].append(Timing(middle, (high - low) / 2))
+    return timings
 
 
 def _call(
@@ -153,28 +187,87 @@ def _time(comm: MPI.Intracomm, call: Callable[[], None], loops: int) -> float:
 
 
 def choose_rows(
-    sizes: Sequence[int], seconds: Mapping[str, Sequence[float]], first: Sequence[str]
+    sizes: Sequence[int],
+    timings: Mapping[str, Sequence[Timing]],
+    former: Sequence[tuple[int, str]],
 ) -> list[tuple[int, str]]:
     """Return rows of the tuning table: from which size to use which transport.
 
+    For each size the transport that was used so far stays, unless another one is faster
+    by more than the noise of both: measuring again changes nothing by chance.
+
     Args:
       sizes: in bytes, ascending.
-      seconds: of each transport, for each size.
-      first: the default transports; another than the first must be clearly faster.
+      timings: of each transport, for each size.
+      former: rows of the table that holds so far.
     """
-    return list(_merge(sizes, seconds, first[0]))
-
-
-def _merge(
-    sizes: Sequence[int], seconds: Mapping[str, Sequence[float]], name: str
-) -> Iterator[tuple[int, str]]:
+    rows: list[tuple[int, str]] = []
     for j, size in enumerate(sizes):
-        fastest = min(seconds, key=lambda other: seconds[other][j])
-        is_better = seconds[fastest][j] < _GAIN * seconds[name][j]
-        name = fastest if is_better else name
-        if j == 0:
-            last = name
-            yield 0, name
-        elif name != last:
-            last = name
-            yield size, name
+        at_size = {name: measured[j] for name, measured in timings.items()}
+        # The row before comes second, so that there are no more rows than needed
+        before = [row[1] for row in rows[-1:]]
+        name = choose(at_size, [name_at(former, size), *before])
+        if not rows:
+            rows.append((0, name))
+        elif name != rows[-1][1]:
+            rows.append((size, name))
+    return rows
+
+
+def name_at(rows: Sequence[tuple[int, str]], size: int) -> str:
+    """Return the transport that rows of a table name for a size."""
+    return [name for edge, name in rows if edge <= size][-1]
+
+
+def choose(timings: Mapping[str, Timing], preferred: Sequence[str]) -> str:
+    """Return the first of the preferred transports that none clearly beats.
+
+    Args:
+      timings: of each transport.
+      preferred: names, of which some may not have been measured.
+
+    Returns:
+      the fastest one's name if all preferred are beaten.
+    """
+    fastest = min(timings, key=lambda name: timings[name].seconds)
+    for name in preferred:
+        if name in timings and not is_clear(timings[fastest], timings[name]):
+            return name
+    return fastest
+
+
+def is_clear(faster: Timing, slower: Timing) -> bool:
+    """Return whether one time is shorter than another by more than the noise."""
+    noise = faster.noise_seconds + slower.noise_seconds
+    return slower.seconds - faster.seconds > max(noise, _LEAST_GAIN * slower.seconds)
+
+
+def describe(found: Mapping[str, Any]) -> list[str]:
+    """Return lines that show times, noise, what is used, and what that gains.
+
+    Args:
+      found: what `tune` returned.
+    """
+    lines = []
+    for method in _METHODS:
+        timings, former = found["timings"][method], found["former"][method]
+        names = list(timings)
+        titles = "".join(f"{name:>20}" for name in names)
+        lines.append(f"{method:>12}{titles}   used, gain")
+        for j, size in enumerate(found["sizes_bytes"]):
+            at_size = {name: timings[name][j] for name in names}
+            cells = "".join(
+                f"{1e6 * t.seconds:>12.2f} +-{_percent(t):3.0f} %"
+                for t in at_size.values()
+            )
+            name, old = name_at(found["table"][method], size), name_at(former, size)
+            gain = ""
+            if name != old and old in at_size:
+                ratio = at_size[old].seconds / at_size[name].seconds
+                gain = f", {ratio:.2f} times as fast as {old}"
+            lines.append(f"{as_text(size):>12}{cells}   {name}{gain}")
+    return lines
+
+
+def _percent(timing: Timing) -> float:
+    return 100 * timing.noise_seconds / timing.seconds

@@ -340,18 +340,23 @@ def unknown_names(environ: Mapping[str, str]) -> dict[str, str]:
     """Return variables that look like settings and are none, each with what is wrong.
 
     Args:
-      environ: the environment variables. Values do not matter: `X=` is a mistake, too.
+      environ: the environment variables. What is empty is not set.
     """
     found = {}
     for name in sorted(environ):
-        if name.startswith(PREFIX) and name not in _NAMES:
-            nearest = difflib.get_close_matches(name, _NAMES, 1, 0)
-            meant = f"did you mean {nearest[0]}? " if nearest else ""
+        if name.startswith(PREFIX) and environ[name] and name not in _NAMES:
             found[name] = (
-                f"{name} is no setting of mpidist; {meant}"
+                f"{name} is no setting of mpidist; did you mean {_nearest(name)}? "
                 "(`python -m mpidist config` lists all)"
             )
     return found
+
+
+def _nearest(name: str) -> str:
+    """Return the setting whose name is the most like one that is none."""
+    words = {known.removeprefix(PREFIX): known for known in _NAMES}
+    word = name.removeprefix(PREFIX).upper()
+    return words[difflib.get_close_matches(word, words, 1, 0)[0]]
 
 
 def require_settings(environ: Mapping[str, str]) -> None:

@@ -4,7 +4,7 @@
     . OUT/env.sh && .venv/bin/python tests/cuda_emulator/mistakes.py [NAME...]
 
 Each must fail by the tests named here, and only then: these pass without it. Where
-MPIDIST_CUDA_LAB names no CUDA-aware Open MPI, a mistake that only this shows is left
+GATE_CUDA_LAB names no CUDA-aware Open MPI, a mistake that only this shows is left
 out.
 """
 
@@ -243,7 +243,7 @@ def main(names: list[str]) -> int:
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / part, folder / part, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", folder)
-        lab = os.environ.get("MPIDIST_CUDA_LAB")
+        lab = os.environ.get("GATE_CUDA_LAB")
         if lab:
             with tarfile.open(Path(lab, "ompi-cuda.tar.xz")) as archive:
                 archive.extractall(folder, filter="data")

@@ -1,6 +1,6 @@
 """MPI on addresses of GPUs without a GPU: a driver whose memory the host cannot read.
 
-MPIDIST_CUDA_LAB names a folder with a CUDA-aware Open MPI (ompi-cuda.tar.xz) and the
+GATE_CUDA_LAB names a folder with a CUDA-aware Open MPI (ompi-cuda.tar.xz) and the
 source of such a driver (build-fake.sh). Without it, or without CUDA's headers, these
 tests are skipped, and say so.
 """
@@ -30,9 +30,9 @@ def cuda_headers():
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
     """What a job needs that uses this MPI and this driver."""
-    lab = Path(os.environ.get("MPIDIST_CUDA_LAB") or "/not-given")
+    lab = Path(os.environ.get("GATE_CUDA_LAB") or "/not-given")
     if not lab.exists():
-        pytest.skip("MPIDIST_CUDA_LAB names no folder with a CUDA-aware MPI")
+        pytest.skip("GATE_CUDA_LAB names no folder with a CUDA-aware MPI")
     headers = cuda_headers()
     if headers is None:
         pytest.skip("there are no headers of CUDA: pip install nvidia-cuda-runtime")

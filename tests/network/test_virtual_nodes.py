@@ -38,7 +38,7 @@ values = [
     topology.node_sizes,
     sys.argv[1:],
     os.getcwd(),
-    os.environ["MPIDIST_EXAMPLE"],
+    os.environ["EXAMPLE_VARIABLE"],
 ]
 lines = strategy.gather_objects(str(values))
 if topology.rank == 0:
@@ -102,7 +102,7 @@ def test_a_lost_node_loses_all_its_processes(network):
 
 def test_a_job_is_started_on_all_nodes(network, tmp_path):
     nodes = network(3)
-    ended = nodes.mpirun(2, ON_NODES, "two words", MPIDIST_EXAMPLE="of the test")
+    ended = nodes.mpirun(2, ON_NODES, "two words", EXAMPLE_VARIABLE="of the test")
     assert ended.returncode == 0, ended.stdout
     same = [["two words"], os.getcwd(), "of the test"]
     expected = [

@@ -14,7 +14,7 @@ import pytest
 import mpidist
 from mpidist.comm.consensus import process_monitor
 from mpidist.resilience.watchdog import Watch
-from mpidist.util.environment import hang_seconds
+from mpidist.util.settings import hang_seconds
 
 PROLOGUE = """
 import os, signal, sys, threading, time

@@ -6,7 +6,7 @@ import importlib.util
 import os
 
 if importlib.util.find_spec("torch") is None:
-    assert os.environ.get("MPIDIST_NEED_TORCH") != "1", "PyTorch is not installed"
+    assert os.environ.get("GATE_NEED_TORCH") != "1", "PyTorch is not installed"
 else:
     import torch
 

@@ -9,7 +9,7 @@ import warnings
 import launching
 import pytest
 
-from mpidist.util import notices
+from mpidist.util import logs, notices
 
 REDUCE = """
 import os, signal, sys, threading, warnings
@@ -129,15 +129,24 @@ def test_a_warning_is_a_warning():
     assert caught[0].filename == __file__
 
 
-def test_a_warning_that_would_raise_is_printed(capsys):
+def test_a_warning_that_would_raise_is_logged(caplog):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         notices.warn("a text")
-    assert capsys.readouterr().err == "RuntimeWarning: a text\n"
+    (record,) = caplog.records
+    assert record.getMessage() == "RuntimeWarning: a text"
+    assert record.levelname == "WARNING"
+
+
+def test_a_warning_is_a_record_too(caplog):
+    with pytest.warns(RuntimeWarning):
+        notices.warn("100 %s of it")
+    (record,) = caplog.records
+    assert (record.name, record.getMessage()) == ("mpidist.warnings", "100 %s of it")
 
 
 @pytest.mark.parametrize("stream", [None, object()])
 def test_streams_that_are_none(monkeypatch, capsys, stream):
     monkeypatch.setattr(sys, "stderr", stream)
-    notices.print_notice("a text")
+    logs.write("a text")
     assert capsys.readouterr().out == ""

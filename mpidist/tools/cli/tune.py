@@ -61,13 +61,21 @@ def _tune(given: argparse.Namespace) -> int:
     """Measure, and print the table."""
     from mpidist.launch import mpi_defaults  # noqa: F401, I001 - before MPI is imported
     from mpidist.resilience import exit_handling
-    from mpidist.comm.transports.tuning_table import table_path
-    from mpidist.tools.tune import tune
+    from mpidist.comm.transports.tuning_file import table_path
+    from mpidist.tools.tune import describe, tune
 
     exit_handling.abort_on_exception()
     path = given.output or table_path()
     found = tune(path, given.largest_bytes, given.repetitions)
+    if "table" not in found:
+        arguments.complain(
+            "tune",
+            "one rank has nothing to choose from: mpidist run -n 8 -m mpidist tune",
+        )
+        return 1
     if found["rank"] == 0:
+        print("microseconds of a call, by size of the result")
+        print("\n".join(describe(found)))
         print(f"{path}: {found['layout']}")
         for method, rows in found["table"].items():
             text = ", ".join(f"from {edge:,} bytes {name}" for edge, name in rows)
