@@ -166,6 +166,11 @@ PyTorch (`import mpidist.torch`, which needs `pip install mpidist[torch]`)
 
 Commands
 
+    mpidist is python -m mpidist
+
+    mpidist run                 starts a job by the right mpirun, or srun
+    mpidist config              the settings (MPIDIST_... variables), and why they hold
+    mpidist version             what is installed
     python -m mpidist plan      what each rank of a job will read; needs no MPI
     python -m mpidist doctor    what is wrong with the place where a job is to run
     python -m mpidist tune      which transport is the fastest for which size

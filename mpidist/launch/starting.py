@@ -225,7 +225,7 @@ def _find_mpirun(library: Library) -> Path:
     elif library.family == "MPICH":
         names.insert(0, "mpirun.mpich")
     found = [folder / "bin" / name for folder in folders for name in names]
-    found += [Path(path) for name in names if (path := shutil.which(name))]
+    found += [Path(there) for name in names if (there := shutil.which(name))]
     looked = []
     for path in dict.fromkeys(found):
         if not path.is_file():
