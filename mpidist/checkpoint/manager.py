@@ -18,7 +18,7 @@ from mpidist.checkpoint.reading import read_tree
 from mpidist.checkpoint.save import Saving, require_visible
 from mpidist.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from mpidist.strategy.variables import Variable
-from mpidist.util import validation
+from mpidist.util import logs, validation
 from mpidist.util.validation import shown
 
 __all__ = ["CheckpointManager", "latest_checkpoint"]
@@ -248,6 +248,9 @@ class CheckpointManager:
         self._last_saved = Path(path)
         if not self._is_background:
             self._update()
+        if self._strategy.extended.replica_id == 0:
+            done = "saving" if self._is_background else "saved"
+            logs.debug("checkpoint", f"{done} {path}")
         return path
 
     def wait(self) -> None:
@@ -288,6 +291,8 @@ class CheckpointManager:
                     directories.warn_skipped(error)
             else:
                 self._last_step = self._step()
+                if self._strategy.extended.replica_id == 0:
+                    logs.debug("checkpoint", f"restored {path}")
                 return path
         if self._init_fn is not None:
             self._consensus.run_in_scope(f"{_CALL}.init_fn", self._init_fn)

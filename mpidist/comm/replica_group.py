@@ -37,7 +37,7 @@ from mpidist.comm.transports.tuning_file import (
 from mpidist.device import arrays
 from mpidist.device.binding import use_gpu
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.util import nest, validation
+from mpidist.util import logs, nest, validation
 from mpidist.util.buffers import Field
 from mpidist.util.forks import is_forked
 from mpidist.util.settings import require_settings
@@ -419,6 +419,9 @@ class Channel:
             table = consensus.root_only(
                 operation, lambda: find_table(table_path(), self.layout)
             )
+        if consensus.rank == 0 and consensus.size > 1:
+            source = "default" if table is None else f"tuning file {table_path()}"
+            logs.debug("comm", f"transports of {self.layout}: {source}")
         self._transports = consensus.run_in_scope(
             operation,
             lambda: TransportSelector(

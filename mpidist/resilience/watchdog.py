@@ -142,7 +142,7 @@ class Watch(threading.Thread):
             self._silent_until = now + _SAY_AGAIN_SECONDS
             come = set(range(consensus.size)) - set(missing)
             if min(come) == consensus.rank:
-                _say(logs.warning, _slow_text(consensus, entry, waited, busy, missing))
+                _say(_slow_text(consensus, entry, waited, busy, missing), logs.warning)
 
     def _look_for_departure(self, consensus: Consensus, entry: Entry) -> None:
         """End the job if this rank waits inside MPI for one that has left.
@@ -233,7 +233,7 @@ def _limit_text(who: str, waited: float, what: str, missing: list[int] | None) -
 
 def end_job(text: str) -> None:
     """Say why, and end all ranks of the job, from any thread."""
-    _say(logs.report, text)
+    _say(text)
     if MPI.Query_thread() == MPI.THREAD_MULTIPLE and not is_last():
         # Abort itself may wait for what hangs
         threading.Thread(target=_exit_later, daemon=True).start()
@@ -246,7 +246,7 @@ def _exit_later() -> None:
     os._exit(1)
 
 
-def _say(log: Callable[[str, str], None], text: str) -> None:
+def _say(text: str, log: Callable[[str, str], None] = logs.report) -> None:
     """Log a text, but do not wait for ever for a pipe that nobody reads."""
     saying = threading.Thread(target=log, args=("resilience", text), daemon=True)
     saying.start()

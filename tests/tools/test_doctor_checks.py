@@ -322,6 +322,14 @@ def test_environments_that_differ():
     assert statuses(check_environment({0: python(FI_PROVIDER="tcp")})) == [OK]
 
 
+def test_settings_with_which_no_strategy_could_be_made():
+    facts = {rank: python(MPIDIST_BANER="0", MPIDIST_LOG="loud") for rank in (0, 1)}
+    unknown, bad = check_environment(facts)
+    assert statuses([unknown, bad]) == [FAIL, FAIL]
+    assert "did you mean MPIDIST_BANNER" in unknown.found
+    assert "must be debug, info" in bad.found
+
+
 EXT4 = PathFacts("", "/d", mount=Mount("/", "ext4", "/dev/sda", frozenset()))
 WELL = PathReport(EXT4._replace(size_bytes=GIB, free_bytes=GIB), written=(0, ""))
 HELD = {kind: (f"/d/{kind}", "") for kind in file_systems.KINDS}
