@@ -103,6 +103,7 @@ class ScalarWriter:
             return paths
 
         folder, file = group.consensus.guard(_OPEN, check)
+        group.consensus.sync_errors(_OPEN, None)  # before there are files
 
         def open_all() -> None:
             if folder is not None:

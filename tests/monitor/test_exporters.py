@@ -82,12 +82,16 @@ def test_only_rank_0_has_files(comm, strategy, tmp_path):
         ({"tensorboard": "x", "job": 3}, mpidist.ArgumentTypeError, "job"),
     ],
 )
-def test_bad_arguments_are_errors_on_all(comm, strategy, arguments, kind, text):
-    """Also where one rank alone passes them."""
+def test_bad_arguments_are_errors_on_all(
+    comm, strategy, tmp_path, monkeypatch, arguments, kind, text
+):
+    """Also where one rank alone passes them; and nothing is written."""
+    monkeypatch.chdir(tmp_path)
     own = arguments if comm.rank == comm.size - 1 else {"prometheus": "x.prom"}
     with pytest.raises(kind, match=text):
         ScalarWriter(strategy, **own)
     assert strategy.reduce("SUM", 1) == comm.size
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -98,8 +102,9 @@ def test_bad_arguments_are_errors_on_all(comm, strategy, arguments, kind, text):
     ],
 )
 def test_without_the_package_all_ranks_raise(
-    comm, strategy, monkeypatch, package, argument
+    comm, strategy, tmp_path, monkeypatch, package, argument
 ):
+    monkeypatch.chdir(tmp_path)
     if comm.rank == 0:
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(mpidist.UnsupportedError, match=r"pip install mpidist\[monitor"):
