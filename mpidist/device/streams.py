@@ -22,6 +22,7 @@ __all__ = [
     "WorkerStream",
     "assign",
     "copy_stream",
+    "external_stream",
     "record",
 ]
 
@@ -33,6 +34,18 @@ def record(stream: Any = None) -> Any:
     event = cupy.cuda.Event(disable_timing=True)
     event.record(stream or cupy.cuda.get_current_stream())
     return event
+
+
+def external_stream(pointer: int, index: int) -> Any:
+    """Return a context in which a stream of another library is CuPy's current one.
+
+    Args:
+      pointer: its cudaStream_t.
+      index: the number of its GPU.
+    """
+    import cupy
+
+    return cupy.cuda.ExternalStream(pointer, index)
 
 
 def assign(to: Any, values: Any) -> None:

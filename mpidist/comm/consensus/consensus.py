@@ -96,6 +96,7 @@ class Consensus:
         self.lock = ThreadOrderedLock(self.recorder.end, check, self._on_error)
         self.progress = ProgressCounters({})
         self._thread = ThreadState({})
+        self.lock.states = self.progress, self._thread
         if self.size > 1:
             Consensus.made = channel + 1
             Consensus.in_use.append(self)
