@@ -106,6 +106,7 @@ class Consensus:
         with Consensus._looking:
             if self in Consensus.in_use:
                 Consensus.in_use.remove(self)
+        self.comparison.close()
         self.recorder.close(self.broken is not None or self.failures.ranks != ())
         if self._own_failures is not None:
             self._own_failures.close()
