@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -160,42 +160,59 @@ class Overlap:
             self._step.fail(error)
             self._abandoned, self._step = self._step, None
 
-    def finish(self, error: Exception | None = None) -> Exception | None:
-        """Wait for the thread; return why it has failed, if so. Collective.
+    def finish(self, error: Exception) -> None:
+        """Wait for the thread, and forget the sums. Collective.
 
         Args:
-          error: what all ranks are about to raise, in place of the sums.
+          error: what all ranks are about to raise.
         """
+        self._end(lambda step: step.finish(error))
+
+    def give_back(self, used: int) -> Exception | None:
+        """Write sums into `.grad` as soon as they are there. Collective.
+
+        Returns why the thread has failed, if so: some `.grad` have sums then.
+
+        Args:
+          used: a bit for each parameter of which some rank has a gradient; -1 for all.
+        """
+
+        def write_all(step: BucketStep) -> None:
+            for number, bucket in enumerate(self._buckets):
+                if not step.wait_for(number):
+                    assert step.error is not None
+                    break
+                totals, self._totals[number] = self._totals[number], ()
+                self._write(bucket, totals, used)
+            step.finish()
+
+        return self._end(write_all)
+
+    def _end(self, work: Callable[[BucketStep], None]) -> Exception | None:
+        """Do what ends a pass, if one has begun; return why its thread has failed."""
         step, self._step = self._step, None
         if step is None:
             return None
         with Pending(_CALL, self._group.consensus.comm):
             try:
-                step.finish(error)
+                work(step)
             except BaseException as interruption:  # the thread has not ended yet
                 self._group.consensus.leave(interruption)
                 raise
+        return step.error
+
+    def _write(self, bucket: _Bucket, totals: Sequence[Any], used: int) -> None:
         if self._stream is not None:
             with devices.on_stream_of(self._parameters[0]):
                 self._stream.end()
-        return step.error
-
-    def give_back(self, used: int) -> None:
-        """Write the sums into `.grad`.
-
-        Args:
-          used: a bit for each parameter of which some rank has a gradient; -1 for all.
-        """
-        totals, self._totals = self._totals, []
-        for bucket, found in zip(self._buckets, totals, strict=True):
-            parts = bucket.divide([devices.as_tensor(total) for total in found])
-            if used == -1:
-                gradients = [self._parameters[number].grad for number in bucket.numbers]
-                torch._foreach_copy_(gradients, parts)
-                continue
-            for number, part in zip(bucket.numbers, parts):
-                if used >> number & 1:
-                    write(self._parameters[number], part)
+        parts = bucket.divide([devices.as_tensor(total) for total in totals])
+        if used == -1:
+            gradients = [self._parameters[number].grad for number in bucket.numbers]
+            torch._foreach_copy_(gradients, parts)
+            return
+        for number, part in zip(bucket.numbers, parts):
+            if used >> number & 1:
+                write(self._parameters[number], part)
 
     def _reduce(
         self,

@@ -390,10 +390,9 @@ class Reducer:
             except Exception as raised:
                 overlap.finish(raised)
                 raise
-            consensus.sync_errors(_OPERATION, overlap.finish())
             if not is_same:
                 used = self._used(consensus.gather(_OPERATION, share))
-            overlap.give_back(used)
+            consensus.sync_errors(_OPERATION, overlap.give_back(used))
             if self._buffers:
                 self.broadcast_buffers(self._source)
             self.steps += not share.has_ended
