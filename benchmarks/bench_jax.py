@@ -26,6 +26,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 
+import charts
 import jax
 import jax.numpy as jnp
 import measuring
@@ -112,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--output", type=Path, help="JSON file")
+    add("--output", type=Path, help="JSON file; and PNG")
     add("--turns", type=int, default=15, help="of each (default 15)")
     add("--tiny", action="store_true", help="only see that all run")
     options = parser.parse_args(arguments)
@@ -137,6 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "comparisons": [comparison.as_dict() for comparison in comparisons],
         }
         measuring.save(options.output, result)
+        chart = options.output.with_suffix(".png")
+        charts.draw(charts.draw_frameworks, result, chart)
 
 
 if __name__ == "__main__":

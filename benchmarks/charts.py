@@ -296,7 +296,8 @@ def draw_frameworks(result: Mapping[str, Any]) -> Any:
     axis.tick_params(labelsize=8)
     axis.margins(x=0.12)
     axis.set_title(
-        f"Models of PyTorch, {result['ranks']} ranks: {result['machine']['cpu']}",
+        f"{'JAX' if 'jax' in result else 'Models of PyTorch'}, ranks: "
+        f"{result['ranks']}, {result['machine']['cpu']}",
         fontsize=9,
     )
     _clean(axis, "mpidist by the other; dashed: wanted")

@@ -9,6 +9,7 @@ it takes half an hour. What fails is said at the end, and the others go on.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shlex
 import subprocess
 import sys
@@ -57,6 +58,9 @@ def commands(
     frameworks = str(HERE / "bench_frameworks.py")
     yield [*ranks(2), frameworks, *tiny, output(f"frameworks-{name}")]
     for number in (1, 2):
+        stem = f"jax-{name}-{number}rank{'s' if number > 1 else ''}"
+        if importlib.util.find_spec("jax") is not None:
+            yield [*ranks(number), str(HERE / "bench_jax.py"), *tiny, output(stem)]
         stem = f"input-{name}-{number}rank{'s' if number > 1 else ''}"
         yield [*ranks(number), str(HERE / "bench_input.py"), *tiny, output(stem)]
 

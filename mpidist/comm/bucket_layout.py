@@ -100,6 +100,8 @@ class BucketStep:
         self._made: dict[int, Any] = {}
         self._results: dict[int, Any] = {}
         self._is_ready = [threading.Event() for _ in buckets]
+        self._is_over = [threading.Event() for _ in buckets]
+        self._reduced = 0  # so many buckets
         self._bucket_of = {
             leaf: j for j, leaves in enumerate(buckets) for leaf in leaves
         }
@@ -153,10 +155,17 @@ class BucketStep:
         """
         if error is not None:
             self.fail(error)
-        if self._thread is None:
-            self._work()
-        else:
+        if self._thread is not None:
             self._thread.join()
+        elif not all(event.is_set() for event in self._is_over):
+            self._work()
+
+    def wait_for(self, bucket: int) -> bool:
+        """Return whether a bucket is reduced, once it is, or `error` says why not."""
+        if self._thread is None:
+            self.finish()
+        self._is_over[bucket].wait()
+        return bucket < self._reduced
 
     def results(self) -> Iterator[Any]:
         """Yield the reductions of all leaves in their order."""
@@ -180,5 +189,10 @@ class BucketStep:
                 made = [self._made[leaf] for leaf in leaves if leaf in self._made]
                 reduced = self._reduce(bucket, values, made, failure)
                 self._results.update(zip(leaves, reduced, strict=True))
+                self._reduced += 1
+                self._is_over[bucket].set()
         except Exception as caught:
             self.error = caught
+        finally:
+            for event in self._is_over:
+                event.set()

@@ -410,6 +410,7 @@ class Channel:
                 yield_cpu=is_beside,
             )
         if self._barrier is not None and topology.is_one_node:
+            consensus.comparison.close()
             consensus.comparison = SharedMemoryComparison(self._barrier, payload_bytes)
         kind = "CPU" if gpus is None else "GPU"
         library = short_name(MPI.Get_library_version())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ __all__ = [
     "WorkerStream",
     "assign",
     "copy_stream",
+    "external_stream",
     "record",
 ]
 
@@ -33,6 +34,34 @@ def record(stream: Any = None) -> Any:
     event = cupy.cuda.Event(disable_timing=True)
     event.record(stream or cupy.cuda.get_current_stream())
     return event
+
+
+def external_stream(pointer: int, index: int) -> AbstractContextManager[Any]:
+    """Return a context in which a stream of another library is CuPy's current one.
+
+    Args:
+      pointer: its cudaStream_t.
+      index: the number of its GPU.
+    """
+    import cupy
+
+    stream: AbstractContextManager[Any]
+    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
+        stream = cupy.cuda.Stream.from_external(_ForeignStream(pointer))
+    else:
+        stream = cupy.cuda.ExternalStream(pointer, index)
+    return stream
+
+
+class _ForeignStream:
+    """A stream of another library, by CUDA's protocol for Python."""
+
+    def __init__(self, pointer: int):
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the version of the protocol, and the cudaStream_t."""
+        return 0, self._pointer
 
 
 def assign(to: Any, values: Any) -> None:

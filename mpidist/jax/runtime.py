@@ -154,7 +154,7 @@ def _as_dispatcher(strategy: Strategy, operation: str) -> Iterator[None]:
         )
         consensus.leave(error)
         raise error
-    with lock.stand_in(consensus.progress, consensus._thread):
+    with lock.stand_in():
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NoReturn
 
 import torch
@@ -10,6 +11,7 @@ from mpidist.context import get_strategy, has_strategy
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpidist.strategy.mirrored_strategy import MirroredStrategy
 from mpidist.strategy.strategy import Strategy
+from mpidist.torch import devices
 from mpidist.util import validation
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "find_strategy"]
@@ -121,13 +123,15 @@ class _Normalise(torch.autograd.Function):
         axes = [i for i in range(wide.dim()) if i != 1]
         channels = wide.shape[1]
         count = wide.numel() // max(channels, 1)
-        own = torch.zeros(2 + 2 * channels, dtype=torch.float64)
+        own = torch.zeros(2 + 2 * channels, dtype=torch.float64, device=given.device)
         own[0], own[1] = count, len(wide)
         if count:
             variance, mean = torch.var_mean(wide, axes, correction=0)
             own[2 : 2 + channels], own[2 + channels :] = mean, variance
-        gathered = group.collectives.all_gather(_CALL, own[None].numpy(), axis=0)
-        every = torch.from_numpy(gathered)
+        with devices.on_stream_of(given):
+            array = devices.as_array(own[None])
+            gathered = group.collectives.all_gather(_CALL, array, axis=0)
+            every = devices.as_tensor(gathered)
         counts, rows = every[:, 0:1], every[:, 1]
         total = counts.sum()
         with group.consensus.same_on_all():
@@ -146,7 +150,7 @@ class _Normalise(torch.autograd.Function):
         context.save_for_backward(normal, weight, scale)
         context.group, context.axes, context.shape = group, axes, shape
         context.total, context.rows = float(total), rows
-        context.dtype = given.dtype
+        context.dtype, context.trainer = given.dtype, threading.get_ident()
         output = normal
         if weight is not None:
             output = normal * weight.view(shape) + bias.view(shape)
@@ -163,14 +167,20 @@ class _Normalise(torch.autograd.Function):
         # Ranks count by their rows, see DistributedDataParallel: what others' losses
         # add to the gradients here is by their rows, and by 1 / the rows here
         own_rows = float(context.rows[group.replica_id])
-        weighed = (
-            sums.double() * own_rows if own_rows else torch.zeros(sums.shape).double()
-        )
+        wider = sums.double()
+        weighed = wider * own_rows if own_rows else torch.zeros_like(wider)
         call = f"the backward pass of {_CALL}"
-        everyone = group.collectives.all_reduce(call, "SUM", weighed.numpy())
+        with (
+            devices.as_trainer(group, gradient, context.trainer, _CALL),
+            devices.on_stream_of(gradient),
+        ):
+            array = devices.as_array(weighed)
+            everyone = devices.as_tensor(
+                group.collectives.all_reduce(call, "SUM", array)
+            )
         found = None
         if context.needs_input_grad[0]:
-            means = torch.from_numpy(everyone) / (max(own_rows, 1) * context.total)
+            means = everyone / (max(own_rows, 1) * context.total)
             first, second = (m.to(wide.dtype).view(shape) for m in means)
             factor = scale if weight is None else scale * weight.to(scale.dtype)
             found = (wide - first - normal * second) * factor.view(shape)

@@ -17,6 +17,7 @@ from mpidist.errors import (
 )
 from mpidist.options import CommunicationOptions
 from mpidist.strategy.strategy import Strategy
+from mpidist.torch import devices
 from mpidist.torch.batch_norm import find_strategy
 from mpidist.torch.pieces import broadcast
 from mpidist.torch.reducer import CALL, Joining, Reducer
@@ -52,7 +53,8 @@ class DistributedDataParallel(torch.nn.Module):
             optimizer.step()
 
     Args:
-      module: the model, on the CPU; on all ranks with the same parameters.
+      module: the model, where the replica is: on the CPU, or on its GPU ("GPU:1" is
+        "cuda:1"); on all ranks with the same parameters.
       strategy: whose ranks; None for the current strategy, or a new one of all ranks.
       broadcast_buffers: whether buffers, such as the means of BatchNorm, become those
         of rank 0 in each step.
@@ -69,7 +71,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     Raises, on all ranks:
       MismatchError: names, shapes or dtypes of parameters or buffers differ.
-      ArgumentError: no parameter needs a gradient; it is not on the CPU.
+      ArgumentError: no parameter needs a gradient; it is not where the replica is.
       ArgumentTypeError: module is no Module, or other types are wrong.
     """
 
@@ -137,6 +139,7 @@ class DistributedDataParallel(torch.nn.Module):
         reducer = self._reducer
         if torch.is_grad_enabled():
             reducer.is_syncing = self.require_backward_grad_sync
+            reducer.note_trainer()
             if self._batch_dim is not None:
                 rows = _count_rows(inputs, kwargs, self._batch_dim)
                 reducer.rows = rows if reducer.is_done else reducer.rows + rows
@@ -244,22 +247,23 @@ def _check_module(module: Any, device: str) -> None:
             f"module must be a torch.nn.Module, not {validation.shown(module)}"
         )
     lazy = torch.nn.parameter.UninitializedTensorMixin
+    kind, _, index = device.partition(":")
+    wanted, other = ("CPU:0", "cpu") if kind == "CPU" else (device, f"cuda:{index}")
     for name, tensor in _state(module).items():
         if isinstance(tensor, lazy):
             raise ArgumentError(
                 f"{name} is not initialized; call the model once with some rows first"
             )
-        if tensor.device.type != "cpu" or tensor.is_sparse:
+        if tensor.is_sparse:
+            raise ArgumentError(f"{name} is a sparse tensor; a dense one is needed")
+        if devices.place_of(tensor) != wanted:
             raise ArgumentError(
-                f"{name} must be a dense tensor on the CPU, not on {tensor.device}"
+                f"{name} is on {tensor.device}, and this replica on {device}: call "
+                f"model.to({other!r}) first, or choose "
+                "the replica's device by mpidist.MirroredStrategy(devices=[...])"
             )
     if not any(p.requires_grad for p in module.parameters()):
         raise ArgumentError(f"{CALL} needs a parameter that requires a gradient")
-    if not device.startswith("CPU"):
-        raise ArgumentError(
-            f"the model is on the CPU, and this replica on {device}; pass strategy="
-            "mpidist.MirroredStrategy(devices=['CPU:0'])"
-        )
 
 
 def _state(module: torch.nn.Module) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Gradients that a thread sends to other nodes while the backward pass makes others."""
+"""Gradients that a thread reduces while the backward pass makes others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.signatures import CallSignature, digest
 from mpidist.comm.gradient_buckets import can_be_threaded, take_side
 from mpidist.comm.replica_group import ReplicaGroup
+from mpidist.device.streams import WorkerStream, record
 from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.torch import devices
 from mpidist.torch.pieces import weigh, write
 
 __all__ = ["Overlap"]
@@ -20,11 +22,52 @@ __all__ = ["Overlap"]
 _CALL = "DistributedDataParallel"
 
 
+class _Bucket:
+    """Gradients that are reduced together, one behind the other in memory.
+
+    Args:
+      numbers: of their parameters, in the order of the bucket.
+      parameters: of the model.
+      dtypes: in which the gradient of each parameter is added up.
+    """
+
+    def __init__(
+        self, numbers: Sequence[int], parameters: Sequence[Any], dtypes: Sequence[Any]
+    ):
+        self.numbers = numbers
+        self._shapes = [parameters[j].shape for j in numbers]
+        kinds = [dtypes[j] for j in numbers]
+        # Each dtype has memory of its own: which, and how much of it, is whose
+        self._kinds = list(dict.fromkeys(kinds))
+        self._members = [
+            [k for k, kind in enumerate(kinds) if kind is wanted]
+            for wanted in self._kinds
+        ]
+        device = parameters[numbers[0]].device
+        self.flats = [
+            torch.empty(
+                sum(self._shapes[k].numel() for k in members), dtype=kind, device=device
+            )
+            for kind, members in zip(self._kinds, self._members)
+        ]
+        self.sends = self.divide(self.flats)
+
+    def divide(self, flats: Sequence[Any]) -> list[Any]:
+        """Return the part of each gradient, in memory like `flats`."""
+        parts: list[Any] = [None] * len(self.numbers)
+        for flat, members in zip(flats, self._members):
+            shapes = [self._shapes[k] for k in members]
+            pieces = flat.split([shape.numel() for shape in shapes])
+            for k, piece, shape in zip(members, pieces, shapes):
+                parts[k] = piece.view(shape)
+        return parts
+
+
 class Overlap:
     """Adds up gradients of one pass in buckets, in a thread. Collective to make.
 
     Args:
-      group: the ranks, on several nodes.
+      group: the ranks: on several nodes, or on GPUs.
       parameters: of the model.
       dtypes: in which the gradient of each is added up.
       options: see `CommunicationOptions`.
@@ -41,14 +84,18 @@ class Overlap:
     ):
         self._group, self._options = group, options
         self._parameters = parameters
-        self._sends = [
-            torch.empty(p.shape, dtype=dtype) for p, dtype in zip(parameters, dtypes)
-        ]
-        self._arrays = [send.numpy() for send in self._sends]
-        sizes = [a.nbytes for a in self._arrays]
+        sizes = [p.numel() * d.itemsize for p, d in zip(parameters, dtypes)]
         bucket_bytes = bucket_bytes or bucket_bytes_of(sizes)
         # The last layers have their gradients first
         self._divided = divide(sizes, range(len(sizes) - 1, -1, -1), bucket_bytes)
+        self._buckets = group.consensus.guard(
+            _CALL, lambda: [_Bucket(ns, parameters, dtypes) for ns in self._divided]
+        )
+        self._sends = {
+            number: send
+            for bucket in self._buckets
+            for number, send in zip(bucket.numbers, bucket.sends)
+        }
         calls = [
             CallSignature(f"bucket {j} of {_CALL}", (("leaves", tuple(leaves)),))
             for j, leaves in enumerate(self._divided)
@@ -56,10 +103,14 @@ class Overlap:
         self._calls = [(call, digest(call)) for call in calls]
         self._side = take_side(group, self)
         self._is_threaded = can_be_threaded(group, self._side)
+        self._is_on_gpu = devices.is_on_gpu(parameters[0])
+        self._stream: WorkerStream | None = None
+        if self._is_on_gpu:
+            self._stream = group.consensus.guard(_CALL, WorkerStream)
         self._step: BucketStep | None = None
         self._abandoned: BucketStep | None = None
         self._weight = 1.0
-        self._results: list[Any] = []
+        self._totals: list[Sequence[Any]] = []
 
     def begin(self, weight: float) -> None:
         """Begin a pass, on which the ranks have agreed.
@@ -71,6 +122,10 @@ class Overlap:
             self._abandoned.finish()  # on all ranks it has ended, or is about to
             self._abandoned = None
         self._weight = weight
+        self._totals = []
+        if self._stream is not None:
+            with devices.on_stream_of(self._parameters[0]):
+                self._stream.begin()
         self._step = BucketStep(self._divided, self._reduce, self._is_threaded)
 
     @property
@@ -83,8 +138,12 @@ class Overlap:
         assert self._step is not None
         if self._step.has(number):
             return
-        weigh(self._sends[number], gradient, self._weight)
-        self._step.put(number, self._arrays[number])
+        send, made = self._sends[number], None
+        weigh(send, gradient, self._weight)
+        if self._is_on_gpu:  # where the thread has a stream of its own
+            with devices.on_stream_of(send):
+                made = record()
+        self._step.put(number, None, made)
 
     def put_rest(self) -> None:
         """Take the gradients that the pass has not made."""
@@ -101,50 +160,87 @@ class Overlap:
             self._step.fail(error)
             self._abandoned, self._step = self._step, None
 
-    def finish(self, error: Exception | None = None) -> Exception | None:
-        """Wait for the thread; return why it has failed, if so. Collective.
+    def finish(self, error: Exception) -> None:
+        """Wait for the thread, and forget the sums. Collective.
 
         Args:
-          error: what all ranks are about to raise, in place of the sums.
+          error: what all ranks are about to raise.
         """
+        self._end(lambda step: step.finish(error))
+
+    def give_back(self, used: int) -> Exception | None:
+        """Write sums into `.grad` as soon as they are there. Collective.
+
+        Returns why the thread has failed, if so: some `.grad` have sums then.
+
+        Args:
+          used: a bit for each parameter of which some rank has a gradient; -1 for all.
+        """
+
+        def write_all(step: BucketStep) -> None:
+            for number, bucket in enumerate(self._buckets):
+                if not step.wait_for(number):
+                    assert step.error is not None
+                    break
+                totals, self._totals[number] = self._totals[number], ()
+                self._write(bucket, totals, used)
+            step.finish()
+
+        return self._end(write_all)
+
+    def _end(self, work: Callable[[BucketStep], None]) -> Exception | None:
+        """Do what ends a pass, if one has begun; return why its thread has failed."""
         step, self._step = self._step, None
         if step is None:
             return None
         with Pending(_CALL, self._group.consensus.comm):
             try:
-                step.finish(error)
+                work(step)
             except BaseException as interruption:  # the thread has not ended yet
                 self._group.consensus.leave(interruption)
                 raise
-        self._results = [] if step.error else list(step.results())
         return step.error
 
-    def give_back(self, used: int) -> None:
-        """Write the sums into `.grad`.
-
-        Args:
-          used: a bit for each parameter of which some rank has a gradient; -1 for all.
-        """
-        results, self._results = self._results, []
-        for j, p in enumerate(self._parameters):
-            if used >> j & 1:
-                write(p, torch.from_numpy(results[j]))
+    def _write(self, bucket: _Bucket, totals: Sequence[Any], used: int) -> None:
+        if self._stream is not None:
+            with devices.on_stream_of(self._parameters[0]):
+                self._stream.end()
+        parts = bucket.divide([devices.as_tensor(total) for total in totals])
+        if used == -1:
+            gradients = [self._parameters[number].grad for number in bucket.numbers]
+            torch._foreach_copy_(gradients, parts)
+            return
+        for number, part in zip(bucket.numbers, parts):
+            if used >> number & 1:
+                write(self._parameters[number], part)
 
     def _reduce(
         self,
         bucket: int,
         values: Sequence[Any],
-        _: Sequence[Any],
+        made: Sequence[Any],
         error: Exception | None,
-    ) -> list[Any]:
-        """Return the sums of a bucket, or raise on all ranks. Collective."""
+    ) -> Sequence[Any]:
+        """Add up a bucket over all ranks, or raise on all of them. Collective."""
         own = self._side.consensus
         if bucket == 0 and self._is_threaded:  # these are a thread's own
+            self._group.use_device()
             own.lock.adopt()
         call, number = self._calls[bucket]
         if error is not None:
             own.sync_errors(call.operation, error)
-        collectives = self._side.channel.collectives
-        return collectives.reduce_large(
-            call, number, ReduceOp.SUM, values, self._options
+        if self._stream is None:
+            self._totals.append(self._sum(bucket, call, number))
+        else:
+            with self._stream.work(made):
+                self._totals.append(self._sum(bucket, call, number))
+        return values
+
+    def _sum(self, bucket: int, call: CallSignature, number: int) -> Sequence[Any]:
+        flats = self._buckets[bucket].flats
+        given = self._side.consensus.guard(
+            call.operation, lambda: [devices.as_array(flat) for flat in flats]
+        )
+        return self._side.channel.collectives.reduce_large(
+            call, number, ReduceOp.SUM, given, self._options
         )

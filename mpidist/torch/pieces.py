@@ -17,6 +17,7 @@ from mpidist.comm.arithmetic import add_in_order
 from mpidist.comm.collectives.arguments import deadline_of
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.options import CommunicationOptions
+from mpidist.torch import devices
 
 __all__ = ["Pieces", "broadcast", "weigh", "write"]
 
@@ -306,12 +307,14 @@ def broadcast(
       root: the rank.
     """
     plain = [t.detach().contiguous().reshape(-1) for t in tensors]
-    given = [t.view(torch.uint8).numpy() for t in plain]
-    packed = np.concatenate(given)
-    received = group.collectives.broadcast(operation, packed, root=root)
+    given = [t.view(torch.uint8) for t in plain]
+    with devices.on_stream_of(tensors[0]):
+        packed = devices.as_array(torch.cat(given))
+        found = group.collectives.broadcast(operation, packed, root=root)
+        received = devices.as_tensor(found)
     if group.replica_id == root:
         return
-    parts = torch.from_numpy(received).split([part.size for part in given])
+    parts = received.split([part.numel() for part in given])
     for tensor, part in zip(tensors, parts):
         # Cloned: a part need not lie where its dtype may begin
         tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))

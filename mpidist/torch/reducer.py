@@ -7,7 +7,9 @@ node share, where there is some.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from mpidist.comm.consensus.signatures import CallSignature, digest, name_ranks
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.errors import ArgumentError, ContextError, DTypeError
 from mpidist.options import CommunicationOptions
+from mpidist.torch import devices
 from mpidist.torch.overlap import Overlap
 from mpidist.torch.pieces import Pieces, broadcast
 from mpidist.util.hashing import hash62
@@ -122,13 +125,16 @@ class Reducer:
         self._sums = self._consensus.guard(CALL, self._sum_dtypes)
         state = self._parameters, self._sums
         self._buffers = list(buffers.values())
-        # Between nodes, a thread sends what is there already
+        # Between nodes and between GPUs, a thread sends what is there already
         self._overlap: Overlap | None = None
         self._pieces: Pieces | None = None
+        self._trainer = threading.get_ident()
         size_bytes = sum(p.numel() * d.itemsize for p, d in zip(*state))
-        if not group.topology.is_one_node and size_bytes >= _OVERLAP_BYTES:
+        is_far = not group.topology.is_one_node and size_bytes >= _OVERLAP_BYTES
+        is_far = is_far or devices.is_on_gpu(self._parameters[0])
+        if group.num_replicas > 1 and is_far:
             self._overlap = Overlap(group, *state, options, bucket_bytes)
-        else:
+        elif group.num_replicas > 1:
             self._pieces = Pieces(group, *state, self._buffers, options)
         self._calls: dict[Any, tuple[CallSignature, int]] = {}
         self.is_syncing = True
@@ -190,7 +196,8 @@ class Reducer:
         torch.autograd.Variable._execution_engine.queue_callback(started)
         if self._overlap is not None and not self._overlap.has_begun:
             try:
-                self._begin_overlap(self._overlap, Share(self.rows, -1))
+                with self._as_trainer():
+                    self._begin_overlap(self._overlap, Share(self.rows, -1))
             except Exception:  # it is raised on all ranks
                 started.is_finished = True
                 self._reset()
@@ -224,10 +231,18 @@ class Reducer:
     def _end_pass(self) -> None:
         """Average what a pass has made. Collective."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._as_trainer():
                 self.reduce(self._find_share())
         finally:
             self._reset()
+
+    def _as_trainer(self) -> contextlib.AbstractContextManager[Any]:
+        parameter = self._parameters[0]
+        return devices.as_trainer(self._group, parameter, self._trainer, CALL)
+
+    def note_trainer(self) -> None:
+        """Remember the thread that trains: PyTorch may call hooks in others."""
+        self._trainer = threading.get_ident()
 
     def _find_share(self) -> Share:
         """Return what this rank has; an error is kept for `reduce`."""
@@ -282,20 +297,23 @@ class Reducer:
         if self._overlap is not None:
             return self._reduce_overlapped(self._overlap, share)
         consensus, pieces = self._consensus, self._pieces
-        assert pieces is not None
         call, number = self._call()
         error, self._error = self._error, None
+        timeout = self._options.timeout_seconds
+        if pieces is None:  # there is one rank
+            consensus.require_same(call, error)
+            self.has_stale_buffers = False
+            self.steps += not share.has_ended
+            return share.has_ended
         put = None if share.used == -1 else set(self._ready)
         if error is None:
             try:
                 pieces.fill(put)
             except Exception as caught:
                 error = caught
-        timeout = self._options.timeout_seconds
         with consensus.lock:
-            if error is not None or consensus.size == 1:
+            if error is not None:
                 consensus.require_same(call, error, timeout)
-                return share.has_ended
             used = share.used
             is_same = consensus.compare(call, number, self._address(share), timeout)
             if is_same and share.has_ended:
@@ -372,10 +390,9 @@ class Reducer:
             except Exception as raised:
                 overlap.finish(raised)
                 raise
-            consensus.sync_errors(_OPERATION, overlap.finish())
             if not is_same:
                 used = self._used(consensus.gather(_OPERATION, share))
-            overlap.give_back(used)
+            consensus.sync_errors(_OPERATION, overlap.give_back(used))
             if self._buffers:
                 self.broadcast_buffers(self._source)
             self.steps += not share.has_ended

@@ -48,11 +48,11 @@ def test_pytrees_and_other_reductions(comm, strategy):
     np.testing.assert_allclose(strategy.reduce("MEAN", rows, axis=0), expected)
 
 
-def test_weak_types_and_64_bits(comm, strategy):
+def test_weak_types_and_64_bits(comm, strategy, enable_x64):
     weak = jnp.asarray(2.0)
     total = strategy.reduce("SUM", weak)
     assert total.dtype == weak.dtype
-    with jax.enable_x64(True):
+    with enable_x64(True):
         wide = jnp.full(3, 1 / 3)
         assert wide.dtype == np.float64
         total = strategy.reduce("SUM", wide)

@@ -48,14 +48,16 @@ def test_all_reduce(comm, reduce, wrap, op):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "complex64"])
-def test_dtypes_are_kept_and_means_of_integers_are_floats(comm, reduce, dtype):
+def test_dtypes_are_kept_and_means_of_integers_are_floats(
+    comm, reduce, dtype, enable_x64
+):
     value = jnp.full(4, comm.rank + 1, dtype)
     total, mean = mj.jit(lambda x: (reduce("SUM", x), reduce("MEAN", x)))(value)
     assert total.dtype == value.dtype
     assert complex(total[0]) == comm.size * (comm.size + 1) / 2
     assert mean.dtype == (jnp.float32 if dtype == "int32" else value.dtype)
     assert complex(mean[0]) == (comm.size + 1) / 2
-    with jax.enable_x64(True):
+    with enable_x64(True):
         wide = mj.jit(lambda x: reduce("MEAN", x))(jnp.full(4, comm.rank))
         assert wide.dtype == np.float64
 

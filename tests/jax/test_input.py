@@ -84,10 +84,10 @@ def test_state_goes_on_in_the_middle(strategy, path):
         np.testing.assert_array_equal(got, expected)
 
 
-def test_numbers_that_jax_has_not_are_refused(strategy):
+def test_numbers_that_jax_has_not_are_refused(strategy, enable_x64):
     large = mpidist.Dataset.from_tensor_slices(np.full(8, 2**40)).batch(8)
     distributed = strategy.experimental_distribute_dataset(large)
-    with jax.enable_x64(True):
+    with enable_x64(True):
         for batch in mj.as_jax(distributed):
             assert batch.dtype == np.int64
             assert not batch.size or int(batch[0]) == 2**40

@@ -18,12 +18,20 @@ from mpidist.torch import DistributedDataParallel, reducer  # noqa: E402
 MPI_OPTIONS = mpidist.CommunicationOptions(implementation="MPI")
 
 
-@pytest.fixture(params=["node", "nodes", "overlapped"], autouse=True)
+@pytest.fixture(
+    params=["node", "nodes", "overlapped", pytest.param("gpu", marks=pytest.mark.gpu)],
+    autouse=True,
+)
 def where(request, monkeypatch):
-    """Ranks on one node, on one each, and there with a thread that sends buckets."""
-    if request.param != "node":
+    """Ranks on one node, on one each, there with a thread that sends buckets; on GPUs.
+
+    Tensors only pass for such on GPUs.
+    """
+    if request.param == "gpu":
+        request.getfixturevalue("tensors_pass_for_cuda")
+    elif request.param != "node":
         monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "1")
-    if request.param == "overlapped":
+    if request.param in ("overlapped", "gpu"):
         monkeypatch.setattr(reducer, "_OVERLAP_BYTES", 0)
         monkeypatch.setattr(bucket_layout, "_LEAST_BYTES", 1000)
 

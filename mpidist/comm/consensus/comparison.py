@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from mpidist.comm.consensus.barrier import NodeBarrier, words_of
 from mpidist.comm.consensus.signatures import CallSignature
-from mpidist.comm.consensus.waiting import Departures, RequestWaiter
+from mpidist.comm.consensus.waiting import Departures, Requests, RequestWaiter
 
 __all__ = [
     "FAILED",
@@ -31,6 +31,7 @@ __all__ = [
 
 _HEADER_BYTES = 32  # a number, what state the rank is in, and an address
 _ALIGNMENT_BYTES = 16
+_PAIR_TAG = 8  # `transports` and `waiting` have others
 # How a rank is when it compares: 0, or one of these
 FAILED = 1  # it cannot go on
 LARGE = 2  # its payload has integers so large that their sums may overflow
@@ -105,6 +106,9 @@ class Comparison(Protocol):
     def missing(self) -> list[int] | None:
         """Return the ranks that this one waits for; None if unknown. Any thread."""
 
+    def close(self) -> None:
+        """Free what it has of MPI, before its communicator is freed."""
+
 
 class MaximumComparison:
     """Compares by an MPI_Iallreduce of 40 bytes, without a payload: for many ranks."""
@@ -140,6 +144,9 @@ class MaximumComparison:
     def missing(self) -> list[int] | None:
         """See `Comparison.missing`."""
         return self._waiting.missing()
+
+    def close(self) -> None:
+        """See `Comparison.close`: there is nothing to free."""
 
 
 class PayloadComparison(abc.ABC):
@@ -181,6 +188,10 @@ class PayloadComparison(abc.ABC):
     def payload(self, pages: Pages) -> Sequence[Sequence[Any]]:
         """Return the arrays of all ranks; they are valid until the next comparison."""
 
+    def close(self) -> None:
+        """See `Comparison.close`."""
+        return
+
     def _judge(self, everyone: Sequence[Any], words: Words) -> bool:
         """Return whether all ranks have passed the same number, and none failed."""
         number, _, address = words
@@ -196,6 +207,8 @@ class PayloadComparison(abc.ABC):
 
 class GatherComparison(PayloadComparison):
     """Compares by an MPI_Iallgather of pages: a small payload takes no more time.
+
+    Two ranks send each other messages by persistent requests, which take less time.
 
     Args:
       comm: the ranks.
@@ -216,6 +229,15 @@ class GatherComparison(PayloadComparison):
         size = _HEADER_BYTES + -(-payload_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._send = np.zeros(size, np.uint8)
         self._received = np.zeros((comm.Get_size(), size), np.uint8)
+        self._pair: list[MPI.Prequest] = []
+        self._is_idle = True
+        if comm.Get_size() == 2:
+            rank, other = comm.Get_rank(), 1 - comm.Get_rank()
+            self._send = self._received[rank]  # where all find it
+            self._pair = [
+                comm.Recv_init(self._received[other], other, _PAIR_TAG),
+                comm.Send_init(self._send, other, _PAIR_TAG),
+            ]
         self._mine: Any = words_of(self._send)
         self._words = list(map(words_of, self._received))
         # No double buffer: what is sent and what is received are separate memory
@@ -236,12 +258,24 @@ class GatherComparison(PayloadComparison):
         self._calls += 1
         mine = self._mine
         mine[0], mine[1], mine[2] = words
-        # Never a blocking call: it would not match one of a rank with a deadline
-        request = self._comm.Iallgather(self._send, self._received)
+        request: Requests
+        if self._pair:
+            MPI.Prequest.Startall(self._pair)
+            request = self._pair  # type: ignore[assignment]  # a list is invariant
+        else:
+            # Never a blocking call: it would not match one of a rank with a deadline
+            request = self._comm.Iallgather(self._send, self._received)
+        self._is_idle = False
         self._waiting.wait(request, deadline, self._calls, yield_cpu)
+        self._is_idle = True
         # A rank that arrived earlier may have left since; later calls would wait for it
         self._departures.require_none()
         return self._judge(self._words, words)
+
+    def close(self) -> None:
+        """See `Comparison.close`. Requests that go on are left to MPI."""
+        while self._is_idle and self._pair:
+            self._pair.pop().Free()
 
     def missing(self) -> list[int] | None:
         """See `Comparison.missing`."""

@@ -96,6 +96,7 @@ class Consensus:
         self.lock = ThreadOrderedLock(self.recorder.end, check, self._on_error)
         self.progress = ProgressCounters({})
         self._thread = ThreadState({})
+        self.lock.states = self.progress, self._thread
         if self.size > 1:
             Consensus.made = channel + 1
             Consensus.in_use.append(self)
@@ -105,6 +106,7 @@ class Consensus:
         with Consensus._looking:
             if self in Consensus.in_use:
                 Consensus.in_use.remove(self)
+        self.comparison.close()
         self.recorder.close(self.broken is not None or self.failures.ranks != ())
         if self._own_failures is not None:
             self._own_failures.close()

@@ -49,6 +49,7 @@ class ThreadOrderedLock:
         self._check = check
         self._on_error = on_error
         self._creator = threading.get_ident()
+        self.states: tuple[PerThread, ...] = ()  # that threads have: see `stand_in`
         # Names that several threads have had at the same time: they may denote another
         # thread on another rank, also when all but one have ended
         self._ambiguous: set[str] = set()
@@ -96,15 +97,14 @@ class ThreadOrderedLock:
         self._creator = threading.get_ident()
 
     @contextlib.contextmanager
-    def stand_in(self, *states: PerThread) -> Iterator[None]:
+    def stand_in(self) -> Iterator[None]:
         """Let this thread communicate as the first one, which waits for it meanwhile.
 
-        Args:
-          states: those of the first thread; it finds them as this thread leaves them.
+        The first thread finds its `states` as this thread leaves them.
         """
         creator = self._creator
         with contextlib.ExitStack() as stack:
-            for state in states:
+            for state in self.states:
                 stack.enter_context(state.borrow(creator))
             self.adopt()
             try:

@@ -1,9 +1,10 @@
 """Sums of arrays over ranks, block by block, by messages from rank to rank.
 
 Each rank gets one part of a block from all ranks, adds it up in the order of the ranks,
-and sends the total to all. That moves as many bytes as the best all-reduces for large
-arrays, which do the same in pairs (R. Thakur et al., Optimization of collective
-communication operations in MPICH, 2005, section 4.5: reduce-scatter and all-gather).
+and sends the total to all; where there are many, by collectives of MPI. That moves as
+many bytes as the best all-reduces for large arrays, which do the same in pairs (R.
+Thakur et al., Optimization of collective communication operations in MPICH, 2005,
+section 4.5: reduce-scatter and all-gather).
 Several blocks are on their way at the same time, so that the network always has one
 while a rank adds up another.
 """
@@ -104,10 +105,17 @@ class BlockSum(InFlight):
         self._own = own = self._slices[self._rank]
         self._totals: Any = None
         narrow = send.astype(wire, copy=False)
+        gathered = np.empty((self._size, own.stop - own.start), wire)
+        self._parts = list(gathered)
+        if self._size > MOST_RANKS:
+            n = own.stop - own.start
+            rows = [slice(k * n, (k + 1) * n) for k in range(self._size)]
+            parts = [gathered, self._spans(rows), MPI.BYTE]
+            whole = [narrow, self._spans(self._slices), MPI.BYTE]
+            self.requests.append(comm.Ialltoallv(whole, parts))
+            return
         mine = narrow[own].copy() if narrow is receive else narrow[own]
-        self._parts = [mine] * self._size
-        for rank in self._others:
-            self._parts[rank] = np.empty(own.stop - own.start, wire)
+        self._parts[self._rank] = mine
         sends = [narrow[part] for part in self._slices]
         self._exchange(_PART_TAG, self._parts, sends)
 
@@ -124,6 +132,10 @@ class BlockSum(InFlight):
         if receive.dtype != self._wire:
             totals = self._totals = np.empty(receive.size, self._wire)
             totals[own] = receive[own]
+        if self._size > MOST_RANKS:
+            whole = [totals, self._spans(self._slices), MPI.BYTE]
+            self.requests.append(self._comm.Iallgatherv(MPI.IN_PLACE, whole))
+            return
         places = [totals[part] for part in self._slices]
         self._exchange(_TOTAL_TAG, places, [places[self._rank]])
 
@@ -132,6 +144,12 @@ class BlockSum(InFlight):
         self.wait_for_all(wait)
         if self._totals is not None:
             self._receive[...] = self._totals
+
+    def _spans(self, parts: Sequence[slice]) -> tuple[list[int], list[int]]:
+        """Return how many bytes parts of one array have, and where they begin."""
+        width = self._wire.itemsize
+        counts = [(part.stop - part.start) * width for part in parts]
+        return counts, [part.start * width for part in parts]
 
     def _exchange(self, tag: int, places: Sequence[Any], sends: Sequence[Any]) -> None:
         """Begin to get an array from each rank, and to send it one, or the same one."""

@@ -107,6 +107,7 @@ def test_payloads_come_with_the_comparison(comm, barrier, on_board):
         assert comparison.agrees((8, 0, 0))
         assert not comparison.is_any_large
         assert comparison.payload(pages)[0][comm.size - 1][0] == comm.size - 1
+    comparison.close()
 
 
 def test_a_broken_strategy_writes_no_payload(comm, barrier):

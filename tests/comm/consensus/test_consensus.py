@@ -247,11 +247,12 @@ def test_memory_that_a_late_rank_may_write_to_is_kept(comm, several):
     if comm.rank != several:
         with pytest.raises(mpidist.DeadlineError):
             consensus.require_same(CallSignature("step"), timeout=0.01)
-    consensus.close()
+        consensus.close()
     comm.Barrier()
     if comm.rank == several:
         with pytest.raises(mpidist.DeadlineError, match="any more"):
             consensus.require_same(CallSignature("step"))
+        consensus.close()
     del consensus
     gc.collect()
     assert comm.rank == several or received() is not None

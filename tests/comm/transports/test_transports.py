@@ -61,6 +61,13 @@ def make_ordered_in_blocks(consensus):
     return OrderedTransport(consensus, block_bytes=1000), lambda: None
 
 
+def make_ordered_of_many(consensus):
+    """As for more ranks than send each other messages."""
+    patch = mock.patch.object(blocks, "MOST_RANKS", 1)
+    patch.start()
+    return OrderedTransport(consensus, block_bytes=1000), patch.stop
+
+
 def make_ring(consensus):
     return RingTransport(consensus), lambda: None
 
@@ -98,7 +105,14 @@ def make_hierarchical(consensus, ranks_per_node):
 def make_of_many_nodes(consensus):
     transport, close = make_hierarchical(consensus, 1)
     transport.most_nodes = 1
-    return transport, close
+    patch = mock.patch.object(blocks, "MOST_RANKS", 1)
+    patch.start()
+
+    def end():
+        patch.stop()
+        close()
+
+    return transport, end
 
 
 def make_ipc(consensus, slot_bytes):
@@ -166,6 +180,7 @@ MAKERS = {
     "mpi, limited": make_limited,
     "ordered": make_ordered,
     "ordered in blocks": make_ordered_in_blocks,
+    "ordered, many ranks": make_ordered_of_many,
     "ring": make_ring,
     "ring of 2 nodes": make_ring_of_nodes,
     "by size": make_by_size,

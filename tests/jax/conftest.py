@@ -1,0 +1,13 @@
+"""What tests of `mpidist.jax` share."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def enable_x64():
+    """The context in which JAX has 64-bit numbers, by the name of its version."""
+    jax = pytest.importorskip("jax")
+    found = getattr(jax, "enable_x64", None)
+    return found or jax.experimental.enable_x64
