@@ -23,6 +23,7 @@ ROOMS = [
     "launch",
     "device",
     "comm",
+    "monitor",
     "data",
     "strategy",
     "checkpoint",

@@ -20,6 +20,7 @@ from mpidist.comm.collectives.operations import Collectives
 from mpidist.comm.collectives.outputs import Results
 from mpidist.comm.consensus.comparison import SharedMemoryComparison
 from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.flight_recorder import Recorder
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpidist.comm.device_info import GpuFacts, GpuRequest, find_facts
@@ -223,6 +224,10 @@ class ReplicaGroup:
         )
         self._resources.ops = self.cross_device_ops
         self._resources.register()
+
+    def recorders_beside(self) -> list[Recorder]:
+        """Return those of communicators that other threads use. Not collective."""
+        return [] if self.sides is None else list(self.sides.recorders())
 
     def register(self, variable: Any) -> int:
         """Take note of a variable; return how many there were before. Not collective.

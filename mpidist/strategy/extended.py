@@ -26,6 +26,7 @@ from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.strategy.replica_context import ReplicaContext
 from mpidist.strategy.variables import Variable
 from mpidist.util import validation
+from mpidist.util.counters import RUN
 from mpidist.util.tracebacks import fold
 from mpidist.values import (
     Mirrored,
@@ -127,9 +128,13 @@ class StrategyExtended(ReplicaGroup):
         require_cross_replica(self.strategy, "run")
         if self.before_run is not None:
             self.before_run()
-        return self.consensus.run_in_scope(
+        counters = self.consensus.recorder.counters
+        counters.begin()
+        result = self.consensus.run_in_scope(
             "run", lambda: self._replica(fn, args, kwargs)
         )
+        counters.mark(RUN)
+        return result
 
     def _replica(
         self, fn: Callable[..., Any], args: Arguments, kwargs: dict[str, Any] | None

@@ -13,6 +13,7 @@ from mpidist.data.dataset import DatasetLike
 from mpidist.data.distributed.datasets import DistributedDataset, InputContext
 from mpidist.errors import ContextError
 from mpidist.launch.cluster_resolver import SlurmClusterResolver, below_srun
+from mpidist.monitor.statistics import statistics
 from mpidist.options import CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from mpidist.strategy.extended import StrategyExtended
 from mpidist.strategy.variables import Variable
@@ -433,6 +434,39 @@ class Strategy:
         return DistributedDataset.from_function(self._extended, dataset_fn, options)
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def statistics(self, all_ranks: bool = False) -> Any:
+        """Return where the time of this job has gone so far, as a dict. Not collective.
+
+        With `all_ranks` it is collective, and returns those of all ranks, by rank. It
+        is always counted, and costs less than a microsecond for each collective.
+
+        A step ends with each `run`; in programs without it, before each `next`; in
+        others, with each backward pass of `mpidist.torch`. Times are seconds:
+
+          rank, ranks, host     whose numbers these are; `seconds` since the beginning
+          steps, epochs         how many have ended
+          first_step_seconds    of the first one, which is in nothing below
+          step_seconds          mean, min and max; `step_histogram`: [from, to, steps]
+          measured_seconds      of all steps but the first; of all where that is alone
+          parts                 of them: "input" in `next`, without waiting for other
+                                ranks; "communication" in collectives; "checkpoint" in
+                                saving and restoring; "compute" is what is left
+          waiting_seconds       of communication: until all ranks had arrived
+          waiting_for           the same, since the beginning, by the rank that arrived
+                                last (as text), where that is known
+          overlapped_seconds    communication in other threads, beside computing
+          operations            by name: calls, seconds, waiting_seconds; and bytes of
+                                results by transport. All since the beginning
+
+        Raises, with `all_ranks`, on all replicas: what `gather_objects` raises.
+
+        Example:
+          >>> sorted(strategy.statistics()["parts"])
+          ['checkpoint', 'communication', 'compute', 'input']
+        """
+        found = statistics(self._extended)
+        return self.gather_objects(found) if all_ranks else found
 
     def experimental_finalize(self) -> list[Any]:
         """Free the communicators and buffers. Collective.

@@ -20,6 +20,7 @@ from mpidist.errors import ArgumentError, ContextError, DTypeError
 from mpidist.options import CommunicationOptions
 from mpidist.torch.overlap import Overlap
 from mpidist.torch.pieces import Pieces, broadcast
+from mpidist.util.counters import BACKWARD
 from mpidist.util.hashing import hash62
 
 __all__ = ["CALL", "Joining", "Reducer", "Share"]
@@ -226,6 +227,7 @@ class Reducer:
         try:
             with torch.no_grad():
                 self.reduce(self._find_share())
+            self._consensus.recorder.counters.mark(BACKWARD)
         finally:
             self._reset()
 

@@ -91,7 +91,7 @@ class Consensus:
         self._agreed_id = 0  # of an error that is raised on all ranks
         self._waiting = RequestWaiter(comm, self.departures)
         self.recorder = Recorder(channel, comm)
-        self._begin = self.recorder.begin
+        self._begin, self._note = self.recorder.begin, self.recorder.note_arrivals
         check = self.failures.check if self.failures.is_needed else None
         self.lock = ThreadOrderedLock(self.recorder.end, check, self._on_error)
         self.progress = ProgressCounters({})
@@ -182,7 +182,7 @@ class Consensus:
         self._begin(self.calls, call, number)
         number ^= self.progress.digest
         comparison = self.comparison
-        if not comparison.agrees((number, 0, address)):
+        if not self._note(comparison.agrees((number, 0, address)), comparison):
             self._settle(Proposal(call, address=address))
         return comparison.is_same_address
 
@@ -216,8 +216,9 @@ class Consensus:
             raise
         self.calls += 1
         self._begin(self.calls, call, number)
-        number ^= self.progress.digest
-        if not comparison.agrees((number, LARGE * is_large, 0)):
+        self.recorder.count(comparison.name, payload.pages.size_bytes)
+        words = number ^ self.progress.digest, LARGE * is_large, 0
+        if not self._note(comparison.agrees(words), comparison):
             self._settle(Proposal(call, payload=payload, is_large=is_large))
         return comparison.payload(payload.pages)
 
@@ -272,7 +273,8 @@ class Consensus:
         words = number, LARGE * is_large if error is None else FAILED, address
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            return self.comparison.agrees(words, deadline, yield_cpu)
+            is_agreed = self.comparison.agrees(words, deadline, yield_cpu)
+            return self._note(is_agreed, self.comparison)
         except WaitTimeoutError as late:
             self._break_off(late, call.operation, timeout)
 

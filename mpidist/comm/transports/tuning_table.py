@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import json
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +16,14 @@ from mpidist.util.files import replace_file
 
 __all__ = [
     "BySizeTransport",
+    "Count",
     "Layout",
     "Table",
+    "all_by",
     "default_device_table",
     "default_table",
     "find_table",
+    "no_count",
     "short_name",
     "table_path",
     "write_table",
@@ -29,6 +32,11 @@ __all__ = [
 
 # For each method of a transport: from how many bytes on which one is used
 Table = Mapping[str, Sequence[tuple[int, str]]]
+Count = Callable[[str, int], None]
+
+
+def no_count(transport: str, size_bytes: int) -> None:
+    """Count nothing."""
 
 
 class BySizeTransport:
@@ -40,20 +48,26 @@ class BySizeTransport:
       transports: by name; all on the host or all on the device.
       table: for "allreduce", "allgatherv" and "broadcast" rows that begin with 0 bytes;
         equal on all ranks.
+      count: given the name of the transport and the bytes of each call.
     """
 
-    def __init__(self, transports: Mapping[str, Transport], table: Table):
+    def __init__(
+        self, transports: Mapping[str, Transport], table: Table, count: Count = no_count
+    ):
         used = {name for rows in table.values() for _, name in rows}
         self.name = ", ".join(sorted(used))
         self.device = all(transports[name].device for name in used)
         adders = {name for _, name in table["allreduce"]}
         self.is_ordered = all(transports[name].is_ordered for name in adders)
+        self._count = count
         self._edges = {m: [edge for edge, _ in rows] for m, rows in table.items()}
         self._rows = {m: [transports[n] for _, n in rows] for m, rows in table.items()}
 
     def _pick(self, method: str, receive: Any) -> Transport:
-        row = bisect.bisect(self._edges[method], receive.nbytes) - 1
-        return self._rows[method][row]
+        size_bytes = receive.nbytes
+        way = self._rows[method][bisect.bisect(self._edges[method], size_bytes) - 1]
+        self._count(way.name, size_bytes)
+        return way
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
         """See `Transport.allreduce_sum`."""
@@ -239,15 +253,16 @@ def default_device_table(names: Container[str]) -> Table:
       names: of the transports that there are.
     """
     if "nccl" in names:
-        return _all_by([(0, "nccl")])
+        return all_by([(0, "nccl")])
     if "ipc" in names:
-        return _all_by([(0, "staging"), (_IPC_BYTES, "ipc")])
+        return all_by([(0, "staging"), (_IPC_BYTES, "ipc")])
     if "device" in names:
         # Most MPI libraries add up on the host what lies on a GPU
         reduce = [(0, "mpi"), (_DEVICE_BYTES, "device")]
-        return {**_all_by([(0, "mpi")]), "allreduce": reduce}
-    return _all_by([(0, "staging")])
+        return {**all_by([(0, "mpi")]), "allreduce": reduce}
+    return all_by([(0, "staging")])
 
 
-def _all_by(rows: list[tuple[int, str]]) -> dict[str, list[tuple[int, str]]]:
+def all_by(rows: list[tuple[int, str]]) -> dict[str, list[tuple[int, str]]]:
+    """Return a table whose rows are the same for all methods."""
     return {"allreduce": rows, "allgatherv": rows, "broadcast": rows}
