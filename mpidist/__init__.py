@@ -158,6 +158,12 @@ Saving and going on
     TerminationConfig           termination_watcher_fn, exit_fn, grace_period, save_fn
     run_elastic                 not in TensorFlow: goes on without ranks that have died
 
+Looking at a job
+
+    Strategy.statistics         not in TensorFlow: where the time of a job goes
+    Strategy.timeline           not in TensorFlow: what each rank does when
+    span                        tf.profiler.experimental.Trace: a part with a name in it
+
 PyTorch (`import mpidist.torch`, which needs `pip install mpidist[torch]`)
 
     torch.nn.parallel.DistributedDataParallel
@@ -215,6 +221,7 @@ if not commands.is_command():
         has_strategy,
         in_cross_replica_context,
     )
+    from mpidist.monitor.spans import span
     from mpidist.data.dataset import (
         INFINITE_CARDINALITY,
         UNKNOWN_CARDINALITY,
@@ -384,4 +391,5 @@ __all__ = [
     "in_cross_replica_context",
     "latest_checkpoint",
     "run_elastic",
+    "span",
 ]

@@ -40,7 +40,7 @@ from mpidist.device.binding import use_gpu
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest, validation
 from mpidist.util.buffers import Field
-from mpidist.util.environment import require_switches
+from mpidist.util.environment import require_switches, timeline_folder
 from mpidist.util.forks import is_forked
 
 __all__ = ["Channel", "ReplicaGroup"]
@@ -163,6 +163,7 @@ class ReplicaGroup:
             self.closing,
         )
         self.sides: Any = None  # see gradient_buckets
+        self.timeline: Any = None  # see monitor.timeline
         self.gpus: GpuFacts | None = None
         try:
             self._set_up(devices, cross_device_ops, gpu_request)
@@ -202,9 +203,11 @@ class ReplicaGroup:
         self.consensus.require_same(CallSignature(call, kinds))
         node = self.topology.node
         place = self.device, node.Get_rank(), node.Get_size()
-        found = self.consensus.gather(call, (place, _Resources.list_dropped()))
-        _Resources.free_dropped([dropped for _, dropped in found])
-        everyone = [place for place, _ in found]
+        mine = place, _Resources.list_dropped(), timeline_folder(os.environ)
+        found = self.consensus.gather(call, mine)
+        _Resources.free_dropped([dropped for _, dropped, _ in found])
+        everyone = [place for place, _, _ in found]
+        self.timeline_folder = next((folder for *_, folder in found if folder), "")
         self.topology.devices = tuple(device for device, _, _ in everyone)
         sizes = sorted(size for _, rank, size in everyone if rank == 0)
         self.topology.node_sizes = tuple(sizes)

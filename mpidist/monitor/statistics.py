@@ -1,4 +1,25 @@
-"""Where the time of a job goes, as a dict and as a line at its end."""
+"""Where the time of a job goes, as a dict and as a line at its end.
+
+The dict is that of `Strategy.statistics`, of one rank. A step ends with each `run`; in
+programs without it, before each `next`; in others, with each backward pass of
+`mpidist.torch`. Times are seconds:
+
+  rank, ranks, host     whose numbers these are; `seconds` since the beginning
+  steps, epochs         how many have ended
+  first_step_seconds    of the first one, which is in nothing below
+  step_seconds          mean, min and max; `step_histogram`: [from, to, steps]
+  measured_seconds      of all steps but the first; of all where that is alone
+  parts                 of them: "input" in `next`, without waiting for other
+                        ranks; "communication" in collectives; "checkpoint" in
+                        saving and restoring; "compute" is what is left
+  waiting_seconds       of communication: until all ranks had arrived
+  waiting_for           the same, since the beginning, by the rank that arrived
+                        last (as text), where that is known
+  overlapped_seconds    communication in other threads, beside computing
+  operations            by name: calls, seconds, waiting_seconds; and bytes of
+                        results by transport. All since the beginning
+  has_cache             whether the last dataset is cached
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +26,7 @@ from mpidist.errors import (
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.strategy.replica_context import ReplicaContext
 from mpidist.strategy.variables import Variable
-from mpidist.util import validation
+from mpidist.util import tracing, validation
 from mpidist.util.counters import RUN
 from mpidist.util.tracebacks import fold
 from mpidist.values import (
@@ -130,10 +131,15 @@ class StrategyExtended(ReplicaGroup):
             self.before_run()
         counters = self.consensus.recorder.counters
         counters.begin()
+        trace, begun = tracing.active, time.monotonic_ns()
         result = self.consensus.run_in_scope(
             "run", lambda: self._replica(fn, args, kwargs)
         )
+        if trace is not None:
+            trace.span("run", "run", begun, time.monotonic_ns())
         counters.mark(RUN)
+        if self.timeline is not None:
+            self.timeline.compare_clocks_if_due()
         return result
 
     def _replica(

@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 
-__all__ += ["read_switch", "require_switches"]
+__all__ += ["read_switch", "require_switches", "timeline_folder"]
 
 ALLOW_SHARED_GPU = "MPIDIST_ALLOW_SHARED_GPU"
 ALLOW_SINGLETON = "MPIDIST_ALLOW_SINGLETON"
@@ -59,6 +59,14 @@ def require_switches(environ: Mapping[str, str]) -> None:
     """
     for name in _ALL:
         read_switch(environ, name)
+
+
+_TIMELINE = "MPIDIST_TIMELINE"
+
+
+def timeline_folder(environ: Mapping[str, str]) -> str:
+    """Return where the timeline of a job goes; "" for nowhere."""
+    return environ.get(_TIMELINE, "")
 
 
 HANG_SECONDS = "MPIDIST_HANG_SECONDS"

@@ -1,0 +1,91 @@
+"""A common clock of all ranks, by messages.
+
+Each rank's clock runs from some moment of its own, a little faster or slower than
+others. Rank 0 sends a message to each rank, and gets the time there back. Of several
+times the quickest counts: half of what it took is the most that the result is off by.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.pending import Pending
+
+__all__ = ["ClockSample", "compare_clocks", "drift_ppm", "error_ns", "offset_at"]
+
+_TAG = 3  # the consensus uses smaller ones
+_FIRST_ROUNDS = 8  # MPI opens connections in the first ones
+_ROUNDS = 24
+_MANY_RANKS = 64
+_now = time.monotonic_ns
+
+
+class ClockSample(NamedTuple):
+    """What a comparison has found.
+
+    Args:
+      local_ns: when it was, on this rank's clock.
+      offset_ns: what this rank's clock shows more than that of rank 0.
+      error_ns: how much the offset is off by, at most.
+    """
+
+    local_ns: int
+    offset_ns: int
+    error_ns: int
+
+
+def compare_clocks(consensus: Consensus) -> ClockSample:
+    """Return how this rank's clock differs from rank 0's. Collective.
+
+    All ranks have agreed on that before.
+    """
+    comm, size = consensus.comm, consensus.size
+    if size == 1:
+        return ClockSample(_now(), 0, 0)
+    rounds = _FIRST_ROUNDS + (_ROUNDS if size <= _MANY_RANKS else _FIRST_ROUNDS)
+    message = np.zeros(3, np.int64)
+    with consensus.lock, Pending("comparing clocks", comm):
+        if consensus.rank == 0:
+            for rank in range(1, size):
+                best = (1 << 62, 0, 0)
+                for _ in range(rounds):
+                    sent = _now()
+                    comm.Send(message, rank, _TAG)
+                    comm.Recv(message, rank, _TAG)
+                    received, there = _now(), int(message[0])
+                    took = received - sent
+                    best = min(best, (took, there, there - (sent + received) // 2))
+                message[:] = best[1], best[2], -(-best[0] // 2)
+                comm.Send(message, rank, _TAG)
+            return ClockSample(_now(), 0, 0)
+        for _ in range(rounds):
+            comm.Recv(message, 0, _TAG)
+            message[0] = _now()
+            comm.Send(message, 0, _TAG)
+        comm.Recv(message, 0, _TAG)
+    return ClockSample(*message.tolist())
+
+
+def offset_at(samples: list[ClockSample], local_ns: float) -> float:
+    """Return the offset at a time, between samples by a straight line."""
+    times = [sample.local_ns for sample in samples]
+    found = np.interp(local_ns, times, [sample.offset_ns for sample in samples])
+    if len(samples) > 1 and local_ns > times[-1]:
+        found += drift_ppm(samples) * 1e-6 * (local_ns - times[-1])
+    return float(found)
+
+
+def drift_ppm(samples: list[ClockSample]) -> float:
+    """Return how many microseconds a second this rank's clock gains on rank 0's."""
+    first, last = samples[0], samples[-1]
+    took = last.local_ns - first.local_ns
+    return 1e6 * (last.offset_ns - first.offset_ns) / took if took else 0.0
+
+
+def error_ns(samples: list[ClockSample]) -> int:
+    """Return how much times are off by, at most, at the samples."""
+    return max(sample.error_ns for sample in samples)
