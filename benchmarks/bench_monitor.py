@@ -112,9 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"recorder and counters: {recorder_ns(strategy):.0f} ns a collective")
         print(
             f"step: {statistics.median(off):.1f} us without a timeline, "
-            f"{statistics.median(on):.1f} us with; ratio {statistics.median(ratios):.4f}"
-            f" (quartiles {np.quantile(ratios, 0.25):.4f}, "
-            f"{np.quantile(ratios, 0.75):.4f}); best {min(on) / min(off):.4f}"
+            f"{statistics.median(on):.1f} us with; ratio "
+            f"{statistics.median(ratios):.4f} (quartiles "
+            f"{np.quantile(ratios, 0.25):.4f}, {np.quantile(ratios, 0.75):.4f}), "
+            f"of the best {min(on) / min(off):.4f}"
         )
         print(f"{size_bytes / comm.size / steps:.0f} bytes a step and rank")
 

@@ -22,6 +22,20 @@ Runs on as many ranks per node, and nodes, as the jobs it is for:
   mpirun -n 8 python -m mpidist tune
 The machine should do nothing else. What it finds is written to a file, from which
 strategies with that layout and MPI library take it."""
+_REPORT = """Show where the time of a job went, as a page for a browser.
+
+The folder is that of a timeline: of a job that ran with MPIDIST_TIMELINE=FOLDER, or in
+strategy.timeline(FOLDER). It may run still, or have been killed. The page is one file
+that needs no network:
+  python -m mpidist report FOLDER -o report.html --trace trace.json.gz
+The trace is for https://ui.perfetto.dev or chrome://tracing: what each rank did when,
+all on one clock."""
+_REPORT_END = """Exit status: 0; 1 if there is no timeline, or a file cannot be written;
+2 if the arguments cannot be used."""
+_TOP = """Show how far a job with a timeline is, and where its time goes.
+
+Runs without MPI, as on a login node that sees the folder of MPIDIST_TIMELINE:
+  python -m mpidist top FOLDER"""
 _DIFF = """Compare what the flight recorders of all ranks hold.
 
 Where the variable MPIDIST_DUMPS names a folder, each rank keeps its last 1,000
@@ -55,6 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     diff_help = "name the first collective in which ranks differed, without MPI"
     diff = _add_command(commands, "diff", _diff, diff_help, _DIFF, _DIFF_END)
     diff.add_argument("dumps", nargs="+", type=Path, help="folders, or files")
+    report_help = "show where the time of a job went, without MPI"
+    _add_report_arguments(
+        _add_command(commands, "report", _report, report_help, _REPORT, _REPORT_END)
+    )
+    top_help = "show how far a job is, without MPI"
+    _add_top_arguments(_add_command(commands, "top", _top, top_help, _TOP))
     doctor_help = "say what is wrong with the place where a job is to run"
     _add_doctor_arguments(
         _add_command(commands, "doctor", _doctor, doctor_help, _DOCTOR, _DOCTOR_END)
@@ -132,6 +152,63 @@ def _diff(given: argparse.Namespace) -> int:
         return 2
     print("\n".join(lines))
     return 0 if is_same else 1
+
+
+def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of a timeline")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="the page (default report.html)",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write the events of all ranks, too; compressed if it ends in .gz",
+    )
+
+
+def _report(given: argparse.Namespace) -> int:
+    """Write the page, and return the exit status."""
+    from mpidist.errors import DataError
+    from mpidist.monitor.report import report
+    from mpidist.monitor.trace_reader import merge
+    from mpidist.util.files import replace_file
+
+    try:
+        page = report(given.folder)
+        with replace_file(given.output) as file:
+            file.write(page.encode())
+        print(given.output)
+        if given.trace is not None:
+            print(f"{given.trace}: {merge(given.folder, given.trace):,} events")
+    except (DataError, OSError) as error:
+        print(f"python -m mpidist report: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _add_top_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of a timeline")
+    parser.add_argument("--once", action="store_true", help="show it once, and end")
+    parser.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=2.0,
+        metavar="N",
+        help="between two looks (default 2)",
+    )
+
+
+def _top(given: argparse.Namespace) -> int:
+    """Show a job until it ends, and return the exit status."""
+    from mpidist.monitor.top import top
+
+    return top(given.folder, None if given.once else given.seconds)
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,34 +8,20 @@ times the quickest counts: half of what it took is the most that the result is o
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
 
 import numpy as np
 
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.pending import Pending
+from mpidist.monitor.clock_samples import ClockSample
 
-__all__ = ["ClockSample", "compare_clocks", "drift_ppm", "error_ns", "offset_at"]
+__all__ = ["compare_clocks"]
 
 _TAG = 3  # the consensus uses smaller ones
 _FIRST_ROUNDS = 8  # MPI opens connections in the first ones
 _ROUNDS = 24
 _MANY_RANKS = 64
 _now = time.monotonic_ns
-
-
-class ClockSample(NamedTuple):
-    """What a comparison has found.
-
-    Args:
-      local_ns: when it was, on this rank's clock.
-      offset_ns: what this rank's clock shows more than that of rank 0.
-      error_ns: how much the offset is off by, at most.
-    """
-
-    local_ns: int
-    offset_ns: int
-    error_ns: int
 
 
 def compare_clocks(consensus: Consensus) -> ClockSample:
@@ -68,24 +54,3 @@ def compare_clocks(consensus: Consensus) -> ClockSample:
             comm.Send(message, 0, _TAG)
         comm.Recv(message, 0, _TAG)
     return ClockSample(*message.tolist())
-
-
-def offset_at(samples: list[ClockSample], local_ns: float) -> float:
-    """Return the offset at a time, between samples by a straight line."""
-    times = [sample.local_ns for sample in samples]
-    found = np.interp(local_ns, times, [sample.offset_ns for sample in samples])
-    if len(samples) > 1 and local_ns > times[-1]:
-        found += drift_ppm(samples) * 1e-6 * (local_ns - times[-1])
-    return float(found)
-
-
-def drift_ppm(samples: list[ClockSample]) -> float:
-    """Return how many microseconds a second this rank's clock gains on rank 0's."""
-    first, last = samples[0], samples[-1]
-    took = last.local_ns - first.local_ns
-    return 1e6 * (last.offset_ns - first.offset_ns) / took if took else 0.0
-
-
-def error_ns(samples: list[ClockSample]) -> int:
-    """Return how much times are off by, at most, at the samples."""
-    return max(sample.error_ns for sample in samples)

@@ -22,12 +22,8 @@ from mpi4py import MPI
 
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.replica_group import ReplicaGroup
-from mpidist.monitor.clocks import (
-    ClockSample,
-    compare_clocks,
-    drift_ppm,
-    error_ns,
-)
+from mpidist.monitor.clock_samples import ClockSample, drift_ppm, error_ns
+from mpidist.monitor.clocks import compare_clocks
 from mpidist.monitor.statistics import statistics
 from mpidist.monitor.trace_file import TraceFile, trace_path
 from mpidist.util import tracing, validation

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpidist.errors import DataError
-from mpidist.monitor.clocks import ClockSample, drift_ppm, error_ns, offset_at
+from mpidist.monitor.clock_samples import ClockSample, drift_ppm, error_ns, offset_at
 from mpidist.util.files import replace_file
 
 __all__ = ["RankTrace", "Step", "merge", "read_statuses", "read_traces"]

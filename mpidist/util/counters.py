@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpidist.util import tracing
+from mpidist.util.durations import BUCKETS, bucket_of
 
 __all__ = [
     "BACKWARD",
@@ -19,16 +20,13 @@ __all__ = [
     "RUN",
     "Counters",
     "Operation",
-    "bucket_of",
-    "bucket_seconds",
 ]
 
 # What ends a step: of what a program does, the last of these
 BACKWARD, NEXT, RUN = 1, 2, 3
 
+_MOST_OPERATIONS = 100
 _now = time.monotonic_ns
-_PER_OCTAVE_BITS = 2  # buckets of the histogram: four for each factor of two
-_BUCKETS = 64 << _PER_OCTAVE_BITS
 
 
 class Operation:
@@ -65,7 +63,7 @@ class Counters:
         self.epochs = 0  # of distributed datasets, that have ended
         self.has_cache = True  # of the last one
         self.first_ns = self.least_ns = self.most_ns = 0
-        self.histogram = [0] * _BUCKETS
+        self.histogram = [0] * BUCKETS
         # When the first step and the last one ended, and what had been counted by then
         self.first_mark = self.last_mark = (0, 0, 0, 0, 0)
         self.has_begun = False
@@ -93,7 +91,7 @@ class Counters:
             return
         if kind > self._kind:
             self._kind, self.steps, self._is_paused = kind, 0, False
-            self.histogram = [0] * _BUCKETS
+            self.histogram = [0] * BUCKETS
             self.least_ns = self.most_ns = 0
         if self._is_paused:
             self._is_paused = False
@@ -169,12 +167,15 @@ class Counters:
                 trace.span("checkpoint", name, begun, ended)
 
     def operation(self, name: str) -> Operation:
-        """Return what is counted of an operation. Numbers in its name do not matter."""
-        name = " ".join(word for word in name.split() if not word.isdecimal())
-        found = self.operations.get(name)
-        if found is None:
-            found = self.operations[name] = Operation(name)
-        return found
+        """Return what is counted of an operation.
+
+        Words with digits in its name do not matter, as there may be many.
+        """
+        words = [word for word in name.split() if not any(map(str.isdecimal, word))]
+        name = " ".join(words)
+        if name not in self.operations and len(self.operations) >= _MOST_OPERATIONS:
+            name = "other operations"
+        return self.operations.setdefault(name, Operation(name))
 
     def snapshot(self) -> dict[str, Any]:
         """Return all of them as integers, text and containers, which JSON can hold."""
@@ -194,19 +195,3 @@ class Counters:
                 for o in list(self.operations.values())
             ],
         }
-
-
-def bucket_of(nanoseconds: int) -> int:
-    """Return the bucket of the histogram for a duration."""
-    length = nanoseconds.bit_length()
-    if length <= _PER_OCTAVE_BITS:
-        return 0
-    rest = (nanoseconds >> (length - 1 - _PER_OCTAVE_BITS)) & 3
-    return min(length << _PER_OCTAVE_BITS | rest, _BUCKETS - 1)
-
-
-def bucket_seconds(bucket: int) -> tuple[float, float]:
-    """Return from which duration to which a bucket is."""
-    length, rest = bucket >> _PER_OCTAVE_BITS, bucket & 3
-    unit = 2.0 ** (length - 1) / 1e9
-    return unit * (1 + rest / 4), unit * (1 + (rest + 1) / 4)

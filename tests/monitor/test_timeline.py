@@ -13,7 +13,8 @@ import pytest
 import mpidist
 from mpidist.errors import DataError
 from mpidist.monitor import timeline as module
-from mpidist.monitor.clocks import ClockSample, compare_clocks, drift_ppm, offset_at
+from mpidist.monitor.clock_samples import ClockSample, drift_ppm, offset_at
+from mpidist.monitor.clocks import compare_clocks
 from mpidist.monitor.timeline import status_path
 from mpidist.monitor.trace_file import trace_path
 from mpidist.monitor.trace_reader import merge, read_statuses, read_traces
