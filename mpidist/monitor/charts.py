@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 __all__ = ["Series", "histogram", "lines", "quantity", "stacked", "unit_of"]
 
 _WIDTH, _HEIGHT = 360, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 14, 42
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 20, 14, 42
 _TICK_PIXELS = 46  # between labels on the x axis
 Series = tuple[str, Sequence[float]]  # the name, which is its class, and the values
 
@@ -139,7 +139,7 @@ class _Frame:
 
 
 def stacked(title: str, edges: Sequence[float], parts: Sequence[Series]) -> str:
-    """Return bars of seconds, one part on the other, over seconds.
+    """Return bars of seconds, one part on the other, over numbers of steps.
 
     Args:
       title: of the chart.
@@ -147,10 +147,9 @@ def stacked(title: str, edges: Sequence[float], parts: Sequence[Series]) -> str:
       parts: seconds of each bar, from below.
     """
     totals = [sum(values) for values in zip(*[values for _, values in parts])]
-    # What is rare and long, a checkpoint or the first step, must not flatten the rest
     most = max(totals, default=0.0)
     unit, size = unit_of(most)
-    frame = _Frame(title, most / size, f"a step, {unit}", "since the beginning, s")
+    frame = _Frame(title, most / size, f"a step, {unit}", "number of the step")
     start, width = edges[0], (edges[-1] - edges[0]) or 1.0
     for i, (left, right) in enumerate(itertools.pairwise(edges)):
         low = 0.0
@@ -160,8 +159,8 @@ def stacked(title: str, edges: Sequence[float], parts: Sequence[Series]) -> str:
             box = (left - start) / width, (right - start) / width
             frame.bar(name, *box, low, high, note)
             low = high
-    ticks = [t for t in _ticks(width, 4) if t <= width * 1.0001]
-    frame.x_ticks((tick / width, quantity(tick)) for tick in ticks)
+    ticks = [t for t in _ticks(edges[-1], 4) if start <= t <= edges[-1]]
+    frame.x_ticks(((tick - start) / width, quantity(tick)) for tick in ticks)
     return frame.done()
 
 
@@ -172,8 +171,9 @@ def histogram(title: str, rows: Sequence[tuple[float, float, int]]) -> str:
       title: of the chart.
       rows: from how many seconds to how many, and how many steps; ascending.
     """
-    unit, size = unit_of(rows[-1][0] if rows else 1.0)
-    most = max((count for *_, count in rows), default=1)
+    usual = max(rows, key=lambda row: row[2], default=(1.0, 1.0, 1))
+    unit, size = unit_of(usual[0])
+    most = usual[2]
     frame = _Frame(title, most, "steps", f"duration, {unit} (logarithmic)")
     low = math.log(rows[0][0] / size) if rows else 0.0
     high = math.log(rows[-1][1] / size) if rows else 1.0
@@ -186,7 +186,7 @@ def histogram(title: str, rows: Sequence[tuple[float, float, int]]) -> str:
 
     for begin, end, count in rows:
         note = f"{quantity(begin / size)} to {quantity(end / size)} {unit}: {count}"
-        frame.bar("compute", share(begin), share(end), 0, count, note)
+        frame.bar("neutral", share(begin), share(end), 0, count, note)
     lowest, highest = math.floor(low / math.log(10)), math.ceil(high / math.log(10))
     factors = (1, 2, 5) if high - low > math.log(10) else (1, 1.5, 2, 3, 4, 5, 7)
     ticks = [f * 10.0**power for power in range(lowest, highest + 1) for f in factors]

@@ -12,10 +12,12 @@ PARTS = ("compute", "input", "transfer", "waiting", "checkpoint")
 _STYLE = """
 :root { --paper: #fff; --ink: #1b1f24; --faint: #57606a; --grid: #d8dee4;
   --card: #f6f8fa; --compute: #3b6ea8; --input: #3f8f4f; --transfer: #d9822b;
-  --waiting: #c8393c; --checkpoint: #8a5fa3; color-scheme: light dark; }
+  --waiting: #c8393c; --checkpoint: #8a5fa3; --neutral: #6b7785;
+  color-scheme: light dark; }
 @media (prefers-color-scheme: dark) { :root { --paper: #14181d; --ink: #e6e9ed;
   --faint: #9aa5b1; --grid: #333b45; --card: #1d232b; --compute: #6ea3dd;
-  --input: #6fbf7d; --transfer: #eda757; --waiting: #ef6f6c; --checkpoint: #b994d1; } }
+  --input: #6fbf7d; --transfer: #eda757; --waiting: #ef6f6c; --checkpoint: #b994d1;
+  --neutral: #93a1b0; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1rem; max-width: 74rem; background: var(--paper);
   color: var(--ink); font: 16px/1.45 system-ui, "DejaVu Sans", sans-serif; }
@@ -70,7 +72,7 @@ def _colours() -> str:
     lines = [
         f".bar .{n}, .legend .{n} {{ background: var(--{n}); }} "
         f"svg .{n} {{ fill: var(--{n}); }} .tile.{n} {{ border-color: var(--{n}); }}"
-        for n in PARTS
+        for n in (*PARTS, "neutral")
     ]
     return "\n".join(lines)
 

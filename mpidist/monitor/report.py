@@ -1,7 +1,7 @@
 """The report of a job: one page, of its timeline's folder.
 
 It needs nothing but itself: no network, no scripts. What it says of all steps is exact;
-what it shows over time is of the steps that were recorded.
+what it shows from step to step is of those that were recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpidist.util.available_memory import as_text as bytes_text
 
 __all__ = ["report", "scaling", "slowest_rank"]
 
-_BINS = 60
+_BINS = 30
 _MOST_ROWS = 32
 _STANDS_OUT = 1.15  # times as much work of its own as other ranks
 
@@ -142,15 +142,16 @@ def _findings(
 
 
 def _series(traces: Sequence[RankTrace]) -> str:
-    """Return a chart of the parts of steps over time, means over the ranks."""
+    """Return a chart of the parts of steps by their number, means over the ranks."""
     steps = [step for trace in traces for step in trace.steps()]
     rest = [step for step in steps if step.number > 1] or steps
     if not rest:
         return "<p>No steps were recorded.</p>"
-    begun = np.array([step.begun for step in rest])
-    end = max(step.begun + step.seconds for step in rest)
-    count = min(_BINS, max(1, len(rest) // max(1, len(traces))))
-    edges = np.linspace(begun.min(), end, count + 1)
+    begun = np.array([step.number for step in rest])
+    first, end = int(begun.min()), int(begun.max()) + 1
+    # Bins of equally many steps: some read for the next ones, too
+    width = -(-(end - first) // _BINS)
+    edges = np.arange(first, end + width, width)
     weights = np.array([step.one_of for step in rest], float)
     number = np.histogram(begun, edges, weights=weights)[0]
     parts: list[charts.Series] = []
@@ -243,7 +244,7 @@ def _first_step(statuses: Sequence[Mapping[str, Any]]) -> str:
             name,
             "",
             "",
-            [("compute", seconds / most, "")],
+            [("neutral", seconds / most, "")],
             f"{charts.quantity(seconds / size)} {unit}",
         )
         for name, seconds in (("the first step", first), ("others, mean", usual))
