@@ -13,10 +13,12 @@ import numpy as np
 
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.pending import Pending
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.monitor.clock_samples import ClockSample
 
 __all__ = ["compare_clocks"]
 
+_CALL = "comparing clocks"
 _TAG = 3  # the consensus uses smaller ones
 _FIRST_ROUNDS = 8  # MPI opens connections in the first ones
 _ROUNDS = 24
@@ -25,32 +27,36 @@ _now = time.monotonic_ns
 
 
 def compare_clocks(consensus: Consensus) -> ClockSample:
-    """Return how this rank's clock differs from rank 0's. Collective.
-
-    All ranks have agreed on that before.
-    """
-    comm, size = consensus.comm, consensus.size
-    if size == 1:
+    """Return how this rank's clock differs from rank 0's. Collective."""
+    if consensus.size == 1:
         return ClockSample(_now(), 0, 0)
+    with consensus.lock:
+        consensus.require_same(CallSignature(_CALL))
+        with Pending(_CALL, consensus.comm):
+            return _exchange(consensus)
+
+
+def _exchange(consensus: Consensus) -> ClockSample:
+    comm, size = consensus.comm, consensus.size
     rounds = _FIRST_ROUNDS + (_ROUNDS if size <= _MANY_RANKS else _FIRST_ROUNDS)
     message = np.zeros(3, np.int64)
-    with consensus.lock, Pending("comparing clocks", comm):
-        if consensus.rank == 0:
-            for rank in range(1, size):
-                best = (1 << 62, 0, 0)
-                for _ in range(rounds):
-                    sent = _now()
-                    comm.Send(message, rank, _TAG)
-                    comm.Recv(message, rank, _TAG)
-                    received, there = _now(), int(message[0])
-                    took = received - sent
-                    best = min(best, (took, there, there - (sent + received) // 2))
-                message[:] = best[1], best[2], -(-best[0] // 2)
-                comm.Send(message, rank, _TAG)
-            return ClockSample(_now(), 0, 0)
+    if consensus.rank:
         for _ in range(rounds):
             comm.Recv(message, 0, _TAG)
             message[0] = _now()
             comm.Send(message, 0, _TAG)
         comm.Recv(message, 0, _TAG)
-    return ClockSample(*message.tolist())
+        return ClockSample(*message.tolist())
+    for rank in range(1, size):
+        best = (1 << 62, 0, 0)
+        for _ in range(rounds):
+            sent = _now()
+            comm.Send(message, rank, _TAG)
+            comm.Recv(message, rank, _TAG)
+            received, there = _now(), int(message[0])
+            # Half way between, on this clock
+            offset = there - (sent + received) // 2
+            best = min(best, (received - sent, there, offset))
+        message[:] = best[1], best[2], -(-best[0] // 2)
+        comm.Send(message, rank, _TAG)
+    return ClockSample(_now(), 0, 0)

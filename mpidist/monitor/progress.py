@@ -98,7 +98,6 @@ class _Shown:
 
     def __init__(self, total: int | None, unit: str, group: Any):
         self._total, self._unit = total, unit
-        self._units = unit + ("es" if unit.endswith(("s", "x", "ch", "sh")) else "s")
         self._replicas = 1 if group is None else group.num_replicas
         self._counters: Counters | None = None
         if group is not None:
@@ -152,7 +151,7 @@ class _Shown:
     def _line(self, took: float) -> str:
         rate = self._count / took
         of = "" if self._total is None else f" of {self._total:,}"
-        parts = [f"{self._count:,}{of} {self._units}", f"{rate:.3g} {self._units}/s"]
+        parts = [f"{self._unit} {self._count:,}{of}", f"{rate:.3g}/s"]
         parts += self._extras(took)
         if self._total is not None and rate:
             left = max(0, self._total - self._count) / rate

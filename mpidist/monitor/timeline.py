@@ -40,7 +40,7 @@ _LEAST_RANK_BYTES = 1 << 20
 # What part of them has all steps. Then each of these parts has half as many as before
 _WHOLE_PART, _NEXT_PART = 4, 16
 _STATUS_RANKS = 16  # so many statuses a second are written, of all ranks
-_FIRST_CALLS = 2000  # after so many, and twice as many ..., clocks are compared
+_FIRST_RUNS = 500  # after so many, and twice as many ..., clocks are compared
 _END_SECONDS = 5.0
 
 _current: Timeline | None = None
@@ -66,7 +66,7 @@ class Timeline:
         job = consensus.root_only(_CALL, lambda: (secrets.token_hex(4), time.time()))
         self._job, self._began = job
         self._samples = [compare_clocks(consensus)]
-        self._next_calls = consensus.calls + _FIRST_CALLS
+        self._runs, self._next_runs = 0, _FIRST_RUNS
         self._lock = threading.Lock()
         self._lines: list[str] = []  # to be written with the next events
         self._stop = threading.Event()
@@ -115,12 +115,16 @@ class Timeline:
         self._lines.append(self._file.instant("clock", sample.local_ns, args))
 
     def compare_clocks_if_due(self) -> None:
-        """Compare clocks if so many calls were made since. Collective.
+        """Compare clocks after some calls of `run`, which count this. Collective.
 
-        For moments at which all ranks have made the same calls.
+        Those of the thread that has made the strategy count, which are as many on all
+        ranks.
         """
-        if self._group.consensus.calls >= self._next_calls:
-            self._next_calls *= 2
+        if not self._group.consensus.lock.is_creator():
+            return
+        self._runs += 1
+        if self._runs >= self._next_runs:
+            self._next_runs *= 2
             self._samples.append(compare_clocks(self._group.consensus))
             self._note_clock(self._samples[-1])
 

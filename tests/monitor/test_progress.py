@@ -37,12 +37,12 @@ def test_a_line_where_stderr_is_no_terminal(comm, strategy, often, capsys):
         sums = [strategy.reduce("SUM", batch, axis=0) for batch in shown]
         assert sums == [15, 51, 87, 123]
     err = capsys.readouterr().err
-    lines = [line for line in err.splitlines() if " batches" in line]
+    lines = [line for line in err.splitlines() if "batch " in line]
     if comm.rank:
         assert not lines
         return
     assert len(lines) == 10
-    assert re.match(r"mpidist: 2 of 4 batches, .* batches/s, [\d,]+ rows/s", lines[1])
+    assert re.match(r"mpidist: batch 2 of 4, .*/s, [\d,]+ rows/s", lines[1])
     assert ("% waiting" in lines[1]) == (comm.size > 1)
     assert lines[1].endswith(" left")
     assert "took 0:00:0" in lines[4]
@@ -50,7 +50,7 @@ def test_a_line_where_stderr_is_no_terminal(comm, strategy, often, capsys):
 
 def test_a_minute_has_not_passed(comm, strategy, capsys):
     list(mpidist.progress(batches(strategy)))
-    assert "steps/s" not in capsys.readouterr().err
+    assert "rows/s" not in capsys.readouterr().err
 
 
 def test_a_bar_in_a_terminal(comm, strategy, often, monkeypatch):
@@ -71,15 +71,15 @@ def test_other_things_to_iterate_over(comm, often, capsys):
     with pytest.raises(TypeError):
         len(mpidist.progress(iter("ab")))
     err = capsys.readouterr().err
-    assert ("3 of 3 epochs" in err) == (comm.rank == 0)
-    assert ("2 steps," in err) == (comm.rank == 0)
+    assert ("epoch 3 of 3" in err) == (comm.rank == 0)
+    assert ("step 2," in err) == (comm.rank == 0)
 
 
 def test_a_loop_that_is_left_early(comm, often, capsys):
     for item in mpidist.progress(range(9)):
         if item == 2:
             break
-    assert ("2 of 9 steps" in capsys.readouterr().err) == (comm.rank == 0)
+    assert ("step 2 of 9" in capsys.readouterr().err) == (comm.rank == 0)
 
 
 class Broken(io.StringIO):
