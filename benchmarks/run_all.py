@@ -56,6 +56,7 @@ def commands(
     yield [*ranks(2), checkpoints, *tiny, output(f"checkpoint-{name}")]
     frameworks = str(HERE / "bench_frameworks.py")
     yield [*ranks(2), frameworks, *tiny, output(f"frameworks-{name}")]
+    yield [*ranks(2), str(HERE / "bench_monitor.py"), *tiny]
     for number in (1, 2):
         stem = f"input-{name}-{number}rank{'s' if number > 1 else ''}"
         yield [*ranks(number), str(HERE / "bench_input.py"), *tiny, output(stem)]
