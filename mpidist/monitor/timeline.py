@@ -67,6 +67,7 @@ class Timeline:
         self._job, self._began = job
         self._samples = [compare_clocks(consensus)]
         self._runs, self._next_runs = 0, _FIRST_RUNS
+        self.has_ended = False  # on this rank
         self._lock = threading.Lock()
         self._lines: list[str] = []  # to be written with the next events
         self._stop = threading.Event()
@@ -130,11 +131,15 @@ class Timeline:
 
     def stop(self) -> None:
         """Compare clocks once more, and end the files. Collective."""
+        global _current
         with contextlib.suppress(ValueError):
             self._group.closing.remove(self.stop)
-        self._group.timeline = None
-        if _current is not self:
+        # All of these are the same on all ranks, whatever has ended on one alone
+        if self._group.timeline is not self:
             return
+        self._group.timeline = None
+        if _current is self:
+            _current = None
         consensus = self._group.consensus
         if consensus.broken is None and not consensus.failures.ranks:
             self._samples.append(compare_clocks(consensus))
@@ -143,8 +148,9 @@ class Timeline:
 
     def end(self) -> None:
         """End the files. Not collective."""
-        global _current
-        _current = None
+        if self.has_ended:
+            return
+        self.has_ended = True
         if self._buffer is None:
             return
         tracing.stop()
@@ -250,10 +256,15 @@ def _start(
 ) -> Timeline | None:
     """Start a timeline unless some rank has one. Collective."""
     global _current
-    if any(group.consensus.gather(_CALL, _current is not None)):
+    has_one = _current is not None and not _current.has_ended
+    if any(group.consensus.gather(_CALL, has_one)):
         if group.replica_id == 0 and is_asked_for:
             warn("there is a timeline already, which goes on; the new one is left out")
         return None
+    if _current is not None:  # an error has ended it, on all ranks
+        with contextlib.suppress(ValueError):
+            _current._group.closing.remove(_current.stop)
+        _current._group.timeline = None
     _current = group.timeline = Timeline(group, folder)
     return _current
 

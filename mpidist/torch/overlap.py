@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,8 +112,11 @@ class Overlap:
         if step is None:
             return None
         with Pending(_CALL, self._group.consensus.comm):
+            begun = time.monotonic_ns()
             try:
                 step.finish(error)
+                if self._is_threaded:
+                    self._group.consensus.recorder.counters.end_exposed(begun)
             except BaseException as interruption:  # the thread has not ended yet
                 self._group.consensus.leave(interruption)
                 raise

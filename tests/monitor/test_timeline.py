@@ -244,6 +244,30 @@ def test_an_error_in_the_block_on_all_ranks(comm, strategy, folder):
         train(strategy)
 
 
+ALONE = """
+import os
+import mpidist
+strategy = mpidist.MirroredStrategy(["CPU:0"])
+try:
+    with strategy.timeline(os.environ["FOLDER"]):
+        if strategy.extended.replica_id == 1:
+            raise ZeroDivisionError
+except ZeroDivisionError:
+    try:
+        strategy.barrier()
+    except mpidist.DivergenceError:
+        print("rank 1: they differ")
+except mpidist.DivergenceError:
+    print("rank 0: they differ")
+"""
+
+
+def test_an_error_in_the_block_on_one_rank_hangs_nobody(mpirun, tmp_path):
+    job = mpirun(2, ALONE, FOLDER=str(tmp_path))
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("they differ") == 2
+
+
 def test_wrong_folders(strategy):
     with pytest.raises(mpidist.ArgumentTypeError), strategy.timeline(3):
         pytest.fail("it was entered")
@@ -282,6 +306,7 @@ def test_spans_of_several_threads(comm, strategy, folder):
     comm.Barrier()
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_process_records_nothing(comm, strategy, folder):
     with strategy.timeline(folder):
         pid = os.fork()
