@@ -57,6 +57,7 @@ def commands(
     yield [*ranks(2), checkpoints, *tiny, output(f"checkpoint-{name}")]
     frameworks = str(HERE / "bench_frameworks.py")
     yield [*ranks(2), frameworks, *tiny, output(f"frameworks-{name}")]
+    yield [*ranks(2), str(HERE / "bench_monitor.py"), *tiny]
     for number in (1, 2):
         stem = f"jax-{name}-{number}rank{'s' if number > 1 else ''}"
         if importlib.util.find_spec("jax") is not None:

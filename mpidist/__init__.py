@@ -158,6 +158,13 @@ Saving and going on
     TerminationConfig           termination_watcher_fn, exit_fn, grace_period, save_fn
     run_elastic                 not in TensorFlow: goes on without ranks that have died
 
+Looking at a job
+
+    Strategy.statistics         not in TensorFlow: where the time of a job goes
+    Strategy.timeline           not in TensorFlow: what each rank does when
+    progress                    a bar, as of tqdm and Keras, on rank 0
+    span                        tf.profiler.experimental.Trace: a part with a name in it
+
 PyTorch (`import mpidist.torch`, which needs `pip install mpidist[torch]`)
 
     torch.nn.parallel.DistributedDataParallel
@@ -174,6 +181,8 @@ Commands
     python -m mpidist plan      what each rank of a job will read; needs no MPI
     python -m mpidist doctor    what is wrong with the place where a job is to run
     python -m mpidist tune      which transport is the fastest for which size
+    python -m mpidist report    where the time of a job went; needs no MPI
+    python -m mpidist top       how far a running job is; needs no MPI
     python -m mpidist diff      which collective was the first to differ; needs no MPI
 
 Absent
@@ -220,6 +229,7 @@ if not commands.is_command():
         has_strategy,
         in_cross_replica_context,
     )
+    from mpidist.monitor.spans import span
     from mpidist.data.dataset import (
         INFINITE_CARDINALITY,
         UNKNOWN_CARDINALITY,
@@ -284,6 +294,7 @@ if not commands.is_command():
 if TYPE_CHECKING:
     from mpidist.checkpoint.checkpoint import Checkpoint
     from mpidist.checkpoint.manager import CheckpointManager, latest_checkpoint
+    from mpidist.monitor.progress import progress
     from mpidist.resilience.elastic import run_elastic
     from mpidist.resilience.preemption import (
         PreemptionCheckpointHandler,
@@ -296,6 +307,7 @@ _LATER = {
     "Checkpoint": "mpidist.checkpoint.checkpoint",
     "CheckpointManager": "mpidist.checkpoint.manager",
     "latest_checkpoint": "mpidist.checkpoint.manager",
+    "progress": "mpidist.monitor.progress",
     "run_elastic": "mpidist.resilience.elastic",
     "PreemptionCheckpointHandler": "mpidist.resilience.preemption",
     "TerminationConfig": "mpidist.resilience.preemption",
@@ -388,5 +400,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "latest_checkpoint",
+    "progress",
     "run_elastic",
+    "span",
 ]

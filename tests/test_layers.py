@@ -65,6 +65,7 @@ OUTSIDE = {
         "launch",
         "device.probe",
         "comm",
+        "monitor",
         "strategy",
         "resilience",
         "tools",

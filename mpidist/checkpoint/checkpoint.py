@@ -305,7 +305,9 @@ class Checkpoint(Tracked):
 
         index = self.strategy.extended.consensus.guard(operation, prepare)
         self.saver.wait()
-        found = restore(self.strategy, operation, index, self, is_partial)
+        counters = self.strategy.extended.consensus.recorder.counters
+        with counters.checkpointing("restore"):
+            found = restore(self.strategy, operation, index, self, is_partial)
         return LoadStatus(str(index), found.missing, found.unused)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -100,10 +100,35 @@ class Saver:
         """
         extended = self._extended
         extended.topology.require_open()
-        extended.consensus.require_same(
-            CallSignature(operation, (("path", str(index)),))
-        )
-        self.wait()
+        with extended.consensus.recorder.counters.checkpointing("save"):
+            extended.consensus.require_same(
+                CallSignature(operation, (("path", str(index)),))
+            )
+            self.wait()
+            self._save(
+                operation,
+                index,
+                objects,
+                shard_bytes,
+                is_background,
+                attributes,
+                preserved,
+                after,
+            )
+
+    def _save(
+        self,
+        operation: str,
+        index: Path,
+        objects: Mapping[str, Any],
+        shard_bytes: int,
+        is_background: bool,
+        attributes: dict[str, Any],
+        preserved: tuple[int, float] | None,
+        after: Callable[[], None] | None,
+    ) -> None:
+        """Do what `save` does, when the last checkpoint is complete. Collective."""
+        extended = self._extended
         token, serial = extended.consensus.root_only(operation, lambda: _begin(index))
         rank, ranks = extended.replica_id, extended.num_replicas
         names = functools.partial(directories.shard_names, index, token)
@@ -173,6 +198,10 @@ class Saver:
         saving = self._pending
         if saving is None:  # on all ranks
             return
+        with self._extended.consensus.recorder.counters.checkpointing("wait"):
+            self._finish(saving)
+
+    def _finish(self, saving: Saving) -> None:
         consensus = self._extended.consensus
         saving.shard_is_done.wait()
         if not consensus.failures.ranks:

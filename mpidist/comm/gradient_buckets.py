@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from mpidist.comm.bucket_layout import (
 from mpidist.comm.collectives.arguments import check_each, to_arrays
 from mpidist.comm.collectives.outputs import StepResults
 from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.flight_recorder import Recorder
 from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.signatures import CallSignature, digest
 from mpidist.comm.replica_group import Channel, ReplicaGroup
@@ -102,6 +104,10 @@ class _Sides:
 
     def __len__(self) -> int:
         return len(self._sides)
+
+    def recorders(self) -> list[Recorder]:
+        """Return those of all sides."""
+        return [side.consensus.recorder for side in self._sides]
 
     def take(self, group: ReplicaGroup, owner: Any) -> _Side:
         """Return a side for its new owner. Collective."""
@@ -350,8 +356,11 @@ class GradientBuckets:
             self._results.end()
             raise
         with Pending(f"{_CALL}.__exit__", self._consensus.comm):
+            begun = time.monotonic_ns()
             try:
                 step.finish()
+                if self._is_threaded:
+                    self._consensus.recorder.counters.end_exposed(begun)
             except BaseException as interruption:  # the thread has not ended yet
                 self._consensus.leave(interruption)
                 raise

@@ -20,6 +20,7 @@ from mpidist.comm.collectives.operations import Collectives
 from mpidist.comm.collectives.outputs import Results
 from mpidist.comm.consensus.comparison import SharedMemoryComparison
 from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.flight_recorder import Recorder
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpidist.comm.device_info import GpuFacts, GpuRequest, find_facts
@@ -40,7 +41,7 @@ from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import logs, nest, validation
 from mpidist.util.buffers import Field
 from mpidist.util.forks import is_forked
-from mpidist.util.settings import require_settings
+from mpidist.util.settings import TIMELINE, require_settings
 
 __all__ = ["Channel", "ReplicaGroup"]
 
@@ -162,6 +163,7 @@ class ReplicaGroup:
             self.closing,
         )
         self.sides: Any = None  # see gradient_buckets
+        self.timeline: Any = None  # see monitor.timeline
         self.gpus: GpuFacts | None = None
         try:
             self._set_up(devices, cross_device_ops, gpu_request)
@@ -201,9 +203,11 @@ class ReplicaGroup:
         self.consensus.require_same(CallSignature(call, kinds))
         node = self.topology.node
         place = self.device, node.Get_rank(), node.Get_size()
-        found = self.consensus.gather(call, (place, _Resources.list_dropped()))
-        _Resources.free_dropped([dropped for _, dropped in found])
-        everyone = [place for place, _ in found]
+        mine = place, _Resources.list_dropped(), str(TIMELINE.read_or_default() or "")
+        found = self.consensus.gather(call, mine)
+        _Resources.free_dropped([dropped for _, dropped, _ in found])
+        everyone = [place for place, _, _ in found]
+        self.timeline_folder = next((folder for *_, folder in found if folder), "")
         self.topology.devices = tuple(device for device, _, _ in everyone)
         sizes = sorted(size for _, rank, size in everyone if rank == 0)
         self.topology.node_sizes = tuple(sizes)
@@ -223,6 +227,10 @@ class ReplicaGroup:
         )
         self._resources.ops = self.cross_device_ops
         self._resources.register()
+
+    def recorders_beside(self) -> list[Recorder]:
+        """Return those of communicators that other threads use. Not collective."""
+        return [] if self.sides is None else list(self.sides.recorders())
 
     def register(self, variable: Any) -> int:
         """Take note of a variable; return how many there were before. Not collective.

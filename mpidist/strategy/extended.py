@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +26,8 @@ from mpidist.errors import (
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.strategy.replica_context import ReplicaContext
 from mpidist.strategy.variables import Variable
-from mpidist.util import validation
+from mpidist.util import tracing, validation
+from mpidist.util.counters import RUN
 from mpidist.util.tracebacks import fold
 from mpidist.values import (
     Mirrored,
@@ -127,9 +129,18 @@ class StrategyExtended(ReplicaGroup):
         require_cross_replica(self.strategy, "run")
         if self.before_run is not None:
             self.before_run()
-        return self.consensus.run_in_scope(
+        counters = self.consensus.recorder.counters
+        counters.begin()
+        trace, begun = tracing.active, time.monotonic_ns()
+        result = self.consensus.run_in_scope(
             "run", lambda: self._replica(fn, args, kwargs)
         )
+        if trace is not None:
+            trace.span("run", "run", begun, time.monotonic_ns())
+        counters.mark(RUN)
+        if self.timeline is not None:
+            self.timeline.compare_clocks_if_due()
+        return result
 
     def _replica(
         self, fn: Callable[..., Any], args: Arguments, kwargs: dict[str, Any] | None

@@ -13,6 +13,8 @@ from mpidist.comm.cross_device_ops import CrossDeviceOps
 from mpidist.comm.device_info import GpuRequest
 from mpidist.comm.packing import Axis
 from mpidist.context import set_default_strategy
+from mpidist.monitor.statistics import report_at_end
+from mpidist.monitor.timeline import start_by_environment
 from mpidist.options import ReduceOp
 from mpidist.strategy.replica_context import DefaultReplicaContext
 from mpidist.strategy.v1 import StrategyExtendedV1, StrategyV1
@@ -75,6 +77,8 @@ class MirroredStrategy(StrategyV1):
         )
         self._devices = None if devices is None else copy.copy(devices)
         show_banner(self.extended)
+        report_at_end(self.extended)
+        start_by_environment(self.extended)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MirroredStrategy:
         """Return a strategy of the same ranks and devices that shares nothing else.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpidist.comm.consensus.signatures import CallSignature
@@ -13,6 +15,8 @@ from mpidist.data.dataset import DatasetLike
 from mpidist.data.distributed.datasets import DistributedDataset, InputContext
 from mpidist.errors import ContextError
 from mpidist.launch.cluster_resolver import SlurmClusterResolver, below_srun
+from mpidist.monitor.statistics import statistics
+from mpidist.monitor.timeline import timeline
 from mpidist.options import CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from mpidist.strategy.extended import StrategyExtended
 from mpidist.strategy.variables import Variable
@@ -434,11 +438,41 @@ class Strategy:
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
+    def statistics(self, all_ranks: bool = False) -> Any:
+        """Return where the time of this job has gone so far, as a dict. Not collective.
+
+        With `all_ranks` it is collective, and returns those of all ranks, by rank.
+        Times are seconds; `help(mpidist.monitor.statistics)` says what the keys mean.
+
+        Example:
+          >>> sorted(strategy.statistics()["parts"])
+          ['checkpoint', 'communication', 'compute', 'input']
+        """
+        found = statistics(self._extended)
+        return self.gather_objects(found) if all_ranks else found
+
+    def timeline(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """Return a context in which each rank writes what it does when. Collective.
+
+        Into `folder`, for `python -m mpidist report` and `top`, and for Perfetto. So
+        does MPIDIST_TIMELINE=folder for all of a program. Entering and leaving it are
+        collective. Where files cannot be written, a RuntimeWarning says so, and the job
+        goes on. Of long jobs fewer and fewer steps are recorded: each file has 10 MiB
+        at most, and all together 256 MiB.
+
+        Raises, on all replicas, ArgumentTypeError or ArgumentError if it is no path.
+
+        Example:
+          >>> import tempfile
+          >>> with strategy.timeline(tempfile.gettempdir() + "/mpidist-timeline"):
+          ...     total = strategy.reduce("SUM", 1.0)
+        """
+        return timeline(self._extended, folder)
+
     def experimental_finalize(self) -> list[Any]:
         """Free the communicators and buffers. Collective.
 
-        Any later use of the strategy is a ContextError. A second call does nothing.
-        Returns [].
+        Any later use is a ContextError. A second call does nothing. Returns [].
         """
         require_cross_replica(self, "experimental_finalize")
         self._extended.close()

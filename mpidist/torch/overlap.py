@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -194,8 +195,11 @@ class Overlap:
         if step is None:
             return None
         with Pending(_CALL, self._group.consensus.comm):
+            begun = time.monotonic_ns()
             try:
                 work(step)
+                if self._is_threaded:
+                    self._group.consensus.recorder.counters.end_exposed(begun)
             except BaseException as interruption:  # the thread has not ended yet
                 self._group.consensus.leave(interruption)
                 raise

@@ -276,8 +276,10 @@ class Pieces:
             for parts, receive in zip(everyone, receives):
                 add_in_order(parts, out=receive)
             return
-        transport = self._group.collectives.transports.intra_node
+        transports = self._group.collectives.transports
+        transport = transports.intra_node
         assert transport is not None
+        transports.count(transport.name, sum(a.nbytes for a in receives))
         transport.allreduce_symmetric(everyone, receives, deadline_of(self._options))
 
     def _give_back(self, used: int, in_place: set[int]) -> None:

@@ -23,6 +23,7 @@ from mpidist.options import CommunicationOptions
 from mpidist.torch import devices
 from mpidist.torch.overlap import Overlap
 from mpidist.torch.pieces import Pieces, broadcast
+from mpidist.util.counters import BACKWARD
 from mpidist.util.hashing import hash62
 
 __all__ = ["CALL", "Joining", "Reducer", "Share"]
@@ -233,6 +234,7 @@ class Reducer:
         try:
             with torch.no_grad(), self._as_trainer():
                 self.reduce(self._find_share())
+            self._consensus.recorder.counters.mark(BACKWARD)
         finally:
             self._reset()
 

@@ -372,6 +372,7 @@ class Exchanges:
         way = self._transports.exchange(arrays.is_device_array(send))
         if way is not None:
             is_large = size > way.most_bytes
+            self._transports.count(way.name, receive.nbytes)
             way.alltoallv(
                 send, counts_to, receive, counts_from, deadline, is_large=is_large
             )
@@ -381,6 +382,7 @@ class Exchanges:
         way = self._transports.exchange(is_device=False)
         assert way is not None
         here, is_large = arrays.to_host(send), size > way.most_bytes
+        self._transports.count(way.name, receive.nbytes)
         way.alltoallv(here, counts_to, host, counts_from, deadline, is_large=is_large)
         receive[...] = arrays.to_device_like(host, receive)
 

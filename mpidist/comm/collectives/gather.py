@@ -230,8 +230,10 @@ class Gathers:
         received = pack.received
         outer = _outer(value, axis)
         inner = math.prod(value.shape[axis + 1 :])
-        assert self._transports.intra_node is not None
-        self._transports.intra_node.allgather_columns(
+        in_node = self._transports.intra_node
+        assert in_node is not None
+        self._transports.count(in_node.name, received.nbytes)
+        in_node.allgather_columns(
             pack.send.reshape(outer, -1),
             received.reshape(outer, -1),
             (lengths * inner).tolist(),

@@ -195,6 +195,7 @@ class Sums:
         with np.errstate(over="ignore"):  # what is too large for float16 is inf
             if pack.wire is not None:
                 assert isinstance(transport, NarrowingTransport)
+                self._transports.count(transport.name, pack.total.nbytes)
                 transport.allreduce_narrow(pack.sends, pack.total, pack.wire, deadline)
                 return
             transport.allreduce_packed(pack.sends, pack.total, deadline)
@@ -206,9 +207,9 @@ class Sums:
     ) -> None:
         """Put the sums of symmetric arrays into others."""
         everyone = [self._symmetric.everyone(send) for send, _ in pairs]
-        assert self._transports.intra_node is not None
-        self._transports.intra_node.allreduce_symmetric(
-            [found for found in everyone if found is not None],
-            [total for _, total in pairs],
-            deadline,
+        in_node, totals = self._transports.intra_node, [total for _, total in pairs]
+        assert in_node is not None
+        self._transports.count(in_node.name, sum(total.nbytes for total in totals))
+        in_node.allreduce_symmetric(
+            [found for found in everyone if found is not None], totals, deadline
         )

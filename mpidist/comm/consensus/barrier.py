@@ -77,7 +77,14 @@ class NodeBarrier:
             comm.Barrier()
         counts = [words_of(m[:8]) for m in memory]
         self._mine = counts[self.rank]
-        self._others = [counts[rank] for rank in ranks if rank != self.rank]
+        self._others = [
+            (name, counts[rank])
+            for rank, name in enumerate(self._names)
+            if rank != self.rank
+        ]
+        self.late = (
+            -1
+        )  # the rank that arrived last at the last barrier; -1 for this one
         self._counts = counts
         # A double buffer: `epoch & 1` selects the page. A rank that arrives at the next
         # barrier has read the pages of the last one, so that they may be overwritten
@@ -118,8 +125,10 @@ class NodeBarrier:
         self.epoch = epoch = self.epoch + 1
         self._window.Sync()
         self._mine[0] = epoch
-        for count in self._others:
+        self.late = -1
+        for name, count in self._others:
             if count[0] < epoch:
+                self.late = name  # all before it have arrived
                 self._wait(count, epoch, deadline, yield_cpu)
         self._window.Sync()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -29,7 +30,9 @@ __all__ = [
     "comparison_by_mpi",
 ]
 
-_HEADER_BYTES = 32  # a number, what state the rank is in, and an address
+# A number, what state the rank is in, an address, and for how long it was away
+_HEADER_BYTES = 32
+_RANK_BITS = 20
 _ALIGNMENT_BYTES = 16
 _PAIR_TAG = 8  # `transports` and `waiting` have others
 # How a rank is when it compares: 0, or one of these
@@ -47,10 +50,12 @@ class Pages(NamedTuple):
     Args:
       own: this rank's arrays, on either page.
       everyone: for each array that of every rank, likewise.
+      size_bytes: of this rank's arrays.
     """
 
     own: Sequence[Sequence[Any]]
     everyone: Sequence[Sequence[Sequence[Any]]]
+    size_bytes: int = 0
 
 
 class Payload(NamedTuple):
@@ -87,6 +92,7 @@ class Comparison(Protocol):
     # Whether some rank's payload had large integers last time
     is_any_large: bool
     payload_bytes: int  # how much every rank can send the others along with its number
+    name: str  # of the transport that a payload travels by
 
     def agrees(
         self, words: Words, deadline: float | None = None, yield_cpu: bool = False
@@ -109,21 +115,30 @@ class Comparison(Protocol):
     def close(self) -> None:
         """Free what it has of MPI, before its communicator is freed."""
 
+    def late(self) -> int:
+        """Return the other rank that arrived last, last time; -1 if unknown, or none.
+
+        What it means where ranks arrived at about the same time is left open.
+        """
+
 
 class MaximumComparison:
-    """Compares by an MPI_Iallreduce of 40 bytes, without a payload: for many ranks."""
+    """Compares by an MPI_Iallreduce of 48 bytes, without a payload: for many ranks."""
 
     is_same_address = False
     is_any_large = False
     payload_bytes = 0
+    name = "mpi"
 
     def __init__(self, comm: MPI.Intracomm, departures: Departures):
         self._comm = comm
+        self._rank = comm.Get_rank()
+        self._left_ns = time.monotonic_ns()
         self._waiting = RequestWaiter(comm, departures)
         self._departures = departures
         self._calls = 0
-        self._mine = np.zeros(5, np.int64)
-        self._highest = np.zeros(5, np.int64)
+        self._mine = np.zeros(6, np.int64)
+        self._highest = np.zeros(6, np.int64)
 
     def agrees(
         self, words: Words, deadline: float | None = None, yield_cpu: bool = False
@@ -132,14 +147,23 @@ class MaximumComparison:
         self._calls += 1
         mine, highest = self._mine, self._highest
         number, state, address = words
-        mine[:] = number, -number, address, -address, state == FAILED
+        # All have left the last comparison at about the same time, so the one that has
+        # been away for longest arrives last
+        away = (time.monotonic_ns() - self._left_ns) // 1000 << _RANK_BITS | self._rank
+        mine[:] = number, -number, address, -address, state == FAILED, away
         # Never a blocking call: it would not match one of a rank with a deadline
         request = self._comm.Iallreduce(mine, highest, MPI.MAX)
         self._waiting.wait(request, deadline, self._calls, yield_cpu)
+        self._left_ns = time.monotonic_ns()
         # A rank that arrived earlier may have left since; later calls would wait for it
         self._departures.require_none()
         self.is_same_address = bool(address != 0 and highest[2] == -highest[3])
         return bool(highest[4] == 0 and highest[0] == -highest[1])
+
+    def late(self) -> int:
+        """See `Comparison.late`."""
+        rank = int(self._highest[5]) & ((1 << _RANK_BITS) - 1)
+        return -1 if rank == self._rank else rank
 
     def missing(self) -> list[int] | None:
         """See `Comparison.missing`."""
@@ -178,7 +202,11 @@ class PayloadComparison(abc.ABC):
         """
         own = [[parts[0] for parts in _arrays_on([p], kinds)] for p in self._own]
         everyone = [list(_arrays_on(pages, kinds)) for pages in self._everyone]
-        return Pages(own, everyone)
+        return Pages(own, everyone, sum(array.nbytes for array in own[0]))
+
+    @abc.abstractmethod
+    def late(self) -> int:
+        """See `Comparison.late`."""
 
     @abc.abstractmethod
     def next_page(self, pages: Pages) -> Sequence[Any]:
@@ -216,6 +244,8 @@ class GatherComparison(PayloadComparison):
       payload_bytes: see `Comparison`.
     """
 
+    name = "mpi"
+
     def __init__(
         self,
         comm: MPI.Intracomm,
@@ -223,6 +253,8 @@ class GatherComparison(PayloadComparison):
         payload_bytes: int = GATHERED_BYTES,
     ):
         self._comm = comm
+        self._rank = comm.Get_rank()
+        self._left_ns = time.monotonic_ns()
         self._waiting = RequestWaiter(comm, departures)
         self._departures = departures
         self._calls = 0
@@ -258,6 +290,7 @@ class GatherComparison(PayloadComparison):
         self._calls += 1
         mine = self._mine
         mine[0], mine[1], mine[2] = words
+        mine[3] = time.monotonic_ns() - self._left_ns  # see MaximumComparison
         request: Requests
         if self._pair:
             MPI.Prequest.Startall(self._pair)
@@ -268,6 +301,7 @@ class GatherComparison(PayloadComparison):
         self._is_idle = False
         self._waiting.wait(request, deadline, self._calls, yield_cpu)
         self._is_idle = True
+        self._left_ns = time.monotonic_ns()
         # A rank that arrived earlier may have left since; later calls would wait for it
         self._departures.require_none()
         return self._judge(self._words, words)
@@ -276,6 +310,12 @@ class GatherComparison(PayloadComparison):
         """See `Comparison.close`. Requests that go on are left to MPI."""
         while self._is_idle and self._pair:
             self._pair.pop().Free()
+
+    def late(self) -> int:
+        """See `Comparison.late`."""
+        away = [words[3] for words in self._words]
+        rank = away.index(max(away))
+        return -1 if rank == self._rank else rank
 
     def missing(self) -> list[int] | None:
         """See `Comparison.missing`."""
@@ -296,6 +336,8 @@ class SharedMemoryComparison(PayloadComparison):
       payload_bytes: see `Comparison`.
     """
 
+    name = "shared"
+
     def __init__(self, barrier: NodeBarrier, payload_bytes: int):
         self._barrier = barrier
         own = [pages[barrier.rank] for pages in barrier.page_pairs]
@@ -312,6 +354,10 @@ class SharedMemoryComparison(PayloadComparison):
     def missing(self) -> list[int] | None:
         """See `Comparison.missing`."""
         return self._barrier.missing()
+
+    def late(self) -> int:
+        """See `Comparison.late`."""
+        return self._barrier.late
 
     def agrees(
         self, words: Words, deadline: float | None = None, yield_cpu: bool = False

@@ -91,7 +91,7 @@ class Consensus:
         self._agreed_id = 0  # of an error that is raised on all ranks
         self._waiting = RequestWaiter(comm, self.departures)
         self.recorder = Recorder(channel, comm)
-        self._begin = self.recorder.begin
+        self._begin, self._note = self.recorder.begin, self.recorder.note_arrivals
         check = self.failures.check if self.failures.is_needed else None
         self.lock = ThreadOrderedLock(self.recorder.end, check, self._on_error)
         self.progress = ProgressCounters({})
@@ -184,7 +184,7 @@ class Consensus:
         self._begin(self.calls, call, number)
         number ^= self.progress.digest
         comparison = self.comparison
-        if not comparison.agrees((number, 0, address)):
+        if not self._note(comparison.agrees((number, 0, address)), comparison):
             self._settle(Proposal(call, address=address))
         return comparison.is_same_address
 
@@ -218,8 +218,9 @@ class Consensus:
             raise
         self.calls += 1
         self._begin(self.calls, call, number)
-        number ^= self.progress.digest
-        if not comparison.agrees((number, LARGE * is_large, 0)):
+        self.recorder.count(comparison.name, payload.pages.size_bytes)
+        words = number ^ self.progress.digest, LARGE * is_large, 0
+        if not self._note(comparison.agrees(words), comparison):
             self._settle(Proposal(call, payload=payload, is_large=is_large))
         return comparison.payload(payload.pages)
 
@@ -274,7 +275,8 @@ class Consensus:
         words = number, LARGE * is_large if error is None else FAILED, address
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            return self.comparison.agrees(words, deadline, yield_cpu)
+            is_agreed = self.comparison.agrees(words, deadline, yield_cpu)
+            return self._note(is_agreed, self.comparison)
         except WaitTimeoutError as late:
             self._break_off(late, call.operation, timeout)
 
@@ -292,10 +294,7 @@ class Consensus:
 
     @contextlib.contextmanager
     def same_on_all(self) -> Iterator[None]:
-        """Return a context for checks of values that are equal on all ranks.
-
-        An error in it is raised on all ranks, so the strategy stays usable.
-        """
+        """Return a context for errors that all ranks raise: the strategy goes on."""
         try:
             yield
         except MpidistError as error:
@@ -314,8 +313,7 @@ class Consensus:
             self.failures.check(error)
             if self.failures.ranks:
                 return
-        reason = self.departures.find()
-        if reason is None:
+        if (reason := self.departures.find()) is None:
             self._break(diagnostics.left(self.rank, error, self.recorder.last()))
         else:
             self.broken = reason
@@ -472,8 +470,8 @@ class Consensus:
     def _resolve(self, proposal: Proposal) -> str:
         """Return the thread whose turn it is, or raise why the ranks disagree."""
         depth = self._thread.depth
-        progress = self.progress.describe()
-        record = diagnostics.report_of(proposal, progress, self.rank, depth)
+        counts = self.progress.describe()
+        record = diagnostics.report_of(proposal, counts, self.rank, depth)
         self.departures.require_none()
         records = self.comm.allgather(record)
         if any(r.thread != records[0].thread for r in records):

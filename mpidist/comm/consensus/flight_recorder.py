@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
+from mpidist.comm.consensus.comparison import Comparison
 from mpidist.comm.consensus.flight_files import (
     BEGUN,
     CALLS,
@@ -36,6 +37,8 @@ from mpidist.comm.consensus.flight_files import (
     FlightFiles,
 )
 from mpidist.comm.consensus.signatures import CallSignature, is_own_code
+from mpidist.util import tracing
+from mpidist.util.counters import Counters, Operation
 from mpidist.util.forks import call_in_child
 from mpidist.util.notices import warn
 from mpidist.util.settings import DUMPS
@@ -43,6 +46,8 @@ from mpidist.util.settings import DUMPS
 __all__ = ["Entry", "Recorder"]
 
 _MOST_KINDS = 4096  # that are known again, as many as `calls.digest` remembers
+# Who waited for less waited for nobody in particular
+_WAITED_NS = 20_000
 _now = time.monotonic_ns
 _getframe = sys._getframe
 _PACK_INTO = struct.Struct(f"{WORDS}q").pack_into
@@ -79,12 +84,19 @@ class Recorder:
 
     def __init__(self, channel: int, comm: MPI.Intracomm):
         self.channel, self._rank = channel, comm.Get_rank()
-        self._kinds: dict[Any, int] = {}
+        self.counters = Counters()
+        self._kinds: dict[Any, tuple[int, Operation]] = {}
         self._made = 0  # kinds, of which the last are known
         self._texts: dict[int, tuple[str, str]] = {}
         self._codes: dict[int, Any] = {}
         self._depths: dict[int, int] = {}
         self._place = -WORDS
+        # Of the call that this rank is in; it may consist of several
+        self._opened = self._begun = self._moved = 0
+        self._before = 0, 0  # what had been counted when it began
+        self._late = -1
+        self._transport = ""
+        self._operation = Operation("")
         self._files: FlightFiles | None = None
         self._buffer: Any = bytearray(RING_BYTES)
         folder = DUMPS.read()
@@ -128,21 +140,69 @@ class Recorder:
         begun = _now()
         try:
             frame = _getframe(self._depths[digest])  # the user's, where it was before
-            kind = self._kinds[digest, id(frame.f_code), frame.f_lasti]
+            kind, operation = self._kinds[digest, id(frame.f_code), frame.f_lasti]
         except (KeyError, ValueError):
-            kind = self._note(call, digest)
+            kind, operation = self._note(call, digest)
         place = self._place + WORDS
         place = 0 if place == WORDS * CALLS else place
         _PACK_INTO(self._buffer, 8 * place, number, kind, begun, 0, call.step)
         self._place = place  # not before: other threads look there
+        self._begun = begun
+        if not self._opened:
+            self._opened = begun
+            self._operation = operation
+            if tracing.active is not None:
+                self._before = self.counters.waiting, self._moved
+                self._late = -1
+
+    def note_arrivals(self, is_agreed: bool, comparison: Comparison) -> bool:
+        """Note that all ranks have arrived in the call that was begun last.
+
+        Args:
+          is_agreed: returned as it is.
+          comparison: in which they have.
+        """
+        waited = _now() - self._begun
+        counters = self.counters
+        counters.waiting += waited
+        self._operation.waiting_ns += waited
+        if waited > _WAITED_NS:
+            late = self._late = comparison.late()
+            if late >= 0:
+                waiting_for = counters.waiting_for
+                waiting_for[late] = waiting_for.get(late, 0) + waited
+        return is_agreed
+
+    def count(self, transport: str, size_bytes: int) -> None:
+        """Note that a transport moves so many bytes in the call that was begun."""
+        self._moved += size_bytes
+        self._transport = transport
+        transports = self._operation.transports
+        transports[transport] = transports.get(transport, 0) + size_bytes
 
     def end(self) -> None:
         """Note that the call is over."""
-        if self._place >= 0:
-            self._words[self._place + ENDED] = _now()
+        opened = self._opened
+        if not opened:
+            return
+        self._opened = 0
+        now = _now()
+        self._words[self._place + ENDED] = now
+        operation = self._operation
+        operation.calls += 1
+        operation.seconds_ns += now - opened
+        self.counters.communication += now - opened
+        trace = tracing.active
+        if trace is not None:
+            waiting, moved = self._before
+            waiting, moved = self.counters.waiting - waiting, self._moved - moved
+            transport = self._transport if moved else ""
+            trace.collective(
+                operation.name, opened, now, waiting, self._late, moved, transport
+            )
 
-    def _note(self, call: CallSignature, digest: int) -> int:
-        """Return the number of a kind of call that may come for the first time."""
+    def _note(self, call: CallSignature, digest: int) -> tuple[int, Operation]:
+        """Return number and counters of a kind of call that may be new."""
         depth, frame = 2, _getframe(2)
         while frame.f_back is not None and is_own_code(frame.f_code):
             depth, frame = depth + 1, frame.f_back
@@ -150,10 +210,11 @@ class Recorder:
             self._forget_kinds()
         self._depths[digest] = depth - 1  # as `begin` counts
         key = digest, id(frame.f_code), frame.f_lasti
-        kind = self._kinds.get(key)
-        if kind is not None:
-            return kind
-        kind = self._kinds[key] = self._made
+        known = self._kinds.get(key)
+        if known is not None:
+            return known
+        kind = self._made
+        found = self._kinds[key] = kind, self.counters.operation(call.operation)
         self._made += 1
         site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         self._texts[kind] = call.operation, site
@@ -164,7 +225,7 @@ class Recorder:
                 self._files.add(kind, call.operation, site, agreed, digest)
             except Exception as error:  # whatever a user's object raises as text
                 self._stop(error)
-        return kind
+        return found
 
     def _forget_kinds(self) -> None:
         """Forget all kinds of calls but those that the ring has."""

@@ -23,8 +23,11 @@ from mpidist.comm.transports.staging import StagingTransport
 from mpidist.comm.transports.tuning_file import Table
 from mpidist.comm.transports.tuning_table import (
     BySizeTransport,
+    Count,
+    all_by,
     default_device_table,
     default_table,
+    no_count,
 )
 from mpidist.device import arrays, kernels
 from mpidist.errors import ArgumentError, CollectiveError, LaunchError
@@ -59,7 +62,10 @@ class Choices(NamedTuple):
 
 
 def choose(
-    by_name: Mapping[str, Transport], ordered: Sequence[str], table: Table
+    by_name: Mapping[str, Transport],
+    ordered: Sequence[str],
+    table: Table,
+    count: Count = no_count,
 ) -> Choices:
     """Return which transport is taken for what.
 
@@ -68,6 +74,7 @@ def choose(
       ordered: the names of those that add in the order of the ranks, the best first;
         one of them at least does so.
       table: see `BySizeTransport`. All ranks pass the same.
+      count: see there.
 
     Raises:
       LaunchError: the table names a transport that is not there.
@@ -78,13 +85,17 @@ def choose(
             f"the table of transports names {sorted(unknown)}, but there are "
             f"{sorted(by_name)}; let `python -m mpidist tune` measure again"
         )
-    default: Transport = BySizeTransport(by_name, table)
-    there = [by_name[name] for name in ordered if name in by_name]
+
+    def counted(name: str) -> Transport:
+        return BySizeTransport({name: by_name[name]}, all_by([(0, name)]), count)
+
+    default: Transport = BySizeTransport(by_name, table, count)
+    there = [counted(name) for name in ordered if name in by_name]
     in_order = default
     if not default.is_ordered:
         in_order = next(transport for transport in there if transport.is_ordered)
     # Where the user asks for calls of MPI
-    direct = [by_name[name] for name in ("device", "ordered") if name in by_name]
+    direct = [counted(name) for name in ("device", "ordered") if name in by_name]
     auto, mpi, nccl = CommunicationImplementation
     return Choices(
         by_name,
@@ -92,9 +103,10 @@ def choose(
         {
             (auto, False): default,
             (auto, True): in_order,
-            (mpi, False): by_name["mpi"],
+            (mpi, False): counted("mpi"),
             (mpi, True): direct[0],
-            (nccl, False): by_name.get("nccl", default),  # on GPUs only
+            # On GPUs only
+            (nccl, False): counted("nccl") if "nccl" in by_name else default,
             (nccl, True): in_order,
         },
     )
@@ -147,16 +159,17 @@ class TransportSelector:
         self.default_table = host_table = default_table(near, library, consensus.size)
         if gpus is None and table is not None:
             host_table = table
-        own = self._host = choose(transports, [near, "ordered"], host_table)
+        # What arrays on GPUs take on their way by the host is counted once, there
+        staged = choose(transports, [near, "ordered"], host_table)
+        self.count = consensus.recorder.count
+        own = self._host = choose(transports, [near, "ordered"], host_table, self.count)
         self._device: Choices | None = None
         self._gpus: DeviceTransports | None = None
         if gpus is not None:
-            self._gpus = DeviceTransports(
-                consensus, barrier, self._host, gpus, has_nccl
-            )
+            self._gpus = DeviceTransports(consensus, barrier, staged, gpus, has_nccl)
             by_name = self._gpus.by_name
             self.default_table = default_device_table(by_name)
-            own = choose(by_name, ORDERED, table or self.default_table)
+            own = choose(by_name, ORDERED, table or self.default_table, self.count)
             self._device = own
         self.table = self.default_table if table is None else table
         self.by_name, self.default = own.by_name, own.default

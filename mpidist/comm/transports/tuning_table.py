@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.blocks import MESSAGE_BYTES, MOST_RANKS
 from mpidist.comm.transports.tuning_file import Table
 
-__all__ = ["BySizeTransport", "default_device_table", "default_table"]
+__all__ = [
+    "BySizeTransport",
+    "Count",
+    "all_by",
+    "default_device_table",
+    "default_table",
+    "no_count",
+]
+
+Count = Callable[[str, int], None]
+
+
+def no_count(transport: str, size_bytes: int) -> None:
+    """Count nothing."""
 
 
 class BySizeTransport:
@@ -22,20 +35,26 @@ class BySizeTransport:
       transports: by name; all on the host or all on the device.
       table: for "allreduce", "allgatherv" and "broadcast" rows that begin with 0 bytes;
         equal on all ranks.
+      count: given the name of the transport and the bytes of each call.
     """
 
-    def __init__(self, transports: Mapping[str, Transport], table: Table):
+    def __init__(
+        self, transports: Mapping[str, Transport], table: Table, count: Count = no_count
+    ):
         used = {name for rows in table.values() for _, name in rows}
         self.name = ", ".join(sorted(used))
         self.device = all(transports[name].device for name in used)
         adders = {name for _, name in table["allreduce"]}
         self.is_ordered = all(transports[name].is_ordered for name in adders)
+        self._count = count
         self._edges = {m: [edge for edge, _ in rows] for m, rows in table.items()}
         self._rows = {m: [transports[n] for _, n in rows] for m, rows in table.items()}
 
     def _pick(self, method: str, receive: Any) -> Transport:
-        row = bisect.bisect(self._edges[method], receive.nbytes) - 1
-        return self._rows[method][row]
+        size_bytes = receive.nbytes
+        way = self._rows[method][bisect.bisect(self._edges[method], size_bytes) - 1]
+        self._count(way.name, size_bytes)
+        return way
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
         """See `Transport.allreduce_sum`."""
@@ -107,15 +126,16 @@ def default_device_table(names: Container[str]) -> Table:
       names: of the transports that there are.
     """
     if "nccl" in names:
-        return _all_by([(0, "nccl")])
+        return all_by([(0, "nccl")])
     if "ipc" in names:
-        return _all_by([(0, "staging"), (_IPC_BYTES, "ipc")])
+        return all_by([(0, "staging"), (_IPC_BYTES, "ipc")])
     if "device" in names:
         # Most MPI libraries add up on the host what lies on a GPU
         reduce = [(0, "mpi"), (_DEVICE_BYTES, "device")]
-        return {**_all_by([(0, "mpi")]), "allreduce": reduce}
-    return _all_by([(0, "staging")])
+        return {**all_by([(0, "mpi")]), "allreduce": reduce}
+    return all_by([(0, "staging")])
 
 
-def _all_by(rows: list[tuple[int, str]]) -> dict[str, list[tuple[int, str]]]:
+def all_by(rows: list[tuple[int, str]]) -> dict[str, list[tuple[int, str]]]:
+    """Return a table whose rows are the same for all methods."""
     return {"allreduce": rows, "allgatherv": rows, "broadcast": rows}

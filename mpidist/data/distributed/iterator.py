@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,13 +15,14 @@ from mpidist.comm.consensus.signatures import CallSignature, group_by_rank, name
 from mpidist.data.distributed import prefetch, reader
 from mpidist.data.distributed.prefetch import Prefetcher
 from mpidist.data.distributed.reader import LocalBatch, ReadPlan
-from mpidist.data.distributed.shared_caches import reorder
+from mpidist.data.distributed.shared_caches import has_caches, reorder
 from mpidist.data.iterator_state import EpochCounter, make_state, read_state
 from mpidist.data.map_dataset import Epoch
 from mpidist.data.optional import Optional
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, DataError, MismatchError, OutOfRangeError
 from mpidist.util import nest
+from mpidist.util.counters import NEXT
 from mpidist.util.tracebacks import fold
 
 __all__ = [
@@ -145,12 +147,17 @@ class DistributedIterator:
         """
         self._require_callable("next")
         extended = self._plan.extended
+        counters = extended.consensus.recorder.counters
+        counters.mark(NEXT)
+        begun, communication = time.monotonic_ns(), counters.communication
         try:
             local_batch = self._advance()
         except BaseException as error:
             fold(error)
             raise
+        counters.end_input(begun, communication)
         if local_batch is None:
+            counters.end_epoch(has_caches(self._plan.pipeline))
             optional = Optional()
         else:
             replica, replicas = extended.replica_id, extended.num_replicas

@@ -129,6 +129,11 @@ def reorder(
             cache.hold(extended.node_memory.empty(cache.storage, (changed, spec)))
 
 
+def has_caches(steps: MapDataset | IterDataset) -> bool:
+    """Return whether a dataset that `share` returned has any."""
+    return bool(_shared_caches(steps))
+
+
 def _shared_caches(steps: MapDataset | IterDataset) -> list[NodeCache]:
     caches: list[NodeCache] = []
 

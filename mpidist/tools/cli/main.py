@@ -7,12 +7,23 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mpidist.tools.cli import arguments, config, diff, doctor, plan, run, tune, version
+from mpidist.tools.cli import (
+    arguments,
+    config,
+    diff,
+    doctor,
+    plan,
+    report,
+    run,
+    top,
+    tune,
+    version,
+)
 
 __all__ = ["main", "make_parser"]
 
 # Each has `add`; a command of another room is one more entry
-COMMANDS = (run, doctor, plan, tune, diff, config, version)
+COMMANDS = (run, doctor, plan, tune, diff, report, top, config, version)
 _COMPLETION = """
 Completion: mpidist --completion bash >
 ~/.local/share/bash-completion/completions/mpidist (or zsh, as _mpidist into $fpath)"""

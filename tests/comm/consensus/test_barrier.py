@@ -16,6 +16,7 @@ from mpidist.comm.consensus.comparison import (
     FAILED,
     LARGE,
     GatherComparison,
+    MaximumComparison,
     Payload,
     SharedMemoryComparison,
 )
@@ -108,6 +109,31 @@ def test_payloads_come_with_the_comparison(comm, barrier, on_board):
         assert not comparison.is_any_large
         assert comparison.payload(pages)[0][comm.size - 1][0] == comm.size - 1
     comparison.close()
+
+
+@pytest.mark.parametrize("kind", [GatherComparison, MaximumComparison])
+def test_by_mpi_the_rank_that_was_away_longest_arrives_last(comm, kind):
+    comparison = kind(comm, Departures(comm))
+    for last in range(comm.size):
+        if comm.rank == last:
+            comparison._left_ns -= 10**12  # as if it had worked that long
+        assert comparison.agrees((7, 0, 0))
+        assert comparison.late() == (-1 if comm.rank == last else last)
+
+
+def test_the_rank_that_arrives_last_at_the_barrier(comm, barrier):
+    last = comm.size - 1
+    for _ in range(20):
+        if comm.rank == last:  # when all others have arrived
+            while any(count[0] <= barrier.epoch for _, count in barrier._others):
+                os.sched_yield()
+        barrier.wait()
+        if comm.rank == last:
+            assert barrier.late == -1
+        elif comm.size == 2:  # of more others that arrive at one time any may be named
+            assert barrier.late in (-1, last)
+        else:
+            assert barrier.late != comm.rank
 
 
 def test_a_broken_strategy_writes_no_payload(comm, barrier):

@@ -1,0 +1,62 @@
+"""A common clock of all ranks, by messages.
+
+Each rank's clock runs from some moment of its own, a little faster or slower than
+others. Rank 0 sends a message to each rank, and gets the time there back. Of several
+times the quickest counts: half of what it took is the most that the result is off by.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.pending import Pending
+from mpidist.comm.consensus.signatures import CallSignature
+from mpidist.monitor.clock_samples import ClockSample
+
+__all__ = ["compare_clocks"]
+
+_CALL = "comparing clocks"
+_TAG = 3  # the consensus uses smaller ones
+_FIRST_ROUNDS = 8  # MPI opens connections in the first ones
+_ROUNDS = 24
+_MANY_RANKS = 64
+_now = time.monotonic_ns
+
+
+def compare_clocks(consensus: Consensus) -> ClockSample:
+    """Return how this rank's clock differs from rank 0's. Collective."""
+    if consensus.size == 1:
+        return ClockSample(_now(), 0, 0)
+    with consensus.lock:
+        consensus.require_same(CallSignature(_CALL))
+        with Pending(_CALL, consensus.comm):
+            return _exchange(consensus)
+
+
+def _exchange(consensus: Consensus) -> ClockSample:
+    comm, size = consensus.comm, consensus.size
+    rounds = _FIRST_ROUNDS + (_ROUNDS if size <= _MANY_RANKS else _FIRST_ROUNDS)
+    message = np.zeros(3, np.int64)
+    if consensus.rank:
+        for _ in range(rounds):
+            comm.Recv(message, 0, _TAG)
+            message[0] = _now()
+            comm.Send(message, 0, _TAG)
+        comm.Recv(message, 0, _TAG)
+        return ClockSample(*message.tolist())
+    for rank in range(1, size):
+        best = (1 << 62, 0, 0)
+        for _ in range(rounds):
+            sent = _now()
+            comm.Send(message, rank, _TAG)
+            comm.Recv(message, rank, _TAG)
+            received, there = _now(), int(message[0])
+            # Half way between, on this clock
+            offset = there - (sent + received) // 2
+            best = min(best, (received - sent, there, offset))
+        message[:] = best[1], best[2], -(-best[0] // 2)
+        comm.Send(message, rank, _TAG)
+    return ClockSample(_now(), 0, 0)

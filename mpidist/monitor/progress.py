@@ -1,0 +1,189 @@
+"""How far a loop is: a bar on rank 0, or a line a minute where nobody watches."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+from mpi4py import MPI
+
+from mpidist.context import get_strategy, has_strategy
+from mpidist.util import logs, nest, validation
+from mpidist.util.counters import Counters
+from mpidist.values import PerReplica, select_replica
+
+__all__ = ["Progress", "progress"]
+
+T = TypeVar("T")
+_LINE_SECONDS = 60.0
+_BAR_SECONDS = 0.5
+
+
+def progress(
+    iterable: Iterable[T], total: int | None = None, *, unit: str = "step"
+) -> Progress[T]:
+    """Return what yields the same as `iterable`, and shows how far it is.
+
+    Rank 0 shows a bar on stderr: rate, rows per second, which part of the time other
+    ranks were waited for, and when it will end. Where stderr is no terminal, as in the
+    files of batch systems, it is a line a minute. Other ranks show nothing; on all of
+    them this is as collective as iterating over `iterable` is.
+
+    Args:
+      iterable: a distributed dataset, or anything else, such as `range(epochs)`.
+      total: how many there are; by default `len(iterable)`, where it has one.
+      unit: what one is called.
+
+    Raises:
+      ArgumentTypeError, ArgumentError: `total` is no number of at least 0.
+
+    Example:
+      >>> rows = mpidist.Dataset.range(8).batch(4)
+      >>> data = strategy.experimental_distribute_dataset(rows)
+      >>> sum(1 for batch in mpidist.progress(data))
+      2
+    """
+    if total is not None:
+        total = validation.integer("total", total, least=0)
+    return Progress(iterable, total, unit)
+
+
+class Progress(Generic[T]):
+    """What `progress` returns. It can be iterated over again.
+
+    Args:
+      iterable: see `progress`.
+      total: likewise.
+      unit: likewise.
+    """
+
+    def __init__(self, iterable: Iterable[T], total: int | None, unit: str):
+        self._iterable = iterable
+        self._total = total
+        self._unit = unit
+        self._group = getattr(getattr(iterable, "_plan", None), "extended", None)
+        if self._group is None and has_strategy():
+            self._group = get_strategy().extended
+
+    def __len__(self) -> int:
+        if self._total is not None:
+            return self._total
+        return len(self._iterable)  # type: ignore[arg-type] # or a TypeError
+
+    def __iter__(self) -> Iterator[T]:
+        if MPI.COMM_WORLD.Get_rank():
+            yield from self._iterable
+            return
+        shown = _Shown(self._find_total(), self._unit, self._group)
+        try:
+            for item in self._iterable:
+                yield item
+                shown.add(item)
+        finally:
+            shown.close()
+
+    def _find_total(self) -> int | None:
+        try:
+            return len(self)
+        except TypeError:
+            return None
+
+
+class _Shown:
+    """What is shown of one iteration. Nothing of it raises."""
+
+    def __init__(self, total: int | None, unit: str, group: Any):
+        self._total, self._unit = total, unit
+        self._replicas = 1 if group is None else group.num_replicas
+        self._counters: Counters | None = None
+        if group is not None:
+            self._counters = group.consensus.recorder.counters
+        self._count = self._rows = 0
+        self._begun = time.monotonic()
+        self._waited = self._waiting()
+        self._bar: Any = None
+        self._every = _LINE_SECONDS
+        with contextlib.suppress(Exception):  # of a replaced stderr
+            if sys.stderr.isatty():
+                from tqdm import tqdm
+
+                self._every = _BAR_SECONDS
+                self._bar = tqdm(total=total, unit=unit, file=sys.stderr)
+        self._due = self._begun + self._every
+        self._has_shown = False
+
+    def _waiting(self) -> int:
+        return 0 if self._counters is None else self._counters.waiting
+
+    def add(self, item: Any) -> None:
+        """Count one more."""
+        self._count += 1
+        self._rows += _count_rows(item)
+        if time.monotonic() >= self._due:
+            self._show()
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        self._due = now + self._every
+        self._has_shown = True
+        with contextlib.suppress(Exception):  # a full disk, a broken pipe
+            took = max(now - self._begun, 1e-9)
+            if self._bar is not None:
+                self._bar.update(self._count - self._bar.n)
+                self._bar.set_postfix_str(", ".join(self._extras(took)))
+                return
+            logs.write(self._line(took))
+
+    def _extras(self, took: float) -> list[str]:
+        """Return rows a second, and the share of waiting."""
+        found = []
+        if self._rows:
+            found.append(f"{self._rows * self._replicas / took:,.0f} rows/s")
+        if self._counters is not None and self._replicas > 1:
+            share = (self._waiting() - self._waited) / 1e9 / took
+            found.append(f"{share:.0%} waiting".replace("%", " %"))
+        return found
+
+    def _line(self, took: float) -> str:
+        rate = self._count / took
+        of = "" if self._total is None else f" of {self._total:,}"
+        parts = [f"{self._unit} {self._count:,}{of}", f"{rate:.3g}/s"]
+        parts += self._extras(took)
+        if self._total is not None and rate:
+            left = max(0, self._total - self._count) / rate
+            parts.append(f"{_clock(left)} left" if left else f"took {_clock(took)}")
+        return f"mpidist: {', '.join(parts)}"
+
+    def close(self) -> None:
+        """Show the end, if anything was shown."""
+        if self._bar is not None or self._has_shown:
+            self._show()
+        if self._bar is not None:
+            with contextlib.suppress(Exception):
+                self._bar.close()
+
+
+def _count_rows(item: Any) -> int:
+    """Return how many rows a batch has on this replica; 0 if it is no batch."""
+    try:
+        return _rows_of_nest(item)
+    except Exception:  # of whatever a user iterates over
+        return 0
+
+
+def _rows_of_nest(item: Any) -> int:
+    leaves = nest.flatten(item)[0]
+    first = select_replica(leaves[0]) if leaves else None
+    if isinstance(first, PerReplica):
+        first = first.values[0]
+    shape = getattr(first, "shape", ())
+    return int(shape[0]) if shape else 0
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

@@ -1,0 +1,150 @@
+"""Statistics of a rank in words: without MPI, for commands, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpidist.util.durations import bucket_seconds, duration
+
+__all__ = ["PARTS", "advice", "as_text", "describe", "slowest"]
+
+PARTS = ("compute", "communication", "input", "checkpoint")
+# A rank is named that others wait for so many times as long as they would on average
+_TIMES_MEAN = 1.5
+_LEAST_WAITING = 0.03  # of a step
+
+
+def describe(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `Counters.snapshot` has, in seconds and by name.
+
+    The parts are those of all steps but the first, or of all the time where there is
+    no other step.
+    """
+    steps = found["steps"]
+    if steps > 1:
+        begin, end = found["first_mark"], found["last_mark"]
+    else:
+        end = found["totals"]
+        begin = (end[0] - found["seconds_ns"], 0, 0, 0, 0)
+    took, reading, communication, waiting, saving = (
+        max(0, b - a) / 1e9 for a, b in zip(begin, end)
+    )
+    parts = {
+        "compute": max(0.0, took - reading - communication - saving),
+        "communication": communication,
+        "input": reading,
+        "checkpoint": saving,
+    }
+    return {
+        "seconds": found["seconds_ns"] / 1e9,
+        "steps": steps,
+        "first_step_seconds": found["first_ns"] / 1e9,
+        "step_seconds": {
+            "mean": took / (steps - 1) if steps > 1 else 0.0,
+            "min": found["least_ns"] / 1e9,
+            "max": found["most_ns"] / 1e9,
+        },
+        "step_histogram": [
+            [*bucket_seconds(bucket), count] for bucket, count in found["histogram"]
+        ],
+        "measured_seconds": took,
+        "parts": parts,
+        "waiting_seconds": waiting,
+        "waiting_for": {str(rank): ns / 1e9 for rank, ns in found["waiting_for"]},
+        "operations": {
+            name: {
+                "calls": calls,
+                "seconds": spent / 1e9,
+                "waiting_seconds": waited / 1e9,
+                "bytes": transports,
+            }
+            for name, calls, spent, waited, transports in found["operations"]
+        },
+    }
+
+
+def as_text(found: Mapping[str, Any]) -> str:
+    """Return one line: "step 3.1 ms: 71 % compute, 18 % communication, ..."."""
+    took = found["measured_seconds"]
+    if found["steps"] > 1:
+        text = f"step {duration(found['step_seconds']['mean'])}"
+    else:
+        text = duration(took)
+    parts = {name: s / took for name, s in found["parts"].items()} if took else {}
+    shares = []
+    for name, share in sorted(parts.items(), key=lambda item: -item[1]):
+        if share >= 0.005 or name == "compute":
+            waits = _waits_text(found) if name == "communication" else ""
+            shares.append(f"{share:.0%} {name}{waits}".replace("%", " %"))
+    return f"{text}: {', '.join(shares)}"
+
+
+def _waits_text(found: Mapping[str, Any]) -> str:
+    share = found["waiting_seconds"] / found["measured_seconds"]
+    if share < 0.005:
+        return ""
+    slow = slowest(found)
+    text = "" if slow is None else f", mostly for rank {slow}"
+    return f" ({share:.0%} waiting{text})"
+
+
+def slowest(found: Mapping[str, Any]) -> int | None:
+    """Return the rank for which this one has mostly waited, if it stands out."""
+    by_rank = {int(rank): s for rank, s in found["waiting_for"].items()}
+    total, others = sum(by_rank.values()), found["ranks"] - 1
+    if not by_rank or found["waiting_seconds"] < (
+        _LEAST_WAITING * found["measured_seconds"]
+    ):
+        return None
+    rank = max(by_rank, key=lambda rank: by_rank[rank])
+    is_most = by_rank[rank] > total / 2
+    return (
+        rank
+        if is_most and by_rank[rank] * others >= total * min(_TIMES_MEAN, others)
+        else None
+    )
+
+
+def advice(found: Mapping[str, Any], threads: int, cores: int) -> list[str]:
+    """Return what would make a job faster, as far as one rank can tell.
+
+    Args:
+      found: its statistics.
+      threads: of all ranks that share cores with it.
+      cores: that they share.
+    """
+    lines: list[str] = []
+    ranks, took = found["ranks"], found["measured_seconds"]
+    if found["steps"] < 2 or not took:
+        return lines
+    parts = found["parts"]
+    # Where one rank is slow, this one's numbers say nothing of others
+    if ranks > 1 and slowest(found) is None:
+        own = parts["compute"] + parts["input"]
+        moving = parts["communication"] - found["waiting_seconds"]
+        if own * ranks + parts["checkpoint"] < took:
+            lines.append(
+                "on one rank a step would take about "
+                f"{duration(own * ranks / (found['steps'] - 1))}: it is too small to "
+                "gain from more ranks; larger batches would"
+            )
+        elif moving > own:
+            lines.append(
+                "more ranks would gain little, as communication takes longer than "
+                "computing; larger batches would"
+            )
+    if parts["input"] > 0.15 * took:
+        text = (
+            "input does not keep up: map(..., num_parallel_calls=n) takes more threads"
+        )
+        if found["epochs"] > 1 and not found["has_cache"]:
+            text = "the same rows are read and decoded in each epoch: Dataset.cache() "
+            text += "would spare that, if they fit into memory"
+        lines.append(text)
+    if threads > cores:
+        lines.append(
+            f"{threads} threads of all ranks compete for {cores} cores: set "
+            f"OMP_NUM_THREADS={max(1, cores // max(1, ranks))}"
+        )
+    return lines

@@ -1,0 +1,287 @@
+"""Timelines: what each rank does when, in files of a folder.
+
+A thread of each rank writes what `util.tracing` has collected, twice a second, and how
+far the job is, for `python -m mpidist top`. Where it cannot write, there is a
+RuntimeWarning and no timeline of that rank; the job goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from mpidist.comm.consensus.signatures import CallSignature
+from mpidist.comm.replica_group import ReplicaGroup
+from mpidist.monitor.clock_samples import ClockSample, drift_ppm, error_ns
+from mpidist.monitor.clocks import compare_clocks
+from mpidist.monitor.statistics import statistics
+from mpidist.monitor.trace_file import TraceFile, trace_path
+from mpidist.util import tracing, validation
+from mpidist.util.notices import warn
+
+__all__ = ["Timeline", "finish", "start_by_environment", "status_path", "timeline"]
+
+_CALL = "Strategy.timeline"
+_FLUSH_SECONDS = 0.5
+# Of the files of all ranks together, and of one rank
+_MOST_BYTES = 256 << 20
+_MOST_RANK_BYTES = 10 << 20
+_LEAST_RANK_BYTES = 1 << 20
+# What part of them has all steps. Then each of these parts has half as many as before
+_WHOLE_PART, _NEXT_PART = 4, 16
+_STATUS_RANKS = 16  # so many statuses a second are written, of all ranks
+_FIRST_RUNS = 500  # after so many, and twice as many ..., clocks are compared
+_END_SECONDS = 5.0
+
+_current: Timeline | None = None
+
+
+def status_path(folder: Path, rank: int) -> Path:
+    """Return the file that says how far a rank of the world is."""
+    return folder / f"status-{rank:05}.json"
+
+
+class Timeline:
+    """The timeline of this process. Collective to make, over a strategy's ranks.
+
+    Args:
+      group: the ranks.
+      folder: where, the same for all ranks.
+    """
+
+    def __init__(self, group: ReplicaGroup, folder: Path):
+        self._group, self._folder = group, folder
+        self._rank = MPI.COMM_WORLD.Get_rank()
+        consensus = group.consensus
+        job = consensus.root_only(_CALL, lambda: (secrets.token_hex(4), time.time()))
+        self._job, self._began = job
+        self._samples = [compare_clocks(consensus)]
+        self._runs, self._next_runs = 0, _FIRST_RUNS
+        self.has_ended = False  # on this rank
+        self._lock = threading.Lock()
+        self._lines: list[str] = []  # to be written with the next events
+        self._stop = threading.Event()
+        self._buffer: tracing.TraceBuffer | None = None
+        self._file: TraceFile | None = None
+        per_rank = _MOST_BYTES // group.num_replicas
+        self._most_bytes = min(max(per_rank, _LEAST_RANK_BYTES), _MOST_RANK_BYTES)
+        self._status_seconds = max(1.0, group.num_replicas / _STATUS_RANKS)
+        self._status_due = 0.0
+        self._thread = threading.Thread(
+            target=self._run, name="mpidist-timeline", daemon=True
+        )
+        origin = consensus.root_only(_CALL, time.monotonic_ns)
+        try:
+            self._open(origin + self._samples[0].offset_ns)
+        except Exception as error:
+            self._give_up(error)
+        group.closing.append(self.stop)
+
+    def _open(self, origin_ns: int) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        about = {
+            "format": 1,
+            "job": self._job,
+            "began": self._began,
+            "ranks": self._group.num_replicas,
+            "rank": self._group.replica_id,
+            "reference_rank": 0,
+            "clock_error_us": self._samples[0].error_ns / 1e3,
+        }
+        path = trace_path(self._folder, self._rank)
+        host = socket.gethostname()
+        self._file = TraceFile(path, self._rank, host, origin_ns, about)
+        self._note_clock(self._samples[0])
+        self._buffer = tracing.TraceBuffer()
+        self._thread.start()
+        tracing.start(self._buffer)
+
+    def _note_clock(self, sample: ClockSample) -> None:
+        if self._file is None:
+            return
+        args = {
+            "offset_ns": sample.offset_ns - self._samples[0].offset_ns,
+            "error_ns": sample.error_ns,
+        }
+        self._lines.append(self._file.instant("clock", sample.local_ns, args))
+
+    def compare_clocks_if_due(self) -> None:
+        """Compare clocks after some calls of `run`, which count this. Collective.
+
+        Those of the thread that has made the strategy count, which are as many on all
+        ranks.
+        """
+        if not self._group.consensus.lock.is_creator():
+            return
+        self._runs += 1
+        if self._runs >= self._next_runs:
+            self._next_runs *= 2
+            self._samples.append(compare_clocks(self._group.consensus))
+            self._note_clock(self._samples[-1])
+
+    def stop(self) -> None:
+        """Compare clocks once more, and end the files. Collective."""
+        global _current
+        with contextlib.suppress(ValueError):
+            self._group.closing.remove(self.stop)
+        # All of these are the same on all ranks, whatever has ended on one alone
+        if self._group.timeline is not self:
+            return
+        self._group.timeline = None
+        if _current is self:
+            _current = None
+        consensus = self._group.consensus
+        if consensus.broken is None and not consensus.failures.ranks:
+            self._samples.append(compare_clocks(consensus))
+            self._note_clock(self._samples[-1])
+        self.end()
+
+    def end(self) -> None:
+        """End the files. Not collective."""
+        if self.has_ended:
+            return
+        self.has_ended = True
+        if self._buffer is None:
+            return
+        tracing.stop()
+        self._stop.set()
+        self._thread.join(_END_SECONDS)  # a disk may not answer
+        if self._thread.is_alive():
+            return
+        with contextlib.suppress(Exception), self._lock:
+            self._flush(is_end=True)
+
+    def _run(self) -> None:
+        while not self._stop.wait(_FLUSH_SECONDS) and self._buffer is not None:
+            try:
+                with self._lock:
+                    self._flush()
+            except Exception as error:  # a full disk, mostly
+                self._give_up(error)
+
+    def _flush(self, is_end: bool = False) -> None:
+        file, buffer = self._file, self._buffer
+        if file is None or buffer is None:
+            return
+        lines, self._lines = self._lines, []
+        file.append(buffer.take(), lines)
+        self._limit(file, buffer)
+        now = time.monotonic()
+        if is_end or now >= self._status_due:
+            self._status_due = now + self._status_seconds
+            self._write_status("ended" if is_end else "running")
+        if is_end:
+            samples = self._samples
+            found = {
+                "clock_error_us": error_ns(samples) / 1e3,
+                "clock_drift_ppm": drift_ppm(samples),
+                "one_of_steps": buffer.stride,
+                "dropped": buffer.dropped,
+            }
+            file.close(file.metadata("mpidist_end", found))
+            self._file = None
+
+    def _limit(self, file: TraceFile, buffer: tracing.TraceBuffer) -> None:
+        """Record fewer steps when the file has got long; none when it is full."""
+        if file.size_bytes > self._most_bytes:
+            raise OSError(f"it has {file.size_bytes >> 20} MiB, which is the most")
+        after = file.size_bytes - self._most_bytes // _WHOLE_PART
+        part = self._most_bytes // _NEXT_PART
+        stride = 1 if after < 0 else 2 << (after // part)
+        if stride > buffer.stride:
+            buffer.stride = stride
+            text = file.instant(
+                "fewer steps", time.monotonic_ns(), {"one_of_steps": stride}
+            )
+            self._lines.append(text)
+
+    def _write_status(self, state: str) -> None:
+        assert self._buffer is not None
+        found = statistics(self._group) | {
+            "job": self._job,
+            "state": state,
+            "began": self._began,
+            "time": time.time(),
+            "world_rank": self._rank,
+            "pid": os.getpid(),
+            "one_of_steps": self._buffer.stride,
+        }
+        path = status_path(self._folder, self._rank)
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(found))
+        new.replace(path)
+
+    def _give_up(self, error: Exception) -> None:
+        """Go on without a timeline."""
+        tracing.stop()
+        file, self._file, self._buffer = self._file, None, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+        warn(
+            f"the timeline of rank {self._rank} in {self._folder} ends here: {error}; "
+            "the job goes on"
+        )
+
+
+@contextlib.contextmanager
+def timeline(group: ReplicaGroup, folder: Any) -> Iterator[None]:
+    """See `Strategy.timeline`. Collective."""
+    path = group.consensus.guard(_CALL, lambda: validation.path("folder", folder))
+    group.consensus.require_same(CallSignature(_CALL, (("folder", path),)))
+    made = _start(group, Path(path))
+    try:
+        yield
+    except BaseException:  # perhaps on this rank alone
+        if made is not None:
+            made.end()
+        raise
+    if made is not None and group.timeline is made:
+        group.consensus.require_same(CallSignature(f"the end of {_CALL}"))
+        made.stop()
+
+
+def _start(
+    group: ReplicaGroup, folder: Path, is_asked_for: bool = True
+) -> Timeline | None:
+    """Start a timeline unless some rank has one. Collective."""
+    global _current
+    has_one = _current is not None and not _current.has_ended
+    if any(group.consensus.gather(_CALL, has_one)):
+        if group.replica_id == 0 and is_asked_for:
+            warn("there is a timeline already, which goes on; the new one is left out")
+        return None
+    if _current is not None:  # an error has ended it, on all ranks
+        with contextlib.suppress(ValueError):
+            _current._group.closing.remove(_current.stop)
+        _current._group.timeline = None
+    _current = group.timeline = Timeline(group, folder)
+    return _current
+
+
+def start_by_environment(group: ReplicaGroup) -> None:
+    """Start a timeline if MPIDIST_TIMELINE, of any rank, names a folder. Collective."""
+    if group.timeline_folder:  # on all ranks
+        _start(group, Path(group.timeline_folder), is_asked_for=False)
+
+
+def finish() -> None:
+    """End the timeline of this process, when all ranks are about to end.
+
+    Collective where the strategy can still communicate.
+    """
+    if _current is not None:
+        if _current._group.topology.closed:
+            _current.end()
+        else:
+            _current.stop()

@@ -1,0 +1,44 @@
+"""`mpidist top`: how far a job is."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mpidist.tools.cli import arguments
+
+__all__ = ["add"]
+
+_TOP = """Show how far a job with a timeline is, and where its time goes.
+
+Runs without MPI, as on a login node that sees the folder of MPIDIST_TIMELINE."""
+
+
+def add(commands: arguments.Commands) -> None:
+    """Add the command."""
+    parser = arguments.add_command(
+        commands,
+        "top",
+        _top,
+        "show how far a job is, without MPI",
+        _TOP,
+        ["mpidist top timeline"],
+    )
+    arguments.of_files(
+        parser.add_argument("folder", type=Path, metavar="FOLDER", help="of a timeline")
+    )
+    parser.add_argument("--once", action="store_true", help="show it once, and end")
+    parser.add_argument(
+        "--seconds",
+        type=arguments.seconds,
+        default=2.0,
+        metavar="N",
+        help="between two looks (default 2)",
+    )
+
+
+def _top(given: argparse.Namespace) -> int:
+    """Show a job until it ends, and return the exit status."""
+    from mpidist.monitor.top import top
+
+    return top(given.folder, None if given.once else given.seconds)

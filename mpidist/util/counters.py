@@ -1,0 +1,197 @@
+"""Counters of where the time of a job goes: cheap enough to be always on.
+
+All times are nanoseconds on the clock of time.monotonic. Nothing here communicates:
+each rank counts for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from mpidist.util import tracing
+from mpidist.util.durations import BUCKETS, bucket_of
+
+__all__ = [
+    "BACKWARD",
+    "NEXT",
+    "RUN",
+    "Counters",
+    "Operation",
+]
+
+# What ends a step: of what a program does, the last of these
+BACKWARD, NEXT, RUN = 1, 2, 3
+
+_MOST_OPERATIONS = 100
+_now = time.monotonic_ns
+
+
+class Operation:
+    """What one kind of collective has taken."""
+
+    __slots__ = ("calls", "name", "seconds_ns", "transports", "waiting_ns")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls = 0
+        self.seconds_ns = 0
+        self.waiting_ns = 0
+        self.transports: dict[str, int] = {}  # bytes by the name of a transport
+
+
+class Counters:
+    """Those of one communicator. The thread that communicates writes, any may read.
+
+    Attributes:
+      communication: in collectives, of which `waiting` before all ranks had arrived.
+      waiting_for: the latter by the rank that arrived last, where that is known.
+      input: in `next` of distributed datasets, without the collectives in it.
+      checkpoint: in saving and restoring, with the collectives in it.
+      operations: by name.
+      steps: how many have ended, the first one included.
+    """
+
+    def __init__(self) -> None:
+        self.made = _now()
+        self.communication = self.waiting = self.input = self.checkpoint = 0
+        self.waiting_for: dict[int, int] = {}
+        self.operations: dict[str, Operation] = {}
+        self.steps = 0
+        self.epochs = 0  # of distributed datasets, that have ended
+        self.has_cache = True  # of the last one
+        self.first_ns = self.least_ns = self.most_ns = 0
+        self.histogram = [0] * BUCKETS
+        # When the first step and the last one ended, and what had been counted by then
+        self.first_mark = self.last_mark = (0, 0, 0, 0, 0)
+        self.has_begun = False
+        self._kind = 0  # of what ends steps: see `mark`
+        self._is_paused = False
+        self._in_checkpoint = False
+
+    def begin(self) -> None:
+        """Note that the first step begins."""
+        if not self.has_begun:
+            self.has_begun = True
+            self.last_mark = self._totals(_now())
+
+    def mark(self, kind: int) -> None:
+        """Note that a step ends here, and another one begins.
+
+        Args:
+          kind: BACKWARD, the end of a backward pass; NEXT, a call of `next`; or RUN,
+            the end of `Strategy.run`. Of several the highest that was seen counts.
+        """
+        if kind < self._kind:
+            return
+        if not self.has_begun:
+            self.begin()
+            return
+        if kind > self._kind:
+            self._kind, self.steps, self._is_paused = kind, 0, False
+            self.histogram = [0] * BUCKETS
+            self.least_ns = self.most_ns = 0
+        if self._is_paused:
+            self._is_paused = False
+        else:
+            self._end_step(_now())
+
+    def _end_step(self, now: int) -> None:
+        before = self.last_mark
+        totals = self.last_mark = self._totals(now)
+        took = now - before[0]
+        self.steps += 1
+        if self.steps == 1:
+            self.first_ns, self.first_mark = took, totals
+        else:
+            self.histogram[bucket_of(took)] += 1
+            if took > self.most_ns:
+                self.most_ns = took
+            if took < self.least_ns or not self.least_ns:
+                self.least_ns = took
+        trace = tracing.always
+        if trace is not None:
+            trace.step(self.steps, before, totals)
+
+    def end_epoch(self, has_cache: bool) -> None:
+        """Note that the data of an epoch have ended: the next `next` ends no step."""
+        self.epochs += 1
+        self.has_cache = has_cache
+        self._is_paused = self._kind < RUN
+
+    def _totals(self, now: int) -> tuple[int, int, int, int, int]:
+        return now, self.input, self.communication, self.waiting, self.checkpoint
+
+    def end_input(self, begun: int, communication: int) -> None:
+        """Note that a call of `next` is over.
+
+        Args:
+          begun: when it began.
+          communication: what had been counted as that then.
+        """
+        now = _now()
+        # Another thread may have communicated meanwhile
+        self.input += max(0, now - begun - (self.communication - communication))
+        if (trace := tracing.active) is not None:
+            trace.span("input", "next", begun, now)
+
+    def end_exposed(self, begun: int) -> None:
+        """Note that this thread has waited, since then, for one that communicates."""
+        self.communication += _now() - begun
+
+    @contextlib.contextmanager
+    def checkpointing(self, name: str) -> Iterator[None]:
+        """Return a context whose time counts as that of checkpoints, whatever is done.
+
+        Args:
+          name: of what is done, for the timeline.
+        """
+        if self._in_checkpoint:
+            yield
+            return
+        begun = _now()
+        communication, waiting = self.communication, self.waiting
+        waiting_for = dict(self.waiting_for)
+        self._in_checkpoint = True
+        try:
+            yield
+        finally:
+            self._in_checkpoint = False
+            ended = _now()
+            self.checkpoint += ended - begun
+            self.communication, self.waiting = communication, waiting
+            self.waiting_for = waiting_for
+            if (trace := tracing.always) is not None:
+                trace.span("checkpoint", name, begun, ended)
+
+    def operation(self, name: str) -> Operation:
+        """Return what is counted of an operation.
+
+        Words with digits in its name do not matter, as there may be many.
+        """
+        words = [word for word in name.split() if not any(map(str.isdecimal, word))]
+        name = " ".join(words)
+        if name not in self.operations and len(self.operations) >= _MOST_OPERATIONS:
+            name = "other operations"
+        return self.operations.setdefault(name, Operation(name))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return all of them as integers, text and containers, which JSON can hold."""
+        return {
+            "seconds_ns": _now() - self.made,
+            "steps": self.steps,
+            "first_ns": self.first_ns,
+            "least_ns": self.least_ns,
+            "most_ns": self.most_ns,
+            "first_mark": self.first_mark,
+            "last_mark": self.last_mark,
+            "totals": self._totals(_now()),
+            "waiting_for": sorted(self.waiting_for.items()),
+            "histogram": [(i, n) for i, n in enumerate(self.histogram) if n],
+            "operations": [
+                [o.name, o.calls, o.seconds_ns, o.waiting_ns, dict(o.transports)]
+                for o in list(self.operations.values())
+            ],
+        }
