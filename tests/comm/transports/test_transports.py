@@ -435,7 +435,7 @@ def test_memory_of_all_blocks_that_are_given_up_is_kept(comm, monkeypatch):
 
     def begin_and_note(block, *arguments):
         begin(block, *arguments)
-        given_up.extend(weakref.ref(part) for part in block._parts)
+        given_up.extend(weakref.ref(part.base) for part in block._parts)
 
     monkeypatch.setattr(blocks.BlockSum, "__init__", begin_and_note)
     consensus = Consensus(comm.Dup())  # not freed: that might wait for all ranks
