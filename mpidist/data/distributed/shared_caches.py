@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -136,14 +137,16 @@ def has_caches(steps: MapDataset | IterDataset) -> bool:
 
 def _shared_caches(steps: MapDataset | IterDataset) -> list[NodeCache]:
     caches: list[NodeCache] = []
-
-    def look(parent: Any) -> Any:
-        if isinstance(parent, NodeCache):
-            caches.append(parent)
-        return parent.replace_parents(look)
-
-    look(steps)
+    _collect(caches, steps)
     return caches
+
+
+def _collect(caches: list[NodeCache], parent: Any) -> Any:
+    """Append a step and those before it that are caches."""
+    if isinstance(parent, NodeCache):
+        caches.append(parent)
+    # Not a function that refers to itself: the circle would keep caches alive
+    return parent.replace_parents(functools.partial(_collect, caches))
 
 
 def _make(
