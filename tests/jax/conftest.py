@@ -9,5 +9,6 @@ import pytest
 def enable_x64():
     """The context in which JAX has 64-bit numbers, by the name of its version."""
     jax = pytest.importorskip("jax")
-    found = getattr(jax, "enable_x64", None)
-    return found or jax.experimental.enable_x64
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64
+    return jax.experimental.enable_x64

@@ -165,6 +165,7 @@ try:
             reduce(step)
 except mpidist.CollectiveError as error:
     say(f"{type(error).__name__}: {error}")
+arrived.reduce("SUM", 1)  # the first one to end ends the job
 """
 )
 
