@@ -75,15 +75,18 @@ def as_trainer(
       call: for messages.
 
     Raises:
-      ContextError: another thread than `trainer` has made the strategy.
+      ContextError: another thread than `trainer` has made the strategy, which cannot
+        be used any more; on the others a CollectiveError.
     """
     lock = group.consensus.lock
     if not is_on_gpu(tensor) or threading.get_ident() == trainer:
         return contextlib.nullcontext()
     if trainer != lock.creator:
-        raise ContextError(
+        error = ContextError(
             f"{call}: a model on a GPU is to be trained in the thread that has made "
             "the strategy"
         )
+        group.consensus.leave(error)  # other ranks may wait for this one
+        raise error
     group.use_device()
     return lock.stand_in()

@@ -141,6 +141,29 @@ def test_a_parameter_without_a_gradient_is_an_error_on_all_ranks(
     assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
 
 
+def test_another_thread_on_one_rank_is_an_error_on_all(strategy, device):
+    if strategy.num_replicas_in_sync == 1:
+        pytest.skip("one rank has nobody to wait for it")
+    model = DistributedDataParallel(network(device), strategy)
+    _, mine = rows_of(strategy, 12, device)
+    losses = []
+
+    def forward():
+        losses.append(loss_of(model, *mine))
+
+    if strategy.extended.replica_id == 0:
+        thread = threading.Thread(target=forward)
+        thread.start()
+        thread.join()
+    else:
+        forward()
+    kind = mpidist.CollectiveError
+    if strategy.extended.replica_id == 0:
+        kind = mpidist.ContextError
+    with pytest.raises(kind):
+        losses[0].backward()
+
+
 def test_buffers_and_synchronous_batch_norm(strategy, device):
     def make(seed):
         torch.manual_seed(seed)

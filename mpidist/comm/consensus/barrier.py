@@ -82,9 +82,8 @@ class NodeBarrier:
             for rank, name in enumerate(self._names)
             if rank != self.rank
         ]
-        self.late = (
-            -1
-        )  # the rank that arrived last at the last barrier; -1 for this one
+        # The rank that arrived last at the last barrier; -1 for this one
+        self.late = -1
         self._counts = counts
         # A double buffer: `epoch & 1` selects the page. A rank that arrives at the next
         # barrier has read the pages of the last one, so that they may be overwritten

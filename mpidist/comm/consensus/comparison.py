@@ -292,13 +292,13 @@ class GatherComparison(PayloadComparison):
         mine[0], mine[1], mine[2] = words
         mine[3] = time.monotonic_ns() - self._left_ns  # see MaximumComparison
         request: Requests
+        self._is_idle = False
         if self._pair:
             MPI.Prequest.Startall(self._pair)
             request = self._pair  # type: ignore[assignment]  # a list is invariant
         else:
             # Never a blocking call: it would not match one of a rank with a deadline
             request = self._comm.Iallgather(self._send, self._received)
-        self._is_idle = False
         self._waiting.wait(request, deadline, self._calls, yield_cpu)
         self._is_idle = True
         self._left_ns = time.monotonic_ns()
