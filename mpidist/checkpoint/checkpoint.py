@@ -250,19 +250,20 @@ class Checkpoint(Tracked):
         now = datetime.datetime.now(datetime.timezone.utc)
         prepare = self.strategy.extended.consensus.guard
         index = prepare(operation, lambda: index_path(file_prefix, "file_prefix"))
-        self.saver.save(
-            operation,
-            index,
-            self.objects,
-            shard_bytes=self._shard_bytes,
-            is_background=is_background,
-            attributes={
-                "saved": now.isoformat(timespec="seconds"),
-                "mpidist": __version__,
-            },
-            preserved=preserved,
-            after=after,
-        )
+        with self.strategy.extended.consensus.recorder.counters.checkpointing("save"):
+            self.saver.save(
+                operation,
+                index,
+                self.objects,
+                shard_bytes=self._shard_bytes,
+                is_background=is_background,
+                attributes={
+                    "saved": now.isoformat(timespec="seconds"),
+                    "mpidist": __version__,
+                },
+                preserved=preserved,
+                after=after,
+            )
         return str(index)
 
     def save_as(

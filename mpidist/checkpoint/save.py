@@ -100,35 +100,10 @@ class Saver:
         """
         extended = self._extended
         extended.topology.require_open()
-        with extended.consensus.recorder.counters.checkpointing("save"):
-            extended.consensus.require_same(
-                CallSignature(operation, (("path", str(index)),))
-            )
-            self.wait()
-            self._save(
-                operation,
-                index,
-                objects,
-                shard_bytes,
-                is_background,
-                attributes,
-                preserved,
-                after,
-            )
-
-    def _save(
-        self,
-        operation: str,
-        index: Path,
-        objects: Mapping[str, Any],
-        shard_bytes: int,
-        is_background: bool,
-        attributes: dict[str, Any],
-        preserved: tuple[int, float] | None,
-        after: Callable[[], None] | None,
-    ) -> None:
-        """Do what `save` does, when the last checkpoint is complete. Collective."""
-        extended = self._extended
+        extended.consensus.require_same(
+            CallSignature(operation, (("path", str(index)),))
+        )
+        self.wait()
         token, serial = extended.consensus.root_only(operation, lambda: _begin(index))
         rank, ranks = extended.replica_id, extended.num_replicas
         names = functools.partial(directories.shard_names, index, token)
