@@ -51,6 +51,15 @@ import os, sys
 os.write(1, f"{os.uname().nodename} {sys.argv[1]}\\n".encode())
 """
 
+# A copy of the process stays. It does not run another program, so its command line
+# is there as soon as it is; where a shell starts one, there is none for a moment.
+STAYS = """
+import os, time
+if not os.fork():
+    os.closerange(0, 3)
+    time.sleep(1000)
+"""
+
 
 def test_each_node_has_its_own_name_memory_and_processes(network):
     nodes = network(2)
@@ -60,8 +69,8 @@ def test_each_node_has_its_own_name_memory_and_processes(network):
     first.run("touch", "/dev/shm/of-node-0", "/run/tmp/of-node-0")
     assert first.shared_memory == first.temporary_files == ["of-node-0"]
     assert second.shared_memory == second.temporary_files == []
-    first.run("sh", "-c", "sleep 1000 >/dev/null 2>&1 &")
-    assert first.processes == ["sleep 1000 "]
+    first.run(sys.executable, "-I", "-c", STAYS)
+    assert first.processes == [f"{sys.executable} -I -c {STAYS} "]
     assert second.processes == []
 
 

@@ -144,11 +144,16 @@ class Node:
     def processes(self) -> list[str]:
         """The command lines of the node's processes, but for the first one."""
         found = []
-        for path in (self.root / "proc").glob("[0-9]*/cmdline"):
+        for process in (self.root / "proc").glob("[0-9]*"):
+            if process.name == "1":
+                continue
             with contextlib.suppress(OSError):
-                text = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if text and path.parent.name != "1":  # zombies have none
-                    found.append(text)
+                text = (process / "cmdline").read_bytes()
+                state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+                # A zombie has no command line, nor has for a moment a process that
+                # starts another program
+                if text or state != "Z":
+                    found.append(text.replace(b"\0", b" ").decode(errors="replace"))
         return found
 
     def wait_until_idle(self) -> None:
