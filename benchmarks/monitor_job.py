@@ -31,12 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("cause", choices=CAUSES)
     parser.add_argument("--steps", type=int, default=1500, help="(default 1500)")
+    parser.add_argument(
+        "--speed", type=float, default=1.0, help="how much shorter all sleeps are"
+    )
     options = parser.parse_args(arguments)
     strategy = mpidist.MirroredStrategy(["CPU:0"])
     rank, ranks = strategy.extended.replica_id, strategy.num_replicas_in_sync
     rng = np.random.default_rng(rank)
     is_slow = options.cause == "slow-rank" and rank == 1
-    reading = 0.03 if options.cause == "slow-disk" else 0.001
+    reading = (0.03 if options.cause == "slow-disk" else 0.001) / options.speed
+    factor = (3 if is_slow else 1) / options.speed
 
     def read(x: object) -> object:
         time.sleep(reading)  # of a batch, in a thread
@@ -44,9 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def step(x: object) -> object:
         with mpidist.span("forward"):
-            time.sleep(rng.uniform(0.001, 0.0015) * (3 if is_slow else 1))
+            time.sleep(rng.uniform(0.001, 0.0015) * factor)
         with mpidist.span("backward"):
-            time.sleep(rng.uniform(0.002, 0.003) * (3 if is_slow else 1))
+            time.sleep(rng.uniform(0.002, 0.003) * factor)
         return mpidist.get_replica_context().all_reduce("MEAN", gradient)
 
     gradient = np.ones(20_000)

@@ -133,7 +133,7 @@ def _findings(
             f"as long as that of others, mostly {why}. The others wait for it."
         )
     else:
-        lines += [f"{text[0].upper()}{text[1:]}." for text in advice(first, 0, 1)]
+        lines += [f"{text[0].upper()}{text[1:]}." for text in advice(first)]
     return (
         '<ul class="findings">'
         + "".join(f"<li>{html.escape(line)}</li>" for line in lines)

@@ -61,8 +61,8 @@ def _describe(counters: Counters, rank: int, ranks: int) -> dict[str, Any]:
     }
 
 
-def count_threads(ranks_on_node: int) -> tuple[int, int]:
-    """Return how many computing threads ranks have together, and on how many cores.
+def shared_cores(ranks_on_node: int) -> tuple[int, int, int]:
+    """Return how many ranks share cores with this one, threads of each, and cores.
 
     Ranks that are bound to cores of their own count alone.
     """
@@ -70,7 +70,7 @@ def count_threads(ranks_on_node: int) -> tuple[int, int]:
     sharing = ranks_on_node if cores == os.cpu_count() else 1
     named = os.environ.get("OMP_NUM_THREADS") or os.environ.get("OPENBLAS_NUM_THREADS")
     threads = int(named) if named and named.isdecimal() else cores
-    return sharing * threads, cores
+    return sharing, threads, cores
 
 
 _ends: list[int] = []  # processes that will report
@@ -98,7 +98,7 @@ def report_at_end(group: ReplicaGroup) -> None:
         is_long = found["measured_seconds"] >= _LEAST_SECONDS
         if is_long and found["steps"] >= _LEAST_STEPS:
             lines = [f"mpidist: {as_text(found)}"]
-            lines += advice(found, *count_threads(on_node))
+            lines += advice(found, *shared_cores(on_node))
             logs.info("monitor", "\nmpidist: ".join(lines))
 
     atexit.register(report)

@@ -106,12 +106,15 @@ def slowest(found: Mapping[str, Any]) -> int | None:
     )
 
 
-def advice(found: Mapping[str, Any], threads: int, cores: int) -> list[str]:
+def advice(
+    found: Mapping[str, Any], sharing: int = 0, threads: int = 1, cores: int = 1
+) -> list[str]:
     """Return what would make a job faster, as far as one rank can tell.
 
     Args:
       found: its statistics.
-      threads: of all ranks that share cores with it.
+      sharing: how many ranks share its cores; 0 if that is unknown.
+      threads: computing ones of each of them.
       cores: that they share.
     """
     lines: list[str] = []
@@ -142,9 +145,10 @@ def advice(found: Mapping[str, Any], threads: int, cores: int) -> list[str]:
             text = "the same rows are read and decoded in each epoch: Dataset.cache() "
             text += "would spare that, if they fit into memory"
         lines.append(text)
-    if threads > cores:
-        lines.append(
-            f"{threads} threads of all ranks compete for {cores} cores: set "
-            f"OMP_NUM_THREADS={max(1, cores // max(1, ranks))}"
-        )
+    if sharing * threads > cores:
+        text = f"{sharing} ranks share {cores} cores"
+        if threads > 1:
+            fitting = max(1, cores // sharing)
+            text += f", with {threads} threads each: set OMP_NUM_THREADS={fitting}"
+        lines.append(text)
     return lines

@@ -11,14 +11,17 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from mpidist.util import tracing
-from mpidist.util.durations import BUCKETS, bucket_of
+from mpidist.util.durations import BUCKETS, count_buckets
 
 __all__ = [
     "BACKWARD",
     "NEXT",
     "RUN",
     "Counters",
+    "Durations",
     "Operation",
 ]
 
@@ -26,7 +29,34 @@ __all__ = [
 BACKWARD, NEXT, RUN = 1, 2, 3
 
 _MOST_OPERATIONS = 100
+_MOST_UNCOUNTED = 512
 _now = time.monotonic_ns
+
+
+class Durations:
+    """Least, most and histogram of durations. One thread adds, any may look."""
+
+    def __init__(self) -> None:
+        # What has been counted, and what has not: adding a duration must be quick.
+        # Both are replaced at once, so that others see none twice
+        self._state = (0, 0, np.zeros(BUCKETS, np.int64)), list[int]()
+
+    def add(self, nanoseconds: int) -> None:
+        """Add one."""
+        rest = self._state[1]
+        rest.append(nanoseconds)
+        if len(rest) == _MOST_UNCOUNTED:
+            self._state = self.describe(), []
+
+    def describe(self) -> tuple[int, int, np.ndarray]:
+        """Return the least, the most (both 0 if there is none), how many in buckets."""
+        (least, most, counts), rest = self._state
+        if rest:
+            found = np.array(rest)
+            first, last = int(found.min()), int(found.max())
+            least, most = min(least, first) if most else first, max(most, last)
+            counts = counts + count_buckets(found)
+        return least, most, counts
 
 
 class Operation:
@@ -62,8 +92,8 @@ class Counters:
         self.steps = 0
         self.epochs = 0  # of distributed datasets, that have ended
         self.has_cache = True  # of the last one
-        self.first_ns = self.least_ns = self.most_ns = 0
-        self.histogram = [0] * BUCKETS
+        self.first_ns = 0
+        self._durations = Durations()  # of steps but the first
         # When the first step and the last one ended, and what had been counted by then
         self.first_mark = self.last_mark = (0, 0, 0, 0, 0)
         self.has_begun = False
@@ -91,26 +121,18 @@ class Counters:
             return
         if kind > self._kind:
             self._kind, self.steps, self._is_paused = kind, 0, False
-            self.histogram = [0] * BUCKETS
-            self.least_ns = self.most_ns = 0
+            self._durations = Durations()
         if self._is_paused:
             self._is_paused = False
-        else:
-            self._end_step(_now())
-
-    def _end_step(self, now: int) -> None:
-        before = self.last_mark
-        totals = self.last_mark = self._totals(now)
-        took = now - before[0]
+            return
+        now, before = _now(), self.last_mark
+        totals = now, self.input, self.communication, self.waiting, self.checkpoint
+        self.last_mark = totals
         self.steps += 1
-        if self.steps == 1:
-            self.first_ns, self.first_mark = took, totals
+        if self.steps > 1:
+            self._durations.add(now - before[0])
         else:
-            self.histogram[bucket_of(took)] += 1
-            if took > self.most_ns:
-                self.most_ns = took
-            if took < self.least_ns or not self.least_ns:
-                self.least_ns = took
+            self.first_ns, self.first_mark = now - before[0], totals
         trace = tracing.always
         if trace is not None:
             trace.step(self.steps, before, totals)
@@ -179,17 +201,18 @@ class Counters:
 
     def snapshot(self) -> dict[str, Any]:
         """Return all of them as integers, text and containers, which JSON can hold."""
+        least, most, histogram = self._durations.describe()
         return {
             "seconds_ns": _now() - self.made,
             "steps": self.steps,
             "first_ns": self.first_ns,
-            "least_ns": self.least_ns,
-            "most_ns": self.most_ns,
+            "least_ns": least,
+            "most_ns": most,
             "first_mark": self.first_mark,
             "last_mark": self.last_mark,
             "totals": self._totals(_now()),
             "waiting_for": sorted(self.waiting_for.items()),
-            "histogram": [(i, n) for i, n in enumerate(self.histogram) if n],
+            "histogram": [(i, n) for i, n in enumerate(histogram.tolist()) if n],
             "operations": [
                 [o.name, o.calls, o.seconds_ns, o.waiting_ns, dict(o.transports)]
                 for o in list(self.operations.values())

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-__all__ = ["BUCKETS", "bucket_of", "bucket_seconds", "duration"]
+import numpy as np
+
+__all__ = ["BUCKETS", "bucket_seconds", "count_buckets", "duration"]
 
 _PER_OCTAVE_BITS = 2  # four buckets for each factor of two
 BUCKETS = 64 << _PER_OCTAVE_BITS
 
 
-def bucket_of(nanoseconds: int) -> int:
-    """Return the bucket of the histogram for a duration."""
-    length = nanoseconds.bit_length()
-    if length <= _PER_OCTAVE_BITS:
-        return 0
-    rest = (nanoseconds >> (length - 1 - _PER_OCTAVE_BITS)) & 3
-    return min(length << _PER_OCTAVE_BITS | rest, BUCKETS - 1)
+def count_buckets(nanoseconds: np.ndarray) -> np.ndarray:
+    """Return how many of the durations, of integers, are in each bucket."""
+    mantissas, lengths = np.frexp(nanoseconds)  # in bits
+    rest = np.floor(mantissas * (2 << _PER_OCTAVE_BITS)).astype(int) & 3
+    found = (lengths << _PER_OCTAVE_BITS) | rest
+    found = np.where(lengths > _PER_OCTAVE_BITS, np.minimum(found, BUCKETS - 1), 0)
+    return np.bincount(found, minlength=BUCKETS)
 
 
 def bucket_seconds(bucket: int) -> tuple[float, float]:

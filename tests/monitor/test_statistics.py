@@ -10,8 +10,8 @@ import pytest
 
 import mpidist
 from mpidist.monitor import summary as module
-from mpidist.util.counters import BACKWARD, NEXT, RUN, Counters
-from mpidist.util.durations import bucket_of, bucket_seconds
+from mpidist.util.counters import BACKWARD, NEXT, RUN, Counters, Durations
+from mpidist.util.durations import bucket_seconds, count_buckets
 
 
 def test_steps_of_run_are_counted_and_parts_make_the_whole(strategy):
@@ -143,12 +143,29 @@ def test_what_ends_steps():
     counters.mark(NEXT)
     counters.mark(RUN)
     assert counters.steps == 2
-    assert sum(counters.histogram) == 1
+    assert [count for _, count in counters.snapshot()["histogram"]] == [1]
+
+
+def test_durations_are_counted_whenever_one_looks():
+    durations, expected = Durations(), np.random.default_rng(0).integers(1, 2**40, 2000)
+    assert durations.describe()[:2] == (0, 0)
+    for number, duration in enumerate(expected.tolist()):
+        durations.add(duration)
+        if number in (0, 511, 512, 1999):
+            known = expected[: number + 1]
+            least, most, counts = durations.describe()
+            assert (least, most) == (known.min(), known.max())
+            assert counts.sum() == len(known)
+            for bucket in np.flatnonzero(counts):
+                begin, end = bucket_seconds(bucket)
+                is_in = (begin <= known / 1e9) & (known / 1e9 < end)
+                assert is_in.sum() == counts[bucket]
 
 
 @pytest.mark.parametrize("nanoseconds", [0, 1, 3, 4, 5, 1000, 123_456_789, 10**12])
 def test_buckets_hold_their_durations(nanoseconds):
-    least, most = bucket_seconds(bucket_of(nanoseconds))
+    (bucket,) = np.flatnonzero(count_buckets(np.array([nanoseconds])))
+    least, most = bucket_seconds(bucket)
     assert nanoseconds < 4 or least <= nanoseconds / 1e9 < most
 
 
@@ -180,15 +197,19 @@ def test_the_line_at_the_end():
 
 def test_advice():
     balanced = make([0.9, 0.1, 0.0, 0.0])
-    assert module.advice(balanced, 4, 4) == []
-    [small] = module.advice(make([0.1, 0.9, 0.0, 0.0]), 4, 4)
+    assert module.advice(balanced, 2, 2, 4) == []
+    [small] = module.advice(make([0.1, 0.9, 0.0, 0.0]), 2, 2, 4)
     assert "too small to gain from more ranks" in small
-    [cache] = module.advice(make([0.6, 0.1, 0.3, 0.0], epochs=2), 4, 4)
+    [cache] = module.advice(make([0.6, 0.1, 0.3, 0.0], epochs=2), 2, 2, 4)
     assert "cache()" in cache
-    [more] = module.advice(make([0.6, 0.1, 0.3, 0.0], epochs=2, has_cache=True), 4, 4)
+    [more] = module.advice(
+        make([0.6, 0.1, 0.3, 0.0], epochs=2, has_cache=True), 2, 2, 4
+    )
     assert "num_parallel_calls" in more
-    [threads] = module.advice(balanced, 16, 4)
-    assert "OMP_NUM_THREADS=1" in threads
+    [threads] = module.advice(balanced, 2, 8, 4)
+    assert "2 ranks share 4 cores, with 8 threads each" in threads
+    assert "OMP_NUM_THREADS=2" in threads
+    assert module.advice(balanced, 4, 1, 2) == ["4 ranks share 2 cores"]
 
 
 END = """
