@@ -202,6 +202,37 @@ def test_mpirun_in_an_allocation_makes_one_world(slurm, folder, nodes, default):
     assert {fields["address"] for fields in ranks} == {"None"}
 
 
+@pytest.mark.parametrize("launcher", ["mpirun", "auto"])
+def test_mpidist_run_in_an_allocation(slurm, folder, launcher):
+    (folder / "who.py").write_text(WHO)
+    own = f"{sys.executable} -m mpidist run --launcher {launcher}"
+    job = slurm.submit(
+        "--nodes=2",
+        "--ntasks-per-node=2",
+        f"--wrap={own} who.py",
+        cwd=folder,
+        SLURM_MPI_TYPE="none",
+    )
+    assert job.wait()["JobState"] == "COMPLETED", job.output
+    ranks = who(job.output)
+    assert [fields["of"] for fields in ranks] == ["4"] * 4
+    assert {fields["nodes"] for fields in ranks} == {"2"}
+    # Only those of srun know addresses
+    is_srun = launcher != "mpirun"
+    assert ({fields["address"] for fields in ranks} == {"None"}) != is_srun
+
+
+def test_mpidist_run_in_a_step_of_a_shell(slurm, folder):
+    (folder / "who.py").write_text(WHO)
+    command = [sys.executable, "-m", "mpidist", "run", "-n", "2"]
+    ended = slurm.srun(
+        *("--nodes=1", "--ntasks=1", "--cpus-per-task=4", "--mpi=none"),
+        *(*command, str(folder / "who.py")),
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert [fields["of"] for fields in who(ended.stdout)] == ["2"] * 2
+
+
 @pytest.mark.skipif(not IS_OPEN_MPI, reason="this MPI ends a job in which a rank dies")
 def test_others_go_on_without_a_rank_that_died_on_another_node(slurm, folder):
     (folder / "elastic.py").write_text(ELASTIC)
