@@ -21,7 +21,16 @@ import sys
 
 from mpidist.util.settings import LOG
 
-__all__ = ["RankHandler", "debug", "info", "report", "start", "warning", "write"]
+__all__ = [
+    "RankHandler",
+    "debug",
+    "info",
+    "rank_and_host",
+    "report",
+    "start",
+    "warning",
+    "write",
+]
 
 _ROOT = "mpidist"
 # By whom a record was written to stderr already, as an attribute of it
@@ -53,6 +62,7 @@ class RankHandler(logging.Handler):
         super().__init__()
         self.is_json, self.is_asked = is_json, is_asked
         self.rank, self.host = rank, socket.gethostname()
+        self.rank_and_host = f"rank {rank} {self.host}"
         self._is_writing = False
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -80,7 +90,7 @@ class RankHandler(logging.Handler):
         """Return the text, or the line of JSON, of a record."""
         text = super().format(record)
         if not self.is_json:
-            return f"[{record.levelname} rank {self.rank} {self.host}] {text}"
+            return f"[{record.levelname} {self.rank_and_host}] {text}"
         when = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
         fields = {
             "time": when.isoformat(timespec="milliseconds"),
@@ -157,6 +167,12 @@ def report(room: str, text: str) -> None:
     record = logging.LogRecord(name, logging.ERROR, "", 0, text, None, None)
     write(text if handler is None else handler.format(record))
     _log(logging.ERROR, room, text, _REPORT)
+
+
+def rank_and_host() -> str:
+    """Return which rank this is, and on which host, as records say it."""
+    handler = _handler()
+    return socket.gethostname() if handler is None else handler.rank_and_host
 
 
 def _handler() -> RankHandler | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import socket
 import sys
 import warnings
 
 import launching
 import pytest
+from mpi4py import MPI
 
 from mpidist.util import logs, notices
 
@@ -124,7 +126,8 @@ strategy.gradient_buckets([np.zeros(3)])
 
 
 def test_a_warning_is_a_warning():
-    with pytest.warns(RuntimeWarning, match="^a text$") as caught:
+    where = f"rank {MPI.COMM_WORLD.rank} {socket.gethostname()}"
+    with pytest.warns(RuntimeWarning, match=rf"^a text \[{where}\]$") as caught:
         notices.warn("a text")
     assert caught[0].filename == __file__
 

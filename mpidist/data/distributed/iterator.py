@@ -15,7 +15,7 @@ from mpidist.comm.consensus.signatures import CallSignature, group_by_rank, name
 from mpidist.data.distributed import prefetch, reader
 from mpidist.data.distributed.prefetch import Prefetcher
 from mpidist.data.distributed.reader import LocalBatch, ReadPlan
-from mpidist.data.distributed.shared_caches import has_caches, reorder
+from mpidist.data.distributed.shared_caches import reorder
 from mpidist.data.iterator_state import EpochCounter, make_state, read_state
 from mpidist.data.map_dataset import Epoch
 from mpidist.data.optional import Optional
@@ -157,7 +157,7 @@ class DistributedIterator:
             raise
         counters.end_input(begun, communication)
         if local_batch is None:
-            counters.end_epoch(has_caches(self._plan.pipeline))
+            counters.end_epoch(self._plan.has_cache)
             optional = Optional()
         else:
             replica, replicas = extended.replica_id, extended.num_replicas

@@ -6,6 +6,7 @@ Nothing here communicates, so that it can run in prefetching threads.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from mpidist.data import sharding
+from mpidist.data.distributed.shared_caches import has_caches
 from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, IterDataset, count_rows
 from mpidist.data.iterator_state import Origin
 from mpidist.data.map_dataset import (
@@ -72,6 +74,11 @@ class ReadPlan:
     origin: Origin
     options: InputOptions
     serial: int
+
+    @functools.cached_property
+    def has_cache(self) -> bool:
+        """Whether the ranks of a node share elements that one of them has read."""
+        return has_caches(self.pipeline)
 
     @property
     def is_open_ended(self) -> bool:
