@@ -158,6 +158,13 @@ Saving and going on
     TerminationConfig           termination_watcher_fn, exit_fn, grace_period, save_fn
     run_elastic                 not in TensorFlow: goes on without ranks that have died
 
+Statistics
+
+    tf.keras.metrics            mpidist.statistics: Moments, Histogram, Quantiles,
+                                ConfusionMatrix; exact, on any number of ranks
+    Strategy.statistics_of      not in TensorFlow: mean, variance, least and most of
+                                the rows of all ranks
+
 Looking at a job
 
     Strategy.statistics         not in TensorFlow: where the time of a job goes
@@ -313,12 +320,12 @@ _LATER = {
     "TerminationConfig": "mpidist.resilience.preemption",
     "Hdf5Writer": "mpidist.strategy.hdf5_writer",
 }
-# Modules for which an extra has to be installed
-_EXTRAS = ("torch",)
+# Modules that are imported when they are first used, of which one needs an extra
+_ROOMS = ("statistics", "torch")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _EXTRAS:
+    if name in _ROOMS:
         return importlib.import_module(f"mpidist.{name}")
     if name not in _LATER:
         from mpidist.util import near_misses

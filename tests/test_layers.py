@@ -25,6 +25,7 @@ ROOMS = [
     "comm",
     "monitor",
     "data",
+    "statistics",
     "strategy",
     "checkpoint",
     "resilience",

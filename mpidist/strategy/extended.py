@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from mpidist.comm.consensus.signatures import group_by_rank, name_ranks
+from mpidist.comm.consensus.signatures import (
+    CallSignature,
+    group_by_rank,
+    name_ranks,
+)
 from mpidist.comm.cross_device_ops import CrossDeviceOps
 from mpidist.comm.device_info import GpuRequest
 from mpidist.comm.replica_group import ReplicaGroup
@@ -23,14 +27,16 @@ from mpidist.errors import (
     ContextError,
     MismatchError,
 )
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions, ReduceOp, RunOptions
 from mpidist.strategy.replica_context import ReplicaContext
 from mpidist.strategy.variables import Variable
-from mpidist.util import tracing, validation
+from mpidist.util import nest, tracing, validation
 from mpidist.util.counters import RUN
 from mpidist.util.tracebacks import fold
 from mpidist.values import (
     Mirrored,
+    PerReplica,
+    ValueContext,
     local_component,
     regroup,
     regroup_results,
@@ -141,6 +147,30 @@ class StrategyExtended(ReplicaGroup):
         if self.timeline is not None:
             self.timeline.compare_clocks_if_due()
         return result
+
+    def require_run_options(self, options: object) -> None:
+        """Raise on all ranks unless these are options of `Strategy.run`."""
+        require_cross_replica(self.strategy, "run")
+        self.consensus.guard(
+            "run", lambda: validation.instance("options", options, RunOptions)
+        )
+
+    def barrier(self, timeout_seconds: float | None) -> None:
+        """Do what `Strategy.barrier` does."""
+        options = self.consensus.guard(
+            "barrier", lambda: CommunicationOptions(timeout_seconds=timeout_seconds)
+        )
+        self.consensus.require_same(
+            CallSignature("barrier"), timeout=options.timeout_seconds
+        )
+
+    def values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Do what `Strategy.experimental_distribute_values_from_function` does."""
+        where = ValueContext(self.replica_id, self.num_replicas)
+        call = CallSignature("experimental_distribute_values_from_function")
+        fn = validation.function
+        value = self.run_collectively(call, lambda: fn("value_fn", value_fn)(where))
+        return nest.map_leaves(lambda x: PerReplica((x,), (self.replica_id,)), value)
 
     def _replica(
         self, fn: Callable[..., Any], args: Arguments, kwargs: dict[str, Any] | None

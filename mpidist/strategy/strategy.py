@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.gradient_buckets import GradientBuckets
 from mpidist.comm.packing import Axis
 from mpidist.context import Scope, in_replica_of, require_cross_replica
@@ -20,9 +19,12 @@ from mpidist.monitor.timeline import timeline
 from mpidist.options import CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from mpidist.strategy.extended import StrategyExtended
 from mpidist.strategy.variables import Variable
-from mpidist.util import near_misses, nest, validation
+from mpidist.util import near_misses, nest
 from mpidist.util.tracebacks import fold
-from mpidist.values import PerReplica, ValueContext, select_replica
+from mpidist.values import ValueContext, select_replica
+
+if TYPE_CHECKING:
+    from mpidist.statistics.moments import Description
 
 __all__ = ["Strategy"]
 
@@ -113,10 +115,7 @@ class Strategy:
           12.0
         """
         if options is not None:
-            require_cross_replica(self, "run")
-            self._extended.consensus.guard(
-                "run", lambda: validation.instance("options", options, RunOptions)
-            )
+            self._extended.require_run_options(options)
         try:
             return self._extended.run_replicas(fn, args, kwargs)
         except BaseException as error:
@@ -141,13 +140,11 @@ class Strategy:
 
         Returns:
           Bare arrays of the shape of a replica's, without the axes, and of the dtype of
-          `value`; MEAN of integers is float64; MEAN over an axis that is empty on every
-          replica is nan.
+          `value`; MEAN of integers is float64, and over an axis that is empty nan.
 
         Raises, on all replicas:
           ArgumentError: an unknown operation; an axis out of range; a sum or product of
-            integers that does not fit their dtype; MIN or MAX over an axis that is
-            empty on every replica.
+            integers that does not fit their dtype; MIN or MAX over an empty axis.
           ArgumentTypeError: reduce_op or axis of another type; no array or number.
           DTypeError: a dtype that cannot be added up, such as bool.
           MismatchError: structures, dtypes or shapes differ.
@@ -170,8 +167,7 @@ class Strategy:
     def gather(self, value: Any, axis: int) -> Any:
         """Return the replicas' values one behind the other along `axis`, on every rank.
 
-        Collective, from cross-replica (or default) context; `ReplicaContext.all_gather`
-        is its sister for replica context.
+        Collective, from cross-replica (or default) context.
 
         Args:
           value: a `PerReplica`, or a plain array as this rank's contribution, with
@@ -196,8 +192,7 @@ class Strategy:
         """
         if in_replica_of(self):
             raise ContextError(
-                "gather was called in replica context; there, use "
-                "get_replica_context().all_gather"
+                "gather was called in replica context, where all_gather is to be used"
             )
         require_cross_replica(self, "gather")
         return self._extended.gather("gather", value, axis)
@@ -245,8 +240,8 @@ class Strategy:
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the values of all replicas, by replica, on every replica.
 
-        Collective, in any context of this strategy. For small objects, which may differ
-        in all; of arrays, `gather` needs less time and memory.
+        Collective, in any context of this strategy. For small objects of any kind; of
+        arrays, `gather` needs less time and memory.
 
         Args:
           value: see `broadcast`; arrays come back as NumPy arrays.
@@ -265,8 +260,8 @@ class Strategy:
     def barrier(self, timeout_seconds: float | None = None) -> None:
         """Return when all replicas have called it. In any context of this strategy.
 
-        Only for what happens outside of mpidist, such as files that another replica
-        has written: collectives wait by themselves. Work on a GPU is not waited for.
+        For what happens outside of mpidist, such as files of another replica. Work on a
+        GPU is not waited for.
 
         Args:
           timeout_seconds: how long to wait for the others; None for ever.
@@ -277,13 +272,7 @@ class Strategy:
           cannot be used afterwards.
         """
         self._require_own("barrier")
-        consensus = self._extended.consensus
-        options = consensus.guard(
-            "barrier", lambda: CommunicationOptions(timeout_seconds=timeout_seconds)
-        )
-        consensus.require_same(
-            CallSignature("barrier"), timeout=options.timeout_seconds
-        )
+        self._extended.barrier(timeout_seconds)
 
     def _require_own(self, call: str) -> None:
         """Raise where a collective of any context of this strategy is refused."""
@@ -308,8 +297,7 @@ class Strategy:
             same structure, shapes and dtypes. What it holds does not matter.
 
         Returns:
-          The structure of `value`, with NumPy arrays, or CuPy arrays on a GPU; tensors
-          of PyTorch, say, in place of such.
+          The structure of `value`, with arrays of NumPy, or CuPy; tensors for tensors.
 
         Raises, on all replicas:
           MismatchError: structures, shapes or dtypes differ.
@@ -349,7 +337,6 @@ class Strategy:
             tuple of arrays.
           DTypeError: a dtype that cannot be added up.
 
-        For the rest see `GradientBuckets`.
         """
         return GradientBuckets(self._extended, like, reduce_op, options)
 
@@ -388,14 +375,7 @@ class Strategy:
           1
         """
         require_cross_replica(self, "experimental_distribute_values_from_function")
-        extended = self._extended
-        where = ValueContext(extended.replica_id, extended.num_replicas)
-        call = CallSignature("experimental_distribute_values_from_function")
-        fn = validation.function
-        value = extended.run_collectively(call, lambda: fn("value_fn", value_fn)(where))
-        return nest.map_leaves(
-            lambda leaf: PerReplica((leaf,), (extended.replica_id,)), value
-        )
+        return self._extended.values_from_function(value_fn)
 
     def experimental_distribute_dataset(
         self, dataset: DatasetLike, options: InputOptions | None = None
@@ -451,14 +431,34 @@ class Strategy:
         found = statistics(self._extended)
         return self.gather_objects(found) if all_ranks else found
 
+    def statistics_of(self, rows: Any, ddof: int = 0) -> Description:
+        """Return mean, variance, least and most of the rows of all ranks. Collective.
+
+        Returns a `mpidist.statistics.Description`, exact to the last bit, and so the
+        same on any number of ranks. `mpidist.statistics` has more.
+
+        Args:
+          rows: of this rank, of shape (rows, ...), also none; a `PerReplica` of them;
+            or a distributed dataset of such.
+          ddof: the variance is divided by the number of rows less this.
+
+        Raises, on all ranks: what `Moments.update_state` and `Moments.result` raise.
+
+        Example:
+          >>> print(strategy.statistics_of([1.0, 2.0, 6.0]).mean)  # on both replicas
+          3.0
+        """
+        from mpidist.statistics.moments import describe
+
+        return describe(self, rows, ddof)
+
     def timeline(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Return a context in which each rank writes what it does when. Collective.
 
         Into `folder`, for `python -m mpidist report` and `top`, and for Perfetto. So
         does MPIDIST_TIMELINE=folder for all of a program. Entering and leaving it are
-        collective. Where files cannot be written, a RuntimeWarning says so, and the job
-        goes on. Of long jobs fewer and fewer steps are recorded: each file has 10 MiB
-        at most, and all together 256 MiB.
+        collective. Where files cannot be written, a RuntimeWarning says so. Of long
+        jobs fewer and fewer steps are recorded: a file has 10 MiB at most.
 
         Raises, on all replicas, ArgumentTypeError or ArgumentError if it is no path.
 
@@ -490,9 +490,9 @@ class Strategy:
         )
 
     def __repr__(self) -> str:
+        where = f"{self.num_replicas_in_sync} on {self._extended.device}"
         return (
-            f"<{type(self).__name__}: replica {self._extended.replica_id} of "
-            f"{self.num_replicas_in_sync} on {self._extended.device}>"
+            f"<{type(self).__name__}: replica {self._extended.replica_id} of {where}>"
         )
 
 

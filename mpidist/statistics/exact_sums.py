@@ -1,0 +1,249 @@
+"""Sums of floats without any rounding, so that their order does not matter.
+
+A block of rows is cut, column by column, into parts with so few bits that NumPy adds
+them up without rounding (ExtractVector in S. M. Rump, T. Ogita, S. Oishi: Accurate
+Floating-Point Summation, part I, SIAM J. Sci. Comput. 31, 2008). The sums of the parts
+are added to integers of Python, which have as many bits as are needed. Squares are
+products without rounding: T. J. Dekker, A floating-point technique for extending the
+available precision, Numer. Math. 18, 1971.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+__all__ = ["ExactSums", "exact_parts", "exact_squares", "ratio"]
+
+# Of a block, so that it stays in the cache; but each block costs a microsecond a column
+_BLOCK_ITEMS, _BLOCK_ROWS = 1 << 16, 128
+_LIMB_BITS = 32
+# What is larger, or nearer to 0, is scaled first
+_LARGE, _SQUARE_LARGE, _SQUARE_SMALL = 2.0**900, 2.0**480, 2.0**-480
+_SCALE_BITS, _SQUARE_SCALE_BITS = 200, 600
+_SPLITTER = 2.0**27 + 1
+# Integers whose squares float64 holds
+_FEW_BITS = 26
+
+# Numbers of float64 and by which power of two they are to be multiplied
+Part = tuple[Any, int]
+
+
+class ExactSums:
+    """One sum per column, as integers in units of a power of two.
+
+    Args:
+      columns: how many.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.totals = [0] * columns
+        self.exponent = 0  # the unit is 2 ** exponent
+
+    def add(self, values: Any, exponent: int = 0) -> None:
+        """Add one number per column, times 2 ** exponent.
+
+        Args:
+          values: float64 of shape (columns,), finite.
+          exponent: see above.
+        """
+        mantissas, exponents = np.frexp(values)
+        integers = np.ldexp(mantissas, 53).astype(np.int64)
+        places = exponents.astype(np.int64) + (exponent - 53)
+        places[integers == 0] = np.iinfo(np.int64).max
+        least = int(places.min(initial=np.iinfo(np.int64).max))
+        if least == np.iinfo(np.int64).max:
+            return
+        self._lower(least)
+        shifts = np.where(integers == 0, 0, places - self.exponent)
+        pairs = zip(self.totals, integers.tolist(), shifts.tolist(), strict=True)
+        self.totals = [total + (value << shift) for total, value, shift in pairs]
+
+    def add_rows(self, parts: Iterator[Part]) -> None:
+        """Add all rows of arrays of shape (rows, columns), see `Part`."""
+        for rows, exponent in parts:
+            for values in _column_sums(rows):
+                self.add(values, exponent)
+
+    def merge(self, other: ExactSums) -> None:
+        """Add other sums of as many columns."""
+        self._lower(other.exponent)
+        shift = other.exponent - self.exponent
+        pairs = zip(self.totals, other.totals, strict=True)
+        self.totals = [total + (value << shift) for total, value in pairs]
+
+    def _lower(self, exponent: int) -> None:
+        """Take a smaller unit, where it is one."""
+        if exponent < self.exponent:
+            shift = self.exponent - exponent
+            self.totals = [total << shift for total in self.totals]
+            self.exponent = exponent
+
+    @property
+    def bits(self) -> int:
+        """How many bits the longest total has."""
+        return max((total.bit_length() for total in self.totals), default=0)
+
+    def as_limbs(self, exponent: int, count: int) -> Any:
+        """Return the totals in units of 2 ** exponent, 32 bits in each word.
+
+        Args:
+          exponent: at most `self.exponent`.
+          count: of words, which have to hold all bits and a sign.
+
+        Returns:
+          int64 of shape (count, columns), least significant first: all words are in
+          0...2**32 - 1, but for the last one, which has the sign. So words of up to
+          2**31 ranks can be added up.
+        """
+        shift, size = self.exponent - exponent, 4 * count
+        data = b"".join(
+            (total << shift).to_bytes(size, "little", signed=True)
+            for total in self.totals
+        )
+        words = np.frombuffer(data, "<u4").reshape(len(self.totals), count)
+        limbs = words.T.astype(np.int64)
+        limbs[-1] = words.T[-1].astype(np.uint32).view(np.int32)
+        return limbs
+
+    @classmethod
+    def from_limbs(cls, limbs: Any, exponent: int) -> ExactSums:
+        """Return the sums that `as_limbs` describes, whose words may be larger."""
+        sums = cls(limbs.shape[1])
+        sums.exponent = exponent
+        for place, words in enumerate(limbs.tolist()):
+            pairs = zip(sums.totals, words, strict=True)
+            sums.totals = [a + (b << (_LIMB_BITS * place)) for a, b in pairs]
+        return sums
+
+
+def ratio(numerator: int, denominator: int, exponent: int) -> float:
+    """Return numerator * 2**exponent / denominator, rounded once."""
+    if exponent >= 0:
+        numerator <<= exponent
+    else:
+        denominator <<= -exponent
+    try:
+        return numerator / denominator  # which Python rounds correctly
+    except OverflowError:
+        return float("inf") if numerator > 0 else float("-inf")
+
+
+def exact_parts(rows: Any) -> Iterator[Part]:
+    """Yield arrays of float64 whose sum is that of the rows.
+
+    Args:
+      rows: finite numbers or integers of shape (rows, columns).
+    """
+    for block in _blocks(rows):
+        if block.dtype.kind in "iu":
+            yield from _halves(block)
+            continue
+        block = block.astype(np.float64)
+        is_large = np.abs(block) > _LARGE
+        if is_large.any():
+            large = np.where(is_large, block, 0.0)
+            yield np.ldexp(large, -_SCALE_BITS), _SCALE_BITS
+            block[is_large] = 0.0
+        yield block, 0
+
+
+def exact_squares(rows: Any) -> Iterator[Part]:
+    """Yield arrays of float64 whose sum is that of the squares; see `exact_parts`."""
+    for block in _blocks(rows):
+        if block.dtype.kind in "iu":
+            yield from _squares_of_integers(block)
+        elif block.dtype.itemsize < 8:
+            block = block.astype(np.float64)
+            yield block * block, 0
+        else:
+            yield from _squares(block.astype(np.float64, copy=False))
+
+
+def _blocks(rows: Any) -> Iterator[Any]:
+    length = max(_BLOCK_ROWS, _BLOCK_ITEMS // max(1, rows.shape[1]))
+    for begin in range(0, len(rows), length):
+        yield rows[begin : begin + length]
+
+
+def _column_sums(block: Any) -> Iterator[Any]:
+    """Yield numbers per column whose sum is that of the column.
+
+    The block is changed. Its numbers are below 2**1000.
+    """
+    if len(block) == 1:
+        yield block[0]
+        return
+    # Each part is a multiple of 2**-53 * sigma, and all of them together are less than
+    # sigma, so that float64 holds each of their sums
+    spare_bits = (len(block) + 1).bit_length()
+    while True:
+        most = np.maximum(block.max(axis=0), -block.min(axis=0))
+        if not most.any():
+            return
+        sigma = np.ldexp(1.0, np.frexp(most)[1] + spare_bits)
+        parts = block + sigma
+        parts -= sigma
+        yield parts.sum(axis=0)
+        block -= parts
+
+
+def _halves(block: Any) -> Iterator[Part]:
+    """Yield the upper and lower half of integers."""
+    if block.dtype.itemsize < 8:
+        yield block.astype(np.float64), 0
+        return
+    yield (block >> 32).astype(np.float64), 32
+    yield (block & 0xFFFFFFFF).astype(np.float64), 0
+
+
+def _squares_of_integers(block: Any) -> Iterator[Part]:
+    most = max(int(block.max(initial=0)), -int(block.min(initial=0)))
+    if most.bit_length() <= _FEW_BITS:
+        block = block.astype(np.float64)
+        yield block * block, 0
+        return
+    if block.dtype.itemsize < 8:
+        yield from _products(block.astype(np.float64), block.astype(np.float64), 0)
+        return
+    upper, lower = (block >> 32).astype(float), (block & 0xFFFFFFFF).astype(float)
+    yield from _products(upper, upper, 64)
+    yield from _products(upper, lower, 33)  # twice
+    yield from _products(lower, lower, 0)
+
+
+def _squares(block: Any) -> Iterator[Part]:
+    sizes = np.abs(block)
+    is_large = sizes > _SQUARE_LARGE
+    is_small = (sizes < _SQUARE_SMALL) & (sizes > 0)
+    for where, bits in (
+        (is_large, _SQUARE_SCALE_BITS),
+        (is_small, -_SQUARE_SCALE_BITS),
+    ):
+        if where.any():
+            scaled = np.ldexp(np.where(where, block, 0.0), -bits)
+            yield from _products(scaled, scaled, 2 * bits)
+            block = np.where(where, 0.0, block)
+    yield from _products(block, block, 0)
+
+
+def _products(a: Any, b: Any, exponent: int) -> Iterator[Part]:
+    """Yield the products as float64 rounds them, and what it rounds off."""
+    product = a * b
+    (a_upper, a_lower), (b_upper, b_lower) = _split(a), _split(b)
+    rest = a_upper * b_upper
+    rest -= product
+    rest += a_upper * b_lower
+    rest += a_lower * b_upper
+    rest += a_lower * b_lower
+    yield product, exponent
+    yield rest, exponent
+
+
+def _split(numbers: Any) -> tuple[Any, Any]:
+    """Return two arrays of at most 26 bits a number, of which `numbers` is the sum."""
+    upper = _SPLITTER * numbers
+    upper -= upper - numbers
+    return upper, numbers - upper

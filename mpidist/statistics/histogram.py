@@ -1,0 +1,133 @@
+"""How many numbers of all ranks are in which bin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mpidist.errors import ArgumentError
+from mpidist.statistics.statistic import Statistic, host_rows
+
+if TYPE_CHECKING:
+    from mpidist.strategy.strategy import Strategy
+
+__all__ = ["Histogram", "HistogramResult"]
+
+
+class HistogramResult(NamedTuple):
+    """What `Histogram.result` returns.
+
+    Args:
+      counts: int64 of shape (bins,).
+      edges: float64 of shape (bins + 1,). A bin has its lower edge, the last one its
+        upper edge, too.
+      below: how many numbers were less than the first edge.
+      above: how many were more than the last one.
+      nan: how many were nan.
+    """
+
+    counts: Any
+    edges: Any
+    below: int
+    above: int
+    nan: int
+
+
+class Histogram(Statistic):
+    """Counts of numbers in bins: those of `numpy.histogram` of all rows as float64.
+
+    Numbers outside of the bins are counted, too.
+
+    Args:
+      bins: how many, of the same width, or the edges.
+      range: the first edge and the last one, where `bins` is a number.
+      strategy: see `Statistic`.
+
+    Raises:
+      ArgumentError: bins or edges that NumPy refuses; no range.
+
+    Example:
+      >>> ages = mpidist.statistics.Histogram(4, (0, 80), strategy=strategy)
+      >>> ages.update_state([5, 17, 90] if strategy.extended.replica_id else [64, 80])
+      >>> found = ages.result()
+      >>> found.counts, found.above
+      (array([2, 0, 0, 2]), 1)
+    """
+
+    def __init__(
+        self,
+        bins: int | Sequence[float] = 10,
+        range: tuple[float, float] | None = None,
+        strategy: Strategy | None = None,
+    ):
+        if range is None and np.ndim(bins) == 0:
+            raise ArgumentError(
+                "Histogram needs a range: no rank knows the least and the most number "
+                "of all ranks before it has seen them"
+            )
+        try:
+            edges = np.histogram_bin_edges(np.zeros(0), bins, range)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"Histogram: {error}") from error
+        self._bins: Any = bins if np.ndim(bins) == 0 else edges
+        self._range = range
+        self._edges = edges
+        super().__init__(strategy)
+
+    def reset_state(self) -> None:
+        """Forget the rows that this rank has added. Not collective."""
+        self._counts = np.zeros(len(self._edges) - 1 + 3, np.int64)
+
+    def update_state(self, rows: Any) -> None:
+        """Add numbers of this rank, of any shape but (). Not collective.
+
+        Raises: ArgumentError, ArgumentTypeError: see `Moments.update_state`.
+        """
+        numbers = host_rows(rows).ravel()
+        if numbers.dtype.kind not in "iu":
+            # NumPy's edges would be float32 for such numbers
+            numbers = numbers.astype(np.float64)
+        inside = np.histogram(numbers, self._bins, self._range)[0]
+        below = (numbers < self._edges[0]).sum()
+        above = (numbers > self._edges[-1]).sum()
+        rest = len(numbers) - inside.sum() - below - above
+        self._counts += [*inside, below, above, rest]
+
+    def _settings(self) -> str:
+        first, last = self._edges[[0, -1]].tolist()
+        text = f"{len(self._edges) - 1} bins from {first:g} to {last:g}"
+        if np.ndim(self._bins) == 0:
+            return text
+        return f"{text}, edges {self._edges.tolist()}"
+
+    def _rows_kind(self) -> str:
+        return "numbers"  # of any dtype
+
+    def _shown_rows(self) -> str:
+        return f"{self._counts.sum()} numbers"
+
+    def _extent(self) -> list[int]:
+        return []
+
+    def _of_all_ranks(self) -> Histogram:
+        self._compare()
+        whole = Histogram(self._bins, self._range, self.distribute_strategy)
+        whole._counts = self._all_reduce("SUM", self._counts)
+        return whole
+
+    def _describe(self) -> HistogramResult:
+        below, above, nan = self._counts[-3:].tolist()
+        counts = self._counts[:-3].copy()
+        return HistogramResult(counts, self._edges.copy(), below, above, nan)
+
+    def _add(self, other: Histogram) -> None:
+        self._counts += other._counts
+
+    def _to_state(self) -> dict[str, Any]:
+        kind, settings, _ = self._kind()
+        return {"kind": kind, "settings": settings, "counts": self._counts}
+
+    def _from_state(self, state: Mapping[str, Any]) -> None:
+        self._counts = np.array(state["counts"])

@@ -1,0 +1,202 @@
+"""What all statistics have in common: how ranks put together what they have added."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mpidist.comm.consensus.signatures import group_by_rank
+from mpidist.context import (
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_replica_of,
+)
+from mpidist.device import arrays
+from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, MismatchError
+
+if TYPE_CHECKING:
+    from mpidist.strategy.strategy import Strategy
+
+__all__ = ["Statistic", "host_rows"]
+
+Own = TypeVar("Own", bound="Statistic")
+
+
+class Statistic(abc.ABC):
+    """Base of the statistics: Moments, Histogram, Quantiles, ConfusionMatrix.
+
+    Args:
+      strategy: whose ranks have the rows; None takes the current one.
+
+    Raises:
+      ContextError: there is no current strategy.
+      ArgumentTypeError: it is none.
+    """
+
+    def __init__(self, strategy: Strategy | None = None):
+        if strategy is None:
+            if not has_strategy():
+                raise ContextError(
+                    f"{type(self).__name__}: say whose rows are meant, by "
+                    "`strategy=strategy`, or make it in `with strategy.scope():`"
+                )
+            strategy = get_strategy()
+        if not hasattr(strategy, "extended"):
+            raise ArgumentTypeError(
+                f"strategy must be a Strategy, not {type(strategy).__name__}"
+            )
+        self.distribute_strategy = strategy
+        self.reset_state()
+
+    @abc.abstractmethod
+    def reset_state(self) -> None:
+        """Forget the rows that this rank has added. Not collective."""
+
+    def result(self) -> Any:
+        """Return the statistic of the rows that all ranks have added. Collective.
+
+        In any context of the strategy. What ranks have added stays: more rows can
+        follow.
+
+        Raises, on all ranks:
+          MismatchError: ranks have other statistics, settings, dtypes or shapes of
+            rows.
+        """
+        return self._of_all_ranks()._describe()
+
+    def merge_state(self, others: Iterable[Own]) -> None:
+        """Add what this rank has added to others of the same kind. Not collective.
+
+        Raises:
+          ArgumentError: they have other settings, or rows of another dtype or shape.
+          ArgumentTypeError: they are of another type.
+        """
+        for other in others:
+            if type(other) is not type(self):
+                raise ArgumentTypeError(
+                    f"merge_state: a {type(other).__name__} is no {type(self).__name__}"
+                )
+            mine, theirs = self._kind(), other._kind()
+            is_like = mine[2] == theirs[2] or not (mine[2] and theirs[2])
+            if mine[:2] != theirs[:2] or not is_like:
+                raise ArgumentError(
+                    f"merge_state: {_shown(theirs)} does not fit {_shown(mine)}"
+                )
+            self._add(other)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what all ranks have added: numbers, text, arrays. Collective."""
+        state: dict[str, Any] = self._of_all_ranks()._to_state()
+        return state
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Take a state of `get_state` for what all ranks have added. Every rank calls.
+
+        Rank 0 keeps it; the others have added nothing, then.
+
+        Raises, on all ranks, ArgumentError: the settings are others.
+        """
+        kind = type(self).__name__, self._settings()
+        if (state["kind"], state["settings"]) != kind:
+            raise ArgumentError(
+                f"the state is of {state['kind']}({state['settings']}), not of "
+                f"{kind[0]}({kind[1]})"
+            )
+        self.reset_state()
+        if self.distribute_strategy.extended.replica_id == 0:
+            self._from_state(state)
+
+    def __repr__(self) -> str:
+        settings = f" ({self._settings()})" if self._settings() else ""
+        return f"<{type(self).__name__}{settings}: {self._shown_rows()} on this rank>"
+
+    # What each of them has to say
+
+    def _settings(self) -> str:
+        """Return the arguments with which it was made, as text."""
+        return ""
+
+    def _rows_kind(self) -> str:
+        """Return dtype and shape of its rows, as text; "" while it has none."""
+        return ""
+
+    def _shown_rows(self) -> str:
+        return self._rows_kind() or "no rows"
+
+    def _kind(self) -> tuple[str, str, str]:
+        return type(self).__name__, self._settings(), self._rows_kind()
+
+    @abc.abstractmethod
+    def _extent(self) -> list[int]:
+        """Return integers of which the ranks have to know the least and the most."""
+
+    @abc.abstractmethod
+    def _of_all_ranks(self) -> Any:
+        """Return one with the rows of all ranks. Collective."""
+
+    @abc.abstractmethod
+    def _describe(self) -> Any:
+        """Return the result of the rows that this object has."""
+
+    @abc.abstractmethod
+    def _add(self, other: Any) -> None:
+        """Add what another one of the same settings has."""
+
+    @abc.abstractmethod
+    def _to_state(self) -> dict[str, Any]:
+        """Return what it has, with `kind` and `settings`."""
+
+    @abc.abstractmethod
+    def _from_state(self, state: Mapping[str, Any]) -> None:
+        """Take what `_to_state` has returned."""
+
+    # How they communicate
+
+    def _compare(self) -> tuple[str, list[int], list[int]]:
+        """Return the kind of all ranks' rows, and least and most extents. Collective.
+
+        Ranks without rows count for nothing in them; if all are, they are empty.
+
+        Raises, on all ranks: MismatchError.
+        """
+        extent = self._extent()
+        found = self.distribute_strategy.gather_objects([*self._kind(), extent])
+        kinds = [(name, settings, rows) for name, settings, rows, _ in found]
+        rows = {rows for _, _, rows in kinds if rows}
+        if len({kind[:2] for kind in kinds}) > 1 or len(rows) > 1:
+            shown = group_by_rank([_shown(kind) for kind in kinds])
+            raise MismatchError(f"the ranks have unlike statistics: {shown}")
+        extents = [extent for _, _, rows, extent in found if rows]
+        if not extents:
+            return "", [], []
+        return rows.pop(), [*map(min, zip(*extents))], [*map(max, zip(*extents))]
+
+    def _all_reduce(self, op: str, value: Any) -> Any:
+        if in_replica_of(self.distribute_strategy):
+            return get_replica_context().all_reduce(op, value)
+        return self.distribute_strategy.reduce(op, value)
+
+
+def _shown(kind: tuple[str, str, str]) -> str:
+    name, settings, rows = kind
+    return f"{name}({settings})" + (f" of rows {rows}" if rows else " without rows")
+
+
+def host_rows(value: Any, name: str = "rows") -> Any:
+    """Return what a user gives as this rank's rows as a NumPy array.
+
+    Raises:
+      ArgumentTypeError: no array, list or number, or one of text or complex numbers.
+      ArgumentError: it has no dimension for rows.
+    """
+    array = arrays.to_host(arrays.to_tensor(value, name))
+    dtype = array.dtype
+    if dtype.kind not in "biu":
+        is_known = arrays.is_floating(dtype) and dtype.kind != "c"
+        if not is_known or dtype.itemsize > 8:
+            raise ArgumentTypeError(f"{name} must be real numbers, not {dtype}")
+    if array.ndim == 0:
+        raise ArgumentError(f"{name} must have a dimension for rows")
+    return array

@@ -1,0 +1,329 @@
+"""Statistics of all ranks' rows: NumPy and SciPy's definitions are the oracle."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ContextError,
+    MismatchError,
+    UnsupportedError,
+)
+from mpidist.statistics import ConfusionMatrix, Histogram, Moments, Quantiles
+from mpidist.statistics import quantiles as quantiles_module
+
+pytestmark = [pytest.mark.comm, pytest.mark.mpi]
+
+
+def share(rows, comm):
+    """Return rows of this rank; their numbers differ."""
+    cuts = np.linspace(0, len(rows), comm.size + 1).astype(int)
+    cuts = cuts**2 // max(1, len(rows))
+    return rows[cuts[comm.rank] : cuts[comm.rank + 1]]
+
+
+def exact_moments(column, ddof):
+    exact = [Fraction(number) for number in column]
+    mean = sum(exact) / len(exact)
+    variance = sum((number - mean) ** 2 for number in exact) / (len(exact) - ddof)
+    return float(mean), float(variance)
+
+
+def rows_of(dtype, count=40):
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(count, 2, 3)) * 100 + 1e4 * (np.dtype(dtype).itemsize > 2)
+    if dtype == "bool":
+        return rows > 0
+    if np.dtype(dtype).kind == "u":
+        rows = np.abs(rows)
+    return rows.astype(dtype)
+
+
+DTYPES = ["f8", "f4", "f2", ml_dtypes.bfloat16, "i8", "u8", "i4", "u1", "bool"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_moments_are_exact(comm, strategy, dtype, ddof):
+    rows = rows_of(dtype)
+    moments = Moments(ddof, strategy)
+    for batch in np.array_split(share(rows, comm), 3):
+        moments.update_state(batch)
+    found = moments.result()
+    assert found.count == len(rows)
+    flat = rows.reshape(len(rows), -1).astype("f8" if rows.dtype.kind in "fV" else "O")
+    expected = [exact_moments(column, ddof) for column in flat.T.tolist()]
+    assert found.mean.ravel().tolist() == [mean for mean, _ in expected]
+    assert found.variance.ravel().tolist() == [variance for _, variance in expected]
+    np.testing.assert_array_equal(found.std, np.sqrt(found.variance))
+    assert found.minimum.dtype == found.maximum.dtype == rows.dtype
+    np.testing.assert_array_equal(found.minimum, rows.min(axis=0))
+    np.testing.assert_array_equal(found.maximum, rows.max(axis=0))
+    if rows.dtype == np.float64:
+        np.testing.assert_allclose(found.mean, rows.mean(axis=0), rtol=1e-13)
+        np.testing.assert_allclose(
+            found.variance, rows.var(axis=0, ddof=ddof), rtol=1e-9
+        )
+
+
+def test_large_integers_are_exact(comm, strategy):
+    rows = np.array([[2**63 - 1, -(2**63)]] * 5 + [[-(2**62), 3]])
+    found = strategy.statistics_of(share(rows, comm))
+    for i, column in enumerate(rows.T.tolist()):
+        assert (found.mean[i], found.variance[i]) == exact_moments(column, 0)
+    assert found.minimum.tolist() == [-(2**62), -(2**63)]
+
+
+def test_order_batches_and_merging_change_no_bit(comm, strategy):
+    rows = (
+        np.random.default_rng(1).normal(size=(300, 2)) * 10.0 ** np.arange(300)[:, None]
+    )
+    rows /= 1e100
+    whole = strategy.statistics_of(rows if comm.rank == 0 else rows[:0])
+    other = np.random.default_rng(2).permutation(rows)
+    parts = [Moments(strategy=strategy) for _ in range(3)]
+    for part, batch in zip(parts, np.array_split(share(other, comm), 3), strict=True):
+        part.update_state(batch)
+    parts[0].merge_state(parts[1:])
+    found = parts[0].result()
+    assert found.mean.tobytes() == whole.mean.tobytes()
+    assert found.variance.tobytes() == whole.variance.tobytes()
+
+
+def test_numbers_that_are_not_finite(comm, strategy):
+    rows = np.zeros((2, 6))
+    rows[1] = [np.nan, np.inf, -np.inf, 1, np.inf, np.nan]
+    rows[0, 4:] = -np.inf, np.inf
+    found = strategy.statistics_of(share(rows, comm))
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(found.mean, rows.mean(axis=0))
+        np.testing.assert_array_equal(found.variance, rows.var(axis=0))
+    np.testing.assert_array_equal(found.minimum, rows.min(axis=0))
+    np.testing.assert_array_equal(found.maximum, rows.max(axis=0))
+
+
+def test_without_rows(comm, strategy):
+    found = Moments(strategy=strategy).result()
+    assert (found.count, np.isnan(found.mean)) == (0, True)
+    found = strategy.statistics_of(np.zeros((0, 3), "i4"))
+    assert found.count == 0
+    assert np.isnan([found.mean, found.variance, found.minimum, found.maximum]).all()
+    with strategy.scope():
+        one = Moments(1)
+    one.update_state(np.ones((1 - bool(comm.rank), 2)))
+    assert np.isnan(one.result().variance).all()
+    assert one.result().mean.tolist() == [1, 1]
+
+
+def test_a_distributed_dataset_and_per_replica_values(comm, strategy):
+    rows = np.random.default_rng(0).normal(size=(25, 4)).astype("f4")
+    data = mpidist.Dataset.from_tensor_slices(rows).shuffle(seed=0).batch(8)
+    data = strategy.experimental_distribute_dataset(data)
+    found = strategy.statistics_of(data, ddof=1)
+    assert found.count == 25
+    expected = [exact_moments(column, 1) for column in rows.T.tolist()]
+    assert found.variance.tolist() == [variance for _, variance in expected]
+    value = strategy.run(lambda: share(rows, comm))
+    assert strategy.statistics_of(value).mean.tolist() == found.mean.tolist()
+    one = strategy.statistics_of([1.0, 2.0])
+    assert (float(one.mean), one.count) == (1.5, 2 * comm.size)
+
+
+def test_in_replica_context(comm, strategy):
+    moments = Moments(strategy=strategy)
+    histogram = Histogram(2, (0, 2), strategy)
+
+    def step(x):
+        moments.update_state(x)
+        histogram.update_state(x)
+        return moments.result().mean, histogram.result().counts[0]
+
+    mean, count = strategy.run(step, args=(np.array([[0.5], [2.0]]),))
+    assert float(strategy.experimental_local_results(mean)[0][0]) == 1.25
+    assert strategy.experimental_local_results(count)[0] == comm.size
+
+
+@pytest.mark.parametrize("bins", [7, [-1.0, 0.0, 0.5, 3.0]], ids=["number", "edges"])
+@pytest.mark.parametrize("dtype", ["f8", "f4", "i4"])
+def test_histogram_is_numpys(comm, strategy, bins, dtype):
+    rows = (np.random.default_rng(0).normal(size=200) * 2).astype(dtype)
+    range_ = (-1, 3) if bins == 7 else None
+    histogram = Histogram(bins, range_, strategy)
+    for batch in np.array_split(share(rows, comm), 4):
+        histogram.update_state(batch)
+    if dtype != "i4" and comm.rank == 0:
+        histogram.update_state([np.nan, np.inf])
+    found = histogram.result()
+    counts, edges = np.histogram(rows.astype("f8"), bins, range_)
+    assert found.counts.tolist() == counts.tolist()
+    assert found.edges.tolist() == edges.tolist()
+    more = dtype != "i4"
+    assert (found.below, found.above) == ((rows < -1).sum(), (rows > 3).sum() + more)
+    assert found.nan == more
+
+
+def test_histograms_need_bins(strategy):
+    with pytest.raises(ArgumentError, match="needs a range"):
+        Histogram(3, strategy=strategy)
+    with pytest.raises(ArgumentError, match="monotonically"):
+        Histogram([1, 0], strategy=strategy)
+
+
+@pytest.mark.parametrize("error", [0.01, 0.2, 1e-3])
+def test_quantiles_are_as_near_as_they_say(comm, strategy, error):
+    pytest.importorskip("ddsketch")
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=501) * 10.0 ** rng.integers(-3, 4, 501)
+    rows[:20] = 0
+    sketch = Quantiles(error, strategy)
+    for batch in np.array_split(share(rows, comm), 4):
+        sketch.update_state(batch)
+    q = np.linspace(0, 1, 101)
+    found = sketch.result(q)
+    expected = np.quantile(rows, q, method="lower")
+    np.testing.assert_allclose(found, expected, rtol=error * (1 + 1e-9))
+    # In another order, on one rank, the same to the bit
+    other = Quantiles(error, strategy)
+    other.update_state(rng.permutation(rows)[: len(rows) if comm.rank == 0 else 0])
+    assert other.result(q).tobytes() == found.tobytes()
+    assert np.ndim(sketch.result()) == 0
+
+
+def test_quantiles_of_numbers_without_logarithm(comm, strategy):
+    pytest.importorskip("ddsketch")
+    sketch = Quantiles(strategy=strategy)
+    assert np.isnan(sketch.result(0.5))
+    if comm.rank == comm.size - 1:
+        sketch.update_state([-np.inf, 0.0, 1e-310, np.inf])
+        sketch.update_state(np.array([1e300, -1e300, 1e308]))
+    found = sketch.result(np.arange(7) / 6)
+    np.testing.assert_allclose(
+        found, [-np.inf, -1e300, 0, 0, 1e300, np.inf, np.inf], rtol=0.01
+    )
+    if comm.rank == 0:
+        sketch.update_state([np.nan])
+    assert np.isnan(sketch.result(0.1))
+    with pytest.raises(ArgumentError, match="between 0 and 1"):
+        sketch.result(1.5)
+
+
+def test_quantiles_without_their_package(strategy, monkeypatch):
+    def missing(_):
+        raise ImportError
+
+    monkeypatch.setattr(quantiles_module.importlib, "import_module", missing)
+    with pytest.raises(UnsupportedError, match="pip install ddsketch"):
+        Quantiles(strategy=strategy)
+
+
+def test_confusion_matrix(comm, strategy):
+    rng = np.random.default_rng(0)
+    pairs = rng.integers(0, 4, (100, 2))
+    matrix = ConfusionMatrix(5, strategy)
+    matrix.update_state(*share(pairs, comm).T)
+    expected = np.zeros((5, 5), int)
+    np.add.at(expected, tuple(pairs.T), 1)
+    assert matrix.result().tolist() == expected.tolist()
+    with pytest.raises(ArgumentError, match="between 0 and 5, but classes are 0"):
+        matrix.update_state([0, 5], [0, 0])
+    with pytest.raises(ArgumentError, match="shape"):
+        matrix.update_state([0, 1], [0])
+    with pytest.raises(ArgumentTypeError, match="integers"):
+        matrix.update_state([0.5], [0])
+    assert matrix.result().sum() == 100
+
+
+def make_all(strategy):
+    return {
+        "moments": Moments(strategy=strategy),
+        "empty": Moments(strategy=strategy),
+        "histogram": Histogram(4, (-2, 2), strategy),
+        "matrix": ConfusionMatrix(3, strategy),
+        "quantiles": Quantiles(strategy=strategy),
+    }
+
+
+def test_saved_and_restored(comm, strategy, mpi_tmp_path):
+    pytest.importorskip("ddsketch")
+    rows = np.random.default_rng(0).normal(size=(60, 2))
+    made = make_all(strategy)
+    for name in ("moments", "histogram", "quantiles"):
+        made[name].update_state(share(rows[:30], comm))
+    made["matrix"].update_state([comm.rank % 3], [1])
+    path = mpidist.Checkpoint(**made).save(str(mpi_tmp_path / "ckpt"))
+    again = make_all(strategy)
+    again["moments"].update_state(rows)  # is forgotten
+    mpidist.Checkpoint(**again).restore(path)
+    for kept in (made, again):
+        for name in ("moments", "histogram", "quantiles"):
+            kept[name].update_state(share(rows[30:], comm))
+    assert (
+        again["moments"].result().mean.tolist()
+        == made["moments"].result().mean.tolist()
+    )
+    mean = strategy.statistics_of(share(rows, comm)).mean
+    assert again["moments"].result().mean.tolist() == mean.tolist()
+    assert again["moments"].result().count == 60
+    assert again["empty"].result().count == 0
+    assert again["histogram"].result().counts.sum() == (np.abs(rows) <= 2).sum()
+    assert again["matrix"].result().sum() == comm.size
+    q = [0, 0.3, 1]
+    assert again["quantiles"].result(q).tolist() == made["quantiles"].result(q).tolist()
+    with pytest.raises(ArgumentError, match="3 classes"):
+        other = {"matrix": ConfusionMatrix(4, strategy)}
+        mpidist.Checkpoint(**other).restore(path, is_partial=True)
+
+
+def test_ranks_that_differ_are_named(comm, strategy):
+    if comm.size == 1:
+        pytest.skip("one rank is like itself")
+    moments = Moments(strategy=strategy)
+    moments.update_state(np.zeros((2, 3 if comm.rank == 1 else 2)))
+    with pytest.raises(MismatchError, match=r"rows float64\[3\] on rank 1"):
+        moments.result()
+    one = Moments(comm.rank, strategy)
+    with pytest.raises(MismatchError, match=r"ddof=1\) without rows on rank 1"):
+        one.result()
+    # All go on afterwards
+    assert strategy.statistics_of(np.ones((1, 1))).count == comm.size
+    with pytest.raises(ArgumentTypeError, match="real numbers"):
+        strategy.statistics_of(np.ones(2, complex if comm.rank else float))
+
+
+def test_what_is_refused(strategy):
+    moments = Moments(strategy=strategy)
+    moments.update_state(np.zeros((2, 3)))
+    with pytest.raises(ArgumentError, match=r"rows are float32\[3\], but before they"):
+        moments.update_state(np.zeros((2, 3), "f4"))
+    with pytest.raises(ArgumentError, match="dimension for rows"):
+        moments.update_state(1.0)
+    with pytest.raises(ArgumentTypeError, match="real numbers"):
+        moments.update_state(np.array(["a"]))
+    with pytest.raises(ArgumentTypeError, match="real numbers, not"):
+        moments.update_state(np.zeros((2, 3), np.longdouble))
+    with pytest.raises(ArgumentTypeError, match="no Moments"):
+        moments.merge_state([ConfusionMatrix(2, strategy)])
+    with pytest.raises(ArgumentError, match="does not fit"):
+        moments.merge_state([Moments(1, strategy)])
+    with pytest.raises(ContextError, match="strategy=strategy"):
+        Moments()
+    with pytest.raises(ArgumentTypeError, match="must be a Strategy"):
+        Moments(strategy=3)
+
+
+def test_they_say_what_they_have(strategy):
+    made = make_all(strategy)
+    assert repr(made["moments"]) == "<Moments (ddof=0): no rows on this rank>"
+    made["moments"].update_state(np.zeros((2, 3)))
+    assert repr(made["moments"]).endswith("2 rows of float64[3] on this rank>")
+    made["histogram"].update_state([0, 1, 9])
+    assert "4 bins from -2 to 2): 3 numbers" in repr(made["histogram"])
+    assert "3 classes): 0 rows" in repr(made["matrix"])
+    assert "relative_error=0.01): 0 numbers" in repr(made["quantiles"])
