@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["find", "look", "screenshot"]
+__all__ = ["find", "look", "screenshot", "start"]
 
 _FLAGS = (
     "--headless",
@@ -89,19 +89,30 @@ def look(page: str, folder: Path, width: int, is_dark: bool = False) -> dict[str
     return result
 
 
-def screenshot(page: Path, image: Path, width: int, height: int) -> None:
+def screenshot(
+    page: Path, image: Path, width: int, height: int, is_dark: bool = False
+) -> None:
     """Write a picture of a page."""
     size = f"--window-size={width},{height}"
-    _run(image.parent, False, size, f"--screenshot={image}", page.as_uri())
+    _run(image.parent, is_dark, size, f"--screenshot={image}", page.as_uri())
 
 
-def _run(folder: Path, is_dark: bool, *arguments: str) -> str:
+def start(folder: Path, is_dark: bool, address: str) -> subprocess.Popen[bytes]:
+    """Open a page and stay there; the caller ends it."""
+    command = [*_command(folder, is_dark), "--window-size=1400,1000", address]
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+
+
+def _command(folder: Path, is_dark: bool) -> list[str]:
     chromium = find()
     assert chromium is not None
     command = [chromium, *_FLAGS, f"--user-data-dir={folder / 'chromium'}"]
-    if is_dark:
-        command.append("--force-dark-mode")
-    command += ["--window-size=1400,1000", *arguments]
+    return [*command, "--force-dark-mode"] if is_dark else command
+
+
+def _run(folder: Path, is_dark: bool, *arguments: str) -> str:
+    command = [*_command(folder, is_dark), "--window-size=1400,1000", *arguments]
     return subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
