@@ -110,7 +110,11 @@ def at_least_one(text: str) -> int:
 
 
 def report(
-    history: Sequence[Sequence[float]], rate: float, ranks: int, picture: Path | None
+    history: Sequence[Sequence[float]],
+    rate: float,
+    ranks: int,
+    picture: Path | None,
+    rate_alone: float | None = None,
 ) -> None:
     """Print the results of the last epoch, and draw those of all. By one rank.
 
@@ -119,12 +123,14 @@ def report(
       rate: training rows per second.
       ranks: that did so.
       picture: the path of a picture of the history, or None.
+      rate_alone: training rows per second of one rank, where that is known.
     """
     if picture is not None:
         plot(history, picture)
     _, loss, accuracy = history[-1]
     scores = f"loss={loss:.6f} accuracy={accuracy:.4f}"
-    print(f"{scores} samples_per_s={rate:.0f} ranks={ranks}")
+    speedup = f" speedup={rate / rate_alone:.2f}" if rate_alone else ""
+    print(f"{scores} samples_per_s={rate:.0f} ranks={ranks}{speedup}")
 
 
 def plot(history: Sequence[Sequence[float]], path: Path) -> None:

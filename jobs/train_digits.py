@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import digits
 import numpy as np
+from mpi4py import MPI
 from tqdm import tqdm
 
 import mpidist
@@ -150,16 +151,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     is_first = strategy.extended.replica_id == 0
     history, rows, seconds = [], 0.0, 0.0
     for _ in tqdm(range(options.epochs), disable=not is_first, unit="epoch"):
-        start = time.perf_counter()
-        for batch in train:
-            strategy.run(trainer.step, args=batch)
-        seconds += time.perf_counter() - start
+        seconds += train_epoch(strategy, trainer, train)
         rows += trainer.sums[1]
         scores = evaluate(strategy, trainer.model, test)
         history.append([trainer.end_epoch(), *scores])
+    ranks = strategy.num_replicas_in_sync
     if is_first:
-        ranks = strategy.num_replicas_in_sync
-        digits.report(history, rows / seconds, ranks, options.plot)
+        alone = rate_alone(options) if ranks > 1 else None
+        digits.report(history, rows / seconds, ranks, options.plot, alone)
+    strategy.barrier()
+
+
+def train_epoch(
+    strategy: mpidist.Strategy, trainer: Trainer, train: mpidist.DistributedDataset
+) -> float:
+    """Train on all batches once, and return how many seconds that took."""
+    start = time.perf_counter()
+    for batch in train:
+        strategy.run(trainer.step, args=batch)
+    return time.perf_counter() - start
 
 
 def read(
@@ -190,6 +200,23 @@ def evaluate(
         sums += [float(total) for total in strategy.reduce("SUM", scores, axis=0)]
     loss, correct, rows = sums.tolist()
     return loss / rows, correct / rows
+
+
+def rate_alone(options: argparse.Namespace) -> float:
+    """Return how many rows per second this rank trains on without the others.
+
+    It trains anew for a second, two epochs at least. The others should wait.
+    """
+    strategy = mpidist.MirroredStrategy(options.devices, communicator=MPI.COMM_SELF)
+    train, _ = read(strategy, options)
+    with strategy.scope():
+        trainer = Trainer(options)
+    seconds: list[float] = []
+    while len(seconds) < 2 or sum(seconds) < 1:
+        seconds.append(train_epoch(strategy, trainer, train))
+        rows = trainer.sums[1]
+        trainer.end_epoch()
+    return float(rows / np.median(seconds[1:]))  # the first one warms up
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "jobs"
 LAST_LINE = re.compile(
     r"loss=\d\.\d{6} accuracy=(\d\.\d{4}) samples_per_s=\d+ ranks=(\d+)"
+    r"( speedup=\d+\.\d\d)?"
 )
 # The network and the data that benchmarks/bench_step.py trains
 SMALL = ["--shifts=0", "--hidden=128", "--batch-size=64", "--learning-rate=0.05"]
