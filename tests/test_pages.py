@@ -1,31 +1,134 @@
-"""The scripts on the manual's pages, as they stand there."""
+"""The scripts on the manual's pages, as they stand there, and its pictures."""
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import chromium
+import h5py
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = {page.stem: page for page in PAGES if "\n```python\n" in page.read_text()}
+# Scripts that fail, and the last lines that they write
+FAILURES = re.findall(
+    r"^```py\n# (\w+\.py)\n(.*?)^```\n+```\{code-block\} none\n:class: stderr\n(.*?)^```$",
+    (ROOT / "docs/failures.md").read_text(),
+    re.M | re.S,
+)
+
+
+def run_page(path, names):
+    """Run the scripts of a page one after the other, but those that lack a package."""
+    scripts = re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.M | re.S)
+    for script in scripts:
+        if "import torch" in script:  # see tests/torch
+            continue
+        if "import jax" in script and importlib.util.find_spec("jax") is None:
+            continue
+        exec(compile(script, path, "exec"), names)
 
 
 @pytest.mark.parametrize("page", SCRIPTS)
-def test_scripts_of_the_manual(comm, page, capsys):
-    text = SCRIPTS[page].read_text()
+def test_scripts_of_the_manual(comm, page, mpi_tmp_path, monkeypatch):
+    monkeypatch.chdir(mpi_tmp_path)  # for those that write files
+    run_page(SCRIPTS[page], {})
+
+
+def test_reading_and_writing_rows(comm, mpi_tmp_path, monkeypatch):
+    monkeypatch.chdir(mpi_tmp_path)
     names = {}
-    for script in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S):
-        exec(compile(script, page, "exec"), names)
-    assert capsys.readouterr().out if comm.rank == 0 else True
+    run_page(SCRIPTS["input"], names)
+    assert len(names["rest"]) == 2  # of the three steps of an epoch
+    with h5py.File("errors.h5") as file:
+        written = sorted(map(tuple, file["x"][:]))
+        assert file["error"].shape == (10,)
+    assert written == sorted(map(tuple, names["x"]))
+
+
+def test_going_on(comm, mpi_tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(mpi_tmp_path)
+    run_page(SCRIPTS["checkpoints"], {})
+    out = capsys.readouterr().out
+    assert out == (f"8 10 {float(sum(range(64)))}\n" if comm.rank == 0 else "")
+
+
+def test_fitting(comm, capsys):
+    run_page(SCRIPTS["getting_started"], {})
+    out = capsys.readouterr().out
+    expected = "w = [1.001 1.997 2.999], loss = 0.000006\n"
+    assert out == (expected if comm.rank == 0 else "")
+
+
+def test_there_are_failures_on_the_page():
+    assert [name for name, *_ in FAILURES] == [
+        "diverge.py",
+        "shapes.py",
+        "replica.py",
+        "file.py",
+    ]
+
+
+@pytest.mark.parametrize(("name", "script", "expected"), FAILURES)
+def test_failures_look_as_the_manual_says(mpirun, tmp_path, name, script, expected):
+    path = tmp_path / name
+    path.write_text(f"# {name}\n{script}")
+    ended = mpirun(2, str(path))
+    assert ended.returncode != 0
+    stderr = " ".join(ended.stderr.replace(f"{tmp_path}/", "").split())
+    for part in expected.split("...\n"):  # lines that the page leaves out
+        assert " ".join(part.split()) in stderr
+
+
+def test_the_readmes_failure_is_the_manuals():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    expected = next(text for name, _, text in FAILURES if name == "diverge.py")
+    assert " ".join(expected.replace("diverge.py", "train.py").split()) in readme
+
+
+def test_the_readme_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert lines.count("```sh") == 2  # see .ci/run
+
+
+@pytest.mark.parametrize("path", ["benchmarks/user_charts.py", "docs/pictures/diagrams.py"])
+def test_pictures_are_up_to_date(path):
+    command = [sys.executable, str(ROOT / path), "--check"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+
+
+PICTURES = sorted((ROOT / "docs/pictures").glob("*.svg"))
+
+
+@pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
+def test_no_text_of_a_picture_overlaps_another(path, tmp_path):
+    if chromium.find() is None:
+        pytest.skip("Chromium is not installed")
+    page = f'<html><body style="margin:0">{path.read_text()}</body></html>'
+    found = chromium.look(page, tmp_path, 500)
+    assert found["wrong"] == []
+    assert found["texts"] > 10
+
+
+def test_pictures_have_a_text_and_are_shown():
+    shown = {}
+    for page in PAGES:
+        for text, path in re.findall(r"!\[([^]]*)\]\(([^)]+)\)", page.read_text()):
+            shown.setdefault(path, []).append(text)
+    assert all(text for texts in shown.values() for text in texts)
+    assert {f"pictures/{path.name}" for path in PICTURES} <= set(shown)
 
 
 def test_process_sets(comm, capsys):
-    page = SCRIPTS["process_sets"].read_text()
-    script = re.search(r"^```python\n(.*?)^```$", page, re.M | re.S)[1]
-    exec(compile(script, "process_sets", "exec"), {})
+    run_page(SCRIPTS["process_sets"], {})
     out = capsys.readouterr().out
     sums = [float(sum(range(color, comm.size, 2))) for color in (0, 1)][: comm.size]
     if comm.rank == 0:

@@ -681,11 +681,11 @@ def test_which_processes_are_commands(monkeypatch, arguments, own, expected):
     assert not commands.is_command()
 
 
-def test_the_example_of_the_readme(tmp_path, monkeypatch, capsys):
+def test_the_example_of_the_manual(tmp_path, monkeypatch, capsys):
     """But for sizes of compressed bytes, which depend on the library."""
-    readme = (LIBRARY / "README.md").read_text()
+    page = (LIBRARY / "docs/tools.md").read_text()
     command, _, expected = re.search(
-        r"```\n\$ python -m mpidist (plan [^\n]*)(\n)(.*?)```", readme, re.DOTALL
+        r"```\n\$ python -m mpidist (plan [^\n]*)(\n)(.*?)```", page, re.DOTALL
     ).groups()
     images = np.random.default_rng(0).integers(0, 4, (20_000, 28, 28), np.uint8)
     with h5py.File(tmp_path / "train.h5", "w") as file:

@@ -136,14 +136,14 @@ def test_the_single_process_learns_the_same_rows(mpirun, tmp_path):
     assert float(ended.stdout.split("accuracy=")[1]) > 0.5
 
 
-def test_the_scripts_of_the_readme(comm, capsys, mpi_tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", ["README.md", "docs/frameworks.md"])
+def test_the_scripts_of_the_manual(comm, capsys, mpi_tmp_path, monkeypatch, page):
     monkeypatch.chdir(mpi_tmp_path)
-    scripts = re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S
-    )
+    scripts = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
     names = {}
-    for script in [s for s in scripts if "torch" in s]:
-        exec(compile(script, "README.md", "exec"), names)
+    for script in [s for s in scripts if "import mpidist.jax" not in s]:
+        exec(compile(script, page, "exec"), names)
+    assert next(names["model"].parameters()).grad is not None
     out = capsys.readouterr().out
     assert out.startswith("loss=") if comm.rank == 0 else not out
     names["strategy"].experimental_finalize()

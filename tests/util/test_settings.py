@@ -62,7 +62,7 @@ def test_nothing_else_reads_them():
 
 def test_nothing_names_a_setting_that_is_none():
     known = {setting.name for setting in SETTINGS}
-    files = [*PACKAGE.rglob("*.py"), *(ROOT / "docs").glob("*.md")]
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
     files += [ROOT / "README.md", *(ROOT / "jobs").iterdir()]
     for path in files:
         if path.is_file():
