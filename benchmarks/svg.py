@@ -1,4 +1,4 @@
-"""SVG pictures that are readable on light and dark pages, on wide screens and phones."""
+"""SVG pictures that are readable on light and dark pages, and on phones."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _STYLE = """
 text { font: 13px system-ui, "DejaVu Sans", sans-serif; fill: var(--ink) }
 .small { font-size: 12px; fill: var(--soft) } .bold { font-weight: 600 }
 .middle { text-anchor: middle } .end { text-anchor: end }
-.paper { fill: var(--paper) } .grid { stroke: var(--grid) } .axis { stroke: var(--soft) }
-.box { fill: var(--box); stroke: var(--soft) } .arrow { stroke: var(--soft); fill: none }
+.paper { fill: var(--paper) } .box { fill: var(--box); stroke: var(--soft) }
+.grid { stroke: var(--grid) } .axis { stroke: var(--soft) }
+.arrow { stroke: var(--soft); fill: none }
 .head { fill: var(--soft) } .on-color { fill: var(--on) }
 .limit { stroke: var(--ink); stroke-dasharray: 5 4; fill: none }
 .f0 { fill: var(--c0) } .f1 { fill: var(--c1) } .f2 { fill: var(--c2) }

@@ -220,9 +220,7 @@ def rate_text(value: float) -> str:
 
 def find(comparisons: Sequence[Mapping[str, Any]], case: str, against: str) -> Any:
     """Return one comparison."""
-    return next(
-        c for c in comparisons if c["case"] == case and c["against"] == against
-    )
+    return next(c for c in comparisons if c["case"] == case and c["against"] == against)
 
 
 def throughput() -> Picture:

@@ -18,7 +18,8 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = {page.stem: page for page in PAGES if "\n```python\n" in page.read_text()}
 # Scripts that fail, and the last lines that they write
 FAILURES = re.findall(
-    r"^```py\n# (\w+\.py)\n(.*?)^```\n+```\{code-block\} none\n:class: stderr\n(.*?)^```$",
+    r"^```py\n# (\w+\.py)\n(.*?)^```\n+"
+    r"```\{code-block\} none\n:class: stderr\n(.*?)^```$",
     (ROOT / "docs/failures.md").read_text(),
     re.M | re.S,
 )
@@ -98,7 +99,9 @@ def test_the_readme_is_short():
     assert lines.count("```sh") == 2  # see .ci/run
 
 
-@pytest.mark.parametrize("path", ["benchmarks/user_charts.py", "docs/pictures/diagrams.py"])
+@pytest.mark.parametrize(
+    "path", ["benchmarks/user_charts.py", "docs/pictures/diagrams.py"]
+)
 def test_pictures_are_up_to_date(path):
     command = [sys.executable, str(ROOT / path), "--check"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

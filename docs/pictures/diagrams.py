@@ -92,18 +92,17 @@ def _step(picture: Picture, y: float, text: str) -> None:
         picture.arrow(x, y - 14, x, y + 20)
 
 
-def _steps(title: str, steps: list[tuple[str, str]], beside: str) -> Picture:
+def _steps(title: str, steps: list[tuple[str, str, str]], beside: str) -> Picture:
     """Return boxes from top to bottom, each with a name and what happens there."""
     height = 50 + len(steps) * 62
     picture = Picture(WIDTH, height, title)
     picture.text(12, 22, title, "bold")
     picture.text(WIDTH - 12, 22, beside, "small end")
-    for number, (name, text) in enumerate(steps):
+    for number, (name, first, second) in enumerate(steps):
         y = 38 + number * 62
         picture.box(12, y, WIDTH - 24, 44, "box")
         picture.box(12, y, 112, 44, "f0")
         picture.text(68, y + 27, name, "middle on-color")
-        first, _, second = text.partition("|")
         picture.text(136, y + (19 if second else 27), first, "small")
         if second:
             picture.text(136, y + 35, second, "small")
@@ -115,26 +114,58 @@ def _steps(title: str, steps: list[tuple[str, str]], beside: str) -> Picture:
 def way_of_an_array() -> Picture:
     """Return the picture of the steps of a collective."""
     steps = [
-        ("key", "operation, structure; of each array|dtype, shape and location"),
-        ("plan", "looked up by the key, made once: checks,|digest, layout of packs, transport"),
-        ("reserve", "memory for results, conversions:|whatever can still fail"),
-        ("consensus", "ranks compare digests and errors; small|arrays travel along. All raise, or none"),
-        ("move", "shared memory, MPI, NCCL, CUDA IPC:|nothing may fail on one rank alone here"),
-        ("wrap", "results have the type and structure|of the arguments"),
-    ]  # fmt: skip
+        ("key", "operation, structure; of each array", "dtype, shape and location"),
+        (
+            "plan",
+            "looked up by the key, made once: checks,",
+            "digest, layout of packs, transport",
+        ),
+        ("reserve", "memory for results, conversions:", "whatever can still fail"),
+        (
+            "consensus",
+            "ranks compare digests and errors; small",
+            "arrays travel along. All raise, or none",
+        ),
+        (
+            "move",
+            "shared memory, MPI, NCCL, CUDA IPC:",
+            "nothing may fail on one rank alone here",
+        ),
+        ("wrap", "results have the type and structure", "of the arguments"),
+    ]
     return _steps("The way of an array", steps, "in every collective call")
 
 
 def way_of_a_row() -> Picture:
     """Return the picture of the steps from a file to a replica."""
     steps = [
-        ("index", "one rank reads where rows lie in a file,|and sends that to the others"),
-        ("order", "the place of a row in the epoch is a|function of the seed; nothing is stored"),
-        ("read", "this rank's rows of the next steps: memory|map, pread, or whole chunks"),
-        ("decode", "gzip, shuffle and fletcher32, in threads"),
-        ("map", "functions of the program; then the copy|to the GPU, if there is one"),
-        ("compare", "ranks compare lengths and errors of|several steps at once; then next() returns"),
-    ]  # fmt: skip
+        (
+            "index",
+            "one rank reads where rows lie in a file,",
+            "and sends that to the others",
+        ),
+        (
+            "order",
+            "the place of a row in the epoch is a",
+            "function of the seed; nothing is stored",
+        ),
+        (
+            "read",
+            "this rank's rows of the next steps: memory",
+            "map, pread, or whole chunks",
+        ),
+        ("decode", "gzip, shuffle and fletcher32, in threads", ""),
+        (
+            "map",
+            "functions of the program; then the copy",
+            "to the GPU, if there is one",
+        ),
+        (
+            "compare",
+            "ranks compare lengths and errors of",
+            "several steps at once; then next() returns",
+        ),
+    ]
     return _steps("The way of a row", steps, "ahead of the step that needs it")
 
 

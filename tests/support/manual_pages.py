@@ -57,7 +57,8 @@ async function look(page, width) {
 }
 (async () => {
   const found = [];
-  for (const page of pages) for (const width of widths) found.push(await look(page, width));
+  for (const page of pages)
+    for (const width of widths) found.push(await look(page, width));
   await fetch("/found", {method: "POST", body: JSON.stringify(found)});
 })();
 </script></body></html>
@@ -89,7 +90,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
 
 def look_at_all(folder: Path, is_dark: bool) -> list[dict[str, Any]]:
-    """Return for each page and width: page, width, wrong (a list), paper (its colour)."""
+    """Return page, width, wrong (a list) and paper (its colour) of each view."""
     pages = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.html"))
     handler = functools.partial(_Handler, directory=str(folder))
     with (

@@ -139,7 +139,9 @@ def test_the_single_process_learns_the_same_rows(mpirun, tmp_path):
 @pytest.mark.parametrize("page", ["README.md", "docs/frameworks.md"])
 def test_the_scripts_of_the_manual(comm, capsys, mpi_tmp_path, monkeypatch, page):
     monkeypatch.chdir(mpi_tmp_path)
-    scripts = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+    scripts = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S
+    )
     names = {}
     for script in [s for s in scripts if "import mpidist.jax" not in s]:
         exec(compile(script, page, "exec"), names)
