@@ -10,6 +10,7 @@ import re
 import textwrap
 from unittest import mock
 
+import doctests
 import numpy as np
 import pytest
 
@@ -44,7 +45,6 @@ METHODS = {
     "Variable.assign_add",
     "Variable.scatter_add",
 }
-FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.FAIL_FAST
 
 
 def is_exception(value):
@@ -56,56 +56,10 @@ def is_documented(value):
 
 
 NAMES = [n for n in mpidist.__all__ if n != "__version__"]
-DOCUMENTED = [
-    name
-    for name in NAMES
-    if is_documented(getattr(mpidist, name))
-    and not is_exception(getattr(mpidist, name))
-]
+DOCUMENTED = [name for name in NAMES if is_documented(getattr(mpidist, name))]
 
 
-def examples():
-    """Return the doctests of the public names and their methods, by qualified name."""
-    found = {}
-    finder = doctest.DocTestFinder()
-    for name in DOCUMENTED:
-        value = getattr(mpidist, name)
-        # Those that are inherited from a class which is not public itself, too
-        bases = value.__mro__ if inspect.isclass(value) else (value,)
-        public = {getattr(mpidist, other) for other in DOCUMENTED} - {value}
-        for base in reversed([b for b in bases if b not in public]):
-            if not base.__module__.startswith("mpidist"):
-                continue
-            for test in finder.find(base, name, globs={}):
-                is_public = not any(p.startswith("_") for p in test.name.split("."))
-                if test.examples and is_public:
-                    found[test.name] = test
-    return found
-
-
-EXAMPLES = examples()
-
-
-class OfFirstRank(doctest.OutputChecker):
-    """Compares what rank 0 prints. Elsewhere any output will do, but no exception."""
-
-    def __init__(self, rank):
-        self.rank = rank
-
-    def check_output(self, want, got, optionflags):
-        return self.rank > 0 or super().check_output(want, got, optionflags)
-
-
-def run(test, globs, rank):
-    """Return the report of what failed, empty if nothing did."""
-    report = []
-    test = doctest.DocTest(
-        test.examples, globs, test.name, test.filename, test.lineno, test.docstring
-    )
-    runner = doctest.DocTestRunner(OfFirstRank(rank), verbose=False, optionflags=FLAGS)
-    results = runner.run(test, out=report.append, clear_globs=False)
-    assert bool(results.failed) == bool(report)
-    return "".join(report)
+EXAMPLES = doctests.examples(mpidist, DOCUMENTED)
 
 
 def script_of_the_front_page():
@@ -134,7 +88,7 @@ def test_example(strategy, comm, name, mpi_tmp_path, monkeypatch):
     monkeypatch.chdir(mpi_tmp_path)  # for those that write files
     globs = {"np": np, "mpidist": mpidist, "strategy": strategy}
     with mock.patch.dict(os.environ):  # for those that set variables
-        report = run(EXAMPLES[name], globs, comm.rank)
+        report = doctests.run(EXAMPLES[name], globs, comm.rank)
     assert not report, report
     assert not mpidist.has_strategy()
     for value in globs.values():
@@ -146,9 +100,9 @@ def test_example(strategy, comm, name, mpi_tmp_path, monkeypatch):
 def test_wrong_output_fails_on_rank_0_and_exceptions_on_all(rank):
     parser = doctest.DocTestParser()
     wrong = parser.get_doctest(">>> 1\n2\n", {}, "wrong", None, 0)
-    assert bool(run(wrong, {}, rank)) == (rank == 0)
+    assert bool(doctests.run(wrong, {}, rank)) == (rank == 0)
     raising = parser.get_doctest(">>> 1 / 0\n2\n", {}, "raising", None, 0)
-    assert "ZeroDivisionError" in run(raising, {}, rank)
+    assert "ZeroDivisionError" in doctests.run(raising, {}, rank)
 
 
 def test_the_front_page_lists_every_name():

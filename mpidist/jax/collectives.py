@@ -77,6 +77,11 @@ def all_reduce(
     Raises, on all replicas: what `ReplicaContext.all_reduce` raises (inside of
       `jax.jit`, see `mpidist.jax.jit`); UnsupportedError: the derivative of MIN, MAX or
       PRODUCT; see also `require_dispatch`.
+
+    Example:
+      >>> total = mpidist.jax.all_reduce("SUM", jnp.ones(2), strategy=strategy)
+      >>> total
+      Array([2., 2.], dtype=float32)
     """
     call = "mpidist.jax.all_reduce"
     strategy = find_strategy(strategy, call)
@@ -115,6 +120,11 @@ def all_gather(
       strategy: by default the current one.
 
     Raises, on all replicas: see `all_reduce`, and `ReplicaContext.all_gather`.
+
+    Example:
+      >>> rank = strategy.extended.replica_id
+      >>> mpidist.jax.all_gather(jnp.array([rank]), strategy=strategy)
+      Array([0, 1], dtype=int32)
     """
     call = "mpidist.jax.all_gather"
     strategy = find_strategy(strategy, call)
@@ -152,6 +162,11 @@ def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) ->
       strategy: by default the current one.
 
     Raises, on all replicas: see `all_reduce`; ArgumentError: no such replica.
+
+    Example:
+      >>> rank = strategy.extended.replica_id
+      >>> mpidist.jax.broadcast(jnp.array([rank]), root=1, strategy=strategy)
+      Array([1], dtype=int32)
     """
     call = "mpidist.jax.broadcast"
     strategy = find_strategy(strategy, call)

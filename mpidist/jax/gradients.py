@@ -55,6 +55,16 @@ def value_and_grad(
 
     Raises, where it is called: ArgumentError: the arguments with rows have none, or
       unlike numbers of them. See also `jax.value_and_grad` and `all_reduce`.
+
+    Example:
+      >>> def loss_of(w, x):
+      ...     return jnp.mean(w * x)
+      >>> both = mpidist.jax.value_and_grad(loss_of, strategy=strategy)
+      >>> rank = strategy.extended.replica_id
+      >>> rows = jnp.ones(3 - rank) * (rank + 1)  # 3 rows of 1, and 2 rows of 2
+      >>> loss, gradient = both(2.0, rows)
+      >>> print(f"{loss:.1f} {gradient:.1f}")
+      2.8 1.4
     """
     call = "mpidist.jax.value_and_grad"
     validation.function("fun", fun)
@@ -105,6 +115,11 @@ def grad(
 
     See `value_and_grad`. The function that is returned is collective; it returns
     the gradients, or `(gradients, aux)`.
+
+    Example:
+      >>> gradient = mpidist.jax.grad(lambda w, x: jnp.mean(w * x), strategy=strategy)
+      >>> print(gradient(2.0, jnp.ones(4)))
+      1.0
     """
     both = value_and_grad(
         fun,

@@ -30,7 +30,7 @@ def as_jax(dataset: Any) -> JaxDataset:
 
     Example:
       >>> rows = mpidist.Dataset.range(8).batch(4)
-      >>> data = as_jax(strategy.experimental_distribute_dataset(rows))
+      >>> data = mpidist.jax.as_jax(strategy.experimental_distribute_dataset(rows))
       >>> next(iter(data))
       Array([0, 1], dtype=int32)
     """
@@ -42,7 +42,14 @@ def as_jax(dataset: Any) -> JaxDataset:
 
 
 class JaxDataset:
-    """A dataset that `as_jax` has made. Iterating over it is collective."""
+    """A dataset that `as_jax` has made. Iterating over it is collective.
+
+    Example:
+      >>> rows = mpidist.Dataset.range(8).batch(4)
+      >>> data = mpidist.jax.as_jax(strategy.experimental_distribute_dataset(rows))
+      >>> len(data)
+      2
+    """
 
     def __init__(self, dataset: Any):
         self._dataset = dataset
@@ -55,7 +62,16 @@ class JaxDataset:
 
 
 class JaxIterator:
-    """Gives batches as JAX arrays; in a `Checkpoint` it is saved as an iterator is."""
+    """Gives batches as JAX arrays; in a `Checkpoint` it is saved as an iterator is.
+
+    Example:
+      >>> rows = mpidist.Dataset.range(8).batch(4)
+      >>> data = mpidist.jax.as_jax(strategy.experimental_distribute_dataset(rows))
+      >>> batches = iter(data)
+      >>> next(batches)
+      Array([0, 1], dtype=int32)
+      >>> checkpoint = mpidist.Checkpoint(strategy=strategy, batches=batches)
+    """
 
     def __init__(self, iterator: Any):
         self._iterator = iterator

@@ -175,6 +175,13 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., 
 
     Returns:
       A function; `__wrapped__` is what `jax.jit` returned.
+
+    Example:
+      >>> @mpidist.jax.jit
+      ... def mean_of(x):
+      ...     return mpidist.jax.all_reduce("MEAN", x, strategy=strategy)
+      >>> mean_of(jnp.ones(2))
+      Array([1., 1.], dtype=float32)
     """
     if fun is None:
         return functools.partial(jit, **options)

@@ -56,6 +56,13 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     Args:
       num_features, eps, momentum, affine, track_running_stats: as of BatchNorm2d.
       strategy: whose ranks; None for the current strategy, or a new one of all ranks.
+
+    Example:
+      >>> layer = mpidist.torch.SyncBatchNorm(1, strategy=strategy)
+      >>> rows = torch.full((4, 1), float(strategy.extended.replica_id))
+      >>> output = layer(rows)  # collective
+      >>> layer.running_mean  # a tenth of 0.5, the mean over both replicas
+      tensor([0.0500])
     """
 
     def __init__(
@@ -203,6 +210,12 @@ def convert_sync_batchnorm(module: Any, strategy: Strategy | None = None) -> Any
 
     Raises:
       ArgumentTypeError: no Module.
+
+    Example:
+      >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+      >>> model = mpidist.torch.convert_sync_batchnorm(model, strategy)
+      >>> type(model[1]).__name__
+      'SyncBatchNorm'
     """
     if not isinstance(module, torch.nn.Module):
         raise ArgumentTypeError(

@@ -88,6 +88,12 @@ def as_tensors(dataset: DistributedDataset) -> TensorDataset:
 
     Raises:
       ArgumentTypeError: it is not a distributed dataset.
+
+    Example:
+      >>> rows = mpidist.Dataset.range(8).batch(4)
+      >>> data = strategy.experimental_distribute_dataset(rows)
+      >>> next(iter(mpidist.torch.as_tensors(data)))  # on replica 0
+      tensor([0, 1])
     """
     if not isinstance(dataset, DistributedDataset):
         raise ArgumentTypeError(
@@ -145,6 +151,12 @@ def from_dataset(dataset: Any, num_parallel_calls: int | None = None) -> Dataset
 
     Raises:
       ArgumentTypeError: it is neither; a DataLoader, whose `dataset` is meant.
+
+    Example:
+      >>> numbers = torch.utils.data.TensorDataset(torch.arange(8.0))
+      >>> data = mpidist.torch.from_dataset(numbers).batch(4)
+      >>> next(iter(data))
+      (array([0., 1., 2., 3.], dtype=float32),)
     """
     if isinstance(dataset, torch.utils.data.DataLoader):
         raise ArgumentTypeError(

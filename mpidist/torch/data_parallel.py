@@ -73,6 +73,15 @@ class DistributedDataParallel(torch.nn.Module):
       MismatchError: names, shapes or dtypes of parameters or buffers differ.
       ArgumentError: no parameter needs a gradient; it is not where the replica is.
       ArgumentTypeError: module is no Module, or other types are wrong.
+
+    Example:
+      >>> layer = torch.nn.Linear(1, 1, bias=False)
+      >>> model = mpidist.torch.DistributedDataParallel(layer, strategy)
+      >>> rank = strategy.extended.replica_id
+      >>> x = torch.ones(3 - rank, 1) * (rank + 1.0)  # 3 rows of 1, and 2 rows of 2
+      >>> model(x).mean().backward()
+      >>> layer.weight.grad  # of all 5 rows
+      tensor([[1.4000]])
     """
 
     def __init__(
