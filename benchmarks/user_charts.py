@@ -96,8 +96,8 @@ def draw_times(
     low, high = math.floor(low), math.ceil(high)
     first, last = (math.log2(f(size for size, _ in every)) for f in (min, max))
     picture = Picture(WIDTH, 0, f"{title}: {subtitle}")
-    picture.text(LEFT, 22, title, "bold")
-    picture.text(LEFT, 40, subtitle, "small")
+    picture.text(12, 22, title, "bold")
+    picture.text(12, 40, subtitle, "small")
     top = legend(picture, list(lines), limit[0], 62)
     bottom = top + PLOT
     picture.height = int(bottom + 44)
@@ -303,9 +303,9 @@ def scaling() -> Picture:
     result = load("scaling-mpich")
     rows = result["rows"]
     picture = Picture(WIDTH, 0, "Rows per second of the digits job by ranks")
-    picture.text(LEFT, 22, "The digits job by ranks (higher is better)", "bold")
+    picture.text(12, 22, "The digits job by ranks (higher is better)", "bold")
     cores = result["machine"]["cores"]
-    picture.text(LEFT, 40, f"rows per second, {cores} cores of one machine", "small")
+    picture.text(12, 40, f"rows per second, {cores} cores of one machine", "small")
     kinds = {
         "strong": f"global batch of {result['batch']}",
         "weak": f"{result['batch']} rows for each rank",

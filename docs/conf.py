@@ -40,7 +40,7 @@ default_role = "literal"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
 autodoc_class_signature = "mixed"
 # The reference is the same whether these are installed or not
 autodoc_mock_imports = [n for n in ("torch", "jax") if not importlib.util.find_spec(n)]

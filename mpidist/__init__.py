@@ -50,9 +50,10 @@ of ranks::
     if strategy.extended.replica_id == 0:
         print(f"w = {w.numpy().round(3)}, loss = {loss:.6f}")
 
-The examples in the docstrings, lines with `>>>`, are given the names `np` (numpy),
-`mpidist`, and `strategy = mpidist.MirroredStrategy()` of 2 replicas on CPUs. Outputs
-are those of replica 0; where they differ from replica to replica, it is said.
+`help(mpidist.Dataset)` describes one name. The examples in docstrings, lines with
+`>>>`, are given the names `np` (numpy), `mpidist`, and `strategy =
+mpidist.MirroredStrategy()` of 2 replicas on CPUs. Outputs are those of replica 0; where
+they differ from replica to replica, it is said.
 
 Names
 =====
@@ -336,7 +337,21 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    if _is_asked_by_help():
+        # With its classes `help(mpidist)` would have 7,000 lines more, most of them of
+        # inherited methods; `help(mpidist.Dataset)` describes one
+        return []
     return sorted({*globals(), *__all__})
+
+
+def _is_asked_by_help() -> bool:
+    """Return whether pydoc asks for the names of this module, to describe them all."""
+    frame = sys._getframe().f_back  # of __dir__
+    for _ in range(3):  # inspect.getmembers is in between
+        frame = frame and frame.f_back
+        if frame is not None and frame.f_globals.get("__name__") == "pydoc":
+            return True
+    return False
 
 
 __all__ = [

@@ -6,8 +6,10 @@ import ast
 import doctest
 import inspect
 import os
+import pydoc
 import re
 import textwrap
+from pathlib import Path
 from unittest import mock
 
 import doctests
@@ -120,6 +122,16 @@ def test_the_front_page_is_no_wider_than_a_terminal():
         assert len(line) <= 88, line
 
 
+def test_help_is_the_front_page():
+    """And not 7,000 lines of inherited methods behind it."""
+    text = pydoc.plaintext.document(mpidist)
+    assert len(text.splitlines()) < len(inspect.getdoc(mpidist).splitlines()) + 50
+    for line in inspect.getdoc(mpidist).splitlines():
+        assert line in text
+    assert set(mpidist.__all__) <= set(dir(mpidist))
+    assert "shuffle" in pydoc.plaintext.document(mpidist.Dataset)
+
+
 def test_the_script_of_the_front_page_runs(mpirun):
     script = script_of_the_front_page()
     statements = [line for line in script.splitlines() if line.strip()]
@@ -128,3 +140,23 @@ def test_the_script_of_the_front_page_runs(mpirun):
     outputs = {mpirun(ranks, script).stdout for ranks in (1, 2)}
     assert len(outputs) == 1
     assert outputs.pop().startswith("w = [")
+
+
+@pytest.mark.parametrize("name", ["mpidist", "mpidist.torch", "mpidist.jax"])
+def test_the_reference_has_every_name(name):
+    pages = Path(__file__).parents[1] / "docs" / "api"
+    text = "".join(page.read_text() for page in sorted(pages.glob("*.md")))
+    source = Path(mpidist.__file__).parent.joinpath(*name.split(".")[1:], "__init__.py")
+    names = re.search(r"^__all__ = (\[.*?\])", source.read_text(), re.M | re.S)[1]
+    for member in set(ast.literal_eval(names)) - {"__version__"}:
+        kinds = "autoclass|autofunction|autoexception|py:data"
+        assert re.search(rf"\.\. ({kinds}):: {name}\.{member}\n", text), member
+
+
+def test_the_references_own_examples(strategy, comm):
+    page = Path(__file__).parents[1] / "docs" / "api" / "datasets.md"
+    text = page.read_text().partition(".. py:data::")[2].partition("```")[0]
+    test = doctest.DocTestParser().get_doctest(text, {}, "api", None, 0)
+    assert len(test.examples) == 3
+    report = doctests.run(test, {"mpidist": mpidist, "strategy": strategy}, comm.rank)
+    assert not report, report

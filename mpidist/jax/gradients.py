@@ -57,14 +57,11 @@ def value_and_grad(
       unlike numbers of them. See also `jax.value_and_grad` and `all_reduce`.
 
     Example:
-      >>> def loss_of(w, x):
-      ...     return jnp.mean(w * x)
-      >>> both = mpidist.jax.value_and_grad(loss_of, strategy=strategy)
-      >>> rank = strategy.extended.replica_id
-      >>> rows = jnp.ones(3 - rank) * (rank + 1)  # 3 rows of 1, and 2 rows of 2
-      >>> loss, gradient = both(2.0, rows)
-      >>> print(f"{loss:.1f} {gradient:.1f}")
-      2.8 1.4
+      >>> both = mpidist.jax.value_and_grad(
+      ...     lambda w, x: jnp.mean(w * x), strategy=strategy
+      ... )
+      >>> print(*both(2.0, jnp.ones(4)))  # of the rows of all replicas
+      2.0 1.0
     """
     call = "mpidist.jax.value_and_grad"
     validation.function("fun", fun)
@@ -89,14 +86,9 @@ def value_and_grad(
         differentiated = jax.value_and_grad(scaled, argnums, has_aux)
         value, gradients = differentiated(*args, **kwargs)
         value, aux = value if has_aux else (value, None)
-        if rows is None:
-            value, gradients = all_reduce(
-                "MEAN", (value, gradients), options, strategy=found
-            )
-        else:
-            value, gradients = _mean_over_rows(
-                (value, gradients), rows, is_wide, options, found
-            )
+        value, gradients = _mean_over_rows(
+            (value, gradients), rows, is_wide, options, found
+        )
         return ((value, aux) if has_aux else value), gradients
 
     return differentiate
@@ -157,7 +149,7 @@ def _scale(fun: Callable[..., Any], has_aux: bool, rows: int | None) -> Any:
 
 def _mean_over_rows(
     sums: Any,
-    rows: int,
+    rows: int | None,
     is_scaled: bool,
     options: CommunicationOptions | None,
     strategy: Strategy,
@@ -166,11 +158,13 @@ def _mean_over_rows(
 
     Args:
       sums: of this replica's rows; their means unless `is_scaled`.
-      rows: of this replica.
+      rows: of this replica; None if each replica counts the same.
       is_scaled: see `sums`.
       options: see `CommunicationOptions`.
       strategy: over whose replicas.
     """
+    if rows is None:
+        return all_reduce("MEAN", sums, options, strategy=strategy)
     dtypes = jax.tree.map(lambda x: x.dtype, sums)
     if rows == 0:  # they are nan
         sums = jax.tree.map(jnp.zeros_like, sums)
