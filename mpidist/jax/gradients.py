@@ -57,9 +57,8 @@ def value_and_grad(
       unlike numbers of them. See also `jax.value_and_grad` and `all_reduce`.
 
     Example:
-      >>> both = mpidist.jax.value_and_grad(
-      ...     lambda w, x: jnp.mean(w * x), strategy=strategy
-      ... )
+      >>> mean_of = lambda w, x: jnp.mean(w * x)
+      >>> both = mpidist.jax.value_and_grad(mean_of, strategy=strategy)
       >>> print(*both(2.0, jnp.ones(4)))  # of the rows of all replicas
       2.0 1.0
     """

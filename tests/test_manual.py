@@ -1,0 +1,38 @@
+"""What .ci/manual says about pages that are wrong. It says nothing about the others."""
+
+from __future__ import annotations
+
+import chromium
+import manual_pages
+import pytest
+
+PAGE = """<!DOCTYPE html><html><head><style>
+body { background: white; margin: 0 }
+@media (prefers-color-scheme: dark) { body { background: black } }
+</style></head><body><article>%s</article></body></html>"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("<p>fine</p>", []),
+        (
+            '<p style="width: 600px">wide</p>',
+            ["600 wide in 390", "too far right: wide"],
+        ),
+        ('<img src="missing.svg" alt="x">', ["no picture: ", "no picture: "]),
+    ],
+)
+def test_pages_are_looked_at(tmp_path, capsys, text, said):
+    if chromium.find() is None:
+        pytest.skip("Chromium is not installed")
+    (tmp_path / "page.html").write_text(PAGE % text)
+    for is_dark in (False, True):
+        found = manual_pages.look_at_all(tmp_path, is_dark)
+        assert [view["width"] for view in found] == [1280, 390]
+        wrong = [text for view in found for text in view["wrong"]]
+        assert len(wrong) == len(said)
+        for text, start in zip(wrong, said, strict=True):
+            assert start in text
+    assert manual_pages.main(tmp_path) == bool(said)
+    assert ("2 views, 0 wrong" in capsys.readouterr().out) == (not said)
