@@ -15,6 +15,7 @@ checkpoints, for jobs that may be ended before they are done.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -205,18 +206,20 @@ def evaluate(
 def rate_alone(options: argparse.Namespace) -> float:
     """Return how many rows per second this rank trains on without the others.
 
-    It trains anew for a second, two epochs at least. The others should wait.
+    It trains anew for about a second, two steps at least. The others should wait.
     """
     strategy = mpidist.MirroredStrategy(options.devices, communicator=MPI.COMM_SELF)
     train, _ = read(strategy, options)
     with strategy.scope():
         trainer = Trainer(options)
-    seconds: list[float] = []
-    while len(seconds) < 2 or sum(seconds) < 1:
-        seconds.append(train_epoch(strategy, trainer, train))
-        rows = trainer.sums[1]
-        trainer.end_epoch()
-    return float(rows / np.median(seconds[1:]))  # the first one warms up
+    batches = itertools.chain.from_iterable(itertools.repeat(train))  # of all epochs
+    strategy.run(trainer.step, args=next(batches))  # warms up
+    trainer.end_epoch()
+    start, seconds = time.perf_counter(), 0.0
+    while seconds < 1:
+        strategy.run(trainer.step, args=next(batches))
+        seconds = time.perf_counter() - start
+    return float(trainer.sums[1] / seconds)
 
 
 if __name__ == "__main__":
