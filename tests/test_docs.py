@@ -142,7 +142,9 @@ def test_the_script_of_the_front_page_runs(mpirun):
     assert outputs.pop().startswith("w = [")
 
 
-@pytest.mark.parametrize("name", ["mpidist", "mpidist.torch", "mpidist.jax"])
+@pytest.mark.parametrize(
+    "name", ["mpidist", "mpidist.torch", "mpidist.jax", "mpidist.statistics"]
+)
 def test_the_reference_has_every_name(name):
     pages = Path(__file__).parents[1] / "docs" / "api"
     text = "".join(page.read_text() for page in sorted(pages.glob("*.md")))

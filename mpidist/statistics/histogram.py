@@ -26,6 +26,13 @@ class HistogramResult(NamedTuple):
       below: how many numbers were less than the first edge.
       above: how many were more than the last one.
       nan: how many were nan.
+
+    Example:
+      >>> ages = mpidist.statistics.Histogram(2, (0, 80), strategy=strategy)
+      >>> ages.update_state([5, 90])  # on both replicas
+      >>> counts, edges, below, above, nan = ages.result()
+      >>> print(counts, edges, above)
+      [2 0] [ 0. 40. 80.] 2
     """
 
     counts: Any

@@ -43,6 +43,11 @@ class Description:
       std: its root.
       minimum: in the dtype of the rows; nan where one is. Without rows, nan.
       maximum: likewise.
+
+    Example:
+      >>> found = strategy.statistics_of(np.array([1.0, 2.0, 3.0]))  # on both replicas
+      >>> print(found.count, found.mean, found.minimum, found.maximum)
+      6 2.0 1.0 3.0
     """
 
     count: int
@@ -293,7 +298,12 @@ def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def describe(strategy: Strategy, rows: Any, ddof: int = 0) -> Description:
-    """See `Strategy.statistics_of`."""
+    """See `Strategy.statistics_of`.
+
+    Example:
+      >>> print(mpidist.statistics.describe(strategy, np.array([1.0, 3.0])).mean)
+      2.0
+    """
     guard = strategy.extended.consensus.guard
     moments = guard("statistics_of", lambda: Moments(ddof, strategy))
 

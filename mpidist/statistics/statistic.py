@@ -33,6 +33,11 @@ class Statistic(abc.ABC):
     Raises:
       ContextError: there is no current strategy.
       ArgumentTypeError: it is none.
+
+    Example:
+      >>> moments = mpidist.statistics.Moments(strategy=strategy)
+      >>> isinstance(moments, mpidist.statistics.Statistic)
+      True
     """
 
     def __init__(self, strategy: Strategy | None = None):

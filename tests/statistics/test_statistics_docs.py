@@ -1,0 +1,28 @@
+"""Every public name of mpidist.statistics has an example, which is true."""
+
+from __future__ import annotations
+
+import doctests
+import numpy as np
+import pytest
+
+import mpidist
+import mpidist.statistics
+
+EXAMPLES = doctests.examples(mpidist.statistics, mpidist.statistics.__all__)
+
+
+def test_every_name_has_an_example():
+    assert set(mpidist.statistics.__all__) <= set(EXAMPLES)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_example(strategy, comm, name):
+    if comm.size > 2:
+        pytest.skip("the examples show what 2 replicas print")
+    if name.startswith("Quantiles"):
+        pytest.importorskip("ddsketch")
+    globs = {"np": np, "mpidist": mpidist, "strategy": strategy}
+    report = doctests.run(EXAMPLES[name], globs, comm.rank)
+    assert not report, report
