@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -97,6 +98,47 @@ def test_the_readme_is_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 150
     assert lines.count("```sh") == 2  # see .ci/run
+
+
+def speed(name, case, against, nodes=None):
+    """Return how many times faster mpidist was, by a benchmark's results."""
+    result = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    if nodes is not None:
+        of = [(x["nodes"], x["ranks_per_node"]) for x in result["layouts"]]
+        result = result["layouts"][of.index((nodes, 1))]
+    for found in result["comparisons"]:
+        if (found["case"], found["against"]) == (case, against):
+            is_rate = found["unit"].endswith("/s")
+            return found["ratio"] if is_rate else 1 / found["ratio"]
+    raise KeyError(case)
+
+
+def test_the_readmes_speeds_are_those_that_were_measured():
+    ddp, mlp = "torch DDP (gloo)", "MLP of 10 M parameters"
+    large = "all_reduce, 16,777,216 bytes"
+    loader = "torch DataLoader, a batch per call"
+    measured = [
+        speed("collectives-mpich-2ranks", "all_reduce, 67,108,864 bytes", "raw MPI"),
+        speed("collectives-mpich-2ranks", "all_reduce, 8 bytes", "raw MPI"),
+        speed("network-mpich", large, "torch gloo", 2),
+        speed("network-mpich", large, "raw MPI", 2),
+        speed("network-tensorflow", large, "TF MultiWorkerMirrored", 2),
+        speed("step-mpich-2ranks", "training step, 2 ranks", "by hand"),
+        speed("frameworks-mpich", mlp, ddp),
+        speed("frameworks-wire-mpich", mlp, ddp),
+        speed("frameworks-wire-mpich", f"{mlp}, bfloat16", ddp),
+        speed("input-2ranks", "contiguous, shuffle", loader),
+    ]
+    table = (ROOT / "README.md").read_text().partition("## Speed")[2]
+    said = []
+    for line in table.splitlines():
+        if line.startswith("|"):
+            said += re.findall(
+                r"\d+(?:\.\d+)?", line.split("|")[3].replace("bfloat16", "")
+            )
+    for number, text in zip(measured, said, strict=True):
+        digits = len(text.partition(".")[2])
+        assert abs(number - float(text)) <= (0.006 if digits else 0.5), text
 
 
 @pytest.mark.parametrize(

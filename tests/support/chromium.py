@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["find", "look", "screenshot", "start"]
+__all__ = ["find", "look", "screenshot", "start", "text_of"]
 
 _FLAGS = (
     "--headless",
@@ -95,6 +95,11 @@ def screenshot(
     """Write a picture of a page."""
     size = f"--window-size={width},{height}"
     _run(image.parent, is_dark, size, f"--screenshot={image}", page.as_uri())
+
+
+def text_of(address: str, folder: Path) -> str:
+    """Return a page's HTML, after its scripts have run."""
+    return _run(folder, False, "--virtual-time-budget=8000", "--dump-dom", address)
 
 
 def start(folder: Path, is_dark: bool, address: str) -> subprocess.Popen[bytes]:

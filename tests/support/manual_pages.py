@@ -3,7 +3,7 @@
     python tests/support/manual_pages.py docs/_build/html
 
 A page is wrong if it is wider than the window, if a picture is missing, or if it stays
-light where the reader asked for dark.
+light where the reader asked for dark. The search must work from the files alone.
 """
 
 from __future__ import annotations
@@ -115,6 +115,14 @@ def look_at_all(folder: Path, is_dark: bool) -> list[dict[str, Any]]:
     return found
 
 
+def finds_offline(folder: Path, word: str) -> bool:
+    """Return whether the manual's search finds a word, without any server."""
+    address = f"{(folder / 'search.html').resolve().as_uri()}?q={word}"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+        page = chromium.text_of(address, Path(home))
+    return f"mpidist.{word}" in page and "found" in page
+
+
 def main(folder: Path) -> int:
     """Print what is wrong; return 1 if anything is."""
     if chromium.find() is None:
@@ -129,6 +137,8 @@ def main(folder: Path) -> int:
             where = f"{page['page']}, {page['width']} wide, {mode}"
             wrong += [f"{where}: {text}" for text in page["wrong"]]
         papers.append({page["paper"] for page in found})
+    if (folder / "search.html").exists() and not finds_offline(folder, "Dataset"):
+        wrong.append("search.html does not find Dataset")
     if papers[0] & papers[1]:
         wrong.append(f"the same colour, light and dark: {papers}")
     print(*wrong, f"{len(found)} views, {len(wrong)} wrong", sep="\n")
