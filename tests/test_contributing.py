@@ -11,6 +11,8 @@ from pathlib import Path
 import launching
 import pytest
 
+import mpidist
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 PARTS = dict(re.findall(r"^## (Adding a.*?)\n(.*?)(?=^## )", PAGE, re.M | re.S))
@@ -47,9 +49,9 @@ def apply(diff, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("title", PARTS)
 def test_a_worked_example_passes_its_tests(mpirun, tmp_path, title):
-    for name in ("mpidist", "tests"):
+    for folder in (Path(mpidist.__file__).parent, ROOT / "tests"):
         ignored = shutil.ignore_patterns("__pycache__", "*.h5")
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+        shutil.copytree(folder, tmp_path / folder.name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     write_files(PARTS[title], tmp_path)
     for diff in blocks(PARTS[title], "diff"):
