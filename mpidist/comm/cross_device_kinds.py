@@ -52,7 +52,6 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
         """See `CrossDeviceOps.bind`."""
         super().bind(collectives, topology)
         transports = collectives.transports
-        # The same on all ranks, so all raise.
         if transports.intra_node is None and topology.has_neighbours:
             raise LaunchError(
                 "HierarchicalCopyAllReduce cannot be used: the ranks of a node have no "

@@ -276,7 +276,6 @@ class GradientBuckets:
                 f"bucket {j} of GradientBuckets", (("leaves", tuple(leaves)),)
             )
             for j, leaves in enumerate(self._buckets)
-            # Signatures and digests are made once, not in each step.
         ]
         self._calls = [(call, digest(call)) for call in calls]
 

@@ -278,7 +278,6 @@ class ReplicaGroup:
         )
 
     def gather(
-        # `require_open` is a call; on the hot path the flag alone is read.
         self,
         operation: str,
         value: Any,

@@ -251,8 +251,6 @@ class Collectives:
           options: see `CommunicationOptions`.
           is_symmetric: whether all ranks have passed the same place.
         """
-        # Symmetric on this rank only: fall back to copying, on ALL ranks, as `compare`
-        # gave all of them the same answer.
         if self.size == 1 or (summands.place and not is_symmetric):
             # Other ranks have passed other arrays, which are not symmetric to these
             totals = self.sums.sum_arrays(summands.partial, options)

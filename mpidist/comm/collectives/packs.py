@@ -59,7 +59,6 @@ class Pack(NamedTuple):
             # One call for all arrays, whose cost is per call rather than per byte.
             rows = [leaves[i].reshape(-1) for i in self.arrays]
             np.concatenate(rows, out=page[:end], casting="same_kind")
-        # Scalars last: arrays would be misaligned behind a few of them.
         for position, i in enumerate(self.scalars, end):
             page[position] = leaves[i]
 
@@ -212,9 +211,9 @@ class PackedReductions:
             if pack.dtype != pack.out:
                 total = total.astype(pack.out)
             pack.take_apart(total, results)
+        # The flag of any rank counts on all, so that all check, or none does
         if plan.has_integers and (
             plan.op is ReduceOp.PRODUCT or consensus.comparison.is_any_large
-            # The flag of any rank counts on all, so that all check, or none does.
         ):
             self._require_fit(plan, parts, results)
         return self._copies.up(results, given) if plan.is_on_gpu else results
@@ -222,8 +221,6 @@ class PackedReductions:
     def _require_fit(
         self, plan: ReducePlan, parts: Sequence[Any], results: Sequence[Any]
     ) -> None:
-        # Only where an overflow is possible: take the contributions apart, rank by
-        # rank, to name the leaf.
         """Raise, on all ranks, if integers have overflowed in packs. Collective."""
         contributions = []
         for rank in range(self._consensus.size):
@@ -242,6 +239,7 @@ def _make_packs(op: ReduceOp, given: Sequence[Any]) -> list[Pack]:
     """Return how arrays are packed: those of one dtype, with one dtype as result."""
     # Arrays of length 0 show which dtypes a reduction sends and returns.
     out, partial = arithmetic.to_add(op, [a.reshape(-1)[:0] for a in given])
+    # By both dtypes: float16 and float32 go apart, though both are sent as float32
     groups: dict[Any, list[int]] = {}
     for i, (dtype, empty) in enumerate(zip(out, partial)):
         groups.setdefault((empty.dtype, dtype), []).append(i)
@@ -255,8 +253,6 @@ def _pack(
     dtype: np.dtype[Any],
     out: np.dtype[Any],
     members: Sequence[int],
-    # A pack has one dtype on the page and one of its results: float16 and float32 go
-    # apart, though both are sent as float32.
     given: Sequence[Any],
 ) -> Pack:
     if len(members) == 1:

@@ -162,7 +162,7 @@ class PlanCache:
             )
             if plan is not None:
                 return plan.structure.give_back(execute(plan, leaves), leaves)
-        # The lock before `guard`: making a plan may communicate.
+        # Held over plan and execution: two threads of a rank must not interleave.
         with consensus.lock:
             plan, leaves, given = consensus.guard(operation, make)
             results = execute(plan, given)

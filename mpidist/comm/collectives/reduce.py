@@ -128,13 +128,12 @@ class Sums:
         """
         near: list[int] = []
         if is_symmetric:
-            # Arrays that lie in symmetric memory on ALL ranks; the table of places is
-            # the same everywhere, so all ranks divide their arrays alike.
+            # Those in symmetric memory, which all ranks of the node read where they
+            # lie.
             places = map(self._symmetric.everyone, values)
             near = [j for j, place in enumerate(places) if place is not None]
         far = [j for j in range(len(values)) if j not in set(near)]
         packs = []
-        # Near ones go one by one (they are not copied into packs), far ones in packs.
         for chosen, size_bytes in ((near, 0), (far, options.bytes_per_pack)):
             given = [values[j] for j in chosen]
             sizes = [value.nbytes for value in given]
@@ -147,8 +146,6 @@ class Sums:
                 total = self._results.empty(size, sends[0], dtype)
                 members = [chosen[k] for k in numbers]
                 wire = None
-                # Compression wins over symmetric memory: between nodes fewer bytes
-                # count more.
                 way: Transport | None = self._narrowing(sends[0], options)
                 if way is not None:
                     wire = arithmetic.wire_dtype(sends[0].dtype, options.compression)

@@ -83,8 +83,7 @@ class SymmetricMemory:
           ArgumentError: a node has not that much memory left.
         """
         *starts, end = _offsets(fields)
-        # A multiple of the page size: each rank's part then begins at the same offset
-        # in a page, and is placed in memory of its own core's node on first touch.
+        # Whole pages, so that the parts of all ranks begin alike in a page
         part_bytes = -(-end // _PAGE_BYTES) * _PAGE_BYTES
         node, rank = self._node, self._node.Get_rank()
         size_bytes = part_bytes * node.Get_size()

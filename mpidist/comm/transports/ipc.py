@@ -164,7 +164,6 @@ class IpcTransport:
         assign(block.slots[self._rank][own], block.receive[own])
 
     def _fetch(self, block: _Block) -> None:
-        # Only other ranks' parts: this rank's total is in `receive` already.
         """Fetch the totals of the other ranks' parts."""
         for rank, part in enumerate(block.parts):
             if rank != self._rank:
@@ -208,7 +207,7 @@ class IpcTransport:
     def _next_slots(self) -> list[Any]:
         """Return the slots of all ranks that come next, as bytes."""
         start = self._turn * self._slot_bytes
-        # Four slots: a slow rank may still read the last two while the next is written.
+        # Four: while block k + 2 is written, a slow rank may still read k - 1 to k + 1.
         self._turn = (self._turn + 1) % SLOTS
         return [a[start : start + self._slot_bytes] for a in self._buffers.arrays]
 

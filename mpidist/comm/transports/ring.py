@@ -81,7 +81,7 @@ class RingTransport(MpiTransport):
         own, previous = self._backwards[:2]
         following = self._backwards[-1]
 
-        # All receives are posted before anything is sent, so no message is unexpected.
+        # All receives are posted before anything is sent.
         def receive(rank: int, source: int, tag: int) -> list[Any]:
             pieces = pieces_of(parts[rank], _MOST_PIECES)
             begun = [comm.Irecv([piece, MPI.BYTE], source, tag) for piece in pieces]

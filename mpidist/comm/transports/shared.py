@@ -72,7 +72,6 @@ class SharedTransport:
         # is published, so one barrier per block is enough.
         self._turn = 0
 
-    # Nothing here writes to `send`.
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
         """See `Transport.allreduce_sum`."""
         self.allreduce_packed([send], receive, deadline)
@@ -263,8 +262,8 @@ class SharedTransport:
 
     def _next_slots(self) -> list[Any]:
         """Return the slots of all ranks that nobody reads any more, as bytes."""
-        # A set of slots is used again after two more barriers, so every rank that read
-        # it has arrived at one since then.
+        # Before a set is written again every rank has come to a later barrier, and so
+        # has read all of it
         self._turn = (self._turn + 1) % self._turns
         return self._barrier.slots[self._turn]
 

@@ -127,7 +127,7 @@ class StagingTransport:
 
     def _run(self, blocks: Iterator[_Block]) -> None:
         """Do the work of blocks, each on its way while the last is worked on."""
-        # Two blocks ahead: the next one is copied down while this one is on the
+        # One block ahead: the next one is copied down while this one is on the
         # network.
         block, following = next(blocks, None), next(blocks, None)
         if block is None:
