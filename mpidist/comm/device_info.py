@@ -298,7 +298,6 @@ def _read(path: Path) -> dict[str, tuple[bool, str]]:
 
 
 def _write(path: Path, outcomes: Mapping[str, object]) -> None:
-    # (replace_file: several ranks or jobs may write at the same time.)
     """Keep outcomes; where that cannot be done, the next job tries again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

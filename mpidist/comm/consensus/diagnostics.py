@@ -96,7 +96,7 @@ def raise_difference(
 def _raise_failure(
     records: Sequence[CallReport], error: Exception | None, rank: int
 ) -> NoReturn:
-    # The lowest rank's error is raised on all, so that all ranks say the same.
+    # A rank that has not failed raises the error of the lowest rank that has.
     first = next(r for r in records if r.error is not None)
     is_copy = error is None
     if error is None:

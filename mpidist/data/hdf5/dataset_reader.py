@@ -228,7 +228,6 @@ class _Memory:
 
     def __init__(self, start: int, stop: int, item_bytes: int):
         self.__array_interface__ = {
-            # True: read-only.
             "version": 3,
             "data": (start, True),
             "shape": (stop - start - item_bytes + 1,),
@@ -315,7 +314,6 @@ class OpenFiles:
             expected = self._other_states.setdefault(before.path, before)
             if changes := expected.changes_to(state_of(before.path), is_shared=False):
                 raise DataError(
-                    # Naming the source: the user opened another file.
                     f"{before.path}, which it leads to, was changed: "
                     f"{', '.join(changes)}; a file must not change while it is read; "
                     "make a new dataset to read it as it is now"

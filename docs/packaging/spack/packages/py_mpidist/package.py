@@ -16,7 +16,7 @@ from spack_repo.builtin.build_systems.python import PythonPackage
 class PyMpidist(PythonPackage):
     """The tf.distribute programming model for MPI clusters, without TensorFlow."""
 
-    license("Apache-2.0", checked_by="mpidist")
+    license("Apache-2.0")
 
     version("main")
 
