@@ -115,6 +115,7 @@ class Checkpoint(Tracked):
         self._shard_bytes = validation.integer("shard_bytes", shard_bytes, 1)
         self._saver: Saver | None = None
         self._objects: dict[str, Any] = {_COUNTER: 0}
+        # A name in both would be saved once and restored into one of them only.
         for name in self._find_objects_of_root():
             if name in objects:
                 raise ArgumentError(f"{name!r} is an object of root, too: rename one")
@@ -134,6 +135,8 @@ class Checkpoint(Tracked):
             return self._objects
         below = self._find_objects_of_root()
 
+        # Restored numbers replace the old ones where they came from: here or in the
+        # root.
         def write(name: str, value: Any) -> None:
             (self._objects if name in self._objects else below)[name] = value
 
@@ -152,9 +155,12 @@ class Checkpoint(Tracked):
           ArgumentError: there is none, in a job of several ranks.
         """
         if self._strategy is None:
+            # Of the first variable below, whoever made the checkpoint in whatever
+            # scope.
             self._strategy = strategy_of(self)
         if self._strategy is not None:
             return self._strategy
+        # With one rank no strategy is needed to agree with anybody.
         if job_size() > 1:
             raise ArgumentError(
                 "a Checkpoint of no variables needs a strategy, whose ranks save "
@@ -224,6 +230,7 @@ class Checkpoint(Tracked):
           ContextError: a variable of another strategy; called in replica context.
           What `set_state` of an object raises on any rank.
         """
+        # None is what `latest_checkpoint` returns in a first run.
         if save_path is None:
             return LoadStatus(None)
         return self._restore("Checkpoint.restore", save_path, is_partial)
@@ -246,9 +253,12 @@ class Checkpoint(Tracked):
         after: Callable[[], None] | None = None,
     ) -> str:
         """Implement `write` for other public calls; see `Saver.save`."""
+        # Replica functions run at other times on other ranks: saving there could not
+        # match.
         require_cross_replica(self.strategy, operation)
         now = datetime.datetime.now(datetime.timezone.utc)
         prepare = self.strategy.extended.consensus.guard
+        # A bad path on one rank is an error on all, before anything is written.
         index = prepare(operation, lambda: index_path(file_prefix, "file_prefix"))
         with self.strategy.extended.consensus.recorder.counters.checkpointing("save"):
             self.saver.save(
@@ -277,6 +287,7 @@ class Checkpoint(Tracked):
         """Implement `save` for other public calls; `number` replaces the counter."""
         prepare = self.strategy.extended.consensus.guard
         path = prepare(operation, lambda: validation.path("file_prefix", file_prefix))
+        # Counted before saving, so that the file holds the number in its own name.
         before = self.save_counter
         self._objects[_COUNTER] = before + 1
         if number is None:
@@ -284,6 +295,7 @@ class Checkpoint(Tracked):
         try:
             path = f"{path.removesuffix(SUFFIX)}-{number}"
             return self.write_as(operation, path, **options)
+        # A failed save leaves the counter of this rank as those of all others.
         except BaseException:
             self._objects[_COUNTER] = before
             raise
@@ -305,6 +317,7 @@ class Checkpoint(Tracked):
             return index_path(path, "save_path")
 
         index = self.strategy.extended.consensus.guard(operation, prepare)
+        # A background save of the same path must be complete before it is read.
         self.saver.wait()
         counters = self.strategy.extended.consensus.recorder.counters
         with counters.checkpointing("restore"):
@@ -312,6 +325,7 @@ class Checkpoint(Tracked):
         return LoadStatus(str(index), found.missing, found.unused)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # Private attributes are the object's own; all others are saved.
         if name.startswith("_"):
             object.__setattr__(self, name, value)
             return
@@ -322,6 +336,7 @@ class Checkpoint(Tracked):
         self._objects[name] = value
 
     def __getattr__(self, name: str) -> Any:
+        # copy and pickle ask for names before __init__ has run: no recursion then.
         if name.startswith("_") or name not in self._objects:
             raise AttributeError(f"this Checkpoint has no object {name!r}")
         return self._objects[name]
@@ -334,6 +349,7 @@ def _require_name(name: str) -> None:
     """Raise an ArgumentError for a name that no object can have."""
     if name == _COUNTER or hasattr(Checkpoint, name):
         raise ArgumentError(f"an object of a Checkpoint cannot be named {name!r}")
+    # Raises for a name that HDF5 cannot store, here instead of at the first save.
     escape(name)
 
 
@@ -345,8 +361,10 @@ def _finder(root: Any) -> Callable[[], dict[str, Any]]:
     """
     if root is None:
         return dict
+    # A function, as objects of a root may come and go between two saves.
     if isinstance(root, Checkpoint):
         return lambda: WrittenThrough(
+            # The root's own counter stays the root's.
             {name: value for name, value in root.objects.items() if name != _COUNTER},
             lambda name, value: root.objects.__setitem__(name, value),
         )

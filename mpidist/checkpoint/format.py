@@ -102,6 +102,7 @@ def header_bytes(data: int, shards: list[str]) -> int:
     Raises:
       CheckpointError: it exceeds the limit.
     """
+    # Quotes and escapes of JSON included.
     names = sum(len(json.dumps(name)) + _SHARD_BYTES for name in shards)
     needed = _LINE_BYTES + _FIXED_BYTES + data * _DATA_BYTES + names
     if needed > _LARGEST_BYTES:
@@ -110,14 +111,17 @@ def header_bytes(data: int, shards: list[str]) -> int:
             f"{needed} bytes, of at most {_LARGEST_BYTES}; join arrays, or save with "
             "more ranks"
         )
+    # A power of two, as HDF5 wants of a user block.
     return max(_SMALLEST, 1 << (needed - 1).bit_length())
 
 
 def render(header: Header, length: int) -> bytes:
     """Return the header as `length` bytes."""
     body = json.dumps(dataclasses.asdict(header), separators=(", ", ": "))
+    # Padded: the header's length was fixed before its content was known.
     padded = body.encode().ljust(length - _LINE_BYTES - 1) + b"\n"
     first = _FIRST.format(FORMAT, length, zlib.crc32(padded)).encode()
+    # Our own arithmetic, and no error of the user's.
     assert len(first + padded) == length, "header_bytes was too small"
     return first + padded
 
@@ -128,12 +132,14 @@ def parse_first(data: bytes) -> tuple[int, int]:
     Raises:
       ValueError: not a header that this version reads.
     """
+    # The first line is read alone: it says how much more to read.
     match = _PATTERN.match(data)
     if match is None:
         raise ValueError("it does not begin as a checkpoint of mpidist does")
     version, length, crc32 = int(match[1]), int(match[2]), int(match[3], 16)
     if version != FORMAT:
         raise ValueError(f"its format is {version}; this mpidist reads {FORMAT}")
+    # A damaged length must not make us allocate.
     if length > _LARGEST_BYTES:
         raise ValueError(f"it claims a header of {length} bytes")
     return length, crc32
@@ -147,6 +153,7 @@ def parse(data: bytes) -> Header:
     """
     length, crc32 = parse_first(data)
     body = data[_LINE_BYTES:length]
+    # Checked before it is parsed.
     if len(data) < length or zlib.crc32(body) != crc32:
         raise ValueError("its header does not have the checksum that it tells")
     found = json.loads(body)
@@ -163,6 +170,7 @@ def parse(data: bytes) -> Header:
         _preserved(found.get("preserved")),
     )
     _require_order(header, length)
+    # Of what is left besides header and arrays.
     structure = header.size - length - sum(size for _, size, _ in header.data)
     if structure > LARGEST_STRUCTURE_BYTES:
         raise ValueError(f"it claims a structure of {structure} bytes")
@@ -171,6 +179,7 @@ def parse(data: bytes) -> Header:
 
 def _require_order(header: Header, end: int) -> None:
     """Raise if blocks overlap, or exceed the file."""
+    # Ascending and disjoint; so the sizes cannot add up to more than the file.
     for offset, size, _ in header.data:
         if offset < end or size < 1:
             raise ValueError(f"its header has a block of {size} bytes at {offset}")
@@ -180,6 +189,7 @@ def _require_order(header: Header, end: int) -> None:
 
 
 def _integer(value: Any) -> int:
+    # bool is an int by isinstance, and no number here.
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"its header has {value!r} where an integer belongs")
     return value
@@ -196,6 +206,7 @@ def _preserved(value: Any) -> tuple[int, float] | None:
 
 def _file_name(value: Any) -> str:
     """Return the name of a file if it is one in the same directory."""
+    # A name with a path could lead out of the directory.
     if type(value) is not str or "/" in value or value.strip(".") == "":
         raise ValueError(f"its header has {value!r} where a file's name belongs")
     return value
@@ -208,6 +219,7 @@ def is_begun(path: Path) -> bool:
         with open_file(path) as descriptor:
             return os.pread(descriptor, len(begin), 0) == begin
     except CheckpointError:
+        # Unreadable now may be readable later: do not take it for a foreign file.
         return True
 
 
@@ -245,6 +257,7 @@ def read_header_bytes(descriptor: int) -> bytes:
       ValueError: there is none that this version reads.
     """
     length, _ = parse_first(os.pread(descriptor, _LINE_BYTES, 0))
+    # pread would return less, and the checksum would be blamed.
     if length > os.fstat(descriptor).st_size:
         raise ValueError("it ends in its header")
     return os.pread(descriptor, length, 0)
@@ -287,10 +300,12 @@ def checked_write(descriptor: int, offset: int, data: Any) -> int:
     """Write all of a contiguous buffer to a file at an offset; return its CRC-32."""
     rest = memoryview(data).cast("B")
     crc32 = 0
+    # One pass: the step is still in the CPU's cache when it is written.
     while rest.nbytes:
         step = rest[:_STEP_BYTES]
         crc32 = deflate.crc32(step, crc32)
         rest = rest[step.nbytes :]
+        # pwrite may write less than it was given, say on a full disk.
         while step.nbytes:
             written = os.pwrite(descriptor, step, offset)
             offset += written
@@ -306,6 +321,7 @@ def checked_read(descriptor: int, offset: int, into: Any, crc32: int) -> None:
     """
     view = memoryview(into).cast("B")
     found, at, done = 0, offset, 0
+    # preadv may return less; 0 is the end of the file.
     while done < view.nbytes:
         step = view[done : done + _STEP_BYTES]
         count = os.preadv(descriptor, [step], at)
@@ -340,6 +356,7 @@ class InMemoryFile(io.RawIOBase):
     def put(self, offset: int, data: bytes) -> None:
         """Write bytes at an offset."""
         # Keep insertion order: the latest write wins
+        # (A dict keeps the place of a key that is overwritten.)
         self._parts.pop(offset, None)
         self._parts[offset] = data
         self._starts.clear()
@@ -348,6 +365,7 @@ class InMemoryFile(io.RawIOBase):
     def get(self, offset: int, size: int) -> bytes:
         """Return bytes; zeros where none were written."""
         found = bytearray(size)
+        # Before `compact` any part may overlap any other one.
         near = list(self._parts)
         if self._starts:
             before = max(0, bisect.bisect_right(self._starts, offset) - 1)
@@ -375,12 +393,14 @@ class InMemoryFile(io.RawIOBase):
         joined: list[tuple[int, int]] = []
         for at in sorted(self._parts):
             end = at + len(self._parts[at])
+            # They touch or overlap.
             if joined and at <= joined[-1][1]:
                 joined[-1] = joined[-1][0], max(joined[-1][1], end)
             else:
                 joined.append((at, end))
         starts = [first for first, _ in joined]
         buffers = [bytearray(last - first) for first, last in joined]
+        # In the order of writing, so that later parts overwrite earlier ones.
         for at, part in self._parts.items():
             i = bisect.bisect_right(starts, at) - 1
             buffers[i][at - starts[i] : at - starts[i] + len(part)] = part

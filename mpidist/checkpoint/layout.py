@@ -67,7 +67,9 @@ _SNAP_BYTES = 64 << 10
 
 def shard_count(total_bytes: int, shard_bytes: int, ranks: int) -> int:
     """Return the number of shards for arrays of so many bytes; 1 for no shards."""
+    # Shards of less than a megabyte cost more in metadata than they save.
     smallest = max(shard_bytes, SMALLEST_SHARD_BYTES)
+    # No more shards than ranks: a rank writes at most one.
     return max(1, min(ranks, total_bytes // smallest))
 
 
@@ -85,6 +87,7 @@ def cut(sizes: Sequence[tuple[int, int]], shards: int) -> list[list[int]]:
     total = sum(count * item for count, item in sizes)
     cuts = []
     start = 0
+    # Shard boundaries are computed in bytes of all arrays, then rounded to elements.
     for count, item in sizes:
         edges = [
             _snap(total * s // shards - start, count * item) for s in range(shards)
@@ -95,6 +98,7 @@ def cut(sizes: Sequence[tuple[int, int]], shards: int) -> list[list[int]]:
 
 
 def _snap(edge: int, size: int) -> int:
+    # A sliver of an array in another shard would cost a file access to read.
     if edge < _SNAP_BYTES:
         return 0
     return size if edge > size - _SNAP_BYTES else edge
@@ -155,21 +159,27 @@ def make_partition(
         for path, leaf in leaves(tree)
         if leaf.size_bytes >= SMALLEST_SHARD_BYTES
     }
+    # Equal on all ranks, so all ranks find the same shards without exchanging them.
     total = sum(leaf.size_bytes for leaf in large.values())
     count = shard_count(total, shard_bytes, ranks)
     if count == 1:
+        # One shard would only add a file: all arrays go into the index.
         if own is None:
             return Partition(tree, None, [])
         return Partition(tree, tree_of_nodes(own), names(ranks))
+    # With per-rank states each rank has a shard, however small its part is.
     shard_names = names(count if own is None else ranks)
     sizes = [
         (x.size_bytes // x.dtype.itemsize, x.dtype.itemsize) for x in large.values()
     ]
     splits: dict[Path, Any] = {}
     own_nodes = dict(own or {})
+    # Every rank computes the cuts of all, as rank 0 writes the virtual datasets.
     for (path, leaf), cuts in zip(large.items(), cut(sizes, count), strict=True):
         parts = zip(shard_names, cuts[:-1], cuts[1:], strict=False)
         splits[path] = Split(
+            # The index holds where the parts are; only this rank's part keeps its
+            # memory.
             dataclasses.replace(leaf, array=None),
             tuple((name, start, stop) for name, start, stop in parts if start < stop),
         )
@@ -183,6 +193,7 @@ def make_partition(
 
 def _part(leaf: Leaf, start: int, stop: int) -> Leaf:
     """Return a range of an array's elements."""
+    # A view: nothing is copied before it is written.
     flat = leaf.array.reshape(-1)[start:stop]
     return Leaf("array", leaf.dtype, (stop - start,), flat, is_frozen=leaf.is_frozen)
 
@@ -215,21 +226,27 @@ def write_file(
     plan = lay_out(tree, attributes, shards)
     with unwritable(path), replace_file(path) as file:
         descriptor = file.fileno()
+        # Locked before the first byte, so that no other job takes it for a leftover.
         if locks is not None:
             lock(descriptor)
+            # A second descriptor keeps the lock when the file is closed.
             locks.append(os.dup(descriptor))
         # Arrays first: the header needs their checksums
         data = tuple(
             (offset, block.nbytes, checked_write(descriptor, offset, block))
             for offset, block in plan.blocks()
         )
+        # Structure is everything between the arrays: one checksum over its parts in
+        # order.
         image, crc32 = plan.image, 0
         holes = [(offset, size) for offset, size, _ in data]
         for offset, part in image.solid(plan.header_bytes, holes):
             checked_write(descriptor, offset, part)
             crc32 = zlib.crc32(part, crc32)
+        # The header holds all checksums, so it is written last.
         header = make_header(image.size, crc32, data)
         checked_write(descriptor, 0, render(header, plan.header_bytes))
+        # Bytes at the end that nobody has written belong to the file, too.
         os.ftruncate(descriptor, image.size)
 
 
@@ -269,8 +286,10 @@ def lay_out(
     """
     sizes = [leaf.size_bytes for _, leaf in leaves(tree)]
     inline_bytes = _inline_bytes(sizes)
+    # Counted before the layout, as the header precedes all blocks.
     blocks = sum(-(-size // BLOCK_BYTES) for size in sizes if size > inline_bytes)
     user_block_bytes = header_bytes(blocks, list(shards))
+    # HDF5 writes into memory: its data structures, but none of the large arrays.
     image = InMemoryFile()
     placed: list[tuple[int, Any]] = []
     with h5py.File(
@@ -284,11 +303,14 @@ def lay_out(
         file.attrs.update(attributes)
         _Writer(file, placed).group(tree, ())
     plan = FileLayout(image, user_block_bytes, [])
+    # In the order of the file, so that the disk is written in one direction.
     for offset, data in sorted(placed, key=lambda pair: pair[0]):
         if data.nbytes > inline_bytes:
+            # Large arrays are only noted; `write_file` streams them.
             plan.data.append((offset, data))
         else:
             image.put(offset, data.tobytes())
+    # What a reader has to hold in memory before it can verify anything.
     structure = image.size - sum(data.nbytes for _, data in plan.data)
     if structure > LARGEST_STRUCTURE_BYTES:
         raise CheckpointError(
@@ -329,6 +351,7 @@ class _Writer:
                 self._leaf(child, below)
             elif isinstance(child, Split):
                 self._split(child, below)
+            # Per-rank state is in the shard, at the same path.
             else:
                 target = "/" + "/".join(below)
                 self._file[target] = h5py.ExternalLink(child.file, target)
@@ -336,8 +359,10 @@ class _Writer:
     def _leaf(self, leaf: Leaf, path: Path) -> None:
         dataset = _contiguous(self._file, path, leaf)
         _set_attributes(dataset, leaf.kind, leaf.role, leaf.dtype)
+        # Nothing to place for empty arrays: HDF5 gives them no address.
         if leaf.size_bytes:
             flat = np.ascontiguousarray(leaf.array).reshape(-1)
+            # HDF5 has allocated the range already; its bytes are written past HDF5.
             offset = dataset.id.get_offset()
             self._placed.append((offset, flat.view(np.uint8)))
 
@@ -350,6 +375,7 @@ class _Writer:
             names = escape_source(file), escape_source(target)
             source = h5py.VirtualSource(*names, (stop - start, *inner), dtype)
             first = 0
+            # A range of elements is several hyperslabs of a multidimensional array.
             for box in boxes(split.leaf.shape, start, stop):
                 count = math.prod(part.stop - part.start for part in box)
                 layout[box] = source[first : first + count]
@@ -361,16 +387,19 @@ class _Writer:
 def _contiguous(file: h5py.File, path: Path, leaf: Leaf) -> h5py.Dataset:
     """Create a contiguous dataset, whose range of the file is allocated at once."""
     is_text = leaf.dtype == np.uint8 and leaf.kind in STORED_AS_TEXT
+    # A null dataspace: None, and empty text, have no bytes.
     if leaf.kind == "None" or (is_text and not leaf.size_bytes):
         space = h5py.h5s.create(h5py.h5s.NULL)
         dtype = np.dtype(np.int8)
     elif is_text:
+        # Readable by other programs as text, with its length fixed.
         space = h5py.h5s.create(h5py.h5s.SCALAR)
         dtype = h5py.string_dtype("utf-8", leaf.size_bytes)
     else:
         dtype, shape = stored_as(leaf.dtype, leaf.shape, "")
         space = h5py.h5s.create_simple(shape)
     how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    # Contiguous, early, and never filled: HDF5 reserves the range and writes nothing.
     how.set_layout(h5py.h5d.CONTIGUOUS)
     how.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -385,6 +414,7 @@ def _set_attributes(
     made.attrs["kind"] = kind
     if role:
         made.attrs["role"] = role
+    # Only dtypes that HDF5 does not give back as they were.
     if dtype is not None and (text := dtype_text(dtype)):
         made.attrs["dtype"] = text
 
@@ -398,16 +428,20 @@ def boxes(
         return
     inner = math.prod(shape[1:])
     first, last = -(-start // inner), stop // inner  # whole rows
+    # The range lies inside of one row: go down one dimension.
     if first > last:
         within = slice(last, last + 1)
         skipped = last * inner
         yield from boxes(shape[1:], start - skipped, stop - skipped, (*before, within))
         return
+    # The end of the row before the first whole one.
     if start < first * inner:
         tail = (*before, slice(first - 1, first))
         yield from boxes(shape[1:], start - (first - 1) * inner, inner, tail)
+    # All whole rows in one hyperslab.
     if first < last:
         yield (*before, slice(first, last), *(slice(0, n) for n in shape[1:]))
+    # The beginning of the row behind the last whole one.
     if last * inner < stop:
         head = (*before, slice(last, last + 1))
         yield from boxes(shape[1:], 0, stop - last * inner, head)

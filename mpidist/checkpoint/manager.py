@@ -54,6 +54,7 @@ def latest_checkpoint(
       True
     """
     directory = Path(validation.path("checkpoint_dir", checkpoint_dir)).absolute()
+    # TensorFlow's argument, whose only sensible value here is its default.
     if latest_filename is not None:
         raise ArgumentError(
             "latest_filename must be None, as no file names the latest checkpoint, not "
@@ -61,6 +62,7 @@ def latest_checkpoint(
         )
     if checkpoint_name is None:
         names = directories.find_names(directory)
+    # Each name is a series of its own; the newest file of all is the latest.
     else:
         names = {directories.require_name(checkpoint_name)}
     lists = [_find_undamaged(directory, name) for name in sorted(names)]
@@ -133,6 +135,7 @@ class CheckpointManager:
                 f"{validation.shown(checkpoint)}"
             )
         self._checkpoint = checkpoint
+        # Raises if there is none: better here than at the first save.
         self._strategy = checkpoint.strategy
         self._last_step: int | None = None
         self._consensus = self._strategy.extended.consensus
@@ -156,6 +159,7 @@ class CheckpointManager:
                 also = ", a variable, a function or None"
                 validation.optional_integer("step_counter", step_counter, None, also)
 
+        # Arguments may be wrong on one rank alone; the error is raised on all.
         self._consensus.guard(_CALL, check)
         self._max_to_keep = max_to_keep
         self._keep_hours = keep_checkpoint_every_n_hours
@@ -165,9 +169,11 @@ class CheckpointManager:
         self._interval = checkpoint_interval
         self._init_fn = init_fn
         self._is_background = is_background
+        # Only rank 0 touches the directory; the others get what it found.
         found = self._consensus.root_only(_CALL, self._clean_up)
         self._found: list[Saved] = found[0]
         self._preserved: tuple[int, float] = found[1]
+        # Set by `save`, and taken back by `_update` when the list is known again.
         self._last_saved: Path | None = None
         self._save_began = 0.0
         self._longest_save_seconds = 0.0
@@ -226,15 +232,20 @@ class CheckpointManager:
 
         number, step = self._consensus.guard(call, prepare)
         if check_interval and self._interval is not None and step is not None:
+            # Counted from the last save, so a restored job keeps the rhythm.
             is_early = self._last_step is not None
             if is_early and step < (self._last_step or 0) + self._interval:
                 return None
+        # The previous save first: two at once would need twice the memory.
         self.wait()
         self._save_began = time.monotonic()
+        # The same on all ranks: the counter is saved, and compared.
         if number is None:
             number = self._checkpoint.save_counter + 1
         if self._keep_hours is not None:
             self._update()  # times of files: those set by users count
+        # Decided before the save and carried out after it: a failed save removes
+        # nothing.
         preserved, outdated = self._plan_removal(number)
         path = self._checkpoint.save_as(
             call,
@@ -244,8 +255,10 @@ class CheckpointManager:
             preserved=preserved,
             after=functools.partial(self._end_save, outdated),
         )
+        # Only now: a failed save does not count as one.
         self._last_step = step
         self._last_saved = Path(path)
+        # In the background the file is not there yet; `wait` updates the list.
         if not self._is_background:
             self._update()
         if self._strategy.extended.replica_id == 0:
@@ -276,7 +289,9 @@ class CheckpointManager:
             see it.
           What `Checkpoint.restore` or `init_fn` raises.
         """
+        # The list must be that of complete checkpoints.
         self.wait()
+        # From the newest backwards until one is sound.
         while self._found:
             path = str(self._found[-1].path)
             try:
@@ -286,10 +301,12 @@ class CheckpointManager:
                 files = functools.partial(_files_of, path)
                 call = f"{_CALL}.restore_or_initialize"
                 require_visible(self._strategy.extended, call, files)
+                # `_found` is equal on all ranks, and the error was raised on all.
                 self._found = self._found[:-1]
                 if self._strategy.extended.replica_id == 0:
                     directories.warn_skipped(error)
             else:
+                # So that the interval counts from the restored step.
                 self._last_step = self._step()
                 if self._strategy.extended.replica_id == 0:
                     logs.debug("checkpoint", f"restored {path}")
@@ -297,6 +314,7 @@ class CheckpointManager:
         if self._init_fn is not None:
             self._consensus.run_in_scope(f"{_CALL}.init_fn", self._init_fn)
         if self._interval is not None:
+            # Without a checkpoint the interval counts from the first step.
             self._last_step = self._step()
         return None
 
@@ -314,6 +332,7 @@ class CheckpointManager:
         try:
             self._consensus.leave_scope(f"the end of {_CALL}'s with", error)
         except Exception as raised:  # on all ranks
+            # Errors of the block come first, but the thread must not outlive it.
             self.wait()
             if raised is not error:
                 raise
@@ -327,6 +346,7 @@ class CheckpointManager:
         """
         with unwritable(self._directory):
             directories.make_directory(self._directory)
+        # Leftovers of killed jobs; those of running jobs hold a lock.
         directories.remove_leftovers(self._directory, self._name, Saving.in_use)
         found = _find_undamaged(self._directory, self._name)
         serial, seconds = _last_preserved(found) or self._guess_preserved(found)
@@ -341,10 +361,12 @@ class CheckpointManager:
 
     def _update(self) -> None:
         """Update the list of checkpoints. Collective."""
+        # Rank 0 lists the directory: others may see it later, or differently.
         self._found = self._consensus.root_only(
             f"{_CALL}.save", lambda: directories.find(self._directory, self._name)
         )
         if self._last_saved is not None:
+            # What another job preserved counts as well.
             self._preserved = _last_preserved(self._found) or self._preserved
         self._last_saved = None
 
@@ -369,8 +391,10 @@ class CheckpointManager:
         outdated: list[Saved] = []
         if self._max_to_keep is None:
             return self._preserved, outdated
+        # A checkpoint of the same number is replaced, and is not one of those to keep.
         others = [saved for saved in self._found if saved.number != number]
         for saved in others[: max(0, len(others) + 1 - self._max_to_keep)]:
+            # Never removed: preserved for its hours, or the n-th.
             if saved.serial <= serial or self._is_nth(saved):
                 continue
             hours = self._keep_hours

@@ -62,13 +62,17 @@ def read_tree(path: Path) -> Group:
     Raises:
       CheckpointError: it is missing or damaged.
     """
+    # First without the shards, to learn which there are.
     tree, header = _read_file(path, {})
     shards = {}
     for shard in header.shards:
         beside = path.with_name(shard.name)
         with damage(path):
+            # Checked before it is read: a shard of another save has the same name
+            # pattern.
             _require_shard(beside, shard)
         shards[shard.name], _ = _read_file(beside, {})
+    # Again with the shards, whose nodes replace links and virtual datasets.
     return tree if not shards else _read_file(path, shards)[0]
 
 
@@ -80,9 +84,11 @@ def _require_shard(path: Path, shard: Shard) -> None:
 
 def _read_file(path: Path, shards: Mapping[str, Group]) -> tuple[Group, Header]:
     with open_file(path) as descriptor:
+        # The header has a checksum of its own, and limits what is read after it.
         text = read_header_bytes(descriptor)
         header = parse(text)
         image = _read_structure(descriptor, len(text), header)
+        # HDF5 sees verified bytes in memory, and never the file itself.
         with h5py.File(image, "r") as file:
             tree = _Reader(file, path.name, header, image, shards).group(file, "")
     return tree, header
@@ -90,10 +96,12 @@ def _read_file(path: Path, shards: Mapping[str, Group]) -> tuple[Group, Header]:
 
 def _read_structure(descriptor: int, start: int, header: Header) -> InMemoryFile:
     """Read everything but header and large arrays, and verify its checksum."""
+    # A file that was cut short, or grew, is damaged whatever its checksums say.
     found = os.fstat(descriptor).st_size
     if found != header.size:
         raise ValueError(f"it has {found} bytes instead of {header.size}")
     image = InMemoryFile(header.size)
+    # Arrays are verified block by block when they are read; this is all the rest.
     holes = [(offset, size) for offset, size, _ in header.data]
     parts, crc32 = [], 0
     for offset, size in [*holes, (header.size, 0)]:
@@ -102,6 +110,7 @@ def _read_structure(descriptor: int, start: int, header: Header) -> InMemoryFile
             crc32 = zlib.crc32(data, crc32)
             parts.append((start, data))
         start = offset + size
+    # Verified before HDF5 parses it: damaged structures can crash HDF5.
     if crc32 != header.structure_crc32:
         raise ValueError("its structure does not have its checksum")
     for offset, data in parts:
@@ -137,12 +146,14 @@ class _Reader:
         self._structure_left = header.size - self._blocks_left
 
     def group(self, group: h5py.Group, path: str) -> Group:
+        # A file may claim any depth; recursion must not.
         if path.count("/") > _DEEPEST:
             raise ValueError(f"{path[:40]!r}... has more than {_DEEPEST} levels")
         kind, role = _attributes(group)
         if kind not in _GROUP_KINDS:
             raise ValueError(f"group {path!r} is of kind {kind!r}")
         names = list(group)
+        # Lists have their order by number; HDF5 sorts names as text.
         if kind in ("list", "tuple", "ranks"):
             names = [str(i) for i in range(len(names))]
         children: dict[str, Node] = {}
@@ -154,11 +165,14 @@ class _Reader:
 
     def _node(self, group: h5py.Group, name: str, path: str) -> Node | None:
         link = group.get(name, getlink=True)
+        # Into a shard; in the first pass shards are not there yet.
         if isinstance(link, h5py.ExternalLink):
             return self._in_shard(link.filename, path) if self._shards else None
+        # Soft links could lead anywhere, or in circles.
         if not isinstance(link, h5py.HardLink):
             raise ValueError(f"{path!r} is a link")
         child = group[name]
+        # An address seen twice is a second hard link: it could make the tree endless.
         address = h5py.h5o.get_info(child.id).addr
         if address in self._seen:
             raise ValueError(f"{path!r} is a second link to one object")
@@ -182,6 +196,7 @@ class _Reader:
     ) -> Leaf:
         """Return the leaf of a dataset of this file."""
         dtype, shape = _dtype_and_shape(dataset)
+        # Python integers: a product of 64-bit sizes may overflow NumPy's.
         size = int(np.prod(shape, dtype=object)) * dtype.itemsize
         offset = contiguous_offset(dataset) or 0
         if size and not offset:
@@ -191,6 +206,8 @@ class _Reader:
         checks = tuple((n, crc32) for _, n, crc32 in self._header.data[first:last])
         self._claim(size, path, is_block=bool(checks))
         if checks:
+            # Large: only where it lies is noted; `load` reads it, perhaps on another
+            # rank.
             piece = Piece(self._name, 0, offset, checks)
             if piece.size != size or self._offsets[first] != offset:
                 raise ValueError(f"dataset {path!r} is not where its blocks are")
@@ -200,6 +217,7 @@ class _Reader:
         return Leaf(kind, dtype, shape, array, (), role)
 
     def _claim(self, size: int, path: str, *, is_block: bool) -> None:
+        # A dataset may point into bytes that another one has used already.
         if is_block:
             self._blocks_left -= size
         else:
@@ -260,6 +278,7 @@ def _container_type(group: h5py.Group, kind: str) -> ContainerType | None:
     if "type" not in group.attrs:
         return None
     name, details = json.loads(group.attrs["type"])
+    # Only types from our own table: a file cannot name a class to be made.
     if FAMILIES.get(name) != kind.removesuffix(" of int"):
         raise ValueError(f"group {group.name!r} is a {kind} of type {name!r}")
     if not all(type(text) is str for text in details):
@@ -271,6 +290,7 @@ def _original(
     dataset: h5py.Dataset, dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
     text = dataset.attrs.get("dtype")
+    # Objects would be pickles or references: none is ever read.
     if dtype.hasobject:
         raise ValueError(f"dataset {dataset.name!r} has dtype {dtype}")
     return (dtype, shape) if text is None else original_dtype(str(text), dtype, shape)
@@ -332,6 +352,7 @@ def _similar_child(similar: Any, kind: str, name: str) -> Any:
     ):
         return None
     if not is_dict:
+        # A list may have grown since: its last element stands for the new ones.
         return similar[min(int(name), len(similar) - 1)]
     key = unescape(name) if kind == "dict" else int(name)
     return similar[key] if key in similar else next(iter(similar.values()))
@@ -344,6 +365,8 @@ def _dict(node: Group, children: dict[Any, Any], similar: Any) -> Any:
         return collections.OrderedDict(children)
     if node.type.name == "Counter":
         return collections.Counter(children)
+    # A factory is a function; only built-in ones have names, others come from
+    # `similar`.
     factory = FACTORIES.get(node.type.details[0]) if node.type.details else None
     if isinstance(similar, collections.defaultdict):
         factory = similar.default_factory
@@ -370,6 +393,7 @@ def _namedtuple(name: str, *fields: str) -> Any:
 
     `collections.namedtuple` only accepts identifiers.
     """
+    # rename=True instead of an exception; compared below.
     made = collections.namedtuple(name, fields, rename=True)  # type: ignore[misc] # names are data
     if made._fields != fields:
         raise ValueError(f"{fields} cannot be the fields of a namedtuple")
@@ -420,8 +444,11 @@ def load(
     rank, ranks = extended.replica_id, extended.num_replicas
     values: dict[int, Any] = {}
     for leaf in shared:
+        # Rank r reads every ranks-th piece and broadcasts it: each byte is read once
+        # per job.
         pieces = [p for i, p in enumerate(leaf.pieces) if i % ranks == rank]
         read = functools.partial(_read, directory, leaf, pieces)
+        # A piece that this rank cannot read is an error on all, before any broadcast.
         array, flat = extended.consensus.guard(operation, read)
         for i, piece in enumerate(leaf.pieces if ranks > 1 else ()):
             _broadcast(extended, operation, flat, piece, i % ranks)

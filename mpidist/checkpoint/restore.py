@@ -111,18 +111,27 @@ def restore(
     extended.topology.require_open()
     consensus = extended.consensus
     where = ("path", str(index)), ("is_partial", is_partial)
+    # All ranks name the same file, or one rank would restore another state.
     consensus.require_same(CallSignature(operation, where))
+    # Rank 0 reads the structure for all: the metadata of a file is read once per job,
+    # and an error of it is raised on all ranks.
     tree = consensus.root_only(operation, lambda: read_tree(index))
     plan = RestorePlan(strategy, str(index), is_partial)
+    # Nothing is changed yet: `match` only plans, and its errors are raised on all
+    # ranks.
     change = consensus.guard(operation, lambda: plan.match(tracked, tree))
+    # Ranks whose objects differ would read different arrays, and wait for each other.
     needed = [(leaf.kind, str(leaf.dtype), leaf.shape) for leaf in plan.shared]
     consensus.require_same(
         CallSignature(operation, (("the arrays to restore", tuple(needed)),))
     )
     shared, own = plan.shared, plan.own
     plan.values = load(extended, operation, index.parent, shared, own)
+    # All that may still fail is computed before the first object changes.
     consensus.guard(operation, lambda: _compute(plan, index))
+    # After this all ranks have all new values.
     consensus.require_same(CallSignature(operation))
+    # set_state of a user's object may fail, so these come before our own changes.
     with enter(strategy):
         _set_states(consensus.run_in_scope, operation, plan)
     change()
@@ -131,6 +140,7 @@ def restore(
 
 def _compute(plan: RestorePlan, index: Path) -> None:
     """Compute all new values: what changes the objects afterwards cannot fail."""
+    # Errors of decoding name file and object; those of the checkpoint do so already.
     for deferred in plan.deferred:
         try:
             deferred.compute()
@@ -150,6 +160,7 @@ def _set_states(
     if not plan.objects:
         return
 
+    # Deep copies: set_state may change what get_state has returned.
     def get_states() -> list[Any]:
         return [copy.deepcopy(read_state(value)) for _, value, _ in plan.objects]
 
@@ -158,6 +169,8 @@ def _set_states(
         where = f"{operation} of {readable(path)}"
         try:
             block(where, functools.partial(write_state, value, new.value))
+        # Undo in reverse order, on all ranks: every rank is in the same call of
+        # `block`.
         except Exception:
             for j in range(i, -1, -1):
                 _, changed, _ = plan.objects[j]

@@ -94,6 +94,7 @@ class RestorePlan:
         Raises:
           CheckpointError: they do not match.
         """
+        # The order matters: several of these tests may hold for one value.
         if isinstance(value, Variable):
             return self._variable(value, node, path)
         if isinstance(value, PerReplica):
@@ -113,12 +114,14 @@ class RestorePlan:
 
     def _variable(self, variable: Variable, node: Node, path: Path) -> Change:
         require_strategy(variable, path, self._strategy)
+        # A MEAN of integers was saved as float64, since it need not be an integer.
         is_mean = variable.on_read and variable.aggregation is VariableAggregation.MEAN
         is_mean = is_mean and variable.dtype.kind in "iu"
         dtype = np.dtype(np.float64) if is_mean else variable.dtype
         leaf = self._array_leaf(node, path, dtype, variable.shape)
         new = self._defer(path, lambda: self._copy_of(variable, self._value(leaf)))
 
+        # Called after all ranks have all values: from here on nothing may fail.
         def change() -> Variable:
             variable.replace_local(new.value)
             return variable
@@ -129,6 +132,7 @@ class RestorePlan:
         """Return this replica's component of a variable of that value."""
         extended = self._strategy.extended
         replicas, replica = extended.num_replicas, extended.replica_id
+        # The share of this replica: the shares of all add up to the total saved.
         if variable.on_read and variable.aggregation is VariableAggregation.SUM:
             value = share(value, replicas, replica)
         elif value.dtype != variable.dtype:  # a mean of integers
@@ -142,6 +146,8 @@ class RestorePlan:
             array = value  # of any byte order
         leaf = self._array_leaf(node, path, array.dtype, tuple(array.shape))
         is_device = arrays.is_device_array(array)
+        # Read-only or converted arrays cannot change in place: another one replaces
+        # them.
         if not is_device and not (array.flags.writeable and _is_view(array, value)):
             new = self._defer(path, lambda: arrays.like(self._value(leaf), value))
             return lambda: new.value
@@ -153,6 +159,7 @@ class RestorePlan:
 
         return change
 
+    # Mirrored values are immutable, so a new one takes the place.
     def _mirrored(self, value: Mirrored, node: Node, path: Path) -> Change:
         array = value.values[0]
         leaf = self._array_leaf(node, path, array.dtype, tuple(array.shape))
@@ -161,11 +168,13 @@ class RestorePlan:
 
     def _generator(self, generator: Any, node: Node, path: Path) -> Change:
         rank = self._strategy.extended.replica_id
+        # None: all ranks had the same state when they saved.
         states = self._states(node, path, GENERATOR)
         if states is None:
             read = self._decoded(node, path)
         elif rank < len(states):
             read = self._decoded(states[rank], path)
+        # A rank that did not exist then derives a state from all saved ones.
         else:
             every = [self._decoded(state, path) for state in states]
 
@@ -173,6 +182,7 @@ class RestorePlan:
                 known = [state() for state in every]
                 return derived_state(generator, known, rank)
 
+        # Checked while nothing has changed yet.
         new = self._defer(path, lambda: checked_state(generator, read()))
 
         def change() -> Any:
@@ -185,6 +195,7 @@ class RestorePlan:
         states = self._states(node, path, OBJECT)
         found = node if states is None else self._of_this_rank(states, path)
         is_one = isinstance(found, Group) and found.role == f"{OBJECT} of one"
+        # A state that is a single number was wrapped in a tuple.
         read = self._decoded(found, path, is_own=states is not None)
         new = self._defer(path, lambda: read()[0] if is_one else read())
         self.objects.append((path, value, new))
@@ -203,6 +214,7 @@ class RestorePlan:
 
     def _of_this_rank(self, states: list[Node], path: Path) -> Node:
         extended = self._strategy.extended
+        # A user's object cannot be divided: as many ranks as saved it, or an error.
         if len(states) != extended.num_replicas:
             raise CheckpointError(
                 f"{self._file}: {readable(path)} was saved by {len(states)} ranks, "
@@ -214,6 +226,7 @@ class RestorePlan:
         if not isinstance(node, Group) or node.kind != "ranks":
             self._fail(path, "a value of each rank", node)
         own_node = self._of_this_rank(list(node.children.values()), path)
+        # Below here leaves are this rank's own, and not broadcast to others.
         self._is_own = True
         try:
             change = self.match(value.values[0], own_node, path)
@@ -234,6 +247,7 @@ class RestorePlan:
         kinds = ("dict", "dict of int") if is_dict else ("list", "tuple")
         if not isinstance(node, Group) or node.kind not in kinds or node.role:
             self._fail(path, f"a {kinds[0]}", node)
+        # Lists are matched by position, so their lengths must agree.
         if not is_dict and len(children) != len(node.children):
             self._fail(path, f"{len(children)} elements", node)
         changes = {}
@@ -245,6 +259,7 @@ class RestorePlan:
                 self.missing.append(readable((*path, name)))
             else:
                 self._fail((*path, name), _describe_value(child), None)
+        # Reported by assert_consumed; not an error by itself.
         extra = [name for name in node.children if name not in children]
         self.unused += [readable((*path, name)) for name in extra]
         return lambda: change_children(value, changes)
@@ -255,6 +270,7 @@ class RestorePlan:
         is_fit = value is None or (
             _is_same_container(value, node) if is_container(value) else is_leaf
         )
+        # A state of an object never becomes a plain value by accident.
         is_own_state = isinstance(node, Group) and (node.role or node.kind == "ranks")
         if not is_fit or is_own_state:
             self._fail(path, _describe_value(value), node)
@@ -269,6 +285,7 @@ class RestorePlan:
         self, node: Node, path: Path, is_own: bool = False, similar: Any = None
     ) -> Callable[[], Any]:
         """Return a function that decodes a node, after its arrays were read."""
+        # Registered now, read after all objects have matched.
         self._need(node, is_own)
         return lambda: decode(node, self.values, similar)
 

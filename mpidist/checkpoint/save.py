@@ -60,8 +60,11 @@ class Saver:
         self._extended = strategy.extended
         self._strategy = strategy
         self._pending: Saving | None = None
+        # Memory for copies is kept from save to save: page faults cost more than
+        # copying.
         self._copies = Copies()
         self._shared: set[Path] = set()  # directories that all nodes see
+        # The lock on the name ends with the strategy, or with this object.
         _release_at_end(self, self._extended.closing)
 
     @property
@@ -103,7 +106,9 @@ class Saver:
         extended.consensus.require_same(
             CallSignature(operation, (("path", str(index)),))
         )
+        # Collective, so ranks agree to wait before they agree on the new save.
         self.wait()
+        # The token is random, so shards of two saves never have one name.
         token, serial = extended.consensus.root_only(operation, lambda: _begin(index))
         rank, ranks = extended.replica_id, extended.num_replicas
         names = functools.partial(directories.shard_names, index, token)
@@ -115,6 +120,8 @@ class Saver:
             partition = make_partition(
                 tree, own, rank=rank, ranks=ranks, shard_bytes=shard_bytes, names=names
             )
+            # Copied, as training goes on while the thread writes. What never changes is
+            # not.
             self._copies.replace(partition, rank == 0, is_needed_later=is_background)
             about = attributes | {"ranks": ranks}
             return Saving(
@@ -127,6 +134,7 @@ class Saver:
             saving.start()
             self._pending = saving
             Saver.busy.append(self)
+            # A strategy that is closed waits for its save first.
             extended.closing.append(self.wait)
         else:
             self._write(operation, saving)
@@ -135,6 +143,8 @@ class Saver:
         """Write a checkpoint; return when it is complete. Collective."""
         extended, call = self._extended, CallSignature(operation)
         with saving.until_complete():
+            # All shards are complete before rank 0 writes the index, which makes them
+            # count.
             extended.run_collectively(call, saving.write_shard, yield_cpu=True)
             saving.expect_shards()
             extended.consensus.root_only(operation, saving.write_index)
@@ -186,6 +196,7 @@ class Saver:
         Saver.busy.remove(self)
         self._extended.closing.remove(self.wait)
         with saving.until_complete():
+            # The error of any rank's shard is raised on all.
             consensus.sync_errors(_WAIT, saving.shard_error)
             saving.expect_shards()
             consensus.root_only(_WAIT, saving.finish)
@@ -211,6 +222,7 @@ def require_visible(
 
     def look() -> None:
         deadline = time.monotonic() + _LOOK_SECONDS
+        # One rank of each node looks: the others would ask the same client.
         for path in files if group.topology.local_rank == 0 else []:
             while not path.exists():
                 if time.monotonic() > deadline:
@@ -251,6 +263,8 @@ def finish_lost() -> None:
     """
     for saver in list(Saver.busy):
         if saver.is_lost:
+            # Complete checkpoints stay; what cannot be completed is removed by a later
+            # job.
             with contextlib.suppress(RankLostError):
                 saver.wait()
 
@@ -293,6 +307,7 @@ class Saving:
 
     def __post_init__(self) -> None:
         self.shard_error: Exception | None = None
+        # Set also when the shard has failed, or `_finish` would wait for ever.
         self.shard_is_done = threading.Event()
         self._index_error: Exception | None = None
         self._given_up = threading.Event()
@@ -303,6 +318,7 @@ class Saving:
         if self.partition.shard is not None:
             name = self.partition.shard_names[self.rank]
             self._shard_path = self.index.with_name(name)
+        # So that cleaning up in this process leaves these files alone.
         Saving.in_use.add(self.token)
 
     def abandon(self) -> None:
@@ -325,6 +341,8 @@ class Saving:
             self.shard_error = error
         finally:
             self.shard_is_done.set()
+        # The index waits for all shards, so rank 0 needs no exchange with other ranks
+        # here.
         if self.rank == 0 and self.shard_error is None:
             try:
                 self.write_index()
@@ -349,6 +367,7 @@ class Saving:
             is_complete = True  # perhaps; a later restore removes useless shards
             raise
         finally:
+            # Wakes the thread, which may be waiting for a shard that never comes.
             self._given_up.set()
             if self._thread is not None:
                 self._thread.join()
@@ -356,9 +375,11 @@ class Saving:
 
     def _end(self, is_complete: bool) -> None:
         Saving.in_use.discard(self.token)
+        # Closing the descriptors releases the locks.
         while self._locks:
             os.close(self._locks.pop())
         self.partition.shard = self.partition.index = None
+        # A shard without an index is useless; with one it belongs to a checkpoint.
         if self._shard_path is not None and not is_complete:
             directories.remove(self._shard_path)
 
@@ -383,6 +404,7 @@ class Saving:
           CheckpointError: it cannot be written, or a shard does not appear.
         """
         names = self.partition.shard_names
+        # Sizes and checksums of all shards are in the index: it refuses foreign ones.
         make_header = functools.partial(
             Header,
             self.serial,
@@ -391,6 +413,7 @@ class Saving:
             preserved=self.preserved,
         )
         tree = self.partition.index
+        # Renamed into place when complete: only then the checkpoint exists.
         write_file(self.index, tree, self.attributes, make_header, names, self._locks)
         self.partition.index = None
         directories.hold(self.index, self._locks.pop(), self.serial, self.owner)
@@ -409,8 +432,10 @@ class Saving:
         path = self.index.with_name(name)
         seconds = 0.0
         while not path.exists():
+            # Polled: another node's rename sends no signal.
             if self._given_up.wait(_POLL_SECONDS):
                 raise CheckpointError(f"{self.index}: another rank's shard failed")
+            # Only time after all have written counts against the limit.
             seconds += _POLL_SECONDS * self._shards_are_written.is_set()
             if seconds > VISIBLE_SECONDS:
                 raise CheckpointError(

@@ -105,6 +105,7 @@ class Attributes(Tracked):
 
     def __init__(self, owner: Any, above: tuple[Any, ...] = ()):
         self._owner = owner
+        # Objects on the way from the root: a circle would be endless.
         self._above = (*above, owner)
 
     @property
@@ -112,6 +113,7 @@ class Attributes(Tracked):
         """The members by name, or position."""
         owner, keys = self._owner, {}
         if isinstance(owner, Mapping):
+            # Keys by escaped name, to find the original key again when writing.
             keys = {as_name(key, ()): key for key in owner}
             members = {name: owner[key] for name, key in keys.items()}
         elif is_container(owner):
@@ -119,6 +121,7 @@ class Attributes(Tracked):
             members = {name: owner[i] for name, i in keys.items()}
         else:
             found = vars(owner).items()
+            # Private attributes are implementation details of the user's class.
             members = {n: member for n, member in found if not n.startswith("_")}
 
         def write(name: str, value: Any) -> None:
@@ -138,17 +141,21 @@ class Attributes(Tracked):
         is_value = isinstance(value, DistributedValues | Tracked) or is_generator(value)
         if is_value or has_state(value) or _is_array(value):
             return value
+        # Seen above: do not descend again.
         if any(value is other for other in self._above):
             return None
         if is_container(value):
             members = value.values() if isinstance(value, Mapping) else value
             children = [self._child(member) for member in members]
             if all(child is None for child in children):
+                # Containers without any state are left out; numbers alone are no state
+                # of a model.
                 return None
             is_plain = not any(isinstance(child, Attributes) for child in children)
             return value if is_plain else Attributes(value, self._above)
         if not has_attributes(value):
             return None
+        # An object whose members have no state would only add an empty group.
         child = Attributes(value, self._above)
         return child if child.objects else None
 
@@ -180,6 +187,7 @@ class PerRankState:
 def children_of(value: Any, path: Path) -> dict[str, Any] | None:
     """Return the children of a container or a Checkpoint; None for other values."""
     require_depth(path)
+    # Before containers: a Checkpoint is not a Mapping.
     if isinstance(value, Tracked):
         return child_names(value.objects, path)
     return child_names(value, path) if is_container(value) else None
@@ -211,9 +219,11 @@ def tree_of(value: Any, path: Path, strategy: Strategy) -> Any:
         return Group(group_kind(value), nodes, type=container_type(value, path))
     if isinstance(value, Variable):
         return _variable_leaf(value, path, strategy)
+    # Per rank, however equal: it belongs to the rank.
     if isinstance(value, PerReplica):
         return PerRankState(encode(value.values[0], path), is_shared=False)
     if is_generator(value):
+        # Usually the same on all ranks, and then saved once.
         state = encode(state_of(value), path)
         return PerRankState(_with_role(state, GENERATOR, path), is_shared=True)
     if has_state(value) and not isinstance(value, Mirrored | np.ndarray):
@@ -223,6 +233,7 @@ def tree_of(value: Any, path: Path, strategy: Strategy) -> Any:
 
 
 def _with_role(node: Node, role: str, path: Path) -> Group:
+    # A group is needed to carry the role.
     if isinstance(node, Leaf):  # a state of one number
         return Group("tuple", {"0": node}, role + " of one")
     return dataclasses.replace(node, role=role)
@@ -231,8 +242,11 @@ def _with_role(node: Node, role: str, path: Path) -> Group:
 def _variable_leaf(variable: Variable, path: Path, strategy: Strategy) -> Leaf:
     """Return the leaf of a variable's value. Collective if it is ON_READ."""
     require_strategy(variable, path, strategy)
+    # ON_READ: the value over all replicas, which takes a collective; else the local
+    # copy.
     value = variable.value() if variable.on_read else variable.local
     leaf = leaf_of_array(value, path)
+    # Variables replace their arrays instead of changing them, so no copy is needed.
     return dataclasses.replace(leaf, role=VARIABLE, is_frozen=True)
 
 
@@ -282,6 +296,7 @@ def is_generator(value: Any) -> bool:
 def state_of(generator: Any) -> dict[str, Any]:
     """Return the state of a generator."""
     if isinstance(generator, random.Random):
+        # Python's generator has a tuple of 625 numbers.
         version, numbers, gauss = generator.getstate()
         return {
             "bit_generator": _PYTHONS,
@@ -318,33 +333,42 @@ def gather_state(
       What `tree_of` raises on any rank.
     """
     consensus = strategy.extended.consensus
+    # In the scope, as get_state of a user may read variables.
     with strategy.scope():
         tree = consensus.run_in_scope(
             operation, lambda: tree_of(dict(objects), (), strategy)
         )
+    # One rank has nobody to compare with, so it computes no checksums.
     compares = strategy.extended.num_replicas > 1
     lines = consensus.guard(operation, lambda: _describe(tree, compares))
+    # Differences between ranks are an error here: a checkpoint restores one value on
+    # all.
     consensus.require_same(CallSignature(operation, tuple(lines)))
     own = {p: n for p, n in nodes_below(tree) if isinstance(n, PerRankState)}
     if not own:
+        # The usual case: no rank has a state of its own.
         return tree, None
     # A state that is equal on all ranks is saved once
     own_hashes = {path: (_digest(o.node), _bytes(o.node)) for path, o in own.items()}
     everyone = consensus.gather(operation, own_hashes)
+    # In the order of the dict, which is the same on all ranks.
     unlike = [
         path
         for path, state in own.items()
         if not state.is_shared or len({ranks[path][0] for ranks in everyone}) > 1
     ]
+    # Equal on all ranks: any rank's node will do.
     chosen: dict[Path, Any] = {path: own[path].node for path in own.keys() - unlike}
     nodes = {path: _on_host(own[path].node) for path in unlike}
     size_bytes = sum(ranks[path][1] for path in unlike for ranks in everyone)
+    # Too much to send to rank 0: each rank writes its own.
     if size_bytes > own_bytes:
         links: dict[str, Any] = {str(r): Link(n) for r, n in enumerate(shard_names())}
         chosen |= {path: Group("ranks", links) for path in unlike}
         rank = str(strategy.extended.replica_id)
         in_shard = {(*path, rank): node for path, node in nodes.items()}
         return replace_nodes(tree, chosen), in_shard
+    # Small: rank 0 writes all, and no shards are needed.
     gathered = consensus.gather(operation, nodes) if unlike else []
     for path in unlike:
         states = {str(rank): found[path] for rank, found in enumerate(gathered)}
@@ -366,6 +390,7 @@ def _describe(node: Any, compares: bool, path: Path = ()) -> list[tuple[str, str
 
 def _describe_leaf(leaf: Leaf, compares: bool) -> str:
     text = f"{leaf.kind} {leaf.dtype} {leaf.shape}"
+    # Frozen values belong to variables, which are equal by construction.
     if leaf.is_frozen or not leaf.size_bytes or not compares:
         return text
     if leaf.kind == "array" or leaf.kind in TEXTS:
@@ -383,6 +408,7 @@ def _crc32(array: Any) -> int:
 
 def _steps(array: Any) -> Iterator[Any]:
     """Yield the bytes of an array, some at a time."""
+    # (GPU arrays are copied to the host piece by piece.)
     flat = array.reshape(-1)
     count = max(1, _STEP_BYTES // flat.dtype.itemsize)
     for start in range(0, flat.size, count):
@@ -396,8 +422,10 @@ def _digest(node: Node) -> bytes:
         hashed.update(repr((path, leaf.kind, str(leaf.dtype), leaf.shape)).encode())
         if leaf.size_bytes:
             for data in _steps(leaf.array):
+                # Two checksums: a collision of one alone would go unnoticed.
                 sums = deflate.crc32(data), deflate.adler32(data)
                 hashed.update(repr(sums).encode())
+    # Types of containers count as well.
     hashed.update(_kinds(node).encode())
     return hashed.digest()
 

@@ -42,6 +42,7 @@ __all__ = [
 
 # Given a number of elements, another array, and a dtype
 Empty = Callable[[int, Any, Any], Any]
+# SUM and MEAN are absent: they go through `add_in_order`, which can widen.
 _COMBINE: dict[ReduceOp, np.ufunc] = {
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
@@ -73,6 +74,8 @@ def to_add(
     is_mean = op is ReduceOp.MEAN
     out = [arrays.mean_dtype(a.dtype) if is_mean else a.dtype for a in values]
     keep = compression is not None and not is_narrow
+    # A cast that overflows is what the user asked for with `compression`, so it must
+    # not warn on the one rank whose numbers are large.
     with np.errstate(over="ignore"):  # what is too large for float16 is inf
         return out, [
             contiguous(a, dtype if keep else wire_dtype(dtype, compression))
@@ -92,6 +95,7 @@ def finish(
     `empty` returns memory for those that are not totals: see `Results.empty`.
     """
     if op is ReduceOp.MEAN:
+        # In place: the totals are ours, so a mean costs no second array.
         # CuPy's own kernels take float32 below 1.2e-38 for 0, NumPy does not
         for total in totals:
             total /= ranks
@@ -110,6 +114,7 @@ def result_bytes(
 ) -> tuple[int, int]:
     """Return how many bytes the total of an array takes, and what `finish` adds."""
     out = arrays.mean_dtype(dtype) if op is ReduceOp.MEAN else dtype
+    # Totals of float16 and bfloat16 are float32, and become narrow in `finish`
     total = arrays.accumulator_dtype(wire_dtype(out, compression))
     return size * total.itemsize, 0 if total == out else size * out.itemsize
 
@@ -118,6 +123,7 @@ def wire_dtype(dtype: np.dtype[Any], compression: str | None) -> np.dtype[Any]:
     """Return the dtype that numbers of `dtype` are sent as."""
     if compression is None:
         return arrays.accumulator_dtype(dtype)
+    # Integers and 16-bit numbers have nothing to gain: they are sent as they are.
     if dtype.kind != "f" or dtype.itemsize == 2:
         return dtype
     if compression == "bfloat16":
@@ -132,6 +138,7 @@ def bound_bytes(op: ReduceOp, values: Sequence[Any]) -> int:
     """Return how many bytes of a page `to_add`'s arrays take, or a few more."""
     width = 8 if op is ReduceOp.MEAN else 4  # a mean of integers is one of float64
     sizes = [a.size * max(a.dtype.itemsize, width) for a in values]
+    # Each array of a page begins at a multiple of 16 bytes, hence the rounding up.
     return sum(-(-size // 16) * 16 for size in sizes)
 
 
@@ -140,6 +147,7 @@ def add_in_order(parts: Sequence[Any], out: Any = None) -> Any:
 
     All is added up in the dtype of `out`.
     """
+    # One rank: no copy. Callers that hand the result to a user copy it themselves.
     if len(parts) == 1 and out is None:
         return parts[0]
     if out is None:
@@ -148,6 +156,8 @@ def add_in_order(parts: Sequence[Any], out: Any = None) -> Any:
             total = np.asarray(total)
     else:
         total = np.add(parts[0], parts[1], out=out, dtype=out.dtype)
+    # Left to right, rank 0 first: the last bit of a float total then depends on the
+    # order of the ranks alone, and not on packs or on timing.
     for part in parts[2:]:
         np.add(total, part, out=total)
     return total
@@ -157,6 +167,8 @@ def combine_in_order(op: ReduceOp, parts: Sequence[Any]) -> Any:
     """Return MIN, MAX or PRODUCT of arrays, as a new one; one array as it is."""
     if len(parts) == 1:
         return parts[0]
+    # A product of integers that overflows is found by `check_product` afterwards; a
+    # warning here would be raised on some ranks only where warnings are errors.
     with np.errstate(over="ignore", invalid="ignore"):
         found = functools.reduce(_COMBINE[op], parts)
     return arrays.namespace(parts[0]).asarray(found)  # NumPy's may be a scalar
@@ -170,6 +182,8 @@ def check_product(pair: tuple[Any, Sequence[Any]], name: str) -> Any:
     product, parts = pair
     if product.dtype.kind not in "iu":
         return product
+    # float64 has room for any overflow of 64-bit integers, so comparing magnitudes
+    # shows it.
     rough = rough_product([a.astype(np.float64) for a in parts])
     require_fit(product, rough, f"the product of {name} over all replicas")
     return product
@@ -182,6 +196,8 @@ def rough_product(parts: Sequence[Any]) -> Any:
 
 def _without_nan(rough: Any) -> Any:
     """Return products of integers in float64, without what infinity times 0 is."""
+    # NaN is the only value unequal to itself. infinity * 0 arises where one factor
+    # overflowed float64 and another one is 0: the exact product is 0 then.
     return arrays.namespace(rough).where(rough == rough, rough, 0.0)
 
 
@@ -200,6 +216,8 @@ def may_overflow(array: Any, ranks: int) -> bool:
     """Return whether integers are so large that a sum over all ranks may not fit."""
     if array.dtype.kind not in "iu" or not array.size:
         return False
+    # If no rank's element exceeds max / ranks, the total fits whatever the signs are;
+    # so most sums need no second look.
     bound = np.iinfo(array.dtype).max // ranks
     return bool(array.max() > bound or array.min() < -bound)
 
@@ -217,6 +235,7 @@ def check_sum(pair: tuple[Any, Sequence[Any]], name: str) -> Any:
     total, parts = pair
     if total.dtype.kind not in "iu":
         return total
+    # One number: Python's integers are exact, and faster than two arrays.
     if total.size == 1 and sum([part.item() for part in parts]) == total.item():
         return total
     rough = add_in_order(parts, np.empty(total.shape, np.float64))
@@ -236,13 +255,16 @@ def require_fit(total: Any, rough: Any, what: str) -> None:
       what: they are, for messages.
     """
     dtype = total.dtype
+    # An overflow changes a total by a multiple of 2**bits: whole multiples are lost.
     span = 1 << 8 * dtype.itemsize
     lost = arrays.namespace(total).rint((rough - total) / float(span))
     if not lost.any():
         return
+    # Only the error path copies from a GPU.
     lost, total = arrays.to_host(lost), arrays.to_host(total)
     index = tuple(int(i) for i in np.argwhere(lost)[0])
     exact: float = lost[index]
+    # Exact unless the float64 itself overflowed, in a product.
     if np.isfinite(exact):
         exact = int(total[index]) + int(lost[index]) * span
     place = f" in element {index}" if index else ""
@@ -262,6 +284,7 @@ def sum_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
 
 def rough_sum_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
     """Return what `sum_over` does in float64, if that may overflow; else None."""
+    # Narrower integers are added up in 64 bits, and `narrow` checks the total.
     if op is ReduceOp.SUM and array.dtype.kind in "iu" and array.dtype.itemsize == 8:
         return _sum_in(np.dtype(np.float64), array, axes)
     return None
@@ -279,6 +302,8 @@ def combine_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
         wide = _wide(ReduceOp.SUM, array.dtype)
         return xp.asarray(array.prod(axis=axes, dtype=wide))[None]
     wide = arrays.accumulator_dtype(array.dtype)
+    # NumPy raises for MIN of nothing. This rank contributes no row instead, and only if
+    # all ranks do is there an error, raised on all of them.
     if any(array.shape[i] == 0 for i in axes):
         shape = [n for i, n in enumerate(array.shape) if i not in axes]
         return xp.empty((0, *shape), wide)
@@ -304,6 +329,7 @@ def _wide(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
 
     It is NumPy's for the mean of 64-bit integers, whose sum need not fit.
     """
+    # Sums of 8 to 32 bits cannot overflow 64 bits before 2**31 elements were added.
     if dtype.kind in "iu" and (op is ReduceOp.SUM or dtype.itemsize < 8):
         return np.dtype(f"{dtype.kind}8")
     return np.result_type(arrays.mean_dtype(dtype), np.float64)
@@ -311,6 +337,7 @@ def _wide(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def mean_of(total: Any, length: int, dtype: np.dtype[Any]) -> Any:
     """Return a total by how many were added up; nan for none."""
+    # 0 / 0 on the replica without rows gives nan, as documented, without a warning.
     with np.errstate(invalid="ignore"):
         mean = total / np.float64(length)
     return mean.astype(arrays.mean_dtype(dtype), copy=False)
@@ -328,6 +355,7 @@ def narrow(found: tuple[Any, Any, np.dtype[Any]], name: str, what: str = "sum") 
     total, rough, dtype = found
     if rough is not None:
         require_fit(total, rough, f"the {what} of {name}")
+    # The same check on all ranks: they have the same total, so all raise or none does.
     if dtype.kind in "iu" and total.size:
         limits = np.iinfo(dtype)
         if total.min() < limits.min or total.max() > limits.max:

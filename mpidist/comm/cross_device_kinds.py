@@ -58,6 +58,7 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
                 "room in shared memory (a container may be given more: --shm-size)"
             )
         self._transport = transports.intra_node or transports.default
+        # Arrays on GPUs pass through the host to be added there.
         if transports.default.device and transports.intra_node is not None:
             self._transport = StagingTransport(transports.intra_node)
 
@@ -95,6 +96,8 @@ class NcclAllReduce(MpiAllReduce):
     def bind(self, collectives: Collectives, topology: Topology) -> None:
         """See `CrossDeviceOps.bind`."""
         super().bind(collectives, topology)
+        # Whether NCCL can be used was agreed on by all ranks, so all raise, or none
+        # does.
         collectives.transports.require_nccl("NcclAllReduce")
 
     def sum_arrays(
@@ -185,12 +188,15 @@ class ReductionToOneDevice(MpiAllReduce):
 
     def _sum(self, value: Any) -> Any:
         consensus, host = self.collectives.consensus, arrays.to_host(value)
+        # Only the root needs the room, but a buffer on all ranks keeps the code
+        # symmetric.
         everyone = np.empty((consensus.size, *host.shape), host.dtype)
         if consensus.size > 1:
             consensus.comm.Gather(host, everyone, self._root)
         else:
             everyone[0] = host
 
+        # Runs on the root alone; root_only sends its result, or its error, to all.
         def combine() -> Any:
             there = [arrays.to_device_like(part, value) for part in everyone]
             return arrays.to_host(self._combine(there))
@@ -214,6 +220,7 @@ def _with_packs(
     options: CommunicationOptions, num_packs: int, values: Sequence[Any]
 ) -> CommunicationOptions:
     """Return options with the pack size that gives `num_packs` packs."""
+    # The user's own pack size comes first.
     if options.bytes_per_pack or num_packs == 1:
         return options
     total = sum(value.nbytes for value in values)

@@ -213,6 +213,7 @@ class CrossDeviceOps:
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> list[Any]:
         """Call the implementation for arrays that are known to agree. Collective."""
+        # What a user's implementation raises on one rank is raised on all.
         return self.collectives.consensus.run_in_scope(
             type(self).__qualname__, lambda: self._implement(op, values, options)
         )
@@ -221,6 +222,7 @@ class CrossDeviceOps:
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> list[Any]:
         rank = self.collectives.consensus.rank
+        # This rank's component alone, as `run` gives it to a replica function.
         per_replica = [PerReplica((value,), (rank,)) for value in values]
         destinations = tuple(f"replica:{r}" for r in range(self.collectives.size))
         if len(values) == 1:
@@ -241,6 +243,7 @@ class CrossDeviceOps:
     ) -> list[Any]:
         collectives = self.collectives
         values = collectives.consensus.guard(operation, lambda: _values_of(pairs))
+        # Our own class needs no call of user code, so its plans can be cached.
         is_plain = type(self) is MpiAllReduce
         reduce_arrays = None if is_plain else self.reduce_checked
         results = collectives.all_reduce(

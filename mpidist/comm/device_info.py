@@ -89,6 +89,7 @@ def find_facts(consensus: Consensus, index: int, request: GpuRequest) -> GpuFact
         `find_support`.
     """
 
+    # May fail on this rank alone (a broken driver), so it runs inside guard.
     def look() -> tuple[GpuIdentity, bool, int]:
         identity = identify_gpu(index, MPI.Get_processor_name())
         is_allowed = ALLOW_SHARED_GPU.read()
@@ -97,6 +98,7 @@ def find_facts(consensus: Consensus, index: int, request: GpuRequest) -> GpuFact
     mine = consensus.guard(_CALL, look)
     everyone = consensus.gather(_CALL, mine)
     identities = tuple(identity for identity, _, _ in everyone)
+    # One rank that does not allow it is enough to refuse.
     if not all(is_allowed for _, is_allowed, _ in everyone):
         require_own_gpus(identities)
     support = Support(False, "there is one replica")
@@ -122,6 +124,7 @@ def why_no_nccl(versions: Sequence[int], identities: Sequence[GpuIdentity]) -> s
     """
     if len(versions) == 1:
         return "there is one replica"
+    # All ranks know all versions, so all give the same reason.
     if not all(versions):
         rank = list(versions).index(0)
         return f"CuPy finds no NCCL on rank {rank}; pip install nvidia-nccl-cu13"
@@ -166,10 +169,12 @@ def find_support(
       LaunchError: the variable is neither 0 nor 1; it, or the option, differs.
     """
     library = MPI.Get_library_version().partition("\n")[0].rstrip("\0 ")
+    # A wrong variable on one rank is an error on all.
     override, answer = consensus.guard(
         _AWARE_CALL,
         lambda: (_override(asked_for, os.environ), ask(library, os.environ)),
     )
+    # A job may have several kinds of GPUs; each kind is tried once.
     key = f"{library} | CUDA {identity.driver} | {identity.name}"
     everyone = consensus.gather(_AWARE_CALL, (override, answer, key))
     overrides = {found for found, _, _ in everyone}
@@ -181,12 +186,14 @@ def find_support(
     # One rank tries for all with the same GPU and library
     keys = [found for _, _, found in everyone]
     is_first = keys.index(key) == consensus.rank
+    # Not tried where the user, or the library itself, has said no.
     if override is None and (answer is None or answer.is_aware):
         own = consensus.guard(
             _AWARE_CALL, lambda: _cached_trial(key, index) if is_first else None
         )
         answer = own or answer
     found = [a for a in consensus.gather(_AWARE_CALL, answer) if a is not None]
+    # All ranks must take the same way, so the worst answer counts.
     worst = min(found, key=lambda support: support.is_aware, default=None)
     if override is None:
         assert worst is not None  # the first rank has tried
@@ -238,6 +245,7 @@ def _answers(library: str, environ: Mapping[str, str]) -> Iterator[Support]:
     path = probe.library_path()
     if path is None:
         return
+    # RTLD_NOLOAD: the library that mpi4py has loaded, and no second one.
     loaded = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     if hasattr(loaded, "MPIX_Query_cuda_support"):
         answer = int(loaded.MPIX_Query_cuda_support())
@@ -268,6 +276,7 @@ def _cached_trial(key: str, index: int) -> Support:
     if key in known:
         return Support(known[key][0], f"{known[key][1]} ({path})")
     is_aware, why, is_certain = probe.run(index)
+    # What timed out may work next time, and is not kept.
     if is_certain:
         _write(path, {**known, key: [is_aware, why]})
     return Support(is_aware, why)

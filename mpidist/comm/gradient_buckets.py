@@ -37,6 +37,8 @@ from mpidist.util.notices import warn
 __all__ = ["GradientBuckets", "can_be_threaded", "take_side"]
 
 _CALL = "GradientBuckets"
+# Garbage is collected when so many sides exist, then at twice as many: rarely, as a
+# collection takes milliseconds.
 _COLLECT_AT = 16
 _LINE_BYTES = 64  # each result begins with one
 
@@ -53,8 +55,12 @@ class _Side:
         self._failures = failures
         self.results = StepResults()
         with Pending("making a communicator", group.topology.comm):
+            # A communicator of its own: the thread's collectives and those of the main
+            # thread never match each other's messages.
             comm = failures.add(group.topology.comm.Dup())
         self.consensus = Consensus(comm, failures=failures)
+        # This thread runs beside the backward pass, and should not take its core by
+        # spinning.
         self.consensus.departures.yields_cpu = True
         try:
             self.channel = Channel(
@@ -75,6 +81,7 @@ class _Side:
 
     def is_dropped(self) -> bool:
         """Return whether nobody uses it on this rank, and others can."""
+        # A broken one cannot be used again: ranks may be at different calls.
         is_used = self.owner is not None and self.owner() is not None
         return not is_used and self.consensus.broken is None
 
@@ -82,6 +89,8 @@ class _Side:
         """Free it. Collective."""
         self.consensus.close()
         self.channel.close()
+        # Messages that are still on their way would be received by the next
+        # communicator with this context id. See `Consensus.drain`.
         if self.consensus.drain():
             self._failures.free(self.consensus.comm)
 
@@ -111,16 +120,21 @@ class _Sides:
 
     def take(self, group: ReplicaGroup, owner: Any) -> _Side:
         """Return a side for its new owner. Collective."""
+        # Buckets in a cycle of references are dropped only by the collector.
         if len(self._sides) >= self._collect_at:
             gc.collect()
             self._collect_at *= 2
+        # When an object dies is up to each rank's collector, so only sides that are
+        # unused on ALL ranks may be reused. The gather makes that known.
         dropped = {j for j, side in enumerate(self._sides) if side.is_dropped()}
         everywhere = set.intersection(*group.consensus.gather(_CALL, dropped))
         if everywhere:
+            # min(): any rule will do that gives the same side on all ranks.
             side = self._sides[min(everywhere)]
         else:
             side = _Side(group)
             self._sides.append(side)
+        # Weak, or the buckets would never be seen as dropped.
         side.owner = weakref.ref(owner)
         return side
 
@@ -151,6 +165,7 @@ def can_be_threaded(group: ReplicaGroup, side: _Side) -> bool:
     """
     if side.consensus.size == 1:
         return False
+    # The lowest level of any rank counts: all must decide alike.
     levels = group.consensus.gather(_CALL, MPI.Query_thread())
     is_threaded = min(levels) == MPI.THREAD_MULTIPLE
     if not is_threaded and side.consensus.rank == 0:
@@ -213,6 +228,7 @@ class GradientBuckets:
                     f"{self._op.name!r}"
                 )
             leaves, self._spec, given = to_arrays(like)
+            # An empty copy keeps library and device, but not the memory of `like`.
             # Of which library the results are to be, without the memory of `like`
             self._originals = [
                 arrays.like_foreign(a.reshape(-1)[:0].copy(), leaf)
@@ -225,6 +241,8 @@ class GradientBuckets:
             self._sizes = [a.nbytes for a in given]
             asked = self._options.bytes_per_pack
             self._bucket_bytes = asked or bucket_bytes_of(self._sizes)
+            # All results of a step lie in one allocation, each at a cache line of its
+            # own.
             self._result_bytes = sum(
                 _LINE_BYTES + size
                 for a in given
@@ -239,6 +257,7 @@ class GradientBuckets:
         self._consensus.require_same(
             CallSignature(_CALL, agreed, self._spec, tuple(self._kinds))
         )
+        # Backward passes usually give the last layer's gradients first.
         self._plan(range(len(self._kinds) - 1, -1, -1))
         self._has_order = False
         self._step: BucketStep | None = None
@@ -266,6 +285,7 @@ class GradientBuckets:
         Raises, on all replicas:
           ContextError: a step has begun already; it is closed.
         """
+        # Closing is collective, so this is the same on all ranks and may raise at once.
         if self._is_closed or self._group.topology.closed:  # on all replicas
             raise ContextError("these GradientBuckets are closed")
         operation = f"{_CALL}.__enter__"
@@ -273,6 +293,8 @@ class GradientBuckets:
         try:
             self._consensus.require_same(CallSignature(operation))
         except Exception as error:
+            # Others may have failed to begin: the thread of this step must not wait for
+            # gradients.
             step.cancel(error)
             raise
         self.result = None
@@ -307,6 +329,8 @@ class GradientBuckets:
         try:
             numbers, spec = self._leaves_of[key]
         except (KeyError, TypeError):  # or it cannot be a key at all
+            # Names are checked here, on the caller's thread, where a traceback leads to
+            # the line.
             raise ArgumentError(
                 f"no gradient has the key {validation.shown(key)}, but "
                 f"{list(self._leaves_of)}"
@@ -341,13 +365,16 @@ class GradientBuckets:
           What was raised in the block on any replica.
           DeadlineError: see `CommunicationOptions`.
         """
+        # First forget the step: whatever happens below, the next block can begin.
         step, self._step = self._step, None
         assert step is not None
+        # Gradients that are missing here would block the threads of all ranks.
         missing = step.missing()
         if error is None and missing:
             keys = [k for k, (ns, _) in self._leaves_of.items() if missing & set(ns)]
             error = ArgumentError(f"gradients were not put in this step: {keys}")
         try:
+            # All ranks learn here whether any rank failed in its block.
             timeout = self._options.timeout_seconds
             self._consensus.leave_scope(f"{_CALL}.__exit__", error, timeout)
         except Exception as raised:

@@ -78,11 +78,13 @@ def groups(
     """
     kinds: dict[Any, list[int]] = {}
     for j, value in enumerate(values):
+        # By library, too: arrays on the host and on a GPU never share a pack.
         kinds.setdefault((value.dtype, type(value)), []).append(j)
     for same in kinds.values():
         members: list[int] = []
         size = 0
         for j in same:
+            # 0 means no limit. At least one array is in each pack.
             if members and bytes_per_pack and size + sizes[j] > bytes_per_pack:
                 yield members
                 members, size = [], 0
@@ -96,6 +98,7 @@ def edges(count: int, parts: int, itemsize: int) -> list[int]:
 
     They are whole cache lines, and as equal as can be.
     """
+    # So that no two ranks write into one cache line.
     line = max(1, _LINE_BYTES // itemsize)
     lines = -(-count // line)
     return [min(lines * part // parts * line, count) for part in range(parts + 1)]
@@ -104,6 +107,7 @@ def edges(count: int, parts: int, itemsize: int) -> list[int]:
 def pack(values: Sequence[Any]) -> Any:
     """Return one array with the elements of all; a single array as it is."""
     if len(values) == 1:
+        # No copy: the caller must not write to it.
         return values[0]
     xp = arrays.namespace(values[0])
     return xp.concatenate([value.reshape(-1) for value in values])

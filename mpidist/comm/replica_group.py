@@ -298,9 +298,12 @@ class ReplicaGroup:
             self.consensus.require_same(
                 CallSignature(operation, (), spec, tuple(fields))
             )
+            # Shared memory is of use only with neighbours, and only for arrays on the
+            # host.
             if self.topology.has_neighbours and self.device.startswith("CPU"):
                 made = self.symmetric_memory.allocate(operation, fields)
             else:
+                # Allocation may fail on this rank alone, so it is guarded.
                 made = self.consensus.guard(
                     operation, lambda: [self.zeros(*field) for field in fields]
                 )
@@ -339,6 +342,8 @@ class ReplicaGroup:
         `yield_cpu` is for functions that take unlike times: see `Consensus`.
         """
         self.topology.require_open()
+        # First the function, then the agreement: an error of `fn` is raised on all
+        # ranks.
         result = self.consensus.guard(call.operation, fn)
         self.consensus.require_same(call, yield_cpu=yield_cpu)
         return result
@@ -350,6 +355,7 @@ class ReplicaGroup:
         """
         self.topology.require_open()
         leaves, spec = nest.flatten(value)
+        # A checksum stands for the data, so that one small comparison is enough.
         described = tuple((a.dtype.name, a.shape, f"crc {_sample(a)}") for a in leaves)
         self.consensus.require_same(CallSignature(operation, (), spec, described))
 
@@ -363,6 +369,7 @@ class ReplicaGroup:
 def _sample(array: Any) -> str:
     """Return a checksum of an array, or of evenly spaced elements of a large one."""
     flat = array.reshape(-1)
+    # Evenly spaced, so that a difference in any large region is found.
     step = max(1, flat.nbytes // _SAMPLED_BYTES)
     data = arrays.value_bytes(flat[::step]).tobytes()
     return f"{zlib.crc32(data):08x}"
@@ -406,6 +413,7 @@ class Channel:
         is_beside: bool = False,
         results: Results | None = None,
     ):
+        # The payloads of all ranks together are bounded: each rank reads all of them.
         payload_bytes = max(_PAYLOADS_BYTES // consensus.size, _LEAST_PAYLOAD_BYTES)
         self._consensus = consensus
         self._barrier = None
@@ -417,6 +425,8 @@ class Channel:
                 _HEADER_BYTES + payload_bytes,
                 yield_cpu=is_beside,
             )
+        # From here on signatures are compared in shared memory. All ranks switch here,
+        # at the same point between two collectives.
         if self._barrier is not None and topology.is_one_node:
             consensus.comparison.close()
             consensus.comparison = SharedMemoryComparison(self._barrier, payload_bytes)
@@ -425,12 +435,15 @@ class Channel:
         self.layout = Layout(library, topology.node_sizes, kind)
         table = None
         if consensus.size > 1:
+            # Rank 0 reads the file for all: tables that differed would let ranks choose
+            # different transports, and wait for each other for ever.
             table = consensus.root_only(
                 operation, lambda: find_table(table_path(), self.layout)
             )
         if consensus.rank == 0 and consensus.size > 1:
             source = "default" if table is None else f"tuning file {table_path()}"
             logs.debug("comm", f"transports of {self.layout}: {source}")
+        # Making transports is collective and may fail on one rank alone.
         self._transports = consensus.run_in_scope(
             operation,
             lambda: TransportSelector(
@@ -448,6 +461,7 @@ class Channel:
         """
         if self._consensus.failures.ranks:
             return
+        # The transports first: they use the barrier's memory.
         try:
             self._transports.close()
         finally:  # what it raises is raised on all ranks

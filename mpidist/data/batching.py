@@ -28,6 +28,7 @@ class Map(MapTransformation):
         super().__init__(parent)
         self._fn = fn
         self._threads = threads
+        # Zero elements, stacked: made once, as the function has to be called for it.
         self._none: Any = None
 
     @property
@@ -54,9 +55,13 @@ class Map(MapTransformation):
     def _call_by_row(self, batch: Any) -> Any:
         """Call the function with rows; require as many rows in its result."""
         rows = len(_leaves(batch)[0])
+        # The leaves' first dimension counts rows; all leaves of a batch have equally
+        # many.
         result = self._call(batch)
         for leaf in _leaves(result):
             shape = leaf.shape if type(leaf) is np.ndarray else np.shape(leaf)
+            # In a distributed dataset each replica calls the function with its own
+            # slice: a result that mixes rows would depend on the number of replicas.
             if shape[:1] != (rows,):
                 raise ArgumentError(
                     f"a function mapped over batches got {rows} rows and returned an "
@@ -69,6 +74,8 @@ class Map(MapTransformation):
         return self._call(self._parent.element(epoch, i))
 
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
+        # The function is not called with nothing; its result for an example shows the
+        # dtypes.
         if positions.size == 0:
             if self._none is None:
                 example = self.example(epoch)
@@ -77,6 +84,8 @@ class Map(MapTransformation):
         inputs, spec = nest.flatten(self._parent.elements(epoch, positions))
         rows = list(zip(*inputs, strict=True))
 
+        # Elements are rebuilt one by one: the function sees single elements, not
+        # stacks.
         def call(row: Any) -> Any:
             return self._call(nest.unflatten(spec, row))
 
@@ -113,6 +122,8 @@ class Batch(MapTransformation):
     """Stacks of consecutive elements."""
 
     def __init__(self, parent: MapDataset, batch_size: int, drop_remainder: bool):
+        # The parent learns the batch size, so that a shuffle of chunks can align its
+        # windows.
         super().__init__(parent.before_batch(batch_size))
         self._batch_size = batch_size
         self._drop_remainder = drop_remainder
@@ -138,6 +149,7 @@ class Batch(MapTransformation):
 
     def unbatched(self) -> MapDataset:
         if self._drop_remainder:
+            # Rows of dropped batches must not come back: see `FullBatches`.
             return FullBatches(self._parent, self._batch_size)
         return self._parent
 
@@ -152,6 +164,7 @@ class Batch(MapTransformation):
         return f"{self._parent.describe()}.batch({arguments})"
 
     def rebatch(self, workers: int) -> MapDataset:
+        # Rounded up, as TensorFlow's rebatching does: no rank gets batches of 0 rows.
         share = -(-self._batch_size // workers)
         return Batch(self._parent, share, self._drop_remainder)
 
@@ -175,11 +188,13 @@ class Batch(MapTransformation):
 
     def _count(self, rows: int | None, i: int) -> int:
         """Return the number of rows of batch `i` if the parent has `rows` rows."""
+        # An endless parent has no short last batch.
         rest = self._batch_size if rows is None else rows - i * self._batch_size
         return min(self._batch_size, rest)
 
     def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
         rows = self.positions(epoch, i, replicas, replica)
+        # Only this replica's rows are read; other replicas read the rest of batch `i`.
         return self._parent.elements(epoch, np.arange(rows.start, rows.stop))
 
     def local_batches(
@@ -188,8 +203,10 @@ class Batch(MapTransformation):
         if self._parent.is_mapped:  # one step at a time, to attribute errors to steps
             return super().local_batches(epoch, steps, replicas, replica)
         positions, sizes = self._positions(steps, replicas, replica)
+        # One read for all steps of the group; the batches are cut out as views.
         leaves, spec = nest.flatten(self._parent.elements(epoch, positions))
         edges = itertools.accumulate(sizes, initial=0)
+        # Flat tuples, the usual case, are rebuilt without optree.
         is_flat = spec.type is tuple and spec.num_nodes == len(leaves) + 1
         batches = (
             [leaf[first:last] for leaf in leaves]
@@ -207,11 +224,13 @@ class Batch(MapTransformation):
         """Return a replica's positions in the parent, and their number per batch."""
         rows = self._parent.length
         whole = (
+            # The number of batches that are full, as far as `steps` goes.
             steps.stop if rows is None else min(rows // self._batch_size, steps.stop)
         )
         # Full batches all have the same slice: compute their positions at once
         own = sharding.replica_slice(self._batch_size, replicas, replica)
         firsts = self._batch_size * np.arange(steps.start, max(whole, steps.start))
+        # One row per batch, one column per row of this replica's slice.
         inside = np.arange(own.start, own.stop)
         parts = [(firsts[:, np.newaxis] + inside).reshape(-1)]
         sizes = [inside.size] * firsts.size
@@ -259,6 +278,7 @@ def call_mapped(fn: Callable[..., Any], element: Any) -> Any:
     """
     arguments = element if type(element) is tuple else (element,)
     holder = [call_function(fn, element)]
+    # Lists are arrays and no structure: see `from_lists`.
     if type(holder[0]) is not np.ndarray:
         holder.append(from_lists(holder.pop()))
     return owned(holder, arguments)

@@ -45,10 +45,12 @@ class CachedEpoch:
     def __init__(self, epoch: Epoch):
         self.epoch = epoch
         self.table: RowTable | ElementCells | None = None
+        # Threads that read ahead store rows at the same time.
         self._lock = threading.Lock()
 
     def contains(self, numbers: Positions) -> Any:
         """Return which elements are cached."""
+        # Read once: another thread may replace the table by cells meanwhile.
         table = self.table
         return (
             np.zeros(numbers.size, bool) if table is None else table.contains(numbers)
@@ -64,9 +66,11 @@ class CachedEpoch:
           rows: capacity of the table; None for elements that are not rows.
           store: stores rows in the table; returns the reason if they do not fit.
         """
+        # The table is replaced under the lock, so no thread stores in the old one.
         with self._lock:
             if self.table is None:
                 self.table = _make_table(example, rows)
+            # The element has another shape or dtype: cells hold any.
             if store(self.table) is not None:
                 self.table = _as_cells(self.table, rows or 0)
                 store(self.table)
@@ -88,6 +92,8 @@ class CacheMemory:
     def of(self, epoch: Epoch) -> CachedEpoch:
         """Return the cached elements of an epoch, initially none."""
         with self._lock:
+            # Another order means other elements under the same numbers: forget the old
+            # epoch.
             if self.kept is None or self.kept.epoch != epoch:
                 self.kept = CachedEpoch(epoch)
             return self.kept
@@ -95,6 +101,7 @@ class CacheMemory:
 
 def first_epoch(parent: MapDataset | IterDataset, epoch: Epoch) -> Epoch:
     """Return the epoch in which transformations before a cache run: the first."""
+    # Without randomness all epochs are alike, whatever entropy the caller has.
     return Epoch(0, epoch.entropy if parent.needs_entropy else 0)
 
 
@@ -112,6 +119,7 @@ def _make_table(example: Any, rows: int | None) -> RowTable | ElementCells:
 def _as_cells(table: RowTable | ElementCells, rows: int) -> ElementCells:
     """Return the elements of a table as cells, which may differ in shape and dtype."""
     cells, numbers = ElementCells(), np.arange(rows)
+    # Rows that were never stored must not be read as zeros.
     there = numbers[table.contains(numbers)]
     cells.store_rows(there, table.rows(there))
     return cells
@@ -154,6 +162,7 @@ class Cache(CacheBase):
 
     def unbatched(self) -> MapDataset | None:
         rows = self._parent.unbatched()
+        # `rows and`: None, an unknown number of rows, stays None.
         return rows and Cache(rows)
 
     def require_end(self) -> None:
@@ -174,14 +183,18 @@ class Cache(CacheBase):
 
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
         kept = self._kept(epoch)
+        # Positions that this process has not read before.
         missing = positions[~kept.contains(positions)]
         if missing.size == 0 and positions.size:
+            # All there: neither the parent nor its files are touched.
             assert kept.table is not None
             return kept.table.rows(positions)
         read = self._parent.elements(kept.epoch, missing)
+        # Positions are empty: the parent gives arrays without rows.
         if missing.size == 0:
             return read
         kept.store(read, self._rows(), lambda table: table.store_rows(missing, read))
+        # Return what was read instead of copying it out of the table again.
         if missing.size == positions.size:
             return read
         return kept.table.rows(positions) if kept.table else read
@@ -226,13 +239,16 @@ class IterCache(IterTransformation):
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
         kept, epoch = self._kept, first_epoch(self._parent, epoch)
+        # Another entropy is another order: iterate anew, and keep that.
         if kept is not None and kept[0] == epoch:
             yield from map(copied, kept[1])
             return
         elements = []
         for element in self._parent.iterate(epoch):
+            # A copy, as the user may change what is yielded.
             elements.append(copied(element))
             yield element
+        # Only a complete epoch is kept: a loop that breaks off does not come here
         self._kept = epoch, elements
 
 
@@ -248,6 +264,7 @@ def replace_caches(steps: Any, change: Callable[[Any, Any], Any]) -> Any:
     def again(parent: Any) -> Any:
         return replace_caches(parent, change)
 
+    # Parents first, so that a cache of a cache gets its new parent.
     if isinstance(steps, Cache | IterCache):
         return change(steps, again(steps.parent))
     return steps.replace_parents(again)
@@ -273,6 +290,8 @@ class RowTable:
     def contains(self, numbers: Positions) -> npt.NDArray[np.bool_]:
         """Return which rows are stored."""
         with self._storage.use() as (flags, *_), self._storage.ordered():
+            # The flag first, then the data: another rank of the node stores in the
+            # opposite order.
             there: npt.NDArray[np.bool_] = flags[numbers] != 0
             return there
 
@@ -289,8 +308,11 @@ class RowTable:
     def store_rows(self, numbers: Positions, rows: Any) -> str | None:
         """Store copies of rows, or none; return the reason if they do not fit."""
         leaves, structure = nest.flatten(rows)
+        # Nothing is stored if a leaf misfits: a row is whole, or missing.
         reason = self._misfit(leaves, structure, numbers.size)
         if reason is None:
+            # Data before the flag, with a memory barrier between: a reader in another
+            # process that sees the flag sees the data.
             with self._storage.use() as (flags, *columns):
                 for column, leaf in zip(columns, leaves, strict=True):
                     column[numbers] = leaf
@@ -366,6 +388,7 @@ def row_spec(rows: Any) -> Any:
 
 def fields_of(spec: Any, rows: int) -> list[Field]:
     """Return the fields of a storage for `rows` rows like `spec`: flags and leaves."""
+    # One byte per flag: bits could not be set by several processes at once.
     leaves, _ = nest.flatten(spec)
     return [
         Field((rows,), np.dtype(np.uint8)),

@@ -38,10 +38,12 @@ class Zip(MapDataset):
     @property
     def length(self) -> int | None:
         lengths = [component.length for component in self._components]
+        # The shortest ends the zip; None, endless, never does.
         return min((n for n in lengths if n is not None), default=None)
 
     @property
     def batch_size(self) -> int | None:
+        # Of unlike batch sizes no common one can be divided over replicas.
         sizes = {component.batch_size for component in self._components}
         return sizes.pop() if len(sizes) == 1 else None
 
@@ -75,6 +77,7 @@ class Zip(MapDataset):
     def row_bytes(self) -> int | None:
         sizes = [component.row_bytes for component in self._components]
         known = [size for size in sizes if size is not None]
+        # One unknown size makes the sum unknown.
         return sum(known) if len(known) == len(sizes) else None
 
     def chunk_layout(self) -> ChunkLayout | None:
@@ -85,6 +88,7 @@ class Zip(MapDataset):
             return None
         # A later shuffle should follow the chunks that are most expensive to decode
         costly = max(chunked, key=lambda c: (c.is_costly, c.rows * c.row_bytes))
+        # The zip may end before the last chunk.
         edges = np.cumsum([0, *costly.lengths]).clip(max=length)
         return dataclasses.replace(costly, lengths=tuple(np.diff(edges).tolist()))
 
@@ -93,6 +97,7 @@ class Zip(MapDataset):
             component.reserve_cache(elements)
 
     def before_batch(self, batch_size: int) -> MapDataset:
+        # Each component prepares itself for the batches that follow.
         return self.replace_parents(
             lambda component: component.before_batch(batch_size)
         )
@@ -111,6 +116,8 @@ class Zip(MapDataset):
 
     def _join(self, get: Callable[[MapDataset, Epoch], Any], epoch: Epoch) -> Any:
         """Return the structure of `get(component, epoch of the component)`."""
+        # Components after the first get an epoch of their own, so that two shuffles
+        # without a seed do not produce the same order.
         values = [
             get(p, epoch_of_component(epoch, i)) for i, p in enumerate(self._components)
         ]

@@ -117,6 +117,7 @@ class GeneratorDataset(IterDataset):
         self.may_be_scalars = may_be_scalars
         self._generator = generator
         self._is_batched = is_batched
+        # To recognise a function that returns the same, partly consumed iterator twice.
         self._last: Iterator[Any] | None = None
 
     @property
@@ -151,10 +152,12 @@ class GeneratorDataset(IterDataset):
             while (holder := [next(elements, _END)])[0] is not _END:
                 yield take_element(holder)
         finally:
+            # Closed now rather than by the collector: it may hold a file open.
             if isinstance(elements, types.GeneratorType):
                 elements.close()
 
     def example(self) -> Any:
+        # `closing`, because only its first element is wanted.
         with contextlib.closing(self.iterate(Epoch())) as elements:
             for element in elements:
                 return element
@@ -206,6 +209,7 @@ class MapToIterDataset(IterDataset):
     def iterate(self, epoch: Epoch, start: int = 0) -> Iterator[Any]:
         """Yield all elements from index `start` on."""
         length = self._pipeline.length
+        # Endless datasets are numbered without end.
         numbers = itertools.count(start) if length is None else range(start, length)
         open_sources, threads = (
             OpenSources(self._pipeline),
@@ -280,6 +284,7 @@ def count_rows(batch: Any, call: str = "") -> int:
     Raises:
       DataError: these differ, or an array has none; names `call` if that is given.
     """
+    # Arrays without dimensions have no rows.
     shapes = [leaf.shape for leaf in nest.flatten(batch)[0]]
     if not shapes or any(s[:1] != shapes[0][:1] or not s for s in shapes):
         raise DataError(

@@ -93,6 +93,7 @@ class Batch(IterTransformation):
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
         elements = self._parent.iterate(epoch)
+        # An iterator, not a list: only one batch of elements is in memory.
         while rows := list(itertools.islice(elements, self._batch_size)):
             if len(rows) == self._batch_size or not self._drop_remainder:
                 yield stack(rows)
@@ -132,6 +133,7 @@ class Shuffle(IterTransformation):
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
         seed = epoch.entropy if self._seed is None else self._seed
         number = epoch.number if self._reshuffle else 0
+        # Numbered by epoch: the same epoch gives the same order after a restart.
         random = np.random.default_rng([sharding.to_word(seed), number])
         elements = self._parent.iterate(epoch)
         buffer = list(itertools.islice(elements, self._buffer_size))
@@ -231,6 +233,7 @@ class Concatenate(IterDataset):
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
         spec = None
         first, second = self._first.iterate(epoch), self._second.iterate(epoch)
+        # The first element of each shows the spec; the rest is passed on unchecked.
         for element in itertools.islice(first, 1):
             spec = self._spec_of(element)
             yield element
@@ -424,6 +427,7 @@ class Interleave(IterTransformation):
     def needs_entropy(self) -> bool:
         return True  # datasets of later elements may be shuffled
 
+    # map_func is left out: functions cannot be compared between processes.
     def describe(self) -> str:
         arguments = f"{self._cycle_length}, {self._block_length}"
         return f"{self._parent.describe()}.interleave({arguments})"

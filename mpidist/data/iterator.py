@@ -54,9 +54,11 @@ class DatasetIterator:
         self._pipeline = pipeline
         self._epochs = epochs
         self._ahead = ahead
+        # Hashed only when a state is asked for: describing may open files.
         self._origin: Origin | None = None
         self._failure: str | None = None
         self._elements: Iterator[Any] = iter(())
+        # The epoch is drawn now, so that two iterators get different ones.
         self._start(epochs.next_epoch())
 
     def __iter__(self) -> DatasetIterator:
@@ -81,6 +83,8 @@ class DatasetIterator:
             fold(error)
             self._recover(error)
             raise
+        # Only elements that were returned count: prefetched ones come again after a
+        # restart.
         self._step += 1
         return element
 
@@ -104,6 +108,7 @@ class DatasetIterator:
     def get_next_as_optional(self) -> Optional:
         """Return the next element as an `Optional`, empty after the last one."""
         for element in self:
+            # A loop of one turn: the end of the iterator is no exception here.
             return Optional(element)
         return Optional()
 
@@ -132,6 +137,7 @@ class DatasetIterator:
           What a mapped function or a generator raises.
         """
         epoch, step = read_state(state, self._require_origin(), self._pipeline)
+        # A prefetching thread must be gone before its dataset is started anew.
         self.close()
         self._start(epoch, step)
         if isinstance(self._pipeline, IterDataset):
@@ -140,6 +146,7 @@ class DatasetIterator:
 
     def close(self) -> None:
         """End the iteration and the prefetching thread."""
+        # Replaced first: whatever close raises, the iterator is at its end.
         elements, self._elements = self._elements, iter(())
         if isinstance(elements, Generator):
             elements.close()
@@ -153,6 +160,7 @@ class DatasetIterator:
             elements = self._pipeline.iterate(epoch)
         else:
             elements = MapToIterDataset(self._pipeline).iterate(epoch, step)
+        # Read ahead in a thread only if the dataset has `prefetch`.
         self._elements = read_ahead(elements, self._ahead) if self._ahead else elements
 
     def _skip(self, steps: int) -> None:
@@ -171,6 +179,7 @@ class DatasetIterator:
     def _recover(self, error: BaseException) -> None:
         """Prepare for another call after an error."""
         self.close()
+        # A generator is exhausted by its own exception; an index can be read again.
         if isinstance(self._pipeline, IterDataset):
             self._failure = (
                 f"element {self._step} of a generator's dataset failed ({error!r}), "

@@ -26,6 +26,7 @@ __all__ = ["Origin", "EpochCounter", "make_state", "read_state"]
 
 _VERSION = 1
 _SHOWN = 400
+# Of datasets that OFF lets each replica read whole.
 _EACH_READS_ALL = -1
 
 
@@ -37,12 +38,14 @@ class EpochCounter:
 
     def next_epoch(self) -> Epoch:
         """Return the next epoch, and advance."""
+        # The counter is common to all iterators of a dataset: each starts a new epoch.
         epoch = self._next
         self._next = dataclasses.replace(epoch, number=epoch.number + 1)
         return epoch
 
     def resume_after(self, epoch: Epoch) -> None:
         """Make the epoch after `epoch` the next one."""
+        # By way of next_epoch, so that the entropy of the state is kept as well.
         self._next = epoch
         self.next_epoch()
 
@@ -71,9 +74,12 @@ class Origin(NamedTuple):
     ) -> Origin:
         """Return the origin of a dataset that one process or all replicas read."""
         return cls(
+            # 0 means: states fit any number of replicas, as global batches are divided
+            # anew.
             _EACH_READS_ALL if each_reads_all else 0,
             pipeline.batch_size or 0,
             pipeline.cardinality,
+            # Hashes, as a state is a few integers and holds no names of files.
             hash62(pipeline.describe_source()),
             hash62(pipeline.describe()),
         )
@@ -88,6 +94,7 @@ class Origin(NamedTuple):
         """
         return cls(
             len(origins),
+            # A step is one batch of each replica.
             sum(o.batch_size for o in origins),
             cardinality,
             hash62(repr([o.source for o in origins])),
@@ -125,6 +132,7 @@ def read_state(
             f"the state is of another dataset: {'; '.join(differences)}"
         )
     step = numbers["step"]
+    # A negative cardinality stands for endless or unknown: no upper limit then.
     if 0 <= origin.cardinality < step:
         raise ArgumentError(
             f"the state is at step {step}, but an epoch has {origin.cardinality} steps"
@@ -134,6 +142,7 @@ def read_state(
 
 def _require_integers(state: Any) -> dict[str, int]:
     """Return the integers of a state; raise if they are not valid."""
+    # State may come from JSON, so check everything before it is used.
     if not isinstance(state, Mapping):
         raise ArgumentTypeError(
             "set_state needs the dict that get_state returned, not "
@@ -144,12 +153,14 @@ def _require_integers(state: Any) -> dict[str, int]:
             f"the state's version is {validation.shown(state.get('version'))}; this "
             f"mpidist reads version {_VERSION}"
         )
+    # Neither missing nor additional keys: a later version would mean something else.
     if different := sorted(map(str, state.keys() ^ set(_KEYS))):
         raise ArgumentError(
             f"a state has the integers {', '.join(_KEYS)}; this one differs in "
             f"{', '.join(different)}"
         )
     numbers = {name: _require_integer(name, state[name]) for name in _KEYS}
+    # The other numbers are only compared, so any integer will do.
     for name in ("epoch", "step", "entropy"):
         if not 0 <= numbers[name] < 1 << 63:
             raise ArgumentError(
@@ -160,6 +171,7 @@ def _require_integers(state: Any) -> dict[str, int]:
 
 def _require_integer(name: str, value: Any) -> int:
     try:
+        # NumPy's integers are fine, floats are not.
         return operator.index(value)
     except TypeError:
         raise ArgumentTypeError(

@@ -198,6 +198,7 @@ class MapDataset(abc.ABC):
         """Return a batch without rows; the first call may read a row."""
         if self._empty is None:
             example = self.example(epoch)
+            # [:0] keeps dtype and the other dimensions.
             self._empty = nest.map_leaves(lambda a: np.asarray(a)[:0], example)
         return self._empty
 
@@ -228,6 +229,7 @@ class SourceMapDataset(MapDataset):
 
     @property
     def has_known_spec(self) -> bool:
+        # Arrays show their dtypes; a file would have to be opened.
         return self.file_count == 0
 
     @property
@@ -238,6 +240,7 @@ class SourceMapDataset(MapDataset):
     def row_bytes(self) -> int | None:
         if self._chunked:
             return self._chunked.chunk_layout().row_bytes
+        # A source of a user's own may not say how large rows are.
         return getattr(self._source, "row_bytes", None)
 
     def chunk_layout(self) -> ChunkLayout | None:
@@ -269,6 +272,7 @@ class SourceMapDataset(MapDataset):
     def example(self, epoch: Epoch) -> Any:
         if self.length:
             return self.element(epoch, 0)
+        # Reading no rows gives the dtypes, and opens a file at most
         return nest.map_leaves(
             lambda a: np.zeros(a.shape[1:], a.dtype), self._source.read(np.arange(0))
         )
@@ -343,6 +347,7 @@ class MapTransformation(MapDataset):
 
     def locate_one(self, epoch: Epoch, i: int) -> tuple[Epoch, int]:
         """Return the parent's epoch and index of element `i`."""
+        # An array of one position: `locate` is written for arrays.
         return epoch, int(self.locate(epoch, np.array([i]))[0])
 
     def element(self, epoch: Epoch, i: int) -> Any:
@@ -355,6 +360,7 @@ class MapTransformation(MapDataset):
         return self._parent.batch_rows(*self.locate_one(epoch, i))
 
     def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+        # A repetition changes both the epoch and the index.
         epoch, i = self.locate_one(epoch, i)
         return self._parent.local_batch(epoch, i, replicas, replica)
 
@@ -380,11 +386,13 @@ class OpenSources:
             for s in sources
             if not has_chunks(s) and isinstance(s, BufferedSource)
         ]
+        # Reads may run in several threads while another one closes.
         self._lock = threading.Lock()
         self._active_reads = 0
         self._is_closed = False
         self._kept_open: list[ChunkedSource] = []
         for source in self._sources:
+            # Sources count their users: two iterators share open files.
             source.retain()
 
     def run(self, read: Callable[[], T]) -> T:
@@ -396,6 +404,7 @@ class OpenSources:
         finally:
             with self._lock:
                 self._active_reads -= 1
+            # The last read that ends after `close` closes the files.
             self._release(keep_files=False)
 
     def end(self) -> None:

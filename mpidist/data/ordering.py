@@ -75,23 +75,28 @@ class Shuffle(MapTransformation):
         if length is None:
             raise ArgumentError("an infinite dataset cannot be shuffled; shuffle first")
         if (mixed := self.chunk_shuffle(epoch)) is None:
+            # `near`: batches ask for neighbouring positions, whose blocks are cached.
             return sharding.Permutation(length, *self._key(epoch)).near(positions)
+        # Rows of one window come in any order, so a whole window must stay decoded.
         self._parent.reserve_cache(mixed.rows_in_use(positions))
         return mixed(positions)
 
     def chunk_shuffle(self, epoch: Epoch) -> ChunkShuffle | None:
         if (layout := self._mixed_chunks()) is None:
             return None
+        # A user's own window size comes before that of the layout.
         block_chunks = self._window_chunks or layout.default_block_chunks
         return _chunk_shuffle(layout, *self._key(epoch), block_chunks, self._batch_size)
 
     def _key(self, epoch: Epoch) -> tuple[int, int]:
         """Return the seed and the epoch number of the permutation."""
         seed = epoch.entropy if self._seed is None else self._seed
+        # Without reshuffling every epoch has the order of epoch 0.
         return seed, epoch.number if self._reshuffle else 0
 
     def _mixed_chunks(self) -> ChunkLayout | None:
         """Return the chunks for a `ChunkShuffle`; None for an exact permutation."""
+        # 0 asks for an exact permutation, however costly it is to decode.
         if self._window_chunks == 0:
             return None
         layout = self._parent.chunk_layout()
@@ -113,6 +118,7 @@ class Window(MapTransformation):
     @property
     def length(self) -> int | None:
         whole = self._parent.length
+        # None, an endless parent, has no end to count from.
         rest = None if whole is None else max(0, whole - self._start)
         if self._count is None:
             return rest
@@ -129,12 +135,14 @@ class Window(MapTransformation):
         rows, size = self._parent.unbatched(), self.batch_size
         if rows is None or size is None or not self._parent.has_even_batches:
             return None
+        # A slice of batches is a slice of rows only if all batches are full.
         count = None if self._count is None else self._count * size
         return Window(rows, self._start * size, count)
 
     def chunk_layout(self) -> ChunkLayout | None:
         if (layout := self._parent.chunk_layout()) is None or self.length is None:
             return None
+        # Chunks outside become empty, the ones at the edges shorter.
         edges = np.cumsum([0, *layout.lengths]).clip(
             self._start, self._start + self.length
         )
@@ -146,6 +154,7 @@ class Window(MapTransformation):
     def local_batches(
         self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
+        # Steps are numbered from the start of this window.
         steps = range(steps.start + self._start, steps.stop + self._start)
         return self._parent.local_batches(epoch, steps, replicas, replica)
 
@@ -160,6 +169,7 @@ class FullBatches(Window):
     @property
     def length(self) -> int | None:
         whole = self._parent.length
+        # A short last batch was dropped, so its rows must not come back.
         return None if whole is None else whole - whole % self._rows
 
     def describe(self) -> str:
@@ -179,12 +189,14 @@ class Shard(MapTransformation):
         whole = self._parent.length
         if whole is None:
             return None
+        # Rounded up: shard 0 gets one more than the last.
         return max(0, -(-(whole - self._index) // self._num_shards))
 
     def describe(self) -> str:
         return f"{self._parent.describe()}.shard({self._num_shards}, {self._index})"
 
     def locate(self, epoch: Epoch, positions: Positions) -> Positions:
+        # Round-robin, as TensorFlow does.
         return positions * self._num_shards + self._index
 
 
@@ -198,6 +210,7 @@ class Repeat(MapTransformation):
     @property
     def length(self) -> int | None:
         whole = self._parent.length
+        # Repeating nothing for ever is empty, too, rather than endless.
         if whole == 0 or self._count == 0:
             return 0
         return None if self._count is None or whole is None else whole * self._count
@@ -211,12 +224,14 @@ class Repeat(MapTransformation):
 
     def locate_one(self, epoch: Epoch, i: int) -> tuple[Epoch, int]:
         whole = self._parent.length
+        # An endless parent never begins its second repetition.
         repetition, i = (0, i) if whole is None else divmod(i, whole)
         return epoch_of_repetition(epoch, self._count, repetition), i
 
     def local_batches(
         self, epoch: Epoch, steps: range, replicas: int, replica: int
     ) -> Iterator[Any]:
+        # Steps of a group may lie in two repetitions, which have different orders.
         (first_epoch, first), (last_epoch, last) = (
             self.locate_one(epoch, i) for i in (steps[0], steps[-1])
         )
@@ -228,6 +243,7 @@ class Repeat(MapTransformation):
 
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
         whole = self._parent.length
+        # Without rows there is nothing to divide; the parent shows the dtypes.
         if whole is None or positions.size == 0:
             return self._parent.elements(
                 epoch_of_repetition(epoch, self._count, 0), positions
@@ -254,6 +270,7 @@ class Concatenate(MapDataset):
         self._first = first
         self._second = second
         self._is_checked = False
+        # Arrays can be compared now, without opening files; others at the first read.
         if self.has_known_spec:
             self._require_like()
 
@@ -271,6 +288,7 @@ class Concatenate(MapDataset):
     @property
     def batch_size(self) -> int | None:
         first, second = self._first.batch_size, self._second.batch_size
+        # Of unlike batch sizes the larger one counts: it bounds memory.
         return first if first is None or second is None else max(first, second)
 
     @property
@@ -299,13 +317,16 @@ class Concatenate(MapDataset):
 
     def unbatched(self) -> MapDataset | None:
         first, second = self._first.unbatched(), self._second.unbatched()
+        # Both must have known rows.
         return first and second and Concatenate(first, second)
 
     def chunk_layout(self) -> ChunkLayout | None:
         first, second = self._first.chunk_layout(), self._second.chunk_layout()
+        # Mixed storage: the order of one cannot follow the chunks of the other.
         if first is None or second is None:
             return None
         return dataclasses.replace(
+            # The larger chunk is the unit that matters for memory.
             max(first, second, key=lambda layout: layout.rows * layout.row_bytes),
             lengths=first.lengths + second.lengths,
             is_costly=first.is_costly or second.is_costly,
@@ -352,9 +373,11 @@ class Concatenate(MapDataset):
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
         self._require_like()
         before = self._first.length
+        # Read from one dataset only, where the positions allow it.
         if before is None or positions.size == 0 or positions.max() < before:
             return self._first.elements(epoch, positions)
         in_second = positions >= before
+        # `before` is known here: positions go beyond the first dataset.
         second = self._second.elements(epoch, positions[in_second] - before)
         if in_second.all():
             return second
@@ -377,6 +400,7 @@ class Concatenate(MapDataset):
 
 def epoch_of_repetition(epoch: Epoch, count: int | None, repetition: int) -> Epoch:
     """Return the epoch of one repetition out of `count`, None for no end."""
+    # Repetition r of epoch e is epoch e * count + r of the parent: no two are alike.
     repetitions = _ENDLESS if count is None else count
     return dataclasses.replace(epoch, number=epoch.number * repetitions + repetition)
 

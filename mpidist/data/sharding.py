@@ -36,6 +36,7 @@ def replica_slice(rows: int, replicas: int, replica: int) -> slice:
     The slices of all replicas are disjoint, in order, and cover all rows; the last
     replicas may have fewer rows, or none. (TensorFlow's rule for a global batch.)
     """
+    # Rounded up: first replicas are full, so the last ones may be short or empty.
     share = -(-rows // replicas)
     return slice(min(replica * share, rows), min((replica + 1) * share, rows))
 
@@ -43,6 +44,7 @@ def replica_slice(rows: int, replicas: int, replica: int) -> slice:
 def even_sizes(batch_size: int, replicas: int) -> list[int]:
     """Return the nearest batch sizes that divide evenly among the replicas."""
     below = batch_size // replicas * replicas
+    # Below and above; 0 rows is no batch.
     near = [below] if below == batch_size else [below, below + replicas]
     return [size for size in near if size]
 
@@ -75,6 +77,7 @@ class Permutation:
     seed: int
     epoch: int = 0
 
+    # An even number, as rounds change the two halves in turn.
     _ROUNDS = 8
 
     def __call__(self, positions: npt.ArrayLike) -> Indices:
@@ -88,9 +91,11 @@ class Permutation:
         self._require_inside(int(positions.min()), int(positions.max()))
         if self.length <= _TABLE_ROWS:
             return _table(self.length, self.seed, self.epoch)[positions]
+        # unsigned 64-bit arithmetic wraps around, as SplitMix64 is defined.
         rows = self._encrypt(positions.astype(np.uint64))
         # Repeat for the few values outside of the range (cycle walking)
         while (outside := rows >= np.uint64(self.length)).any():
+            # Only the values outside are walked on; a * b exceeds the range by little.
             rows[outside] = self._encrypt(rows[outside])
         return rows.astype(np.int64)
 
@@ -103,22 +108,26 @@ class Permutation:
             return self._rows(positions)
         first, last = int(positions.min()), int(positions.max())
         self._require_inside(first, last)
+        # Too far apart: whole blocks would compute more than they save.
         if last - first > _BLOCK_ROWS + 4 * positions.size:
             return self._rows(positions)
         numbers = range(first // _BLOCK_ROWS, last // _BLOCK_ROWS + 1)
         blocks = [_block(self, number) for number in numbers]
         rows = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        # Positions relative to the first block that was computed.
         nearby: Indices = rows[positions - numbers.start * _BLOCK_ROWS]
         return nearby
 
     def inverse(self, rows: npt.ArrayLike) -> Indices:
         """Return the position of each of `rows` (any shape, 0 <= row < length)."""
         rows = np.asarray(rows, dtype=np.int64)
+        # The same limit as in `_rows`, or inverse and permutation would not match.
         if self.length <= _TABLE_ROWS:
             table = _table(self.length, self.seed, self.epoch)
             places: Indices = np.argsort(table)[rows]
             return places
         positions = self._decrypt(rows.reshape(-1).astype(np.uint64))
+        # Walking backwards along the same cycle.
         while (outside := positions >= np.uint64(self.length)).any():
             positions[outside] = self._decrypt(positions[outside])
         return positions.astype(np.int64).reshape(rows.shape)
@@ -131,6 +140,7 @@ class Permutation:
 
     def _sides(self) -> tuple[np.uint64, np.uint64]:
         """Return a and b."""
+        # a is about the square root, so both halves get about the same number of bits.
         a = math.isqrt(self.length - 1) + 1
         return np.uint64(a), np.uint64(-(-self.length // a))
 
@@ -140,6 +150,7 @@ class Permutation:
         right = x - left * b
         keys = _keys(self.seed, self.epoch, self._ROUNDS)
         for i in range(0, self._ROUNDS, 2):
+            # Each half is shifted by a hash of the other one, so that it can be undone.
             left = _add(left, _draw(right, keys[i], a), a)
             right = _add(right, _draw(left, keys[i + 1], b), b)
         return left * b + right
@@ -149,7 +160,9 @@ class Permutation:
         left = x // b
         right = x - left * b
         keys = _keys(self.seed, self.epoch, self._ROUNDS)
+        # The same rounds in reverse order, with subtraction in place of addition.
         for i in reversed(range(0, self._ROUNDS, 2)):
+            # b - draw is the negative modulo b; unsigned numbers have no sign.
             right = _add(right, b - _draw(left, keys[i + 1], b), b)
             left = _add(left, a - _draw(right, keys[i], a), a)
         return left * b + right
@@ -173,6 +186,7 @@ def _table(length: int, seed: int, epoch: int) -> Indices:
     keys.sort()
     keys &= _ROW_BITS
     table: Indices = keys.view(np.int64)
+    # It is cached and shared by all callers.
     table.flags.writeable = False
     return table
 
@@ -192,6 +206,7 @@ def _block(permutation: Permutation, number: int) -> Indices:
 
 def _keys(seed: int, epoch: int, count: int) -> Words:
     """Return `count` pseudo-random words: SplitMix64 from a hash of seed and epoch."""
+    # Hash seed and epoch one after the other, so that (1, 2) and (2, 1) differ.
     words = np.array([to_word(seed), to_word(epoch)], np.uint64)
     start = _mix(_mix(words[:1]) + words[1:])
     return _mix(start + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
@@ -201,6 +216,7 @@ def to_word(number: int) -> int:
     """Return 64 bits of an integer: the integer itself if it fits, else a hash."""
     number = operator.index(number)
     if 0 <= number < 1 << 64:
+        # Small seeds stay as they are: orders of former versions depend on it.
         return number
     digest = hashlib.blake2b(str(number).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
@@ -224,6 +240,7 @@ def _draw(x: Words, key: np.uint64, size: np.uint64) -> Words:
     TOMACS 2019): the high half of a product of 32-bit numbers.
     """
     z = _mix(x + key)
+    # 32 bits of the hash times the size, of which the high half is below the size.
     z >>= _HALF
     z *= size
     z >>= _HALF

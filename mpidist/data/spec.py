@@ -51,6 +51,7 @@ def spec_of(element: Any, is_batch: bool) -> Any:
 
     def describe(leaf: Any) -> TensorSpec:
         shape = tuple(np.shape(leaf))
+        # Foreign arrays keep their own dtype; numbers have NumPy's.
         dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
         return TensorSpec((None, *shape[1:]) if is_batch and shape else shape, dtype)
 
@@ -79,6 +80,7 @@ def require_like(first: Any, second: Any) -> None:
         )
     names = nest.leaf_names(structure, "element")
     for name, spec, other in zip(names, specs, others, strict=True):
+        # Strings of unlike lengths can be joined: NumPy widens them.
         are_strings = spec.dtype.kind == other.dtype.kind in ("S", "U")
         if spec.dtype != other.dtype and not are_strings:
             raise ArgumentTypeError(

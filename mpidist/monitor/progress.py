@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -29,8 +30,8 @@ def progress(
 
     Rank 0 shows a bar on stderr: rate, rows per second, which part of the time other
     ranks were waited for, and when it will end. Where stderr is no terminal, as in the
-    files of batch systems, it is a line a minute. Other ranks show nothing; on all of
-    them this is as collective as iterating over `iterable` is.
+    files of batch systems, or tqdm is not installed, it is a line a minute. Other ranks
+    show nothing; on all of them this is as collective as iterating over `iterable` is.
 
     Args:
       iterable: a distributed dataset, or anything else, such as `range(epochs)`.
@@ -108,10 +109,9 @@ class _Shown:
         self._every = _LINE_SECONDS
         with contextlib.suppress(Exception):  # of a replaced stderr
             if sys.stderr.isatty():
-                from tqdm import tqdm
-
-                self._every = _BAR_SECONDS
-                self._bar = tqdm(total=total, unit=unit, file=sys.stderr)
+                self._bar = _make_bar(total, unit)
+                if self._bar is not None:
+                    self._every = _BAR_SECONDS
         self._due = self._begun + self._every
         self._has_shown = False
 
@@ -164,6 +164,24 @@ class _Shown:
         if self._bar is not None:
             with contextlib.suppress(Exception):
                 self._bar.close()
+
+
+def _make_bar(total: int | None, unit: str) -> Any:
+    """Return a bar of tqdm; None if that is not installed, which is said once."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        _say_no_tqdm()
+        return None
+    return tqdm(total=total, unit=unit, file=sys.stderr)
+
+
+@functools.cache
+def _say_no_tqdm() -> None:
+    logs.write(
+        "mpidist: progress prints a line a minute, as tqdm is not installed; "
+        "`pip install tqdm` for a bar"
+    )
 
 
 def _count_rows(item: Any) -> int:

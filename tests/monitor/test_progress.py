@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -51,6 +52,18 @@ def test_a_line_where_stderr_is_no_terminal(comm, strategy, often, capsys):
 def test_a_minute_has_not_passed(comm, strategy, capsys):
     list(mpidist.progress(batches(strategy)))
     assert "rows/s" not in capsys.readouterr().err
+
+
+def test_lines_in_a_terminal_without_tqdm(comm, strategy, often, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    module._say_no_tqdm.cache_clear()
+    for _ in range(2):
+        list(mpidist.progress(batches(strategy)))
+    text = terminal.getvalue()
+    assert text.count("pip install tqdm") == (comm.rank == 0)
+    assert ("mpidist: step 4 of 4" in text) == (comm.rank == 0)
 
 
 def test_a_bar_in_a_terminal(comm, strategy, often, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import configparser
 import json
 import os
 import re
@@ -69,12 +68,12 @@ def test_each_has_an_example_that_is_one(name, capsys):
 
 @pytest.fixture
 def console_script(tmp_path):
-    """What pip makes of the entry point in setup.cfg."""
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
-    lines = config["options.entry_points"]["console_scripts"].split("\n")
-    (line,) = (line for line in lines if line)
-    name, module, function = re.fullmatch(r"(\w+) = ([\w.]+):(\w+)", line).groups()
+    """What pip makes of the entry point in pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text()
+    scripts = re.search(r"^\[project.scripts\]\n(.*?)^$", text, re.M | re.S)[1]
+    name, module, function = re.fullmatch(
+        r'(\w+) = "([\w.]+):(\w+)"\n', scripts
+    ).groups()
     script = tmp_path / "bin" / name
     script.parent.mkdir()
     script.write_text(

@@ -42,6 +42,7 @@ def to_arrays(value: Any) -> tuple[list[Any], nest.Spec, list[Any]]:
     """Return the leaves of `value` (this rank's components), its structure, arrays."""
     leaves, spec = nest.flatten(value)
     if any(isinstance(leaf, DistributedValues) for leaf in leaves):
+        # Once more, as the first flatten stopped at distributed values.
         # A component may be a nest itself
         local = nest.unflatten(spec, map(local_component, leaves))
         leaves, spec = nest.flatten(local)
@@ -58,6 +59,8 @@ def check_each(
 ) -> list[T]:
     """Return `check(array, its name)` of each; names are made only for an error."""
     try:
+        # Names of leaves cost more than the checks; they are made in the error path
+        # only.
         return [check(array, "value") for array in values]
     except (ArgumentError, ArgumentTypeError):
         names = nest.leaf_names(spec, "value")
@@ -72,6 +75,7 @@ def require_dense(operation: str, value: Any) -> None:
     """
     leaves, spec = nest.flatten(select_replica(value))
     for i, leaf in enumerate(leaves):
+        # `is True`, as an array's is_sparse may be a method.
         is_sparse = (
             hasattr(leaf, "todense") or getattr(leaf, "is_sparse", False) is True
         )
@@ -111,6 +115,7 @@ def describe(values: Sequence[Any]) -> tuple[Any, ...]:
 
 def describe_but(values: Sequence[Any], axes: Sequence[int]) -> tuple[Any, ...]:
     """Return what `describe` does, with the length along each axis left open."""
+    # "any" in place of the length: digests agree for any length.
     return tuple(
         describe_as(a, (*a.shape[:i], "any", *a.shape[i + 1 :]))
         for a, i in zip(values, axes)
@@ -120,6 +125,8 @@ def describe_but(values: Sequence[Any], axes: Sequence[int]) -> tuple[Any, ...]:
 def describe_as(array: Any, shape: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return what `describe` does of one array, with another shape."""
     if arrays.is_device_array(array):
+        # Host and GPU arrays take other transports, so ranks must agree on the memory,
+        # too.
         return array.dtype, shape, "on a GPU"
     return array.dtype, shape
 
@@ -147,5 +154,6 @@ def implementation_of(options: CommunicationOptions) -> CommunicationImplementat
 
 def deadline_of(options: CommunicationOptions) -> float | None:
     """Return until when to wait, on time.monotonic's clock."""
+    # An absolute time: several waits of one call share the limit.
     seconds = options.timeout_seconds
     return None if seconds is None else time.monotonic() + seconds

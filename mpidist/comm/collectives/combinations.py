@@ -66,11 +66,14 @@ class Combinations:
           values: arrays, equal in number, shapes and dtypes on all ranks.
           options: see `CommunicationOptions`.
         """
+        # `to_add` widens float16 and bfloat16, in which MIN and MAX are exact, and
+        # PRODUCT not.
         _, wide = arithmetic.to_add(op, values)
         sizes = [a.nbytes for a in wide]
         packs = []
         for members in packing.groups(wide, sizes, options.bytes_per_pack):
             send = packing.pack([wide[j] for j in members]).reshape(-1)
+            # Room for one block of every rank, however long the arrays are.
             step = min(send.size, self._step(send)) * self._consensus.size
             received = self._results.empty(step, send)
             total = self._results.empty(send.size, send)
@@ -79,6 +82,7 @@ class Combinations:
 
     def _step(self, send: Any) -> int:
         """Return how many numbers of each rank are gathered at a time."""
+        # Of all ranks together, so that more ranks do not take more memory.
         row_bytes: int = send.dtype.itemsize * self._consensus.size
         return max(1, _BLOCK_BYTES // row_bytes)
 
@@ -101,6 +105,7 @@ class Combinations:
             shapes = [values[j].shape for j in pack.members]
             parts = packing.unpack(pack.total, shapes)
             for j, part in zip(pack.members, parts, strict=True):
+                # Back from the wider dtype; for MIN and MAX that is exact.
                 results[j] = part.astype(values[j].dtype, copy=False)
         return results
 
@@ -126,6 +131,7 @@ class Combinations:
             total = arithmetic.combine_in_order(op, parts)
             pack.total[start : start + step] = total
             if op is ReduceOp.PRODUCT:
+                # All ranks have the same parts, so all raise, or none does.
                 with self._consensus.same_on_all():
                     name = f"value (numbers {start} to {start + mine.size - 1})"
                     arithmetic.check_product((total, parts), name)

@@ -51,6 +51,7 @@ class Reader:
 
     def next(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return the next array: a view, valid until the next exchange."""
+        # A view into the page: no copy until the caller makes one.
         array = np.ndarray(shape, dtype, self._page, self._offset)
         self._offset += _aligned(array.nbytes)
         return array
@@ -86,11 +87,13 @@ class CountExchange:
         pages, most_bytes, comparison = None, -1, self._consensus.comparison
         if self._consensus.size > 1 and isinstance(comparison, PayloadComparison):
             kinds: list[tuple[Any, tuple[int]]]
+            # One more number than counts: the bytes of this rank's arrays.
             kinds = [(np.dtype(np.int64), (counts + 1,))]
             rest = comparison.payload_bytes - _aligned(8 * (counts + 1))
             if carries and rest > 0:
                 most_bytes = rest
                 kinds.append((np.dtype(np.uint8), (rest,)))
+            # Too many counts for a page: they go by MPI, see `_gather`.
             if rest >= 0:
                 pages = comparison.pages(kinds)
         return CountPlan(call, digest(call), pages, most_bytes, options)
@@ -114,10 +117,13 @@ class CountExchange:
             timeout = plan.options.timeout_seconds
             consensus.compare(plan.call, plan.number, timeout=timeout)
             return self._gather(counts, plan.options), None
+        # Known before the exchange, but other ranks' sizes are not: they are in the
+        # page.
         size = sum([_aligned(array.nbytes) for array in given])
 
         def fill(pages: Sequence[Any]) -> bool:
             pages[0][:] = (*counts, size)
+            # Too large to travel: only the size is published, so that all ranks see it.
             if size <= plan.most_bytes:
                 written = Reader(pages[1])
                 for array in given:
@@ -127,6 +133,7 @@ class CountExchange:
         payload, timeout = Payload(plan.pages, fill), plan.options.timeout_seconds
         parts = consensus.exchange(plan.call, plan.number, payload, timeout)
         everyone = [part.tolist() for part in parts[0]]
+        # The largest size decides for all, so that every rank takes the same way next.
         is_small = max([counts.pop() for counts in everyone]) <= plan.most_bytes
         return everyone, [Reader(page) for page in parts[1]] if is_small else None
 
@@ -139,6 +146,7 @@ class CountExchange:
             return [own.tolist()]
         everyone = np.empty((ranks, own.size), np.int64)
         way = self._transports.pick(CommunicationImplementation.MPI, False, False)
+        # By MPI's own call: no table of sizes may choose differently for a few bytes.
         way.allgatherv(own, everyone, [own.size] * ranks, deadline_of(options))
         found: list[list[int]] = everyone.tolist()
         return found

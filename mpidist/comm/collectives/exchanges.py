@@ -126,10 +126,16 @@ class Exchanges:
         kind, wanted = kind_along(axis), _DEFAULT if options is None else options
 
         def make() -> tuple[ExchangePlan, list[Any], list[Any]]:
+            # Runs once per kind of call; later calls find the plan by their key.
             leaves, spec, given = self._take(value, wanted)
             axes = gather_axes(axis, given, spec)
+            # The axis may differ in sign between ranks, but not in meaning: agree on
+            # the positive one. Lengths along it may differ, so they are left out of the
+            # shapes.
             agreed = axis_field(axes), *option_fields(wanted)
             call = CallSignature(operation, agreed, spec, describe_but(given, axes))
+            # Small arrays travel with the exchange of the counts, but for GPU arrays,
+            # which would have to be copied to the host first.
             carries = not any(map(arrays.is_device_array, given))
             count = self._consensus.size * len(given)
             counts = self._counts.plan(call, count, wanted, carries)
@@ -154,18 +160,23 @@ class Exchanges:
         operation, ranks = plan.call.operation, consensus.size
         assert counts is not None
 
+        # Everything that may fail on this rank alone happens in here, before the ranks
+        # agree.
         def prepare() -> list[_Piece]:
             pairs = zip(given, plan.axes)
             divided = [self._divide(a.shape[i], lengths) for a, i in pairs]
             rows = map(_rows_first, given, plan.axes)
             return list(map(_Piece, rows, divided))
 
+        # One lock for both exchanges: a collective of another thread in between would
+        # pair with another call on other ranks.
         with consensus.lock:
             pieces = consensus.guard(operation, prepare)
             own = list(itertools.chain.from_iterable(p.lengths for p in pieces))
             everyone, readers = self._counts.exchange(
                 counts, own, [piece.rows for piece in pieces]
             )
+            # No readers: the arrays were too large to travel with the counts.
             if readers is None:
                 # By leaf, of each rank how many rows it sends to each rank
                 table = np.array(everyone, np.int64).reshape(ranks, len(pieces), ranks)
@@ -173,12 +184,15 @@ class Exchanges:
                 deadline = deadline_of(plan.options)
                 received = self._receive(plan, pieces, by_leaf, deadline)
             else:
+                # They travelled: each reader has all rows that a rank sends, to
+                # whomever.
                 received = []
                 for j, (rows, _) in enumerate(pieces):
                     parts = []
                     for reader, row_counts in zip(readers, everyone):
                         to = row_counts[j * ranks : (j + 1) * ranks]
                         sent = reader.next((sum(to), *rows.shape[1:]), rows.dtype)
+                        # Rows for ranks before this one come first in what rank r sent.
                         begin = sum(to[:rank])
                         parts.append(sent[begin : begin + to[rank]])
                     received.append(np.concatenate(parts))
@@ -195,6 +209,7 @@ class Exchanges:
     ) -> Any:
         """See `ReplicaContext.reduce_scatter`. Collective."""
         wanted, detail = _DEFAULT if options is None else options, None
+        # A plan may be kept only if its key is hashable and `lengths` is the default.
         is_known = type(axis) is int and isinstance(reduce_op, OP_TYPES)
         if is_known and lengths is None:
             detail = detail_of((reduce_op, axis), options)
@@ -204,6 +219,8 @@ class Exchanges:
             leaves, spec, given = self._take(value, wanted)
             require_reducible(op, given, spec)
             axes = gather_axes(axis, given, spec)
+            # Here lengths must agree, unlike in all_to_all: rank r's part is the same
+            # rows of all arrays.
             divided = [self._divide(a.shape[i], lengths) for a, i in zip(given, axes)]
             fields = (
                 ("reduce_op", op.name),
@@ -213,6 +230,7 @@ class Exchanges:
             )
             call = CallSignature(operation, fields, spec, describe(given))
             structure = Structure.of(spec, leaves)
+            # Empty arrays are enough: only the dtypes are wanted.
             out, _ = arithmetic.to_add(op, [a.reshape(-1)[:0] for a in given])
             packed = None
             if self._packed.fits(op, given, wanted):
@@ -246,6 +264,8 @@ class Exchanges:
         consensus, op, timeout = self._consensus, plan.op, plan.options.timeout_seconds
         if plan.packed is not None:
             totals, parts = self._packed.reduce(plan.packed, given), []
+            # All ranks have the whole total already; each keeps its slice, as a copy,
+            # so that it does not keep the total alive.
             for total, i, lengths in zip(totals, plan.axes, plan.divided):
                 begin = sum(lengths[: consensus.rank])
                 own = slice(begin, begin + lengths[consensus.rank])
@@ -259,6 +279,8 @@ class Exchanges:
             return list(map(_Piece, wide, plan.divided))
 
         def combine(rows: Any, name: str) -> Any:
+            # What was received is one part of each rank, all of the same shape, as
+            # every rank sends this rank the same rows.
             shape = len(rows) // consensus.size, *rows.shape[1:]
             parts = list(rows.reshape(consensus.size, *shape))
             return _combine(op, parts, f"{name} on rank {consensus.rank}")
@@ -266,6 +288,8 @@ class Exchanges:
         with consensus.lock:
             pieces = consensus.guard(plan.call.operation, prepare)
             consensus.compare(plan.call, plan.number, timeout=timeout)
+            # Each rank sends the same number of rows to this rank: rows of the table
+            # are equal.
             by_leaf = [np.array([p.lengths] * consensus.size) for p in pieces]
             deadline = deadline_of(plan.options)
             received = self._receive(plan, pieces, by_leaf, deadline)
@@ -274,6 +298,9 @@ class Exchanges:
             def combine_all() -> list[Any]:
                 return check_each(received, plan.structure.spec, combine)
 
+            # Only sums and products of integers can fail after the exchange. Such an
+            # error is on one rank alone (each has another part), so the ranks must
+            # agree once more.
             if op is not ReduceOp.PRODUCT and not arithmetic.is_integer_sum(
                 op, plan.out
             ):
@@ -286,6 +313,8 @@ class Exchanges:
         results = []
         for total, dtype, i in zip(totals, plan.out, plan.axes, strict=True):
             if op is ReduceOp.MEAN:
+                # True division, so a mean of integers is a float; no rank divides
+                # before adding.
                 total = total / consensus.size
             results.append(_axis_back(total.astype(dtype, copy=False), i))
         return results
@@ -294,6 +323,8 @@ class Exchanges:
         """Return how many rows each rank gets: by default the same, or almost."""
         ranks = self._consensus.size
         if lengths is None:
+            # The contract of slices of batches: ceil(rows / ranks) for each, fewer or
+            # none for the last ranks.
             share = -(-rows // ranks)
             starts = [min(rank * share, rows) for rank in range(ranks + 1)]
             return [stop - start for start, stop in itertools.pairwise(starts)]
@@ -341,8 +372,12 @@ class Exchanges:
             width * int(max(lengths.sum(axis=0).max(), lengths.sum(axis=1).max()))
             for width, lengths in zip(widths, everyone, strict=True)
         ]
+        # A copy, as results of several ranks never alias the arguments either.
         if consensus.size == 1:
             return [piece.rows.copy() for piece in pieces]
+        # Allocating much may fail on one rank, so the ranks agree after it. For little,
+        # the extra round would cost more than the exchange. `sizes` are equal on all
+        # ranks, so all take the same branch.
         if sum(sizes) >= _LARGE_BYTES:
             received = consensus.guard(plan.call.operation, reserve)
             call = CallSignature(plan.call.operation, (("step", "exchanging"),))
@@ -352,6 +387,7 @@ class Exchanges:
         for piece, lengths, place, size in zip(
             pieces, everyone, received, sizes, strict=True
         ):
+            # MPI counts elements of the flattened rows.
             width = math.prod(piece.rows.shape[1:])
             counts = (
                 (lengths[rank] * width).tolist(),
@@ -371,6 +407,8 @@ class Exchanges:
     ) -> None:
         way = self._transports.exchange(arrays.is_device_array(send))
         if way is not None:
+            # In pieces if any rank sends or gets more than MPI counts in 32 bits:
+            # `size` is the maximum over all ranks, so that all choose the same way.
             is_large = size > way.most_bytes
             self._transports.count(way.name, receive.nbytes)
             way.alltoallv(

@@ -100,8 +100,12 @@ class Gathers:
           structure: of the value.
         """
         on_gpu = any(map(arrays.is_device_array, given))
+        # What travels with the lengths must be in host memory; and whoever asks for MPI
+        # by name gets MPI's own call.
         carries = not on_gpu and not is_direct(options)
         counts = self._counts.plan(call, len(given), options, carries)
+        # Bytes of one row: lengths differ between ranks, so sizes are known only after
+        # the exchange, as lengths times this.
         row_bytes = [
             math.prod(packing.without(a.shape, (i,))) * a.dtype.itemsize
             for a, i in zip(given, axes)
@@ -119,8 +123,10 @@ class Gathers:
         lengths = [a.shape[i] for a, i in zip(given, plan.axes)]
         with self._consensus.lock:
             everyone, readers = self._counts.exchange(plan.counts, lengths, given)
+            # Arrays were too large to travel: only lengths are known so far.
             if readers is None:
                 return self._gather(plan, given, np.array(everyone, np.int64))
+            # They travelled with the lengths: cut them out of what each rank published.
             results = []
             for j, (array, axis) in enumerate(zip(given, plan.axes)):
                 before, behind = array.shape[:axis], array.shape[axis + 1 :]
@@ -145,11 +151,13 @@ class Gathers:
         deadline = deadline_of(options)
         # Packs must be the same on all ranks, so sizes are those of the results
         lengths = lengths.reshape(self._ranks, len(given))
+        # From here on all decisions follow from `sizes`, which are equal on all ranks.
         sizes = (lengths.sum(axis=0) * plan.row_bytes).tolist()
 
         def reserve() -> list[_Pack]:
             return self._reserve(given, axes, sizes, options)
 
+        # A large allocation may fail on one rank alone; agree before any data moves.
         if self._ranks > 1 and sum(sizes) >= _LARGE_BYTES:
             operation = plan.counts.call.operation
             packs = self._consensus.guard(operation, reserve)
@@ -193,12 +201,16 @@ class Gathers:
         packs, rest = [], []
         for j, (value, axis) in enumerate(zip(given, axes, strict=True)):
             is_large = sizes[j] >= _LARGE_BYTES and _outer(value, axis) > 1
+            # With _outer() == 1 a plain gather puts rows in order already, so that
+            # nothing is saved by placing.
             if is_large and self._can_place(value, options):
                 received = self._results.empty(sizes[j] // value.dtype.itemsize, value)
                 send = arithmetic.contiguous(value, value.dtype)
                 packs.append(_Pack([j], send, received, True))
             else:
                 rest.append(j)
+        # The rest is packed by dtype, in the order in which it was given: equal on all
+        # ranks.
         groups = packing.groups(
             [given[j] for j in rest], [sizes[j] for j in rest], options.bytes_per_pack
         )
@@ -218,6 +230,7 @@ class Gathers:
     def _can_place(self, value: Any, options: CommunicationOptions) -> bool:
         """Return whether ranks can put parts where they belong in the result."""
         in_node = self._transports.intra_node
+        # Only ranks that share all memory can write into each other's columns.
         if in_node is None or in_node.name != "shared" or is_direct(options):
             return False
         return isinstance(value, np.ndarray) and value.dtype.itemsize < _LARGE_BYTES
@@ -229,6 +242,7 @@ class Gathers:
         shape = packing.with_length(value.shape, axis, int(lengths.sum()))
         received = pack.received
         outer = _outer(value, axis)
+        # Elements of one row, which lie together.
         inner = math.prod(value.shape[axis + 1 :])
         in_node = self._transports.intra_node
         assert in_node is not None
@@ -257,8 +271,10 @@ class Gathers:
         widths = [
             math.prod(packing.without(v.shape, (i,))) for v, i in zip(values, axes)
         ]
+        # By rank: how many elements of the pack it contributes.
         counts = (lengths * widths).sum(axis=1).tolist()
         send, received = pack.send, pack.received
+        # One rank: no communication.
         if len(counts) == 1:
             received[...] = send.reshape(-1)
         else:
@@ -270,6 +286,7 @@ class Gathers:
             shape = packing.with_length(values[0].shape, axes[0], total)
             yield received.reshape(shape)
             return
+        # Rank by rank, and within a rank array by array: find where each part begins.
         starts = np.cumsum([0, *counts[:-1]])
         offsets = starts[:, None] + np.cumsum(lengths * widths, axis=1)
         offsets = offsets - lengths * widths

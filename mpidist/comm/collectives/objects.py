@@ -87,8 +87,10 @@ class Objects:
         def prepare() -> list[Any]:
             text, given = self._encode(value)
             header = text.encode()
+            # Everything as bytes: one gather for the text and all arrays of the object.
             parts = [arrays.to_host(a).tobytes() for a in given]
             payload = np.frombuffer(b"".join([header, *parts]), np.uint8)
+            # The sizes are gathered as a second array, since payloads differ in length.
             return [payload, np.array([len(header), payload.size])]
 
         with consensus.lock:
@@ -110,6 +112,7 @@ class Objects:
             array = arrays.to_array(leaf, name)
             if arrays.is_device_array(array):
                 self._transports.require_reachable(array, name)
+            # Contiguous copies, because bytes are sent.
             given.append(arithmetic.contiguous(array, array.dtype))
             kind = "scalar" if isinstance(leaf, np.generic) else "array"
             kind = "GPU" if arrays.is_device_array(array) else kind
@@ -119,10 +122,12 @@ class Objects:
 
     def _broadcast_text(self, text: str, root: int) -> str:
         """Return the text of rank `root`. Collective."""
+        # MPI itself: the text is in host memory, whatever device the strategy uses.
         way = self._transports.exchange(is_device=False)
         assert way is not None
         found = np.frombuffer(text.encode(), np.uint8).copy()
         size = np.array([found.size])
+        # The root's size first, so that the others can make room.
         way.broadcast(size, root, None)
         if root != self._consensus.rank:
             found = np.empty(int(size[0]), np.uint8)
@@ -146,6 +151,7 @@ def _decode_with_arrays(payload: Any, header: int) -> Any:
         _, text, shape = kind
         dtype = dtype_of(text)
         stop = place + math.prod(shape) * dtype.itemsize
+        # Copied: a slice of bytes need not be aligned for its dtype.
         array = payload[place:stop].copy().view(dtype).reshape(shape)
         place = stop
         return _as_given(array, kind)

@@ -119,6 +119,7 @@ class Collectives:
           ArgumentError for a sum of integers that does not fit their dtype.
         """
         key, detail = None, None
+        # A custom reduction gets a plan each time: it may not pack.
         if reduce_arrays is None and isinstance(reduce_op, OP_TYPES):
             detail = reduce_op if options is None else detail_of(reduce_op, options)
         if detail is not None:
@@ -127,8 +128,11 @@ class Collectives:
                 operation,
                 lambda: self._plans.find(operation, detail, value, kind_of),
             )
+            # Fast path for repeated all-reduces: skip the checks that already passed.
             if plan is not None:
                 return plan.structure.give_back(self._execute(plan, leaves), leaves)
+        # Sparse leaves are looked for only where no plan was found: a plan exists for
+        # dense values alone.
         if key is None and self.consensus.guard(operation, lambda: has_slices(value)):
             return self._slices.reduce(
                 operation,
@@ -140,6 +144,8 @@ class Collectives:
                 ),
             )
 
+        # Everything that may fail for one rank's arguments, before the ranks compare
+        # calls.
         def make() -> tuple[ReducePlan, list[Any], list[Any]]:
             return self._plan(
                 operation,
@@ -149,6 +155,7 @@ class Collectives:
                 may_pack=reduce_arrays is None,
             )
 
+        # Held over plan and execution: two threads of a rank must not interleave.
         with self.consensus.lock:
             plan, leaves, given = self.consensus.guard(operation, make)
             results = self._execute(plan, given, reduce_arrays)
@@ -189,8 +196,11 @@ class Collectives:
           reduce_arrays: what does the work, in place of transports.
         """
         with self.consensus.lock:
+            # Small: the numbers travel with the comparison of signatures, in one round.
             if plan.packs:
                 return self._packed.reduce(plan, given)
+            # Plain numbers become arrays only here: the packed path takes them as they
+            # are.
             values = [a if hasattr(a, "dtype") else np.asarray(a) for a in given]
             if reduce_arrays is None:
                 return self.reduce_large(
@@ -206,6 +216,7 @@ class Collectives:
         """Return what `to_arrays` does, if there are transports for the arrays."""
         validation.instance("options", options, CommunicationOptions)
         leaves, spec, given = to_arrays(value)
+        # One rank moves nothing, so it can reduce arrays wherever they are.
         if self.size > 1:
             check_each(given, spec, self.transports.require_reachable)
             self.transports.require_implementation(implementation_of(options))
@@ -218,6 +229,7 @@ class Collectives:
         out, partial = self._to_add(op, values, options)
         if self.size == 1:
             return Summands(out, partial)
+        # The flag "may overflow" is added up along with the arrays, at no extra round.
         if arithmetic.is_integer_sum(op, out):
             partial.append(self._count_large(partial))
         place = self.sums.place_of(partial, options)
@@ -248,6 +260,7 @@ class Collectives:
             self._check_integers(
                 summands.partial, totals, options, self.sums.sum_arrays
             )
+            # The flag is no result
             del totals[-1]
         return arithmetic.finish(op, totals, summands.out, self.size, self._empty)
 
@@ -317,6 +330,8 @@ class Collectives:
           options: see `CommunicationOptions`.
           sum_arrays: adds arrays up.
         """
+        # The total of all ranks' flags: zero on all or none, so all return here
+        # together.
         if not totals[-1][0]:
             return
         integers = [j for j, a in enumerate(partial) if a.dtype.kind in "iu"]
@@ -348,6 +363,8 @@ class Collectives:
           options: see `CommunicationOptions`.
         """
         timeout = options.timeout_seconds
+        # Reserve, compare, move: what may fail comes before the comparison, and a
+        # failure is reported in it.
         with self.consensus.lock:
             if not op.adds:
                 packs = self.consensus.guard(
@@ -359,6 +376,8 @@ class Collectives:
             summands = self.consensus.guard(
                 call.operation, lambda: self._summands(op, values, options)
             )
+            # `place` is compared with the call: is_symmetric is true if all ranks
+            # passed the same.
             is_symmetric = self.consensus.compare(call, number, summands.place, timeout)
             return self._reduce(op, summands, options, is_symmetric)
 
@@ -458,6 +477,7 @@ class Collectives:
 
         def prepare() -> tuple[list[Any], nest.Spec, list[Any]]:
             leaves, spec, given = self._take(value)
+            # The copy is what MPI writes into: arguments stay as they are.
             return leaves, spec, [array.copy(order="C") for array in given]
 
         with self.consensus.lock:

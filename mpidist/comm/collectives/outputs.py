@@ -33,6 +33,8 @@ class Results:
         """
         dtype = like.dtype if dtype is None else np.dtype(dtype)
         is_large = size * dtype.itemsize >= _LARGE_BYTES
+        # Only large ones, and only on the host: page faults of new memory cost more
+        # than the reduction, while CuPy has a pool of its own.
         if is_large and isinstance(like, np.ndarray):
             return self._buffers.empty((size,), dtype)
         return arrays.namespace(like).empty(size, dtype)
@@ -64,12 +66,15 @@ class StepResults(Results):
         dtype = like.dtype if dtype is None else np.dtype(dtype)
         size_bytes = size * dtype.itemsize
         is_here = isinstance(like, np.ndarray) == isinstance(self._rest, np.ndarray)
+        # More than `begin` was told, or elsewhere: memory of its own.
         if size_bytes > self._rest.size or not is_here:
             return super().empty(size, like, dtype)
         taken = self._rest[:size_bytes]
+        # The next result begins at a cache line.
         self._rest = self._rest[-(-size_bytes // _LINE_BYTES) * _LINE_BYTES :]
         return taken.view(dtype)
 
     def end(self) -> None:
         """Hold the memory no longer: it is free once its results are."""
+        # A view of it keeps the memory of the step alive, hence none.
         self._rest = np.empty(0, np.uint8)

@@ -122,6 +122,7 @@ class AxisReductions:
         wanted = _DEFAULT if options is None else options
         kind, detail = kind_along(axis), None
         is_known = kind is not None and isinstance(reduce_op, OP_TYPES)
+        # Only checked arguments may be part of a key.
         if is_known and sum_arrays is None:
             detail = detail_of((reduce_op, axis), options)
         return self._plans.run(
@@ -149,6 +150,7 @@ class AxisReductions:
         axes = check_each(
             given, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
         )
+        # The reduced axis is left out: its length may differ between ranks.
         described = tuple(
             describe_as(a, packing.without(a.shape, drop))
             for a, drop in zip(given, axes)
@@ -157,9 +159,12 @@ class AxisReductions:
         call = CallSignature(operation, agreed, spec, described)
         structure, dtypes = Structure.of(spec, leaves), [a.dtype for a in given]
         plan = AxisPlan(call, digest(call), op, options, structure, dtypes, axes)
+        # Run once on arrays without rows, which shows dtypes and shapes of what is
+        # sent.
         sent = self._reduce_own(plan, list(map(_without_rows, given, axes))).sent
         if not op.adds:
             along = [0] * len(sent)
+            # MIN, MAX and PRODUCT: one row per rank is gathered, then combined.
             gather = self._gathers.plan(call, sent, along, options)
             plan = plan._replace(gather=gather)
         elif sum_arrays is None and self._packed.fits(ReduceOp.SUM, sent, options):
@@ -195,6 +200,7 @@ class AxisReductions:
         packs: Sequence[Any] = ()
 
         def prepare() -> _Partial:
+            # The plan is cached and shared by threads; packs belong to this call.
             nonlocal packs
             found = self._reduce_own(plan, given)
             is_large = plan.op.adds and plan.packed is None and sum_arrays is None
@@ -203,6 +209,8 @@ class AxisReductions:
             return found
 
         with consensus.lock:
+            # A reduction of this rank's rows may fail (memory): all learn that before
+            # the exchange.
             found = consensus.guard(plan.call.operation, prepare)
             if plan.gather is not None:
                 gathered = self._gathers.execute(plan.gather, found.sent)

@@ -50,11 +50,13 @@ class Pack(NamedTuple):
 
     def fill(self, page: Any, leaves: Sequence[Any]) -> None:
         """Write the leaves into `page`, an array of this dtype and shape."""
+        # Alone: the page has the leaf's own shape, so the result needs no reshape.
         if self.alone is not None:
             page[...] = leaves[self.alone]
             return
         end = page.size - len(self.scalars)
         if self.arrays:
+            # One call for all arrays, whose cost is per call rather than per byte.
             rows = [leaves[i].reshape(-1) for i in self.arrays]
             np.concatenate(rows, out=page[:end], casting="same_kind")
         for position, i in enumerate(self.scalars, end):
@@ -68,6 +70,8 @@ class Pack(NamedTuple):
         for i, (cut, shape) in zip(self.arrays, self.cuts):
             results[i] = total[cut].reshape(shape)
         for position, i in enumerate(self.scalars, total.size - len(self.scalars)):
+            # A view of length 1, not an item: results are arrays, and can be written
+            # to.
             results[i] = total[position : position + 1].reshape(())
 
 
@@ -119,6 +123,7 @@ class PackedReductions:
 
         That depends only on what must be the same on all ranks.
         """
+        # What fits on a page beside the call signature: see `Comparison`.
         limit = self._consensus.comparison.payload_bytes
         if self._consensus.size == 1:
             limit = _ALONE_BYTES
@@ -126,6 +131,7 @@ class PackedReductions:
             return False
         on_gpu = sum(map(arrays.is_device_array, given))
         if on_gpu:  # each has to be copied twice
+            # Down to the host, and up again.
             limit = min(limit, _GPU_BYTES)
         if on_gpu > _GPU_ARRAYS or (on_gpu and self._consensus.size == 1):
             return False
@@ -153,6 +159,7 @@ class PackedReductions:
         packs = _make_packs(op, given) if packed else []
         pages, comparison = None, self._consensus.comparison
         is_alone = self._consensus.size == 1
+        # One rank has no pages to share; it fills arrays of its own.
         if packs and not is_alone and isinstance(comparison, PayloadComparison):
             pages = comparison.pages([(pack.dtype, pack.shape) for pack in packs])
         return ReducePlan(
@@ -176,6 +183,7 @@ class PackedReductions:
 
         def fill(pages: Sequence[Any]) -> bool:
             """Write this rank's packs; return whether their sums may overflow."""
+            # One copy for all GPU arrays, before the ranks wait for each other.
             host = self._copies.down(given) if plan.is_on_gpu else given
             for pack, page in zip(plan.packs, pages):
                 pack.fill(page, host)
@@ -185,6 +193,8 @@ class PackedReductions:
 
         consensus, timeout = self._consensus, plan.options.timeout_seconds
         if plan.pages is None:  # of one rank
+            # `fill` still converts and packs, so that one rank gives the same dtypes as
+            # many.
             alone = [np.empty(pack.shape, pack.dtype) for pack in plan.packs]
             fill(alone)
             parts: Sequence[Sequence[Any]] = [(a,) for a in alone]
@@ -192,6 +202,8 @@ class PackedReductions:
             payload = Payload(plan.pages, fill)
             parts = consensus.exchange(plan.call, plan.number, payload, timeout)
         results: list[Any] = [None] * len(given)
+        # `parts` are views of shared pages, valid until the next exchange: `combine`
+        # makes totals of our own.
         for pack, everyone in zip(plan.packs, parts):
             total = plan.combine(everyone)
             if plan.divisor:
@@ -199,6 +211,7 @@ class PackedReductions:
             if pack.dtype != pack.out:
                 total = total.astype(pack.out)
             pack.take_apart(total, results)
+        # The flag of any rank counts on all, so that all check, or none does
         if plan.has_integers and (
             plan.op is ReduceOp.PRODUCT or consensus.comparison.is_any_large
         ):
@@ -224,7 +237,9 @@ class PackedReductions:
 
 def _make_packs(op: ReduceOp, given: Sequence[Any]) -> list[Pack]:
     """Return how arrays are packed: those of one dtype, with one dtype as result."""
+    # Arrays of length 0 show which dtypes a reduction sends and returns.
     out, partial = arithmetic.to_add(op, [a.reshape(-1)[:0] for a in given])
+    # By both dtypes: float16 and float32 go apart, though both are sent as float32
     groups: dict[Any, list[int]] = {}
     for i, (dtype, empty) in enumerate(zip(out, partial)):
         groups.setdefault((empty.dtype, dtype), []).append(i)

@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 OP_TYPES = (str, ReduceOp)  # what else is given for a reduce_op is an error
+# So that a program whose shapes never repeat does not fill memory.
 _MOST = 1000  # plans that are kept
 _NUMBERS = {float, complex, np.float32, np.float64, np.complex64, np.complex128}
 _FLAT = (list, tuple)
@@ -55,6 +56,7 @@ class Structure(NamedTuple):
         strangers = [i for i, a in enumerate(leaves) if type(a) is not np.ndarray]
         if spec.type is None:
             return cls(spec, None, strangers)
+        # The common nests, a flat list or tuple, are rebuilt without optree.
         count = len(leaves)
         is_flat = spec.type in _FLAT and spec.num_children == count
         is_flat = is_flat and spec.num_nodes == count + 1
@@ -62,6 +64,7 @@ class Structure(NamedTuple):
 
     def give_back(self, results: list[Any], leaves: Sequence[Any]) -> Any:
         """Return results as the nest, and the kinds of leaves, that were given."""
+        # Results are NumPy arrays; leaves of another library get theirs back.
         for i in self.strangers:
             results[i] = arrays.like(results[i], leaves[i])
         if self.kind is None:
@@ -92,8 +95,10 @@ class PlanCache:
           value: a nest; components of distributed values are its leaves.
           kind: what leaves with the same plan have in common; None if that is unknown.
         """
+        # Of a distributed value this rank has one component.
         if type(value) in _DISTRIBUTED:
             value = value.values[0]
+        # The cheapest way comes first: one array costs no tuple of kinds.
         if type(value) is np.ndarray:
             found = kind(value)
             key = None if found is None else (operation, detail, found)
@@ -102,6 +107,8 @@ class PlanCache:
         if structure in _FLAT:
             leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in value]
             kinds = tuple(map(kind, leaves))
+            # A leaf of unknown kind is converted each time, so a plan cannot be looked
+            # up.
             if None not in kinds:
                 key = operation, detail, (structure, kinds)
                 return key, self._known.get(key), leaves
@@ -120,6 +127,8 @@ class PlanCache:
 
         Not if leaves have to be converted each time, as arrays of swapped bytes have.
         """
+        # Plans take leaves as they are. An array that had to be converted is no proof
+        # that the next one of this key may go through unconverted.
         are_plain = all(
             a is leaf or type(leaf) in _NUMBERS for a, leaf in zip(given, leaves)
         )
@@ -153,9 +162,12 @@ class PlanCache:
             )
             if plan is not None:
                 return plan.structure.give_back(execute(plan, leaves), leaves)
+        # Held over plan and execution: two threads of a rank must not interleave.
         with consensus.lock:
             plan, leaves, given = consensus.guard(operation, make)
             results = execute(plan, given)
+        # Kept only once it has been executed: a plan whose call failed is made anew, so
+        # that the same error is found again.
         self.keep(key, plan, leaves, given)
         return plan.structure.give_back(results, leaves)
 
@@ -188,6 +200,7 @@ def kind_along(axis: Any) -> Kind | None:
     Args:
       axis: an integer, or several.
     """
+    # `is int`, as True is an int by isinstance, and no axis.
     if type(axis) is int:
         return _kind_along((axis,))
     if type(axis) is tuple and all(type(i) is int for i in axis):
@@ -205,10 +218,13 @@ def _kind_along(axes: tuple[int, ...]) -> Kind:
         else:
             return None
         ndim = leaf.ndim
+        # The usual axis; shape[1:] is the fastest to make.
         if axes == (0,) and ndim:
             return where, leaf.dtype, ndim, leaf.shape[1:]
         dropped = {i + ndim if i < 0 else i for i in axes}
         rest = tuple([n for i, n in enumerate(leaf.shape) if i not in dropped])
+        # An axis out of range, or one named twice, leaves another number of dimensions:
+        # no key, so that the slow path raises the error.
         is_whole = len(rest) + len(axes) == ndim
         return (where, leaf.dtype, ndim, rest) if is_whole else None
 

@@ -84,8 +84,12 @@ class Sums:
     def place_of(self, given: Sequence[Any], options: CommunicationOptions) -> int:
         """Return `SymmetricMemory.place_of` if it helps that arrays are symmetric."""
         in_node = self._transports.intra_node
+        # In-place reduction only helps where the transport is the node's own and
+        # numbers keep their width.
         if in_node is None or is_direct(options) or options.compression:
             return 0
+        # Reproducible sums need the order of the ranks, which not every transport
+        # keeps.
         if options.reproducible and not in_node.is_ordered:
             return 0
         return self._symmetric.place_of(given)
@@ -100,6 +104,7 @@ class Sums:
 
         float16 and bfloat16 are added up in float32, which the sums have then.
         """
+        # A copy: results never alias arguments.
         if self._ranks == 1:
             return [value.copy() for value in values]
         return self.sum_packs(self.reserve(values, options, transport), options)
@@ -123,6 +128,8 @@ class Sums:
         """
         near: list[int] = []
         if is_symmetric:
+            # Those in symmetric memory, which all ranks of the node read where they
+            # lie.
             places = map(self._symmetric.everyone, values)
             near = [j for j, place in enumerate(places) if place is not None]
         far = [j for j in range(len(values)) if j not in set(near)]
@@ -132,6 +139,8 @@ class Sums:
             sizes = [value.nbytes for value in given]
             for numbers in packing.groups(given, sizes, size_bytes):
                 sends = [given[k] for k in numbers]
+                # Sums of 16-bit floats are accumulated in float32; see
+                # `Transport.allreduce_sum`.
                 dtype = np.float32 if arrays.is_float16(sends[0].dtype) else None
                 size = sum(send.size for send in sends)
                 total = self._results.empty(size, sends[0], dtype)
@@ -151,6 +160,7 @@ class Sums:
         """Return what sends an array in a narrower dtype between nodes, if it must."""
         if options.compression is None or arrays.is_device_array(send):
             return None
+        # Integers and 16-bit numbers would not become narrower.
         if send.dtype.kind != "f" or send.dtype.itemsize <= 2:
             return None
         return self._transports.narrowing(
@@ -163,6 +173,7 @@ class Sums:
         is_ordered = options.reproducible or arrays.is_float16(send.dtype)
         is_device = arrays.is_device_array(send)
         way = transport
+        # A transport that was chosen for all is replaced where it cannot do this pack.
         if way is None or way.device != is_device or (is_ordered > way.is_ordered):
             way = self.transport(options, is_ordered, is_device)
         return way

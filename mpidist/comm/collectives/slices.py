@@ -90,13 +90,18 @@ class SliceReductions:
                 ("dense_shape", shapes),
                 *option_fields(options),
             )
+            # The number of rows may differ between ranks; all other dimensions must
+            # agree.
             described = describe_but(given, [0] * len(given))
             call = CallSignature(name, agreed, nest.flatten(given)[1], described)
             plan = self._gathers.plan(call, given, [0] * len(given), options)
             gathered = self._gathers.execute(plan, given)
         results: list[Any] = list(leaves)
+        # Values and indices of each leaf were taken one after the other.
         for i, values, indices in zip(sparse, gathered[::2], gathered[1::2]):
             results[i] = self._join(op, leaves[i], values, indices)
+        # Outside of the lock, as this is a collective of its own with a lock of its
+        # own.
         dense = [i for i in range(len(leaves)) if i not in set(sparse)]
         if dense:
             reduced = reduce_dense(op, [leaves[i] for i in dense])
@@ -131,6 +136,8 @@ class SliceReductions:
     ) -> IndexedSlices:
         if op is ReduceOp.MEAN:
             out = arrays.mean_dtype(values.dtype)
+            # Each rank's rows are divided by the number of ranks: whoever adds rows
+            # with equal indices has the mean.
             wide = values.astype(arrays.accumulator_dtype(out), copy=False)
             values = (wide / self._consensus.size).astype(out, copy=False)
         return IndexedSlices(

@@ -77,6 +77,7 @@ def raise_difference(
       DivergenceError: the operations differ.
       MismatchError: the operations agree, but not the rest of the call.
     """
+    # A failure explains the difference: the rank that failed makes another call.
     if any(r.error is not None for r in records):
         _raise_failure(records, error, rank)
     if len({r.operation for r in records}) > 1:
@@ -95,12 +96,16 @@ def raise_difference(
 def _raise_failure(
     records: Sequence[CallReport], error: Exception | None, rank: int
 ) -> NoReturn:
+    # A rank that has not failed raises the error of the lowest rank that has.
     first = next(r for r in records if r.error is not None)
     is_copy = error is None
     if error is None:
+        # This rank did not fail: it raises a copy, with the other rank's traceback as
+        # text.
         assert first.error is not None
         error = load_error(first.error, first.origin)
         error.__cause__ = RemoteError(f"on rank {first.origin}:\n{first.report}")
+    # Kept if it is set: the error may have come from another rank before.
     if not hasattr(error, "origin_rank"):
         with contextlib.suppress(AttributeError):
             origin = first.origin if is_copy else rank
@@ -111,6 +116,7 @@ def _raise_failure(
 def left(rank: int, error: BaseException, last: Entry | None) -> str:
     """Describe how a rank has left its last call by an error of its own."""
     operation, site = "a collective", call_site()
+    # Still in a call: name that, and not the line that is running now.
     if last is not None and last.ended is None:
         operation, site = last.operation, last.site
     reason = type(error).__name__ + (f": {error}" if str(error) else "")

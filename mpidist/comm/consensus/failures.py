@@ -42,6 +42,7 @@ def _is_loss(error: BaseException) -> bool:
     """Return whether an error of MPI means that a rank has died."""
     if not isinstance(error, MPI.Exception) or not can_survive():
         return False
+    # Other errors of MPI are faults of the program, and no rank is lost.
     return error.Get_error_class() in _CLASSES
 
 
@@ -71,17 +72,24 @@ def agree(comm: MPI.Intracomm, is_well: bool, limit_seconds: float = math.inf) -
     """
     start = now = time.monotonic()
     while True:
+        # Without acknowledging, MPI_Comm_agree fails as long as a failed rank is
+        # unknown here.
         comm.Ack_failed()
+        # In and out: MPI replaces it by the AND over all survivors.
         flag = np.array([is_well], np.intc)
         request = comm.Iagree(flag)
         try:
             while not request.Test():
+                # Sleep longer the longer it takes: at first microseconds, to answer
+                # fast, then long pauses, to leave the core to others.
                 time.sleep(min((now - start) / 4, _LONG_PAUSE_SECONDS))
                 now = time.monotonic()
                 if now - start > limit_seconds:
                     raise DeadlineError(f"waited {now - start:.1f} s for other ranks")
             return bool(flag[0])
         except MPI.Exception as error:
+            # A further rank died during the agreement. All survivors see that, so all
+            # try again.
             if not _is_loss(error):
                 raise
 
@@ -114,8 +122,10 @@ class FailureDetector:
         self._comms = [comm]
         self._callbacks: list[Callable[[], None]] = []
         self.is_needed = comm.Get_size() > 1 and can_survive()
+        # All ranks must have made it before any may revoke it: see above.
         if self.is_needed:
             agree(comm, True)
+        # MPI names failed processes by their rank in the world.
         world = comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
         self._ranks = {number: rank for rank, number in enumerate(world)}
         if self.is_needed:
@@ -123,6 +133,7 @@ class FailureDetector:
 
     def close(self) -> None:
         """Unregister; a second call does nothing. Not collective."""
+        # Twice is fine: error paths close, and so does the normal end.
         if self in FailureDetector.in_use:
             FailureDetector.in_use.remove(self)
 
@@ -135,6 +146,8 @@ class FailureDetector:
             agree(comm, True)
         with FailureDetector._guard:
             self._comms.append(comm)
+            # A death was noticed between the Dup and here: revoke at once, or the
+            # others would wait in the new communicator.
             if self.ranks:
                 comm.Revoke()
         return comm
@@ -144,6 +157,8 @@ class FailureDetector:
         with FailureDetector._guard:
             if comm in self._comms:
                 self._comms.remove(comm)
+        # With dead ranks, MPI_Comm_free would wait for them; memory is given up
+        # instead.
         if not self.ranks:
             with Pending("freeing a communicator", comm):
                 comm.Free()
@@ -156,13 +171,17 @@ class FailureDetector:
     def poll() -> None:
         """Ask MPI which ranks have died; revoke their communicators. Any thread."""
         dead: set[int] = set()
+        # `stop_polling` takes the same lock: no poll is inside MPI while it is
+        # finalized.
         with FailureDetector._polling:
             if not FailureDetector._is_over and not MPI.Is_finalized():
                 MPI.COMM_SELF.Iprobe()  # MPI detects failures while it makes progress
                 group = MPI.COMM_WORLD.Get_failed()
                 dead.update(group.Translate_ranks(None, MPI.COMM_WORLD.group))
+                # MPI groups are handles that leak unless they are freed.
                 group.Free()
         if dead:
+            # A copy of the list: another thread may close one meanwhile.
             for failures in list(FailureDetector.in_use):
                 failures._note(dead)
 
@@ -178,8 +197,11 @@ class FailureDetector:
             is_first = bool(ranks) and not self.ranks
             self.ranks = ranks
             if is_first:
+                # Revoking ends the waits of ranks that are inside a collective with the
+                # dead.
                 for comm in self._comms:
                     comm.Revoke()
+        # Outside of the lock: callbacks may use communicators.
         if is_first:
             for fn in self._callbacks:
                 fn()
@@ -206,10 +228,13 @@ class FailureDetector:
         For the end of each collective: those of Open MPI 5 that a death
         or MPI_Comm_revoke interrupts do not all say so, but may leave garbage behind.
         """
+        # MPI said that somebody died, but not yet who.
         if error is not None and _is_loss(error):
             self.wait_for_names()
         elif self.is_needed and not self.ranks:
             FailureDetector.poll()
+            # Another rank may have noticed first, and revoked, before MPI told this
+            # rank.
             with FailureDetector._guard:
                 is_revoked = any(comm.Is_revoked() for comm in self._comms)
             if is_revoked:

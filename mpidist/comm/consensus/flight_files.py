@@ -38,6 +38,7 @@ __all__ = [
 FORMAT = 2
 CALLS = 1000
 WORDS = 5
+# Columns of a row in the ring; each row is one call.
 NUMBER, KIND, BEGUN, ENDED, STEP = range(WORDS)
 RING_BYTES = 8 * WORDS * CALLS
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
@@ -87,9 +88,11 @@ class FlightFiles:
         self._made: list[Path] = []
         folder.mkdir(parents=True, exist_ok=True)
         try:
+            # The ring before the text: a reader that finds text finds a ring, too.
             self.ring = self._make_ring()
             self._text = self._create(self._text_path)
             _write(self._text, self._header)
+        # Nothing half-made stays behind.
         except BaseException:
             self.close(is_kept=False)
             raise
@@ -106,6 +109,7 @@ class FlightFiles:
             _reserve(file, RING_BYTES)
             return mmap.mmap(file, RING_BYTES)
         finally:
+            # The mapping keeps the file alive.
             os.close(file)
 
     def add(
@@ -145,21 +149,25 @@ class FlightFiles:
         Raises:
           OSError: it cannot be written.
         """
+        # Line 0 is the header, which is written anew.
         lines = self._text_path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines[1:] if json.loads(line)["kind"] in kinds]
         file = self._create(self._new_path)
         try:
             _write(file, b"".join([self._header, *kept]))
+            # rename is atomic: a reader sees the old text or the new one, whole.
             os.replace(self._new_path, self._text_path)
         except BaseException:
             os.close(file)
             raise
+        # It has the final name now, so it must not be removed under the old one.
         self._made.remove(self._new_path)
         os.close(self._text)
         self._text = file
 
     def detach(self) -> None:
         """Leave the files to the parent of this process, which has forked."""
+        # An empty list: the child closes its copies and removes nothing.
         self._made.clear()
         self.close(is_kept=True)
 
@@ -182,6 +190,8 @@ def _create(path: Path) -> int:
     """
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISREG(path.lstat().st_mode):
+            # Files of a former job go; a link, a FIFO or a folder stays, and O_EXCL
+            # refuses it.
             path.unlink()
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, 0o666)
@@ -200,6 +210,7 @@ def _reserve(file: int, size_bytes: int) -> None:
 
 
 def _write(file: int, data: bytes) -> None:
+    # os.write may write less than it was given.
     while data:
         data = data[os.write(file, data) :]
 

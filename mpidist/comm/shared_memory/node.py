@@ -61,8 +61,11 @@ class NodeMemory:
     def __init__(self, topology: Topology, consensus: Consensus):
         self._topology = topology
         self._consensus = consensus
+        # By number: creation is collective, so a number means the same share on all
+        # ranks.
         self._shares: dict[int, _Share] = {}
         self._numbers = itertools.count()
+        # Where ranks have died windows cannot be freed; give their pages back instead.
         consensus.failures.at_end.append(self._abandon)
 
     def __len__(self) -> int:
@@ -75,10 +78,14 @@ class NodeMemory:
         """
         owned = [n for n, s in self._shares.items() if s.owner() is owner]
         mine = max(owned, default=None)
+        # Weak references die at another moment on each rank, so freeing is decided
+        # together.
         gone = {n for n, s in self._shares.items() if s.owner() is None}
         everyone = self._consensus.gather(_CALL, (mine, gone))
+        # In the order of their numbers: MPI_Win_free is collective, and must match.
         for number in sorted(set.intersection(*(gone for _, gone in everyone))):
             self._shares.pop(number).free()
+        # One rank without it, or with another one: nobody uses it.
         if mine is None or any(number != mine for number, _ in everyone):
             return None
         return self._shares[mine].storage
@@ -96,6 +103,8 @@ class NodeMemory:
           ArgumentError: some node does not have enough memory left.
           LaunchError: MPI does not let several threads use it.
         """
+        # Bytes are compared, too: ranks that computed other sizes must not share a
+        # window.
         total = _offsets(fields)[-1]
         self._consensus.guard(_CALL, lambda: self._require_possible(fields, total))
         self._consensus.require_same(CallSignature(_CALL, (("bytes", total),)))
@@ -103,6 +112,7 @@ class NodeMemory:
         node = self._topology.node
 
         def make() -> _Share:
+            # A node of one rank needs no window, and its memory no synchronisation.
             if node.Get_size() == 1:
                 storage, window = Storage(make_arrays(fields), None, note), None
             else:
@@ -124,6 +134,8 @@ class NodeMemory:
         window, node = share.window, self._topology.node
 
         def make() -> Storage:
+            # `close` invalidates the old storage first: whoever still reads it gets an
+            # error and not cleared rows.
             arrays = storage.close()
             with Pending("emptying memory of a node", node):
                 node.Barrier()
@@ -135,6 +147,7 @@ class NodeMemory:
 
     def close(self) -> None:
         """Free all storages, once no thread uses them. Collective."""
+        # Lowest number first, on all ranks.
         while self._shares:
             self._shares.pop(min(self._shares)).free()
 
@@ -144,6 +157,8 @@ class NodeMemory:
             share = self._shares.popitem()[1]
             arrays = share.storage.close()
             if share.window is not None:
+                # The mapping stays (another thread may look at it), but its pages are
+                # returned.
                 for array in arrays:
                     give_back(array)
 
@@ -175,6 +190,8 @@ def _offsets(fields: Sequence[Field]) -> list[int]:
     starts = [0]
     for shape, dtype in fields:
         used = dtype.itemsize * int(np.prod(shape, dtype=object))
+        # Each array starts at a cache line of its own, so that writers do not share
+        # lines.
         starts.append(starts[-1] + -(-used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
     return starts
 
@@ -184,6 +201,7 @@ def _make_window(
 ) -> tuple[MPI.Win, list[npt.NDArray[Any]]]:
     """Return a window and its arrays, in the memory of the node's first rank."""
     starts = _offsets(fields)
+    # All memory is the first rank's: others contribute 0 bytes and map it.
     size = max(starts[-1], _ALIGNMENT_BYTES) if node.Get_rank() == 0 else 0
     window = MPI.Win.Allocate_shared(size, 1, comm=node)
     memory: Any = window.Shared_query(0)[0]
@@ -201,9 +219,12 @@ def _clear(
     flags: npt.NDArray[Any], window: MPI.Win | None, node: MPI.Intracomm
 ) -> None:
     """Fill an array of this node with zeros, for all its ranks, which all call this."""
+    # One rank clears; the barrier makes the others wait for it.
     if node.Get_rank() == 0:
         flags[...] = 0
     if window is not None:
+        # Sync, barrier, sync: MPI's recipe to make stores of one rank visible to loads
+        # of others in a shared window.
         window.Sync()
         node.Barrier()
         window.Sync()
@@ -233,10 +254,13 @@ def make_barrier(
       page_bytes: see `NodeBarrier`.
       yield_cpu: see `NodeBarrier`.
     """
+    # The first node that lacks memory decides for all: a barrier on some nodes only
+    # would let ranks choose different transports.
     needed = node.Get_size() * NodeBarrier.count_bytes(page_bytes, _SLOT_BYTES)
     free = min(free_bytes(is_shared=True).values(), default=needed)
     short = [(n, f) for n, f in consensus.gather(operation, (needed, free)) if n > f]
     if not short:
+        # Ranks of the node as the strategy numbers them, for messages.
         names = node.group.Translate_ranks(None, consensus.comm.group)
         return consensus.run_in_scope(
             operation,

@@ -83,17 +83,22 @@ class SymmetricMemory:
           ArgumentError: a node has not that much memory left.
         """
         *starts, end = _offsets(fields)
+        # Whole pages, so that the parts of all ranks begin alike in a page
         part_bytes = -(-end // _PAGE_BYTES) * _PAGE_BYTES
         node, rank = self._node, self._node.Get_rank()
         size_bytes = part_bytes * node.Get_size()
         root = None
+        # Errors are kept, not raised: the other ranks of the node are at the next
+        # collective.
         file, is_named, error = _open_together(node)
         try:
             try:
+                # Only one rank reserves the pages; all map the same file.
                 if rank == 0 and error is None:
                     _reserve(file, size_bytes, is_named)
             except Exception as caught:
                 error = caught
+            # All ranks of the node come here, with or without an error.
             is_reserved = node.bcast(error is None)
             try:
                 if is_reserved and error is None:
@@ -102,6 +107,7 @@ class SymmetricMemory:
                 error = caught
             # All have mapped it, or all raise
             self._consensus.require_same(CallSignature(operation), error)
+        # The mapping keeps the memory; the descriptor is needed no more.
         finally:
             if file >= 0:
                 os.close(file)
@@ -114,6 +120,7 @@ class SymmetricMemory:
         ]
 
     def _register(self, root: Any, start: int, part_bytes: int) -> None:
+        # A region is forgotten when the last view of its memory is gone.
         key, regions = id(root), self._regions
         regions[key] = _Region(
             self._made,
@@ -121,6 +128,7 @@ class SymmetricMemory:
             _address(root) + start,
             part_bytes,
         )
+        # Counted on all ranks alike, so that numbers of regions agree.
         self._made += 1
 
     def place_of(self, values: Sequence[Any]) -> int:
@@ -131,6 +139,8 @@ class SymmetricMemory:
         """
         if not self._regions:
             return 0
+        # A pair (region, offset) is independent of addresses, which differ between
+        # processes.
         places = [self._find(value) for value in values]
         if not any(places):
             return 0
@@ -147,16 +157,19 @@ class SymmetricMemory:
         if found is None or root is None:
             return None
         region, offset = found
+        # The same offset in the part of each rank: that is what symmetric means.
         starts = range(offset, root.size, region.part_bytes)
         return [_view(root, start, value.shape, value.dtype) for start in starts]
 
     def _find(self, value: Any) -> tuple[_Region, int] | None:
         """Return in which region an array lies, and where in this rank's part."""
+        # Views with steps are not recognized; they are reduced by copying.
         if not isinstance(value, np.ndarray) or not value.flags.c_contiguous:
             return None
         region = self._regions.get(id(value.base))
         if region is None and value.size and not isinstance(value.base, np.ndarray):
             return self._find_foreign(value)
+        # An id may be reused after its array died, hence the check of identity.
         if region is None or not value.size or value.base is not region.root():
             return None
         return region, _address(value) - region.address
@@ -166,6 +179,7 @@ class SymmetricMemory:
         if value.base is None:
             return None
         address = _address(value)
+        # DLPack's arrays have no base to look at, so compare addresses.
         for region in self._regions.values():
             offset = address - region.address
             if 0 <= offset <= region.part_bytes - value.nbytes:
@@ -179,6 +193,8 @@ def _offsets(fields: Sequence[Field]) -> Iterator[int]:
     for shape, dtype in fields:
         yield start
         used = dtype.itemsize * math.prod(shape)
+        # Cache lines again: arrays that others read must not share one with another
+        # array.
         start += -(-used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     yield start
 
@@ -195,6 +211,7 @@ def _open_together(node: MPI.Intracomm) -> tuple[int, bool, Exception | None]:
       limits of its own; and this rank's error, if any.
     """
     file = _pass_file(node)
+    # All ranks of the node choose the same kind of file, or messages would not match.
     if node.allreduce(file >= 0, MPI.LAND):
         return file, False, None
     if file >= 0:
@@ -206,6 +223,7 @@ def _open_together(node: MPI.Intracomm) -> tuple[int, bool, Exception | None]:
             file, path = tempfile.mkstemp(prefix="mpidist-", dir=folder)
     except OSError as caught:
         error = caught
+    # All ranks come to this bcast; an empty path says that rank 0 failed.
     try:
         path = node.bcast(path)
         try:
@@ -213,6 +231,7 @@ def _open_together(node: MPI.Intracomm) -> tuple[int, bool, Exception | None]:
                 file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as caught:
             error = caught
+        # Unlink only once all have opened it.
         node.Barrier()
     finally:
         if path and node.Get_rank() == 0:
@@ -226,6 +245,7 @@ def _pass_file(node: MPI.Intracomm) -> int:
     Collective over the node. By messages of local sockets (SCM_RIGHTS), whose addresses
     vanish with their processes; there are no connections, so nobody waits for others.
     """
+    # No rank may leave this function early: it has a gather and a bcast for all.
     file, status, rank = -1, None, node.Get_rank()
     with contextlib.ExitStack() as stack:
         own, address = None, b""
@@ -238,6 +258,7 @@ def _pass_file(node: MPI.Intracomm) -> int:
             own.bind("")  # the system chooses an abstract address
             address = own.getsockname()
         addresses = node.gather(address)
+        # An empty address: that rank cannot receive, and reports -1.
         if addresses is not None and own is not None and file >= 0:
             # Not `socket.send_fds`, which ignores the address
             rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", file)
@@ -253,11 +274,14 @@ def _pass_file(node: MPI.Intracomm) -> int:
 
 def _receive(own: socket.socket, status: os.stat_result) -> int:
     """Return the file of this status that was sent to a socket; -1 if it is another."""
+    # Room for one descriptor: a sender cannot fill this process with more.
     room = socket.CMSG_LEN(struct.calcsize("i"))
     _, ancillary, _, _ = own.recvmsg(4, room, socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             (file,) = struct.unpack("i", data)
+            # Any local process may send to the socket: only the file whose inode rank 0
+            # announced is accepted.
             if os.path.samestat(os.stat(file), status):
                 return int(file)
             os.close(file)
@@ -268,6 +292,7 @@ def _reserve(file: int, size_bytes: int, is_named: bool) -> None:
     """Make a file so large, with all of its pages: else they might end in SIGBUS."""
     limits = free_bytes(is_shared=is_named).items()
     where, free = min(limits, key=lambda item: item[1], default=("", 1 << 63))
+    # Better an error on all ranks than SIGBUS on one when a page is missing.
     if size_bytes > free:
         more = ". A container may be given more: --shm-size" if is_named else ""
         raise ArgumentError(

@@ -51,10 +51,13 @@ class InFlight:
 
     def wait_for_all(self, wait: Wait) -> None:
         """Return when all are complete."""
+        # Forget them only after the wait: if it raises, they are still in flight, and
+        # `__del__` must keep their buffers.
         wait(self.requests)
         self.requests = []
 
     def __del__(self) -> None:
+        # MPI may still write to these buffers; freeing them would corrupt memory.
         if self.requests:
             abandon(self.requests)
 
@@ -99,21 +102,30 @@ class BlockSum(InFlight):
         super().__init__()
         self._comm, self._receive, self._wire = comm, receive, wire
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
+        # Each rank starts with its successor: if all began with rank 0, they would
+        # queue up there.
         self._others = [(self._rank + d) % self._size for d in range(1, self._size)]
         edges = packing.edges(receive.size, self._size, wire.itemsize)
+        # Rank r adds up slice r of the block, so every rank has 1/size of the work, and
+        # no rank receives a whole block per peer.
         self._slices = [slice(*edges[rank : rank + 2]) for rank in range(self._size)]
         self._own = own = self._slices[self._rank]
         self._totals: Any = None
         narrow = send.astype(wire, copy=False)
+        # Row r is what rank r sends of this rank's slice.
         gathered = np.empty((self._size, own.stop - own.start), wire)
         self._parts = list(gathered)
         if self._size > MOST_RANKS:
+            # Counts are the same for all peers: everybody sends this rank's own slice
+            # here.
             n = own.stop - own.start
             rows = [slice(k * n, (k + 1) * n) for k in range(self._size)]
             parts = [gathered, self._spans(rows), MPI.BYTE]
             whole = [narrow, self._spans(self._slices), MPI.BYTE]
             self.requests.append(comm.Ialltoallv(whole, parts))
             return
+        # `share` writes the total to receive[own]. If that is the same memory as
+        # `send`, the sum would overwrite its own summand.
         mine = narrow[own].copy() if narrow is receive else narrow[own]
         self._parts[self._rank] = mine
         sends = [narrow[part] for part in self._slices]
@@ -123,6 +135,7 @@ class BlockSum(InFlight):
         """Add up this rank's part, and send it to all."""
         self.wait_for_all(wait)
         receive, own = self._receive, self._own
+        # `own` of all ranks were received by now: the wait above includes them.
         if self._size > 1:
             arithmetic.add_in_order(self._parts, out=receive[own])
         else:
@@ -131,17 +144,22 @@ class BlockSum(InFlight):
         totals = receive
         if receive.dtype != self._wire:
             totals = self._totals = np.empty(receive.size, self._wire)
+            # Also here: a total that this rank keeps wide and others get narrow would
+            # differ between ranks, and so would all later steps of training.
             totals[own] = receive[own]
         if self._size > MOST_RANKS:
             whole = [totals, self._spans(self._slices), MPI.BYTE]
             self.requests.append(self._comm.Iallgatherv(MPI.IN_PLACE, whole))
             return
+        # What was sent of `receive` has left: the requests of the first exchange are
+        # complete, so other ranks' totals may overwrite it.
         places = [totals[part] for part in self._slices]
         self._exchange(_TOTAL_TAG, places, [places[self._rank]])
 
     def end(self, wait: Wait) -> None:
         """Return when all of the sum is there."""
         self.wait_for_all(wait)
+        # Only now: parts of `_totals` arrive until the wait returns.
         if self._totals is not None:
             self._receive[...] = self._totals
 
@@ -154,6 +172,8 @@ class BlockSum(InFlight):
     def _exchange(self, tag: int, places: Sequence[Any], sends: Sequence[Any]) -> None:
         """Begin to get an array from each rank, and to send it one, or the same one."""
         comm, requests = self._comm, self.requests
+        # Receives are posted first, so that an early message needs no buffer inside
+        # MPI.
         for rank in self._others:
             for piece in pieces_of(places[rank]):
                 requests.append(comm.Irecv([piece, MPI.BYTE], rank, tag))

@@ -38,13 +38,17 @@ class HierarchicalTransport(SharedTransport):
     most_nodes = MOST_RANKS  # that send each other parts; among more, MPI adds
 
     def __init__(self, consensus: Consensus, barrier: NodeBarrier):
+        # The smallest node limits how many ranks add: each adder needs a partner
+        # everywhere.
         adders = min(consensus.gather("HierarchicalTransport", barrier.size))
         super().__init__(consensus, barrier, adders)
         self._direct = MpiTransport(consensus)
         self._wire: np.dtype[Any] | None = None  # in which nodes send; None as it is
+        # Ranks with the same number in their nodes form one communicator across nodes.
         color = barrier.rank if barrier.rank < adders else MPI.UNDEFINED
         with Pending("making a communicator", consensus.comm):
             like = consensus.comm.Split(color, consensus.rank)
+        # COMM_NULL on ranks beyond the smallest node's size: they do not add.
         self._like = cast(MPI.Intracomm, like)
         if self._like != MPI.COMM_NULL:
             consensus.failures.add(self._like)
@@ -62,6 +66,8 @@ class HierarchicalTransport(SharedTransport):
         deadline: float | None,
     ) -> None:
         """See `OrderedTransport.allreduce_narrow`: between nodes alone it is narrow."""
+        # A flag for the call, as `_add_other_nodes` is called from the loop of the base
+        # class.
         self._wire = wire
         try:
             self.allreduce_packed(sends, receive, deadline)
@@ -69,6 +75,7 @@ class HierarchicalTransport(SharedTransport):
             self._wire = None
 
     def _add_other_nodes(self, total: Any) -> Any:
+        # Many nodes: MPI's log(n) algorithm sends fewer messages than one to each node.
         if self._wire is None and self._like.Get_size() > self.most_nodes:
             return WholeSum(self._like, total)
         return BlockSum(self._like, total, total, self._wire or total.dtype)
@@ -77,6 +84,7 @@ class HierarchicalTransport(SharedTransport):
         wait = functools.partial(
             self._consensus.wait, deadline=deadline, operation="all_reduce"
         )
+        # Requests of all blocks are waited for in the same order on all ranks.
         begun.share(wait)
         begun.end(wait)
 

@@ -65,6 +65,7 @@ class IpcTransport:
         self._barrier = barrier
         self._buffers = buffers
         self._rank, self._size = consensus.rank, consensus.size
+        # A multiple of 256 bytes, so that slots are aligned for every dtype.
         self._slot_bytes = buffers.arrays[0].size // SLOTS // 256 * 256
         self._turn = 0
         self._packer = kernels.Packer()
@@ -73,6 +74,7 @@ class IpcTransport:
     def close(self) -> None:
         """Free the memory. Collective."""
         try:
+            # Kernels of this rank may still read neighbours' memory.
             self._order.wait_on_host()
         finally:  # the others wait there
             self._buffers.close()
@@ -88,10 +90,14 @@ class IpcTransport:
         receive, dtype = receive.reshape(-1), sends[0].dtype
         if not receive.size:
             return
+        # The stream of the calling thread waits for earlier work, and later work for
+        # this.
         with self._order:
             if len(sends) > 1:
                 self._packer.begin(sends)
             step = self._slot_bytes // dtype.itemsize
+            # Slots of all blocks are chosen beforehand: which one a block gets depends
+            # on the turn alone, equal on all ranks.
             blocks = [
                 self._block(dtype, receive[start : start + step])
                 for start in range(0, receive.size, step)
@@ -112,13 +118,18 @@ class IpcTransport:
         deadline: float | None,
     ) -> None:
         """Add up block after block, each written before the last one is added."""
+        # Two ranks read each other's whole block, and need no second exchange.
         all_add = self._size == 2
         done = self._write(sends, blocks[0], starts[0])
         last = None
         for k, block in enumerate(blocks):
+            # Written while the previous block is being added: copies and kernels
+            # overlap.
             following = None
             if k + 1 < len(blocks):
                 following = self._write(sends, blocks[k + 1], starts[k + 1])
+            # The event, not the barrier, says that the GPU has finished writing; the
+            # barrier then says so of all ranks.
             done.synchronize()
             self._meet("all_reduce", deadline)
             if all_add:
@@ -126,6 +137,7 @@ class IpcTransport:
                 done = following
                 continue
             if last is not None:
+                # Between these barriers every rank has left its totals in its own slot.
                 self._fetch(last)
             self._add_part(block)
             done, last = record(), block
@@ -136,6 +148,7 @@ class IpcTransport:
 
     def _write(self, sends: Sequence[Any], block: _Block, first: int) -> Any:
         """Begin to put this rank's numbers into its slot; return the event."""
+        # The GPU copies; only an event is returned, so that the host can go on.
         mine = block.slots[self._rank]
         if len(sends) > 1:
             self._packer.copy(first, mine.nbytes, mine)
@@ -169,6 +182,8 @@ class IpcTransport:
                 slots = self._next_slots()
                 mine = send[done : done + step]
                 assign(slots[self._rank][: mine.size], mine)
+                # A kernel launch is asynchronous: without this, others would read too
+                # early.
                 record().synchronize()
                 self._meet("all_gather", deadline)
                 for slot, start, end in zip(slots, starts, ends, strict=True):
@@ -192,6 +207,7 @@ class IpcTransport:
     def _next_slots(self) -> list[Any]:
         """Return the slots of all ranks that come next, as bytes."""
         start = self._turn * self._slot_bytes
+        # Four: while block k + 2 is written, a slow rank may still read k - 1 to k + 1.
         self._turn = (self._turn + 1) % SLOTS
         return [a[start : start + self._slot_bytes] for a in self._buffers.arrays]
 

@@ -44,6 +44,7 @@ class MpiTransport:
             return
         step = max(1, self.most_bytes // send.dtype.itemsize)
         send, receive = send.reshape(-1), receive.reshape(-1)
+        # Sizes are the same on all ranks, and so is the number of calls
         for start in range(0, send.size, step):
             piece = slice(start, start + step)
             self._allreduce(send[piece], receive[piece], deadline)
@@ -63,6 +64,7 @@ class MpiTransport:
         if len(sends) == 1 or not self.packs_in_place:
             self.allreduce_sum(packing.pack(sends), receive, deadline)
             return
+        # Straight into the result, where MPI then adds in place: no pack of its own
         np.concatenate([send.reshape(-1) for send in sends], out=receive)
         step = max(1, self.most_bytes // receive.dtype.itemsize)
         for start in range(0, receive.size, step):
@@ -77,6 +79,7 @@ class MpiTransport:
         width = send.dtype.itemsize
         send, receive = bytes_of(send), bytes_of(receive)
         bytes_from = [count * width for count in counts]
+        # The total is known to all ranks, so all take the same branch
         if receive.size > self.most_bytes:
             self._gather_one_by_one(send, receive, bytes_from, deadline)
             return
@@ -150,10 +153,13 @@ class MpiTransport:
         comm, rank, ranks = self._comm, self._comm.Get_rank(), self._comm.Get_size()
         starts_to = [0, *itertools.accumulate(bytes_to)]
         starts_from = [0, *itertools.accumulate(bytes_from)]
+        # In each turn every rank sends to one rank and gets from one
         for shift in range(ranks):
             to, source = (rank + shift) % ranks, (rank - shift) % ranks
             mine = send[starts_to[to] : starts_to[to + 1]]
             place = receive[starts_from[source] : starts_from[source + 1]]
+            # Receives first, and nothing blocks: two ranks that send to each other must
+            # not wait for each other's receive
             requests = [
                 comm.Irecv([place[k : k + self.most_bytes], MPI.BYTE], source, _TAG)
                 for k in range(0, place.size, self.most_bytes)

@@ -40,6 +40,8 @@ class OrderedTransport(MpiTransport):
     def __init__(self, consensus: Consensus, block_bytes: int | None = None):
         super().__init__(consensus)
         if block_bytes is None:
+            # Parts of at least 32 KiB, so that latency does not dominate with many
+            # ranks.
             part_bytes = min(_PART_BYTES, _BLOCK_BYTES // consensus.size)
             block_bytes = max(part_bytes, _LEAST_PART_BYTES) * consensus.size
         self._block_bytes = block_bytes
@@ -68,6 +70,8 @@ class OrderedTransport(MpiTransport):
     def _add(
         self, send: Any, receive: Any, wire: np.dtype[Any], deadline: float | None
     ) -> None:
+        # A rank that has left a collective by an error will not answer: raise before
+        # sending.
         self._consensus.departures.require_none()
         wait = functools.partial(
             self._consensus.wait, deadline=deadline, operation="all_reduce"
@@ -76,11 +80,14 @@ class OrderedTransport(MpiTransport):
         step = max(1, self._block_bytes // wire.itemsize)
         begun: BlockSum | None = None
         shared: BlockSum | None = None
+        # One turn more than blocks: it shares the last block, which the end waits for.
         for start in range(0, receive.size + step, step):
             block = slice(start, start + step)
             following = None
             if start < receive.size:
                 following = BlockSum(self._comm, send[block], receive[block], wire)
+            # Three blocks are in flight: parts of the next one arrive, this one is
+            # added up and sent on, and totals of the one before arrive.
             if begun is not None:
                 begun.share(wait)
             if shared is not None:

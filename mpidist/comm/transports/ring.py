@@ -40,7 +40,10 @@ class RingTransport(MpiTransport):
     def __init__(self, consensus: Consensus):
         super().__init__(consensus)
         nodes = consensus.gather("RingTransport", MPI.Get_processor_name())
+        # The lowest rank of a node stands for its name: comparing numbers is cheaper.
         self._nodes = [nodes.index(name) for name in nodes]
+        # Ranks of a node are neighbours in the ring, so each node is entered and left
+        # once.
         ring = sorted(range(consensus.size), key=lambda r: (self._nodes[r], r))
         place = ring.index(consensus.rank)
         # From this rank to those before it: the last one is the next in the ring
@@ -55,12 +58,14 @@ class RingTransport(MpiTransport):
         ends = [end * width for end in itertools.accumulate(counts)]
         edges = itertools.pairwise([0, *ends])
         parts = [receive[start:end] for start, end in edges]
+        # This rank's own part needs no message.
         parts[self._consensus.rank][...] = bytes_of(send)
         self._pass_on(parts, deadline, "all_gather")
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
         """See `Transport.broadcast`."""
         data = bytes_of(buffer)
+        # Broadcast is an allgather in which all parts but the root's are empty.
         parts = [data[:0]] * self._consensus.size
         parts[root] = data
         self._pass_on(parts, deadline, "broadcast")
@@ -69,12 +74,14 @@ class RingTransport(MpiTransport):
         self, parts: Sequence[Any], deadline: float | None, operation: str
     ) -> None:
         """Let all have the part of each rank."""
+        # Requests stay in `flight` if a wait raises: their buffers must outlive them.
         comm, consensus, flight = self._comm, self._consensus, InFlight()
         wait = functools.partial(consensus.wait, deadline=deadline, operation=operation)
         consensus.departures.require_none()
         own, previous = self._backwards[:2]
         following = self._backwards[-1]
 
+        # All receives are posted before anything is sent.
         def receive(rank: int, source: int, tag: int) -> list[Any]:
             pieces = pieces_of(parts[rank], _MOST_PIECES)
             begun = [comm.Irecv([piece, MPI.BYTE], source, tag) for piece in pieces]
@@ -85,6 +92,8 @@ class RingTransport(MpiTransport):
             flight.requests.append(comm.Isend([piece, MPI.BYTE], rank, tag))
 
         coming = []
+        # In the order in which they arrive: the nearest rank behind this one comes
+        # first.
         for rank in self._backwards[1:]:
             if self._is_sent_back(rank, own):
                 receive(rank, rank, _NODE_TAG)
@@ -98,6 +107,8 @@ class RingTransport(MpiTransport):
                 if rank < own:
                     send(piece, rank, _NODE_TAG)
         for piece, request, is_passed in coming:
+            # Piece by piece: forwarded as soon as it is there, while the next one
+            # arrives.
             wait(request)
             if is_passed:
                 send(piece, following, _TAG)

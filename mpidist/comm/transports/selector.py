@@ -151,12 +151,15 @@ class TransportSelector:
             )
         self._ordered = OrderedTransport(consensus)
         transports["ordered"] = self._ordered
+        # A ring pays off between nodes only; inside of one, shared memory is faster
         if consensus.size > 1 and (barrier is None or self._hierarchical is not None):
             transports["ring"] = RingTransport(consensus)
         near = "mpi" if self.intra_node is None else self.intra_node.name
         if self.intra_node is not None:
             transports[near] = self.intra_node
         self.default_table = host_table = default_table(near, library, consensus.size)
+        # Where replicas are on GPUs a table given is about those; the host has the
+        # default
         if gpus is None and table is not None:
             host_table = table
         # What arrays on GPUs take on their way by the host is counted once, there
@@ -250,6 +253,7 @@ class TransportSelector:
                 "it with devices=['GPU:0'] (or None), or pass cupy.asnumpy(...)"
             )
         own = self._gpus.index
+        # An array without elements is not moved, so it may lie anywhere
         if array.size and array.device.id != own:
             raise ArgumentError(
                 f"{name} is on GPU:{array.device.id}, but this replica computes on "

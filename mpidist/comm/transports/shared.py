@@ -68,6 +68,8 @@ class SharedTransport:
         # One barrier for each block is enough, and as many bytes move between the two
         self._all_add = self._size == 2 and adders is None
         self._turns = 2 if self._all_add else 3
+        # Three sets of slots in turn: one is written while another is read and a third
+        # is published, so one barrier per block is enough.
         self._turn = 0
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
@@ -82,11 +84,15 @@ class SharedTransport:
         dtype = sends[0].dtype
         step = self._barrier.slot_bytes // dtype.itemsize
         blocks = _cut([send.reshape(-1) for send in sends], step)
+        # One step behind: the last block's totals are published and fetched at the
+        # barriers that this block needs anyway.
         last = None
         for start, pieces in zip(range(0, receive.size, step), blocks, strict=True):
             slots = [slot.view(dtype) for slot in self._next_slots()]
             mine = slots[self._rank]
             for place, piece in pieces:
+                # Written straight into the slot: no pack is made in private memory
+                # first.
                 mine[place : place + piece.size] = piece
             last = self._add(
                 slots, slots, receive[start : start + step], last, deadline
@@ -107,9 +113,11 @@ class SharedTransport:
           deadline: see `Transport`.
         """
         last = None
+        # Before this barrier a neighbour may still be computing its gradient in place.
         self._meet("all_reduce", deadline)  # all have written their arrays
         for given, receive in zip(everyone, receives, strict=True):
             given, receive = [a.reshape(-1) for a in given], receive.reshape(-1)
+            # With two ranks nothing goes through slots, so blocks may exceed them.
             bytes_ = _NO_COPY_BYTES if self._all_add else self._barrier.slot_bytes
             step = bytes_ // receive.dtype.itemsize
             for start in range(0, receive.size, step):
@@ -118,6 +126,7 @@ class SharedTransport:
                 inputs = [a[block] for a in given]
                 last = self._add(inputs, slots, receive[block], last, deadline)
         self._end(last, deadline)
+        # After this barrier every rank may overwrite its symmetric arrays again.
         self._meet("all_reduce", deadline)  # all have read them
 
     def _add(
@@ -131,8 +140,11 @@ class SharedTransport:
         """Begin with a block that this rank has written, and end the last one."""
         if last is not None:
             self._publish(last, deadline)
+        # After it all ranks have written this block, and published the last one.
         self._meet("all_reduce", deadline)
         if self._all_add:
+            # Two ranks: each adds everything up itself, which moves as many bytes as
+            # halves would.
             inputs = [given[: receive.size] for given in inputs]
             arithmetic.add_in_order(inputs, out=receive)
             return None
@@ -141,6 +153,8 @@ class SharedTransport:
         request = None
         if self._rank < self._adders:
             own = parts[self._rank]
+            # Totals go to private memory first; `_publish` copies them to the slot
+            # later, when nobody reads this rank's numbers there any more.
             total = receive[own]
             if len(inputs) == 1:
                 total[...] = inputs[0][own]
@@ -148,6 +162,7 @@ class SharedTransport:
                 arithmetic.add_in_order([given[own] for given in inputs], out=total)
             request = self._add_other_nodes(total)
         if last is not None:
+            # The totals of the last block were published before the barrier above.
             self._fetch(last)
         return _Block(slots, receive, parts, request)
 
@@ -167,6 +182,7 @@ class SharedTransport:
 
     def _fetch(self, block: _Block) -> None:
         """Read the totals of the other ranks' parts."""
+        # Its own part is in place already: the total was added up there.
         for rank, part in enumerate(block.parts):
             if rank != self._rank:
                 block.receive[part] = block.slots[rank][part]
@@ -185,12 +201,15 @@ class SharedTransport:
         send, receive = bytes_of(send), bytes_of(receive)
         ends = [end * width for end in itertools.accumulate(counts)]
         starts = [0, *ends[:-1]]
+        # By the largest count: all ranks take the same number of turns, also those with
+        # less.
         for done in range(0, max(counts) * width, step):
             slots = self._next_slots()
             mine = send[done : done + step]
             slots[self._rank][: mine.size] = mine
             self._meet("all_gather", deadline)
             for slot, start, end in zip(slots, starts, ends, strict=True):
+                # Ranks with fewer bytes have empty pieces in the last turns.
                 part = receive[start + done : min(start + done + step, end)]
                 part[...] = slot[: part.size]
 
@@ -210,12 +229,15 @@ class SharedTransport:
         assert room > 0
         ends = list(itertools.accumulate(widths))
         # As many whole rows as there is room for, and of wide ones pieces
+        # Rows may be wider than a slot; then columns are cut, too.
         width = min(max(widths), room)
         height = max(1, room // max(width, 1))
         for top, left in itertools.product(
             range(0, rows, height), range(0, max(widths), max(width, 1))
         ):
             block = slice(top, top + height)
+            # Narrow ranks have nothing left of `left` on: empty columns, but they take
+            # part.
             columns = [slice(min(left, w), min(left + width, w)) for w in widths]
             slots, mine = self._next_slots(), send[block, columns[self._rank]]
             _as_block(slots[self._rank], mine)[...] = mine
@@ -229,6 +251,7 @@ class SharedTransport:
         """See `Transport.broadcast`."""
         buffer, step = bytes_of(buffer), self._barrier.slot_bytes
         for start in range(0, buffer.size, step):
+            # All ranks take the turn together, though only one of them writes.
             block = buffer[start : start + step]
             slot = self._next_slots()[root]
             if self._rank == root:
@@ -239,6 +262,8 @@ class SharedTransport:
 
     def _next_slots(self) -> list[Any]:
         """Return the slots of all ranks that nobody reads any more, as bytes."""
+        # Before a set is written again every rank has come to a later barrier, and so
+        # has read all of it
         self._turn = (self._turn + 1) % self._turns
         return self._barrier.slots[self._turn]
 
@@ -261,6 +286,8 @@ def _cut(arrays: Sequence[Any], step: int) -> Iterator[list[tuple[int, Any]]]:
     for array in arrays:
         start = 0
         while start < array.size:
+            # Never beyond the block that is being filled: `place` elements of it are
+            # taken.
             piece = array[start : start + step - place]
             pieces.append((place, piece))
             start += piece.size

@@ -60,6 +60,7 @@ class StagingTransport:
         def work(host_send: Any, host_receive: Any) -> None:
             self._host.allreduce_sum(host_send, host_receive, deadline)
 
+        # Blocks of the same size on all ranks, as sizes agree.
         send, receive = send.reshape(-1), receive.reshape(-1)
         blocks = (
             _Block(send[block], [receive[block]], work) for block in self._cut(receive)
@@ -80,9 +81,12 @@ class StagingTransport:
         send, receive = bytes_of(send), bytes_of(receive)
         sizes = [count * width for count in counts]
         starts = [0, *itertools.accumulate(sizes)][:-1]
+        # Of each rank a share, so that a block of all ranks fits into the pinned room.
         step = max(self._block_bytes // len(counts), 1)
 
         def blocks() -> Iterator[_Block]:
+            # The largest rank decides the number of turns; others have empty pieces at
+            # the end.
             for done in range(0, max(sizes), step):
                 cuts = [(min(done, n), min(done + step, n)) for n in sizes]
                 pieces = [
@@ -91,6 +95,8 @@ class StagingTransport:
                 ]
                 lengths = [piece.size for piece in pieces]
 
+                # A default argument binds the lengths of this block, not those of the
+                # last one.
                 def work(
                     host_send: Any, result: Any, lengths: Sequence[int] = lengths
                 ) -> None:
@@ -104,6 +110,8 @@ class StagingTransport:
         """See `Transport.broadcast`."""
 
         def work(host_send: Any, result: Any) -> None:
+            # The root's bytes come from its GPU; on other ranks the host buffer is
+            # overwritten.
             result[...] = host_send
             self._host.broadcast(result, root, deadline)
 
@@ -119,21 +127,28 @@ class StagingTransport:
 
     def _run(self, blocks: Iterator[_Block]) -> None:
         """Do the work of blocks, each on its way while the last is worked on."""
+        # One block ahead: the next one is copied down while this one is on the
+        # network.
         block, following = next(blocks, None), next(blocks, None)
         if block is None:
+            # Empty on this rank means empty on all: nobody waits.
             return
         copies = self._copies
         copies.begin(is_alone=following is None)
         try:
+            # `fetch` only begins the copy; `down.wait()` below ends it.
             down = next_down = copies.fetch(block.send)
             while block is not None:
                 if following is not None:
                     next_down = copies.fetch(following.send)
                 up = copies.room(sum(place.nbytes for place in block.places))
                 result = up.bytes.view(np.dtype(block.places[0].dtype))
+                # Here this rank waits for others; the GPU copies the next block
+                # meanwhile.
                 block.work(down.wait().view(np.dtype(block.send.dtype)), result)
                 copies.send(up, block.places)
                 block, following = following, next(blocks, None)
+                # The copy back up runs while the next block is worked on.
                 down = next_down
         finally:
             copies.end()

@@ -117,6 +117,7 @@ class DistributedDataset:
     def __init__(self, plan: ReadPlan, entropy: int):
         self._plan = plan
         self._epochs = EpochCounter(entropy)
+        # A line at the start of the job; it neither communicates nor reads rows.
         show_input(plan.extended, lambda: summarize(plan))
 
     @classmethod
@@ -130,11 +131,14 @@ class DistributedDataset:
         """See `Strategy.experimental_distribute_dataset`."""
         extended.topology.require_open()
 
+        # User errors on this rank alone are raised on all: everything that checks
+        # arguments runs inside guard.
         def choose() -> tuple[MapDataset | IterDataset, AutoShardPolicy]:
             _require_options(options)
             whole = _as_dataset(dataset, call)
             _require_batches(whole, call)
             policy = whole.options().auto_shard_policy
+            # FILE gives every rank another pipeline, other policies the same.
             where = extended.num_replicas, extended.replica_id
             return divide(whole.pipeline, policy, *where), policy
 
@@ -144,6 +148,7 @@ class DistributedDataset:
             share_indexes(extended, pipeline, call)
 
         def describe() -> CallSignature:
+            # With FILE lengths differ, so the common number of steps is found below.
             is_alike = policy is not AutoShardPolicy.FILE
             if is_alike:
                 require_shareable(pipeline)
@@ -159,7 +164,10 @@ class DistributedDataset:
         extended.consensus.require_same(agreed)
         if policy is AutoShardPolicy.FILE:
             return cls._of_own_batches(extended, pipeline, options, call)
+        # Drawn by rank 0 for all: an order must not differ between ranks.
         entropy = _draw(extended, pipeline.needs_entropy)
+        # Generators are gone through by all ranks; only indexed datasets are read in
+        # slices.
         is_sliced = is_global(policy) and isinstance(pipeline, MapDataset)
         slices = extended.num_replicas if is_sliced else 1
         plan = ReadPlan(
@@ -170,6 +178,8 @@ class DistributedDataset:
             cardinality=pipeline.cardinality,
             origin=Origin.of(pipeline, each_reads_all=not is_global(policy)),
             options=options or InputOptions(),
+            # The number of collective calls is the same on all ranks, so it names the
+            # dataset.
             serial=extended.consensus.calls,
         )
         return cls(plan, entropy)
@@ -183,6 +193,7 @@ class DistributedDataset:
         call: str = "distribute_datasets_from_function",
     ) -> DistributedDataset:
         """See `Strategy.distribute_datasets_from_function`."""
+        # Here each replica is an input pipeline of its own.
         where = InputContext(
             extended.num_replicas, extended.replica_id, extended.num_replicas
         )
@@ -206,23 +217,29 @@ class DistributedDataset:
     ) -> DistributedDataset:
         """Return a dataset of each replica's own batches, which are not divided."""
         consensus = extended.consensus
+        # Each rank has files of its own, so nobody else can index them for it.
         index_own_files(extended, pipeline, call)
         local = consensus.guard(  # may read files, which can fail
             call, lambda: (Origin.of(pipeline), pipeline.is_batched)
         )
+        # All ranks need to know who runs out first, and whether all have batches.
         everyone = consensus.gather(call, local)
         origins = [origin for origin, _ in everyone]
         lengths = [origin.cardinality for origin in origins]
         is_batched = all(batched for _, batched in everyone)
         cardinality = count_steps(lengths)
+        # A replica that has ended gives batches of zero rows: they must be like the
+        # others'.
         if is_batched and cardinality != UNKNOWN_CARDINALITY:
             assert isinstance(pipeline, MapDataset)
             _require_like_elements(extended, call, pipeline)
+        # Scalars cannot have zero rows, so unequal lengths cannot be evened out.
         elif cardinality != UNKNOWN_CARDINALITY and len(set(lengths)) > 1:
             raise ArgumentError(
                 f"{call}: the replicas' datasets have {lengths} elements and are not "
                 "batched, so a replica that runs out has nothing to give; call batch()"
             )
+        # Needed whatever this rank's pipeline says: another rank's may be shuffled.
         entropy = _draw(extended, needed=True)
         plan = ReadPlan(
             extended,
@@ -273,6 +290,7 @@ class DistributedDataset:
         """
         consensus, call = self._plan.extended.consensus, "DistributedDataset.reduce"
         self._plan.extended.topology.require_open()
+        # Checked on all ranks alike: cardinality is common.
         require_end(self.cardinality, call)
         iterator = iter(self)
 
@@ -283,6 +301,7 @@ class DistributedDataset:
         try:
             return consensus.run_in_scope(call, go_through)
         except BaseException as error:
+            # Ranks may have stopped at different steps.
             iterator.abandon()
             fold(error)
             raise
@@ -325,6 +344,7 @@ def _require_like_elements(
 
     def describe() -> CallSignature:
         leaves, spec = nest.flatten(pipeline.empty_batch(Epoch()))
+        # Only the number of dimensions: lengths may differ between replicas.
         leaf_specs = tuple((a.dtype.name, f"{a.ndim} dimensions") for a in leaves)
         return CallSignature(call, (), spec, leaf_specs)
 
@@ -355,6 +375,7 @@ def share_indexes(
     consensus = extended.consensus
     if not (sources := _sources(pipeline)):
         return
+    # First agree on the names, or ranks would exchange indexes of different files.
     same = tuple(("dataset", source.identify()) for source in sources)
     consensus.require_same(CallSignature(call, same))
     threads = _threads(extended)
@@ -374,6 +395,7 @@ def index_own_files(
     threads = _threads(extended)
 
     def index() -> None:
+        # Errors name the rank, as other ranks do not have this file.
         for source in _sources(pipeline):
             try:
                 files = source.inspect(range(source.file_count))
@@ -396,6 +418,8 @@ def _share(
     """Index every size-th file, and exchange the indexes with all ranks. Collective."""
     consensus, count = extended.consensus, source.file_count
     own_files = range(consensus.rank, count, consensus.size)
+    # Errors travel as values: a rank that raised here would leave the others in the
+    # gather. Round-robin, so the metadata server sees each file once
     by_rank = consensus.gather(
         call, [_inspect_one(source, file, consensus.rank) for file in own_files]
     )

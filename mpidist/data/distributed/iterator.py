@@ -63,6 +63,8 @@ class DistributedIterator:
         self._threads = reader.reader_threads(plan)
         # Keep all threads busy while a batch is in use
         self._depth = max(depth, self._threads) if depth else 0
+        # A global batch exists on all ranks or on none, so that one agreement covers a
+        # group of steps, unless a copy to a GPU may fail.
         self._agrees_per_step = not plan.is_global or prefetch.may_put_fail(plan)
         self._start(epochs.next_epoch())
 
@@ -145,10 +147,12 @@ class DistributedIterator:
 
         Raises, on all replicas: what `next` raises but for StopIteration.
         """
+        # Inside `run` ranks may be at different calls: refuse before anything is sent.
         self._require_callable("next")
         extended = self._plan.extended
         counters = extended.consensus.recorder.counters
         counters.mark(NEXT)
+        # What `next` waits for other ranks counts as communication, the rest as input.
         begun, communication = time.monotonic_ns(), counters.communication
         try:
             local_batch = self._advance()
@@ -158,6 +162,7 @@ class DistributedIterator:
         counters.end_input(begun, communication)
         if local_batch is None:
             counters.end_epoch(self._plan.has_cache)
+            # An empty Optional on all ranks: the end is agreed on.
             optional = Optional()
         else:
             replica, replicas = extended.replica_id, extended.num_replicas
@@ -172,6 +177,7 @@ class DistributedIterator:
         that `next` has returned, the seed of shuffles without one, and hashes that
         identify the dataset. Prefetched batches do not count.
         """
+        # Equal on all ranks by construction, so nothing needs to be exchanged.
         return make_state(self._plan.origin, self._epoch, self._step)
 
     def set_state(self, state: Mapping[str, int]) -> None:
@@ -198,18 +204,22 @@ class DistributedIterator:
         """
         self._require_callable("set_state")
         plan, consensus = self._plan, self._plan.extended.consensus
+        # A wrong state on one rank is an error on all, before anything has changed.
         epoch, step = consensus.guard(
             _SET_STATE, lambda: read_state(state, plan.origin, plan.pipeline)
         )
         where = ("dataset", plan.serial), ("epoch", epoch.number), ("step", step)
+        # States that differ between ranks are found here, entropy included.
         consensus.require_same(
             CallSignature(_SET_STATE, (*where, ("the state's entropy", epoch.entropy)))
         )
+        # Threads of the old position end before files are opened at the new one.
         self.close()
         reorder(plan.extended, plan.pipeline, epoch)
         self._start(epoch, step)
         if plan.is_open_ended:
             self._skip(step)
+        # The next iteration over the dataset follows the state's epoch.
         self._epochs.resume_after(epoch)
 
     def close(self) -> None:
@@ -255,6 +265,7 @@ class DistributedIterator:
     def _advance(self) -> LocalBatch | None:
         """Return this step's batch, or None on all replicas at the end."""
         if self._failure is not None:
+            # Again on all ranks: the failure was agreed on.
             raise DataError(self._failure)
         if self._is_closed or self._step == self._plan.cardinality:
             self._record_progress(None)
@@ -265,6 +276,7 @@ class DistributedIterator:
         except Exception as error:
             self._fail(error)
             raise
+        # None on every rank.
         if local_batch is None:
             self._end()
         else:
@@ -279,6 +291,7 @@ class DistributedIterator:
     def _fail(self, error: Exception) -> None:
         """Close everything; the next call retries the step, if possible."""
         self.close()
+        # Indexed datasets can read the step again; a generator cannot.
         if not self._plan.is_open_ended:
             self._start(self._epoch, self._step)
             return
@@ -291,6 +304,7 @@ class DistributedIterator:
         """Return this replica's batch once all replicas have theirs. Collective."""
         plan, step = self._plan, self._step
         # The replicas have already agreed on the group of this step
+        # No communication: this is the fast path of a step.
         if step < self._agreed_until:
             self._record_progress(step + 1)
             return self._read()
@@ -299,6 +313,8 @@ class DistributedIterator:
             return self._agree_on_rows(where)
         consensus = plan.extended.consensus
         local_batch = consensus.guard(_NEXT, self._read)
+        # The replica's own batch may be missing; then it needs an empty one like the
+        # others'.
         if not plan.is_global:
             return self._fill_in((*where, ("step", step)), local_batch)
         consensus.require_same(global_call(_NEXT, where, step, local_batch))
@@ -307,12 +323,14 @@ class DistributedIterator:
 
     def _agree_on_rows(self, where: Any) -> LocalBatch | None:
         """Return this replica's batch; replicas agree once per step group."""
+        # `most` is the same on all ranks; a rank near its end may have fewer steps.
         most = 1 if self._agrees_per_step else self._prefetcher.max_group_size
         group = min(most, self._prefetcher.group_size(self._step))
         call = CallSignature(
             _NEXT, (*where, ("steps at a time", most)), step=self._step
         )
         if group > 1:
+            # One collective for the whole group of steps.
             self._agree_on_group(call, group)
             self._record_progress(self._step + 1)
         if self._step < self._agreed_until:
@@ -325,6 +343,7 @@ class DistributedIterator:
         Does nothing in a group with an error: there, replicas agree on each step.
         """
         step = self._step
+        # A step of this group failed to be read on some rank: go step by step.
         if step < self._per_step_until:
             return
 

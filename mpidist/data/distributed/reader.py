@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 
+# Not None: a generator may yield that.
 _END = object()
 # Small batches are read in groups, which costs fewer calls and agreements. Limits in
 # bytes and steps; the pair that allows more steps counts
@@ -163,7 +164,9 @@ class _MapReader:
         self._plan = plan
         self._pipeline = pipeline
         self._epoch = epoch
+        # Files stay open until the last read of any thread has ended.
         self._open_sources = OpenSources(pipeline)
+        # Own batches are not divided.
         replicas = plan.extended.num_replicas if plan.is_global else 1
         self.group_size = steps_per_read(pipeline, replicas)
         self.is_slow_to_start = pipeline.is_mapped
@@ -177,7 +180,9 @@ class _MapReader:
     def read_group(self, step: int, count: int) -> StepGroup:
         """See `BatchReader.read_group`."""
         length, stop = self._pipeline.length, step + count
+        # Beyond the end there is nothing to read in a group.
         steps = range(step, stop if length is None else min(stop, length))
+        # Open-ended datasets exchange templates at each step, so they read singly.
         if len(steps) > 1 and not self._plan.is_open_ended:
             return self._open_sources.run(lambda: self._load_group(steps))
         # After the end of this replica's data, `read` returns a batch without rows
@@ -194,6 +199,7 @@ class _MapReader:
             batches = self._pipeline.local_batches(self._epoch, steps, *share)
         except Exception:  # read singly to find out which step fails
             return _read_singly(self, steps)
+        # Views of one large read; an error of a later step does not lose those before.
         group: StepGroup = []
         try:
             group.extend(map(LocalBatch, batches))
@@ -204,6 +210,7 @@ class _MapReader:
     def _read(self, step: int) -> LocalBatch | None:
         plan = self._plan
         length = self._pipeline.length
+        # Other replicas still have data: this one gives batches of zero rows.
         is_over = length is not None and step >= length
         if not plan.is_open_ended:
             batch = self._pipeline.empty_batch(self._epoch) if is_over else None
@@ -211,6 +218,8 @@ class _MapReader:
         if is_over:
             return None
         batch = self._load(step)
+        # A replica without data learns from the template what its empty batch looks
+        # like.
         return LocalBatch(batch, _template_of(as_element(batch)))
 
     def end(self) -> None:
@@ -257,16 +266,19 @@ class _IterReader:
         template = _template_of(element)
         self._template = (
             template
+            # The first batch sets the template; later ones must be like it.
             if self._template is None
             else _require_like(template, self._template)
         )
         rows = count_rows(element) if self._has_rows else None
+        # All rows are produced on every rank; this rank keeps its slice.
         if self._plan.is_global:
             element = self._slice(element, rows or 0)
         return LocalBatch(element, template, rows)
 
     def read_group(self, step: int, count: int) -> StepGroup:
         """See `BatchReader.read_group`."""
+        # One at a time: what follows an error would be lost.
         return _read_singly(self, [step])
 
     def end(self) -> None:
@@ -275,6 +287,7 @@ class _IterReader:
 
     def skip(self, steps: int) -> int:
         """See `BatchReader.skip`."""
+        # Elements are produced and dropped: a generator cannot seek.
         return sum(1 for _ in itertools.islice(self._elements, steps))
 
     def close(self) -> None:
@@ -298,6 +311,7 @@ def steps_per_read(pipeline: MapDataset, replicas: int) -> int:
     # With parallel calls, each thread reads a step of its own
     if row_bytes is None or rows is None or pipeline.parallel_calls > 1:
         return 1
+    # What one rank reads of a step; its own share decides the size of a group.
     step_bytes = max(1, row_bytes * -(-rows // replicas))
     return max(1, *(min(most // step_bytes, steps) for most, steps in _GROUPS))
 
@@ -318,6 +332,7 @@ def _template_of(element: Any) -> Any:
     """Return arrays like those of `element`, without rows (scalars stay scalars)."""
 
     def without_rows(a: Any) -> Any:
+        # Zero-dimensional leaves have no rows to leave out.
         return np.zeros((0, *a.shape[1:]) if a.ndim else (), a.dtype)
 
     return nest.map_leaves(without_rows, element)
@@ -334,6 +349,7 @@ def _require_like(template: Any, before: Any) -> Any:
         )
     names = nest.leaf_names(spec, "batch")
     for name, a, b in zip(names, leaves, leaves_before, strict=True):
+        # Lengths may differ, structure may not.
         if (a.dtype, a.ndim) != (b.dtype, b.ndim):
             raise DataError(
                 "the batches of a dataset must be alike, but in one that follows the "
@@ -362,6 +378,7 @@ def divide(
     if is_global(policy):
         return pipeline
     if policy is AutoShardPolicy.OFF:
+        # The whole dataset on each worker, with smaller batches.
         return pipeline.rebatch(workers)
     files = pipeline.file_count
     if files == 0:
@@ -381,4 +398,5 @@ def count_steps(lengths: Sequence[int]) -> int:
     """Return the number of steps of all workers: until the longest dataset ends."""
     if UNKNOWN_CARDINALITY in lengths:
         return UNKNOWN_CARDINALITY
+    # Endless if any is; otherwise those that end earlier give empty batches.
     return INFINITE_CARDINALITY if INFINITE_CARDINALITY in lengths else max(lengths)

@@ -49,6 +49,7 @@ def require_shareable(steps: MapDataset | IterDataset) -> None:
                 "or files, or cache in distribute_datasets_from_function"
             )
         cache.require_end()
+        # Unchanged: this pass only checks.
         return cache
 
     replace_caches(steps, check)
@@ -101,7 +102,9 @@ def share(
 
     def change(cache: Cache, parent: MapDataset) -> NodeCache:
         # An order that depends on entropy differs between datasets: do not share it
+        # Owned by a fresh object: the storage is dropped with this dataset.
         owner = CacheMemory() if parent.needs_entropy else cache.memory
+        # The newest storage of this owner, if all ranks still have it.
         storage = extended.node_memory.find(owner)
         if storage is None:
             return _make(extended, parent, epoch, owner, slices)
@@ -121,11 +124,13 @@ def reorder(
       steps: dataset returned by `share`.
       epoch: from which iterators will continue.
     """
+    # Same order in each epoch: nothing to empty.
     if not steps.needs_entropy:
         return
     for cache in _shared_caches(steps):
         changed = first_epoch(cache.parent, epoch)
         before, spec = cache.storage.note
+        # All ranks see the same state, so all empty the same caches.
         if before != changed:
             cache.hold(extended.node_memory.empty(cache.storage, (changed, spec)))
 
@@ -158,6 +163,7 @@ def _make(
 ) -> NodeCache:
     """Return a new cache, filled with the first rows. Collective."""
     consensus, epoch = extended.consensus, first_epoch(parent, epoch)
+    # Rows that were read to learn their spec are stored, not read again.
     first_rows: list[Any] = []
 
     def read_spec() -> Any:
@@ -165,16 +171,19 @@ def _make(
         return row_spec(first_rows[0])
 
     # Rank 0 reads rows and sends their spec; all ranks read if it cannot be pickled
+    # The others need not read: they may not even see the file yet.
     pickled = consensus.root_only(_CALL, lambda: _pickle(read_spec()))
     spec = consensus.guard(
         _CALL, lambda: pickle.loads(pickled) if pickled else read_spec()
     )
     assert parent.length is not None
+    # Room for whole batches: row j of batch i lies at i * batch_size + j.
     fields = fields_of(spec, parent.length * (parent.batch_size or 1))
     storage = extended.node_memory.allocate(owner, fields, (epoch, spec))
     cache = NodeCache(parent, storage, owner, slices)
 
     def fill() -> None:
+        # Only ranks that have read rows fill them in; rows are the same on all.
         for rows in first_rows[:1]:
             cache.fill(rows)
 
@@ -188,6 +197,7 @@ def _first_rows(parent: MapDataset, epoch: Epoch, slices: int) -> Any:
     """Return the rows that are read first, stacked; perhaps zero rows."""
 
     def read() -> Any:
+        # What replica 0 reads first, which shows dtypes and shapes of all rows.
         length = parent.length or 0
         if not parent.is_batched:
             return parent.elements(epoch, np.arange(min(1, length)))
@@ -253,6 +263,7 @@ class NodeCache(CacheBase):
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
         if self.is_batched:
             return self._stacked_batches(epoch, positions)
+        # The held epoch may change by set_state in another iterator: take both at once.
         held, table = self._held
         epoch = first_epoch(self._parent, epoch)
         if epoch != held:  # set_state of another iterator has changed the cached epoch
@@ -268,11 +279,14 @@ class NodeCache(CacheBase):
     def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
         held, table = self._held
         epoch = first_epoch(self._parent, epoch)
+        # `batch_size` for all batches, also the short last one, so that places are
+        # fixed.
         size, rows = self.batch_size or 1, self.batch_rows(epoch, i)
         own = sharding.replica_slice(rows, replicas, replica)
         numbers = np.arange(i * size + own.start, i * size + own.stop)
         if numbers.size == 0:
             return self.empty_batch(epoch)
+        # Another epoch was cached by now: read without storing.
         if epoch == held and table.contains(numbers).all():
             return table.rows(numbers)
         # Slices are read whole, even if some of their rows are stored
@@ -295,6 +309,7 @@ class NodeCache(CacheBase):
 
     def fill(self, rows: Any) -> None:
         """Store the first rows, which were already read."""
+        # All leaves have the same number of rows.
         count = len(nest.flatten(rows)[0][0])
         _fill(self._held[1], np.arange(count), rows)
 

@@ -49,6 +49,7 @@ Rows = npt.NDArray[np.int64]
 def block_rows(index: DatasetIndex, block: int) -> range:
     """Return the numbers of the rows in one block, which is a row of chunks."""
     step = index.chunk[0]
+    # The last block may be short.
     return range(block * step, min((block + 1) * step, index.shape[0]))
 
 
@@ -56,13 +57,16 @@ def read_bytes(
     index: DatasetIndex, file: RawFile, rows: Rows, buffers: Buffers, parallel: Map
 ) -> Any:
     """Return unfiltered rows, in any order, in native byte order."""
+    # Nothing to read: do not touch the file.
     if index.row_bytes == 0 or rows.size == 0:
         return np.empty((rows.size, *index.row_shape), index.native)
     pieces = _gather(index, file, rows, buffers, parallel)
     pieces = pieces.view(index.dtype).reshape(-1, *index.chunk[1:])
+    # One chunk per row range: pieces are rows already.
     if index.chunk[1:] == index.row_shape:
         return pieces if index.is_native else pieces.astype(index.native)
     result = buffers.empty((rows.size, *index.row_shape), index.native)
+    # Pieces of all rows for one chunk column lie together.
     for number, (place, inside) in enumerate(_places(index)):
         part = pieces[number * rows.size : (number + 1) * rows.size]
         result[place] = part[inside]
@@ -74,18 +78,23 @@ def _gather(
 ) -> Any:
     """Return the bytes of the rows, in the order of the chunks across a row."""
     size_bytes, step = index.chunk_row_bytes, index.chunk[0]
+    # Contiguous data: the place of a row is offset + row * size.
     if not index.is_chunked and not index.fill:
         offset = int(index.offsets[0])
         return file.take(offset, size_bytes, rows, buffers, parallel)
+    # Several chunks side by side make up a row; `across` is how many.
     across = math.prod(index.grid[1:])
     chunks, inside = np.divmod(rows, step)
+    # Chunk column by chunk column, all rows of each: one large gather.
     numbers = (chunks * across + np.arange(across)[:, np.newaxis]).reshape(-1)
     starts = index.offsets[numbers]
     offsets = starts + np.tile(inside * size_bytes, across)
+    # Every chunk was written, so no offset is -1.
     if not index.fill:
         return file.gather(offsets, size_bytes, buffers, parallel)
     written = starts >= 0
     fill = index.fill * (size_bytes // len(index.fill))
+    # Rows of chunks that were never written have the fill value.
     pieces = np.full((starts.size, size_bytes), np.frombuffer(fill, np.uint8))
     pieces[written] = file.gather(offsets[written], size_bytes, buffers, parallel)
     return pieces
@@ -128,14 +137,17 @@ def read_chunks(
     rows, across = block_rows(index, block), math.prod(index.grid[1:])
     numbers = range(block * across, (block + 1) * across)
     is_whole = index.chunk == (len(rows), *index.row_shape) and index.is_native
+    # The common case: the block is one chunk, used as decoded, without a copy.
     if is_whole and index.offsets[numbers[0]] >= 0:
         chunk = _chunk(index, file, numbers[0])
         return by_h5py((slice(rows.start, rows.stop),)) if chunk is None else chunk
     result = np.empty((len(rows), *index.row_shape), index.native)
     for number, (place, inside) in zip(numbers, _places(index), strict=True):
         if index.offsets[number] < 0:
+            # Never written: HDF5 gives the fill value for it.
             result[place] = np.frombuffer(index.fill, index.dtype)[0]
         elif (chunk := _chunk(index, file, number)) is not None:
+            # The last block has fewer rows than its chunk.
             result[place] = chunk[: len(rows)][inside]
         else:
             result[place] = by_h5py((slice(rows.start, rows.stop), *place[1:]))
@@ -152,6 +164,7 @@ def _chunk(index: DatasetIndex, file: RawFile, number: int) -> Any:
     stored = int(index.sizes[number])
     skipped = int(index.skipped[number]) if index.skipped.size else 0
     is_edge = any(n % c for n, c in zip(index.shape, index.chunk, strict=True))
+    # Equal sizes may also mean that compression saved nothing: then HDF5 decides.
     if is_edge and stored == size_bytes and not skipped:
         return None
 
@@ -167,13 +180,16 @@ def _chunk(index: DatasetIndex, file: RawFile, number: int) -> Any:
 
 def read_by_h5py(dataset: h5py.Dataset, index: DatasetIndex, rows: Rows) -> Any:
     """Return rows in native byte order; read each distinct row once, in order."""
+    # HDF5 reads increasing selections fastest; `back` restores the wanted order.
     wanted, back = np.unique(rows, return_inverse=True)
     result = np.empty((wanted.size, *index.row_shape), index.native)
     row_bytes = max(1, index.row_bytes)
+    # Small gaps are read along: one call costs more than a few unwanted bytes.
     gaps = np.flatnonzero((np.diff(wanted) - 1) * row_bytes > GAP_BYTES) + 1
     for first, last in itertools.pairwise([0, *gaps.tolist(), wanted.size]):
         if first < last:
             start, stop = int(wanted[first]), int(wanted[last - 1]) + 1
+            # Cut what was wanted out of the span.
             result[first:last] = dataset[start:stop][wanted[first:last] - start]
     return result[back]
 
@@ -200,6 +216,7 @@ def pick_rows(arrays: Sequence[Any], which: Rows, rows: Rows, buffers: Buffers) 
     if 0 < row_bytes <= _SHORT_BYTES and not first.dtype.hasobject:
         _pick_short(arrays, which, rows, result)
         return result
+    # Long rows: one indexed copy per array.
     for number, array in enumerate(arrays):
         here = np.flatnonzero(which == number)
         result[here] = array[rows[here]]
@@ -222,10 +239,12 @@ class _Memory:
 def _pick_short(arrays: Sequence[Any], which: Rows, rows: Rows, result: Any) -> None:
     """Copy the rows by their addresses, in one call for all arrays."""
     starts = np.array([a.__array_interface__["data"][0] for a in arrays], np.int64)
+    # One range of addresses that covers all arrays.
     stop = max(s + a.nbytes for s, a in zip(starts.tolist(), arrays, strict=True))
     start, row_bytes = int(starts.min()), arrays[0][:1].nbytes
     memory = np.asarray(_Memory(start, stop, row_bytes))
     items = result.reshape(-1).view(memory.dtype)
+    # Gathered in pieces that fit into the cache.
     places, step = starts[which] - start + rows * row_bytes, _GATHER_BYTES // row_bytes
     for first in range(0, len(places), step):
         items[first : first + step] = memory[places[first : first + step]]
@@ -250,6 +269,8 @@ class OpenFiles:
 
     def raw(self, path: Path, file_index: FileIndex) -> RawFile:
         """Return a file as bytes; it must be unchanged since it was indexed."""
+        # Once this process has opened the file, what it saw then counts: another rank
+        # may have indexed a copy of it.
         expected = self._states.get(path, file_index.state)
         file: RawFile = self._opened(self._raw, path, lambda: RawFile(path, expected))
         self._states.setdefault(path, file.state)
@@ -280,6 +301,7 @@ class OpenFiles:
 
     def check_others(self) -> None:
         """Check the sources of files with many of them again at the next read."""
+        # Many sources are checked once per epoch instead of at each read.
         with self._lock:
             self._checked.clear()
 
@@ -304,6 +326,7 @@ class OpenFiles:
     ) -> Any:
         file = self._opened(self._hdf5, path, lambda: open_hdf5(path))
         dataset = file[index.name]
+        # None where it is no dataset any more: the file was replaced.
         kind = kind_of(dataset) if isinstance(dataset, h5py.Dataset) else None
         if index.dtype.kind == "c" and kind == (index.shape, _swapped(index)):
             # HDF5 sorts the members of a compound type at its first conversion
@@ -318,6 +341,7 @@ class OpenFiles:
     def close(self) -> None:
         """Close all files; a read of bytes in another thread still completes."""
         with self._lock:
+            # Maps of raw files stay alive as long as readers hold them.
             self._raw.clear()
             while self._hdf5:
                 self._hdf5.popitem()[1].close()
@@ -332,6 +356,7 @@ class OpenFiles:
             if path not in files:
                 files[path] = self._try_to_open(open_file)
             files.move_to_end(path)
+            # The least recently used one.
             if len(files) > _OPEN_FILES:
                 files.popitem(last=False)
             return files[path]
@@ -391,10 +416,13 @@ class BlockCache:
                     missing.append((key, self._blocks[key]))
                 self._blocks.move_to_end(key)
                 futures[key] = self._blocks[key]
+        # Outside of the lock: decoding takes long, and other calls wait only for their
+        # blocks.
         list(self.parallel(lambda item: self._fulfil(item[0], item[1], load), missing))
         try:
             return {key: future.result() for key, future in futures.items()}
         finally:
+            # Blocks of this call stay: their rows are about to be copied.
             self._evict(futures)
 
     def parallel(self, fn: Callable[[Any], T], items: Iterable[Any]) -> Iterable[T]:
@@ -402,6 +430,7 @@ class BlockCache:
         items = list(items)
         if self.threads == 1 or len(items) < 2:
             return map(fn, items)
+        # Threads are started at the first read that needs them.
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self.threads - 1, "mpidist-read")
@@ -420,6 +449,7 @@ class BlockCache:
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
+            # Outside of the lock: ending threads may want it.
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _fulfil(
@@ -441,6 +471,7 @@ class BlockCache:
         with self._lock:
             while self._bytes > self.capacity_bytes and self._blocks:
                 oldest, block = next(iter(self._blocks.items()))
+                # Blocks that are being loaded or in use end the search.
                 if oldest in used or not block.done():
                     break
                 self._bytes -= block.result().nbytes

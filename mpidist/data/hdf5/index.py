@@ -169,11 +169,15 @@ class FileState:
             )
         if now.head != self.head:
             changes.append("it starts with other bytes")
+        # The same node and file system: then inode and times can be compared.
         is_here = (now.node, now.device) == (self.node, self.device)
+        # Another path, or another node's copy: only size and content count.
         if now.path != self.path or not (is_here or is_shared):
             return changes
+        # Replaced by a file of the same size and beginning.
         if is_here and now.inode != self.inode:
             changes.append(f"it has inode {now.inode} instead of {self.inode}")
+        # Times of one and the same inode, also across nodes that share it.
         elif now.inode == self.inode and now.mtime_ns != self.mtime_ns:
             changes.append(
                 f"it was modified at {now.mtime_ns} instead of {self.mtime_ns} ns"
@@ -211,6 +215,7 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
     Raises:
       DataError: the file or a dataset cannot be read, or the numbers of rows differ.
     """
+    # Opened past HDF5 first, which would block on a FIFO and print its own errors.
     try:
         descriptor = open_regular(path)
         try:
@@ -219,14 +224,17 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
             os.close(descriptor)
         with open_hdf5(path) as file:
             others: list[str] = []
+            # All datasets before any index: an error names a missing dataset first.
             datasets = [_dataset(path, file, name, others) for name in names]
             missing = missing_sources(datasets, others)
+            # In the order in which they were found, each once.
             states = tuple(state_of(Path(other)) for other in dict.fromkeys(others))
             indexes = tuple(
                 map(functools.partial(_index_dataset, path, file), names, datasets)
             )
     except (OSError, RuntimeError) as error:
         raise DataError(f"{path}: cannot be opened as HDF5: {error}") from error
+    # HDF5 would read rows of a missing source as fill values.
     if missing:
         raise DataError(
             f"{path}: files that hold its rows are missing: {', '.join(missing)}"
@@ -255,6 +263,7 @@ def choose_datasets(path: Path) -> tuple[list[str], list[str]]:
     def visit(name: str, item: h5py.Dataset | h5py.Group) -> None:
         if not isinstance(item, h5py.Dataset):
             return
+        # An empty dataset has no shape.
         try:
             shape, dtype = kind_of(item) if item.shape else ((), None)
         except TypeError:  # a type without a NumPy equivalent
@@ -275,6 +284,7 @@ def choose_datasets(path: Path) -> tuple[list[str], list[str]]:
         raise DataError(f"{path}: has no dataset with rows")
     # Take the datasets with equal numbers of rows that have most bytes
     taken = max(names.values(), key=lambda group: sum(sizes[name] for name in group))
+    # Everything else is reported, so that no dataset is left out silently.
     others += [name for group in names.values() for name in group if group is not taken]
     return taken, sorted(others)
 
@@ -285,6 +295,7 @@ def state_of(path: Path, descriptor: int | None = None) -> FileState:
     Without a descriptor: of the file now at `path`, whose bytes are not read.
     """
     status = os.stat(path) if descriptor is None else os.fstat(descriptor)
+    # The first bytes are only read from an open descriptor: no second open.
     head = b"" if descriptor is None else os.pread(descriptor, _HEAD_BYTES, 0)
     return FileState(
         path,
@@ -300,6 +311,7 @@ def state_of(path: Path, descriptor: int | None = None) -> FileState:
 def open_hdf5(path: Path) -> h5py.File:
     """Open a file for reading, without locks: many network file systems lack them."""
     require_regular(path)
+    # A process must not mix locking modes for one file, so try those that others use.
     for locking in (False, "best-effort", True):
         try:
             return h5py.File(path, "r", locking=locking)

@@ -52,6 +52,7 @@ class Hdf5Rows:
     ):
         self._paths = list(paths)
         self._names, self._spec = nest.flatten(names)
+        # Kept for `describe` when this object is one worker's share of the files.
         self._all_paths = self._paths
         self._threads = threads
         self._file_map: FileMap | None = None
@@ -60,12 +61,15 @@ class Hdf5Rows:
 
     def _start(self) -> None:
         """Set up the state that copies and forks do not share: files and threads."""
+        # A fork shares descriptors and locks with its parent: none of these may be
+        # used.
         self._owner = os.getpid()
         self._lock = threading.RLock()
         self._users = 0
         self._open_files = OpenFiles()
         self.buffers = Buffers()
         self._scratch = Buffers()
+        # Until `adopt` says how many cores this rank has.
         threads = self._threads or len(os.sched_getaffinity(0))
         self._blocks = BlockCache(threads, KEPT_BYTES)
 
@@ -85,6 +89,7 @@ class Hdf5Rows:
     def shard_files(self, workers: int, worker: int) -> Hdf5Rows:
         """See `FileSource.shard_files`."""
         names = nest.unflatten(self._spec, self._names)
+        # The same names and threads; only files differ.
         share = Hdf5Rows(self._paths[worker::workers], names, self._threads)
         share._all_paths = self._paths
         return share
@@ -97,6 +102,7 @@ class Hdf5Rows:
             return f"from_hdf5({files}, {self._names}, by file)"
         file_map = self.file_map()
         indexes = zip(self._names, file_map.files[0].datasets, strict=True)
+        # Names without folders: a checkpoint of one machine continues on another.
         fields = [f"{n}: {c.native} {c.row_shape}" for n, c in indexes]
         starts, rows = file_map.starts.tolist(), file_map.chunk_layout.rows
         return f"from_hdf5({files}, {fields}, first rows {starts}, blocks of {rows})"
@@ -111,6 +117,7 @@ class Hdf5Rows:
         Raises:
           DataError: a file or a dataset is missing, or cannot be read.
         """
+        # Known already, perhaps from another rank.
         if self._file_map is not None:
             return [self._file_map.files[i] for i in files]
         return [index_file(self._paths[i], self._names) for i in files]
@@ -128,6 +135,7 @@ class Hdf5Rows:
         """
         self._on_rank = "" if rank is None else f" on rank {rank}"
         self._file_map = FileMap.of(files)
+        # What the user set is not overruled.
         if threads is not None and self._threads is None:
             self._threads = threads
             self._blocks.end_threads()
@@ -155,11 +163,13 @@ class Hdf5Rows:
         needed = list(file_map.blocks_in(parts))
         blocks = self._blocks.get(needed, self._load_block) if needed else {}
         indexes = file_map.files[0].datasets
+        # One file: read into the result at once.
         if len(parts) == 1:
             fields = range(len(indexes))
             leaves = [self._read(parts[0], i, blocks, self.buffers) for i in fields]
             return nest.unflatten(self._spec, leaves)
         # Rows of several files: read each part, and scatter it into the result
+        # `places` scatter the parts, so that the order asked for is kept.
         leaves = [
             self.buffers.empty((rows.size, *c.row_shape), c.native) for c in indexes
         ]
@@ -169,6 +179,7 @@ class Hdf5Rows:
                 rows_of_part = self._read(part, field, blocks, self._scratch)
                 leaf[part.places] = rows_of_part
 
+        # Threads pay for themselves only with many bytes.
         is_large = sum(leaf.nbytes for leaf in leaves) >= _LARGE_BYTES
         list((self._blocks.parallel if is_large else map)(fill, parts))
         return nest.unflatten(self._spec, leaves)
@@ -177,6 +188,7 @@ class Hdf5Rows:
         """See `ChunkedSource.retain`."""
         with self._lock:
             self._users += 1
+        # A new iteration looks again whether sources of virtual datasets have changed.
         self._open_files.check_others()
 
     def release(self, keep_files: bool = False) -> None:
@@ -185,6 +197,7 @@ class Hdf5Rows:
             self._users -= 1
             if self._users == 0:
                 self._blocks.end_threads()
+                # keep_files: the next epoch reads the same files.
                 if not keep_files:
                     self.close()
 
@@ -202,6 +215,7 @@ class Hdf5Rows:
           DataError: a file or a dataset cannot be read, or does not fit the others.
         """
         if self._file_map is None:
+            # Without a strategy this process indexes the files itself.
             self.adopt(self.inspect(range(len(self._paths))))
         assert self._file_map is not None
         return self._file_map
@@ -239,6 +253,7 @@ class Hdf5Rows:
         if not part.rows.size:
             return np.empty((0, *index.row_shape), index.native)
         numbers, inside = np.divmod(part.rows, index.chunk[0])
+        # Each decoded block once, however many of its rows are wanted.
         distinct = np.unique(numbers)
         wanted = [blocks[part.file, field, number] for number in distinct.tolist()]
         which = np.searchsorted(distinct, numbers)
@@ -268,6 +283,7 @@ class Hdf5Rows:
         """Return `read()`; raise errors as a DataError with file, rows and dataset."""
         try:
             return read()
+        # Errors of HDF5, of the system, and of our own decoder, in one form.
         except (*_READ_ERRORS, DataError) as error:
             path, where = self._paths[file], "no rows"
             if len(rows):
@@ -287,9 +303,11 @@ class Hdf5Rows:
         index = self._index(file, field)
         path, file_index = self._paths[file], self.file_map().files[file]
         rows = self._open_files.by_h5py(path, file_index, index, read)
+        # HDF5 returns the stored byte order.
         return rows.astype(index.native, copy=False)
 
     def __getstate__(self) -> dict[str, Any]:
+        # What belongs to one process; `__setstate__` makes it anew.
         own = {"_open_files", "buffers", "_scratch", "_blocks", "_lock"}
         own |= {"_owner", "_users"}
         return {k: v for k, v in self.__dict__.items() if k not in own}
@@ -336,6 +354,7 @@ class FileMap(NamedTuple):
         Raises:
           DataError: the files do not fit together.
         """
+        # All files must give rows of one dtype and shape.
         for file in files[1:]:
             _require_like(file, files[0])
         starts = np.cumsum([0, *(file.rows for file in files)])
@@ -344,6 +363,7 @@ class FileMap(NamedTuple):
     def cut(self, rows: RowNumbers) -> Iterator[FileRows]:
         """Split wanted rows by file; yields at least one part."""
         starts = self.starts
+        # One file, or nothing wanted: no grouping.
         if len(starts) == 2 or not rows.size:
             yield FileRows(0, rows, slice(None))
             return
@@ -353,6 +373,7 @@ class FileMap(NamedTuple):
         # Group the rows by file
         order = np.argsort(files, kind="stable")
         files, ordered = files[order], rows[order]
+        # Where the file number changes, a new part begins.
         edges = np.flatnonzero(files[1:] != files[:-1]) + 1
         for first, last in itertools.pairwise([0, *edges.tolist(), rows.size]):
             file = int(files[first])
@@ -391,6 +412,7 @@ def _require_like(file: FileIndex, first: FileIndex) -> None:
 def _chunk_layout_of(files: Sequence[FileIndex]) -> ChunkLayout:
     """Return how the rows are grouped: by the largest chunks of any dataset."""
     indexes = [index for file in files for index in file.datasets]
+    # Blocks that must be decoded decide; else any chunk size will do.
     costly = [index for index in indexes if index.is_in_blocks]
     _, rows = max(map(_block_size, costly or indexes))
     return ChunkLayout(
