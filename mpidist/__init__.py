@@ -173,7 +173,7 @@ Looking at a job
     progress                    a bar, as of tqdm and Keras, on rank 0
     span                        tf.profiler.experimental.Trace: a part with a name in it
 
-PyTorch (`import mpidist.torch`, which needs `pip install mpidist[torch]`)
+PyTorch (`import mpidist.torch`, which needs `pip install torch`)
 
     torch.nn.parallel.DistributedDataParallel
                                 mpidist.torch.DistributedDataParallel: with batch_dim,

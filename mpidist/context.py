@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from mpidist.errors import ArgumentTypeError, ContextError
 from mpidist.util import validation
+from mpidist.util.representation import one_line
 
 if TYPE_CHECKING:
     from mpidist.strategy.replica_context import ReplicaContext
@@ -245,6 +246,9 @@ class Scope(threading.local):
     def __init__(self, strategy: Strategy):
         self._strategy = strategy
         self._entered: list[_Frame] = []
+
+    def __repr__(self) -> str:
+        return one_line(self, lambda: f"of {self._strategy!r}")
 
     def __enter__(self) -> Strategy:
         if self._strategy is _default[0] is _stack.top.strategy:

@@ -19,6 +19,7 @@ from mpidist.checkpoint.save import Saving, require_visible
 from mpidist.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from mpidist.strategy.variables import Variable
 from mpidist.util import logs, validation
+from mpidist.util.representation import one_line
 from mpidist.util.validation import shown
 
 __all__ = ["CheckpointManager", "latest_checkpoint"]
@@ -177,6 +178,11 @@ class CheckpointManager:
         self._last_saved: Path | None = None
         self._save_began = 0.0
         self._longest_save_seconds = 0.0
+
+    def __repr__(self) -> str:
+        return one_line(
+            self, lambda: f"{len(self._found)} checkpoints in {self._directory}"
+        )
 
     @property
     def checkpoint(self) -> Checkpoint:

@@ -17,6 +17,7 @@ from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.context import enter
 from mpidist.errors import CheckpointError
 from mpidist.strategy.strategy import Strategy
+from mpidist.util.representation import one_line
 
 __all__ = ["LoadStatus", "restore"]
 
@@ -39,6 +40,14 @@ class LoadStatus:
         self.path = path
         self.missing = tuple(missing)
         self.unused = tuple(unused)
+
+    def __repr__(self) -> str:
+        def describe() -> str:
+            return (
+                f"{self.path}, {len(self.missing)} missing, {len(self.unused)} unused"
+            )
+
+        return one_line(self, describe)
 
     def assert_consumed(self) -> LoadStatus:
         """Raise a CheckpointError unless objects and file had the same names.

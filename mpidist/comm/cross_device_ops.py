@@ -24,6 +24,7 @@ from mpidist.errors import (
 )
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest, validation
+from mpidist.util.representation import one_line
 from mpidist.values import ArrayView, DistributedValues, Mirrored, PerReplica
 
 __all__ = [
@@ -57,6 +58,9 @@ class CrossDeviceOps:
 
     _collectives: Collectives | None = None
     _topology: Topology | None = None
+
+    def __repr__(self) -> str:
+        return one_line(self, lambda: "of a strategy" if self._topology else "unused")
 
     def require_unbound(self) -> None:
         """Raise a ContextError if this object belongs to a strategy already."""

@@ -33,6 +33,7 @@ from mpidist.errors import ArgumentError, ContextError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest, validation
 from mpidist.util.notices import warn
+from mpidist.util.representation import one_line
 
 __all__ = ["GradientBuckets", "can_be_threaded", "take_side"]
 
@@ -268,6 +269,14 @@ class GradientBuckets:
         self._side: WorkerStream | None = None
         if self._is_threaded and group.gpus is not None:
             self._side = self._consensus.guard(_CALL, WorkerStream)
+
+    def __repr__(self) -> str:
+        def describe() -> str:
+            size = f"{sum(self._sizes):,} bytes in {len(self._sizes):,} arrays"
+            closed = ", closed" if self._is_closed else ""
+            return f"{self._op.name} of {size}{closed}"
+
+        return one_line(self, describe)
 
     def _plan(self, order: Sequence[int]) -> None:
         self._buckets = divide(self._sizes, order, self._bucket_bytes)

@@ -30,6 +30,7 @@ from mpidist.data.transformations import Transformations, check_name
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import MOST_BUFFERED, AutoShardPolicy, Options
 from mpidist.util import near_misses, nest, validation
+from mpidist.util.representation import counted, one_line
 from mpidist.util.tracebacks import fold
 from mpidist.values import DistributedValues
 
@@ -41,6 +42,8 @@ __all__ = [
     "as_dataset",
     "require_end",
     "require_length",
+    "rows_are_known",
+    "summarize",
 ]
 
 
@@ -87,6 +90,14 @@ class Dataset(Transformations, metaclass=_DatasetType):
             secrets.randbits(62) if pipeline.needs_entropy else 0
         )
         self._spec: Any = None
+
+    def __repr__(self) -> str:
+        return one_line(self, lambda: summarize(self._pipeline))
+
+    def _repr_html_(self) -> str:
+        from mpidist.util.html_tables import html_table
+
+        return html_table(type(self).__name__, [("", summarize(self._pipeline))])
 
     @property
     def pipeline(self) -> MapDataset | IterDataset:
@@ -423,3 +434,33 @@ def require_end(cardinality: int, call: str) -> None:
         raise ArgumentError(
             f"{call} would never return: the dataset has no end; call take(count) first"
         )
+
+
+def rows_are_known(pipeline: MapDataset | IterDataset) -> bool:
+    """Return whether the number of rows is known without opening a file."""
+    return isinstance(pipeline, MapDataset) and all(
+        source.is_indexed for source in pipeline.sources if isinstance(source, Hdf5Rows)
+    )
+
+
+def summarize(pipeline: MapDataset | IterDataset) -> str:
+    """Return the rows, batches and files, as far as known without opening a file."""
+    files, parts = pipeline.file_count, []
+    if files:
+        parts.append(counted(files, "HDF5 file"))
+    if rows_are_known(pipeline):
+        assert isinstance(pipeline, MapDataset)
+        parts.append(counted(sum(map(len, pipeline.sources)), "row"))
+        length = pipeline.cardinality
+        if length < 0:
+            parts.append("without an end")
+        elif not pipeline.is_batched:
+            parts.append(counted(length, "element"))
+    else:
+        length = UNKNOWN_CARDINALITY
+        parts.append("rows not counted yet")
+    if pipeline.is_batched:
+        count = counted(length, "batch", "batches") if length >= 0 else "batches"
+        size = pipeline.batch_size
+        parts.append(count if size is None else f"{count} of {size:,}")
+    return ", ".join(parts)

@@ -16,6 +16,7 @@ from mpidist.data.optional import Optional
 from mpidist.errors import DataError, OutOfRangeError
 from mpidist.util import nest
 from mpidist.util.notices import warn
+from mpidist.util.representation import one_line
 from mpidist.util.threads import read_ahead
 from mpidist.util.tracebacks import fold
 
@@ -60,6 +61,12 @@ class DatasetIterator:
         self._elements: Iterator[Any] = iter(())
         # The epoch is drawn now, so that two iterators get different ones.
         self._start(epochs.next_epoch())
+
+    def __repr__(self) -> str:
+        def describe() -> str:
+            return f"element {self._step:,}, epoch {self._epoch.number}"
+
+        return one_line(self, describe)
 
     def __iter__(self) -> DatasetIterator:
         return self

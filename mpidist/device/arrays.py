@@ -235,8 +235,8 @@ def _to_cupy(value: Any, name: str) -> Any:
         import cupy
     except ImportError:
         raise ArgumentTypeError(
-            f"{name} is on a GPU, which needs CuPy: pip install mpidist[cuda12] or "
-            "[cuda13]"
+            f"{name} is on a GPU, which needs CuPy: pip install cupy-cuda12x or "
+            "cupy-cuda13x"
         ) from None
     try:
         if not hasattr(value, "__dlpack__"):

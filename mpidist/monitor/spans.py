@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mpidist.util import tracing
+from mpidist.util.representation import one_line
 
 __all__ = ["span"]
 
@@ -38,6 +39,9 @@ class span:  # noqa: N801 - it is used like a function
     def __init__(self, name: str):
         self._name = name
         self._begun = 0
+
+    def __repr__(self) -> str:
+        return one_line(self, lambda: repr(self._name))
 
     def __enter__(self) -> span:
         self._begun = time.monotonic_ns() if tracing.active is not None else 0

@@ -21,6 +21,7 @@ from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.manager import CheckpointManager, latest_checkpoint
 from mpidist.errors import ArgumentTypeError, ContextError
 from mpidist.util import validation
+from mpidist.util.representation import one_line
 
 __all__ = ["PreemptionCheckpointHandler", "RESTART_EXIT_CODE", "TerminationConfig"]
 
@@ -151,6 +152,13 @@ class PreemptionCheckpointHandler:
             counted.restore(path, is_partial=True)
         checkpoint.total_run_calls = counted.total_run_calls
         self._listen()
+
+    def __repr__(self) -> str:
+        def describe() -> str:
+            asked = "the end is asked for" if self._asked_at else "watching"
+            return "closed" if self._is_closed else asked
+
+        return one_line(self, describe)
 
     def _check(self) -> None:
         validation.instance("termination_config", self._config, TerminationConfig)

@@ -32,6 +32,7 @@ from mpidist.strategy.replica_context import ReplicaContext
 from mpidist.strategy.variables import Variable
 from mpidist.util import nest, tracing, validation
 from mpidist.util.counters import RUN
+from mpidist.util.representation import one_line
 from mpidist.util.tracebacks import fold
 from mpidist.values import (
     Mirrored,
@@ -79,6 +80,12 @@ class StrategyExtended(ReplicaGroup):
         self._in_update = enter(strategy, updating=True)
         # Called on all ranks before each `run`
         self.before_run: Callable[[], None] | None = None
+
+    def __repr__(self) -> str:
+        def describe() -> str:
+            return f"replica {self.replica_id} of {self.num_replicas} on {self.device}"
+
+        return one_line(self, describe)
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -455,6 +462,9 @@ class MultiStepContext:
             )
         self.last_step_outputs: dict[str, Any] = dict(values)
         self.non_tensor_outputs: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        return one_line(self, lambda: f"outputs {sorted(self.last_step_outputs)}")
 
     def set_last_step_output(
         self, name: str, output: Any, reduce_op: ReduceOp | str | None = None

@@ -35,6 +35,7 @@ from mpidist.util.files import (
     shard_name,
     sync_directory,
 )
+from mpidist.util.representation import one_line
 
 __all__ = ["Hdf5Writer"]
 
@@ -136,6 +137,12 @@ class Hdf5Writer:
         self._path = self._path.absolute()
         consensus.root_only(_OPEN, self._checked(self._require_free))
         self._or_discard(lambda: self._create(storage))
+
+    def __repr__(self) -> str:
+        def describe() -> str:
+            return f"{self._path}{', closed' * self._closed}"
+
+        return one_line(self, describe)
 
     def append(self, rows: Any) -> None:
         """Append rows of this rank. Not collective.

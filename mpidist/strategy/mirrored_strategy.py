@@ -80,6 +80,19 @@ class MirroredStrategy(StrategyV1):
         report_at_end(self.extended)
         start_by_environment(self.extended)
 
+    def _repr_html_(self) -> str:
+        from mpidist.util.html_tables import html_table
+
+        group = self.extended
+        rows = [
+            ("replicas", group.num_replicas),
+            ("this replica", group.replica_id),
+            ("device", group.device),
+        ]
+        alone = "This job is one rank; `mpirun -n 4 python script.py` starts four."
+        note = alone if group.num_replicas == 1 else ""
+        return html_table(type(self).__name__, rows, note)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> MirroredStrategy:
         """Return a strategy of the same ranks and devices that shares nothing else.
 

@@ -24,6 +24,7 @@ from mpidist.options import InputOptions, InputReplicationMode
 from mpidist.strategy.extended import MultiStepContext, StrategyExtended
 from mpidist.strategy.strategy import Strategy
 from mpidist.util import nest, validation
+from mpidist.util.representation import one_line
 from mpidist.util.tracebacks import fold
 
 __all__ = [
@@ -307,6 +308,9 @@ class InputIterator:
     def __init__(self, dataset: DistributedDataset):
         self._dataset = dataset
         self._iterator: DistributedIterator | None = None
+
+    def __repr__(self) -> str:
+        return one_line(self, lambda: f"of {self._iterator or self._dataset!r}")
 
     def initialize(self) -> list[Any]:
         """Start from the first batch (again), in the next epoch's order. Returns [].

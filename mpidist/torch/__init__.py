@@ -4,7 +4,7 @@
 
     model = mpidist.torch.DistributedDataParallel(model)
 
-`import mpidist` does not import this; `pip install mpidist[torch]` brings PyTorch.
+`import mpidist` does not import this; `pip install torch` brings PyTorch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ try:
     import torch as _torch  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "mpidist.torch needs PyTorch, which is not installed: pip install "
-        "mpidist[torch]"
+        "mpidist.torch needs PyTorch, which is not installed: pip install torch"
     ) from error
 
 from mpidist.torch.batch_norm import SyncBatchNorm, convert_sync_batchnorm

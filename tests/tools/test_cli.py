@@ -101,7 +101,7 @@ def test_the_console_script_needs_no_mpi(console_script, tmp_path):
     job = ["run", "-n", "2", "-m", "job"]
     ended = launching.run([console_script, *job], PYTHONPATH=folders)
     assert ended.returncode == 2
-    assert "mpidist run: error: mpi4py finds no MPI library: " in ended.stderr
+    assert "mpidist run: error: mpi4py finds no MPI library (" in ended.stderr
 
 
 def test_a_program_of_that_name_is_no_command(tmp_path, monkeypatch):
@@ -294,4 +294,4 @@ def test_without_shtab_it_is_said(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--completion", "bash"])
     assert ended.value.code == 1
-    assert "pip install mpidist[completion]" in capsys.readouterr().err
+    assert "pip install shtab" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from mpidist.data.dataset import (
     as_dataset,
     require_end,
     require_length,
+    rows_are_known,
 )
 from mpidist.data.distributed.iterator import DistributedIterator
 from mpidist.data.distributed.reader import ReadPlan, count_steps, divide, is_global
@@ -32,6 +33,7 @@ from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.options import AutoShardPolicy, InputOptions
 from mpidist.util import near_misses, nest, validation
+from mpidist.util.representation import one_line
 from mpidist.util.tracebacks import fold
 
 if TYPE_CHECKING:
@@ -119,6 +121,15 @@ class DistributedDataset:
         self._epochs = EpochCounter(entropy)
         # A line at the start of the job; it neither communicates nor reads rows.
         show_input(plan.extended, lambda: summarize(plan))
+
+    def __repr__(self) -> str:
+        def describe() -> str:
+            pipeline = self._plan.pipeline
+            if isinstance(pipeline, MapDataset) and not rows_are_known(pipeline):
+                return f"{pipeline.file_count:,} files, not looked at yet"
+            return summarize(self._plan)
+
+        return one_line(self, describe)
 
     @classmethod
     def of_global_batches(

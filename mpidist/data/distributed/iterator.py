@@ -23,6 +23,7 @@ from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, DataError, MismatchError, OutOfRangeError
 from mpidist.util import nest
 from mpidist.util.counters import NEXT
+from mpidist.util.representation import one_line
 from mpidist.util.tracebacks import fold
 
 __all__ = [
@@ -67,6 +68,15 @@ class DistributedIterator:
         # group of steps, unless a copy to a GPU may fail.
         self._agrees_per_step = not plan.is_global or prefetch.may_put_fail(plan)
         self._start(epochs.next_epoch())
+
+    def __repr__(self) -> str:
+        def describe() -> str:
+            end = self._plan.cardinality
+            of = f" of {end:,}" if end >= 0 else ""
+            closed = ", closed" if self._is_closed else ""
+            return f"step {self._step:,}{of}, epoch {self._epoch.number}{closed}"
+
+        return one_line(self, describe)
 
     def _start(self, epoch: Epoch, step: int = 0) -> None:
         """Start before `step`, without prefetched batches.

@@ -77,6 +77,11 @@ class Hdf5Rows:
         return self.file_map().rows
 
     @property
+    def is_indexed(self) -> bool:
+        """Whether the rows are counted already, so that `len` opens no file."""
+        return self._file_map is not None
+
+    @property
     def file_count(self) -> int:
         """The number of files."""
         return len(self._paths)

@@ -76,7 +76,7 @@ class _PrintCompletion(argparse.Action):
             parser.exit(
                 1,
                 f"{arguments.program_name()}: error: completion needs the package "
-                "shtab: pip install mpidist[completion]\n",
+                "shtab: pip install shtab\n",
             )
         parser.prog = "mpidist"  # what shells complete
         sys.stdout.write(f"{shtab.complete(parser, values)}\n")

@@ -124,13 +124,13 @@ def _check_none(facts: Mapping[int, GpuFacts]) -> CheckResult:
     }
     has_device = [rank for rank, fact in facts.items() if fact.has_device]
     if any(fact.cupy == "broken" for fact in facts.values()):
-        remedy = "reinstall it: pip install mpidist[cuda12] or [cuda13]"
+        remedy = "reinstall it: pip install cupy-cuda12x or cupy-cuda13x"
         return CheckResult(
             Status.FAIL, "GPUs", f"CuPy is broken: {by_rank(unused)}", remedy
         )
     if has_device:
         remedy = (
-            "pip install mpidist[cuda12] or [cuda13], as the driver needs, and see "
+            "pip install cupy-cuda12x or cupy-cuda13x, as the driver needs, and see "
         )
         remedy += f"that {_VISIBLE} is not empty"
         found = f"{name_ranks(has_device)} have an NVIDIA driver, but {by_rank(unused)}"

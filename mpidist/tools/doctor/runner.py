@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from mpidist.launch.launchers import NO_MPI
 from mpidist.tools.doctor import evaluate
 from mpidist.tools.doctor.children import Channel, Child, run_checks
 from mpidist.tools.doctor.evaluate import RankFacts
@@ -47,10 +48,7 @@ _STARTING = "starting MPI"
 _MARGIN_SECONDS = 10.0
 # How long the others may take to report, in terms of each check's time
 _LINGERING = 7
-_NO_MPI_REMEDY = (
-    "pip install mpidist[mpich], or mpi4py with the MPI of the site; the loader must "
-    "find libmpi (MPI4PY_LIBMPI, LD_LIBRARY_PATH)"
-)
+_NO_MPI_REMEDY = f"{NO_MPI}; the loader must find libmpi (LD_LIBRARY_PATH)"
 _REMEDIES = {
     _STARTING: "use the mpirun of the MPI library that mpi4py loads, or srun with "
     "the --mpi= that it was built for (pmix for Open MPI, pmi2 for MPICH); see that "
