@@ -103,3 +103,22 @@ def test_a_tutorial_is_a_notebook(page, tmp_path):
         if output.get("name") == "stdout"
     ]
     assert ["".join(printed)] == blocks(page, "text")
+
+
+def test_torch_ends_with_the_weights_of_one_process(comm):
+    if os.environ.get("GATE_NEED_TORCH") != "1":
+        pytest.importorskip("torch")
+    import torch
+
+    names = run(DOCS / "coming_from/torch_ddp.md")
+    torch.manual_seed(0)
+    alone = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+    x = torch.from_numpy(names["x"])
+    for rows in x.split(4):
+        optimizer.zero_grad()
+        error = alone(rows) - rows.sum(1, keepdim=True)
+        (error**2).mean().backward()
+        optimizer.step()
+    for ours, theirs in zip(names["model"].parameters(), alone.parameters()):
+        np.testing.assert_allclose(ours.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
