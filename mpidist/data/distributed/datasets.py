@@ -123,13 +123,19 @@ class DistributedDataset:
         show_input(plan.extended, lambda: summarize(plan))
 
     def __repr__(self) -> str:
-        def describe() -> str:
-            pipeline = self._plan.pipeline
-            if isinstance(pipeline, MapDataset) and not rows_are_known(pipeline):
-                return f"{pipeline.file_count:,} files, not looked at yet"
-            return summarize(self._plan)
+        return one_line(self, self._describe)
 
-        return one_line(self, describe)
+    def _repr_html_(self) -> str:
+        from mpidist.util.html_tables import html_table
+
+        rows = [("", self._describe()), ("replicas", self._plan.extended.num_replicas)]
+        return html_table(type(self).__name__, rows)
+
+    def _describe(self) -> str:
+        pipeline = self._plan.pipeline
+        if isinstance(pipeline, MapDataset) and not rows_are_known(pipeline):
+            return f"{pipeline.file_count:,} files, not looked at yet"
+        return summarize(self._plan)
 
     @classmethod
     def of_global_batches(

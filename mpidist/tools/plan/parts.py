@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mpidist.options import AutoShardPolicy
+from mpidist.util.representation import one_line
 
 __all__ = [
     "DatasetPart",
@@ -223,7 +224,7 @@ class NodePart:
     read_bytes: float | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class InputPlan:
     """What each rank reads.
 
@@ -244,3 +245,22 @@ class InputPlan:
     reads: ReadPart
     groups: tuple[RankGroup, ...]
     node: NodePart | None
+
+    def __repr__(self) -> str:
+        return one_line(self, lambda: ", ".join(f"{v} {k}" for k, v in self._facts()))
+
+    def _repr_html_(self) -> str:
+        from mpidist.util.html_tables import html_table
+
+        return html_table("InputPlan", self._facts())
+
+    def _facts(self) -> list[tuple[str, object]]:
+        read = self.reads.read_bytes
+        return [
+            ("files", f"{self.source.files:,}"),
+            ("rows", f"{self.source.rows:,}"),
+            ("ranks", f"{self.request.ranks:,}"),
+            ("steps of an epoch", f"{self.steps.steps:,}"),
+            ("rows of a rank at most", f"{self.steps.most_rows:,}"),
+            ("bytes read by all ranks", "?" if read is None else f"{read:,}"),
+        ]
