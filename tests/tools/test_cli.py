@@ -24,7 +24,7 @@ from mpidist.launch import commands
 from mpidist.tools.cli.main import COMMANDS, make_parser
 from mpidist.util.settings import SETTINGS
 
-ROOT = Path(mpidist.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MODULE = [sys.executable, "-m", "mpidist"]
 RUN = [*MODULE, "run", "-n", "2", "--oversubscribe"]
 
