@@ -86,7 +86,7 @@ def test_there_are_the_examples_that_the_page_promises():
 
 
 def test_the_commands_of_the_set_up_exist():
-    for name in re.findall(r"tests/[\w/]+\.py|\.ci/\w+|docs/\w+", PAGE):
+    for name in re.findall(r"tests/[\w/]+\.py|\.ci/\w+|docs/\w+(?:\.md)?", PAGE):
         is_example = f"# {name}\n" in PAGE
         in_sdist = not name.startswith(".ci") or (ROOT / ".ci").exists()
         assert is_example or not in_sdist or (ROOT / name).exists(), name
