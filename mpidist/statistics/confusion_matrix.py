@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpidist.errors import ArgumentError, ArgumentTypeError
-from mpidist.statistics.statistic import Statistic, host_rows
+from mpidist.statistics.statistic import CountStatistic, host_rows
 from mpidist.util import validation
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["ConfusionMatrix"]
 
 
-class ConfusionMatrix(Statistic):
+class ConfusionMatrix(CountStatistic):
     """Counts of pairs of classes: rows are labels, columns are predictions.
 
     Args:
@@ -85,24 +84,5 @@ class ConfusionMatrix(Statistic):
     def _shown_rows(self) -> str:
         return f"{self._counts.sum()} rows"
 
-    def _extent(self) -> list[int]:
-        return []
-
-    def _of_all_ranks(self) -> ConfusionMatrix:
-        self._compare()
-        whole = ConfusionMatrix(self._classes, self.distribute_strategy)
-        whole._counts = self._all_reduce("SUM", self._counts)
-        return whole
-
     def _describe(self) -> Any:
         return self._counts.copy()
-
-    def _add(self, other: ConfusionMatrix) -> None:
-        self._counts += other._counts
-
-    def _to_state(self) -> dict[str, Any]:
-        kind, settings, _ = self._kind()
-        return {"kind": kind, "settings": settings, "counts": self._counts}
-
-    def _from_state(self, state: Mapping[str, Any]) -> None:
-        self._counts = np.array(state["counts"])

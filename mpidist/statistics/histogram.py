@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpidist.errors import ArgumentError
-from mpidist.statistics.statistic import Statistic, host_rows
+from mpidist.statistics.statistic import CountStatistic, host_rows
 
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
@@ -42,7 +42,7 @@ class HistogramResult(NamedTuple):
     nan: int
 
 
-class Histogram(Statistic):
+class Histogram(CountStatistic):
     """Counts of numbers in bins: those of `numpy.histogram` of all rows as float64.
 
     Numbers outside of the bins are counted, too.
@@ -104,7 +104,7 @@ class Histogram(Statistic):
 
     def _settings(self) -> str:
         first, last = self._edges[[0, -1]].tolist()
-        text = f"{len(self._edges) - 1} bins from {first:g} to {last:g}"
+        text = f"{len(self._edges) - 1} bins from {first} to {last}"
         if np.ndim(self._bins) == 0:
             return text
         return f"{text}, edges {self._edges.tolist()}"
@@ -115,26 +115,7 @@ class Histogram(Statistic):
     def _shown_rows(self) -> str:
         return f"{self._counts.sum()} numbers"
 
-    def _extent(self) -> list[int]:
-        return []
-
-    def _of_all_ranks(self) -> Histogram:
-        self._compare()
-        whole = Histogram(self._bins, self._range, self.distribute_strategy)
-        whole._counts = self._all_reduce("SUM", self._counts)
-        return whole
-
     def _describe(self) -> HistogramResult:
         below, above, nan = self._counts[-3:].tolist()
         counts = self._counts[:-3].copy()
         return HistogramResult(counts, self._edges.copy(), below, above, nan)
-
-    def _add(self, other: Histogram) -> None:
-        self._counts += other._counts
-
-    def _to_state(self) -> dict[str, Any]:
-        kind, settings, _ = self._kind()
-        return {"kind": kind, "settings": settings, "counts": self._counts}
-
-    def _from_state(self, state: Mapping[str, Any]) -> None:
-        self._counts = np.array(state["counts"])

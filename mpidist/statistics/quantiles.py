@@ -166,7 +166,7 @@ class Quantiles(Statistic):
         return sketch
 
     def _settings(self) -> str:
-        return f"relative_error={self._error:g}"
+        return f"relative_error={self._error}"
 
     def _rows_kind(self) -> str:
         return "numbers" if self._counts.size else ""

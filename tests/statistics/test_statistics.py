@@ -324,6 +324,6 @@ def test_they_say_what_they_have(strategy):
     made["moments"].update_state(np.zeros((2, 3)))
     assert repr(made["moments"]).endswith("2 rows of float64[3] on this rank>")
     made["histogram"].update_state([0, 1, 9])
-    assert "4 bins from -2 to 2): 3 numbers" in repr(made["histogram"])
+    assert "4 bins from -2.0 to 2.0): 3 numbers" in repr(made["histogram"])
     assert "3 classes): 0 rows" in repr(made["matrix"])
     assert "relative_error=0.01): 0 numbers" in repr(made["quantiles"])
