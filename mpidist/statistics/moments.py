@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpidist.data.dataset import require_end
 from mpidist.data.distributed.datasets import DistributedDataset
-from mpidist.data.distributed.iterator import DistributedIterator
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError
 from mpidist.statistics.exact_sums import (
@@ -310,7 +310,8 @@ def describe(strategy: Strategy, rows: Any, ddof: int = 0) -> Description:
     def add(batch: Any) -> None:
         guard("statistics_of", lambda: moments.update_state(select_replica(batch)))
 
-    if isinstance(rows, DistributedDataset | DistributedIterator):
+    if isinstance(rows, DistributedDataset):
+        require_end(rows.cardinality, "statistics_of")
         for batch in rows:
             add(batch)
     else:

@@ -130,6 +130,9 @@ def test_a_distributed_dataset_and_per_replica_values(comm, strategy):
     assert found.count == 25
     expected = [exact_moments(column, 1) for column in rows.T.tolist()]
     assert found.variance.tolist() == [variance for _, variance in expected]
+    endless = mpidist.Dataset.range(4).batch(2).repeat()
+    with pytest.raises(ArgumentError, match="no end"):
+        strategy.statistics_of(strategy.experimental_distribute_dataset(endless))
     value = strategy.run(lambda: share(rows, comm))
     assert strategy.statistics_of(value).mean.tolist() == found.mean.tolist()
     one = strategy.statistics_of([1.0, 2.0])
