@@ -27,7 +27,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import digits
 import numpy as np
-from mpi4py import MPI
 from tqdm import tqdm
 
 import mpidist
@@ -208,6 +207,8 @@ def rate_alone(options: argparse.Namespace) -> float:
 
     It trains anew for about a second, two steps at least. The others should wait.
     """
+    from mpi4py import MPI  # not before mpidist, which sees that it starts well
+
     strategy = mpidist.MirroredStrategy(options.devices, communicator=MPI.COMM_SELF)
     train, _ = read(strategy, options)
     with strategy.scope():
