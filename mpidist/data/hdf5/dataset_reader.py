@@ -26,9 +26,9 @@ from mpidist.data.hdf5.index import (
     FileIndex,
     FileState,
     kind_of,
-    open_hdf5,
     state_of,
 )
+from mpidist.data.hdf5.linked_files import open_hdf5
 from mpidist.errors import DataError
 from mpidist.util.buffers import Buffers
 from mpidist.util.threads import share_calls

@@ -25,9 +25,14 @@ import numpy.typing as npt
 
 from mpidist.data.hdf5 import chunks as hdf5_chunks
 from mpidist.data.hdf5.chunks import Filter
-from mpidist.data.hdf5.names import find_linked, find_storage, missing_sources
+from mpidist.data.hdf5.linked_files import (
+    check_sources,
+    find_linked,
+    find_storage,
+    open_hdf5,
+)
 from mpidist.errors import DataError
-from mpidist.util.files import open_regular, require_regular
+from mpidist.util.files import open_regular
 
 __all__ = [
     "DatasetIndex",
@@ -38,7 +43,6 @@ __all__ = [
     "contiguous_offset",
     "index_file",
     "kind_of",
-    "open_hdf5",
     "state_of",
 ]
 
@@ -226,7 +230,7 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
             others: list[str] = []
             # All datasets before any index: an error names a missing dataset first.
             datasets = [_dataset(path, file, name, others) for name in names]
-            missing = missing_sources(datasets, others)
+            missing = check_sources(datasets, others)
             # In the order in which they were found, each once.
             states = tuple(state_of(Path(other)) for other in dict.fromkeys(others))
             indexes = tuple(
@@ -234,10 +238,9 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
             )
     except (OSError, RuntimeError) as error:
         raise DataError(f"{path}: cannot be opened as HDF5: {error}") from error
-    # HDF5 would read rows of a missing source as fill values.
     if missing:
         raise DataError(
-            f"{path}: files that hold its rows are missing: {', '.join(missing)}"
+            f"{path}: of what holds its rows, some is missing: {'; '.join(missing)}"
         )
     lengths = [index.shape[0] for index in indexes]
     if len(set(lengths)) > 1:
@@ -306,21 +309,6 @@ def state_of(path: Path, descriptor: int | None = None) -> FileState:
         status.st_mtime_ns,
         zlib.crc32(head),
     )
-
-
-def open_hdf5(path: Path) -> h5py.File:
-    """Open a file for reading, without locks: many network file systems lack them."""
-    require_regular(path)
-    # A process must not mix locking modes for one file, so try those that others use.
-    for locking in (False, "best-effort", True):
-        try:
-            return h5py.File(path, "r", locking=locking)
-        except OSError as error:
-            # The process already has it open with another locking mode
-            if "flag values" not in str(error):
-                raise
-            refused = error
-    raise refused
 
 
 def _dataset(path: Path, file: h5py.File, name: str, others: list[str]) -> h5py.Dataset:

@@ -350,21 +350,11 @@ def external_storage_that_is_gone(file):
     file.create_dataset("x", (24,), "i4", external=[("gone.bin", 0, 96)])
 
 
-def virtual_source_that_is_no_file(file):
-    folder = os.path.dirname(file.filename)
-    with open(os.path.join(folder, "source.h5"), "w") as source:
-        source.write("text")
-    layout = h5py.VirtualLayout((24,), "i4")
-    layout[:] = h5py.VirtualSource("source.h5", "d", (24,))
-    file.create_virtual_dataset("x", layout)
-
-
 UNREADABLE = [
     undefined_fill,
     unknown_filter,
     opaque_of_unknown_tag,
     external_storage_that_is_gone,
-    virtual_source_that_is_no_file,
 ]
 
 

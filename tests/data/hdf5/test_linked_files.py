@@ -1,17 +1,19 @@
-"""Data files, and files that they lead to, that are no regular files: refused.
+"""Files that hold rows of others: those that are missing, or are no regular files.
 
-Opening a FIFO waits for a writer, so all of it is done in a job of its own.
+Opening a FIFO waits for a writer, so all of that is done in a job of its own.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 
 import h5py
 import numpy as np
 import pytest
 from hdf5_damage import on_root
+from hdf5_kinds import require_all
 
 from mpidist import DataError, Dataset
 from mpidist.data.hdf5.index import choose_datasets
@@ -120,3 +122,95 @@ def test_what_leads_to_regular_files_is_read(tmp_path, monkeypatch):
         monkeypatch.setenv(variable, f"/nowhere:{tmp_path / 'first'}")
         with pytest.raises(DataError, match=r"first/there\.h5"):
             list(Dataset.from_hdf5(tmp_path / "a.h5", name))
+
+
+def of_rows(file, name, length, source, rows=None):
+    """Make a virtual dataset of rows of "d" in another file."""
+    rows = slice(0, length) if rows is None else rows
+    layout = h5py.VirtualLayout((rows.stop - rows.start, 2), "i4")
+    layout[...] = h5py.VirtualSource(source, "d", (length, 2))[rows]
+    file.create_virtual_dataset(name, layout, fillvalue=-5)
+
+
+def virtual_dataset_without_its_source(folder):
+    with h5py.File(folder / "b.h5", "w") as file:
+        file["other"] = 1
+    with h5py.File(folder / "a.h5", "w") as file:
+        of_rows(file, "x", 6, "b.h5")
+    return "'d' of b.h5 does not exist"
+
+
+def virtual_dataset_of_a_group(folder):
+    with h5py.File(folder / "b.h5", "w") as file:
+        file.create_group("d")
+    with h5py.File(folder / "a.h5", "w") as file:
+        of_rows(file, "x", 6, "b.h5")
+    return "'d' of b.h5 is no dataset"
+
+
+def virtual_dataset_of_a_source_that_became_short(folder):
+    with h5py.File(folder / "b.h5", "w") as file:
+        file["d"] = np.arange(10).reshape(5, 2)
+    with h5py.File(folder / "a.h5", "w") as file:
+        of_rows(file, "x", 6, "b.h5", slice(2, 6))
+    return "'d' of b.h5 has shape (5, 2), not (6, 2) at least"
+
+
+def virtual_dataset_of_a_text(folder):
+    (folder / "b.h5").write_text("text")
+    with h5py.File(folder / "a.h5", "w") as file:
+        of_rows(file, "x", 6, "b.h5")
+    return "b.h5 cannot be opened as HDF5"
+
+
+def virtual_dataset_of_a_virtual_one(folder):
+    with h5py.File(folder / "b.h5", "w") as file:
+        of_rows(file, "d", 6, "c.h5")
+    with h5py.File(folder / "a.h5", "w") as file:
+        of_rows(file, "x", 6, "b.h5")
+    return "c.h5 does not exist"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        virtual_dataset_without_its_source,
+        virtual_dataset_of_a_group,
+        virtual_dataset_of_a_source_that_became_short,
+        virtual_dataset_of_a_text,
+        virtual_dataset_of_a_virtual_one,
+    ],
+)
+def test_rows_that_hdf5_would_give_as_fill_values(tmp_path, make):
+    missing = make(tmp_path)
+    for _ in range(2):
+        with pytest.raises(DataError, match=re.escape(missing)) as error:
+            len(Dataset.from_hdf5(tmp_path / "a.h5", "x"))
+        assert str(tmp_path / "a.h5") in str(error.value)
+
+
+def test_virtual_datasets_of_each_other(tmp_path):
+    for name, other in ["ab", "ba"]:
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            file["d"] = np.arange(12).reshape(6, 2)
+            of_rows(file, "x", 6, f"{other}.h5")
+    with h5py.File(tmp_path / "c.h5", "w") as file:
+        for name, source in [("x", "y"), ("y", "x")]:
+            layout = h5py.VirtualLayout((6, 2), "i4")
+            layout[...] = h5py.VirtualSource("c.h5", source, (6, 2))
+            file.create_virtual_dataset(name, layout)
+    require_all(tmp_path / "a.h5", ["x", "d"])
+    assert len(Dataset.from_hdf5(tmp_path / "c.h5", "x")) == 6  # is found, once
+
+
+def test_sources_are_found_by_a_prefix(tmp_path, monkeypatch):
+    (tmp_path / "sources").mkdir()
+    with h5py.File(tmp_path / "sources" / "b.h5", "w") as file:
+        file["d"] = np.arange(12).reshape(6, 2)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        of_rows(file, "x", 6, "b.h5")
+    monkeypatch.setenv("HDF5_VDS_PREFIX", "${ORIGIN}/sources")
+    require_all(tmp_path / "a.h5", ["x"])
+    monkeypatch.setenv("HDF5_VDS_PREFIX", "${ORIGIN}/elsewhere")
+    with pytest.raises(DataError, match=r"b\.h5 does not exist"):
+        len(Dataset.from_hdf5(tmp_path / "a.h5", "x"))

@@ -1,0 +1,262 @@
+"""Other files that hold the rows of a dataset.
+
+HDF5 follows external links, the sources of virtual datasets (VDS) and external storage
+to other files without checking their type, and opening a FIFO would block. Rows of a
+source that is missing are silently read as fill values. So they are checked here.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import glob
+import itertools
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+from h5py import h5g, h5l, h5o, h5s
+
+from mpidist.util.files import require_regular
+
+__all__ = ["check_sources", "find_linked", "find_storage", "open_hdf5"]
+
+_LINKS = "HDF5_EXT_PREFIX"
+_SOURCES = "HDF5_VDS_PREFIX"
+_STORAGE = "HDF5_EXTFILE_PREFIX"
+_MOST_LINKS = 64  # HDF5's default is 16
+
+
+def open_hdf5(path: Path) -> h5py.File:
+    """Open a file for reading, without locks: many network file systems lack them."""
+    require_regular(path)
+    # A process must not mix locking modes for one file, so try those that others use.
+    for locking in (False, "best-effort", True):
+        try:
+            return h5py.File(path, "r", locking=locking)
+        except OSError as error:
+            # The process already has it open with another locking mode
+            if "flag values" not in str(error):
+                raise
+            refused = error
+    raise refused
+
+
+def find_linked(file: h5py.File, name: str, links: int = _MOST_LINKS) -> list[str]:
+    """Return the other files on an object's path, through external links.
+
+    Args:
+      file: where the path starts.
+      name: path of the object, which need not exist.
+      links: how many to follow at most.
+
+    Raises:
+      OSError: one is not a regular file.
+    """
+    root = h5g.open(file.id, b"/")
+    place, parts = root, name.encode().split(b"/")
+    while parts and links:
+        part, *parts = parts
+        if part in (b"", b"."):
+            continue
+        if not isinstance(place, h5g.GroupID) or not place.links.exists(part):
+            break
+        kind = place.links.get_info(part).type
+        if kind == h5l.TYPE_HARD:
+            place = h5o.open(place, part)
+        elif kind == h5l.TYPE_SOFT:
+            links -= 1
+            target = place.links.get_val(part)
+            place = root if target.startswith(b"/") else place
+            parts = target.split(b"/") + parts
+        elif kind == h5l.TYPE_EXTERNAL:
+            other, target = place.links.get_val(part)
+            rest = os.fsdecode(b"/".join([target, *parts]))
+            return _follow(_find(os.fsdecode(other), file, _LINKS), rest, links - 1)
+        else:
+            break  # user-defined links need their library
+    return []
+
+
+def check_sources(datasets: Sequence[h5py.Dataset], existing: list[str]) -> list[str]:
+    """Return what is missing of the sources of virtual datasets: files, datasets, rows.
+
+    A source may be virtual, too. Sources with a number in their name (%b) may be
+    missing, and those that grow (an unlimited selection) may have any length.
+
+    Args:
+      datasets: those that are not virtual have no sources.
+      existing: the paths of existing files are appended.
+
+    Raises:
+      OSError: one is not a regular file.
+    """
+    missing: dict[str, None] = {}
+    pending = [dataset for dataset in datasets if dataset.is_virtual]
+    seen = {(dataset.file.filename, dataset.name) for dataset in pending}
+    with contextlib.ExitStack() as files:
+        for dataset in pending:  # sources that are virtual are appended
+            for source, problem in _look_up(dataset, existing, files):
+                if problem:
+                    missing[problem] = None
+                elif source.is_virtual:
+                    place = source.file.filename, source.name
+                    pending += [source] if place not in seen else []
+                    seen.add(place)
+    return list(missing)
+
+
+def _look_up(
+    dataset: h5py.Dataset, existing: list[str], files: contextlib.ExitStack
+) -> Iterator[tuple[Any, str]]:
+    """Yield each source of a virtual dataset, and what is missing of it, or nothing.
+
+    Raises:
+      OSError: a file is not a regular one.
+    """
+    for file_name, shapes in _sources_of(dataset).items():
+        if "%b" in file_name.replace("%%", ""):  # the number of a block
+            continue
+        file, refused = _open_source(dataset.file, file_name, existing, files)
+        if file is None:
+            yield None, f"{file_name} {refused}"
+            continue
+        for name, shape in shapes.items():
+            existing += find_linked(file, name)
+            source = file.get(name)
+            problem = _problem(source, shape)
+            if problem:
+                problem = f"{name!r} of {file_name} {problem}"
+            else:
+                existing += find_storage(source)
+            yield source, problem
+
+
+def _open_source(
+    virtual: h5py.File, name: str, existing: list[str], files: contextlib.ExitStack
+) -> tuple[h5py.File | None, str]:
+    """Open a source file of a dataset in the file `virtual`.
+
+    Returns: the file, and why there is none.
+
+    Raises:
+      OSError: one is not a regular file.
+    """
+    if name == ".":
+        return virtual, ""
+    refused = "does not exist"
+    for path in _find(name.replace("%%", "%"), virtual, _SOURCES):
+        try:
+            file = files.enter_context(open_hdf5(Path(path)))
+        except OSError as error:  # HDF5 tries the next
+            refused = f"cannot be opened as HDF5: {error}"
+            continue
+        existing.append(path)
+        return file, ""
+    return None, refused
+
+
+def _problem(source: Any, shape: tuple[int, ...]) -> str:
+    """Return why a source has not the elements within `shape`, or nothing."""
+    if not isinstance(source, h5py.Dataset):
+        return "is no dataset" if source else "does not exist"
+    # HDF5 raises where the numbers of dimensions differ
+    is_short = len(shape) == source.ndim and any(map(operator.lt, source.shape, shape))
+    return f"has shape {source.shape}, not {shape} at least" if is_short else ""
+
+
+def _sources_of(dataset: h5py.Dataset) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the sources of a virtual dataset.
+
+    Returns: by file and by dataset, the shape that holds all selected elements; empty
+    where that is not told.
+    """
+    plist = dataset.id.get_create_plist()
+    found: dict[str, dict[str, tuple[int, ...]]] = collections.defaultdict(dict)
+    for number in range(plist.get_virtual_count()):
+        file = _decoded(plist.get_virtual_filename, number)
+        name = _decoded(plist.get_virtual_dsetname, number)
+        stops = _stops(plist.get_virtual_srcspace(number))
+        before = found[file].get(name, ())
+        both = itertools.zip_longest(before, stops, fillvalue=0)
+        found[file][name] = tuple(map(max, both))
+    return found
+
+
+def _decoded(get: Callable[[int], str], number: int) -> str:
+    try:
+        return str(get(number))
+    except UnicodeDecodeError as error:  # h5py assumes UTF-8
+        return os.fsdecode(error.object)
+
+
+def _stops(space: h5s.SpaceID) -> tuple[int, ...]:
+    """Return where a selection ends, per dimension; empty if it is all, or grows."""
+    kind = space.get_select_type()
+    if kind in (h5s.SEL_ALL, h5s.SEL_NONE):
+        return ()  # HDF5 raises if a source is not as large as all of it
+    if kind == h5s.SEL_HYPERSLABS and space.is_regular_hyperslab():
+        _, _, count, block = space.get_regular_hyperslab()
+        if h5s.UNLIMITED in (*count, *block):
+            return ()
+    return tuple(last + 1 for last in space.get_select_bounds()[1])
+
+
+def find_storage(dataset: h5py.Dataset) -> list[str]:
+    """Return the files of external storage, and numbered VDS sources (%b).
+
+    Raises:
+      OSError: one is not a regular file.
+    """
+    files = []
+    for name, _, _ in dataset.external or ():
+        files += _find(name, dataset.file, _STORAGE)[:1]
+    if dataset.is_virtual:
+        for name in _sources_of(dataset):
+            if "%b" in name.replace("%%", ""):  # the number of a block
+                files += _find(name, dataset.file, _SOURCES, is_numbered=True)
+    return files
+
+
+def _follow(paths: list[str], name: str, links: int) -> list[str]:
+    """Return the first file that opens, and those on the path `name` in it."""
+    for path in paths:
+        try:
+            file = h5py.File(path, "r", locking=False)
+        except OSError:  # HDF5 tries the next
+            continue
+        with file:
+            return [path, *find_linked(file, name, links)]
+    return []
+
+
+def _find(
+    name: str, file: h5py.File, prefix: str, is_numbered: bool = False
+) -> list[str]:
+    """Return the files that HDF5 may open for a name stored in `file`, in its order.
+
+    Raises:
+      OSError: one is not a regular file.
+    """
+    path = Path(file.filename)
+    prefixes = [
+        directory.replace("${ORIGIN}", str(path.parent))
+        for directory in os.environ.get(prefix, "").split(":")
+        if directory
+    ]
+    directories = [*prefixes, str(path.parent), "", str(path.resolve().parent)]
+    # For a missing absolute path, HDF5 tries its last component alone
+    places = [os.path.join(d, n) for n in (name, Path(name).name) for d in directories]
+    if is_numbered:
+        patterns = [
+            glob.escape(p).replace("%%", "%").replace("%b", "*") for p in places
+        ]
+        places = [existing for pattern in patterns for existing in glob.glob(pattern)]
+    places = list(dict.fromkeys(map(os.path.abspath, places)))
+    existing = [p for p in places if os.path.exists(p) and not os.path.isdir(p)]
+    for place in existing:
+        require_regular(place)
+    return existing
