@@ -60,7 +60,7 @@ def junk():
     )
     yield from (math.inf, -math.inf, 1j, "", "x", "\xe9\0", "\ud800", "x" * 5000, b"x")
     yield from ([], [1], [None], {}, {"a": 1}, {2: "a"}, (), (1, 2), {1}, frozenset())
-    yield from (object(), Unspeakable(), Ellipsis, range(3), Path("/nope"))
+    yield from (object(), Unspeakable(), Ellipsis, range(3), Path("nope"))
     yield from (np.float64(2), np.int64(-3), np.bool_(True), np.array([1, 2]))
     yield from (np.zeros((0,)), np.array("a"), np.array([object()]), np.array(3))
     yield from (iter([1]), (i for i in (1, 2)), mpidist.ReduceOp.SUM, np.dtype("f4"))
