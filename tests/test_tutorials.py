@@ -13,6 +13,7 @@ import re
 import sys
 from pathlib import Path
 
+import h5py
 import launching
 import numpy as np
 import pytest
@@ -39,7 +40,8 @@ def test_there_are_pages():
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_a_tutorial_prints_what_it_says(comm, page, capsys):
+def test_a_tutorial_prints_what_it_says(comm, page, capsys, monkeypatch, mpi_tmp_path):
+    monkeypatch.chdir(mpi_tmp_path)
     run(page)
     if comm.rank == 0:
         assert [capsys.readouterr().out] == blocks(page, "text")
@@ -63,6 +65,24 @@ def test_k_means_is_that_of_scikit_learn(comm):
     np.testing.assert_allclose(
         names["centers"], alone.cluster_centers_, rtol=1e-9, atol=1e-9
     )
+
+
+def test_pca_is_that_of_numpy(comm, monkeypatch, mpi_tmp_path):
+    monkeypatch.chdir(mpi_tmp_path)
+    names = run(DOCS / "tutorials/pca.md")
+    rows = np.concatenate([names["block"](number) for number in range(20)])
+    centred = rows - rows.mean(axis=0)
+    _, sizes, directions = np.linalg.svd(centred, full_matrices=False)
+    ratios = (sizes**2 / (sizes**2).sum())[:3]
+    np.testing.assert_allclose(names["explained"], ratios, rtol=1e-9)
+    same = np.abs(names["components"] @ directions[:3].T)  # but for the sign
+    np.testing.assert_allclose(same, np.eye(3), atol=1e-9)
+    with h5py.File("scores.h5") as file:
+        x, scores = file["x"][:], file["scores"][:]
+    comm.Barrier()  # the folder is removed
+    expected = (x - rows.mean(axis=0)) @ names["components"].T
+    np.testing.assert_allclose(scores, expected, atol=1e-9)
+    np.testing.assert_array_equal(np.sort(x, axis=0), np.sort(rows, axis=0))
 
 
 def test_mpi4py_and_mpidist_give_the_same(comm):
@@ -89,6 +109,7 @@ def test_a_tutorial_is_a_notebook(page, tmp_path):
     assert not missing
     path = tmp_path / f"{page.stem}.ipynb"
     make = [sys.executable, "-m", "jupytext", "--to", "notebook", "--execute"]
+    make += ["--run-path", str(tmp_path)]
     command = [*make, "--output", str(path), str(page)]
     # JUPYTER_PLATFORM_DIRS: without it, jupyter_core 5 warns
     ended = launching.run(command, JUPYTER_PLATFORM_DIRS="1")
