@@ -1,28 +1,29 @@
 """The tf.distribute programming model for MPI clusters, without TensorFlow.
 
-For programs in NumPy or CuPy that `mpirun` or `srun` starts, and that should train or
-compute on many processors as on one: synchronous data parallelism that is exact, and
-that raises on every rank where it would otherwise hang.
+For programs in NumPy or CuPy, started by `mpirun` or `srun`, that train or compute on
+many processors with the results of one: synchronous, exact data parallelism. A mistake
+that would hang the job raises an error on every rank.
 
 The model
 =========
 
 One MPI rank is one replica: one GPU (CuPy arrays) or one share of the CPU (NumPy
-arrays). Every rank runs the same script and makes one `MirroredStrategy`.
+arrays). Every rank runs the same script and creates one `MirroredStrategy`.
 
-In replica context, inside a function that `strategy.run` runs, you see this replica's
+Replica context is inside a function that `strategy.run` runs: you see this replica's
 arrays, and `get_replica_context()` has the collectives `all_reduce` and `all_gather`.
-In cross-replica context, in `strategy.scope()`, or outside of `run`, you see values of
-all replicas: `PerReplica` ones, which differ (`strategy.reduce` or `strategy.gather`
-them), and mirrored ones, such as variables, which are equal.
+Cross-replica context is in `strategy.scope()` or outside `run`: you see values of all
+replicas. `PerReplica` values differ (`strategy.reduce` or `strategy.gather` them);
+mirrored values, such as variables, are equal.
 
 A dataset is batched by the global batch size. A batch of n rows is cut into slices of
-ceil(n / replicas) rows; the last replicas may get fewer, or none. So take means with
-`strategy.reduce("MEAN", per_row_values, axis=0)`, which counts rows, not replicas.
+ceil(n / replicas) rows; the last replicas may get fewer rows, or none. Therefore
+compute means with `strategy.reduce("MEAN", per_row_values, axis=0)`, which counts rows,
+not replicas.
 
-Calls that communicate are collective: every rank makes them, in the same order. Where
-some do not, or with unlike arguments, or where a replica's function raises, all ranks
-raise, and the message says which did what. `help(mpidist.errors)` lists the exceptions.
+Calls that communicate are collective: every rank makes them, in the same order. If the
+ranks' calls or arguments differ, or a replica's function raises, all ranks raise, and
+the message says which rank did what. `help(mpidist.errors)` lists the exceptions.
 
 A complete script, for `mpirun -n 4 python fit.py`, that prints the same on any number
 of ranks::
@@ -50,17 +51,17 @@ of ranks::
     if strategy.extended.replica_id == 0:
         print(f"w = {w.numpy().round(3)}, loss = {loss:.6f}")
 
-`help(mpidist.Dataset)` describes one name. The examples in docstrings, lines with
-`>>>`, are given the names `np` (numpy), `mpidist`, and `strategy =
-mpidist.MirroredStrategy()` of 2 replicas on CPUs. Outputs are those of replica 0; where
-they differ from replica to replica, it is said.
+`help(mpidist.Dataset)` describes one name. Examples in docstrings (lines with `>>>`)
+use the names `np` (numpy), `mpidist`, and `strategy = mpidist.MirroredStrategy()` with
+2 replicas on CPUs. Outputs are those of replica 0; a comment says so if the replicas'
+outputs differ.
 
 Names
 =====
 
-Left is the name in TensorFlow, without `tf.distribute.` or
-`tf.distribute.experimental.`; right is what is different here. The name in `mpidist` is
-the same, unless another stands before a colon.
+The left column is the name in TensorFlow, without `tf.distribute.` or
+`tf.distribute.experimental.`; the right column says what differs in `mpidist`. The name
+is the same, unless a different name stands before a colon.
 
 Strategies and contexts
 
@@ -91,7 +92,7 @@ Clusters
 Values and variables
 
     DistributedValues           `values` holds one component, of this process's replica
-    PerReplica                  use as one array is refused
+    PerReplica                  cannot be used as one array
     Mirrored                    works as an array
     tf.Variable                 Variable: no gradients; works as an array; no members of
                                 graphs (handle, op, graph, eval, load, count_up_to);
@@ -112,7 +113,7 @@ Communication
     MpiAllReduce                not in TensorFlow: the default, by MPI_Allreduce
     CommunicationOptions        results do not depend on them, but for compression
     GradientBuckets             not in TensorFlow: reduces while gradients are computed
-    CommunicationImplementation AUTO, MPI and NCCL; no RING (also named
+    CommunicationImplementation AUTO, MPI and NCCL; no RING (also called
                                 CollectiveCommunication in TensorFlow)
 
 Input
@@ -123,7 +124,7 @@ Input
                                 concatenate, zip, enumerate, unbatch, filter,
                                 interleave, reduce, cache (in memory, once per node),
                                 prefetch, with_options
-    tf.data.Options             Options: experimental_distribute.auto_shard_policy, and
+    tf.data.Options             Options: only
                                 no others
     tf.data.experimental.AutoShardPolicy
                                 AutoShardPolicy: OFF, AUTO, FILE, DATA; no HINT
@@ -144,9 +145,9 @@ Input
 Output
 
     Hdf5Writer                  not in TensorFlow: each rank appends rows to a file of
-                                its own; an index makes them one HDF5 dataset
+                                its own; an index joins them to one HDF5 dataset
 
-Saving and going on
+Saving and resuming
 
     tf.train.Checkpoint         Checkpoint: one HDF5 file, or one and shards; also nests
                                 of arrays, numbers and text, random generators, dataset
@@ -157,41 +158,41 @@ Saving and going on
     tf.train.latest_checkpoint  latest_checkpoint: reads the folder; no latest_filename
     PreemptionCheckpointHandler also the end of Slurm's time; exits with 99
     TerminationConfig           termination_watcher_fn, exit_fn, grace_period, save_fn
-    run_elastic                 not in TensorFlow: goes on without ranks that have died
+    run_elastic                 not in TensorFlow: continues without dead ranks
 
 Statistics
 
     tf.keras.metrics            mpidist.statistics: Moments, Histogram, Quantiles,
                                 ConfusionMatrix; exact, on any number of ranks
-    Strategy.statistics_of      not in TensorFlow: mean, variance, least and most of
+    Strategy.statistics_of      not in TensorFlow: mean, variance, min and max of
                                 the rows of all ranks
 
 Looking at a job
 
-    Strategy.statistics         not in TensorFlow: where the time of a job goes
-    Strategy.timeline           not in TensorFlow: what each rank does when
-    progress                    a bar, as of tqdm and Keras, on rank 0
-    span                        tf.profiler.experimental.Trace: a part with a name in it
+    Strategy.statistics         not in TensorFlow: how a job spends its time
+    Strategy.timeline           not in TensorFlow: a trace of each rank
+    progress                    a progress bar, like tqdm's, on rank 0
+    span                        tf.profiler.experimental.Trace: a named section
 
 PyTorch (`import mpidist.torch`, which needs `pip install torch`)
 
     torch.nn.parallel.DistributedDataParallel
                                 mpidist.torch.DistributedDataParallel: with batch_dim,
-                                as gradients count by rows
+                                since gradients are weighted by rows
 
 Commands
 
     mpidist is python -m mpidist
 
-    mpidist run                 starts a job by the right mpirun, or srun
-    mpidist config              the settings (MPIDIST_... variables), and why they hold
+    mpidist run                 starts a job with the right mpirun, or srun
+    mpidist config              the settings (MPIDIST_... variables) and their origin
     mpidist version             what is installed
     python -m mpidist plan      what each rank of a job will read; needs no MPI
-    python -m mpidist doctor    what is wrong with the place where a job is to run
-    python -m mpidist tune      which transport is the fastest for which size
-    python -m mpidist report    where the time of a job went; needs no MPI
-    python -m mpidist top       how far a running job is; needs no MPI
-    python -m mpidist diff      which collective was the first to differ; needs no MPI
+    python -m mpidist doctor    checks the machine or allocation of a job
+    python -m mpidist tune      finds the fastest transport for each size
+    python -m mpidist report    how a job spent its time; needs no MPI
+    python -m mpidist top       the progress of a running job; needs no MPI
+    python -m mpidist diff      the first collective that differed; needs no MPI
 
 Absent
 
@@ -206,7 +207,7 @@ Absent
     PreemptionWatcher           PreemptionCheckpointHandler watches itself
     CollectiveHints             use CommunicationOptions
     tf.function, get_loss_reduction, DistributedVarOp (internal)
-                                there is no graph: functions run as they are
+                                there is no graph: functions run eagerly
     tf.GradientTape, tf.keras   bring your own gradients (by hand, JAX, PyTorch, ...)
 """
 
@@ -310,7 +311,7 @@ if TYPE_CHECKING:
     )
     from mpidist.strategy.hdf5_writer import Hdf5Writer
 
-# What not all jobs need is imported when it is first used
+# Imported at first use, because not all jobs need it
 _LATER = {
     "Checkpoint": "mpidist.checkpoint.checkpoint",
     "CheckpointManager": "mpidist.checkpoint.manager",
@@ -321,7 +322,7 @@ _LATER = {
     "TerminationConfig": "mpidist.resilience.preemption",
     "Hdf5Writer": "mpidist.strategy.hdf5_writer",
 }
-# Modules that are imported when they are first used, of which one needs an extra
+# Modules imported at first use; one of them needs an extra
 _ROOMS = ("statistics", "torch")
 
 
@@ -345,7 +346,7 @@ def __dir__() -> list[str]:
 
 
 def _is_asked_by_help() -> bool:
-    """Return whether pydoc asks for the names of this module, to describe them all."""
+    """Return whether pydoc is listing the names of this module."""
     frame = sys._getframe().f_back  # of __dir__
     for _ in range(3):  # inspect.getmembers is in between
         frame = frame and frame.f_back

@@ -1,4 +1,4 @@
-"""`python -m mpidist COMMAND`, and what the console script `mpidist` calls."""
+"""`python -m mpidist COMMAND`, and the entry point of the console script `mpidist`."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""The version, apart so that the build can read it without importing the rest."""
+"""The version, in a separate module so that the build need not import the package."""
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
 """Replica and cross-replica contexts: which strategy and which replica is current.
 
-Each thread has its own stack of contexts. Exactly one of the two kinds holds at any
-time; below everything lies the replica context of the default strategy.
+Each thread has its own stack of contexts. At any time exactly one of the two kinds is
+current. The bottom of the stack is the replica context of the default strategy.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _default_frame: list[_Frame] = []
 
 
 def set_default_strategy(strategy: Strategy, replica: ReplicaContext) -> None:
-    """Make a strategy, of one replica, the one that holds outside all scopes."""
+    """Set the default strategy (one replica), which is current outside all scopes."""
     _default[:] = [strategy]
     _default_replica[:] = [replica]
     _default_frame[:] = [_Frame(strategy, replica)]
@@ -91,10 +91,11 @@ def has_strategy() -> bool:
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Make `strategy` current in this thread, as if everything were in its scope.
+    """Make `strategy` current in this thread, as if all code were in its scope.
 
     None makes the default strategy current again. Not collective. Raises ContextError
-    inside a scope or a replica function, ArgumentTypeError for what is no strategy.
+    inside a scope or a replica function, and ArgumentTypeError if `strategy` is not a
+    Strategy.
 
     Example:
       >>> mpidist.experimental_set_strategy(strategy)
@@ -113,14 +114,14 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     _stack.base = None if strategy is None or is_default else _Frame(strategy, None)
 
 
-# In cross-replica context it is None. Any stands for that in the type, as mypy cannot
-# know which context holds: functions that `run` runs would all need an assertion
+# It is None in cross-replica context. The type is Any because mypy cannot know which
+# context is current: every function passed to `run` would need an assertion
 def get_replica_context() -> ReplicaContext | Any:
     """Return the current replica's context, None in cross-replica context.
 
-    Outside all scopes it is that of the default strategy: replica 0 of 1. In a job of
-    several ranks its collectives are a ContextError there: they would reduce over one
-    process, where all are meant.
+    Outside all scopes it is the context of the default strategy: replica 0 of 1. In a
+    job of several ranks, its collectives raise ContextError there: they would reduce
+    over one process only.
 
     Example:
       >>> strategy.run(mpidist.get_replica_context).values  # on replica 0
@@ -133,9 +134,9 @@ def get_replica_context() -> ReplicaContext | Any:
 
 
 def explain(error: BaseException | None) -> None:
-    """Say in the message of an AttributeError what to do, if it is one of this kind.
+    """Add advice to an AttributeError that comes from using None as a replica context.
 
-    It is where a program uses the None that `get_replica_context` has returned.
+    `get_replica_context` returns that None in cross-replica context.
     """
     if not isinstance(error, AttributeError) or error.obj is not None:
         return
@@ -163,7 +164,7 @@ def in_cross_replica_context() -> bool:
 
 
 def in_replica_of(strategy: Strategy) -> bool:
-    """Return whether the current context is a replica's, of this strategy."""
+    """Return whether the current context is a replica context of this strategy."""
     replica = _stack.top.replica
     return replica is not None and replica.strategy is strategy
 
@@ -185,9 +186,9 @@ def in_update() -> bool:
 
 
 class enter:  # noqa: N801 (reads as a verb in a with statement)
-    """Put a context on this thread's stack for the length of a block.
+    """Push a context on this thread's stack for the duration of a block.
 
-    It may be entered again and again, and nested: it has no state of its own.
+    It can be reused and nested: it has no state of its own.
     """
 
     __slots__ = ("_frame",)
@@ -208,12 +209,12 @@ class enter:  # noqa: N801 (reads as a verb in a with statement)
             explain(error)
         frames = _stack.frames
         if not frames or frames[-1] is not self._frame:
-            raise ContextError("scope nesting error: a scope was left inside out")
+            raise ContextError("scope nesting error: an inner scope was not left first")
         frames.pop()
 
 
 def require_cross_replica(strategy: Strategy, call: str) -> None:
-    """Raise ContextError unless this is own cross-replica or default context."""
+    """Raise ContextError unless in the strategy's cross-replica or default context."""
     top = _stack.top
     if top.strategy is _default[0]:
         return
@@ -236,11 +237,11 @@ def _refuse_mixing(call: str, strategy: Strategy, current: Strategy) -> NoReturn
 
 
 class Scope(threading.local):
-    """What `Strategy.scope` returns; may be entered again, nested, and kept.
+    """What `Strategy.scope` returns; it can be reused and nested.
 
-    The default strategy's leaves the context as it is, where that strategy is current.
+    The scope of the default strategy changes nothing if that strategy is current.
 
-    Each thread that enters it has its own `_entered`, as it has its own stack.
+    Each thread has its own `_entered`, as it has its own stack.
     """
 
     def __init__(self, strategy: Strategy):
@@ -252,7 +253,7 @@ class Scope(threading.local):
 
     def __enter__(self) -> Strategy:
         if self._strategy is _default[0] is _stack.top.strategy:
-            # Changes nothing but that no other strategy's scope can be entered
+            # Only effect: no other strategy's scope can be entered
             frame = _stack.top._replace(is_default_scope=True)
         else:
             require_cross_replica(self._strategy, "scope")

@@ -3,29 +3,29 @@
 ::
 
     MpidistError
-    ├── LaunchError (RuntimeError)       the launcher and MPI disagree about the job
-    ├── ContextError (RuntimeError)      a call from a context that does not allow it
-    ├── ArgumentError (ValueError)       an argument has a value that cannot be used
-    ├── ArgumentTypeError (TypeError)    an argument has a type that cannot be used
-    │   └── DTypeError                   ... or an array a dtype that cannot be reduced
-    ├── MismatchError (ValueError)       replicas gave one collective unlike arguments
-    ├── CollectiveError (RuntimeError)   a collective could not be carried out
+    ├── LaunchError (RuntimeError)       launcher and MPI disagree about the job
+    ├── ContextError (RuntimeError)      a call that the current context forbids
+    ├── ArgumentError (ValueError)       an argument has an invalid value
+    ├── ArgumentTypeError (TypeError)    an argument has an invalid type
+    │   └── DTypeError                   an array has an unsupported dtype
+    ├── MismatchError (ValueError)       replicas passed different arguments
+    ├── CollectiveError (RuntimeError)   a collective failed
     │   ├── DivergenceError              replicas called different collectives
     │   ├── DeadlineError (TimeoutError) a replica did not arrive in time
     │   ├── RankLostError                ranks have died; see `run_elastic`
     │   └── RemoteError                  another replica failed
-    ├── UnsupportedError (NotImplementedError)  tf.distribute has it no more than we do
-    ├── DataError                        data are missing, unlike, damaged or unwritable
-    │   └── CheckpointError              ... or a checkpoint, or it does not fit
-    └── OutOfRangeError (StopIteration)  an iterator was asked for more than there is
+    ├── UnsupportedError (NotImplementedError)  not supported, as in tf.distribute
+    ├── DataError                        data are missing, damaged or not writable
+    │   └── CheckpointError              the same for a checkpoint, or it does not fit
+    └── OutOfRangeError (StopIteration)  an iterator has no more batches
 
-Errors in the arguments of a collective, and errors that happen inside
-`Strategy.run`, are raised on every replica, before any data move. On a replica that
-was not the one to fail, the error's `origin_rank` says which one was.
+Errors in the arguments of a collective, and errors inside `Strategy.run`, are raised on
+every replica before any data move. On the other replicas, `origin_rank` of the error is
+the rank of the replica that failed.
 
-Tracebacks of errors in functions that `Strategy.run`, `ReplicaContext.merge_call` and
-`Dataset.map` call show the program's own lines, and one of mpidist; the variable
-MPIDIST_FULL_TRACEBACKS=1 shows all.
+If a function passed to `Strategy.run`, `ReplicaContext.merge_call` or `Dataset.map`
+fails, the traceback shows the program's own lines and one line of mpidist. To see all
+lines, set MPIDIST_FULL_TRACEBACKS=1.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ContextError(MpidistError, RuntimeError):
 
 
 class ArgumentError(MpidistError, ValueError):
-    """An argument has a value that cannot be used.
+    """An argument has an invalid value.
 
     Example:
       >>> mpidist.Dataset.range(8).batch(0)
@@ -93,7 +93,7 @@ class ArgumentError(MpidistError, ValueError):
 
 
 class ArgumentTypeError(MpidistError, TypeError):
-    """An argument has a type that cannot be used.
+    """An argument has an invalid type.
 
     Example:
       >>> strategy.reduce("SUM", "text")
@@ -103,7 +103,7 @@ class ArgumentTypeError(MpidistError, TypeError):
 
 
 class DTypeError(ArgumentTypeError):
-    """An array has a dtype that the operation is not defined for.
+    """An array has a dtype that the operation does not support.
 
     Example:
       >>> strategy.reduce("SUM", np.array([True]))
@@ -127,7 +127,7 @@ class MismatchError(MpidistError, ValueError):
 
 
 class CollectiveError(MpidistError, RuntimeError):
-    """A collective could not be carried out.
+    """A collective failed.
 
     Example:
       >>> issubclass(mpidist.DivergenceError, mpidist.CollectiveError)
@@ -167,7 +167,7 @@ class DeadlineError(CollectiveError, TimeoutError):
 
 
 class RankLostError(CollectiveError):
-    """Ranks have died, and MPI goes on without them; `run_elastic` can, too.
+    """Ranks have died and MPI continues without them; `run_elastic` can continue too.
 
     Attributes:
       ranks: their numbers in the strategy's communicator.
@@ -202,7 +202,7 @@ class RemoteError(CollectiveError):
 
 
 class UnsupportedError(MpidistError, NotImplementedError):
-    """An operation that has no meaning for the object, as in tf.distribute.
+    """The object does not support the operation, as in tf.distribute.
 
     Example:
       >>> mpidist.Dataset.range(8).cache("file")
@@ -212,7 +212,7 @@ class UnsupportedError(MpidistError, NotImplementedError):
 
 
 class DataError(MpidistError):
-    """Data are missing, unlike, damaged or changed while read, or cannot be written.
+    """Data are missing, inconsistent, damaged, changed while read, or not writable.
 
     Example:
       >>> len(mpidist.Dataset.from_hdf5("missing.h5", ["x"]))
@@ -222,7 +222,7 @@ class DataError(MpidistError):
 
 
 class CheckpointError(DataError):
-    """A checkpoint is missing, damaged or unwritable, or does not fit the objects.
+    """A checkpoint is missing, damaged, not writable, or does not match the objects.
 
     Example:
       >>> checkpoint = mpidist.Checkpoint(strategy=strategy, step=1)

@@ -33,7 +33,7 @@ class ReduceOp(enum.Enum):
     """How the values of all replicas are combined, element by element.
 
     SUM and MEAN are tf.distribute's. MIN and MAX are nan where any value is, as in
-    NumPy. Wherever an operation is taken, its name in any case is taken too: `"sum"`.
+    NumPy. Methods also accept the name of an operation, upper or lower case: `"sum"`.
 
     Example:
       >>> strategy.reduce(mpidist.ReduceOp.SUM, np.array([1.0, 2.0]))
@@ -50,7 +50,7 @@ class ReduceOp(enum.Enum):
 
     @property
     def adds(self) -> bool:
-        """Whether values are added up, for a mean too."""
+        """Whether values are added up (SUM and MEAN)."""
         return self is ReduceOp.SUM or self is ReduceOp.MEAN
 
     @classmethod
@@ -59,7 +59,7 @@ class ReduceOp(enum.Enum):
 
         Raises:
           ArgumentError: a string that names no operation.
-          ArgumentTypeError: neither a ReduceOp nor a string.
+          ArgumentTypeError: `op` is not a ReduceOp or a string.
         """
         if isinstance(op, cls):
             return op
@@ -78,10 +78,10 @@ class ReduceOp(enum.Enum):
 
     @staticmethod
     def from_variable_aggregation(aggregation: VariableAggregation) -> ReduceOp:
-        """Return the operation that combines updates of a variable so aggregated.
+        """Return the operation for updates of a variable with this aggregation.
 
         Raises:
-          ArgumentError: it has none: NONE, ONLY_FIRST_REPLICA, no aggregation.
+          ArgumentError: NONE, ONLY_FIRST_REPLICA, or not an aggregation.
         """
         if aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
             return ReduceOp[aggregation.name]
@@ -93,11 +93,11 @@ class ReduceOp(enum.Enum):
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are brought together; AUTO means ON_WRITE.
+    """When the copies of a variable are synchronized; AUTO means ON_WRITE.
 
     ON_WRITE keeps the copies equal at each assignment; ON_READ lets each replica change
-    its own, and reduces them where the variable is read in cross-replica context. NONE
-    is refused by `Variable`.
+    its own copy and reduces the copies when the variable is read in cross-replica
+    context. `Variable` refuses NONE.
 
     Example:
       >>> with strategy.scope():
@@ -118,10 +118,10 @@ class VariableSynchronization(enum.Enum):
 
     @classmethod
     def parse(cls, synchronization: Any) -> VariableSynchronization:
-        """Return ON_WRITE or ON_READ for a member, its value, or None, which is AUTO.
+        """Return ON_WRITE or ON_READ for a member or its value; None means AUTO.
 
         Raises:
-          ArgumentError: NONE, or no member.
+          ArgumentError: NONE, or not a member.
         """
         found = cls.AUTO if synchronization is None else _member(cls, synchronization)
         if found is None or found is cls.NONE:
@@ -135,8 +135,8 @@ class VariableSynchronization(enum.Enum):
 class VariableAggregation(enum.Enum):
     """How values that replicas assign to one variable are combined.
 
-    Added up, averaged, or replica 0's alone. With NONE, assignments in replica context
-    are refused.
+    SUM adds them, MEAN averages them, ONLY_FIRST_REPLICA takes replica 0's. NONE
+    refuses assignments in replica context.
 
     Example:
       >>> with strategy.scope():
@@ -153,10 +153,10 @@ class VariableAggregation(enum.Enum):
 
     @classmethod
     def parse(cls, aggregation: Any) -> VariableAggregation:
-        """Return the member that `aggregation` is, or is the value of; NONE for None.
+        """Return the member for a member or its value; NONE for None.
 
         Raises:
-          ArgumentError: no member.
+          ArgumentError: not a member.
         """
         found = cls.NONE if aggregation is None else _member(cls, aggregation)
         if found is None:
@@ -167,21 +167,20 @@ class VariableAggregation(enum.Enum):
 
 
 def _member(kind: type[K], value: Any) -> K | None:
-    """Return the member that `value` is, or is the value of."""
+    """Return the member for a member or its value."""
     try:
         return kind(value)
-    except Exception:  # also of an object whose `repr` fails
+    except Exception:  # `repr` of any object may fail
         return None
 
 
 class CommunicationImplementation(enum.Enum):
-    """By which means data move between replicas.
+    """Which library moves data between replicas.
 
-    AUTO lets mpidist choose: where all replicas are on one node it works in memory that
-    they share. MPI asks for direct MPI calls on the arrays. (TensorFlow's
-    RING is an algorithm that an MPI library picks for itself, so it is not a choice
-    here.) NCCL asks for NVIDIA's library for arrays on GPUs, of which each replica
-    needs one of its own; where it cannot be used, that is a LaunchError on all.
+    AUTO lets mpidist choose: if all replicas are on one node, it uses shared memory.
+    MPI calls MPI directly on the arrays. NCCL uses NVIDIA's library for arrays on GPUs;
+    each replica needs its own GPU, and all replicas raise LaunchError if NCCL cannot be
+    used. (TensorFlow's RING is absent: an MPI library picks its own algorithm.)
 
     Example:
       >>> options = mpidist.CommunicationOptions(implementation="mpi")
@@ -217,29 +216,28 @@ class CommunicationOptions:
     Args:
       bytes_per_pack: arrays of one dtype are sent together in packs of up to this many
         bytes; 0 sends them in one pack. Never changes a result.
-      timeout_seconds: how long to wait for the other replicas, None for ever. A missed
-        deadline is a `DeadlineError` on every replica that waits, and the strategy
+      timeout_seconds: how long to wait for the other replicas; None waits for ever.
+        After a timeout every waiting replica raises `DeadlineError`, and the strategy
         cannot communicate any more.
       implementation: a `CommunicationImplementation` or its name.
-      reproducible: whether elementwise reductions must add up in the order of the
-        replicas, so that every bit of a result is the same in each run, by each
-        implementation and in packs of any size. (On one node they do so anyway.)
+      reproducible: whether elementwise reductions add in the order of the replicas, so
+        that every bit of a result is the same in each run, with each implementation and
+        pack size. (On one node this always holds.)
       compression: "float16" or "bfloat16" sends the real floating numbers of
-        elementwise reductions as such to other nodes (implementation MPI: to other
-        ranks), half as many bytes as float32, and adds them up in float32. In memory
-        that ranks share nothing is sent, so nothing is narrow there. With u = 2**-11 or
-        2**-8, a sum is off by at most 2.01 * u times the sum of magnitudes, and 2**-24
-        for each number, if float16, that is as small as 6e-5 or less. float16 ends at
-        65504: larger numbers and sums become inf. bfloat16 needs the package
-        ml_dtypes.
+        elementwise reductions in this dtype to other nodes (implementation MPI: to
+        other ranks) and adds them in float32: half the bytes of float32. Shared memory
+        inside a node is not compressed. With u = 2**-11 (float16) or 2**-8 (bfloat16),
+        the error of a sum is at most 2.01 * u times the sum of magnitudes; for float16
+        add 2**-24 for each number of magnitude 6e-5 or less. In float16, numbers and
+        sums above 65504 become inf. bfloat16 needs the package ml_dtypes.
 
-    Replicas that pass unlike options to one call all raise MismatchError.
+    If replicas pass different options to one call, all raise MismatchError.
 
     Raises:
-      ArgumentError: bytes_per_pack < 0, timeout_seconds <= 0, no such implementation
+      ArgumentError: bytes_per_pack < 0; timeout_seconds <= 0; an unknown implementation
         or compression; bfloat16 without ml_dtypes.
-      ArgumentTypeError: bytes_per_pack is no integer, timeout_seconds no number,
-        reproducible no bool.
+      ArgumentTypeError: bytes_per_pack is not an integer, timeout_seconds not a number,
+        or reproducible not a bool.
 
     Example:
       >>> options = mpidist.CommunicationOptions(timeout_seconds=60.0)
@@ -259,7 +257,7 @@ class CommunicationOptions:
         seconds = self.timeout_seconds
         if seconds is not None:
             seconds = validation.number("timeout_seconds", seconds, "> 0", " or None")
-        # As Python's own, since the ranks compare them as text
+        # Python's own types, since the ranks compare them as text
         checked = {
             "bytes_per_pack": validation.integer(
                 "bytes_per_pack", self.bytes_per_pack, 0
@@ -283,7 +281,7 @@ class CommunicationOptions:
         if given == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
             raise ArgumentError(
                 "compression='bfloat16' needs the package ml_dtypes, which is not "
-                "installed; take 'float16', or pip install ml_dtypes"
+                "installed; use 'float16', or pip install ml_dtypes"
             )
 
 
@@ -313,13 +311,13 @@ class AutoShardPolicy(enum.IntEnum):
 
     AUTO and DATA give each worker its slice of every global batch.
 
-    FILE gives worker w the files w, w + workers, w + 2 * workers, ... of the dataset,
-    so that it opens no other. Its rows come in the order of its files; every step
-    (shuffle, take, repeat, ...) is done on these rows alone, and a batch size of n
-    becomes ceil(n / workers). Workers whose rows run out get batches of zero rows.
+    FILE gives worker w the files w, w + workers, w + 2 * workers, ... of the dataset;
+    it opens no others. The rows come in the order of these files. Every step (shuffle,
+    take, repeat, ...) applies to these rows alone, and a batch size of n becomes
+    ceil(n / workers). Workers that run out of rows get batches of zero rows.
 
-    OFF gives every worker all rows, in batches of ceil(n / workers) rows. It also says
-    of a dataset that is not distributed that each rank is to read all of it.
+    OFF gives every worker all rows, in batches of ceil(n / workers) rows. For a dataset
+    that is not distributed it means that each rank reads all of it.
 
     Example:
       >>> options = mpidist.Options(mpidist.AutoShardPolicy.OFF)
@@ -353,22 +351,19 @@ class InputOptions:
     """Options of a distributed dataset.
 
     Args:
-      experimental_fetch_to_device: copy batches to the replica's device. To a GPU that
-        starts when they are read, beside its computations; the arrays belong to the
-        stream that is current where `next` is called.
-      experimental_replication_mode: only PER_WORKER has a meaning here, where every
-        worker is one replica.
+      experimental_fetch_to_device: copy batches to the replica's device. Copies to a
+        GPU start when a batch is read and overlap with computation; the arrays belong
+        to the stream that is current when `next` is called.
+      experimental_replication_mode: only PER_WORKER: every worker is one replica.
       experimental_place_dataset_on_device: run the pipeline on the device; only False.
-      experimental_per_replica_buffer_size: how many batches are read ahead, in a
-        thread; 0 reads each batch when it is asked for. More than 0 are at least as
-        many as the `num_parallel_calls` of maps over batches, each read in a thread.
-        For a GPU there is room for one batch more, in page-locked memory of the host
-        and again in the GPU's.
+      experimental_per_replica_buffer_size: how many batches a thread reads ahead; 0
+        reads each batch on demand. A size above 0 is raised to the `num_parallel_calls`
+        of maps over batches, one thread each. A GPU needs memory for one batch more, in
+        page-locked memory of the host and on the GPU.
 
     Raises:
-      ArgumentError: a buffer size < 0 or > 65536; the dataset is to be placed on the
-        device.
-      ArgumentTypeError: a buffer size that is no integer; neither True nor False.
+      ArgumentError: a buffer size < 0 or > 65536; placing the dataset on the device.
+      ArgumentTypeError: the buffer size is not an integer, or a flag is not a bool.
 
     Example:
       >>> data = mpidist.Dataset.from_tensor_slices(np.arange(4)).batch(4)
@@ -409,14 +404,15 @@ class InputOptions:
 
 @dataclasses.dataclass
 class Options:
-    """Options of a dataset, for `Dataset.with_options`, which takes a copy of them.
+    """Options of a dataset, for `Dataset.with_options`, which copies them.
 
     Args:
-      auto_shard_policy: how the dataset is divided over the workers. TensorFlow's place
-        for it is `experimental_distribute.auto_shard_policy`: that is the same one.
+      auto_shard_policy: how the dataset is divided over the workers.
+        `experimental_distribute.auto_shard_policy`, TensorFlow's name, is the same
+        option.
 
-    Raises, also where the policy is set later:
-      ArgumentTypeError: it is no AutoShardPolicy.
+    Raises, also when the policy is set later:
+      ArgumentTypeError: it is not an AutoShardPolicy.
       AttributeError: another option is set.
 
     Example:
@@ -441,7 +437,7 @@ class Options:
 
 
 class _DistributeOptions:
-    """The options of the division over workers, kept in an `Options` object."""
+    """The options of the division over workers; a part of `Options`."""
 
     __slots__ = ("_options",)
     _options: Options
@@ -468,8 +464,7 @@ class _DistributeOptions:
 def _checked_policy(name: str, value: Any) -> AutoShardPolicy:
     if name != "auto_shard_policy":
         raise AttributeError(
-            f"there is no option {name!r} of a dataset here; the one that there is, is "
-            "auto_shard_policy"
+            f"a dataset has no option {name!r}; the only option is auto_shard_policy"
         )
     if not isinstance(value, AutoShardPolicy):
         raise ArgumentTypeError(

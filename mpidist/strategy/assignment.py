@@ -1,6 +1,6 @@
-"""How assignments to a variable are combined over the replicas, and applied.
+"""Combine assignments to a variable over the replicas, and apply them.
 
-The tables at the top of `variables` say what holds for which kind in which context.
+The table at the top of `variables` has the rules for each kind and context.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ Apply = Callable[[Any, Any], Any]
 
 
 def is_local(variable: Variable) -> bool:
-    """Return whether the current context concerns this replica's copy alone."""
+    """Return whether the current context accesses this replica's copy only."""
     strategy = variable.distribute_strategy
     return context.in_update() or context.in_replica_of(strategy)
 
 
 def read_reduced(variable: Variable) -> Any:
-    """Return what the copies of an ON_READ variable come to. Collective."""
+    """Return the value of an ON_READ variable, reduced over its copies. Collective."""
     if variable.aggregation is VariableAggregation.NONE:
         raise ArgumentError(
             f"{variable.name} cannot be read in cross-replica context: it is ON_READ "
@@ -72,10 +72,10 @@ def read_reduced(variable: Variable) -> Any:
 def update(
     variable: Variable, operation: str, apply: Apply, value: Any, part: Any = None
 ) -> Variable:
-    """Put `apply(old copy, value)` in place of the copies, as the context demands.
+    """Replace the copies by `apply(old copy, value)`, by the rules of the context.
 
-    `part` says which elements `apply` changes, if not all; it must be the same on all
-    replicas where they communicate.
+    `part` says which elements `apply` changes, if not all. If the replicas communicate,
+    they must pass the same part.
     """
     require_strategy(variable)
     if context.in_update() or (is_local(variable) and variable.on_read):
@@ -91,7 +91,7 @@ def update(
 
 
 def require_strategy(variable: Variable) -> None:
-    """Raise unless a variable is used under its own strategy, or none."""
+    """Raise if a variable is used under another strategy."""
     current = context.get_strategy()
     if context.has_strategy() and current is not variable.distribute_strategy:
         raise ContextError(
@@ -101,14 +101,14 @@ def require_strategy(variable: Variable) -> None:
 
 
 def _require_same_part(variable: Variable, call: str, part: Any) -> None:
-    """Raise on all replicas if they change other parts. Collective, with a part."""
+    """Raise on all replicas if their parts differ. Collective if there is a part."""
     if part is not None:
         consensus = variable.distribute_strategy.extended.consensus
         consensus.require_same(CallSignature(call, (("part", part),)))
 
 
 def _combine(variable: Variable, call: str, value: Any, part: Any) -> Any:
-    """Return what the values of all replicas come to for an ON_WRITE variable."""
+    """Return the replicas' values combined by a variable's aggregation."""
     if not context.has_strategy():  # the default strategy: nothing to combine
         return value
     require_aggregation(variable, call)
@@ -123,9 +123,9 @@ def _combine(variable: Variable, call: str, value: Any, part: Any) -> Any:
         return converted
     if is_number:
         raise ArgumentError(
-            f"{call}: the Python number {shown(value)} is refused, since the "
-            "aggregation is SUM and it is unclear whether each replica gives it or all "
-            "together; pass an array"
+            f"{call}: the Python number {shown(value)} is refused: with aggregation "
+            "SUM it is unclear whether it is the total or one replica's share; pass "
+            "an array"
         )
     op = ReduceOp.from_variable_aggregation(variable.aggregation)
     return extended.reduce(call, op, converted)
@@ -136,15 +136,15 @@ def require_aggregation(variable: Variable, call: str) -> None:
     if variable.aggregation is VariableAggregation.NONE:
         raise ArgumentError(
             f"{call} in replica context is refused: its aggregation is NONE, so the "
-            "copies would drift apart; create it with an aggregation, or change it by "
-            "merge_call and extended.update"
+            "copies could become unequal; create it with an aggregation, or change it "
+            "with merge_call and extended.update"
         )
     is_mean = variable.aggregation is VariableAggregation.MEAN
     if is_mean and not arrays.is_floating(variable.dtype):
         raise ArgumentError(
             f"{call} in replica context is refused: it has dtype "
-            f"{variable.dtype.name}, which a MEAN does not fit; use a floating dtype "
-            "or another aggregation"
+            f"{variable.dtype.name}, which cannot hold a MEAN; use a floating dtype or "
+            "another aggregation"
         )
 
 
@@ -161,7 +161,7 @@ def apply_to_copy(variable: Variable, operation: str, apply: Apply, value: Any) 
 def _applied_everywhere(
     variable: Variable, operation: str, apply: Apply, value: Any, part: Any
 ) -> Any:
-    """Return this replica's new copy for a value that all replicas give alike."""
+    """Return this replica's new copy for a value that is equal on all replicas."""
     call = f"{operation} of {variable.name}"
     extended = variable.distribute_strategy.extended
 
@@ -185,7 +185,7 @@ def _applied_everywhere(
             "aggregation SUM; call assign, or do it in replica context"
         )
     _require_same_part(variable, call, part)
-    # Copies of ON_READ variables differ, so that of one replica alone may overflow
+    # Copies of ON_READ variables differ, so one replica alone may overflow
     converted, new = extended.consensus.guard(call, prepare)
     extended.require_equal(call, converted)
     return new
@@ -194,7 +194,7 @@ def _applied_everywhere(
 def share(value: Any, replicas: int, replica: int) -> Any:
     """Return this replica's share of a total; the shares of all add up to it."""
     if value.dtype.kind in "iu":
-        wide = value.astype(f"{value.dtype.kind}8")  # replicas need not fit its dtype
+        wide = value.astype(f"{value.dtype.kind}8")  # it must hold `replicas`
         quotient, rest = np.divmod(wide, replicas)
         return (quotient + (replica < rest)).astype(value.dtype)
     return (value / replicas).astype(value.dtype)
@@ -211,8 +211,8 @@ def convert(variable: Variable, value: Any) -> Any:
     casting: Any = "unsafe" if keeps else "same_kind"
     if not np.can_cast(array.dtype, variable.dtype, casting):
         raise DTypeError(
-            f"a value of dtype {array.dtype.name} cannot be put into {variable.name}, "
-            f"which has dtype {variable.dtype.name}; cast it first"
+            f"a value of dtype {array.dtype.name} cannot be assigned to "
+            f"{variable.name}, which has dtype {variable.dtype.name}; cast it first"
         )
     arrays.require_range(array, variable.dtype, f"the value for {variable.name}")
     array = array.astype(variable.dtype, copy=False)
@@ -229,7 +229,7 @@ def _loses(value: complex, dtype: np.dtype[Any]) -> bool:
 
 
 def copy_of_new(old: Any, new: Any) -> Any:
-    """Return a copy of the new value: what `assign` applies."""
+    """Return a copy of the new value; the `apply` of `assign`."""
     return new.copy()
 
 
@@ -242,7 +242,7 @@ def initial(initial_value: Any, dtype: Any) -> Any:
         return array
     found = validation.dtype("dtype", dtype)
     if found.hasobject:
-        raise DTypeError(f"dtype must not be one of Python objects, as {found} is")
+        raise DTypeError(f"dtype must not be {found}, which holds Python objects")
     arrays.require_range(array, found, "initial_value")
     try:
         return array.astype(found, copy=False)

@@ -1,4 +1,4 @@
-"""StrategyExtended: what libraries built on a strategy need beside its public calls."""
+"""StrategyExtended: further methods for libraries built on a strategy."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ Arguments = tuple[Any, ...] | list[Any]
 
 
 class StrategyExtended(ReplicaGroup):
-    """The working parts of one strategy. `strategy.extended` gives it.
+    """Further methods of a strategy; the object is `strategy.extended`.
 
-    Its methods are collective, unless they say otherwise, and need cross-replica (or
+    Unless they say otherwise, its methods are collective and need cross-replica (or
     default) context.
 
     Example:
@@ -104,12 +104,12 @@ class StrategyExtended(ReplicaGroup):
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process is the one that writes what all have: rank 0."""
+        """Whether this process writes checkpoints: true on rank 0."""
         return self.replica_id == 0
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this process is the one that writes summaries: rank 0."""
+        """Whether this process writes summaries: true on rank 0."""
         return self.replica_id == 0
 
     def call_for_each_replica(
@@ -120,7 +120,7 @@ class StrategyExtended(ReplicaGroup):
     ) -> Any:
         """Run `fn` in replica context on every replica; see `Strategy.run`.
 
-        `args` that are neither a tuple nor a list are the one argument, as in
+        `args` other than a tuple or list are the only argument, as in
         `call_for_each_replica(fn, iterator.get_next())`.
         """
         if not isinstance(args, tuple | list):
@@ -217,11 +217,11 @@ class StrategyExtended(ReplicaGroup):
     ) -> Any:
         """Run `fn(var, *args, **kwargs)` on every replica's own copy of `var`.
 
-        Of a list or tuple of variables `fn` gets the list: one call for all of them.
+        For a list or tuple of variables, `fn` is called once, with the list.
 
-        Not collective. In `fn` assignments change this replica's copy without
-        communication, so what it computes must be the same on every replica: pass
-        reduced values. Distributed values in `args` become this replica's component.
+        Not collective. Assignments in `fn` change this replica's copy without
+        communication, so `fn` must compute the same on every replica: pass it reduced
+        values. Distributed values in `args` become this replica's component.
 
         Args:
           var: a variable of this strategy, or a mirrored value (read-only arrays); or
@@ -229,10 +229,10 @@ class StrategyExtended(ReplicaGroup):
           fn: called as `fn(var, *args, **kwargs)` in cross-replica context.
           args: a tuple or list, nested.
           kwargs: likewise.
-          group: True returns None (TensorFlow's grouped op), False what `fn` returned.
+          group: True returns None (TensorFlow's grouped op), False the result of `fn`.
 
-        Raises ContextError in replica context (there, use `merge_call`), and for a
-        variable of another strategy; ArgumentTypeError for what is no function.
+        Raises ContextError in replica context (use `merge_call` there) and for a
+        variable of another strategy, and ArgumentTypeError if `fn` is not a function.
 
         Example:
           >>> with strategy.scope():
@@ -250,7 +250,7 @@ class StrategyExtended(ReplicaGroup):
         return None if group else result
 
     def _own_copy(self, var: Any) -> Any:
-        """Return what `update` gives its function of a variable, or of several."""
+        """Return the first argument of the function that `update` calls."""
         if isinstance(var, Variable) and var.distribute_strategy is self.strategy:
             return var
         if isinstance(var, Mirrored):
@@ -273,8 +273,8 @@ class StrategyExtended(ReplicaGroup):
         Args:
           reduce_op: SUM, MEAN, MIN, MAX or PRODUCT.
           value: a `PerReplica`, or an array as this rank's contribution.
-          destinations: a device string, several, or a distributed value. The result
-            lies on every replica.
+          destinations: a device string, several, or a distributed value. The result is
+            on every replica.
           options: see `CommunicationOptions`.
 
         Raises, on all replicas: see `CrossDeviceOps.reduce`.
@@ -294,7 +294,7 @@ class StrategyExtended(ReplicaGroup):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Return the reductions of several values, which travel packed together.
+        """Return the reductions of several values, which are sent packed together.
 
         Like `reduce_to` for each `(value, destinations)` of a list.
 
@@ -325,7 +325,7 @@ class StrategyExtended(ReplicaGroup):
         return v.value() if isinstance(v, Variable) else local_component(v)
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:
-        """Return the devices for state of no one variable. Not collective."""
+        """Return the devices for state outside variables. Not collective."""
         return self.parameter_devices
 
     def update_non_slot(
@@ -350,8 +350,8 @@ class StrategyExtended(ReplicaGroup):
     def audit_variables(self) -> None:
         """Raise if a mirrored variable is not equal on all replicas. Collective.
 
-        Compares checksums of all bytes of each ON_WRITE variable, and moves only those
-        unless there is a difference.
+        Compares checksums of all bytes of each ON_WRITE variable. If they are equal,
+        nothing else is communicated.
 
         Raises MismatchError, on all replicas: it names the first variable that differs,
         the replicas where it differs from replica 0's, and the first such element.
@@ -369,10 +369,10 @@ class StrategyExtended(ReplicaGroup):
         return isinstance(v, Variable) and v.distribute_strategy is self.strategy
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
-        """Return a context manager for making variables beside another one.
+        """Return a context manager for creating variables on another variable's device.
 
-        It checks the variable, and no more: a replica has one device. Not collective.
-        Raises ArgumentError for what is no variable of this strategy.
+        It only checks the variable: a replica has one device. Not collective. Raises
+        ArgumentError if `colocate_with_variable` is not a variable of this strategy.
         """
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ArgumentError(
@@ -410,7 +410,7 @@ def audit_variables(group: ReplicaGroup) -> None:
     mirrored = {i: v for i, v in group.variables.items() if not v.on_read}
     sums = {i: _checksum(variable.local) for i, variable in mirrored.items()}
     everyone = group.consensus.gather(_CALL, sums)
-    # A variable may have been forgotten by some processes already
+    # Some processes may have dropped a variable already
     for i in sorted(set.intersection(*map(set, everyone))):
         if len({sums[i] for sums in everyone}) > 1:
             _report(group, mirrored[i], [sums[i] for sums in everyone])
@@ -438,11 +438,11 @@ def _report(group: ReplicaGroup, variable: Any, sums: list[int]) -> None:
 
 
 class MultiStepContext:
-    """What the steps of `experimental_run_steps_on_iterator` leave behind.
+    """The outputs of the steps of `experimental_run_steps_on_iterator`.
 
     Attributes:
-      last_step_outputs: by name, what `set_last_step_output` was given last.
-      non_tensor_outputs: by name, what `set_non_tensor_output` was given last.
+      last_step_outputs: by name, the last value passed to `set_last_step_output`.
+      non_tensor_outputs: by name, the last value passed to `set_non_tensor_output`.
 
     Example:
       >>> data = mpidist.Dataset.from_tensor_slices(np.ones((4, 3))).batch(2)
@@ -469,11 +469,11 @@ class MultiStepContext:
     def set_last_step_output(
         self, name: str, output: Any, reduce_op: ReduceOp | str | None = None
     ) -> None:
-        """Keep `output`; with `reduce_op` reduced over all replicas (collective)."""
+        """Store `output`, reduced over the replicas if `reduce_op` (collective)."""
         if reduce_op is not None:
             output = get_strategy().reduce(reduce_op, output)
         self.last_step_outputs[name] = output
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Keep `output` as it is."""
+        """Store `output` unchanged."""
         self.non_tensor_outputs[name] = output

@@ -42,12 +42,12 @@ __all__ = ["Hdf5Writer"]
 T = TypeVar("T")
 _OPEN = "Hdf5Writer"
 _CLOSE = "Hdf5Writer.close"
-# How long a network file system may take to show one node's file to another
+# How long a network file system may need to show a new file on other nodes
 _VISIBLE_SECONDS = 10.0
 
 
 class _Part(NamedTuple):
-    """Name, number of rows and fields of the file of one rank."""
+    """Name, number of rows and fields of one rank's file."""
 
     name: str
     rows: int
@@ -55,37 +55,36 @@ class _Part(NamedTuple):
 
 
 class Hdf5Writer:
-    """Writes the rows of all ranks as HDF5 datasets. Collective to make and to close.
+    """Write the rows of all ranks as HDF5 datasets. Collective to create and to close.
 
-    Rank 3 of 16 writes `features-00003-of-00016.h5`, and `features.h5` is an index: its
-    virtual datasets show h5py and every other HDF5 program the rows of all ranks, in
-    the order of the ranks. Keep the files together; the directory may be moved. A rank
-    without rows has no file. `Dataset.from_hdf5` reads the index, or the pattern
+    Rank 3 of 16 writes `features-00003-of-00016.h5`, and `features.h5` is an index:
+    through its virtual datasets, every HDF5 program reads the rows of all ranks, in
+    rank order. Keep the files together; the directory may be moved. A rank without rows
+    has no file. `Dataset.from_hdf5` reads the index, or the pattern
     `"features-*-of-*.h5"`.
 
-    Use it in a `with` block, which all ranks leave together. The index appears last,
+    Use it in a `with` block; leaving the block is collective. The index appears last,
     when the rows of all ranks are on the disk. If a rank leaves the block by an
-    exception, all ranks raise, and no file is left. A killed job leaves `*.tmp` files,
-    or, at the very end, complete files without an index.
+    exception, all ranks raise and the files are removed. A killed job leaves `*.tmp`
+    files, or, at the very end, complete files without an index.
 
-    All ranks must see the same directory. Neither parallel HDF5 nor file locks are
-    needed.
+    All ranks must see the same directory. Parallel HDF5 and file locks are not needed.
 
     Args:
-      strategy: whose ranks write.
+      strategy: the strategy whose ranks write.
       path: the index file; the same on all ranks. Its directory must exist.
-      dataset: name of the dataset of rows that are appended as a bare array.
-      chunk_rows: rows of a chunk of each dataset; by default about 1 MiB of them. Rows
-        are buffered until they fill a chunk (or 1 MiB).
+      dataset: name of the dataset for rows appended as a bare array.
+      chunk_rows: rows per chunk of each dataset, by default about 1 MiB. Rows are
+        buffered until they fill a chunk (or 1 MiB).
       compression: None or "gzip".
       compression_level: 0..9 for gzip; None for h5py's default.
       shuffle: whether to reorder bytes first, which helps compression.
-      overwrite: whether to replace an existing index and its shards. They stay until
-        all new rows are on the disk; then the old index is removed first.
+      overwrite: whether to replace an existing index and its shards. They are kept
+        until all new rows are on disk; then the old index is removed first.
 
     Raises, on all ranks:
-      ArgumentError: an option; or the files exist, and `overwrite` is False.
-      ArgumentTypeError: no strategy or no path.
+      ArgumentError: an invalid option; the files exist and `overwrite` is False.
+      ArgumentTypeError: `strategy` is not a strategy, or `path` not a path.
       MismatchError: the arguments differ between ranks.
       DataError: the directory is missing, not writable, or not shared.
 
@@ -148,22 +147,22 @@ class Hdf5Writer:
         """Append rows of this rank. Not collective.
 
         Each rank may append any number of times, zero rows included. The first append
-        fixes the datasets, their dtypes and the shapes of their rows, which must be the
-        same on all ranks; `close` compares them.
+        fixes the datasets, dtypes and row shapes; they must be the same on all ranks,
+        which `close` checks.
 
         Args:
-          rows: a dict of arrays `(rows, *shape)` by the name of their dataset, such as
-            "x" or "train/x", with equal numbers of rows; or one array. They may be
-            arrays of NumPy, CuPy or another library, or distributed values, of which
-            this replica's component is taken. They are written, or copied, at once.
-            Big-endian ones are stored in native byte order.
+          rows: one array, or a dict from dataset names, such as "x" or "train/x", to
+            arrays `(rows, *shape)` with equal numbers of rows. Arrays may be of NumPy,
+            CuPy or another library; of distributed values, this replica's component is
+            written. They are written or copied before `append` returns. Big-endian
+            arrays are stored in native byte order.
 
-        Raises, on this rank (and, at the end of the `with` block, on the others):
-          ArgumentError: unequal numbers of rows; other names, dtypes or shapes than
-            before; a name that HDF5 cannot have. Nothing is added.
+        Raises, on this rank (and on the other ranks at the end of the `with` block):
+          ArgumentError: unequal numbers of rows; names, dtypes or shapes differ from
+            earlier ones; an invalid HDF5 name. No rows are added.
           ArgumentTypeError: not an array.
-          DTypeError: a dtype that HDF5 lacks (bfloat16, str, dates, objects).
-          DataError: the rows cannot be written. The writer cannot go on.
+          DTypeError: a dtype without HDF5 type (bfloat16, str, dates, objects).
+          DataError: the rows cannot be written. The writer is then unusable.
           ContextError: the writer was closed.
         """
         if self._closed or self._shard is None:
@@ -176,10 +175,10 @@ class Hdf5Writer:
 
         The end of the `with` block calls it. A second call does nothing.
 
-        Raises, on all ranks, and removes what was written:
+        Raises, on all ranks, after removing the new files:
           MismatchError: the ranks appended different datasets.
           DataError: no rank appended anything; or files cannot be written or renamed.
-          ArgumentError: the files exist by now, and `overwrite` is False.
+          ArgumentError: the files exist now, and `overwrite` is False.
         """
         if not self._closed:
             self._closed = True
@@ -241,7 +240,7 @@ class Hdf5Writer:
         """Write the index under a temporary name, and remove earlier output."""
         shards = [(part.name, part.rows) for part in parts if part.rows]
         self._index = write_vds(self._path, fields, shards)
-        # No rank publishes its shard before this
+        # No rank publishes its shard before this point
         self._require_free()
         _remove_output(self._path)
 
@@ -309,8 +308,7 @@ def _require_visible(directory: Path, names: Sequence[str]) -> None:
             if time.monotonic() > deadline:
                 raise DataError(
                     f"{directory}: rank 0 does not see {name}, which rank {rank} "
-                    "wrote; all ranks need one directory on a file system that their "
-                    "nodes share"
+                    "wrote; use a directory on a file system that all nodes share"
                 )
             time.sleep(0.01)
 
@@ -321,7 +319,7 @@ def _shard_path(index: Path, rank: int, size: int) -> Path:
 
 
 def _find_output(index: Path) -> list[Path]:
-    """Return the existing index and shards, of any number of ranks."""
+    """Return the existing index and shards, for any number of ranks."""
     pattern = re.compile(
         re.escape(index.stem) + SHARD_PATTERN + re.escape(index.suffix)
     )
@@ -337,8 +335,8 @@ def _require_no_output(index: Path) -> None:
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ArgumentError(
-            f"{index}: there are files of this name already: {', '.join(names[:3])}"
-            f"{more}; remove them, write to another path, or pass overwrite=True"
+            f"{index}: these files exist already: {', '.join(names[:3])}{more}; remove "
+            "them, write to another path, or pass overwrite=True"
         )
 
 

@@ -1,4 +1,4 @@
-"""MirroredStrategy, and the strategy that holds by default."""
+"""MirroredStrategy, and the default strategy."""
 
 from __future__ import annotations
 
@@ -25,32 +25,33 @@ __all__ = ["MirroredStrategy"]
 class MirroredStrategy(StrategyV1):
     """Synchronous data parallelism: one replica per rank, variables equal on all.
 
-    Collective over the communicator. The first one of a program prints a line to
-    stderr, on rank 0: replicas, nodes, MPI, devices, and what moves data. (The variable
-    MPIDIST_BANNER=0 keeps it from that.)
+    Collective over the communicator. The first one of a program prints a line to stderr
+    on rank 0: replicas, nodes, MPI, devices and transport. (MPIDIST_BANNER=0 turns this
+    off.)
 
     Args:
       devices: None takes this rank's GPU, else the CPU. A list of strings like "GPU:0"
-        and "CPU:0" is indexed by the rank on its node; a list of one holds for all.
+        and "CPU:0" is indexed by the rank on its node; a list of one string applies to
+        all ranks.
       cross_device_ops: how values are reduced, see `CrossDeviceOps`; None lets MPI
-        reduce arrays where they lie.
+        reduce arrays on their device.
       communicator: the ranks that take part, COMM_WORLD by default. It is duplicated,
-        so that nothing else can meet the strategy's messages.
-      allow_shared_gpu: whether ranks may share a GPU, which is a LaunchError otherwise.
-        So may the variable MPIDIST_ALLOW_SHARED_GPU=1.
-      cuda_aware: whether MPI takes addresses of memory on GPUs; None finds out, by
-        asking the library and trying it in a job of its own. The variable
-        MPIDIST_CUDA_AWARE (0 or 1) says it, too.
+        so that the strategy's messages are separate from the program's.
+      allow_shared_gpu: whether ranks may share a GPU; otherwise that raises
+        LaunchError. MPIDIST_ALLOW_SHARED_GPU=1 allows it too.
+      cuda_aware: whether MPI accepts GPU pointers; None asks the library and tests it
+        in a separate job. MPIDIST_CUDA_AWARE (0 or 1) sets it too.
 
     Raises, on all replicas:
-      ArgumentError: no devices, or malformed ones.
-      LaunchError: the launcher started several processes but MPI sees one; a GPU that
-        cannot be used, or that ranks share; a `cross_device_ops` without its hardware;
-        a variable of mpidist that is neither 0 nor 1, on any rank.
+      ArgumentError: `devices` is empty or malformed.
+      LaunchError: the launcher started several processes but MPI sees one; a GPU cannot
+        be used, or ranks share it; the hardware for `cross_device_ops` is missing; one
+        of mpidist's environment variables is not 0 or 1, on any rank.
       MismatchError: kinds of `cross_device_ops` or of devices differ between ranks.
       ContextError: `cross_device_ops` belongs to another strategy already.
-      ArgumentTypeError: `cross_device_ops` is no CrossDeviceOps; neither True nor
-        False. (Where `communicator` is none, only on the ranks that passed it.)
+      ArgumentTypeError: `cross_device_ops` is not a CrossDeviceOps, or a flag is not a
+        bool. If `communicator` is not a communicator, only the ranks that passed it
+        raise.
 
     Example:
       >>> strategy = mpidist.MirroredStrategy(["CPU:0"])
@@ -94,9 +95,9 @@ class MirroredStrategy(StrategyV1):
         return html_table(type(self).__name__, rows, note)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MirroredStrategy:
-        """Return a strategy of the same ranks and devices that shares nothing else.
+        """Return an independent strategy of the same ranks and devices.
 
-        Collective. Its `cross_device_ops` is a copy as it was before its use.
+        Collective. Its `cross_device_ops` is an unused copy.
         """
         self.extended.topology.require_open()
         twin = type(self)(
@@ -111,7 +112,7 @@ class MirroredStrategy(StrategyV1):
 
 
 class _DefaultStrategy(StrategyV1):
-    """What holds outside all scopes: one replica, this process, no communication."""
+    """The strategy outside all scopes: one replica, this process, no communication."""
 
     def __init__(self) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""What refers to a variable: `Variable.ref`, and the parts that indexing gives."""
+"""References to a variable: `Variable.ref`, and the views that indexing returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Part", "Reference", "number_class", "root_of"]
 
 
 class Reference:
-    """A hashable reference to a variable: what `Variable.ref` returns."""
+    """A hashable reference to a variable, returned by `Variable.ref`."""
 
     __slots__ = ("_variable",)
 
@@ -43,15 +43,15 @@ class Reference:
 
 
 class Part(np.ndarray[Any, np.dtype[Any]]):
-    """A read-only view of a variable's copy, which can assign to that part of it.
+    """A read-only view of part of a variable's copy; `assign` replaces that part.
 
-    What is computed from it is an ordinary array. Its base is the root, which knows the
-    variable: NumPy gives views of views that base, as all are of this class. So nothing
-    has to be noted when a variable is indexed.
+    Results of computations with it are ordinary arrays. The base of every view, also of
+    a view of a view, is the root array, which refers to the variable. So indexing a
+    variable need not record anything.
     """
 
-    __slots__ = ("variable",)  # of a root: a weak reference
-    # Below that of arrays, whose class results have; numbers have -1e6
+    __slots__ = ("variable",)  # in a root array: a weak reference
+    # Lower than arrays, so that results are arrays; higher than numbers (-1e6)
     __array_priority__: ClassVar[float] = -1.0
     variable: weakref.ref[Variable]
 
@@ -71,11 +71,11 @@ class Part(np.ndarray[Any, np.dtype[Any]]):
         """Replace this part of the variable; see `Variable.assign`.
 
         Args:
-          value: an array of this shape, or one that broadcasts to it.
+          value: an array that broadcasts to this shape.
           name: accepted for TensorFlow's sake.
 
-        Raises: as `Variable.assign`; MismatchError also, on all replicas, if they
-          assign to different parts; ArgumentError also for a copy of a part.
+        Raises what `Variable.assign` raises; also MismatchError, on all replicas, if
+        they assign to different parts, and ArgumentError for a copy of a part.
         """
         root = self if self.base is None else self.base
         if not isinstance(root, Part):
@@ -83,12 +83,12 @@ class Part(np.ndarray[Any, np.dtype[Any]]):
         reference = getattr(root, "variable", None)
         if reference is None or self.dtype != root.dtype:
             raise ArgumentError(
-                "assign needs a part of a variable that integers and slices select, "
-                f"such as w[0] or w[:, 1:]; this is a copy of one: {self!r}"
+                "assign needs a view of a variable, selected by integers and slices, "
+                "such as w[0] or w[:, 1:]; this is a copy: {self!r}"
             )
         variable = reference()
         if variable is None:
-            raise ArgumentError("assign to a part: its variable no longer exists")
+            raise ArgumentError("assign to a part: the variable no longer exists")
         offset = self.__array_interface__["data"][0]
         offset -= root.__array_interface__["data"][0]
         place = offset, self.shape, self.strides
@@ -111,11 +111,11 @@ def _put(name: str, root: Any, place: Any, old: Any, value: Any) -> Any:
     """Return a copy of `old` with `value` in a part.
 
     Args:
-      name: of the variable, for messages.
+      name: the variable's name, for messages.
       root: the array that the part is a view of.
-      place: of the part: bytes from the start of `root`, shape and strides.
+      place: offset of the part in `root` in bytes, its shape and strides.
       old: the array to copy.
-      value: which broadcasts to the shape of the part.
+      value: broadcasts to the shape of the part.
     """
     offset, shape, strides = place
     new = np.empty_like(root)  # with the same strides
@@ -145,7 +145,7 @@ def _assign_number(self: Any, value: Any, name: str | None = None) -> Variable:
 @functools.cache
 def _subclass(kind: type[np.generic]) -> Any:
     members: dict[str, Any] = {
-        "__slots__": ("source",),  # a root, and the index into it
+        "__slots__": ("source",),  # a root array and the index into it
         "__doc__": f"An element of a variable: {kind.__name__}, with `assign`.",
         "__repr__": lambda self: repr(kind(self)),
         "assign": _assign_number,
@@ -154,10 +154,10 @@ def _subclass(kind: type[np.generic]) -> Any:
 
 
 def number_class(array: Any) -> Any:
-    """Return the class of an array's elements, as parts of a variable.
+    """Return the class of elements that `assign` can replace, or None.
 
-    None where they can have no `assign`: NumPy's bool has no subclasses, and elements
-    of a CuPy array are arrays.
+    None for NumPy's bool, which has no subclasses, and for CuPy arrays, whose elements
+    are arrays.
     """
     is_number = (
         isinstance(array, np.ndarray) and array.dtype.char in "bhilqBHILQefdgFDG"

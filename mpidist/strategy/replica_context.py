@@ -1,4 +1,4 @@
-"""ReplicaContext: what a function that `Strategy.run` runs has of its replica."""
+"""ReplicaContext: the current replica, and its collectives."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["DefaultReplicaContext", "ReplicaContext"]
 
 
 class ReplicaContext:
-    """What code inside `Strategy.run` knows about its replica, and its collectives.
+    """The current replica, for code inside `Strategy.run`, and its collectives.
 
-    Obtained by `get_replica_context()`, never made by users. Its collectives raise
-    ContextError where it is not the current one.
+    Use `get_replica_context()` to get it. Its collectives raise ContextError if it is
+    not the current context.
 
     Example:
       >>> def replica_id():
@@ -60,23 +60,24 @@ class ReplicaContext:
         value: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Return the elementwise sum, or what `reduce_op` names, over all replicas.
+        """Return the elementwise reduction of `value` over all replicas.
 
         Collective: every replica calls it with the same structure, shapes and dtypes,
         and gets that structure with new arrays of these shapes, equal on all replicas.
 
         Args:
           reduce_op: SUM, MEAN, MIN, MAX or PRODUCT; MEAN of integers is float64.
-          value: an array or number, or a nest of them; also `IndexedSlices`, whose rows
-            of all replicas come one behind the other (MEAN divides by the replicas).
+          value: an array or number, or a nest of them; or `IndexedSlices`: the rows of
+            all replicas are concatenated (MEAN divides them by the number of replicas).
           options: see `CommunicationOptions`; changes the speed, not the result.
 
         Raises, on all replicas:
           MismatchError: structures, shapes, dtypes or `reduce_op` differ.
           DTypeError: a dtype, such as bool, that cannot be reduced.
-          ArgumentError, ArgumentTypeError: an unknown `reduce_op`; no array or number.
+          ArgumentError, ArgumentTypeError: an unknown `reduce_op`; `value` is not an
+            array or number.
           ArgumentError: a sum or product of integers that does not fit their dtype.
-          DivergenceError: a replica called something else.
+          DivergenceError: a replica called another collective.
 
         Example:
           >>> def total(x):
@@ -90,10 +91,10 @@ class ReplicaContext:
     def all_gather(
         self, value: Any, axis: int, options: CommunicationOptions | None = None
     ) -> Any:
-        """Return the replicas' values one behind the other along `axis`.
+        """Return the replicas' values concatenated along `axis`.
 
-        Collective. Lengths along `axis` may differ, and may be zero; that of the result
-        is their sum. The arrays returned are new ones, equal on all replicas.
+        Collective. Lengths along `axis` may differ, and may be zero; the length of the
+        result is their sum. The results are new arrays, equal on all replicas.
 
         Args:
           value: an array with ndim >= 1, or a nest of them.
@@ -103,7 +104,7 @@ class ReplicaContext:
         Raises, on all replicas:
           MismatchError: dtypes, numbers of dimensions, or other dimensions differ.
           ArgumentError: a value without dimensions; an axis out of range.
-          DivergenceError: a replica called something else.
+          DivergenceError: a replica called another collective.
 
         Example:
           >>> def gather():
@@ -126,17 +127,17 @@ class ReplicaContext:
     ) -> Any:
         """Return this replica's part of the reduction of `value` over all replicas.
 
-        Collective. It is what `all_reduce` gives, cut along `axis`, but less is moved.
-        Sums are added up in the order of the replicas.
+        Collective. The result is that of `all_reduce`, cut along `axis`, with less
+        communication. Sums are added in the order of the replicas.
 
         Args:
           reduce_op: see `all_reduce`.
           value: an array with ndim >= 1, or a nest of them, of the same structure,
             shapes and dtypes on all replicas.
-          axis: the dimension that is cut, -ndim <= axis < ndim.
-          lengths: how long the part of each replica is along `axis`, the same on all
+          axis: the dimension to cut, -ndim <= axis < ndim.
+          lengths: the length along `axis` of each replica's part, the same list on all
             replicas; by default ceil(length / replicas), and less for the last ones.
-          options: see `CommunicationOptions`; of these `timeout_seconds` matters.
+          options: see `CommunicationOptions`; only `timeout_seconds` is used.
 
         Raises, on all replicas: what `all_reduce` raises; also
           ArgumentError: a value without dimensions; an axis out of range; lengths that
@@ -162,22 +163,23 @@ class ReplicaContext:
     ) -> Any:
         """Send a part of `value` to each replica; return the parts for this one.
 
-        Collective. The parts of all replicas come one behind the other along `axis`, in
-        the order of the replicas.
+        Collective. The received parts are concatenated along `axis`, in the order of
+        the replicas.
 
         Args:
           value: an array with ndim >= 1, or a nest of them. The length along `axis` may
             differ between replicas, and may be zero.
           axis: the dimension that is cut, -ndim <= axis < ndim.
-          lengths: how long the part for each replica is along `axis`; replicas may pass
-            unlike ones. By default ceil(length / replicas), and less for the last ones.
-          options: see `CommunicationOptions`; of these `timeout_seconds` matters.
+          lengths: the length along `axis` of the part for each replica; replicas may
+            pass different lists. By default ceil(length / replicas), and less for the
+            last ones.
+          options: see `CommunicationOptions`; only `timeout_seconds` is used.
 
         Raises, on all replicas:
           MismatchError: dtypes, numbers of dimensions, or other dimensions differ.
           ArgumentError: a value without dimensions; an axis out of range; lengths that
             do not add up to the length of `value`.
-          DivergenceError: a replica called something else.
+          DivergenceError: a replica called another collective.
 
         Example:
           >>> def exchange():
@@ -200,13 +202,14 @@ class ReplicaContext:
     ) -> Any:
         """Return `merge_fn(strategy, *args, **kwargs)`, run in cross-replica context.
 
-        Collective: the calls of all replicas pair by position. The function runs in
-        every process, with this replica's arguments as `PerReplica` values (mirrored
-        values and variables as they are); what it returns is taken apart again.
+        Collective: the n-th calls of all replicas belong together. `merge_fn` runs in
+          every process and gets this replica's arguments as `PerReplica` values
+          (mirrored values and variables unchanged). Each replica gets its component of
+          the result.
 
         Raises, on all replicas:
-          DivergenceError: a replica makes another collective, or has left `run`.
-          What `merge_fn` raises on any of them.
+          DivergenceError: a replica called another collective, or has left `run`.
+          What `merge_fn` raises on any replica.
 
         Example:
           >>> def step(x):
@@ -242,11 +245,11 @@ class ReplicaContext:
 
 
 class DefaultReplicaContext(ReplicaContext):
-    """What holds outside all scopes, where nobody has asked for the default strategy.
+    """The context outside all scopes, before `get_strategy` is called there.
 
     Args:
       strategy: the default one.
-      ranks: of the job.
+      ranks: the number of ranks in the job.
     """
 
     def __init__(self, strategy: Strategy, ranks: int):
@@ -257,9 +260,8 @@ class DefaultReplicaContext(ReplicaContext):
         super()._require_current(call)
         if self._ranks > 1:
             raise ContextError(
-                f"{call} was called outside strategy.run, where it would combine what "
-                f"this process has with nothing: there is one replica, of "
-                f"{self._ranks} in this job. Call it in a function that strategy.run "
-                "runs; to mean this process alone, one that "
+                f"{call} was called outside strategy.run, where it would use this "
+                f"process alone, one of {self._ranks} in this job. Call it in a "
+                "function that strategy.run runs; for this process alone, in one that "
                 "mpidist.get_strategy().run runs outside all scopes"
             )

@@ -1,8 +1,8 @@
-"""Reads and changes of some rows, or elements, of a variable.
+"""Reads and updates of some rows or elements of a variable.
 
-The changes follow the table at the top of `variables`, but for these: in replica
-context only sums have a meaning for SUM and MEAN; ON_READ variables have none outside
-`StrategyExtended.update`, inside of which each copy changes by itself.
+Updates follow the table at the top of `variables`, with two exceptions: in replica
+context, SUM and MEAN allow additions and subtractions only; ON_READ variables can be
+updated only inside `StrategyExtended.update`, where each copy changes by itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SUMS = ("scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
 
 
 class SparseAccess(ArrayView, DistributedValues):
-    """Base of `Variable`: what concerns some of its rows or elements."""
+    """Base class of `Variable`: methods for some of its rows or elements."""
 
     def sparse_read(self, indices: Any, name: Name = None) -> Any:
         """Return rows of the value, `(*indices.shape, *shape[1:])`; see `gather_nd`."""
@@ -50,8 +50,8 @@ class SparseAccess(ArrayView, DistributedValues):
         Collective where `value` is. Raises ArgumentError for indices out of range.
 
         Args:
-          indices: `(..., k)`: indices into the first k dimensions in the last one.
-          name: accepted for TensorFlow's sake.
+          indices: `(..., k)`: each index has k numbers, for the first k dimensions.
+          name: accepted for TensorFlow compatibility.
 
         Example:
           >>> w = mpidist.Variable(np.array([[1.0, 2.0], [3.0, 4.0]]))
@@ -66,14 +66,14 @@ class SparseAccess(ArrayView, DistributedValues):
     ) -> Variable:
         """Add rows to rows of the value; repeated indices add up. Returns self.
 
-        Collective like `assign`. In replica context the slices of all replicas, of
-        which there may be different numbers, are applied (SUM, or divided by the number
-        of replicas for MEAN), or replica 0's (ONLY_FIRST_REPLICA). All scatters inside
+        Collective like `assign`. In replica context, SUM applies the slices of all
+        replicas (their numbers may differ), MEAN divides them by the number of
+        replicas, and ONLY_FIRST_REPLICA applies replica 0's. All scatters inside
         `StrategyExtended.update` change each copy by itself, whatever the aggregation.
 
         Args:
           sparse_delta: rows `(n, *shape[1:])` and their indices `(n,)`, as arrays.
-          use_locking: accepted for TensorFlow's sake, as `name` is.
+          use_locking: accepted for TensorFlow compatibility.
           name: likewise.
 
         Raises: see `assign`; ArgumentError also for indices out of range;
@@ -100,16 +100,16 @@ class SparseAccess(ArrayView, DistributedValues):
     def scatter_min(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
     ) -> Variable:
-        """Take the smaller of rows and rows of the value; like `scatter_add`.
+        """Replace rows of the value by the elementwise minimum; like `scatter_add`.
 
-        Raises: UnsupportedError: aggregation SUM or MEAN, which make no sense for it.
+        Raises: UnsupportedError: aggregation SUM or MEAN, which a minimum cannot have.
         """
         return _scatter(self, "scatter_min", np.minimum, sparse_delta)
 
     def scatter_max(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
     ) -> Variable:
-        """Take the larger of rows and rows of the value; like `scatter_min`."""
+        """Replace rows of the value by the elementwise maximum; like `scatter_min`."""
         return _scatter(self, "scatter_max", np.maximum, sparse_delta)
 
     def scatter_mul(
@@ -135,8 +135,8 @@ class SparseAccess(ArrayView, DistributedValues):
     ) -> Variable:
         """Replace rows of each batch: the first dimensions; like `scatter_min`.
 
-        Of indices `(*batch, n)` and values `(*batch, n, *shape[k:])`, for k dimensions,
-        it does `w[i, indices[i, j]] = values[i, j]`.
+        With indices `(*batch, n)` and values `(*batch, n, *shape[k:])` of k dimensions:
+        `w[i, indices[i, j]] = values[i, j]`.
         """
         return _scatter_batches(self, "batch_scatter_update", sparse_delta)
 
@@ -146,7 +146,7 @@ class SparseAccess(ArrayView, DistributedValues):
         Args:
           indices: as in `gather_nd`.
           updates: what to add, `(..., *shape[k:])`.
-          name: accepted for TensorFlow's sake.
+          name: accepted for TensorFlow compatibility.
 
         Example:
           >>> w = mpidist.Variable(np.zeros((2, 2)))
@@ -170,7 +170,7 @@ class SparseAccess(ArrayView, DistributedValues):
 def _scatter(
     variable: Any, operation: str, ufunc: np.ufunc | None, delta: IndexedSlices
 ) -> Variable:
-    """Apply `ufunc` to some rows of the copies; None replaces them."""
+    """Apply `ufunc` to some rows of the copies; None replaces the rows."""
 
     def find() -> tuple[Any, Any]:
         _require_slices(variable, delta)
@@ -187,7 +187,7 @@ def _scatter_nd(
     indices: Any,
     updates: Any,
 ) -> Variable:
-    """Apply `ufunc` to elements, or parts, of the copies; None replaces them."""
+    """Apply `ufunc` to elements or parts of the copies; None replaces the elements."""
 
     def find() -> tuple[Any, Any]:
         found = arrays.to_tensor(indices, "indices")
@@ -218,10 +218,10 @@ def _scatter_parts(
     """Apply `ufunc` to parts of the copies.
 
     Args:
-      variable: which is changed.
+      variable: the variable to change.
       operation: the public call, for messages.
-      ufunc: of old and new values; None takes the new ones.
-      find: returns what `_checked_parts` does.
+      ufunc: combines old and new values; None takes the new values.
+      find: returns the same as `_checked_parts`.
     """
     require_strategy(variable)
     call = f"{operation} of {variable.name}"
@@ -278,10 +278,10 @@ def _require_slices(variable: Any, delta: Any) -> None:
 def _checked_parts(variable: Any, indices: Any, values: Any) -> tuple[Any, Any]:
     """Return indices `(n,)`, and values `(n, *shape)`, of parts of a variable.
 
-    The first dimensions of the variable, those that are indexed, count as one.
+    The indexed (first) dimensions of the variable are flattened to one.
 
     Args:
-      variable: which has the parts.
+      variable: the variable with the parts.
       indices: integers `(..., k)` into the first k dimensions.
       values: `(..., *shape)`, where `shape` is that of the other dimensions.
     """
@@ -296,7 +296,7 @@ def _checked_parts(variable: Any, indices: Any, values: Any) -> tuple[Any, Any]:
 
 
 def _flat_indices(variable: Any, indices: Any) -> tuple[Any, int]:
-    """Return `(...)` indices into the first k dimensions, as one, for `(..., k)`; k."""
+    """Return `(...)` flat indices into the first k dimensions for `(..., k)`, and k."""
     shape = variable.shape
     depth = indices.shape[-1] if indices.ndim else 0
     if not 1 <= depth <= len(shape):
@@ -321,7 +321,7 @@ def _flat_indices(variable: Any, indices: Any) -> tuple[Any, int]:
 def _combine_slices(
     variable: Any, call: str, indices: Any, rows: Any
 ) -> tuple[Any, Any]:
-    """Return the slices of all replicas, or of the first."""
+    """Return the slices of all replicas, or of replica 0."""
     require_aggregation(variable, call)
     extended = variable.distribute_strategy.extended
     mine = indices, rows, np.array([indices.size])

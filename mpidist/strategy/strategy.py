@@ -1,4 +1,4 @@
-"""Strategy: the public face of everything below."""
+"""Strategy: the public interface."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ __all__ = ["Strategy"]
 class Strategy:
     """How a computation is spread over replicas; here, over the ranks of an MPI job.
 
-    Make a `MirroredStrategy`. All methods but `scope` and `experimental_local_results`
-    are collective: every rank calls them, in the same order.
+    Create a `MirroredStrategy`. All methods except `scope` and
+    `experimental_local_results` are collective: all ranks call them in the same order.
 
     Example:
       >>> isinstance(strategy, mpidist.Strategy)
@@ -47,7 +47,7 @@ class Strategy:
 
     @property
     def extended(self) -> StrategyExtended:
-        """The working parts, for libraries built on a strategy."""
+        """Further methods, for libraries built on a strategy."""
         return self._extended
 
     @property
@@ -57,19 +57,19 @@ class Strategy:
 
     @property
     def cluster_resolver(self) -> SlurmClusterResolver | None:
-        """What tells the ranks' addresses, as "worker"s, below srun; None elsewhere."""
+        """The resolver of the ranks' addresses under srun; None elsewhere."""
         return below_srun(self._extended.replica_id, self._extended.num_replicas)
 
     def scope(self) -> Scope:
         """Return a context manager in which this strategy is current.
 
         In it, variables are created under this strategy, and the context is
-        cross-replica. It may be entered again and nested. Not collective, unlike the
-        making of variables in it. (The scope of the default strategy, entered outside
-        all others, changes nothing.)
+        cross-replica. It can be reused and nested. Entering it is not collective;
+        creating variables in it is. (Outside all other scopes, the scope of the default
+        strategy changes nothing.)
 
-        Raises, on entering, on the replicas where it is so:
-          ContextError: in another strategy's scope, or a replica function is running.
+        Raises, on entering, on this replica only:
+          ContextError: inside another strategy's scope or a replica function.
 
         Example:
           >>> with strategy.scope():
@@ -90,22 +90,21 @@ class Strategy:
 
         Args:
           fn: may use `get_replica_context()` and its collectives.
-          args: a tuple or list. Distributed values anywhere in it become this replica's
-            component; variables pass whole.
+          args: a tuple or list. Distributed values in it, nested or not, become this
+            replica's component; variables stay variables.
           kwargs: likewise.
-          options: accepted for TensorFlow's sake.
+          options: accepted for TensorFlow compatibility.
 
         Returns:
-          What `fn` returned, with each leaf as a `PerReplica` (None and ON_WRITE
-          variables stay as they are, and of an ON_READ variable it is the copy of each
-          replica); the bare result with one replica.
+          The result of `fn`, with each leaf as a `PerReplica`. None and ON_WRITE
+          variables stay; an ON_READ variable gives each replica's copy. With one
+          replica, the bare result.
 
         Raises, on all replicas:
-          ArgumentError, ArgumentTypeError: no function, or args, kwargs or options.
+          ArgumentError, ArgumentTypeError: an invalid fn, args, kwargs or options.
           ContextError: called from replica context or under another strategy.
-          What `fn` raises on any replica, of the same type. The traceback shows the
-            functions of the program, and of mpidist `run` alone; the variable
-            MPIDIST_FULL_TRACEBACKS=1 shows all.
+          What `fn` raises on any replica, of the same type. Of mpidist, the traceback
+            shows only `run`; MPIDIST_FULL_TRACEBACKS=1 shows all.
 
         Example:
           >>> def step(x, scale=1.0):
@@ -127,26 +126,27 @@ class Strategy:
     ) -> Any:
         """Return the sum, or another reduction, of `value` over all replicas.
 
-        Collective, from cross-replica (or default) context; every rank gets it.
+        Collective, from cross-replica (or default) context. Every rank gets the result.
 
         Args:
           reduce_op: SUM, MEAN, MIN, MAX or PRODUCT, or its name in any case.
           value: a `PerReplica`, or a plain value as this rank's contribution, or a nest
             of them.
-          axis: None combines elementwise: equal shapes, MEAN divides by the number of
-            replicas. An integer, or several, is reduced within each replica first;
-            lengths along it may differ and may be zero, and MEAN divides by the number
-            of elements over all replicas.
+          axis: None combines elementwise: shapes are equal, and MEAN divides by the
+            number of replicas. With an integer, or several, each replica first reduces
+            along these axes; their lengths may differ and may be zero, and MEAN divides
+            by the number of elements of all replicas.
 
         Returns:
-          Bare arrays of the shape of a replica's, without the axes, and of the dtype of
-          `value`; MEAN of integers is float64, and over an axis that is empty nan.
+          Arrays of a replica's shape without the reduced axes, with the dtype of
+          `value`. MEAN of integers is float64; MEAN over an empty axis is nan.
 
         Raises, on all replicas:
           ArgumentError: an unknown operation; an axis out of range; a sum or product of
             integers that does not fit their dtype; MIN or MAX over an empty axis.
-          ArgumentTypeError: reduce_op or axis of another type; no array or number.
-          DTypeError: a dtype that cannot be added up, such as bool.
+          ArgumentTypeError: reduce_op or axis has an invalid type; `value` is not an
+            array or number.
+          DTypeError: a dtype that cannot be reduced, such as bool.
           MismatchError: structures, dtypes or shapes differ.
           ContextError: called in replica context or under another strategy.
 
@@ -165,7 +165,7 @@ class Strategy:
         return self._extended.reduce_over_axis("reduce", reduce_op, value, axis)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Return the replicas' values one behind the other along `axis`, on every rank.
+        """Return the replicas' values concatenated along `axis`, on every rank.
 
         Collective, from cross-replica (or default) context.
 
@@ -175,7 +175,7 @@ class Strategy:
           axis: -ndim <= axis < ndim.
 
         Returns:
-          Bare arrays, whose length along `axis` is the sum of the replicas' lengths.
+          Arrays whose length along `axis` is the sum of the replicas' lengths.
 
         Raises, on all replicas:
           ArgumentError: a value without dimensions; an axis out of range.
@@ -192,7 +192,7 @@ class Strategy:
         """
         if in_replica_of(self):
             raise ContextError(
-                "gather was called in replica context, where all_gather is to be used"
+                "gather was called in replica context; use all_gather there"
             )
         require_cross_replica(self, "gather")
         return self._extended.gather("gather", value, axis)
@@ -200,8 +200,8 @@ class Strategy:
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Return the value that replica `root` passes, on every replica.
 
-        Collective, in any context of this strategy. What other replicas pass is not
-        looked at: they need not know what it looks like.
+        Collective, in any context of this strategy. What the other replicas pass is
+        ignored, so they need not know the structure.
 
         Args:
           value: on replica `root` an array, a number, a variable, a str, bytes, a bool
@@ -209,13 +209,13 @@ class Strategy:
           root: a replica, the same number on all replicas.
 
         Returns:
-          The nest, with new arrays: NumPy's, or CuPy's where `root` has those.
+          The nest, with new arrays: NumPy's, or CuPy's if `root` has those.
 
         Raises, on all replicas:
-          ArgumentTypeError: something else in the value, a subclass of dict, list or
-            tuple included; a root that is no integer.
+          ArgumentTypeError: another type in the value, also a subclass of dict, list or
+            tuple; `root` is not an integer.
           ArgumentError: no such replica.
-          MismatchError: replicas pass unlike roots.
+          MismatchError: replicas pass different roots.
           ContextError: called under another strategy.
 
         Example:
@@ -229,25 +229,25 @@ class Strategy:
         return self._extended.collectives.objects.broadcast("broadcast", value, root)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Do what `broadcast` does: objects with and without arrays are sent alike.
+        """Do what `broadcast` does.
 
-        Data alone are sent, as JSON and arrays, never pickled classes. Collective.
+        Only data are sent, as JSON and arrays, never pickled classes. Collective.
         """
         self._require_own("broadcast_object")
         objects = self._extended.collectives.objects
         return objects.broadcast("broadcast_object", value, root)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the values of all replicas, by replica, on every replica.
+        """Return the list of all replicas' values, in replica order, on every replica.
 
-        Collective, in any context of this strategy. For small objects of any kind; of
+        Collective, in any context of this strategy. For small objects of any kind; for
         arrays, `gather` needs less time and memory.
 
         Args:
           value: see `broadcast`; arrays come back as NumPy arrays.
 
         Raises, on all replicas:
-          ArgumentTypeError: something else in the value of a replica.
+          ArgumentTypeError: a value of a replica contains another type.
           ContextError: called under another strategy.
 
         Example:
@@ -258,51 +258,51 @@ class Strategy:
         return self._extended.collectives.objects.gather("gather_objects", value)
 
     def barrier(self, timeout_seconds: float | None = None) -> None:
-        """Return when all replicas have called it. In any context of this strategy.
+        """Wait until all replicas have called it, in any context of this strategy.
 
-        For what happens outside of mpidist, such as files of another replica. Work on a
-        GPU is not waited for.
+        Use it for work outside mpidist, such as files that another replica writes. It
+        does not wait for work on a GPU.
 
         Args:
-          timeout_seconds: how long to wait for the others; None for ever.
+          timeout_seconds: how long to wait for the other replicas; None waits for ever.
 
-        Raises, on all replicas: ArgumentError, ArgumentTypeError: a bad timeout;
+        Raises, on all replicas: ArgumentError, ArgumentTypeError: an invalid timeout;
           ContextError: called under another strategy.
-        Raises, on the replicas that have waited too long: DeadlineError. The strategy
-          cannot be used afterwards.
+        Raises, on the replicas that waited too long: DeadlineError. The strategy cannot
+          be used afterwards.
         """
         self._require_own("barrier")
         self._extended.barrier(timeout_seconds)
 
     def _require_own(self, call: str) -> None:
-        """Raise where a collective of any context of this strategy is refused."""
+        """Raise if a collective for any context is not allowed here."""
         if not in_replica_of(self):
             require_cross_replica(self, call)
         self._extended.topology.require_open()
 
     def symmetric_like(self, value: Any) -> Any:
-        """Return arrays of zeros like those of `value`, quick to all-reduce.
+        """Return arrays of zeros like those of `value`, in memory for fast all-reduces.
 
-        Collective, in any context of this strategy. The arrays lie in memory that the
-        replicas of a node share, so `all_reduce` and `reduce` of them, or of views of
-        them that are contiguous, need no copy of them. Write into them, as into any
-        array: `gradients["w"][...] = x.T @ error`. Only this replica writes to its own;
-        until an `all_reduce` of them returns, it leaves them alone. Their memory is
-        freed when no replica refers to any of them any more, not earlier.
+        Collective, in any context of this strategy. The arrays are in memory that the
+        replicas of a node share, so `all_reduce` and `reduce` of them, or of contiguous
+        views of them, need no copy. Write into them as into any array:
+        `gradients["w"][...] = x.T @ error`. Each replica writes to its own arrays only,
+        and not while an `all_reduce` of them is running. Their memory is freed when no
+        replica refers to any of them.
 
-        On a GPU, and where a replica is alone on its node, they are plain arrays.
+        On a GPU, and if a replica is alone on its node, they are plain arrays.
 
         Args:
           value: an array, a number, a variable or a nest of them; all replicas pass the
-            same structure, shapes and dtypes. What it holds does not matter.
+            same structure, shapes and dtypes. Its contents do not matter.
 
         Returns:
-          The structure of `value`, with arrays of NumPy, or CuPy; tensors for tensors.
+          The structure of `value`, with NumPy or CuPy arrays, or tensors for tensors.
 
         Raises, on all replicas:
           MismatchError: structures, shapes or dtypes differ.
-          ArgumentTypeError: no array or number.
-          ArgumentError: a node has too little shared memory left.
+          ArgumentTypeError: `value` is not an array or number.
+          ArgumentError: a node has too little free shared memory.
           ContextError: called under another strategy.
 
         Example:
@@ -321,20 +321,20 @@ class Strategy:
         reduce_op: ReduceOp | str = ReduceOp.SUM,
         options: CommunicationOptions | None = None,
     ) -> GradientBuckets:
-        """Return what reduces gradients while a backward pass goes on. Collective.
+        """Return an object that reduces gradients during a backward pass. Collective.
 
         Args:
           like: a mapping, list or tuple of arrays or nests, with the shapes and dtypes
-            of the gradients; equal on all replicas. `symmetric_like` arrays given as
-            gradients are reduced fastest.
+            of the gradients; equal on all replicas. Gradients in `symmetric_like`
+            arrays are reduced fastest.
           reduce_op: SUM or MEAN.
-          options: see `CommunicationOptions`. Buckets have up to `bytes_per_pack`, or 8
-            MiB if that is 0.
+          options: see `CommunicationOptions`. Buckets have up to `bytes_per_pack`
+            bytes, or 8 MiB if that is 0.
 
         Raises, on all replicas:
           MismatchError: structures, shapes, dtypes, reduce_op or options differ.
-          ArgumentError, ArgumentTypeError: an unknown reduce_op; no mapping, list or
-            tuple of arrays.
+          ArgumentError, ArgumentTypeError: an unknown reduce_op; `like` is not a
+            mapping, list or tuple of arrays.
           DTypeError: a dtype that cannot be added up.
 
         """
@@ -344,8 +344,8 @@ class Strategy:
         """Return a tuple of the values of this process's replicas: one. Not collective.
 
         A nest of distributed values gives a one-tuple of that nest with this replica's
-        components; a plain value gives `(value,)`. Of a variable it is this replica's
-        own copy, read-only, in any context; so too of an ON_READ variable.
+        components; a plain value gives `(value,)`. A variable, ON_READ or not, gives
+        this replica's own copy, read-only, in any context.
 
         Example:
           >>> strategy.experimental_local_results(strategy.run(lambda: {"x": 1}))
@@ -386,7 +386,7 @@ class Strategy:
 
         Args:
           dataset: batched by the GLOBAL batch size. A batch of n rows is cut into
-            slices of ceil(n / replicas) rows; late replicas may get fewer, or none.
+            slices of ceil(n / replicas) rows; the last replicas may get fewer, or none.
           options: see `InputOptions`.
 
         Raises, on all replicas:
@@ -406,9 +406,9 @@ class Strategy:
         Collective, and so is each step of iterating over the result.
 
         Args:
-          dataset_fn: returns a dataset batched PER REPLICA, which is taken as it is:
-            shard it by the context's `num_input_pipelines` and `input_pipeline_id`.
-            Replicas that run out get batches of zero rows until all have run out.
+          dataset_fn: returns a dataset batched PER REPLICA, which is not divided: shard
+            it by the context's `num_input_pipelines` and `input_pipeline_id`. Replicas
+            that run out get batches of zero rows until all replicas have run out.
           options: see `InputOptions`.
 
         Raises, on all replicas: what `dataset_fn` raises on any.
@@ -421,8 +421,8 @@ class Strategy:
     def statistics(self, all_ranks: bool = False) -> Any:
         """Return where the time of this job has gone so far, as a dict. Not collective.
 
-        With `all_ranks` it is collective, and returns those of all ranks, by rank.
-        Times are seconds; `help(mpidist.monitor.statistics)` says what the keys mean.
+        With `all_ranks` it is collective and returns a list with one dict per rank.
+        Times are in seconds; `help(mpidist.monitor.statistics)` explains the keys.
 
         Example:
           >>> sorted(strategy.statistics()["parts"])
@@ -432,15 +432,15 @@ class Strategy:
         return self.gather_objects(found) if all_ranks else found
 
     def statistics_of(self, rows: Any, ddof: int = 0) -> Description:
-        """Return mean, variance, least and most of the rows of all ranks. Collective.
+        """Return mean, variance, min and max of the rows of all ranks. Collective.
 
-        Returns a `mpidist.statistics.Description`, exact to the last bit, and so the
-        same on any number of ranks. `mpidist.statistics` has more.
+        Returns a `mpidist.statistics.Description`, exact to the last bit, so the same
+        on any number of ranks. `mpidist.statistics` has more statistics.
 
         Args:
-          rows: of this rank, of shape (rows, ...), also none; a `PerReplica` of them;
-            or a distributed dataset of such.
-          ddof: the variance is divided by the number of rows less this.
+          rows: this rank's rows, of shape (rows, ...), possibly zero; a `PerReplica` of
+            them; or a distributed dataset of rows.
+          ddof: the divisor of the variance is the number of rows minus `ddof`.
 
         Raises, on all ranks: what `Moments.update_state` and `Moments.result` raise.
 
@@ -453,14 +453,14 @@ class Strategy:
         return describe(self, rows, ddof)
 
     def timeline(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
-        """Return a context in which each rank writes what it does when. Collective.
+        """Return a context in which each rank records a timeline. Collective.
 
-        Into `folder`, for `python -m mpidist report` and `top`, and for Perfetto. So
-        does MPIDIST_TIMELINE=folder for all of a program. Entering and leaving it are
-        collective. Where files cannot be written, a RuntimeWarning says so. Of long
-        jobs fewer and fewer steps are recorded: a file has 10 MiB at most.
+        The files in `folder` are for `python -m mpidist report` and `top`, and for
+        Perfetto. MPIDIST_TIMELINE=folder records a whole program. Entering and leaving
+        are collective. If files cannot be written, a RuntimeWarning says so. A file has
+        at most 10 MiB: long jobs record fewer and fewer steps.
 
-        Raises, on all replicas, ArgumentTypeError or ArgumentError if it is no path.
+        Raises ArgumentTypeError or ArgumentError on all replicas if it is not a path.
 
         Example:
           >>> import tempfile
@@ -472,7 +472,7 @@ class Strategy:
     def experimental_finalize(self) -> list[Any]:
         """Free the communicators and buffers. Collective.
 
-        Any later use is a ContextError. A second call does nothing. Returns [].
+        Any later use raises ContextError. A second call does nothing. Returns [].
         """
         require_cross_replica(self, "experimental_finalize")
         self._extended.close()
@@ -486,7 +486,7 @@ class Strategy:
     def __reduce__(self) -> NoReturn:
         raise ContextError(
             f"a {type(self).__name__} cannot be pickled: its communicators belong to "
-            "the ranks of this job; make one where it is needed"
+            "the ranks of this job; create one in the process that needs it"
         )
 
     def __repr__(self) -> str:

@@ -39,7 +39,7 @@ M = TypeVar("M", bound=Mapping[str, Any])
 
 
 class StrategyExtendedV1(StrategyExtended):
-    """The working parts of one strategy, with TensorFlow 1's too."""
+    """StrategyExtended with TensorFlow 1's methods."""
 
     @property
     def experimental_between_graph(self) -> bool:
@@ -48,7 +48,7 @@ class StrategyExtendedV1(StrategyExtended):
 
     @property
     def experimental_should_init(self) -> bool:
-        """Whether this process is to initialize its own state: always."""
+        """Whether this process initializes its own state: always."""
         return True
 
     def experimental_make_numpy_dataset(
@@ -60,9 +60,9 @@ class StrategyExtendedV1(StrategyExtended):
 
         Args:
           numpy_input: a nest of arrays `(rows, *shape)`.
-          session: accepted, and not used.
+          session: accepted for TensorFlow compatibility.
 
-        Raises, on the ranks where it is so:
+        Raises, on this rank only:
           ContextError: called in replica context or under another strategy.
           ArgumentError: unequal numbers of rows, or a scalar.
         """
@@ -76,14 +76,14 @@ class StrategyExtendedV1(StrategyExtended):
         iterations: int = 1,
         initial_loop_values: Any = None,
     ) -> Any:
-        """Call `fn(context, inputs)` for several batches; return the context at last.
+        """Call `fn(context, inputs)` for several batches; return the context.
 
         Args:
           fn: takes a `MultiStepContext` and the next value of `iterator`; it is called
             in cross-replica context.
-          iterator: has `get_next()`, such as an iterator of a distributed dataset.
+          iterator: an object with `get_next()`, such as a distributed iterator.
           iterations: how many steps; 0 takes none.
-          initial_loop_values: outputs by name that hold until a step sets them.
+          initial_loop_values: initial outputs, by name.
         """
         call = "experimental_run_steps_on_iterator"
         require_cross_replica(self.strategy, call)
@@ -106,7 +106,7 @@ class StrategyExtendedV1(StrategyExtended):
 class StrategyV1(Strategy):
     """A strategy with TensorFlow 1's methods too.
 
-    They are collective, but for `experimental_make_numpy_dataset`, `group`,
+    They are collective, except `experimental_make_numpy_dataset`, `group`,
     `colocate_vars_with`, `configure`, `experimental_initialize` and
     `update_config_proto`.
 
@@ -122,7 +122,7 @@ class StrategyV1(Strategy):
 
     @property
     def extended(self) -> StrategyExtendedV1:
-        """The working parts, for libraries built on a strategy."""
+        """Further methods, for libraries built on a strategy."""
         return self._extended
 
     def make_dataset_iterator(self, dataset: DatasetLike) -> InputIterator:
@@ -145,17 +145,17 @@ class StrategyV1(Strategy):
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> InputIterator:
-        """Return an iterator over what `input_fn(InputContext)` makes on each replica.
+        """Return an iterator over the batches of `input_fn(InputContext)`.
 
         Collective, and so is each `get_next` of the result.
 
         Args:
           input_fn: returns a dataset, or a function without arguments that returns the
-            next batch at each call, or the next scalar. They are taken whole.
+            next batch, or scalar, at each call. Batches are not divided.
           replication_mode: PER_WORKER.
 
         Raises, on all replicas:
-          ArgumentError: another mode; `input_fn` returned something else.
+          ArgumentError: another mode; an invalid result of `input_fn`.
         """
         require_cross_replica(self, "make_input_fn_iterator")
         return from_input_fn(self.extended, input_fn, replication_mode)
@@ -165,8 +165,8 @@ class StrategyV1(Strategy):
     ) -> Any:
         """Run `fn` on every replica, with the iterator's next value if there is one.
 
-        Collective. Returns and raises what `run` does, and raises what the iterator's
-        `get_next` does, on all replicas.
+        Collective. Returns what `run` returns. Raises, on all replicas, what `run` and
+        the iterator's `get_next` raise.
         """
         require_cross_replica(self, "experimental_run")
         try:
@@ -193,14 +193,14 @@ class StrategyV1(Strategy):
         return self.extended.experimental_make_numpy_dataset(numpy_input, session)
 
     def group(self, value: Any, name: str | None = None) -> Any:
-        """Return this replica's component of `value`, if it is one value; else None.
+        """Return this replica's component if `value` is a single value, else None.
 
-        In TensorFlow's graphs it made one operation of several. Here all is computed
+        In TensorFlow's graphs it groups operations. Here all values are computed
         already. Not collective.
 
         Args:
           value: a value, a distributed value, or a nest of them.
-          name: with a name the result is None, as in TensorFlow.
+          name: if given, the result is None, as in TensorFlow.
         """
         leaves, _ = nest.flatten(self.experimental_local_results(value))
         return leaves[0] if len(leaves) == 1 and name is None else None
@@ -221,18 +221,18 @@ class StrategyV1(Strategy):
         task_type: Any = None,
         task_id: Any = None,
     ) -> None:
-        """Add to a configuration, in place, what `update_config_proto` adds to a copy.
+        """Do in place what `update_config_proto` does in a copy of a configuration.
 
         Not collective.
 
         Args:
-          session_config: a mapping that can be changed; None does nothing.
-          cluster_spec: None, as MPI's launcher has made the cluster.
+          session_config: a mutable mapping; None does nothing.
+          cluster_spec: None, since MPI's launcher defines the cluster.
           task_type: None, likewise.
           task_id: None, likewise.
 
         Raises:
-          ArgumentTypeError: `session_config` is no such mapping.
+          ArgumentTypeError: `session_config` is not a mutable mapping.
           UnsupportedError: a cluster or a task was given.
         """
         given = {"cluster_spec": cluster_spec, "task_type": task_type}
@@ -246,18 +246,18 @@ class StrategyV1(Strategy):
             return
         if not isinstance(session_config, MutableMapping):
             raise ArgumentTypeError(
-                "session_config must be a mapping that can be changed, not "
+                "session_config must be a mutable mapping, not "
                 f"{validation.shown(session_config)}"
             )
         session_config.update(self.update_config_proto(session_config))
 
     def experimental_initialize(self) -> list[Any]:
-        """Return what was initialized, which is []: the constructor did it all."""
+        """Return []: the constructor has initialized everything."""
         self.extended.topology.require_open()
         return []
 
     def update_config_proto(self, config_proto: M) -> M:
-        """Return a copy of a configuration with what this strategy's launch needs.
+        """Return a copy of a configuration with this strategy's launch parameters.
 
         Not collective.
 
@@ -269,7 +269,7 @@ class StrategyV1(Strategy):
           `transport`.
 
         Raises:
-          ArgumentTypeError: it is no mapping.
+          ArgumentTypeError: `config_proto` is not a mapping.
         """
         if not isinstance(config_proto, Mapping):
             raise ArgumentTypeError(
@@ -313,9 +313,9 @@ class InputIterator:
         return one_line(self, lambda: f"of {self._iterator or self._dataset!r}")
 
     def initialize(self) -> list[Any]:
-        """Start from the first batch (again), in the next epoch's order. Returns [].
+        """Restart from the first batch, in the next epoch's order. Returns [].
 
-        Every replica must call it; the next `get_next` finds out if one did not.
+        Every replica must call it; otherwise the next `get_next` raises.
         """
         self.close()
         self._iterator = iter(self._dataset)
@@ -324,7 +324,7 @@ class InputIterator:
     def get_next(self) -> Any:
         """Return this step's batch of all replicas, a nest of `PerReplica`. Collective.
 
-        It initialises the iterator if nobody has.
+        Initialises the iterator if necessary.
 
         Raises, on all replicas:
           OutOfRangeError: after the last step.
@@ -337,21 +337,21 @@ class InputIterator:
             raise
 
     def get_state(self) -> dict[str, int]:
-        """Return where this iterator is; see `DistributedIterator.get_state`.
+        """Return the position of this iterator; see `DistributedIterator.get_state`.
 
-        Not collective. It initialises the iterator if nobody has.
+        Not collective. Initialises the iterator if necessary.
         """
         return self._require_iterator().get_state()
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Go on from a state; see `DistributedIterator.set_state`. Collective.
+        """Resume from a state; see `DistributedIterator.set_state`. Collective.
 
-        `initialize` then starts the epoch after the state's.
+        `initialize` then starts the epoch after that of the state.
         """
         self._require_iterator().set_state(state)
 
     def close(self) -> None:
-        """End the thread that reads ahead. Not collective."""
+        """Stop the prefetch thread. Not collective."""
         if self._iterator is not None:
             self._iterator.close()
 
@@ -366,7 +366,7 @@ def from_dataset(extended: StrategyExtended, dataset: DatasetLike) -> InputItera
     """See `Strategy.make_dataset_iterator`. Collective.
 
     Args:
-      extended: of the strategy.
+      extended: the strategy's `extended`.
       dataset: batched by the GLOBAL batch size, which the number of replicas divides.
 
     Raises, on all replicas:
@@ -399,17 +399,17 @@ def from_input_fn(
     """See `Strategy.make_input_fn_iterator`. Collective.
 
     Args:
-      extended: of the strategy.
+      extended: the strategy's `extended`.
       input_fn: called with an `InputContext`. It returns this replica's dataset, or an
         iterable of batches, or a function that returns the next batch each time it is
-        called, until it raises StopIteration (so may OutOfRangeError). Batches are not
-        divided; the function may return scalars, too, as many on all replicas. A replay
-        calls it again where it returned a function.
+        called, until it raises StopIteration (or OutOfRangeError). Batches are not
+        divided. The function may also return scalars, the same number on all replicas.
+        If `input_fn` returned a function, a replay calls `input_fn` again.
       replication_mode: PER_WORKER.
 
     Raises, on all replicas:
-      ArgumentError: another mode, or `input_fn` returned something else.
-      What `input_fn` raises on any.
+      ArgumentError: another mode; an invalid result of `input_fn`.
+      What `input_fn` raises on any replica.
     """
     call, replicas = "make_input_fn_iterator", extended.num_replicas
     where = InputContext(replicas, extended.replica_id, replicas)
@@ -431,11 +431,11 @@ def from_input_fn(
 def _make(
     input_fn: Callable[[InputContext], Any], where: InputContext, call: str
 ) -> tuple[Dataset, InputOptions]:
-    """Return what `input_fn` made as a dataset, and how to read it."""
+    """Return the result of `input_fn` as a dataset, and how to read it."""
     made = validation.function("input_fn", input_fn)(where)
     if callable(made) and not inspect.isgeneratorfunction(made):
         batches = _Calls(input_fn, where, made)
-        # Called when a batch is asked for, and no sooner
+        # Called on demand only
         options = InputOptions(experimental_per_replica_buffer_size=0)
         return Dataset(
             GeneratorDataset(batches, is_batched=True, may_be_scalars=True)
@@ -450,7 +450,7 @@ def _make(
 
 
 class _Calls:
-    """The batches that a function returns one by one; iterable again and again."""
+    """A re-iterable over the batches that a function returns one by one."""
 
     def __init__(
         self,

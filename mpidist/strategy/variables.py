@@ -12,9 +12,9 @@
     in `update`        own copy only, whatever the       own copy only
                        aggregation
 
-A copy is never changed in place: an assignment puts a new array in its place. So what
-was read stays as it was. NumPy arrays are read-only; CuPy has none that are, so on a
-GPU nothing keeps a program from changing the array that it has read.
+A copy is never changed in place: an assignment replaces the array. So arrays that were
+read before do not change. NumPy arrays are read-only. CuPy has no read-only arrays: do
+not change an array that was read from a variable on a GPU.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ Name = str | None
 class Variable(SparseAccess):
     """An array with state, one copy per replica of the strategy it was created under.
 
-    Created in a strategy's scope (or in `run`): collective, every replica gets replica
-    0's initial value. Created outside all scopes: one copy, of the default strategy.
+    Creating one in a strategy's scope (or in `run`) is collective: every replica gets
+    replica 0's initial value. Outside all scopes it has one copy, of the default
+    strategy.
 
     Reads and operators work as on an array (`w * 2`, `np.exp(w)`, `w[0]`); in-place
-    operators (`w += 1`) are refused, use `assign_add`.
+    operators (`w += 1`) are refused: use `assign_add`.
 
     Args:
       initial_value: an array, a number, or a function without arguments that returns
         one. The same shape and dtype on all replicas.
-      trainable: whether an optimizer should change it, by default unless it is ON_READ;
-        carried, not used.
-      name: for messages.
+      trainable: whether an optimizer should change it; by default True unless ON_READ.
+        Stored, not used.
+      name: used in messages.
       dtype: the dtype, by default that of `initial_value`.
-      constraint: what an optimizer should apply to changed values; carried, not used.
+      constraint: what an optimizer should apply to changed values. Stored, not used.
       synchronization: AUTO (= ON_WRITE), ON_WRITE or ON_READ; None is AUTO.
       aggregation: how replicas' values are combined: NONE, SUM, MEAN or
         ONLY_FIRST_REPLICA; None is NONE.
 
     Raises, on all replicas:
-      ArgumentError: synchronization NONE; a synchronization or aggregation that does
-        not exist.
-      ArgumentTypeError: `initial_value` is no array, number or list of numbers; an
-        argument of another type.
-      MismatchError: initial values of unlike shapes or dtypes.
+      ArgumentError: synchronization NONE; an unknown synchronization or aggregation.
+      ArgumentTypeError: `initial_value` is not an array, number or list of numbers;
+        another argument has an invalid type.
+      MismatchError: shapes or dtypes of the initial values differ.
       What `initial_value` raises on any replica.
 
     Example:
@@ -132,12 +132,12 @@ class Variable(SparseAccess):
 
     @property
     def name(self) -> str:
-        """The name given at creation, or one that was made up."""
+        """The name given at creation, or a generated one."""
         return self._name
 
     @property
     def trainable(self) -> bool:
-        """Whether an optimizer should change it."""
+        """Whether an optimizer should change the variable."""
         return self._trainable
 
     @property
@@ -152,7 +152,7 @@ class Variable(SparseAccess):
 
     @property
     def distribute_strategy(self) -> Strategy:
-        """The strategy it was created under."""
+        """The strategy under which the variable was created."""
         return self._strategy
 
     @property
@@ -181,10 +181,10 @@ class Variable(SparseAccess):
 
     @property
     def initial_value(self) -> NoReturn:
-        """A ContextError, as in TensorFlow's eager execution."""
+        """Not available: raises ContextError, as in TensorFlow's eager execution."""
         raise ContextError(
-            f"the initial value of {self._name} is not kept, which would take as much "
-            "memory as the variable; keep it yourself"
+            f"the initial value of {self._name} is not kept, to save memory; keep a "
+            "copy in the program if you need it"
         )
 
     def is_initialized(self, name: Name = None) -> bool:
@@ -192,21 +192,21 @@ class Variable(SparseAccess):
         return True
 
     def ref(self) -> Reference:
-        """Return a hashable reference with `deref()`; those of a variable are equal."""
+        """Return a hashable reference with `deref()`; equal for the same variable."""
         return Reference(self)
 
     def value(self) -> Any:
         """Return the value as a read-only array.
 
-        Not collective, but for an ON_READ variable in cross-replica context; there,
-        ArgumentError on all replicas if its aggregation is NONE.
+        Not collective, except for an ON_READ variable in cross-replica context; there
+        it raises ArgumentError on all replicas if the aggregation is NONE.
         """
         return make_read_only(self._array().view())
 
     read_value = value
 
     def numpy(self) -> Any:
-        """Return the value as a NumPy array, a copy of its own; see `value`."""
+        """Return the value as a new NumPy array; see `value`."""
         return np.array(arrays.to_host(self._array()))
 
     def assign(
@@ -216,26 +216,26 @@ class Variable(SparseAccess):
         name: Name = None,
         read_value: bool = True,
     ) -> Any:
-        """Replace the value, by the table at the top of this module. Returns self.
+        """Replace the value by the rules at the top of this module. Returns self.
 
-        Collective, but for an ON_READ variable in replica context and inside
+        Collective, except for an ON_READ variable in replica context and inside
         `StrategyExtended.update`. `w[...].assign(value)` replaces a part.
 
         Args:
           value: an array or number of the variable's shape.
-          use_locking: accepted for TensorFlow's sake, as `name` is.
+          use_locking: accepted for TensorFlow compatibility.
           name: likewise.
-          read_value: False returns None.
+          read_value: if False, return None.
 
-        Raises, on all replicas where it is collective:
+        Raises, on all replicas if it is collective:
           ArgumentError: another shape; a `PerReplica` in cross-replica context; in
-            replica context an aggregation that is NONE, SUM of a Python number, MEAN of
-            an integer variable; a result of integers that does not fit the dtype.
-          DTypeError: a value that cannot be cast to the variable's dtype safely; an
+            replica context, aggregation NONE, a Python number with SUM, or an integer
+            variable with MEAN; an integer result that does not fit the dtype.
+          DTypeError: a value that cannot be cast safely to the variable's dtype; an
             integer that does not fit it.
-          ArgumentTypeError: no array or number.
+          ArgumentTypeError: `value` is not an array or number.
           ContextError: under another strategy.
-          MismatchError: in cross-replica context, values that differ, on all replicas.
+          MismatchError: in cross-replica context, the replicas' values differ.
 
         Example:
           >>> with strategy.scope():
@@ -263,7 +263,7 @@ class Variable(SparseAccess):
     ) -> Any:
         """Add to the value; collective and raising like `assign`. Returns self.
 
-        `delta` has a shape that broadcasts to the variable's.
+        The shape of `delta` broadcasts to the variable's.
 
         Example:
           >>> with strategy.scope():
@@ -308,11 +308,11 @@ class Variable(SparseAccess):
 
     @property
     def on_read(self) -> bool:
-        """Whether it is synchronized ON_READ."""
+        """Whether the variable is synchronized ON_READ."""
         return self._synchronization is _ON_READ
 
     def _array(self) -> Any:
-        """Return what a read in the current context gives."""
+        """Return the value that a read gives in the current context."""
         if self._synchronization is not _ON_READ or assignment.is_local(self):
             return self._values[0]
         return assignment.read_reduced(self)
@@ -323,7 +323,7 @@ class Variable(SparseAccess):
         return self._values[0]
 
     def replace_local(self, array: Any) -> None:
-        """Put `array`, which is kept and read-only then, in place of this copy."""
+        """Replace this copy by `array`, which becomes read-only."""
         array = arrays.namespace(self.local).asarray(array)
         if array.shape != self.shape:
             raise ArgumentError(
@@ -339,11 +339,12 @@ class Variable(SparseAccess):
         )
 
     def __getitem__(self, key: Any) -> Any:
-        """Return `value()[key]`; what integers and slices select has `assign(value)`.
+        """Return `value()[key]`; integers and slices give a part with `assign(value)`.
 
-        That is collective and raises as the variable's `assign` does, and MismatchError
-        on all replicas if they assign to different parts. Elements of a bool vector,
-        and parts of variables on a GPU, lack it: there, use `scatter_nd_update`.
+        That `assign` is collective and raises what the variable's `assign` raises; also
+        MismatchError, on all replicas, if they assign to different parts. Elements of a
+        bool vector and parts of variables on a GPU have no `assign`: use
+        `scatter_nd_update` for them.
 
         Example:
           >>> with strategy.scope():
@@ -357,7 +358,7 @@ class Variable(SparseAccess):
         root = self._root
         if root is None:
             values, root = self._values, root_of(self, self._array())
-            if not self.on_read:  # of which a read depends on the context
+            if not self.on_read:  # its value depends on the context
                 self._root = root
                 if self._values is not values:  # another thread has assigned since
                     self._root = None
@@ -384,9 +385,9 @@ class Variable(SparseAccess):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        """Return a variable of the same strategy with a state of its own.
+        """Return an independent variable of the same strategy.
 
-        Not collective: every replica copies its own copy.
+        Not collective: every replica copies its own value.
         """
         twin = object.__new__(type(self))
         memo[id(self)] = twin

@@ -535,7 +535,7 @@ def test_of_two_writers_of_one_path_the_second_is_refused(comm, strategy, path):
     for i, writer in enumerate([one, two]):
         writer.append(np.full(2, i))
     one.close()
-    with pytest.raises(mpidist.ArgumentError, match="files of this name already"):
+    with pytest.raises(mpidist.ArgumentError, match="these files exist already"):
         two.close()
     comm.Barrier()
     assert read(path).tolist() == [0] * 2 * comm.size
