@@ -11,7 +11,7 @@ import dataclasses
 import numbers
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -34,7 +34,15 @@ __all__ = [
 ]
 
 
-class DistributedValues:
+if TYPE_CHECKING:
+    import typing_extensions
+
+    T = typing_extensions.TypeVar("T", covariant=True, default=Any)
+else:
+    T = TypeVar("T", covariant=True)
+
+
+class DistributedValues(Generic[T]):
     """Base class of values with one component per replica; create its subclasses.
 
     `PerReplica` components differ from replica to replica, `Mirrored` ones are equal.
@@ -59,7 +67,7 @@ class DistributedValues:
 
     is_variable: ClassVar[bool] = False
 
-    def __init__(self, values: Sequence[Any], replica_ids: Sequence[int] | None = None):
+    def __init__(self, values: Sequence[T], replica_ids: Sequence[int] | None = None):
         if type(self) is DistributedValues:
             raise ArgumentTypeError(
                 "DistributedValues is a base class; create a PerReplica or a Mirrored"
@@ -80,7 +88,7 @@ class DistributedValues:
             )
 
     @property
-    def values(self) -> tuple[Any, ...]:
+    def values(self) -> tuple[T, ...]:
         """The components of this process's replicas: a one-tuple."""
         return self._values
 
@@ -110,7 +118,7 @@ def _as_tuple(name: str, items: Any) -> tuple[Any, ...]:
     )
 
 
-class PerReplica(DistributedValues):
+class PerReplica(DistributedValues[T]):
     """A value that differs from replica to replica.
 
     Distributed datasets and `Strategy.run` create them. `Strategy.reduce`,
@@ -299,7 +307,7 @@ class ArrayView(NDArrayOperatorsMixin):
         return format(self._array(), spec)
 
 
-class Mirrored(ArrayView, DistributedValues):
+class Mirrored(ArrayView, DistributedValues[T]):
     """A value that is equal on all replicas; reads use this process's component.
 
     It works as an array of the component's shape and dtype (`x * 2`, `np.exp(x)`,
@@ -316,7 +324,7 @@ class Mirrored(ArrayView, DistributedValues):
 
     __hash__ = object.__hash__
 
-    def __init__(self, values: Sequence[Any], replica_ids: Sequence[int] | None = None):
+    def __init__(self, values: Sequence[T], replica_ids: Sequence[int] | None = None):
         super().__init__(values, replica_ids)
         self._values = tuple(map(_read_only_view, self._values))
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from mpidist.context import is_current
 from mpidist.errors import ContextError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import near_misses
+from mpidist.util.nest import Nest
 from mpidist.util.tracebacks import fold
 
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
 __all__ = ["DefaultReplicaContext", "ReplicaContext"]
+
+T = TypeVar("T")
 
 
 class ReplicaContext:
@@ -54,6 +57,20 @@ class ReplicaContext:
         """The device of this replica, as a one-tuple (deprecated in TensorFlow)."""
         return (self._strategy.extended.device,)
 
+    @overload
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Nest,
+        options: CommunicationOptions | None = None,
+    ) -> Any: ...
+    @overload
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: T,
+        options: CommunicationOptions | None = None,
+    ) -> T: ...
     def all_reduce(
         self,
         reduce_op: ReduceOp | str,
@@ -88,6 +105,14 @@ class ReplicaContext:
         self._require_current("all_reduce")
         return self._strategy.extended.reduce("all_reduce", reduce_op, value, options)
 
+    @overload
+    def all_gather(
+        self, value: Nest, axis: int, options: CommunicationOptions | None = None
+    ) -> Any: ...
+    @overload
+    def all_gather(
+        self, value: T, axis: int, options: CommunicationOptions | None = None
+    ) -> T: ...
     def all_gather(
         self, value: Any, axis: int, options: CommunicationOptions | None = None
     ) -> Any:

@@ -15,8 +15,10 @@ import optree
 
 from mpidist.errors import ArgumentError
 
-__all__ = ["Spec", "flatten", "leaf_names", "map_leaves", "unflatten"]
+__all__ = ["Nest", "Spec", "flatten", "leaf_names", "map_leaves", "unflatten"]
 
+# What a checker of types sees as structure; it cannot follow the leaves
+Nest = Mapping[Any, Any] | list[Any] | tuple[Any, ...]
 Spec = optree.PyTreeSpec
 _NAMESPACE = "mpidist"
 _STRUCTURES = (Mapping, list, tuple)
