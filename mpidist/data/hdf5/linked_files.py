@@ -117,14 +117,18 @@ def _look_up(
     Raises:
       OSError: a file is not a regular one.
     """
-    for file_name, shapes in _sources_of(dataset).items():
-        if "%b" in file_name.replace("%%", ""):  # the number of a block
+    for escaped, shapes in _sources_of(dataset).items():
+        if _is_numbered(escaped):
             continue
+        file_name = escaped.replace("%%", "%")
         file, refused = _open_source(dataset.file, file_name, existing, files)
         if file is None:
             yield None, f"{file_name} {refused}"
             continue
-        for name, shape in shapes.items():
+        for escaped, shape in shapes.items():
+            if _is_numbered(escaped):
+                continue
+            name = escaped.replace("%%", "%")
             existing += find_linked(file, name)
             source = file.get(name)
             problem = _problem(source, shape)
@@ -148,7 +152,7 @@ def _open_source(
     if name == ".":
         return virtual, ""
     refused = "does not exist"
-    for path in _find(name.replace("%%", "%"), virtual, _SOURCES):
+    for path in _find(name, virtual, _SOURCES):
         try:
             file = files.enter_context(open_hdf5(Path(path)))
         except OSError as error:  # HDF5 tries the next
@@ -168,11 +172,16 @@ def _problem(source: Any, shape: tuple[int, ...]) -> str:
     return f"has shape {source.shape}, not {shape} at least" if is_short else ""
 
 
+def _is_numbered(escaped: str) -> bool:
+    """Return whether a name has the number of a block (%b), and stands for many."""
+    return "%b" in escaped.replace("%%", "")
+
+
 def _sources_of(dataset: h5py.Dataset) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return the sources of a virtual dataset.
 
-    Returns: by file and by dataset, the shape that holds all selected elements; empty
-    where that is not told.
+    Returns: by file and by dataset (% is written as %%), the shape that holds all
+    selected elements; empty if that is not known.
     """
     plist = dataset.id.get_create_plist()
     found: dict[str, dict[str, tuple[int, ...]]] = collections.defaultdict(dict)
@@ -216,7 +225,7 @@ def find_storage(dataset: h5py.Dataset) -> list[str]:
         files += _find(name, dataset.file, _STORAGE)[:1]
     if dataset.is_virtual:
         for name in _sources_of(dataset):
-            if "%b" in name.replace("%%", ""):  # the number of a block
+            if _is_numbered(name):
                 files += _find(name, dataset.file, _SOURCES, is_numbered=True)
     return files
 

@@ -203,6 +203,21 @@ def test_virtual_datasets_of_each_other(tmp_path):
     assert len(Dataset.from_hdf5(tmp_path / "c.h5", "x")) == 6  # is found, once
 
 
+def test_names_of_sources_with_percent_signs(tmp_path):
+    """HDF5 doubles them; a single one is followed by b, the number of a block."""
+    with h5py.File(tmp_path / "100%b.h5", "w") as file:
+        file["d%b%%"] = np.arange(12).reshape(6, 2)
+    layout = h5py.VirtualLayout((6, 2), "i4")
+    layout[...] = h5py.VirtualSource("100%%b.h5", "d%%b%%%%", (6, 2))
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_virtual_dataset("x", layout, fillvalue=-5)
+    require_all(tmp_path / "a.h5", ["x"])
+    with h5py.File(tmp_path / "100%b.h5", "a") as file:
+        del file["d%b%%"]
+    with pytest.raises(DataError, match=r"'d%b%%' of 100%b\.h5 does not exist"):
+        len(Dataset.from_hdf5(tmp_path / "a.h5", "x"))
+
+
 def test_sources_are_found_by_a_prefix(tmp_path, monkeypatch):
     (tmp_path / "sources").mkdir()
     with h5py.File(tmp_path / "sources" / "b.h5", "w") as file:
