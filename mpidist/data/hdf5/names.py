@@ -90,12 +90,12 @@ def _require_name(name: Any) -> None:
         is_good = False
     if not is_good:
         raise ArgumentError(
-            f"datasets must hold names of HDF5, not {validation.shown(name)}"
+            f"datasets must hold valid HDF5 names, not {validation.shown(name)}"
         )
 
 
 def missing_sources(datasets: Sequence[h5py.Dataset], existing: list[str]) -> list[str]:
-    """Return the missing source files of the virtual datasets of one file.
+    """Return the missing source files of a file's virtual datasets.
 
     HDF5 silently returns fill values for their rows.
 
