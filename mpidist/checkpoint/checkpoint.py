@@ -38,21 +38,21 @@ class Checkpoint(Tracked):
 
     Objects are given by name, or assigned (`checkpoint.step = 7`), and are attributes:
 
-    - variables. Of an ON_WRITE variable one copy is saved, and restored on all ranks.
-      Of an ON_READ variable its value is saved: a SUM is restored as a share of the
+    - variables. For an ON_WRITE variable one copy is saved and restored on all ranks.
+      For an ON_READ variable its value is saved: a SUM is restored as a share of the
       total on each rank (shares of integers add up exactly), other values on each rank.
     - NumPy arrays, arrays of a GPU or of other libraries. They must be equal on all
       ranks, and are updated in place.
     - numbers, text, bytes, None, and dicts, lists and tuples of all of these. They must
       be equal on all ranks. Numbers cannot change in place, so read `checkpoint.step`
       after restoring. A dict or list of only numbers and text is replaced by the saved
-      one, whatever its content; so is None, by any value.
+      one, whatever its content. None is replaced by any saved value.
     - `PerReplica` values: one per rank.
     - random generators: `np.random.Generator`, `RandomState`, `random.Random`; and
-      objects with `get_state()` and `set_state(state)`, such as iterators of datasets,
-      where a state is a nest of arrays, numbers and text. It may differ between ranks.
-    - objects with `state_dict()` and `load_state_dict(state)`, such as models and
-      optimizers of PyTorch: likewise.
+      objects with `get_state()` and `set_state(state)`, such as dataset iterators. The
+      state is a nest of arrays, numbers and text, and may differ between ranks.
+    - objects with `state_dict()` and `load_state_dict(state)`, such as PyTorch's models
+      and optimizers. The same rules apply.
     - another Checkpoint.
 
     A checkpoint restores identically on any number of ranks, except for per-rank state,
@@ -62,21 +62,21 @@ class Checkpoint(Tracked):
     A checkpoint is one HDF5 file, whose groups and datasets are named like the objects.
     If large arrays exceed `shard_bytes`, each rank writes a part of them to its own
     file, and virtual datasets of the first file join the parts. A file gets its name
-    once all of it is on the disk, and its checksums are verified when it is read. It
+    when it is completely on disk; its checksums are verified when it is read. It
     contains no code.
 
     Args:
-      root: whose objects are saved as if given by name, as they are at the time: of a
-        Checkpoint, of a dict, or the attributes of another object that have state,
-        such as a model's variables, at any depth. (Its numbers and texts, functions and
-        what begins with "_" are not among them; give those by name.)
-      strategy: whose ranks save and restore; by default the current one, or that of the
-        variables.
-      shard_bytes: the least number of bytes for each rank to write.
-      objects: by name. `save_counter` and the names of methods are reserved.
+      root: a Checkpoint, a dict, or another object with state in its attributes, such
+        as a model with variables, at any depth. Its objects at the time of saving are
+        saved as if given by name. (Numbers, text, functions and names that begin with
+        "_" are not saved; give those by name.)
+      strategy: the strategy whose ranks save and restore; by default the current one,
+        or that of the variables.
+      shard_bytes: the minimum number of bytes that each rank writes.
+      objects: the objects by name. `save_counter` and method names are reserved.
 
     Raises:
-      ArgumentError: a reserved name, or one that the root has; what cannot be a root.
+      ArgumentError: a name is reserved or also in the root; an invalid root.
       ArgumentTypeError: an object without state.
 
     Example:
@@ -115,10 +115,12 @@ class Checkpoint(Tracked):
         self._shard_bytes = validation.integer("shard_bytes", shard_bytes, 1)
         self._saver: Saver | None = None
         self._objects: dict[str, Any] = {_COUNTER: 0}
-        # A name in both would be saved once and restored into one of them only.
+        # An object with a name in both would be saved once and restored into only one.
         for name in self._find_objects_of_root():
             if name in objects:
-                raise ArgumentError(f"{name!r} is an object of root, too: rename one")
+                raise ArgumentError(
+                    f"{name!r} is also an object of root: rename one of them"
+                )
             _require_name(name)
         for name, value in objects.items():
             setattr(self, name, value)
@@ -144,7 +146,7 @@ class Checkpoint(Tracked):
 
     @property
     def save_counter(self) -> int:
-        """The number of calls of `save`, which is saved, too."""
+        """The number of calls of `save`; it is saved too."""
         return int(self._objects[_COUNTER])
 
     @property
@@ -152,19 +154,18 @@ class Checkpoint(Tracked):
         """The strategy whose ranks save and restore.
 
         Raises:
-          ArgumentError: there is none, in a job of several ranks.
+          ArgumentError: there is no strategy, and the job has several ranks.
         """
         if self._strategy is None:
-            # Of the first variable below, whoever made the checkpoint in whatever
-            # scope.
+            # The strategy of the first variable, whatever the scope of the checkpoint.
             self._strategy = strategy_of(self)
         if self._strategy is not None:
             return self._strategy
-        # With one rank no strategy is needed to agree with anybody.
+        # One rank needs no strategy.
         if job_size() > 1:
             raise ArgumentError(
-                "a Checkpoint of no variables needs a strategy, whose ranks save "
-                "together: pass strategy=..., or make it in strategy.scope()"
+                "a Checkpoint without variables needs a strategy: pass strategy=..., "
+                "or create the Checkpoint in strategy.scope()"
             )
         return get_strategy()
 
@@ -175,14 +176,16 @@ class Checkpoint(Tracked):
           file_prefix: the path; ".h5" is appended if missing. An existing checkpoint is
             replaced once the new one is complete.
 
-        One job at a time may save under a name (without its number) in a directory: the
-        job that saved last, until it ends or its strategy is closed. A requeued job
-        waits up to 30 seconds for the previous one to end. On file systems without
-        locks, the error is raised at the first save after another job's.
+        Only one job at a time may save under a name (without its number) in a
+        directory: the job that saved last, until it ends or its strategy is closed. A
+        requeued job waits up to 30 seconds for the previous one to end. On file systems
+        without locks, the error is raised at the first save after a save of another
+        job.
 
         Raises, on all ranks:
-          CheckpointError: it cannot be written, or another job saves under this name
-            there: the error names host and job. An earlier checkpoint is unchanged.
+          CheckpointError: the checkpoint cannot be written; or another job saves under
+            this name in the directory (the error names its host and job). An earlier
+            checkpoint is unchanged.
           MismatchError: objects, numbers or arrays differ between ranks.
           ArgumentTypeError, ArgumentError: not a path; an object that cannot be saved.
           ContextError: a variable of another strategy; called in replica context.
@@ -218,8 +221,9 @@ class Checkpoint(Tracked):
 
         Returns:
           A status with `assert_consumed()`, which raises a CheckpointError if the file
-          has more than the objects; `assert_existing_objects_matched()`, which does for
-          None, and with `is_partial`; and `expect_partial()`, which does nothing.
+          has more than the objects; `assert_existing_objects_matched()`, which raises
+          it if `save_path` was None or the file lacks an object; and
+          `expect_partial()`, which does nothing.
 
         Raises, on all ranks, without changes:
           CheckpointError: the file is missing or damaged; an object is missing, or has
@@ -253,12 +257,12 @@ class Checkpoint(Tracked):
         after: Callable[[], None] | None = None,
     ) -> str:
         """Implement `write` for other public calls; see `Saver.save`."""
-        # Replica functions run at other times on other ranks: saving there could not
-        # match.
+        # Replica functions may run at different times on each rank, so their saves
+        # could not match.
         require_cross_replica(self.strategy, operation)
         now = datetime.datetime.now(datetime.timezone.utc)
         prepare = self.strategy.extended.consensus.guard
-        # A bad path on one rank is an error on all, before anything is written.
+        # An invalid path on one rank raises on all, before anything is written.
         index = prepare(operation, lambda: index_path(file_prefix, "file_prefix"))
         with self.strategy.extended.consensus.recorder.counters.checkpointing("save"):
             self.saver.save(
@@ -295,7 +299,7 @@ class Checkpoint(Tracked):
         try:
             path = f"{path.removesuffix(SUFFIX)}-{number}"
             return self.write_as(operation, path, **options)
-        # A failed save leaves the counter of this rank as those of all others.
+        # After a failed save the counters of all ranks stay equal.
         except BaseException:
             self._objects[_COUNTER] = before
             raise
@@ -354,14 +358,14 @@ def _require_name(name: str) -> None:
 
 
 def _finder(root: Any) -> Callable[[], dict[str, Any]]:
-    """Return a function that returns the objects of a root as they are then.
+    """Return a function that returns the current objects of a root.
 
     Raises:
-      ArgumentError: it cannot be a root.
+      ArgumentError: an invalid root.
     """
     if root is None:
         return dict
-    # A function, as objects of a root may come and go between two saves.
+    # A function, because the objects of a root may change between saves.
     if isinstance(root, Checkpoint):
         return lambda: WrittenThrough(
             # The root's own counter stays the root's.

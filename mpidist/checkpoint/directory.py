@@ -395,14 +395,14 @@ def _require_alone(index: Path, newest: Path | None, serial: int, job: str) -> N
             _refuse(index, newest, job, "is running")
         time.sleep(_POLL_SECONDS)
     if own is not None and serial >= own.serial and job != JOB:
-        _refuse(index, newest, job, "has saved it after the last one of this job")
+        _refuse(index, newest, job, "saved it after this job's last save")
 
 
 def _refuse(index: Path, newest: Path, job: str, why: str) -> NoReturn:
     raise CheckpointError(
         f"{index}: another job saves checkpoints {name_of(index)!r} in this directory: "
         f"{job or 'one of an older version'}. It has saved {newest.name}, and {why}. "
-        f"This one is {JOB}. End one of them, or give each its own directory"
+        f"This job is {JOB}. End one of them, or use different directories"
     )
 
 

@@ -108,8 +108,8 @@ def header_bytes(data: int, shards: list[str]) -> int:
     if needed > _LARGEST_BYTES:
         raise CheckpointError(
             f"{data} blocks of arrays and {len(shards)} shards need a header of "
-            f"{needed} bytes, of at most {_LARGEST_BYTES}; join arrays, or save with "
-            "more ranks"
+            f"{needed} bytes, but the limit is {_LARGEST_BYTES}; join arrays, or save "
+            "with more ranks"
         )
     # A power of two, as HDF5 wants of a user block.
     return max(_SMALLEST, 1 << (needed - 1).bit_length())
@@ -135,7 +135,7 @@ def parse_first(data: bytes) -> tuple[int, int]:
     # The first line is read alone: it says how much more to read.
     match = _PATTERN.match(data)
     if match is None:
-        raise ValueError("it does not begin as a checkpoint of mpidist does")
+        raise ValueError("it does not begin like a checkpoint of mpidist")
     version, length, crc32 = int(match[1]), int(match[2]), int(match[3], 16)
     if version != FORMAT:
         raise ValueError(f"its format is {version}; this mpidist reads {FORMAT}")
@@ -155,7 +155,7 @@ def parse(data: bytes) -> Header:
     body = data[_LINE_BYTES:length]
     # Checked before it is parsed.
     if len(data) < length or zlib.crc32(body) != crc32:
-        raise ValueError("its header does not have the checksum that it tells")
+        raise ValueError("the checksum of its header does not match")
     found = json.loads(body)
     header = Header(
         _integer(found["serial"]),
@@ -206,7 +206,7 @@ def _preserved(value: Any) -> tuple[int, float] | None:
 
 def _file_name(value: Any) -> str:
     """Return the name of a file if it is one in the same directory."""
-    # A name with a path could lead out of the directory.
+    # A name with a path could refer to a file outside the directory.
     if type(value) is not str or "/" in value or value.strip(".") == "":
         raise ValueError(f"its header has {value!r} where a file's name belongs")
     return value
@@ -219,7 +219,7 @@ def is_begun(path: Path) -> bool:
         with open_file(path) as descriptor:
             return os.pread(descriptor, len(begin), 0) == begin
     except CheckpointError:
-        # Unreadable now may be readable later: do not take it for a foreign file.
+        # An unreadable file may be readable later: do not treat it as a foreign file.
         return True
 
 
@@ -332,8 +332,8 @@ def checked_read(descriptor: int, offset: int, into: Any, crc32: int) -> None:
         done += count
     if found != crc32:
         raise ValueError(
-            f"bytes {offset} to {at} do not have their checksum: {found:08x} instead "
-            f"of {crc32:08x}"
+            f"bytes {offset} to {at} have the checksum {found:08x} instead of "
+            f"{crc32:08x}"
         )
 
 

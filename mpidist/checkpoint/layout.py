@@ -315,8 +315,8 @@ def lay_out(
     if structure > LARGEST_STRUCTURE_BYTES:
         raise CheckpointError(
             f"the names, numbers and small arrays of {len(sizes)} objects need "
-            f"{structure} bytes, of at most {LARGEST_STRUCTURE_BYTES}; join small "
-            "arrays"
+            f"{structure} bytes, but the limit is {LARGEST_STRUCTURE_BYTES}; join "
+            "small arrays"
         )
     image.compact()
     return plan

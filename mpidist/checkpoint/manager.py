@@ -40,9 +40,10 @@ def latest_checkpoint(
 
     Args:
       checkpoint_dir: the directory.
-      latest_filename: None: there is no file that names the latest.
-      checkpoint_name: the first part of the names of files; by default any. Those of
-        one name are ordered as they were saved, the last of each by the times of files.
+      latest_filename: must be None: no file stores the name of the latest checkpoint.
+      checkpoint_name: the first part of the file names; by default any. Checkpoints of
+        one name are in the order of saving; the latest ones of different names are
+        compared by file times.
 
     Raises:
       ArgumentError, ArgumentTypeError: not a path, or not a name of files.
@@ -58,8 +59,8 @@ def latest_checkpoint(
     # TensorFlow's argument, whose only sensible value here is its default.
     if latest_filename is not None:
         raise ArgumentError(
-            "latest_filename must be None, as no file names the latest checkpoint, not "
-            f"{shown(latest_filename)}; see checkpoint_name"
+            "latest_filename must be None, not {shown(latest_filename)}: no file "
+            "stores the name of the latest checkpoint; see checkpoint_name"
         )
     if checkpoint_name is None:
         names = directories.find_names(directory)
@@ -74,32 +75,32 @@ def latest_checkpoint(
 class CheckpointManager:
     """Saves checkpoints `ckpt-1.h5`, `ckpt-2.h5`, ..., and removes old ones.
 
-    Collective to make, as it removes leftovers of killed jobs. An old checkpoint is
-    removed once the new one is complete. A `with` block, which all ranks leave
-    together, waits at its end for the save in the background. Any number of jobs may
-    restore from a directory, but one job at a time may save there under a name: see
-    `Checkpoint.write`.
+    Creating one is collective and removes leftovers of killed jobs. An old checkpoint
+    is removed when the new one is complete. The end of a `with` block is collective and
+    waits for a save in the background. Any number of jobs may restore from a directory,
+    but only one job at a time may save there under a name: see `Checkpoint.write`.
 
     Args:
       checkpoint: the `Checkpoint`.
-      directory: which all ranks must see; it is created if it is missing.
+      directory: a directory that all ranks see; created if missing.
       max_to_keep: how many to keep, or None for all.
-      keep_checkpoint_every_n_hours: of those to be removed, preserve one per so many
-        hours, counted over all managers of this directory.
+      keep_checkpoint_every_n_hours: of the checkpoints to be removed, preserve one
+        every so many hours, counted over all managers of this directory.
       checkpoint_name: the first part of the names of files.
       step_counter: a variable, or a function without arguments that returns a number;
         for `checkpoint_interval`.
-      checkpoint_interval: save only if the counter has increased by so much since the
-        last save.
+      checkpoint_interval: save only if the counter has increased by at least this much
+        since the last save.
       init_fn: called by `restore_or_initialize` if there is no checkpoint.
-      last_checkpoint_step: the counter at the last save, if this manager continues.
-      keep_every: never remove checkpoints whose number is a multiple of it.
+      last_checkpoint_step: the counter at the last save, if this manager continues an
+        earlier one.
+      keep_every: never remove checkpoints whose number is a multiple of this.
       is_background: whether a thread writes while training continues. Arrays are copied
-        before (not variables: they never change in place). `save` first waits for the
-        previous save, and raises its errors, like `wait`.
+        first (not variables: they never change in place). `save` first waits for the
+        previous save and raises its errors, like `wait`.
 
     Raises, on all ranks:
-      ArgumentError, ArgumentTypeError: one of these arguments.
+      ArgumentError, ArgumentTypeError: an invalid argument.
       CheckpointError: the directory cannot be used.
 
     Example:
@@ -196,15 +197,15 @@ class CheckpointManager:
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """The least increase of the step counter between saves."""
+        """The minimum increase of the step counter between saves."""
         return self._interval
 
     @property
     def checkpoints(self) -> list[str]:
         """The paths of complete checkpoints, in the order of saving.
 
-        Without those that are preserved for their hours. As of the last collective call
-        of this manager; equal on all ranks.
+        Excludes those preserved by `keep_checkpoint_every_n_hours`. As of the last
+        collective call of this manager; equal on all ranks.
         """
         return [str(s.path) for s in self._found if not self._is_preserved(s)]
 
@@ -216,13 +217,13 @@ class CheckpointManager:
     def save(
         self, checkpoint_number: int | None = None, check_interval: bool = True
     ) -> str | None:
-        """Save a checkpoint; return its path, or None before the interval has passed.
+        """Save a checkpoint; return its path, or None if the interval has not passed.
 
         Collective.
 
         Args:
-          checkpoint_number: number in its name, by default `save_counter`, which is
-            incremented in any case.
+          checkpoint_number: number in its name, by default `save_counter`. The counter
+            is always incremented.
           check_interval: whether to respect `checkpoint_interval`.
 
         Raises, on all ranks: what `Checkpoint.write` raises. With `is_background` also
@@ -295,9 +296,9 @@ class CheckpointManager:
             see it.
           What `Checkpoint.restore` or `init_fn` raises.
         """
-        # The list must be that of complete checkpoints.
+        # The list must contain complete checkpoints only.
         self.wait()
-        # From the newest backwards until one is sound.
+        # From the newest backwards until one is undamaged.
         while self._found:
             path = str(self._found[-1].path)
             try:
@@ -434,7 +435,7 @@ class CheckpointManager:
             return int(found)
         except (TypeError, ValueError, OverflowError) as error:
             raise ArgumentError(
-                f"step_counter must give one whole number, not {shown(found)}"
+                f"step_counter must return one whole number, not {shown(found)}"
             ) from error
 
 

@@ -79,7 +79,7 @@ def read_tree(path: Path) -> Group:
 def _require_shard(path: Path, shard: Shard) -> None:
     """Raise if a file is not the shard that the index lists."""
     if header_crc32(path) != shard.crc32:
-        raise ValueError(f"{path.name} is of another checkpoint")
+        raise ValueError(f"{path.name} belongs to another checkpoint")
 
 
 def _read_file(path: Path, shards: Mapping[str, Group]) -> tuple[Group, Header]:
@@ -112,7 +112,7 @@ def _read_structure(descriptor: int, start: int, header: Header) -> InMemoryFile
         start = offset + size
     # Verified before HDF5 parses it: damaged structures can crash HDF5.
     if crc32 != header.structure_crc32:
-        raise ValueError("its structure does not have its checksum")
+        raise ValueError("the checksum of its structure does not match")
     for offset, data in parts:
         image.put(offset, data)
     image.compact()
@@ -151,7 +151,7 @@ class _Reader:
             raise ValueError(f"{path[:40]!r}... has more than {_DEEPEST} levels")
         kind, role = _attributes(group)
         if kind not in _GROUP_KINDS:
-            raise ValueError(f"group {path!r} is of kind {kind!r}")
+            raise ValueError(f"group {path!r} has kind {kind!r}")
         names = list(group)
         # Lists have their order by number; HDF5 sorts names as text.
         if kind in ("list", "tuple", "ranks"):
@@ -186,7 +186,7 @@ class _Reader:
     def _leaf(self, dataset: h5py.Dataset, path: str) -> Leaf:
         kind, role = _attributes(dataset)
         if kind not in (*SCALARS, "array"):
-            raise ValueError(f"dataset {path!r} is of kind {kind!r}")
+            raise ValueError(f"dataset {path!r} has kind {kind!r}")
         if dataset.is_virtual:
             return self._split_leaf(dataset, path, kind, role)
         return self._plain_leaf(dataset, path, kind, role)
@@ -210,7 +210,9 @@ class _Reader:
             # rank.
             piece = Piece(self._name, 0, offset, checks)
             if piece.size != size or self._offsets[first] != offset:
-                raise ValueError(f"dataset {path!r} is not where its blocks are")
+                raise ValueError(
+                    f"dataset {path!r} is not at the position of its blocks"
+                )
             return Leaf(kind, dtype, shape, None, (piece,), role)
         data = self._image.get(offset, size) if size else b""
         array = np.frombuffer(data, dtype).reshape(shape).copy()
@@ -223,7 +225,7 @@ class _Reader:
         else:
             self._structure_left -= size
         if min(self._blocks_left, self._structure_left) < 0:
-            raise ValueError(f"dataset {path!r} has more bytes than the file has left")
+            raise ValueError(f"dataset {path!r} has more bytes than remain in the file")
 
     def _split_leaf(
         self, dataset: h5py.Dataset, path: str, kind: str, role: str
@@ -280,9 +282,9 @@ def _container_type(group: h5py.Group, kind: str) -> ContainerType | None:
     name, details = json.loads(group.attrs["type"])
     # Only types from our own table: a file cannot name a class to be made.
     if FAMILIES.get(name) != kind.removesuffix(" of int"):
-        raise ValueError(f"group {group.name!r} is a {kind} of type {name!r}")
+        raise ValueError(f"group {group.name!r} is a {kind} with type {name!r}")
     if not all(type(text) is str for text in details):
-        raise ValueError(f"group {group.name!r} is of type {name!r} of {details!r}")
+        raise ValueError(f"group {group.name!r} has type {name!r} with {details!r}")
     return ContainerType(name, tuple(details))
 
 
@@ -325,7 +327,7 @@ def decode(node: Node, values: Mapping[int, Any], similar: Any = None) -> Any:
     if node.type is not None and node.type.name == "OrderedDict":
         names = list(node.type.details)
         if sorted(names) != sorted(node.children):
-            raise ValueError("the order of keys is not that of the keys there are")
+            raise ValueError("the saved order of keys does not match the keys")
     children = {}
     for name in names:
         beside = _similar_child(similar, node.kind, name)
@@ -339,7 +341,7 @@ def decode(node: Node, values: Mapping[int, Any], similar: Any = None) -> Any:
         )
     if node.kind == "dict of int":
         return _dict(node, {int(n): child for n, child in children.items()}, similar)
-    raise ValueError(f"a group of kind {node.kind!r} is no nest")
+    raise ValueError(f"a group of kind {node.kind!r} is not a nest")
 
 
 def _similar_child(similar: Any, kind: str, name: str) -> Any:
@@ -381,7 +383,7 @@ def _sequence(node: Group, children: list[Any], similar: Any) -> Any:
         return collections.deque(children, limit)
     name, *fields = node.type.details
     if len(fields) != len(children):
-        raise ValueError(f"a namedtuple {name!r} of {len(children)} fields")
+        raise ValueError(f"a namedtuple {name!r} has {len(children)} fields")
     if getattr(similar, "_fields", None) == (*fields,):
         return type(similar)(*children)
     return _namedtuple(name, *fields)(*children)
@@ -418,7 +420,7 @@ def decode_leaf(leaf: Leaf, values: Mapping[int, Any]) -> Any:
     if leaf.kind == "int" and leaf.dtype == np.uint8:
         return int(array.tobytes().decode("ascii"), 16)
     if leaf.kind not in SCALARS or leaf.shape:
-        raise ValueError(f"a leaf of kind {leaf.kind!r} and shape {leaf.shape}")
+        raise ValueError(f"a leaf has kind {leaf.kind!r} and shape {leaf.shape}")
     return array.item()
 
 

@@ -23,10 +23,10 @@ __all__ = ["LoadStatus", "restore"]
 
 
 class LoadStatus:
-    """The result of `Checkpoint.restore`. Nothing here communicates.
+    """The result of `Checkpoint.restore`. Its methods do not communicate.
 
     Args:
-      path: of the checkpoint; None if there was none.
+      path: the path of the checkpoint; None if there was none.
       missing: objects that the file did not have.
       unused: names in the file for which there was no object.
     """
@@ -57,8 +57,7 @@ class LoadStatus:
         self.assert_existing_objects_matched()
         if self.unused:
             raise CheckpointError(
-                f"{self.path} has what no object was restored from: "
-                f"{', '.join(self.unused)}"
+                f"{self.path} has names that match no object: {', '.join(self.unused)}"
             )
         return self
 
@@ -68,7 +67,7 @@ class LoadStatus:
             raise CheckpointError("no checkpoint was given, so nothing was restored")
         if self.missing:
             raise CheckpointError(
-                f"{self.path} does not have all objects; left as they were: "
+                f"{self.path} lacks some objects, which are unchanged: "
                 f"{', '.join(self.missing)}"
             )
         return self
@@ -88,10 +87,10 @@ class LoadStatus:
         self.assert_nontrivial_match()
 
     def initialize_or_restore(self, session: Any = None) -> None:
-        """Do nothing: what was not restored has its initial value."""
+        """Do nothing: objects that were not restored keep their values."""
 
     def expect_partial(self) -> LoadStatus:
-        """Return itself: there are no warnings of unused names."""
+        """Return itself: there are no warnings about unused names."""
         return self
 
 
@@ -120,7 +119,7 @@ def restore(
     extended.topology.require_open()
     consensus = extended.consensus
     where = ("path", str(index)), ("is_partial", is_partial)
-    # All ranks name the same file, or one rank would restore another state.
+    # All ranks must name the same file, or one rank would restore a different state.
     consensus.require_same(CallSignature(operation, where))
     # Rank 0 reads the structure for all: the metadata of a file is read once per job,
     # and an error of it is raised on all ranks.

@@ -132,7 +132,7 @@ class RestorePlan:
         """Return this replica's component of a variable of that value."""
         extended = self._strategy.extended
         replicas, replica = extended.num_replicas, extended.replica_id
-        # The share of this replica: the shares of all add up to the total saved.
+        # This replica's share: the shares of all replicas add up to the saved total.
         if variable.on_read and variable.aggregation is VariableAggregation.SUM:
             value = share(value, replicas, replica)
         elif value.dtype != variable.dtype:  # a mean of integers
@@ -214,17 +214,18 @@ class RestorePlan:
 
     def _of_this_rank(self, states: list[Node], path: Path) -> Node:
         extended = self._strategy.extended
-        # A user's object cannot be divided: as many ranks as saved it, or an error.
+        # A user's object cannot be divided: the number of ranks must be that of the
+        # save.
         if len(states) != extended.num_replicas:
             raise CheckpointError(
                 f"{self._file}: {readable(path)} was saved by {len(states)} ranks, "
-                f"each with its own; here are {extended.num_replicas} ranks"
+                f"each with its own state; this job has {extended.num_replicas} ranks"
             )
         return states[extended.replica_id]
 
     def _per_replica(self, value: PerReplica, node: Node, path: Path) -> Change:
         if not isinstance(node, Group) or node.kind != "ranks":
-            self._fail(path, "a value of each rank", node)
+            self._fail(path, "a value for each rank", node)
         own_node = self._of_this_rank(list(node.children.values()), path)
         # Below here leaves are this rank's own, and not broadcast to others.
         self._is_own = True
@@ -326,7 +327,7 @@ class RestorePlan:
 def _describe(node: Node | None) -> str:
     """Describe a node, for messages."""
     if node is None:
-        return "nothing of that name in the file"
+        return "nothing with that name in the file"
     if isinstance(node, Leaf):
         if node.kind == "array":
             return f"an array of {node.dtype} {node.shape}"

@@ -50,7 +50,7 @@ _LOOK_SECONDS = 10.0
 class Saver:
     """Saves the checkpoints of one strategy, one after the other.
 
-    Not collective to make.
+    Creating one is not collective.
     """
 
     # Those with a save in the background, in the order in which all ranks started it
@@ -229,8 +229,7 @@ def require_visible(
                     raise CheckpointError(
                         f"{path.parent}: rank {group.replica_id} on "
                         f"{os.uname().nodename} does not see {path.name}, which rank 0 "
-                        "sees; all ranks need one directory on a file system that "
-                        "their nodes share"
+                        "sees; use a directory on a file system that all nodes share"
                     )
                 time.sleep(_POLL_SECONDS)
 
@@ -279,7 +278,7 @@ def _begin(index: Path) -> tuple[str, int]:
 
 @dataclasses.dataclass
 class Saving:
-    """What one rank writes for one checkpoint, in this thread or in one of its own.
+    """The writes of one rank for one checkpoint, in this thread or a separate one.
 
     Args:
       index: the checkpoint.
@@ -440,8 +439,7 @@ class Saving:
             if seconds > VISIBLE_SECONDS:
                 raise CheckpointError(
                     f"{self.index.parent}: rank 0 does not see {name}, which another "
-                    "rank wrote; all ranks need one directory on a file system that "
-                    "their nodes share"
+                    "rank wrote; use a directory on a file system that all nodes share"
                 )
         with unwritable(path):
             return Shard(name, path.stat().st_size, header_crc32(path))

@@ -254,9 +254,10 @@ def require_strategy(variable: Variable, path: Path, strategy: Strategy) -> None
     """Raise if a variable belongs to another strategy than the checkpoint."""
     if variable.distribute_strategy is not strategy:
         raise ContextError(
-            f"{readable(path)} is a variable of {variable.distribute_strategy!r}, the "
-            f"checkpoint is of {strategy!r}: Mixing different tf.distribute.Strategy "
-            "objects; create the variable in the strategy's scope"
+            f"{readable(path)} is a variable of {variable.distribute_strategy!r}, but "
+            f"the checkpoint belongs to {strategy!r}: Mixing different "
+            "tf.distribute.Strategy objects; create the variable in the strategy's "
+            "scope"
         )
 
 
@@ -338,7 +339,7 @@ def gather_state(
         tree = consensus.run_in_scope(
             operation, lambda: tree_of(dict(objects), (), strategy)
         )
-    # One rank has nobody to compare with, so it computes no checksums.
+    # A single rank needs no comparison, so it computes no checksums.
     compares = strategy.extended.num_replicas > 1
     lines = consensus.guard(operation, lambda: _describe(tree, compares))
     # Differences between ranks are an error here: a checkpoint restores one value on

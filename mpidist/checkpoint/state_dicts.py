@@ -1,6 +1,6 @@
 """Objects that have a state: `get_state` and `set_state`, or PyTorch's `state_dict`.
 
-PyTorch is not imported here: who has such objects has imported it.
+PyTorch is not imported here: a program with such objects has imported it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def read_state(value: Any) -> Any:
 
 
 def write_state(value: Any, state: Any) -> None:
-    """Give an object a state that `read_state` has returned.
+    """Set the state of an object, as returned by `read_state`.
 
     Raises:
-      CheckpointError: it does not fit: a name, a shape or a dtype.
+      CheckpointError: a name, shape or dtype does not match.
       What `set_state` or `load_state_dict` raises.
     """
     if _has(value, _PAIRS[0]):
@@ -57,7 +57,7 @@ def write_state(value: Any, state: Any) -> None:
     try:
         value.load_state_dict(state)
     except (ValueError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"the state does not fit: {error}") from error
+        raise CheckpointError(f"the state does not match: {error}") from error
 
 
 def _is_tensor(value: Any) -> bool:
@@ -88,7 +88,7 @@ def _require_fit(now: Any, state: Any) -> None:
     """Raise unless two states of a module have the same names, shapes and dtypes."""
     for what, names in (
         ("lacks", now.keys() - state.keys()),
-        ("has, and the model has not,", state.keys() - now.keys()),
+        ("has names that the model lacks:", state.keys() - now.keys()),
     ):
         if names:
             raise CheckpointError(f"the checkpoint {what} {sorted(names)[:5]}")

@@ -10,7 +10,7 @@
     NumPy's scalars              Leaf "array scalar"
     arrays                       Leaf "array"
 
-Nothing here communicates, and nothing is a file yet.
+Nothing here communicates or accesses files.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def require_depth(path: Path) -> None:
     """Raise an ArgumentError if a nest is too deep, or contains itself."""
     if len(path) > DEEPEST:
         raise ArgumentError(
-            f"{readable(path[:4])}... has more than {DEEPEST} levels; does it hold "
+            f"{readable(path[:4])}... has more than {DEEPEST} levels; does it contain "
             "itself?"
         )
 
@@ -317,7 +317,7 @@ def _encode_int(value: int) -> Leaf:
 
 
 def nodes_below(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield every node that is no group, with its path."""
+    """Yield every node that is not a group, with its path."""
     if not isinstance(node, Group):
         yield path, node
         return
@@ -434,8 +434,8 @@ def stored_as(
     """
     if dtype.hasobject:
         raise DTypeError(
-            f"{name} has dtype {dtype}, with Python objects; a checkpoint holds no "
-            "pickles, so an array of numbers is needed"
+            f"{name} has dtype {dtype}, with Python objects; a checkpoint contains no "
+            "pickles: convert it to an array of numbers"
         )
     if dtype.names is None and dtype.kind in "mM":
         return np.dtype("i8").newbyteorder(dtype.byteorder), shape

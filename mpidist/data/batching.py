@@ -28,7 +28,7 @@ class Map(MapTransformation):
         super().__init__(parent)
         self._fn = fn
         self._threads = threads
-        # Zero elements, stacked: made once, as the function has to be called for it.
+        # Zero elements, stacked: computed once, since this calls the function.
         self._none: Any = None
 
     @property
@@ -65,8 +65,8 @@ class Map(MapTransformation):
             if shape[:1] != (rows,):
                 raise ArgumentError(
                     f"a function mapped over batches got {rows} rows and returned an "
-                    f"array of shape {np.shape(leaf)}; in a distributed dataset "
-                    "it must return one row per row"
+                    f"array of shape {np.shape(leaf)}; in a distributed dataset it "
+                    "must return one row for each row"
                 )
         return result
 

@@ -324,23 +324,23 @@ class RowTable:
         """Store a copy of an element; return the reason if it does not fit."""
         leaves, structure = nest.flatten(element)
         if not all(map(_is_numpy, leaves)):
-            return "it has leaves that are no NumPy arrays"
+            return "some leaves are not NumPy arrays"
         row = nest.unflatten(structure, [np.asarray(leaf)[None] for leaf in leaves])
         return self.store_rows(np.array([number]), row)
 
     def _misfit(self, leaves: list[Any], structure: Any, rows: int) -> str | None:
         if structure != self._structure:
-            return f"the structure is {structure}, before it was {self._structure}"
+            return f"the structure is {structure}, but it was {self._structure} before"
         names = nest.leaf_names(structure, "element")
         for name, leaf, spec in zip(names, leaves, self._leaf_specs, strict=True):
             if not _is_numpy(leaf):
-                return f"{name} is no NumPy array but {_type_name(leaf)}"
+                return f"{name} is not a NumPy array but {_type_name(leaf)}"
             if leaf.shape[:1] != (rows,):
                 return f"{name} has shape {leaf.shape} instead of {rows} rows"
             if (leaf.shape[1:], leaf.dtype) != (spec.shape, spec.dtype):
                 return (
-                    f"rows of {name} are {leaf.dtype} {leaf.shape[1:]}, before they "
-                    f"were {spec.dtype} {spec.shape}"
+                    f"rows of {name} are {leaf.dtype} {leaf.shape[1:]}, but they were "
+                    f"{spec.dtype} {spec.shape} before"
                 )
         return None
 
@@ -400,10 +400,10 @@ def why_not_storable(rows: Any) -> str | None:
     """Return the reason why a table cannot hold such rows; None if it can."""
     leaves, structure = nest.flatten(rows)
     if not leaves:
-        return "there is no array in it"
+        return "it contains no array"
     for name, leaf in zip(nest.leaf_names(structure, "element"), leaves, strict=True):
         if not _is_numpy(leaf):
-            return f"{name} is no NumPy array but {_type_name(leaf)}"
+            return f"{name} is not a NumPy array but {_type_name(leaf)}"
         if leaf.dtype.kind not in _KINDS or leaf.dtype.hasobject:
             return f"{name} has dtype {leaf.dtype}, which has no fixed size"
     return None

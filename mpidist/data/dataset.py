@@ -48,7 +48,7 @@ __all__ = [
 
 
 class _DatasetType(type):
-    """The class of `Dataset`, which has no attributes but those that exist."""
+    """The metaclass of `Dataset`; names unknown attributes in errors."""
 
     if not TYPE_CHECKING:  # or every name would be one
 
@@ -57,15 +57,15 @@ class _DatasetType(type):
 
 
 class Dataset(Transformations, metaclass=_DatasetType):
-    """Elements to iterate over: nests of arrays. Made by the `from_...` functions.
+    """Elements to iterate over: nests of arrays. Created by the `from_...` functions.
 
-    Each method returns a new dataset and leaves its own as it was. Nothing is read
-    before it is iterated over, and nothing here communicates.
+    Each method returns a new dataset and leaves its own unchanged. Reading starts when
+    the dataset is iterated over. No method communicates.
 
     Iterating over a dataset gives all its elements in this process; give it to
     `Strategy.experimental_distribute_dataset` to divide them over the replicas. (In a
-    job of several ranks a warning says so once, unless the dataset has the option
-    AutoShardPolicy.OFF, or was divided by `shard`.)
+    job of several ranks, iterating over an undivided dataset warns once, unless it has
+    the option AutoShardPolicy.OFF or was divided by `shard`.)
 
     Example:
       >>> rows = mpidist.Dataset.from_tensor_slices((np.arange(5), np.ones(5)))
@@ -108,7 +108,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
     def element_spec(self) -> Any:
         """A nest of `TensorSpec` like the elements; None is the number of rows.
 
-        Reads an element when it is first asked for; of a generator, the first.
+        The first access reads an element (the first element of a generator).
         """
         if self._spec is None:
             self._spec = self._pipeline.element_spec()
@@ -123,7 +123,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
 
     @staticmethod
     def range(*args: int, output_type: npt.DTypeLike = np.int64) -> Dataset:
-        """Return a dataset of the numbers of Python's `range(*args)`.
+        """Return a dataset of the integers of Python's `range(*args)`.
 
         Args:
           *args: `stop`; or `start, stop`; or `start, stop, step`.
@@ -131,7 +131,8 @@ class Dataset(Transformations, metaclass=_DatasetType):
 
         Raises:
           ArgumentError: a step of 0.
-          ArgumentTypeError: no integers, or not one to three; no dtype.
+          ArgumentTypeError: `args` is not one to three integers, or `output_type` not a
+            dtype.
         """
         dtype = validation.dtype("output_type", output_type)
         return Dataset(SourceMapDataset(RangeRows.of(args, dtype)))
@@ -140,20 +141,20 @@ class Dataset(Transformations, metaclass=_DatasetType):
     def from_generator(
         generator: Callable[[], Iterable[Any]] | Iterable[Any],
     ) -> Dataset:
-        """Return a dataset of what an iterable yields, of unknown length.
+        """Return a dataset of the elements of an iterable, of unknown length.
 
         Args:
           generator: a function that returns an iterable, called for each iteration; or
             an iterable that starts again each time, such as a list. It yields nests of
-            arrays and numbers; tuples and dicts are structure, lists are arrays. It
-            may fill and yield the same array again: elements are copied.
+            arrays and numbers; tuples and dicts are structure, lists are arrays. It may
+            reuse the arrays that it yields: elements are copied.
 
-        Divided over replicas, every replica goes through all of it, so it must yield
-        the same on each.
+        If the dataset is divided over replicas, each replica iterates over the whole
+        generator, so it must yield the same elements on all of them.
 
         Raises:
           ArgumentError: an iterator, which can be used only once.
-          ArgumentTypeError: nothing that can be iterated over.
+          ArgumentTypeError: `generator` is not iterable or callable.
         """
         return Dataset(GeneratorDataset(generator, is_batched=False))
 
@@ -162,8 +163,9 @@ class Dataset(Transformations, metaclass=_DatasetType):
         """Return a dataset of the rows of an array, or of a tuple or dict of arrays.
 
         Args:
-          tensors: arrays (or lists of numbers) with equal first dimensions `(rows,
-            *shape)`; tuples and dicts are structure. Every rank epochs all rows.
+          tensors: arrays (or lists of numbers) with equal first dimensions
+            `(rows, *shape)`; tuples and dicts are structure. Every rank passes all
+            rows.
           name: see `Dataset`.
 
         Raises:
@@ -180,15 +182,15 @@ class Dataset(Transformations, metaclass=_DatasetType):
         """Return a dataset of the rows of HDF5 datasets, file after file.
 
         Args:
-          files: a path, a glob pattern, or several paths, which are read in the given
-            order (a pattern: in sorted order).
+          files: a path, a glob pattern, or several paths, read in the given order (for
+            a pattern: in sorted order).
           datasets: the name of an HDF5 dataset `(rows, *shape)` gives arrays; a list of
-            names gives tuples, a dict of names dicts. Within a file all have the same
-            number of rows; from file to file dtypes and row shapes are equal.
+            names gives tuples, a dict of names gives dicts. The datasets of a file have
+            the same number of rows; dtypes and row shapes are equal in all files.
 
-        Raises (when it is first used):
-          DataError: a file or a dataset is missing, cannot be read, or does not fit the
-            others.
+        Raises, when the dataset is first used:
+          DataError: a file or a dataset is missing, cannot be read, or does not match
+            the other files.
         """
         return Dataset(
             SourceMapDataset(Hdf5Rows(list_files(files), check_names(datasets)))
@@ -198,24 +200,23 @@ class Dataset(Transformations, metaclass=_DatasetType):
     def zip(*args: Any, datasets: Any = None, name: str | None = None) -> Dataset:
         """Return a dataset of elements of several datasets side by side.
 
-        It ends with the shortest. If each of them can be read at any place, so can
-        this one; otherwise (with a generator's dataset) its elements can only be had
-        one after the other. Shuffles before it that were given no seed have an order of
-        their own in each dataset. AutoShardPolicy.FILE is refused, as the rows of one
-        file belong to rows of several others.
+        It ends with the shortest. It has random access if all of them have; with a
+        generator's dataset it can only be read in order. Earlier shuffles without a
+        seed use a different order in each dataset. AutoShardPolicy.FILE is refused,
+        because a row can come from several files.
 
         Args:
           *args: datasets; or one structure of datasets: tuples and dicts.
-          datasets: that structure, by name.
+          datasets: the structure, as a keyword argument.
           name: see `Dataset`.
 
-        The options are those of the datasets.
+        The result has the options of the datasets.
 
         Raises:
-          ArgumentError: no dataset; they have different policies in their options.
-          ArgumentTypeError: something else than datasets; a list.
-        Raises, when batches are divided over replicas, on all of them:
-          ArgumentError: the last batches have unlike numbers of rows.
+          ArgumentError: no dataset; the datasets' options have different policies.
+          ArgumentTypeError: a leaf that is not a dataset; a list.
+        Raises on all replicas, when batches are divided over them:
+          ArgumentError: the last batches have different numbers of rows.
 
         Example:
           >>> x = mpidist.Dataset.from_tensor_slices([1.0, 2.0, 3.0])
@@ -240,13 +241,13 @@ class Dataset(Transformations, metaclass=_DatasetType):
         """Return the state after one pass: `state = reduce_func(state, element)`.
 
         Args:
-          initial_state: what the function gets first; returned if there is no element.
-          reduce_func: of the state and an element.
+          initial_state: the first state; returned if there are no elements.
+          reduce_func: called with the state and an element; returns the next state.
           name: see `Dataset`.
 
         Raises:
           ArgumentError: the dataset has no end.
-          What `reduce_func` raises, and what iterating does.
+          What `reduce_func` and iterating raise.
 
         Example:
           >>> mpidist.Dataset.range(5).reduce(0, lambda state, x: state + int(x))
@@ -268,9 +269,9 @@ class Dataset(Transformations, metaclass=_DatasetType):
         """Return a dataset of the elements of this one, then those of `dataset`.
 
         Raises:
-          ArgumentError: one is batched and the other is not.
-          ArgumentTypeError: their elements have unlike structures or dtypes; where
-            files or functions must be asked for them, when the result is first used.
+          ArgumentError: only one of the two is batched.
+          ArgumentTypeError: their structures or dtypes differ. If a file or a function
+            must be read to know them, this is raised at the first use.
         """
         check_name(name)
         first, second = self._pipeline, as_dataset(dataset, "concatenate")._pipeline
@@ -281,10 +282,11 @@ class Dataset(Transformations, metaclass=_DatasetType):
         return Dataset(concatenate(first, second), self._options)
 
     def prefetch(self, buffer_size: int, name: str | None = None) -> Dataset:
-        """Return a dataset that reads `buffer_size` elements ahead, in a thread.
+        """Return a dataset that prefetches `buffer_size` elements in a thread.
 
-        Later transformations undo it, and distributed datasets read ahead as their
-        `InputOptions` say. -1 (TensorFlow's AUTOTUNE) lets mpidist choose.
+        Use it as the last transformation: later ones disable it. Distributed datasets
+        prefetch by their `InputOptions` instead. -1 (TensorFlow's AUTOTUNE) lets
+        mpidist choose.
         """
         check_name(name)
         ahead = validation.integer("buffer_size", buffer_size)
@@ -300,13 +302,13 @@ class Dataset(Transformations, metaclass=_DatasetType):
         return Dataset(self._pipeline, copy.copy(options), self._read_ahead)
 
     def options(self) -> Options:
-        """Return the options of this dataset: a copy, which may be changed."""
+        """Return a copy of the options of this dataset."""
         return copy.copy(self._options)
 
     def cardinality(self) -> int:
         """Return the number of elements.
 
-        INFINITE_CARDINALITY (-1) for no end, UNKNOWN_CARDINALITY (-2) for a generator.
+        INFINITE_CARDINALITY (-1) if endless, UNKNOWN_CARDINALITY (-2) for a generator.
         """
         return self._pipeline.cardinality
 
@@ -335,7 +337,7 @@ DatasetLike = Dataset | Iterable[Any] | Callable[[], Iterable[Any]]
 
 
 def _structure(args: tuple[Any, ...], datasets: Any) -> Any:
-    """Return the structure of datasets that `Dataset.zip` was given."""
+    """Return the structure of datasets passed to `Dataset.zip`."""
     if args and datasets is not None:
         raise ArgumentTypeError("zip takes its datasets in order or by name, not both")
     if args:
@@ -355,8 +357,7 @@ def _structure(args: tuple[Any, ...], datasets: Any) -> Any:
 def _refuse_lists(datasets: Any) -> None:
     if isinstance(datasets, list):
         raise ArgumentTypeError(
-            "zip needs tuples and dicts of datasets, not a list, which is no structure "
-            "in a dataset; make a tuple of it"
+            "zip needs tuples and dicts of datasets, not a list; convert it to a tuple"
         )
     parts = datasets.values() if isinstance(datasets, Mapping) else datasets
     for part in parts if not isinstance(datasets, Dataset) else ():
@@ -369,16 +370,16 @@ def _common_options(datasets: Sequence[Dataset]) -> Options:
     if len(asked := policies - {AutoShardPolicy.AUTO}) > 1:
         names = " and ".join(sorted(policy.name for policy in asked))
         raise ArgumentError(
-            f"zip: the datasets have unlike options: auto_shard_policy {names}"
+            f"zip: the datasets have different options: auto_shard_policy {names}"
         )
     return Options(*asked)
 
 
 def as_dataset(value: Any, call: str) -> Dataset:
-    """Return `value`, a dataset, or an iterable of batches or a function of one.
+    """Return a dataset, or an iterable of batches or a function of one.
 
     Raises:
-      ArgumentTypeError: it is none of these.
+      ArgumentTypeError: it is not one of these.
       ArgumentError: an iterator, which can be used only once.
     """
     if isinstance(value, Dataset):
@@ -409,13 +410,13 @@ def _check_torch(value: Any, call: str) -> None:
         what = type(sampler).__name__
         shuffles = " (shuffle=True)" if what == "RandomSampler" else ""
         raise ArgumentError(
-            f"{call}: the DataLoader has a {what}{shuffles}, so that its batches would "
-            f"differ from rank to rank, and rows be lost; pass {instead}, or a "
+            f"{call}: the DataLoader has a {what}{shuffles}, so its batches would "
+            f"differ between ranks and rows would be lost; pass {instead}, or a "
             "DataLoader without shuffle and sampler"
         )
     if value.batch_size is None and value.batch_sampler is None and not is_iterable:
         raise ArgumentError(
-            f"{call}: the DataLoader has no batch_size; it is the global one"
+            f"{call}: the DataLoader has no batch_size; set it to the global batch size"
         )
 
 

@@ -161,7 +161,9 @@ class GeneratorDataset(IterDataset):
         with contextlib.closing(self.iterate(Epoch())) as elements:
             for element in elements:
                 return element
-        raise DataError("the generator yields no element, so its elements are unknown")
+        raise DataError(
+            "the generator yields no element, so the spec of its elements is unknown"
+        )
 
     def _start(self) -> Iterator[Any]:
         """Return a new iterator."""
@@ -289,9 +291,8 @@ def count_rows(batch: Any, call: str = "") -> int:
     if not shapes or any(s[:1] != shapes[0][:1] or not s for s in shapes):
         raise DataError(
             f"{call and f'{call}: '}a batch needs arrays of equal first dimension, not "
-            f"of shapes {', '.join(map(str, shapes)) or 'none'}; does the generator "
-            "yield single elements? Then make Dataset.from_generator(...).batch(...) "
-            "of it"
+            f"of shapes {', '.join(map(str, shapes)) or 'none'}; if the generator "
+            "yields single elements, use Dataset.from_generator(...).batch(...)"
         )
     return int(shapes[0][0])
 
@@ -311,5 +312,5 @@ def _require_source(generator: Any) -> None:
     if isinstance(generator, Iterator):
         raise ArgumentError(
             f"{generator!r} can be iterated over only once; pass the function that "
-            "makes it, so that every epoch starts again"
+            "creates it, so that every epoch gets a new one"
         )

@@ -119,8 +119,8 @@ class Shuffle(IterTransformation):
         super().__init__(parent)
         if buffer_size is None:
             raise ArgumentError(
-                "shuffle needs a buffer_size here: the elements of a generator can "
-                "only be had one after the other"
+                "shuffle of a generator's dataset needs a buffer_size: its elements "
+                "can only be read in order"
             )
         self._buffer_size = buffer_size
         self._seed = seed

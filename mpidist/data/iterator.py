@@ -36,7 +36,7 @@ __all__ = [
 class DatasetIterator:
     """An iterator over a dataset in this process, which can be saved and restored.
 
-    After an error `next` tries the same element again, if that is possible.
+    After an error, `next` retries the same element if possible.
 
     Example:
       >>> dataset = mpidist.Dataset.range(6).shuffle().batch(2)
@@ -76,7 +76,7 @@ class DatasetIterator:
 
         Raises:
           StopIteration: after the last element.
-          DataError: a generator failed before, and cannot go on.
+          DataError: a generator failed before and cannot continue.
           What a mapped function or a generator raises.
         """
         if self._failure is not None:
@@ -101,7 +101,7 @@ class DatasetIterator:
         return self._pipeline.element_spec()
 
     def get_next(self) -> Any:
-        """Return what `next` does.
+        """Return the next element, like `next`.
 
         Raises:
           OutOfRangeError: after the last element.
@@ -115,7 +115,7 @@ class DatasetIterator:
     def get_next_as_optional(self) -> Optional:
         """Return the next element as an `Optional`, empty after the last one."""
         for element in self:
-            # A loop of one turn: the end of the iterator is no exception here.
+            # One iteration: the end of the iterator is not an exception here.
             return Optional(element)
         return Optional()
 
@@ -131,15 +131,15 @@ class DatasetIterator:
     def set_state(self, state: Mapping[str, int]) -> None:
         """Continue where `get_state` of an iterator over an equal dataset was called.
 
-        The dataset's next iteration is the epoch after the state's. Datasets are equal
-        if their steps, numbers of rows and names of files are, in any folder; functions
-        and the numbers in arrays are not looked at. Seeking is O(1); only a generator
-        must yield again what it had yielded.
+        The dataset's next iteration is the epoch after that of the state. Datasets are
+        equal if their transformations, numbers of rows and file names (without folders)
+        are equal; functions and the contents of arrays are not compared. Seeking is
+        O(1), except that a generator must yield the earlier elements again.
 
-        Raises, and changes nothing:
-          ArgumentTypeError: `state` is no dict of integers.
-          ArgumentError: it is of another dataset; the message says what differs.
-        Raises, and then needs another state:
+        Raises, without changing the iterator:
+          ArgumentTypeError: `state` is not a dict of integers.
+          ArgumentError: the state is of another dataset; the message says what differs.
+        Raises, and must be called again before `next`:
           DataError: a generator yields too few elements.
           What a mapped function or a generator raises.
         """
@@ -190,8 +190,8 @@ class DatasetIterator:
         if isinstance(self._pipeline, IterDataset):
             self._failure = (
                 f"element {self._step} of a generator's dataset failed ({error!r}), "
-                "and a generator cannot go on after that; iterate over the dataset "
-                "again"
+                "and a generator cannot continue after an error; iterate over the "
+                "dataset again"
             )
         else:
             self._start(self._epoch, self._step)
@@ -280,11 +280,11 @@ def warn_undistributed() -> None:
     _has_warned = True
     warn(
         "a dataset is iterated over without being distributed: each of the "
-        f"{MPI.COMM_WORLD.Get_size()} ranks of this job reads all of its rows, in "
-        "another order after a shuffle without a seed. Divide it by "
-        "strategy.experimental_distribute_dataset(dataset); if each rank is to read "
-        "everything, say so by dataset.with_options(mpidist.Options("
-        "mpidist.AutoShardPolicy.OFF)). (Rank 1 says this, once)",
+        f"{MPI.COMM_WORLD.Get_size()} ranks of this job reads all of its rows, and "
+        "a shuffle without a seed differs between ranks. Divide it with "
+        "strategy.experimental_distribute_dataset(dataset); if each rank should read "
+        "everything, use dataset.with_options(mpidist.Options("
+        "mpidist.AutoShardPolicy.OFF)). (Only rank 1 warns, once)",
         stacklevel=4,
     )
 

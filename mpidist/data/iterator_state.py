@@ -122,8 +122,8 @@ def read_state(
       pipeline: the dataset that is read here, for messages.
 
     Raises:
-      ArgumentTypeError: `state` is no dict of integers.
-      ArgumentError: it is of other data, or of another version, or damaged.
+      ArgumentTypeError: `state` is not a dict of integers.
+      ArgumentError: it is of another dataset or version, or damaged.
     """
     numbers = _require_integers(state)
     theirs = Origin(*(numbers[name] for name in Origin._fields))
@@ -185,14 +185,15 @@ def _differences(
     """Describe the differences, in words; empty if there are none."""
     if theirs.replicas != ours.replicas:
         return [
-            f"its batches are {_division(theirs)}, here they are {_division(ours)}; "
-            "only states of Strategy.experimental_distribute_dataset with "
-            "AutoShardPolicy.AUTO or DATA fit any number of replicas"
+            f"its batches are {_division(theirs)}, but here they are "
+            f"{_division(ours)}; only states of "
+            "Strategy.experimental_distribute_dataset with AutoShardPolicy.AUTO or "
+            "DATA fit any number of replicas"
         ]
     differences = []
     if theirs.batch_size != ours.batch_size:
         differences.append(
-            f"its batch_size is {theirs.batch_size}, here {ours.batch_size}"
+            f"its batch_size is {theirs.batch_size}, but here it is {ours.batch_size}"
         )
         if ours.replicas == _EACH_READS_ALL:
             differences[-1] += (
@@ -200,7 +201,8 @@ def _differences(
             )
     if theirs.cardinality != ours.cardinality:
         differences.append(
-            f"it has {theirs.cardinality} steps per epoch, here {ours.cardinality}"
+            f"it has {theirs.cardinality} steps per epoch, but here there are "
+            f"{ours.cardinality}"
         )
     if theirs.source != ours.source:
         differences.append(

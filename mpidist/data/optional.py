@@ -16,9 +16,9 @@ __all__ = ["Optional"]
 
 
 class Optional:
-    """A batch, or none: what `DistributedIterator.get_next_as_optional` returns.
+    """A batch or none, returned by `DistributedIterator.get_next_as_optional`.
 
-    `from_value` and `empty` make others. Nothing here communicates.
+    `from_value` and `empty` create one. Its methods do not communicate.
 
     Example:
       >>> rows = mpidist.Dataset.range(4).batch(4)
@@ -44,10 +44,10 @@ class Optional:
         """Return an Optional without a value.
 
         Args:
-          element_spec: a nest of `TensorSpec`, of the value that is not there.
+          element_spec: a nest of `TensorSpec` for the missing value.
 
         Raises:
-          ArgumentTypeError: a leaf is no TensorSpec.
+          ArgumentTypeError: a leaf is not a TensorSpec.
         """
         for leaf in nest.flatten(element_spec)[0]:
             validation.instance("element_spec", leaf, TensorSpec)
@@ -62,9 +62,9 @@ class Optional:
 
     @property
     def element_spec(self) -> Any:
-        """A nest of `TensorSpec` like the value, which need not be there.
+        """A nest of `TensorSpec` like the value, even if there is no value.
 
-        Of a distributed iterator's it is `DistributedIterator.element_spec`.
+        For a distributed iterator it is `DistributedIterator.element_spec`.
         """
         if self._spec_of is not None:
             return self._spec_of.element_spec
@@ -80,10 +80,10 @@ class Optional:
         """Return the batch.
 
         Raises:
-          ArgumentError: there is none.
+          ArgumentError: there is no batch.
         """
         if not self._values:
-            raise ArgumentError("the Optional has no value; ask has_value() first")
+            raise ArgumentError("the Optional has no value; check has_value() first")
         return self._values[0]
 
     def __repr__(self) -> str:

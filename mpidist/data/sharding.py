@@ -58,7 +58,7 @@ def batch_count(rows: int, batch_size: int, drop_remainder: bool) -> int:
 class Permutation:
     """A pseudo-random permutation of `range(length)` that needs no table.
 
-    (Up to 65,536 rows it has one, in the order of a hash of each row: a network of few
+    (Up to 65,536 rows it uses a table, sorted by a hash of each row: a network of few
     rounds is not random enough on very short ranges, and the table is fast.)
 
     Beyond that, an alternating Feistel network on Z_a x Z_b with a * b >= length,

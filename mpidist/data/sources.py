@@ -224,8 +224,8 @@ class RangeRows:
 def from_lists(value: Any) -> Any:
     """Return `value` with arrays in place of lists, which are no structure in data.
 
-    But a list that begins with tensors of another library is a tuple: PyTorch's
-    DataLoader makes such lists of what belongs together.
+    But a list that begins with tensors of another library becomes a tuple: PyTorch's
+    DataLoader returns such lists as structure.
     """
     if isinstance(value, list):
         if _begins_with_tensors(value):
@@ -249,7 +249,7 @@ def as_element(value: Any) -> Any:
     """Return `value` as a nest of arrays; lists are arrays, not structure.
 
     Raises:
-      DataError: a leaf is no array, number or text.
+      DataError: a leaf is not an array, number or text.
     """
     return nest.map_leaves(_as_array, from_lists(value))
 
@@ -262,7 +262,7 @@ def take_element(holder: list[Any]) -> Any:
         other references are copied.
 
     Raises:
-      DataError: a leaf is no array, number or text.
+      DataError: a leaf is not an array, number or text.
     """
     holder.append(from_lists(holder.pop()))
     return owned(holder, convert=_as_array)

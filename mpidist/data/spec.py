@@ -19,11 +19,11 @@ class TensorSpec:
 
     Args:
       shape: with None for a length that may differ from element to element.
-      dtype: a NumPy dtype, or what makes one.
+      dtype: a NumPy dtype, or an argument of `np.dtype`.
 
     Raises:
       ArgumentError: a length below 0.
-      ArgumentTypeError: no tuple or list of lengths; no dtype.
+      ArgumentTypeError: `shape` is not a tuple or list, or `dtype` not a dtype.
 
     Example:
       >>> mpidist.Dataset.range(4).batch(2).element_spec
@@ -85,5 +85,5 @@ def require_like(first: Any, second: Any) -> None:
         if spec.dtype != other.dtype and not are_strings:
             raise ArgumentTypeError(
                 f"{needs}dtypes, but {name} has dtype {spec.dtype.name} in the first "
-                f"and {other.dtype.name} in the second; convert one of them by map()"
+                f"and {other.dtype.name} in the second; convert one of them with map()"
             )

@@ -1,4 +1,4 @@
-"""The methods of `Dataset` that make one dataset of another."""
+"""The methods of `Dataset` that transform one dataset."""
 
 from __future__ import annotations
 
@@ -60,21 +60,21 @@ class Transformations:
     ) -> Dataset:
         """Return a dataset of `map_func(element)`; a tuple is passed as arguments.
 
-        Before `batch` the function sees one row at a time. After `batch` it sees the
-        rows of a batch; in a distributed dataset those are this replica's rows, so
-        there it must treat each row by itself and return as many rows as it got. (Of
-        a generator's dataset it sees whole batches, on every replica.)
+        Before `batch` the function gets one row at a time. After `batch` it gets the
+        rows of a batch. In a distributed dataset these are only this replica's rows, so
+        the function must treat each row separately and return as many rows as it gets.
+        (For a generator's dataset it gets whole batches, on every replica.)
 
         Args:
-          map_func: of an element. It may fill and return the same array again.
-          num_parallel_calls: in how many threads it is called at the same time; -1
-            (TensorFlow's AUTOTUNE) for one per core; None for one by one. The order
-            stays. The rows of a batch are spread over the threads; single elements,
-            and batches, are computed ahead. This helps where `map_func` waits, or is
-            in functions that let other threads run, as many of NumPy are.
-          deterministic: accepted; the order always stays.
-          synchronous: accepted; `num_parallel_calls` tells.
-          use_unbounded_threadpool: accepted; likewise.
+          map_func: called with an element. It may reuse the array that it returns.
+          num_parallel_calls: number of threads that call it; -1 (TensorFlow's
+            AUTOTUNE): one per core; None: no threads. The order does not change. The
+            rows of a batch are spread over the threads; single elements and batches are
+            computed ahead. Threads help if `map_func` waits or releases the GIL, as
+            many NumPy functions do.
+          deterministic: accepted; the order is always kept.
+          synchronous: accepted; only `num_parallel_calls` counts.
+          use_unbounded_threadpool: likewise.
           name: see `Dataset`.
         """
         check_name(name)
@@ -96,27 +96,27 @@ class Transformations:
     ) -> Dataset:
         """Return a dataset of the same elements in a random order.
 
-        The order is a permutation of all elements, whatever `buffer_size` says: rows
-        need not pass through a buffer here. It is a function of the seed and the epoch,
-        the same for any number of replicas. (Only the elements of a generator pass
-        through a buffer of `buffer_size`, from which they are drawn.)
+        The order is a permutation of all elements; it does not depend on `buffer_size`,
+        because no buffer is needed. It is a function of the seed and the epoch, the
+        same for any number of replicas. (Only the elements of a generator are drawn
+        from a buffer of `buffer_size`.)
 
-        All permutations are alike to come up but for rows of HDF5 files in compressed
-        chunks, where each row would cost the decoding of a chunk. There the chunks come
-        in a random order, and the rows of several are mixed, of `window_chunks`; which
-        rows meet in a batch then also depends on the batch size. (Compressed datasets
-        that have at most 64 MiB in all are kept decoded, and shuffled exactly.)
+        All permutations are equally likely, except for HDF5 files with compressed
+        chunks, where every row read would decode a chunk. These chunks are read in a
+        random order, and the rows of `window_chunks` chunks are mixed; the rows of a
+        batch then also depend on the batch size. (Compressed datasets of at most 64 MiB
+        in total are kept decoded and shuffled exactly.)
 
         Args:
           buffer_size: None or >= 1; needed for a generator.
-          seed: an integer of up to 256 bits. None draws one, which all replicas share.
-          reshuffle_each_iteration: whether each epoch has another order.
+          seed: an integer of up to 256 bits. None draws a seed that all replicas share.
+          reshuffle_each_iteration: whether each epoch has a different order.
           name: see `Dataset`.
-          window_chunks: how many chunks are mixed at a time, over all replicas; at
-            least one for each 16 to 32 rows of a batch are. 0 always permutes exactly;
-            None mixes 64 chunks (fewer if these have more than 256 MiB) where chunks
-            are compressed, and else permutes exactly. A number mixes that many
-            everywhere; uncompressed rows count as chunks of 1 MiB if they have none.
+          window_chunks: how many chunks are mixed at a time, over all replicas (at
+            least one for each 16 to 32 rows of a batch). 0 always permutes exactly.
+            None mixes 64 chunks (fewer if these exceed 256 MiB) if chunks are
+            compressed, and permutes exactly otherwise. A number also applies to
+            uncompressed rows; without chunks, 1 MiB of rows counts as a chunk.
         """
         check_name(name)
         size = validation.optional_integer("buffer_size", buffer_size, 1)
@@ -142,9 +142,9 @@ class Transformations:
 
         Args:
           batch_size: rows per batch; the last batch of an epoch may have fewer.
-          drop_remainder: leave that last, smaller batch out.
+          drop_remainder: whether to omit a smaller last batch.
           num_parallel_calls: accepted; the rows of a batch are read in threads anyway.
-          deterministic: accepted; the order always stays.
+          deterministic: accepted; the order is always kept.
           name: see `Dataset`.
         """
         check_name(name)
@@ -155,13 +155,13 @@ class Transformations:
         )
 
     def repeat(self, count: int | None = None, name: str | None = None) -> Dataset:
-        """Return a dataset that goes through this one `count` times, None for ever.
+        """Return a dataset that repeats this one `count` times; None repeats for ever.
 
-        Shuffles before it give another order each time.
+        Earlier shuffles give a different order each time.
         """
         check_name(name)
         count = validation.optional_integer("count", count)
-        if count == -1:  # TensorFlow's other word for it
+        if count == -1:  # TensorFlow's other value for endless
             count = None
         count = validation.optional_integer("count", count, 0, ", or None")
         return self._append(transformations_for(self._pipeline).repeat, count)
@@ -175,7 +175,7 @@ class Transformations:
         return self._append(transformations_for(self._pipeline).window, 0, count)
 
     def skip(self, count: int, name: str | None = None) -> Dataset:
-        """Return a dataset of all elements but the first `count`."""
+        """Return a dataset without the first `count` elements."""
         check_name(name)
         start = validation.integer("count", count, 0)
         return self._append(transformations_for(self._pipeline).window, start, None)
@@ -194,41 +194,41 @@ class Transformations:
     def cache(self, filename: str = "", name: str | None = None) -> Dataset:
         """Return a dataset that caches its elements in memory.
 
-        Earlier transformations run once, in the order of the first epoch; so shuffle
-        afterwards. A generator is cached after one complete epoch. Datasets made from
-        this one share the cache, unless their order depends on a seed that each of them
-        draws (by an earlier shuffle without a seed).
+        Earlier transformations run once, in the order of the first epoch, so shuffle
+        after `cache`. A generator is cached after one complete epoch. Datasets derived
+        from this one share the cache, unless an earlier shuffle has no seed.
 
         In a distributed dataset the ranks of a node share one copy of the rows, in an
-        MPI window, which is freed when no rank has the dataset and the next is made, or
-        with the strategy. (Where each replica has data of its own, by
-        `distribute_datasets_from_function` or AutoShardPolicy.FILE, it keeps its own.)
+        MPI window. It is freed with the strategy, or when no rank has the dataset and
+        another one is created. (If each replica has its own data, by
+        `distribute_datasets_from_function` or AutoShardPolicy.FILE, each has its own
+        cache.)
 
         Args:
-          filename: "" for memory; TensorFlow's cache in a file there is not.
+          filename: "" (memory); caching in a file is not supported.
           name: see `Dataset`.
 
         Raises:
           UnsupportedError: a `filename`.
-        Raises, when it is first used, or distributed, then on all ranks:
-          ArgumentError: it has no end (call `repeat` afterwards); or it is distributed,
-            and a generator's, or rows are no numbers, bools or strings of one fixed
-            size, or a node has too little memory left for all of them.
+        Raises, at the first use or, on all ranks, when it is distributed:
+          ArgumentError: the dataset is endless (call `repeat` after `cache`). If it is
+          distributed: it is a generator's; rows are not numbers, bools or strings of
+            a fixed size; or a node has too little free memory for all rows.
         """
         check_name(name)
         if filename != "":
             raise UnsupportedError(
                 f"cache keeps elements in memory, not in {validation.shown(filename)}; "
-                "write the file by Hdf5Writer, and read it by Dataset.from_hdf5"
+                "write the file with Hdf5Writer and read it with Dataset.from_hdf5"
             )
         return self._append(transformations_for(self._pipeline).cache)
 
     def enumerate(self, start: int = 0, name: str | None = None) -> Dataset:
-        """Return a dataset of pairs: the number of an element, from `start` on, and it.
+        """Return a dataset of pairs: the number of an element and the element.
 
-        The numbers are int64. Elements keep them in whatever order later steps bring
-        them; those of an epoch begin with `start` again. A number has no rows: of
-        batches, enumerate the rows before `batch`.
+        The numbers are int64, from `start` on. Later steps, such as shuffle, keep the
+        pairs together. Every epoch begins with `start` again. Call it before `batch`,
+        since a number has no rows.
 
         Args:
           start: the first number.
@@ -247,15 +247,15 @@ class Transformations:
     def unbatch(self, name: str | None = None) -> Dataset:
         """Return a dataset of the rows of the elements, one by one.
 
-        After `batch` (and repeat, take, skip, cache and concatenate of batches) any row
-        can be read at once, so what follows is as quick as without both. Elsewhere,
-        after functions of batches say, the number of rows is not known: the result is
-        like a generator's dataset, whose elements can only be had one after the other.
-        There `shuffle` needs a buffer_size, there is no length, and divided over
-        replicas every replica goes through all of it.
+        After `batch` (and repeat, take, skip, cache and concatenate of batches) the
+        result has random access and is as fast as without `batch` and `unbatch`.
+        Otherwise, for example after a map over batches, the number of rows is unknown,
+        and the result is like a generator's dataset: `shuffle` needs a buffer_size,
+        there is no length, and if it is divided over replicas, each replica iterates
+        over all of it.
 
-        Raises, when it is iterated over there:
-          DataError: an element whose arrays have unlike first dimensions, or none.
+        Raises, during iteration:
+          DataError: the arrays of an element have different first dimensions, or none.
 
         Example:
           >>> batches = mpidist.Dataset.range(5).batch(2)
@@ -268,18 +268,19 @@ class Transformations:
     def filter(self, predicate: Callable[..., Any], name: str | None = None) -> Dataset:
         """Return a dataset of the elements for which `predicate(element)` is True.
 
-        How many these are is not known: the result is like a generator's dataset, whose
-        elements can only be had one after the other. `shuffle` behind it needs a
-        buffer_size (so shuffle before), and it has no length. Divided over replicas
-        every replica goes through all of it, so the predicate must say the same on
-        each; with AutoShardPolicy.FILE, through its own files.
+        The number of these elements is unknown, so the result is like a generator's
+        dataset: it has no length, and a later `shuffle` needs a buffer_size (so shuffle
+        before `filter`). If it is divided over replicas, each replica iterates over all
+        of it (with AutoShardPolicy.FILE, over its own files), so the predicate must
+        return the same on all replicas.
 
         Args:
-          predicate: of an element; a tuple is passed as arguments. It returns one bool.
+          predicate: called with an element (a tuple is passed as arguments); returns
+            one bool.
           name: see `Dataset`.
 
-        Raises, when it is iterated over:
-          ArgumentTypeError: `predicate` returned something else.
+        Raises, during iteration:
+          ArgumentTypeError: `predicate` did not return a bool.
           What `predicate` raises.
 
         Example:
@@ -300,30 +301,30 @@ class Transformations:
         deterministic: bool | None = None,
         name: str | None = None,
     ) -> Dataset:
-        """Return elements of the datasets `map_func(element)`, by turns.
+        """Return a dataset that interleaves the datasets `map_func(element)`.
 
-        So rows of several files come mixed, of which only some are open at a time. The
-        result is like a generator's dataset, whose elements can only be had one after
-        the other. `shuffle` behind it needs a buffer_size, and it has no length.
-        Divided over replicas every replica goes through all of it. (Files in one
-        `Dataset.from_hdf5` have none of these limits: each replica reads its own rows,
-        and `shuffle` mixes all of them.)
+        It mixes rows of many files with only some files open at a time. The result is
+        like a generator's dataset: it has no length, a later `shuffle` needs a
+        buffer_size, and if it is divided over replicas, each replica iterates over all
+        of it. (`Dataset.from_hdf5` with several files has none of these limits: each
+        replica reads its own rows, and `shuffle` mixes all rows.)
 
         Args:
-          map_func: of an element, such as the name of a file; a tuple is passed as
-            arguments. It returns a Dataset.
-          cycle_length: how many of these datasets take turns; one that ends is replaced
-            by the next. None takes 8 (TensorFlow: by the number of cores, so that the
-            order would depend on the machine).
-          block_length: how many elements follow each other of one; None takes 1.
-          num_parallel_calls: None reads in the thread that iterates. A number, or -1
-            (TensorFlow's AUTOTUNE), has a thread for each of the datasets that take
-            turns, which reads a block ahead.
-          deterministic: accepted: the order is always the same.
+          map_func: called with an element, such as a file name (a tuple is passed as
+            arguments); returns a Dataset.
+          cycle_length: how many datasets are interleaved; when one ends, the next
+            replaces it. None means 8. (TensorFlow uses the number of cores, so its
+            order depends on the machine.)
+          block_length: how many consecutive elements come from one dataset; None means
+            1.
+          num_parallel_calls: None reads in the calling thread. A number, or -1
+            (TensorFlow's AUTOTUNE), starts a thread for each interleaved dataset, which
+            reads a block ahead.
+          deterministic: accepted; the order is always kept.
           name: see `Dataset`.
 
-        Raises, when it is iterated over:
-          ArgumentTypeError: `map_func` returned no Dataset.
+        Raises, during iteration:
+          ArgumentTypeError: `map_func` did not return a Dataset.
           What `map_func` and reading the datasets raise.
 
         Example:

@@ -447,13 +447,13 @@ def misfits():
     return {
         "shape": ({"x": np.zeros(6)}, r"'deep/x'.*float64 \(6,\).*float64 \(2, 3\)"),
         "dtype": ({"x": np.zeros((2, 3), "f4")}, r"'deep/x'.*float32.*float64"),
-        "name": ({"x": x, "y": x}, "'deep/y'.*nothing of that name"),
+        "name": ({"x": x, "y": x}, "'deep/y'.*nothing with that name"),
         "kind": ({"x": 3}, "'deep/x'.*a number or text.*an array"),
         "list": ([x], "'deep'.*a list.*a dict of 1"),
         "tuple": ({"x": (x, 3)}, "'deep/x'.*a list.*an array"),
         "state": ({"x": Keeper(1)}, "'deep/x'.*the state of a object.*an array"),
         "random": ({"x": np.random.default_rng(0)}, "'deep/x'.*state of a generator"),
-        "ranks": ({"x": mpidist.PerReplica((x,))}, "'deep/x'.*a value of each rank"),
+        "ranks": ({"x": mpidist.PerReplica((x,))}, "'deep/x'.*a value for each rank"),
     }
 
 
@@ -534,7 +534,7 @@ def test_what_holds_itself_is_refused(strategy, mpi_tmp_path):
     endless: list = [np.zeros(1)]
     endless.append(endless)
     checkpoint = mpidist.Checkpoint(strategy=strategy, endless=endless)
-    with pytest.raises(ValueError, match="does it hold itself"):
+    with pytest.raises(ValueError, match="does it contain itself"):
         checkpoint.write(mpi_tmp_path / "x")
     plain: list = [1]
     both = mpidist.Checkpoint(strategy=strategy, plain=[1, [1]])

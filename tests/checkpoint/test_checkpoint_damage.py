@@ -116,7 +116,7 @@ def test_the_message_says_what_is_damaged(saved):
     changed[offset + 100] ^= 1
     message = str(restore(bytes(changed)))
     assert f"bytes {offset} to" in message
-    assert "do not have their checksum" in message
+    assert "have the checksum" in message
     assert "it ends in its header" in str(restore(data[:1000]))
     size = len(data) - 1
     assert f"it has {size} bytes instead of" in str(restore(data[:-1]))
@@ -130,7 +130,7 @@ def test_other_files_are_no_checkpoints(saved, tmp_path):
     with h5py.File(other, "w") as file:
         file["large"] = np.zeros(9_000)
     for data in (other.read_bytes(), b"", b"\x89HDF\r\n\x1a\n", b"mpidist checkpoint"):
-        assert "does not begin as a checkpoint" in str(restore(data))
+        assert "does not begin like a checkpoint" in str(restore(data))
     path = tmp_path / "folder"
     path.mkdir()
     with pytest.raises(CheckpointError, match="folder"):

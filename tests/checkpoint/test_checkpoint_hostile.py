@@ -111,7 +111,7 @@ def test_datasets_that_share_their_bytes(tmp_path):
         return body.replace(nowhere, first)
 
     forge(tmp_path / "x.h5", change, patch=share)
-    assert "more bytes than the file has" in refusal(tmp_path / "x.h5")
+    assert "more bytes than remain in the file" in refusal(tmp_path / "x.h5")
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "socket", "device"])

@@ -254,7 +254,7 @@ def test_shards_of_a_damaged_index_stay(strategy, comm, mpi_tmp_path):
     with caught(comm) as texts:
         make(strategy, mpi_tmp_path)
     assert shard in names(mpi_tmp_path)
-    assert "does not begin as a checkpoint" in texts[0]
+    assert "does not begin like a checkpoint" in texts[0]
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_a_lost_or_foreign_shard_is_an_error(comm, strategy, mpi_tmp_path):
     if comm.rank == 0:
         foreign.rename(shard)
     comm.Barrier()
-    with pytest.raises(CheckpointError, match="of another checkpoint"):
+    with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
         checkpoint.restore(path)
     with pytest.raises(CheckpointError, match="no such file"):
         checkpoint.restore(other)

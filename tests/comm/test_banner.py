@@ -59,11 +59,11 @@ def test_it_says_what_happens_if_a_rank_dies(strategy, monkeypatch):
         ),
         (
             lambda _: mpidist.Dataset.range(9).batch(3).repeat(),
-            "9 rows, steps without a known end, 3 rows in each, 2 for a replica",
+            "9 rows, an unknown number of steps, 3 rows in each, 2 for a replica",
         ),
         (
             lambda _: mpidist.Dataset.from_generator(lambda: iter(range(9))).batch(2),
-            "steps without a known end, 2 rows in each, 1 for a replica",
+            "an unknown number of steps, 2 rows in each, 1 for a replica",
         ),
         (
             lambda folder: (
@@ -71,7 +71,8 @@ def test_it_says_what_happens_if_a_rank_dies(strategy, monkeypatch):
                 .batch(64)
                 .with_options(mpidist.Options(mpidist.AutoShardPolicy.FILE))
             ),
-            "1 HDF5 file, 500 rows, 16 steps, as replica 0 sees it: each reads its own",
+            "1 HDF5 file, 500 rows, 16 steps, on replica 0; each replica reads its own "
+            "data",
         ),
     ],
 )

@@ -840,7 +840,7 @@ def test_rows_that_differ_are_refused_on_all_ranks(strategy, late):
 def test_a_map_of_batches_before_it_must_keep_their_rows(strategy):
     dataset = numbers(36).batch(18).map(lambda x: x[:1]).cache()
     for options in (Options(), Options(AutoShardPolicy.OFF)):
-        with pytest.raises(mpidist.ArgumentError, match="one row per row"):
+        with pytest.raises(mpidist.ArgumentError, match="one row for each row"):
             list(
                 strategy.experimental_distribute_dataset(dataset.with_options(options))
             )

@@ -182,7 +182,7 @@ def test_no_rows_of_a_batch_of_batches_keep_the_trailing_shape():
 def test_a_map_that_loses_rows_is_refused_also_where_there_are_none():
     pipeline = numbers(2).batch(2).map(np.sum).pipeline
     for replica in range(4):
-        with pytest.raises(ValueError, match="one row per row"):
+        with pytest.raises(ValueError, match="one row for each row"):
             pipeline.local_batch(Epoch(), 0, 4, replica)
 
 

@@ -562,8 +562,14 @@ def test_unlike_states_are_an_error_on_all_ranks(strategy, comm, name):
 
 
 OTHERS = {
-    "batch size": (lambda f: of_files(f).batch(4), "its batch_size is 6, here 4"),
-    "length": (lambda f: of_files(f).repeat(2).batch(6), "3 steps per epoch, here 6"),
+    "batch size": (
+        lambda f: of_files(f).batch(4),
+        "its batch_size is 6, but here it is 4",
+    ),
+    "length": (
+        lambda f: of_files(f).repeat(2).batch(6),
+        "3 steps per epoch, but here there are 6",
+    ),
     "shuffle": (lambda f: of_files(f).shuffle().batch(6), r"its steps are .*shuffle"),
     "map": (lambda f: of_files(f).batch(6).map(abs), r"its steps are .*map"),
     "fewer files": (lambda f: of_files(f[1:]).batch(6), r"its rows.*\['1.h5', '2.h5'"),
@@ -577,7 +583,7 @@ OTHERS = {
             .batch(6)
             .with_options(Options(auto_shard_policy=AutoShardPolicy.OFF))
         ),
-        r"divided over any number of replicas, here they are read whole.*OFF",
+        r"divided over any number of replicas, but here they are read whole.*OFF",
     ),
 }
 
@@ -773,7 +779,7 @@ def test_a_generator_that_yields_too_little_is_an_error_on_all(
     lengths[0] = 6
     with pytest.raises(mpidist.DataError, match=r"is after 4 steps.*end after"):
         iterator.set_state(expected.states[4])
-    with pytest.raises(mpidist.DataError, match="cannot go on after that"):
+    with pytest.raises(mpidist.DataError, match="cannot continue after an error"):
         next(iterator)
     lengths[0] = 20
     assert iter(divided).get_state()["epoch"] == 2  # as the state was not restored
@@ -800,7 +806,7 @@ def test_a_generator_that_fails_is_an_error_on_all(strategy, comm, prefetch):
     with pytest.raises(KeyError, match=MESSAGE):
         iterator.set_state(expected.states[3])
     assert set(threading.enumerate()) <= before
-    with pytest.raises(mpidist.DataError, match="cannot go on after that"):
+    with pytest.raises(mpidist.DataError, match="cannot continue after an error"):
         next(iterator)
     iterator.set_state(expected.states[3])
     assert run(strategy, iterator).steps == expected.steps[3:]
@@ -826,7 +832,7 @@ def test_a_local_generator_that_fails_needs_another_state(prefetch):
     with pytest.raises(KeyError, match=MESSAGE):
         iterator.set_state(state | {"step": 3})
     for _ in range(2):
-        with pytest.raises(mpidist.DataError, match="cannot go on after that"):
+        with pytest.raises(mpidist.DataError, match="cannot continue after an error"):
             next(iterator)
     failing[0] = False
     with pytest.raises(mpidist.DataError, match="ended after 5"):

@@ -720,9 +720,9 @@ def test_after_an_append_that_could_not_be_written_there_is_no_close(
                     writer.append(rows)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        with pytest.raises(mpidist.DataError, match="an append failed before"):
+        with pytest.raises(mpidist.DataError, match="an earlier append failed"):
             writer.append(rows)
-    with pytest.raises(mpidist.DataError, match=r"00000-of.*an append failed before"):
+    with pytest.raises(mpidist.DataError, match=r"00000-of.*an earlier append failed"):
         writer.close()
     comm.Barrier()
     assert names_in(path.parent) == []

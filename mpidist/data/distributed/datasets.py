@@ -50,7 +50,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
-    """The argument of an input function: which of the input pipelines to make.
+    """The argument of an input function: which input pipeline to create.
 
     Args:
       num_input_pipelines: number of input pipelines, one per replica.
@@ -59,7 +59,7 @@ class InputContext:
 
     Raises:
       ArgumentError: a number is too small.
-      ArgumentTypeError: no integers.
+      ArgumentTypeError: an argument is not an integer.
 
     Example:
       >>> context = mpidist.InputContext(2, 1, 2)
@@ -82,8 +82,8 @@ class InputContext:
         """Return the batch size of one replica.
 
         Raises:
-          ArgumentError: it is no whole number, or < 1.
-          ArgumentTypeError: `global_batch_size` is no integer.
+          ArgumentError: the result is not a whole number, or < 1.
+          ArgumentTypeError: `global_batch_size` is not an integer.
         """
         global_batch_size = validation.integer(
             "global_batch_size", global_batch_size, 1
@@ -92,7 +92,7 @@ class InputContext:
         if global_batch_size % replicas:
             sizes = " or ".join(map(str, even_sizes(global_batch_size, replicas)))
             raise ArgumentError(
-                f"global_batch_size {global_batch_size} does not divide by {replicas} "
+                f"global_batch_size {global_batch_size} is not divisible by {replicas} "
                 f"replicas; use {sizes}"
             )
         return global_batch_size // replicas
@@ -119,7 +119,7 @@ class DistributedDataset:
     def __init__(self, plan: ReadPlan, entropy: int):
         self._plan = plan
         self._epochs = EpochCounter(entropy)
-        # A line at the start of the job; it neither communicates nor reads rows.
+        # A line at the start of the job, without communication or reading rows.
         show_input(plan.extended, lambda: summarize(plan))
 
     def __repr__(self) -> str:
@@ -134,7 +134,7 @@ class DistributedDataset:
     def _describe(self) -> str:
         pipeline = self._plan.pipeline
         if isinstance(pipeline, MapDataset) and not rows_are_known(pipeline):
-            return f"{pipeline.file_count:,} files, not looked at yet"
+            return f"{pipeline.file_count:,} files, not opened yet"
         return summarize(self._plan)
 
     @classmethod
@@ -234,19 +234,20 @@ class DistributedDataset:
     ) -> DistributedDataset:
         """Return a dataset of each replica's own batches, which are not divided."""
         consensus = extended.consensus
-        # Each rank has files of its own, so nobody else can index them for it.
+        # Each rank has its own files, so it must index them itself.
         index_own_files(extended, pipeline, call)
         local = consensus.guard(  # may read files, which can fail
             call, lambda: (Origin.of(pipeline), pipeline.is_batched)
         )
-        # All ranks need to know who runs out first, and whether all have batches.
+        # All ranks need to know which rank runs out first, and whether all have
+        # batches.
         everyone = consensus.gather(call, local)
         origins = [origin for origin, _ in everyone]
         lengths = [origin.cardinality for origin in origins]
         is_batched = all(batched for _, batched in everyone)
         cardinality = count_steps(lengths)
-        # A replica that has ended gives batches of zero rows: they must be like the
-        # others'.
+        # A replica that has ended gives batches of zero rows, with the same spec as the
+        # other replicas' batches.
         if is_batched and cardinality != UNKNOWN_CARDINALITY:
             assert isinstance(pipeline, MapDataset)
             _require_like_elements(extended, call, pipeline)
@@ -254,9 +255,11 @@ class DistributedDataset:
         elif cardinality != UNKNOWN_CARDINALITY and len(set(lengths)) > 1:
             raise ArgumentError(
                 f"{call}: the replicas' datasets have {lengths} elements and are not "
-                "batched, so a replica that runs out has nothing to give; call batch()"
+                "batched, so a replica that runs out has no elements left; call "
+                "batch()"
             )
-        # Needed whatever this rank's pipeline says: another rank's may be shuffled.
+        # Needed even if this rank's pipeline has no shuffle: another rank's may have
+        # one.
         entropy = _draw(extended, needed=True)
         plan = ReadPlan(
             extended,
@@ -272,7 +275,7 @@ class DistributedDataset:
 
     @property
     def cardinality(self) -> int:
-        """The number of steps, the same on all replicas; -1 for no end, -2 unknown."""
+        """The number of steps, equal on all replicas; -1 if endless, -2 if unknown."""
         return self._plan.cardinality
 
     @property
@@ -286,17 +289,17 @@ class DistributedDataset:
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Return the state after one pass: `state = reduce_func(state, batch)`.
 
-        Collective: it goes through the next epoch from its start.
+        Collective. It iterates over the next epoch.
 
         Args:
-          initial_state: what the function gets first; returned if there is no batch.
-          reduce_func: of the state and this step's batch, as `next` gives it, in the
-            context of the caller. It may call the strategy. States may differ between
-            replicas.
+          initial_state: the first state; returned if there are no batches.
+          reduce_func: called with the state and the step's batch, as returned by
+        `next`, in the caller's context; returns the next state. It may call the
+            strategy. States may differ between replicas.
 
         Raises, on all replicas:
-          ArgumentError: the dataset has no end.
-          ArgumentTypeError: `reduce_func` is no function.
+          ArgumentError: the dataset is endless.
+          ArgumentTypeError: `reduce_func` is not a function.
           What `reduce_func` raises on any replica, and what `next` raises.
 
         Example:
@@ -392,7 +395,7 @@ def share_indexes(
     consensus = extended.consensus
     if not (sources := _sources(pipeline)):
         return
-    # First agree on the names, or ranks would exchange indexes of different files.
+    # Compare the names first, or ranks would exchange indexes of different files.
     same = tuple(("dataset", source.identify()) for source in sources)
     consensus.require_same(CallSignature(call, same))
     threads = _threads(extended)
@@ -435,8 +438,8 @@ def _share(
     """Index every size-th file, and exchange the indexes with all ranks. Collective."""
     consensus, count = extended.consensus, source.file_count
     own_files = range(consensus.rank, count, consensus.size)
-    # Errors travel as values: a rank that raised here would leave the others in the
-    # gather. Round-robin, so the metadata server sees each file once
+    # Errors are sent as values: if a rank raised here, the other ranks would wait in
+    # the gather. Round-robin, so the metadata server sees each file once
     by_rank = consensus.gather(
         call, [_inspect_one(source, file, consensus.rank) for file in own_files]
     )
@@ -478,10 +481,10 @@ def summarize(plan: ReadPlan) -> str:
             parts.append(_count(pipeline.file_count, "HDF5 file"))
         parts.append(_count(sum(map(len, pipeline.sources)), "row"))
     steps = plan.cardinality
-    parts.append(_count(steps, "step") if steps >= 0 else "steps without a known end")
+    parts.append(_count(steps, "step") if steps >= 0 else "an unknown number of steps")
     rows, replicas = pipeline.batch_size, plan.extended.num_replicas
     if not plan.is_global:
-        parts.append("as replica 0 sees it: each reads its own")
+        parts.append("on replica 0; each replica reads its own data")
     elif rows is None:
         parts.append(f"each divided over {replicas} replicas")
     else:

@@ -45,8 +45,8 @@ class _UnreadError(Exception):
 class DistributedIterator:
     """An iterator over a distributed dataset. `next` is collective.
 
-    Batches are read ahead in a thread (or more: see `Dataset.map`), which ends with the
-    iteration, or when the iterator is closed or forgotten.
+    A thread (or several, see `Dataset.map`) prefetches batches. It ends with the
+    iteration, or when the iterator is closed or deleted.
 
     Example:
       >>> rows = mpidist.Dataset.range(4).batch(4)
@@ -64,8 +64,8 @@ class DistributedIterator:
         self._threads = reader.reader_threads(plan)
         # Keep all threads busy while a batch is in use
         self._depth = max(depth, self._threads) if depth else 0
-        # A global batch exists on all ranks or on none, so that one agreement covers a
-        # group of steps, unless a copy to a GPU may fail.
+        # A global batch exists on all ranks or on none, so one consensus covers a group
+        # of steps, unless a copy to a GPU may fail.
         self._agrees_per_step = not plan.is_global or prefetch.may_put_fail(plan)
         self._start(epochs.next_epoch())
 
@@ -117,13 +117,13 @@ class DistributedIterator:
     def __next__(self) -> Any:
         """Return this step's batch of all replicas, a nest of `PerReplica`. Collective.
 
-        With one replica, the bare batch.
+        With one replica, returns the bare batch.
 
         Raises, on all replicas:
           StopIteration: after the last step.
-          DataError: a replica's rows cannot be read; or a generator failed before, and
-            cannot go on.
-          MismatchError: the batches of generators differ, or some have ended.
+          DataError: a replica's rows cannot be read; or a generator failed before and
+            cannot continue.
+          MismatchError: generators yield different batches, or some have ended.
           ArgumentError: called inside a function that `Strategy.run` runs.
           What a mapped function or a generator raises on any replica.
         """
@@ -137,7 +137,7 @@ class DistributedIterator:
         return batch.get_value()
 
     def get_next(self) -> Any:
-        """Return what `next` does. Collective.
+        """Return this step's batch, like `next`. Collective.
 
         Raises, on all replicas:
           OutOfRangeError: after the last step.
@@ -155,14 +155,14 @@ class DistributedIterator:
     def get_next_as_optional(self) -> Optional:
         """Return this step's batch as an `Optional`, empty after the end. Collective.
 
-        Raises, on all replicas: what `next` raises but for StopIteration.
+        Raises, on all replicas: what `next` raises, except StopIteration.
         """
         # Inside `run` ranks may be at different calls: refuse before anything is sent.
         self._require_callable("next")
         extended = self._plan.extended
         counters = extended.consensus.recorder.counters
         counters.mark(NEXT)
-        # What `next` waits for other ranks counts as communication, the rest as input.
+        # Waiting for other ranks counts as communication, the rest of `next` as input.
         begun, communication = time.monotonic_ns(), counters.communication
         try:
             local_batch = self._advance()
@@ -193,28 +193,30 @@ class DistributedIterator:
     def set_state(self, state: Mapping[str, int]) -> None:
         """Continue where `get_state` of an iterator over an equal dataset was called.
 
-        Collective. The rest of the epoch comes in the same global order, and the
-        dataset's next iteration is the epoch after it. The state may be of another
-        number of replicas, or of `iter` of the dataset itself; but of as many replicas
-        where each has data of its own (AutoShardPolicy.FILE,
-        `distribute_datasets_from_function`), and of equal batches with OFF.
+        Collective. The rest of the epoch has the same global order, and the dataset's
+        next iteration is the epoch after it. The state may come from a different number
+        of replicas, or from `iter(dataset)` of the undistributed dataset. Exceptions:
+        if each replica has its own data (AutoShardPolicy.FILE,
+        `distribute_datasets_from_function`), the number of replicas must be equal; with
+        OFF, the batch sizes.
 
-        Datasets are equal if their steps, numbers of rows and names of files are, in
-        any folder; functions and the numbers in arrays are not looked at. Seeking is
-        O(1); only generators must yield again what they had yielded.
+        Datasets are equal if their transformations, numbers of rows and file names
+        (without folders) are equal. Functions and the contents of arrays are not
+        compared. Seeking is O(1), except that generators must yield the earlier
+        elements again.
 
-        Raises, on all replicas, and changes nothing:
-          ArgumentTypeError: `state` is no dict of integers.
-          ArgumentError: it is of another dataset (the message says what differs), or
-            this was called inside a function that `Strategy.run` runs.
-          MismatchError: the replicas were given unlike states.
-        Raises, on all replicas, and then needs another state:
+        Raises, on all replicas, without changing the iterator:
+          ArgumentTypeError: `state` is not a dict of integers.
+          ArgumentError: the state is of another dataset (the message says how),
+            or the call is inside a function that `Strategy.run` runs.
+          MismatchError: the replicas passed different states.
+        Raises, on all replicas, and must be called again before `next`:
           DataError: generators yield too few elements.
           What a mapped function or a generator raises on any replica.
         """
         self._require_callable("set_state")
         plan, consensus = self._plan, self._plan.extended.consensus
-        # A wrong state on one rank is an error on all, before anything has changed.
+        # A wrong state on one rank raises on all ranks, before anything has changed.
         epoch, step = consensus.guard(
             _SET_STATE, lambda: read_state(state, plan.origin, plan.pipeline)
         )
@@ -250,7 +252,7 @@ class DistributedIterator:
         if not context.in_cross_replica_context() and context.has_strategy():
             raise ArgumentError(
                 f"{name} was called on a distributed iterator inside a replica function"
-                "; call it outside, and pass batches in the args of strategy.run"
+                "; call it outside, and pass the batches to strategy.run in args"
             )
         self._plan.extended.topology.require_open()
 
@@ -275,7 +277,7 @@ class DistributedIterator:
     def _advance(self) -> LocalBatch | None:
         """Return this step's batch, or None on all replicas at the end."""
         if self._failure is not None:
-            # Again on all ranks: the failure was agreed on.
+            # Raise again on all ranks: all know of the failure.
             raise DataError(self._failure)
         if self._is_closed or self._step == self._plan.cardinality:
             self._record_progress(None)
@@ -307,7 +309,7 @@ class DistributedIterator:
             return
         self._failure = (
             f"step {self._step} of a generator's dataset failed ({error!r}), and a "
-            "generator cannot go on after that; iterate over the dataset again"
+            "generator cannot continue after an error; iterate over the dataset again"
         )
 
     def _agree(self) -> LocalBatch | None:
@@ -409,14 +411,15 @@ class DistributedIterator:
         have_rows = first.has_rows if is_first else _have_rows(self._template)
         if not (self._plan.is_batched and have_rows):
             raise MismatchError(
-                f"{_NEXT}: the dataset of {ended} has ended at step {self._step}, the "
-                "others have not, and elements that are no batches cannot be replaced "
-                "by batches of no rows; call batch()"
+                f"{_NEXT}: the dataset of {ended} has ended at step {self._step}, "
+                "other datasets have not, and single elements cannot be replaced by "
+                "batches of zero rows; call batch()"
             )
         if self._template is None and not all(s.pickled for s in specs if s):
             raise DataError(
-                f"{_NEXT}: the dataset of {ended} is empty or over, and the others "
-                "cannot send it the structure of theirs, as it cannot be pickled"
+                f"{_NEXT}: the dataset of {ended} has no more batches, and the other "
+                "ranks cannot send the structure of theirs, because it cannot be "
+                "pickled"
             )
 
     def _read(self) -> LocalBatch | None:

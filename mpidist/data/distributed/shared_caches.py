@@ -44,9 +44,9 @@ def require_shareable(steps: MapDataset | IterDataset) -> None:
     def check(cache: Cache | IterCache, parent: Any) -> Any:
         if isinstance(cache, IterCache):
             raise ArgumentError(
-                "cache() of a generator's dataset cannot be divided over replicas, as "
-                "the number of its elements is not known; make a dataset of arrays "
-                "or files, or cache in distribute_datasets_from_function"
+                "cache() of a generator's dataset cannot be divided over replicas, "
+                "because the number of its elements is unknown; use a dataset of "
+                "arrays or files, or cache in distribute_datasets_from_function"
             )
         cache.require_end()
         # Unchanged: this pass only checks.
@@ -65,8 +65,8 @@ def _require_known_order(steps: Any) -> None:
     def check(cache: Cache | IterCache, parent: Any) -> Any:
         if parent.needs_entropy:
             raise ArgumentError(
-                "cache() behind a shuffle without a seed cannot be shared by replicas "
-                "in a dataset that is not the first in zip(); give the shuffle a seed"
+                "cache() after a shuffle without a seed works only in the first "
+                "dataset of zip(); give the shuffle a seed"
             )
         return cache
 
@@ -150,7 +150,7 @@ def _collect(caches: list[NodeCache], parent: Any) -> Any:
     """Append a step and those before it that are caches."""
     if isinstance(parent, NodeCache):
         caches.append(parent)
-    # Not a function that refers to itself: the circle would keep caches alive
+    # Not a recursive closure: its reference cycle would keep caches alive
     return parent.replace_parents(functools.partial(_collect, caches))
 
 
@@ -215,9 +215,9 @@ def _first_rows(parent: MapDataset, epoch: Epoch, slices: int) -> Any:
     reason = why_not_storable(rows)
     if reason is not None:
         raise ArgumentError(
-            "cache() of a distributed dataset needs numbers, bools or strings of fixed "
-            f"length in its elements, but {reason}; map() it to such, or leave cache() "
-            "out"
+            "cache() of a distributed dataset needs numbers, bools or strings of "
+            f"fixed length in its elements, but {reason}; convert it with map(), or "
+            "omit cache()"
         )
     return rows
 

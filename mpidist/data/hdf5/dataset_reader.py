@@ -314,9 +314,9 @@ class OpenFiles:
             expected = self._other_states.setdefault(before.path, before)
             if changes := expected.changes_to(state_of(before.path), is_shared=False):
                 raise DataError(
-                    f"{before.path}, which it leads to, was changed: "
+                    f"{before.path}, a source of this file, was changed: "
                     f"{', '.join(changes)}; a file must not change while it is read; "
-                    "make a new dataset to read it as it is now"
+                    "create a new dataset to read its present contents"
                 )
         if len(file_index.others) > _FEW_FILES:
             self._checked.add(path)

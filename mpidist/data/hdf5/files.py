@@ -51,7 +51,7 @@ _LATE_SECONDS = 10.0
 _LATE_PAUSE_SECONDS = 0.05
 # Shorter rows: one read and a copy are cheaper than a vector of buffers for the kernel
 _VECTOR_BYTES = 32 << 10
-# Waking a thread takes as long as copying 0.5 MB
+# Waking a thread costs as much as copying 0.5 MB
 _PIECE_BYTES = 2 << 20
 # For longer rows, copying outweighs the cost of a Python loop
 _LONG_BYTES = 64 << 10
@@ -86,8 +86,8 @@ class RawFile:
     def _open(self, expected: FileState) -> None:
         """Open the file, as it was when its index was read.
 
-        Where another node has read that, this one may see an older state for a while,
-        or no file: network file systems remember what they have seen.
+        If another node has read the index, this node may see an older state for a
+        while, or no file: network file systems cache metadata.
         """
         end = time.monotonic() + _lateness(expected)
         while True:
@@ -104,16 +104,16 @@ class RawFile:
             time.sleep(_LATE_PAUSE_SECONDS)
 
     def _find_change(self, expected: FileState) -> DataError | None:
-        """Return what is to be said if the open file is another one than expected."""
+        """Return an error message if the open file differs from the expected one."""
         self.state = state_of(self._path, self._descriptor)
         self._is_local = _file_system(self.state.device) in _LOCAL_FILE_SYSTEMS
         changes = expected.changes_to(self.state, not self._is_local)
         if not changes:
             return None
         return DataError(
-            f"{self._path}: is not the file whose index was read: {', '.join(changes)}"
+            f"{self._path}: differs from the indexed file: {', '.join(changes)}"
             "; a file must not change while it is read, and must be the same on all "
-            "nodes; make a new dataset to read it as it is now"
+            "nodes; create a new dataset to read its present contents"
         )
 
     def gather(
@@ -178,7 +178,7 @@ class RawFile:
     def _require_inside(self, offset: int, size_bytes: int) -> None:
         if offset + size_bytes > self._size_bytes:
             raise DataError(
-                f"{self._path}: has {self._size_bytes} bytes, but data that should lie "
+                f"{self._path}: has {self._size_bytes} bytes, but its data should be "
                 f"at {offset}..{offset + size_bytes - 1}"
             )
 
@@ -238,8 +238,8 @@ class RawFile:
         if status.st_nlink == 0:
             return f"was removed or replaced; {advice}"
         return (
-            f"was changed: it has {status.st_size} bytes, and had {self._size_bytes} "
-            f"and another modification time when it was opened; {advice}"
+            f"was changed: it has {status.st_size} bytes; when it was opened it had "
+            f"{self._size_bytes} and a different modification time; {advice}"
         )
 
     def _map_bytes(self) -> Bytes | None:
@@ -297,8 +297,8 @@ class RawFile:
 
     def _truncated(self, end: int) -> DataError:
         return DataError(
-            f"{self._path}: ends after {end} bytes, and had {self._size_bytes} when "
-            "its index was read: it was truncated"
+            f"{self._path}: was truncated: it ends after {end} bytes, but had "
+            f"{self._size_bytes} when its index was read"
         )
 
 

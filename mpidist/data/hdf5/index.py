@@ -219,7 +219,7 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
     Raises:
       DataError: the file or a dataset cannot be read, or the numbers of rows differ.
     """
-    # Opened past HDF5 first, which would block on a FIFO and print its own errors.
+    # Opened without HDF5 first: HDF5 would block on a FIFO and print its own errors.
     try:
         descriptor = open_regular(path)
         try:
@@ -240,7 +240,7 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
         raise DataError(f"{path}: cannot be opened as HDF5: {error}") from error
     if missing:
         raise DataError(
-            f"{path}: of what holds its rows, some is missing: {'; '.join(missing)}"
+            f"{path}: sources of its rows are missing: {'; '.join(missing)}"
         )
     lengths = [index.shape[0] for index in indexes]
     if len(set(lengths)) > 1:
@@ -318,8 +318,8 @@ def _dataset(path: Path, file: h5py.File, name: str, others: list[str]) -> h5py.
     if not isinstance(dataset, h5py.Dataset):
         raise DataError(
             f"{path}: there is no dataset {name!r}; there are: "
-            f"{', '.join(sorted(file)) or 'none'} (a group or a broken link "
-            "is no dataset)"
+            f"{', '.join(sorted(file)) or 'none'} (a group or a broken link is not a "
+            "dataset)"
         )
     others += find_storage(dataset)
     return dataset
@@ -334,7 +334,7 @@ def _index_dataset(
         kind = kind_of(dataset)
     except TypeError as error:
         raise DataError(
-            f"{path}: dataset {name!r} is of a type that NumPy has not: {error}"
+            f"{path}: dataset {name!r} has a type that NumPy lacks: {error}"
         ) from error
     by_h5py = DatasetIndex(
         name,
@@ -357,7 +357,7 @@ def _indexed(file: h5py.File, name: str, dataset: h5py.Dataset) -> DatasetIndex 
     if dataset.file.filename != file.filename:
         return "an external link to another file"
     if not _is_plain(dataset):
-        return "values of a type that NumPy stores otherwise"
+        return "values of a type that NumPy stores differently"
     is_chunked = dataset.chunks is not None
     index = (_chunked if is_chunked else _contiguous)(name, dataset)
     if (
@@ -420,11 +420,11 @@ def contiguous_offset(dataset: h5py.Dataset) -> int | None:
 def _contiguous(name: str, dataset: h5py.Dataset) -> DatasetIndex | str:
     properties = dataset.id.get_create_plist()
     if dataset.is_virtual:
-        return "a virtual dataset, whose rows lie in others"
+        return "a virtual dataset, whose rows are in other datasets"
     if properties.get_layout() != h5py.h5d.CONTIGUOUS:
         return "compact storage, in the file's metadata"
     if properties.get_external_count() > 0:
-        return "external storage, in files without structure"
+        return "external storage, in raw files"
     offset = contiguous_offset(dataset)
     offsets = np.array([hdf5_chunks.UNWRITTEN if offset is None else offset], np.int64)
     shape = dataset.shape
@@ -436,12 +436,12 @@ def _contiguous(name: str, dataset: h5py.Dataset) -> DatasetIndex | str:
 def _chunked(name: str, dataset: h5py.Dataset) -> DatasetIndex | str:
     if (filters := hdf5_chunks.filters_of(dataset)) is None:
         names = ", ".join(hdf5_chunks.filter_names(dataset))
-        return f"filters that only HDF5 undoes: {names}"
+        return f"filters that only HDF5 can decode: {names}"
     if hdf5_chunks.skips_user_block(dataset.file):
         version = h5py.version.hdf5_version
         return f"chunks after a user block, which HDF5 {version} does not locate"
     if (table := hdf5_chunks.table_of(dataset)) is None:
-        return "an index of chunks that HDF5 does not tell, or that is mostly empty"
+        return "a chunk index that HDF5 does not report, or that is mostly empty"
     return DatasetIndex(
         name,
         dataset.shape,

@@ -76,5 +76,5 @@ def _require_name(name: Any) -> None:
         is_good = False
     if not is_good:
         raise ArgumentError(
-            f"datasets must hold names of HDF5, not {validation.shown(name)}"
+            f"datasets must hold valid HDF5 names, not {validation.shown(name)}"
         )

@@ -140,7 +140,7 @@ class Hdf5Rows:
         """
         self._on_rank = "" if rank is None else f" on rank {rank}"
         self._file_map = FileMap.of(files)
-        # What the user set is not overruled.
+        # A value set by the user is kept.
         if threads is not None and self._threads is None:
             self._threads = threads
             self._blocks.end_threads()
@@ -184,7 +184,7 @@ class Hdf5Rows:
                 rows_of_part = self._read(part, field, blocks, self._scratch)
                 leaf[part.places] = rows_of_part
 
-        # Threads pay for themselves only with many bytes.
+        # Threads help only with many bytes.
         is_large = sum(leaf.nbytes for leaf in leaves) >= _LARGE_BYTES
         list((self._blocks.parallel if is_large else map)(fill, parts))
         return nest.unflatten(self._spec, leaves)
@@ -193,7 +193,7 @@ class Hdf5Rows:
         """See `ChunkedSource.retain`."""
         with self._lock:
             self._users += 1
-        # A new iteration looks again whether sources of virtual datasets have changed.
+        # A new iteration checks again whether sources of virtual datasets have changed.
         self._open_files.check_others()
 
     def release(self, keep_files: bool = False) -> None:

@@ -135,7 +135,7 @@ def to_arrays(rows: Mapping[str, Any]) -> dict[str, Any]:
     }
     if not by_name or len(by_name) < len(rows):
         raise ArgumentError(
-            f"append: name at least one dataset, and none twice, not {list(rows)}"
+            f"append: rows must name at least one dataset, each once, not {list(rows)}"
         )
     for name, array in by_name.items():
         if array.ndim == 0:
@@ -202,11 +202,11 @@ def _require_dtype(field: FieldSpec) -> None:
     except (TypeError, ValueError):
         stored = None
     if stored != field.dtype:
-        instead = "" if stored is None else f" (it would give back {stored})"
+        instead = "" if stored is None else f" (it would return {stored})"
         raise DTypeError(
-            f"append: dataset {field.name!r}: HDF5 has no dtype {field.dtype}"
-            f"{instead}; convert it first, such as bfloat16 to float32, str by "
-            "np.char.encode, dates by view('int64')"
+            f"append: dataset {field.name!r}: HDF5 has no dtype "
+            f"{field.dtype}{instead}; convert it first, such as bfloat16 to float32, "
+            "str with np.char.encode, dates with view('int64')"
         )
 
 
@@ -215,7 +215,7 @@ def require_same_fields(before: Sequence[FieldSpec], now: Sequence[FieldSpec]) -
     names, new_names = [c.name for c in before], [c.name for c in now]
     if names != new_names:
         raise ArgumentError(
-            f"append: the datasets were {names}, and are now {new_names}"
+            f"append: the datasets were {names} and are now {new_names}"
         )
     for old, new in zip(before, now, strict=True):
         if old != new:
@@ -236,8 +236,8 @@ def common_fields(
     known = [specs for specs in fields if specs]
     if not known:
         raise DataError(
-            f"{call}: no rank appended anything, so there is nothing to write; an "
-            "append of zero rows says what the datasets are"
+            f"{call}: no rank appended rows, so the datasets are unknown; append zero "
+            "rows to define them"
         )
     if any(specs != known[0] for specs in known):
         raise MismatchError(f"{call}: {_difference(fields)}")
@@ -346,7 +346,7 @@ class ShardWriter:
     def _require_whole(self) -> None:
         if not self._is_whole:
             raise DataError(
-                f"{self.path}: an append failed before, in the middle of its rows"
+                f"{self.path}: an earlier append failed and wrote only some of its rows"
             )
 
     def _write(self, dataset: _Dataset, write: Callable[[], None]) -> None:

@@ -232,7 +232,7 @@ def test_input_context():
     assert str(ctx) == "mpidist.InputContext(input pipeline id 2, total: 4)"
     assert ctx.get_per_replica_batch_size(12) == 3
     for size, advice in [(30, "use 28 or 32"), (3, "use 4")]:
-        with pytest.raises(ValueError, match=f"{size} does not divide.*{advice}"):
+        with pytest.raises(ValueError, match=f"{size} is not divisible.*{advice}"):
             ctx.get_per_replica_batch_size(size)
 
 

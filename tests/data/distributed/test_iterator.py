@@ -127,7 +127,7 @@ def test_a_stop_iteration_of_a_map_does_not_end_the_epoch(strategy):
 @pytest.mark.mpi(min_size=2)
 def test_a_map_over_batches_must_keep_their_rows(strategy):
     dataset = numbers(16).batch(8).map(lambda x: x[:1])
-    with pytest.raises(ValueError, match="one row per row"):
+    with pytest.raises(ValueError, match="one row for each row"):
         next(iter(strategy.experimental_distribute_dataset(dataset)))
     require_usable(strategy)
 

@@ -336,7 +336,7 @@ def test_a_structure_that_cannot_be_sent_is_an_error_only_where_it_is_needed(
     divided = strategy.distribute_datasets_from_function(lambda ctx: make(ctx, 1))
     assert len(list(divided)) == comm.size
     divided = strategy.distribute_datasets_from_function(lambda ctx: make(ctx, 0))
-    with pytest.raises(mpidist.DataError, match=r"rank 0 is empty.*pickled"):
+    with pytest.raises(mpidist.DataError, match=r"rank 0 has no more batches.*pickled"):
         list(divided)
     require_usable(strategy)
 

@@ -252,7 +252,7 @@ def test_a_file_that_is_replaced_before_it_is_opened_again(tmp_path):
             (tmp_path / "link.h5").unlink()
             (tmp_path / "link.h5").symlink_to("new.h5")
         for _ in range(2):
-            with pytest.raises(DataError, match=r"instead of .*make a new dataset"):
+            with pytest.raises(DataError, match=r"instead of .*create a new dataset"):
                 source.read(np.arange(8))
             source.close()
         data = -data
