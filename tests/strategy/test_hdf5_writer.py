@@ -155,7 +155,7 @@ def bfloat16():
         (lambda: np.array(["a", "b"]), "no dtype <U1.*encode"),
         (lambda: np.zeros(2, "M8[s]"), "no dtype datetime64.*view"),
         (lambda: np.array([b"a", None]), "dtype object"),
-        (lambda: np.zeros(2, [("r", "f4"), ("i", "f4")]), "give back complex64"),
+        (lambda: np.zeros(2, [("r", "f4"), ("i", "f4")]), "return complex64"),
         (lambda: [1, 2], "must be an array"),
         (lambda: np.ma.masked_array([1, 2], [0, 1]), "masked"),
         (lambda: {"x": np.ones(1)}, "must be an array"),
