@@ -101,7 +101,7 @@ SIZE = strategy.num_replicas_in_sync
 strategy.experimental_finalize()
 mpidist.run_elastic(train)
 """
-NOT_COME = r"rank 1 did not come\. The job ends"
+NOT_COME = r"rank 1 did not arrive\. The job ends"
 WAITED = r"has waited .* in .*The job ends"
 WELL = 'os.write(1, f"well {rank}\\n".encode())\n'
 FORKING = """

@@ -1,1 +1,1 @@
-"""Communication: who takes part, consensus, transports, collectives."""
+"""Communication: communicators, consensus, transports, collectives."""

@@ -1,4 +1,4 @@
-"""Which numbers a reduction adds up, in which dtypes, and what comes of the totals.
+"""Arithmetic of reductions: dtypes, sums, overflow checks, final division.
 
 Nothing here communicates.
 """
@@ -55,8 +55,9 @@ def require_reducible(op: ReduceOp, dtype: np.dtype[Any], name: str) -> None:
     arrays.summable(dtype, name)
     if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
         raise DTypeError(
-            f"{name} has dtype {dtype.name}: complex numbers have no order, so there "
-            f"is no {op.name} of them; reduce their absolute values, or their parts"
+            f"{name} has dtype {dtype.name}: complex numbers have no order, so "
+            f"{op.name} is not defined; reduce their absolute values, or real and "
+            "imaginary parts"
         )
 
 
@@ -66,17 +67,17 @@ def to_add(
     compression: str | None = None,
     is_narrow: bool = True,
 ) -> tuple[list[np.dtype[Any]], list[Any]]:
-    """Return the dtypes of the reductions, and what is to be added up for them.
+    """Return the dtypes of the reductions, and the arrays to add for them.
 
-    With `compression` that is as narrow as it is to be sent where `is_narrow`, else as
-    wide as it is.
+    With `compression` and `is_narrow`, the arrays have the dtype in which they are
+    sent.
     """
     is_mean = op is ReduceOp.MEAN
     out = [arrays.mean_dtype(a.dtype) if is_mean else a.dtype for a in values]
     keep = compression is not None and not is_narrow
     # A cast that overflows is what the user asked for with `compression`, so it must
     # not warn on the one rank whose numbers are large.
-    with np.errstate(over="ignore"):  # what is too large for float16 is inf
+    with np.errstate(over="ignore"):  # numbers too large for float16 become inf
         return out, [
             contiguous(a, dtype if keep else wire_dtype(dtype, compression))
             for a, dtype in zip(values, out)
@@ -90,7 +91,7 @@ def finish(
     ranks: int,
     empty: Empty,
 ) -> list[Any]:
-    """Return reductions of the wanted dtypes; changes the totals.
+    """Return reductions of the requested dtypes; changes the totals in place.
 
     `empty` returns memory for those that are not totals: see `Results.empty`.
     """
@@ -112,7 +113,7 @@ def finish(
 def result_bytes(
     op: ReduceOp, dtype: np.dtype[Any], size: int, compression: str | None
 ) -> tuple[int, int]:
-    """Return how many bytes the total of an array takes, and what `finish` adds."""
+    """Return the bytes of an array's total, and those that `finish` allocates."""
     out = arrays.mean_dtype(dtype) if op is ReduceOp.MEAN else dtype
     # Totals of float16 and bfloat16 are float32, and become narrow in `finish`
     total = arrays.accumulator_dtype(wire_dtype(out, compression))
@@ -120,10 +121,10 @@ def result_bytes(
 
 
 def wire_dtype(dtype: np.dtype[Any], compression: str | None) -> np.dtype[Any]:
-    """Return the dtype that numbers of `dtype` are sent as."""
+    """Return the dtype in which numbers of `dtype` are sent."""
     if compression is None:
         return arrays.accumulator_dtype(dtype)
-    # Integers and 16-bit numbers have nothing to gain: they are sent as they are.
+    # Integers and 16-bit numbers are sent unchanged.
     if dtype.kind != "f" or dtype.itemsize == 2:
         return dtype
     if compression == "bfloat16":
@@ -143,9 +144,9 @@ def bound_bytes(op: ReduceOp, values: Sequence[Any]) -> int:
 
 
 def add_in_order(parts: Sequence[Any], out: Any = None) -> Any:
-    """Return the sum of arrays, as a new one, or in `out`; one array as it is.
+    """Return the sum of arrays, new or in `out`; a single array is returned itself.
 
-    All is added up in the dtype of `out`.
+    The sum is formed in the dtype of `out`.
     """
     # One rank: no copy. Callers that hand the result to a user copy it themselves.
     if len(parts) == 1 and out is None:
@@ -164,7 +165,7 @@ def add_in_order(parts: Sequence[Any], out: Any = None) -> Any:
 
 
 def combine_in_order(op: ReduceOp, parts: Sequence[Any]) -> Any:
-    """Return MIN, MAX or PRODUCT of arrays, as a new one; one array as it is."""
+    """Return MIN, MAX or PRODUCT of arrays; a single array is returned itself."""
     if len(parts) == 1:
         return parts[0]
     # A product of integers that overflows is found by `check_product` afterwards; a
@@ -175,9 +176,9 @@ def combine_in_order(op: ReduceOp, parts: Sequence[Any]) -> Any:
 
 
 def check_product(pair: tuple[Any, Sequence[Any]], name: str) -> Any:
-    """Return the product of all ranks' arrays, if integers have not overflowed in it.
+    """Return the product of all ranks' arrays; raise if integers have overflowed.
 
-    Arguments and errors as those of `check_sum`.
+    Arguments and errors: see `check_sum`.
     """
     product, parts = pair
     if product.dtype.kind not in "iu":
@@ -195,7 +196,7 @@ def rough_product(parts: Sequence[Any]) -> Any:
 
 
 def _without_nan(rough: Any) -> Any:
-    """Return products of integers in float64, without what infinity times 0 is."""
+    """Return products of integers in float64, with 0 for infinity times 0."""
     # NaN is the only value unequal to itself. infinity * 0 arises where one factor
     # overflowed float64 and another one is 0: the exact product is 0 then.
     return arrays.namespace(rough).where(rough == rough, rough, 0.0)
@@ -207,7 +208,7 @@ def is_integer_sum(op: ReduceOp, dtypes: Sequence[np.dtype[Any]]) -> bool:
 
 
 def may_not_fit(op: ReduceOp, dtypes: Sequence[np.dtype[Any]]) -> bool:
-    """Return whether a reduction of these dtypes may be of integers that do not fit."""
+    """Return whether a reduction of these dtypes may overflow."""
     is_risky = op is ReduceOp.SUM or op is ReduceOp.PRODUCT
     return is_risky and any(dtype.kind in "iu" for dtype in dtypes)
 
@@ -217,13 +218,13 @@ def may_overflow(array: Any, ranks: int) -> bool:
     if array.dtype.kind not in "iu" or not array.size:
         return False
     # If no rank's element exceeds max / ranks, the total fits whatever the signs are;
-    # so most sums need no second look.
+    # so most sums need no second check.
     bound = np.iinfo(array.dtype).max // ranks
     return bool(array.max() > bound or array.min() < -bound)
 
 
 def check_sum(pair: tuple[Any, Sequence[Any]], name: str) -> Any:
-    """Return the sum of all ranks' arrays, if integers have not overflowed in it.
+    """Return the sum of all ranks' arrays; raise if integers have overflowed.
 
     Args:
       pair: the sum, and the arrays.
@@ -252,7 +253,7 @@ def require_fit(total: Any, rough: Any, what: str) -> None:
       total: integers, modulo 2 to the power of their bits.
       rough: the same in float64, which does not overflow: its error is far below half
         of what an overflow takes away.
-      what: they are, for messages.
+      what: what the totals are, for messages.
     """
     dtype = total.dtype
     # An overflow changes a total by a multiple of 2**bits: whole multiples are lost.
@@ -283,7 +284,7 @@ def sum_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
 
 
 def rough_sum_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
-    """Return what `sum_over` does in float64, if that may overflow; else None."""
+    """Return the result of `sum_over` in float64 if it may overflow, else None."""
     # Narrower integers are added up in 64 bits, and `narrow` checks the total.
     if op is ReduceOp.SUM and array.dtype.kind in "iu" and array.dtype.itemsize == 8:
         return _sum_in(np.dtype(np.float64), array, axes)
@@ -312,7 +313,7 @@ def combine_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
 
 
 def rough_product_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
-    """Return what `combine_over` does in float64, if that may overflow; else None."""
+    """Return the result of `combine_over` in float64 if it may overflow, else None."""
     if op is not ReduceOp.PRODUCT or array.dtype.kind not in "iu":
         return None
     product = array.prod(axis=axes, dtype=np.float64)
@@ -336,7 +337,7 @@ def _wide(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def mean_of(total: Any, length: int, dtype: np.dtype[Any]) -> Any:
-    """Return a total by how many were added up; nan for none."""
+    """Return a total divided by the number of elements; nan for none."""
     # 0 / 0 on the replica without rows gives nan, as documented, without a warning.
     with np.errstate(invalid="ignore"):
         mean = total / np.float64(length)
@@ -344,7 +345,7 @@ def mean_of(total: Any, length: int, dtype: np.dtype[Any]) -> Any:
 
 
 def narrow(found: tuple[Any, Any, np.dtype[Any]], name: str, what: str = "sum") -> Any:
-    """Return a total in the dtype of what was reduced; integers must fit.
+    """Return a total in the dtype of the reduced value; integers must fit.
 
     Args:
       found: the total, what it is in float64 where its own dtype may have overflowed
@@ -370,5 +371,5 @@ def contiguous(array: Any, dtype: np.dtype[Any]) -> Any:
     """Return `array` in C order, aligned, and in `dtype`; copies only if it must."""
     found = array.astype(dtype, order="C", copy=False)
     if isinstance(found, np.ndarray) and not found.flags.aligned:
-        return found.copy()  # MPI cannot move it where it lies
+        return found.copy()  # MPI cannot move it in place
     return found

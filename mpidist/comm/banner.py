@@ -1,4 +1,4 @@
-"""Lines at the start of a job: what it runs on, and how it reads its first dataset."""
+"""Lines at the start of a job: the hardware, and how the first dataset is divided."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _shown: set[str] = set()
 
 
 def show_banner(group: ReplicaGroup) -> None:
-    """Log the banner, on rank 0, for the first strategy that is not alone.
+    """Log the banner on rank 0 for the first strategy of several ranks.
 
-    Not collective. The variable MPIDIST_BANNER=0 keeps it from that.
+    Not collective. MPIDIST_BANNER=0 turns it off.
     """
     _show_once(group, "banner", lambda: banner(group))
 
 
 def show_input(group: ReplicaGroup, describe: Callable[[], str]) -> None:
-    """Log how the first dataset is divided, in the same way.
+    """Log how the first dataset is divided, on rank 0, once.
 
     Args:
       group: of the replicas.
@@ -42,7 +42,7 @@ def _show_once(group: ReplicaGroup, kind: str, describe: Callable[[], str]) -> N
     if group.num_replicas == 1 or kind in _shown:
         return
     _shown.add(kind)
-    # What is neither 0 nor 1 was refused when the strategy was made, on all ranks
+    # Values other than 0 and 1 were refused when the strategy was created
     if group.replica_id == 0 and BANNER.read_or_default():
         logs.info("comm", describe())
 
@@ -71,6 +71,6 @@ def _describe_gpus(gpus: GpuFacts) -> str:
 
 
 def _describe_table(table: Table) -> str:
-    """Return what reduces: "mpi, hierarchical from 64 KiB"."""
+    """Return the transports by size: "mpi, hierarchical from 64 KiB"."""
     (_, first), *rest = table["allreduce"]
     return ", ".join([first, *(f"{name} from {as_text(edge)}" for edge, name in rest)])

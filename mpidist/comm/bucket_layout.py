@@ -1,4 +1,4 @@
-"""Arrays that are reduced in buckets, beside the computation that makes them."""
+"""Arrays that are reduced in buckets during the computation that produces them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["BucketStep", "bucket_bytes_of", "divide", "leaves_by_key"]
 Reduce = Callable[[int, Sequence[Any], Sequence[Any], Exception | None], Sequence[Any]]
 
 
-# So many buckets that the network is hardly ever idle before the first, and busy after
-# the last. It does not depend on times, as last bits may depend on which gradients are
-# in one bucket
+# Enough buckets that the network starts early and has little work left at the end. The
+# number does not depend on times, since the last bits of results may depend on the
+# buckets
 _BUCKETS = 16
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 8 << 20
 
 
 def bucket_bytes_of(sizes: Sequence[int]) -> int:
-    """Return how much a bucket of arrays of these sizes in bytes is to hold."""
+    """Return the size of a bucket, given the sizes of all arrays in bytes."""
     return min(max(sum(sizes) // _BUCKETS, _LEAST_BYTES), _MOST_BYTES)
 
 
@@ -32,13 +32,13 @@ def divide(
 ) -> list[list[int]]:
     """Return the arrays of each bucket, by their numbers.
 
-    The first bucket and the last one are a quarter as large as others: the sooner the
-    reductions begin, and the less is left to do when the last array is there.
+    The first and the last bucket have a quarter of the size of others, so that
+    reductions begin early and little is left after the last array.
 
     Args:
       sizes: of all arrays, in bytes.
-      order: all numbers; which comes first.
-      bucket_bytes: how much a bucket holds; larger arrays have one of their own.
+      order: all numbers, in the order of reduction.
+      bucket_bytes: the size of a bucket; larger arrays get their own bucket.
     """
     if not order:
         return []
@@ -57,7 +57,7 @@ def divide(
 
 
 def _count_fitting(sizes: Sequence[int], limit: int) -> int:
-    """Return how many of the first sizes do not exceed a limit together; at least 1."""
+    """Return how many of the first sizes fit a limit in total; at least 1."""
     fitting = [total for total in itertools.accumulate(sizes) if total <= limit]
     return max(len(fitting), min(len(sizes), 1))
 
@@ -68,7 +68,7 @@ def leaves_by_key(
     """Return the numbers of the leaves below each key of a nest, and their structure.
 
     Raises:
-      ArgumentTypeError: the nest is no mapping, list or tuple.
+      ArgumentTypeError: the nest is not a mapping, list or tuple.
     """
     numbers = nest.unflatten(spec, range(count))
     if isinstance(numbers, Mapping):
@@ -101,7 +101,7 @@ class BucketStep:
         self._results: dict[int, Any] = {}
         self._is_ready = [threading.Event() for _ in buckets]
         self._is_over = [threading.Event() for _ in buckets]
-        self._reduced = 0  # so many buckets
+        self._reduced = 0  # number of buckets
         self._bucket_of = {
             leaf: j for j, leaves in enumerate(buckets) for leaf in leaves
         }
@@ -131,7 +131,7 @@ class BucketStep:
         Args:
           leaf: its number.
           array: its values.
-          made: the event that a GPU has made them.
+          made: the event that the GPU has computed them.
         """
         self._given[leaf] = array
         if made is not None:
@@ -143,12 +143,12 @@ class BucketStep:
             self._is_ready[bucket].set()
 
     def cancel(self, error: Exception) -> None:
-        """Let the thread end by itself, where no rank has put anything."""
+        """Let the thread end if no rank has put a leaf."""
         self._is_cancelled = True
         self.fail(error)
 
     def finish(self, error: Exception | None = None) -> None:
-        """Return when all buckets are reduced, or `error` says why not.
+        """Wait until all buckets are reduced, or raise `error`.
 
         Args:
           error: raised in place of the first bucket that lacks arrays, on all ranks.
@@ -161,7 +161,7 @@ class BucketStep:
             self._work()
 
     def wait_for(self, bucket: int) -> bool:
-        """Return whether a bucket is reduced, once it is, or `error` says why not."""
+        """Wait for a bucket; return whether it was reduced."""
         if self._thread is None:
             self.finish()
         self._is_over[bucket].wait()

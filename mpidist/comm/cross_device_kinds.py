@@ -28,14 +28,14 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
     """Reduce inside each node, all-reduce between nodes, broadcast inside each node.
 
     Args:
-      num_packs: into how many packs arrays of one dtype are put; 0 sends each alone.
+      num_packs: the number of packs for arrays of one dtype; 0 sends each alone.
 
     Raises:
       ArgumentError: num_packs is negative.
-      LaunchError, on all replicas: when it is given to a strategy on nodes without
-        room in shared memory.
+      LaunchError: on all replicas, when given to a strategy on nodes with too little
+        shared memory.
 
-    Arrays on GPUs go by way of host memory.
+    Arrays on GPUs are copied through host memory.
 
     Example:
       >>> ops = mpidist.HierarchicalCopyAllReduce()
@@ -54,8 +54,8 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
         transports = collectives.transports
         if transports.intra_node is None and topology.has_neighbours:
             raise LaunchError(
-                "HierarchicalCopyAllReduce cannot be used: the ranks of a node have no "
-                "room in shared memory (a container may be given more: --shm-size)"
+                "HierarchicalCopyAllReduce cannot be used: the node has too little "
+                "shared memory (in a container, raise it with --shm-size)"
             )
         self._transport = transports.intra_node or transports.default
         # Arrays on GPUs pass through the host to be added there.
@@ -71,17 +71,17 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
 
 
 class NcclAllReduce(MpiAllReduce):
-    """Reduce arrays on GPUs by NVIDIA's NCCL, which needs a GPU of each replica's own.
+    """Reduce arrays on GPUs with NVIDIA's NCCL; each replica needs its own GPU.
 
     Arrays on the host are reduced by MPI.
 
     Args:
-      num_packs: into how many packs arrays of one dtype are put; 0 sends each alone.
+      num_packs: the number of packs for arrays of one dtype; 0 sends each alone.
 
     Raises:
       ArgumentError: num_packs is negative.
-      LaunchError, on all replicas: when it is given to a strategy on CPUs, or whose
-        replicas share a GPU, or without NCCL.
+      LaunchError: on all replicas, when given to a strategy on CPUs, with a shared GPU,
+        or without NCCL.
 
     Example:
       >>> ops = mpidist.NcclAllReduce(num_packs=2)
@@ -96,8 +96,7 @@ class NcclAllReduce(MpiAllReduce):
     def bind(self, collectives: Collectives, topology: Topology) -> None:
         """See `CrossDeviceOps.bind`."""
         super().bind(collectives, topology)
-        # Whether NCCL can be used was agreed on by all ranks, so all raise, or none
-        # does.
+        # All ranks know whether NCCL can be used, so all raise, or none does.
         collectives.transports.require_nccl("NcclAllReduce")
 
     def sum_arrays(
@@ -113,18 +112,18 @@ class ReductionToOneDevice(MpiAllReduce):
     """Reduce to one replica, and broadcast from there.
 
     Args:
-      reduce_to_device: the replica to reduce to, by its number, or by a device string,
-        which means the first replica on such a device; by default replica 0.
-      accumulation_fn: called there, as `accumulation_fn(arrays)` with the list of all
-        replicas' arrays in their order, instead of adding them up. It returns an array
-        of their shape. MEAN divides that by the number of replicas.
+      reduce_to_device: the replica to reduce to: its number, or a device string, which
+        means the first replica on that device; by default replica 0.
+      accumulation_fn: called on that replica instead of adding, as
+        `accumulation_fn(arrays)` with the list of all replicas' arrays in order. It
+        returns an array of their shape, which MEAN divides by the number of replicas.
 
     Raises, on all replicas, when it is given to a strategy:
       ArgumentError: no replica is on `reduce_to_device`.
 
-    Arrays on GPUs go by way of host memory; `accumulation_fn` gets them on its GPU.
-    Reductions raise, on all replicas, what `accumulation_fn` raises, and ArgumentError
-    for another shape.
+    Arrays on GPUs are copied through host memory; `accumulation_fn` gets them on its
+    GPU. Reductions raise, on all replicas, what `accumulation_fn` raises, and
+    ArgumentError for another shape.
 
     Example:
       >>> largest = mpidist.ReductionToOneDevice(
@@ -168,11 +167,11 @@ class ReductionToOneDevice(MpiAllReduce):
         def work() -> list[Any]:
             if not (op.adds or self.is_sum):
                 raise ArgumentError(
-                    f"accumulation_fn takes the place of SUM and MEAN, not of {op.name}"
+                    f"accumulation_fn replaces SUM and MEAN, not {op.name}"
                 )
             return reduce(op, values, options)
 
-        # What is refused here, or raised by `accumulation_fn`, is raised on all ranks
+        # Errors here and in `accumulation_fn` are raised on all ranks
         return self.collectives.consensus.run_in_scope(type(self).__qualname__, work)
 
     def sum_arrays(
@@ -181,14 +180,14 @@ class ReductionToOneDevice(MpiAllReduce):
         """See `MpiAllReduce.sum_arrays`."""
         if options.compression is not None:
             raise ArgumentError(
-                "ReductionToOneDevice sends numbers as they are: leave "
-                f"compression={options.compression!r} out"
+                "ReductionToOneDevice does not support compression: omit "
+                "compression={options.compression!r}"
             )
         return [self._sum(value) for value in values]
 
     def _sum(self, value: Any) -> Any:
         consensus, host = self.collectives.consensus, arrays.to_host(value)
-        # Only the root needs the room, but a buffer on all ranks keeps the code
+        # Only the root needs the buffer, but a buffer on all ranks keeps the code
         # symmetric.
         everyone = np.empty((consensus.size, *host.shape), host.dtype)
         if consensus.size > 1:
@@ -229,7 +228,7 @@ def _with_packs(
 
 
 def _replica_on(device: int | str | None, devices: Sequence[str]) -> int:
-    """Return the number of the replica that `device` means."""
+    """Return the number of the replica on `device`."""
     if device is None:
         return 0
     if isinstance(device, int) and 0 <= device < len(devices):

@@ -1,8 +1,7 @@
 """CrossDeviceOps: how a strategy reduces and broadcasts values over its replicas.
 
-An object of one of these classes is given to one `MirroredStrategy`, which then uses it
-for `reduce`, `all_reduce`, `reduce_to`, and for variables. With one process per
-replica, every replica is a destination of every result.
+A `MirroredStrategy` uses the object for `reduce`, `all_reduce`, `reduce_to`, and for
+variables. With one process per replica, every replica is a destination of every result.
 """
 
 from __future__ import annotations
@@ -37,15 +36,14 @@ _DEFAULT = CommunicationOptions()
 
 
 class CrossDeviceOps:
-    """Base of ways to reduce; a subclass overrides the `*_implementation` methods.
+    """Base class of reductions; a subclass overrides the `*_implementation` methods.
 
-    An implementation gets a `PerReplica` (or several) whose component is this replica's
-    array, after structures, shapes and dtypes were found to agree, and returns the
-    reduced array, or a `Mirrored` of it, on every replica. It may call `super()`'s: the
-    base class reduces by direct MPI. What it raises on one replica is raised on all.
+    An implementation gets one or several `PerReplica` values with this replica's array,
+    and returns the reduced array, or a `Mirrored` of it, on every replica. Structures,
+    shapes and dtypes have been compared before. It may call the base class's method,
+    which reduces by MPI. An error on one replica is raised on all.
 
-    One object serves one strategy; before it is given to it, its methods raise
-    ContextError.
+    An object belongs to one strategy; before that, its methods raise ContextError.
 
     Example:
       >>> class Clipped(mpidist.CrossDeviceOps):
@@ -66,8 +64,8 @@ class CrossDeviceOps:
         """Raise a ContextError if this object belongs to a strategy already."""
         if self._collectives is not None:
             raise ContextError(
-                f"this {type(self).__name__} belongs to another strategy already; make "
-                "one for each"
+                f"this {type(self).__name__} belongs to another strategy already; "
+                "create one for each strategy"
             )
 
     def describe(self) -> str:
@@ -75,7 +73,7 @@ class CrossDeviceOps:
         return type(self).__qualname__
 
     def bind(self, collectives: Collectives, topology: Topology) -> None:
-        """Make this object a strategy's own. The strategy calls it. Collective."""
+        """Bind this object to a strategy. The strategy calls it. Collective."""
         self._collectives = collectives
         self._topology = topology
 
@@ -86,14 +84,14 @@ class CrossDeviceOps:
         return twin
 
     def close(self) -> None:
-        """Free what `bind` made. The strategy calls it. Collective."""
+        """Free the resources of `bind`. The strategy calls it. Collective."""
 
     @property
     def collectives(self) -> Collectives:
         """The collectives of the strategy that this object belongs to.
 
         Raises:
-          ContextError: it belongs to none.
+          ContextError: it belongs to no strategy.
         """
         if self._collectives is None:
             raise ContextError(
@@ -114,12 +112,12 @@ class CrossDeviceOps:
         Args:
           reduce_op: SUM, MEAN, MIN, MAX or PRODUCT.
           per_replica_value: a `PerReplica`, or an array as this replica's contribution.
-          destinations: where to put the result: a device string, several, or a
-            distributed value that lies there. Here it lies on every replica.
+          destinations: a device string, several, or a distributed value on these
+            devices. The result is on every replica in any case.
           options: see `CommunicationOptions`.
 
         Raises, on all replicas: see `ReplicaContext.all_reduce`; ArgumentError also for
-          bad or empty destinations.
+        invalid or empty destinations.
 
         Example:
           >>> ops = strategy.extended.cross_device_ops
@@ -139,8 +137,8 @@ class CrossDeviceOps:
 
         Like `reduce` for each `(value, destinations)` of a list.
 
-        Raises, on all replicas: like `reduce`; ArgumentError also for what is not a
-          list of pairs.
+        Raises, on all replicas: like `reduce`; ArgumentError also if
+        `value_destination_pairs` is not a list of pairs.
 
         Example:
           >>> ops = strategy.extended.cross_device_ops
@@ -160,7 +158,7 @@ class CrossDeviceOps:
 
         Raises, on all replicas:
           MismatchError: shapes or dtypes differ.
-          ArgumentError: bad or empty destinations.
+          ArgumentError: invalid or empty destinations.
 
         Example:
           >>> ops = strategy.extended.cross_device_ops
@@ -209,7 +207,7 @@ class CrossDeviceOps:
             type(self).__qualname__, (("reduce_op", op.name),), spec, described
         )
         with self.collectives.consensus.lock:
-            # Another replica's implementation may have failed, or do otherwise
+            # Another replica's implementation may have failed, or call something else
             self.collectives.consensus.require_same(call)
             return self.collectives.reduce_arrays(op, values, options)
 
@@ -217,7 +215,7 @@ class CrossDeviceOps:
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> list[Any]:
         """Call the implementation for arrays that are known to agree. Collective."""
-        # What a user's implementation raises on one rank is raised on all.
+        # An error of a user's implementation on one rank is raised on all.
         return self.collectives.consensus.run_in_scope(
             type(self).__qualname__, lambda: self._implement(op, values, options)
         )
@@ -262,7 +260,7 @@ class CrossDeviceOps:
 
 
 class MpiAllReduce(CrossDeviceOps):
-    """The default: MPI all-reduces packs of arrays where they lie.
+    """The default: MPI all-reduces packs of arrays on their device.
 
     Example:
       >>> ops = mpidist.MpiAllReduce()
@@ -271,7 +269,7 @@ class MpiAllReduce(CrossDeviceOps):
       array([1., 3.])
     """
 
-    is_sum = True  # whether `sum_arrays` adds arrays up, and does nothing else
+    is_sum = True  # whether `sum_arrays` only adds arrays
 
     def reduce_checked(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
@@ -289,7 +287,7 @@ class MpiAllReduce(CrossDeviceOps):
 
 
 def _own(array: Any) -> Any:
-    """Return an array that can be changed, as the components of `Mirrored` cannot."""
+    """Return a writable array; the components of `Mirrored` are read-only."""
     is_read_only = isinstance(array, np.ndarray) and not array.flags.writeable
     return array.copy() if is_read_only else array
 
@@ -319,6 +317,6 @@ def _require_destinations(destinations: Any) -> None:
         is_good = hasattr(destinations, "__array__")  # a tensor: where it lies
     if not is_good:
         raise ArgumentError(
-            "destinations must be a device string, a list of them that is not empty, "
-            f"or a value that lies there, not {validation.shown(destinations)}"
+            "destinations must be a device string, a non-empty list of them, or a "
+            "distributed value, not {validation.shown(destinations)}"
         )

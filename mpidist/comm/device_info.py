@@ -1,4 +1,4 @@
-"""What the ranks of a strategy know of their GPUs, the same on all."""
+"""Information about the GPUs of a strategy, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _CALL = "MirroredStrategy: GPUs"
 
 @dataclasses.dataclass(frozen=True)
 class GpuRequest:
-    """What a user says of GPUs; see `MirroredStrategy`."""
+    """The user's options for GPUs; see `MirroredStrategy`."""
 
     allow_shared: bool = False
     cuda_aware: bool | None = None
@@ -60,10 +60,10 @@ class GpuFacts:
     """The GPUs of a strategy.
 
     Args:
-      index: of this rank's GPU; the rest is the same on all.
+      index: of this rank's GPU; all else is the same on all ranks.
       identities: of each rank's GPU, by rank.
       is_shared: whether ranks share one.
-      support: whether MPI takes addresses of their memory.
+      support: whether MPI accepts pointers to their memory.
       nccl: the version of NCCL on rank 0, such as 22703; 0 without.
       no_nccl: why NCCL cannot connect these ranks; "" if it may.
     """
@@ -77,12 +77,12 @@ class GpuFacts:
 
 
 def find_facts(consensus: Consensus, index: int, request: GpuRequest) -> GpuFacts:
-    """Return what holds for all ranks, which all have a GPU. Collective.
+    """Return the information for all ranks, which all have a GPU. Collective.
 
     Args:
       consensus: of all ranks.
       index: of this rank's GPU, in this process.
-      request: what the user says.
+      request: the user's options.
 
     Raises, on all ranks:
       LaunchError: ranks share a GPU and a rank does not allow it; see also
@@ -98,7 +98,7 @@ def find_facts(consensus: Consensus, index: int, request: GpuRequest) -> GpuFact
     mine = consensus.guard(_CALL, look)
     everyone = consensus.gather(_CALL, mine)
     identities = tuple(identity for identity, _, _ in everyone)
-    # One rank that does not allow it is enough to refuse.
+    # It is refused if any rank does not allow it.
     if not all(is_allowed for _, is_allowed, _ in everyone):
         require_own_gpus(identities)
     support = Support(False, "there is one replica")
@@ -116,7 +116,7 @@ def find_facts(consensus: Consensus, index: int, request: GpuRequest) -> GpuFact
 
 
 def why_no_nccl(versions: Sequence[int], identities: Sequence[GpuIdentity]) -> str:
-    """Return why NCCL cannot connect ranks; "" if nothing is known against it.
+    """Return why NCCL cannot connect ranks; "" if no reason is known.
 
     Args:
       versions: of NCCL on each rank, 0 without.
@@ -127,7 +127,7 @@ def why_no_nccl(versions: Sequence[int], identities: Sequence[GpuIdentity]) -> s
     # All ranks know all versions, so all give the same reason.
     if not all(versions):
         rank = list(versions).index(0)
-        return f"CuPy finds no NCCL on rank {rank}; pip install nvidia-nccl-cu13"
+        return f"CuPy finds no NCCL on rank {rank}; run pip install nvidia-nccl-cu13"
     if len(set(versions)) > 1:
         return f"the ranks have different versions of NCCL: {sorted(set(versions))}"
     # To NCCL, parts of one GPU (MIG) are the same GPU
@@ -142,11 +142,11 @@ _CUDA_KIND = 0
 
 
 class Support(NamedTuple):
-    """Whether MPI takes addresses of GPUs.
+    """Whether MPI is CUDA-aware: accepts GPU pointers.
 
     Args:
       is_aware: whether it does.
-      why: how that is known, in a few words.
+      why: the source of this information, in a few words.
     """
 
     is_aware: bool
@@ -156,20 +156,20 @@ class Support(NamedTuple):
 def find_support(
     consensus: Consensus, asked_for: bool | None, identity: GpuIdentity, index: int
 ) -> Support:
-    """Return what holds for all ranks. Collective.
+    """Return the support, the same on all ranks. Collective.
 
     Args:
       consensus: of all ranks.
-      asked_for: what the user says, which counts more than all else, as does the
-        variable MPIDIST_CUDA_AWARE (0 or 1).
+      asked_for: the user's option; it has priority, as has MPIDIST_CUDA_AWARE (0 or 1).
       identity: of this rank's GPU.
       index: its number in this process.
 
     Raises, on all ranks:
-      LaunchError: the variable is neither 0 nor 1; it, or the option, differs.
+      LaunchError: the variable is not 0 or 1; the variable or the option differs
+        between ranks.
     """
     library = MPI.Get_library_version().partition("\n")[0].rstrip("\0 ")
-    # A wrong variable on one rank is an error on all.
+    # An invalid variable on one rank is an error on all.
     override, answer = consensus.guard(
         _AWARE_CALL,
         lambda: (_override(asked_for, os.environ), ask(library, os.environ)),
@@ -180,20 +180,20 @@ def find_support(
     overrides = {found for found, _, _ in everyone}
     if len(overrides) > 1:
         raise LaunchError(
-            f"ranks say different things of MPI's CUDA support ({CUDA_AWARE.name}, or "
-            f"cuda_aware=): {sorted(map(str, overrides))}"
+            f"{CUDA_AWARE.name} or cuda_aware= differs between ranks: "
+            f"{sorted(map(str, overrides))}; set the same on all ranks"
         )
-    # One rank tries for all with the same GPU and library
+    # One rank tests for all ranks with the same GPU and library
     keys = [found for _, _, found in everyone]
     is_first = keys.index(key) == consensus.rank
-    # Not tried where the user, or the library itself, has said no.
+    # Not tested if the user, or the library itself, says no.
     if override is None and (answer is None or answer.is_aware):
         own = consensus.guard(
             _AWARE_CALL, lambda: _cached_trial(key, index) if is_first else None
         )
         answer = own or answer
     found = [a for a in consensus.gather(_AWARE_CALL, answer) if a is not None]
-    # All ranks must take the same way, so the worst answer counts.
+    # All ranks must use the same transport, so the worst result counts.
     worst = min(found, key=lambda support: support.is_aware, default=None)
     if override is None:
         assert worst is not None  # the first rank has tried
@@ -208,7 +208,7 @@ def find_support(
 def _override(
     asked_for: bool | None, environ: Mapping[str, str]
 ) -> tuple[bool, str] | None:
-    """Return what the user says, and where."""
+    """Return the user's choice, and its source."""
     is_aware, source = resolve(CUDA_AWARE, asked_for, environ)
     if is_aware is None:
         return None
@@ -218,7 +218,7 @@ def _override(
 
 
 def ask(library: str, environ: Mapping[str, str]) -> Support | None:
-    """Return what the MPI library says of itself; None if it says nothing.
+    """Return what the MPI library reports about itself; None if nothing.
 
     Args:
       library: the first line of `MPI.Get_library_version()`.
@@ -245,7 +245,7 @@ def _answers(library: str, environ: Mapping[str, str]) -> Iterator[Support]:
     path = probe.library_path()
     if path is None:
         return
-    # RTLD_NOLOAD: the library that mpi4py has loaded, and no second one.
+    # RTLD_NOLOAD: the library that mpi4py has loaded, not a second copy.
     loaded = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     if hasattr(loaded, "MPIX_Query_cuda_support"):
         answer = int(loaded.MPIX_Query_cuda_support())
@@ -270,26 +270,26 @@ def _has_device_memory(kinds: str) -> bool:
 
 
 def _cached_trial(key: str, index: int) -> Support:
-    """Return what came of trying it, now or before."""
+    """Return the result of a test, now or before."""
     path = cache_path()
     known = _read(path)
     if key in known:
         return Support(known[key][0], f"{known[key][1]} ({path})")
     is_aware, why, is_certain = probe.run(index)
-    # What timed out may work next time, and is not kept.
+    # A timeout is not stored: the test may succeed next time.
     if is_certain:
         _write(path, {**known, key: [is_aware, why]})
     return Support(is_aware, why)
 
 
 def cache_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the file in which outcomes are kept; it may be deleted at any time."""
+    """Return the file of stored results; it may be deleted at any time."""
     cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "mpidist", "cuda_aware.json")
 
 
 def _read(path: Path) -> dict[str, tuple[bool, str]]:
-    """Return what a file of outcomes holds; nothing if it is none."""
+    """Return the stored results; none if the file is invalid."""
     try:
         content = json.loads(path.read_text())
         return {str(key): (bool(a), str(why)) for key, (a, why) in content.items()}
@@ -298,7 +298,7 @@ def _read(path: Path) -> dict[str, tuple[bool, str]]:
 
 
 def _write(path: Path, outcomes: Mapping[str, object]) -> None:
-    """Keep outcomes; where that cannot be done, the next job tries again."""
+    """Store results; if that fails, the next job tests again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path) as file:

@@ -1,4 +1,4 @@
-"""Gradients that are reduced while the backward pass still makes others."""
+"""Reduction of gradients during the backward pass."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from mpidist.util.representation import one_line
 __all__ = ["GradientBuckets", "can_be_threaded", "take_side"]
 
 _CALL = "GradientBuckets"
-# Garbage is collected when so many sides exist, then at twice as many: rarely, as a
+# Collect garbage when this many sides exist, then at twice as many: rarely, since a
 # collection takes milliseconds.
 _COLLECT_AT = 16
 _LINE_BYTES = 64  # each result begins with one
 
 
 class _Side:
-    """A communicator, its channel, and how a thread uses them. Collective to make.
+    """A communicator and its channel for a thread. Collective to create.
 
     Args:
-      group: whose ranks take part; not kept, as this outlives it.
+      group: the ranks; not stored, since this object outlives it.
     """
 
     def __init__(self, group: ReplicaGroup):
@@ -56,11 +56,11 @@ class _Side:
         self._failures = failures
         self.results = StepResults()
         with Pending("making a communicator", group.topology.comm):
-            # A communicator of its own: the thread's collectives and those of the main
-            # thread never match each other's messages.
+            # A separate communicator: messages of the thread's collectives never match
+            # those of the main thread.
             comm = failures.add(group.topology.comm.Dup())
         self.consensus = Consensus(comm, failures=failures)
-        # This thread runs beside the backward pass, and should not take its core by
+        # This thread runs during the backward pass, and should not use its core by
         # spinning.
         self.consensus.departures.yields_cpu = True
         try:
@@ -81,7 +81,7 @@ class _Side:
         self.owner: weakref.ref[Any] | None = None
 
     def is_dropped(self) -> bool:
-        """Return whether nobody uses it on this rank, and others can."""
+        """Return whether it is unused on this rank and can be reused."""
         # A broken one cannot be used again: ranks may be at different calls.
         is_used = self.owner is not None and self.owner() is not None
         return not is_used and self.consensus.broken is None
@@ -90,20 +90,20 @@ class _Side:
         """Free it. Collective."""
         self.consensus.close()
         self.channel.close()
-        # Messages that are still on their way would be received by the next
-        # communicator with this context id. See `Consensus.drain`.
+        # Messages in flight would be received by the next communicator with this
+        # context id. See `Consensus.drain`.
         if self.consensus.drain():
             self._failures.free(self.consensus.comm)
 
 
 class _Sides:
-    """As many as the buckets of one strategy that are in use at the same time.
+    """The sides of one strategy: one for each set of buckets in use.
 
-    Buckets that were dropped without `close` are gone at another moment on each rank,
-    so who makes new ones looks which sides all ranks can do without.
+    Buckets dropped without `close` are collected at different times on each rank, so
+    creating new ones first finds the sides that no rank uses.
 
     Args:
-      closing: what is called when the strategy is closed.
+      closing: functions to call when the strategy is closed.
     """
 
     def __init__(self, closing: list[Callable[[], None]]):
@@ -116,7 +116,7 @@ class _Sides:
         return len(self._sides)
 
     def recorders(self) -> list[Recorder]:
-        """Return those of all sides."""
+        """Return the communicators of all sides."""
         return [side.consensus.recorder for side in self._sides]
 
     def take(self, group: ReplicaGroup, owner: Any) -> _Side:
@@ -125,12 +125,12 @@ class _Sides:
         if len(self._sides) >= self._collect_at:
             gc.collect()
             self._collect_at *= 2
-        # When an object dies is up to each rank's collector, so only sides that are
-        # unused on ALL ranks may be reused. The gather makes that known.
+        # Each rank's garbage collector frees objects at its own time, so only sides
+        # that are unused on ALL ranks may be reused. The gather makes that known.
         dropped = {j for j, side in enumerate(self._sides) if side.is_dropped()}
         everywhere = set.intersection(*group.consensus.gather(_CALL, dropped))
         if everywhere:
-            # min(): any rule will do that gives the same side on all ranks.
+            # min(): any rule that gives the same side on all ranks.
             side = self._sides[min(everywhere)]
         else:
             side = _Side(group)
@@ -147,11 +147,11 @@ class _Sides:
 
 
 def take_side(group: ReplicaGroup, owner: Any) -> _Side:
-    """Return a communicator for a thread, and what communicates by it. Collective.
+    """Return a communicator for a thread, and its channel. Collective.
 
     Args:
       group: the ranks.
-      owner: who uses it; when it is gone on all ranks, others can.
+      owner: the user of it; when it is freed on all ranks, it can be reused.
     """
     if group.sides is None:
         group.sides = _Sides(group.closing)
@@ -160,50 +160,49 @@ def take_side(group: ReplicaGroup, owner: Any) -> _Side:
 
 
 def can_be_threaded(group: ReplicaGroup, side: _Side) -> bool:
-    """Return whether a thread can communicate beside others. Collective.
+    """Return whether several threads can communicate. Collective.
 
-    A warning says so where it cannot.
+    Warns if not.
     """
     if side.consensus.size == 1:
         return False
-    # The lowest level of any rank counts: all must decide alike.
+    # The lowest level of any rank counts: all must make the same decision.
     levels = group.consensus.gather(_CALL, MPI.Query_thread())
     is_threaded = min(levels) == MPI.THREAD_MULTIPLE
     if not is_threaded and side.consensus.rank == 0:
         warn(
-            "gradients are reduced at the end of each step, not beside the backward "
-            "pass: MPI was initialised with less than MPI_THREAD_MULTIPLE (see "
-            "mpi4py.rc.thread_level)",
+            "gradients are reduced at the end of each step, not during the backward "
+            "pass: MPI was initialised without MPI_THREAD_MULTIPLE; remove the "
+            "program's setting of mpi4py.rc.thread_level",
             stacklevel=3,
         )
     return is_threaded
 
 
 class GradientBuckets:
-    """Reduces gradients over all replicas while others are still being computed.
+    """Reduce gradients over all replicas during the backward pass.
 
-    `strategy.gradient_buckets` makes it, once; a `with` block is one step:
+    `strategy.gradient_buckets` creates it, once; a `with` block is one step:
 
       >>> weights = {"w": np.zeros((3, 2)), "b": np.zeros(2)}
       >>> buckets = strategy.gradient_buckets(weights, "MEAN")
       >>> def backward():
       ...     with buckets:
-      ...         buckets.put("w", np.ones((3, 2)))  # as soon as it is there
+      ...         buckets.put("w", np.ones((3, 2)))  # as soon as it is computed
       ...         buckets.put("b", np.full(2, 0.5))
       ...     return buckets.result["b"]
       >>> strategy.run(backward).values
       (array([0.5, 0.5]),)
       >>> buckets.close()
 
-    Gradients are put together in buckets; once a replica has all of one, a thread of
-    its own reduces it, in the same order of buckets on all replicas, whatever the order
-    in which each puts its gradients. At first that is the reverse of the order in the
-    nest; after one step it is the order in which replica 0 had put them. The thread
-    needs a core beside the one that computes.
+    Gradients are grouped in buckets. When all gradients of a bucket are put, a thread
+    reduces it. The order of the buckets is the same on all replicas: in the first step
+    the reverse of the order in the nest, then the order in which replica 0 put the
+    gradients in the first step. The thread needs a core of its own.
 
-    Entering and leaving the block is collective. What is raised inside on one replica
-    is raised on all when they leave it. A gradient must not be changed before the block
-    is left.
+    Entering and leaving the block is collective. An error inside the block on one
+    replica is raised on all when they leave it. Do not change a gradient before the end
+    of the block.
     """
 
     result: Any = None
@@ -229,8 +228,8 @@ class GradientBuckets:
                     f"{self._op.name!r}"
                 )
             leaves, self._spec, given = to_arrays(like)
-            # An empty copy keeps library and device, but not the memory of `like`.
-            # Of which library the results are to be, without the memory of `like`
+            # An empty copy keeps library and device, but not the memory of `like`. The
+            # library of the results, without the memory of `like`
             self._originals = [
                 arrays.like_foreign(a.reshape(-1)[:0].copy(), leaf)
                 for a, leaf in zip(given, leaves)
@@ -242,8 +241,7 @@ class GradientBuckets:
             self._sizes = [a.nbytes for a in given]
             asked = self._options.bytes_per_pack
             self._bucket_bytes = asked or bucket_bytes_of(self._sizes)
-            # All results of a step lie in one allocation, each at a cache line of its
-            # own.
+            # All results of a step share one allocation, each on its own cache lines.
             self._result_bytes = sum(
                 _LINE_BYTES + size
                 for a in given
@@ -292,7 +290,7 @@ class GradientBuckets:
         """Begin a step. Collective.
 
         Raises, on all replicas:
-          ContextError: a step has begun already; it is closed.
+          ContextError: a step has begun already, or the buckets are closed.
         """
         # Closing is collective, so this is the same on all ranks and may raise at once.
         if self._is_closed or self._group.topology.closed:  # on all replicas
@@ -302,8 +300,8 @@ class GradientBuckets:
         try:
             self._consensus.require_same(CallSignature(operation))
         except Exception as error:
-            # Others may have failed to begin: the thread of this step must not wait for
-            # gradients.
+            # Another rank may have failed to begin: the thread of this step must not
+            # wait for gradients.
             step.cancel(error)
             raise
         self.result = None
@@ -323,25 +321,26 @@ class GradientBuckets:
         """Hand over the gradients of one key of the nest. Not collective.
 
         Args:
-          key: of the mapping, or the position in the list or tuple, that the buckets
-            were made for.
-          value: an array, or a nest of them, with the structure, shapes and dtypes that
-            were given for the key.
+          key: the key of the mapping, or the position in the list or tuple.
+          value: an array, or a nest of them, with the structure, shapes and dtypes of
+            the key's entry in `like`.
 
-        Raises, here, and on all replicas when they leave the block:
-          ArgumentError: no such key; it was put before; another structure, shape or
-            dtype.
-          ContextError: outside of a `with` block.
+        Raises, here and, on all replicas, at the end of the block:
+          ArgumentError: an unknown key; the key was put before; a different structure,
+            shape or dtype.
+          ContextError: outside a `with` block.
         """
         if self._step is None:
-            raise ContextError("GradientBuckets.put belongs inside `with buckets:`")
+            raise ContextError(
+                "GradientBuckets.put must be called inside `with buckets:`"
+            )
         try:
             numbers, spec = self._leaves_of[key]
-        except (KeyError, TypeError):  # or it cannot be a key at all
-            # Names are checked here, on the caller's thread, where a traceback leads to
-            # the line.
+        except (KeyError, TypeError):  # or it is not hashable
+            # Names are checked here, on the caller's thread, so that the traceback
+            # shows the line.
             raise ArgumentError(
-                f"no gradient has the key {validation.shown(key)}, but "
+                f"no gradient has the key {validation.shown(key)}; the keys are "
                 f"{list(self._leaves_of)}"
             ) from None
         _, found, given = to_arrays(value)
@@ -367,11 +366,11 @@ class GradientBuckets:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End a step: wait for the reductions; `result` has them. Collective.
+        """End a step: wait for the reductions, which are then in `result`. Collective.
 
         Raises, on all replicas:
           ArgumentError: a replica has not put all gradients.
-          What was raised in the block on any replica.
+          What the block raised on any replica.
           DeadlineError: see `CommunicationOptions`.
         """
         # First forget the step: whatever happens below, the next block can begin.
@@ -387,7 +386,7 @@ class GradientBuckets:
             timeout = self._options.timeout_seconds
             self._consensus.leave_scope(f"{_CALL}.__exit__", error, timeout)
         except Exception as raised:
-            # The threads of other replicas wait for what this one has not put
+            # The threads of other replicas wait for gradients that this one has not put
             step.finish(raised)
             self._results.end()
             raise
@@ -430,10 +429,10 @@ class GradientBuckets:
             return collectives.reduce_large(call, number, self._op, values, options)
 
     def close(self) -> None:
-        """Let others use the communicator; a second call does nothing. Collective.
+        """Release the communicator; a second call does nothing. Collective.
 
-        The end of the strategy does it, too. Buckets that are dropped instead are found
-        when others are made.
+        The end of the strategy does the same. The communicator of buckets that were
+        dropped without `close` is reused later.
         """
         if not self._is_closed:
             self._is_closed = True

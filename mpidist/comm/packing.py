@@ -31,8 +31,8 @@ def normalize_axes(axis: Axis, ndim: int, name: str = "value") -> tuple[int, ...
     """Return `axis`, an integer or several, as distinct numbers in 0..ndim-1.
 
     Raises:
-      ArgumentError: out of range, named twice, or none at all.
-      ArgumentTypeError: neither an integer nor a list or tuple of integers.
+      ArgumentError: out of range, repeated, or empty.
+      ArgumentTypeError: not an integer, or a list or tuple of integers.
     """
     several: Sequence[Any] = axis if isinstance(axis, list | tuple) else [axis]
     normal = tuple(normalize_axis(i, ndim, name) for i in several)
@@ -72,7 +72,7 @@ def with_length(shape: tuple[int, ...], axis: int, length: int) -> tuple[int, ..
 def groups(
     values: Sequence[Any], sizes: Sequence[int], bytes_per_pack: int
 ) -> Iterator[list[int]]:
-    """Yield the numbers of the arrays that travel together: one dtype, up to a size.
+    """Yield the numbers of the arrays of each pack: one dtype, up to a size.
 
     `sizes` are in bytes, and equal on all ranks.
     """
@@ -96,7 +96,7 @@ def groups(
 def edges(count: int, parts: int, itemsize: int) -> list[int]:
     """Return where each of `parts` parts of an array begins, and the end of the last.
 
-    They are whole cache lines, and as equal as can be.
+    Parts are whole cache lines, of nearly equal size.
     """
     # So that no two ranks write into one cache line.
     line = max(1, _LINE_BYTES // itemsize)

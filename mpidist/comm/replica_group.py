@@ -1,4 +1,4 @@
-"""The replicas of one strategy, and what they do together."""
+"""The replicas of one strategy, and their collectives."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ __all__ = ["Channel", "ReplicaGroup"]
 T = TypeVar("T")
 _SAMPLED_BYTES = 1 << 16
 _COLLECT_AT = 64
-# The number of a communicator, and who is in it: the same on all of its ranks
+# The number of a communicator and its members: the same on all of its ranks
 _Key = tuple[int, tuple[int, ...]]
 
 
 @dataclasses.dataclass
 class _Resources:
-    """What a strategy has of MPI, which its ranks must free together.
+    """A strategy's MPI resources, which its ranks must free collectively.
 
-    It outlives a strategy that nobody has finalized, until all its ranks have dropped
-    it and make another one: only there do all of them communicate.
+    If a strategy was not finalized, they are freed when all its ranks have dropped it
+    and create another strategy: only then do all of them communicate.
     """
 
     owner: weakref.ref[ReplicaGroup]
     topology: Topology
     consensus: Consensus
     node_memory: NodeMemory
-    # What else is to be closed with the strategy, in the same order on all ranks
+    # Functions to call when the strategy is closed, in the same order on all ranks
     closing: list[Callable[[], None]]
     ops: CrossDeviceOps | None = None
     channel: Channel | None = None
@@ -74,7 +74,7 @@ class _Resources:
     _collect_at: ClassVar[int] = _COLLECT_AT
 
     def register(self) -> None:
-        """Let these resources be freed when all ranks have dropped the strategy."""
+        """Free these resources when all ranks have dropped the strategy."""
         members = self.topology.comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
         key = self.consensus.recorder.channel, tuple(members)
         _Resources.in_use[key] = self
@@ -95,7 +95,7 @@ class _Resources:
             try:
                 if self.channel is not None:
                     self.channel.close()
-            finally:  # what it raises is raised on all ranks
+            finally:  # its errors are raised on all ranks
                 self.topology.close(self.consensus.drain())
         kept = _Resources.in_use.items()
         _Resources.in_use = {key: found for key, found in kept if found is not self}
@@ -104,7 +104,7 @@ class _Resources:
     def list_dropped(cls) -> list[_Key]:
         """Return which strategies this rank has dropped, and can still communicate."""
         if len(cls.in_use) >= cls._collect_at:
-            gc.collect()  # strategies are in circles of references
+            gc.collect()  # strategies are in reference cycles
             alive = sum(found.owner() is not None for found in cls.in_use.values())
             cls._collect_at = max(_COLLECT_AT, 2 * alive)
         return [
@@ -118,7 +118,7 @@ class _Resources:
         """Free strategies that all their ranks have dropped. Collective.
 
         Args:
-          dropped: what `list_dropped` returned on each rank that calls this.
+          dropped: the result of `list_dropped` on each calling rank.
         """
         counts = collections.Counter(itertools.chain.from_iterable(dropped))
         for key, count in sorted(counts.items()):
@@ -128,13 +128,13 @@ class _Resources:
 
 
 class ReplicaGroup:
-    """Communicators, device and collectives of a strategy. Collective to make.
+    """Communicators, device and collectives of a strategy. Collective to create.
 
     Args:
       devices: see `MirroredStrategy`.
-      cross_device_ops: what reduces; None for direct MPI.
+      cross_device_ops: the reductions; None for direct MPI.
       communicator: the ranks; None for COMM_WORLD.
-      gpu_request: what the user says of GPUs.
+      gpu_request: the user's options for GPUs.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class ReplicaGroup:
         self.collectives = channel.collectives
         is_plain = type(self.cross_device_ops) is MpiAllReduce
         self._reduce_arrays = None if is_plain else self.cross_device_ops.reduce_checked
-        # What is bound is alike on all ranks, so all can, or none
+        # All ranks bind the same class, so all can, or none can
         self.consensus.run_in_scope(
             call, lambda: self.cross_device_ops.bind(self.collectives, self.topology)
         )
@@ -229,13 +229,13 @@ class ReplicaGroup:
         self._resources.register()
 
     def recorders_beside(self) -> list[Recorder]:
-        """Return those of communicators that other threads use. Not collective."""
+        """Return the recorders of other threads' communicators. Not collective."""
         return [] if self.sides is None else list(self.sides.recorders())
 
     def register(self, variable: Any) -> int:
-        """Take note of a variable; return how many there were before. Not collective.
+        """Register a variable; return its number. Not collective.
 
-        Variables are made in the same order on all replicas, so the numbers agree.
+        Variables are created in the same order on all replicas, so the numbers agree.
         """
         number = next(self._numbers)
         self._variables[number] = variable
@@ -298,7 +298,7 @@ class ReplicaGroup:
             self.consensus.require_same(
                 CallSignature(operation, (), spec, tuple(fields))
             )
-            # Shared memory is of use only with neighbours, and only for arrays on the
+            # Shared memory helps only with several ranks on the node, and only on the
             # host.
             if self.topology.has_neighbours and self.device.startswith("CPU"):
                 made = self.symmetric_memory.allocate(operation, fields)
@@ -307,7 +307,7 @@ class ReplicaGroup:
                 made = self.consensus.guard(
                     operation, lambda: [self.zeros(*field) for field in fields]
                 )
-        # JAX's cannot be written to, which is what these are for
+        # JAX arrays are read-only, so they cannot be used here
         given = [
             own if arrays.is_jax_array(leaf) else arrays.like_foreign(own, leaf)
             for own, leaf in zip(made, leaves)
@@ -337,12 +337,12 @@ class ReplicaGroup:
     def run_collectively(
         self, call: CallSignature, fn: Callable[[], T], yield_cpu: bool = False
     ) -> T:
-        """Return `fn()`; what it raises on one replica is raised on all. Collective.
+        """Return `fn()`; its error on one replica is raised on all. Collective.
 
-        `yield_cpu` is for functions that take unlike times: see `Consensus`.
+        `yield_cpu` is for functions of different duration: see `Consensus`.
         """
         self.topology.require_open()
-        # First the function, then the agreement: an error of `fn` is raised on all
+        # First the function, then the consensus: an error of `fn` is raised on all
         # ranks.
         result = self.consensus.guard(call.operation, fn)
         self.consensus.require_same(call, yield_cpu=yield_cpu)
@@ -351,7 +351,7 @@ class ReplicaGroup:
     def require_equal(self, operation: str, value: Any) -> None:
         """Raise if the arrays of `value` are not equal on all replicas. Collective.
 
-        Of large arrays a sample is compared.
+        For large arrays, a sample is compared.
         """
         self.topology.require_open()
         leaves, spec = nest.flatten(value)
@@ -375,8 +375,8 @@ def _sample(array: Any) -> str:
     return f"{zlib.crc32(data):08x}"
 
 
-# What all ranks of a node, and what each of them, can tell the others at once: more of
-# them have more to read
+# Payload limits for all ranks of a node in total, and for each rank: with more ranks,
+# each rank reads more
 _PAYLOADS_BYTES = 256 << 10
 _LEAST_PAYLOAD_BYTES = 2048
 _HEADER_BYTES = 64
@@ -388,14 +388,14 @@ class Channel:
     Collective to make.
 
     Args:
-      operation: the public call that this is for, for messages.
-      consensus: of all ranks, on the communicator; borrowed. Where all ranks share
-        memory, it compares there from now on.
+      operation: the public call, for messages.
+      consensus: of all ranks, on the communicator; borrowed. If all ranks share memory,
+        it compares there from now on.
       topology: the nodes of these ranks.
       symmetric: the arrays that lie in memory of the node.
       gpus: of all ranks, where replicas are on GPUs.
-      is_beside: whether a thread uses it beside another channel of these ranks: it
-        leaves the core to others while it waits, and does without NCCL.
+      is_beside: whether a thread uses it in addition to another channel of these ranks:
+        it yields the core while waiting, and does not use NCCL.
       results: see `Collectives`.
 
     Raises, on all ranks:
@@ -457,13 +457,13 @@ class Channel:
     def close(self) -> None:
         """Free memory and communicators. Collective.
 
-        Where ranks have died they stay: it takes all to free a window of MPI.
+        If ranks have died, the windows stay: MPI needs all ranks to free one.
         """
         if self._consensus.failures.ranks:
             return
         # The transports first: they use the barrier's memory.
         try:
             self._transports.close()
-        finally:  # what it raises is raised on all ranks
+        finally:  # its errors are raised on all ranks
             if self._barrier is not None:
                 self._barrier.close()

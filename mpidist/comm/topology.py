@@ -1,4 +1,4 @@
-"""Who takes part: duplicated communicators, ranks on a node, and this rank's device."""
+"""Topology: duplicated communicators, ranks on a node, and this rank's device."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parse_devices(devices: Sequence[str]) -> list[tuple[str, int]]:
         )
     if not devices:
         raise ArgumentError(
-            "devices must name at least one device, not []; leave it out to use this "
+            "devices must name at least one device, not []; omit it to use this "
             "rank's GPU, or the CPU"
         )
     parsed = []
@@ -73,9 +73,9 @@ def parse_devices(devices: Sequence[str]) -> list[tuple[str, int]]:
 def _pretended_ranks_per_node(
     environ: Mapping[str, str], comm: MPI.Intracomm
 ) -> int | None:
-    """Return how many ranks at most are to count as one node; None for all of it.
+    """Return the maximum number of ranks that count as one node; None for no limit.
 
-    For tests: one machine is then taken for several. Collective.
+    For tests: treats one machine as several nodes. Collective.
     """
     asked = RANKS_PER_NODE.text(environ)
     number = RANKS_PER_NODE.read_or_default(environ)
@@ -93,8 +93,8 @@ def _pretended_ranks_per_node(
 def _ranks_that_share_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
     """Return a new communicator of this rank's node. Collective.
 
-    Jobs that were connected, or spawned, may be on one node, but MPICH cannot allocate
-    memory for ranks of several. So each job counts as a node of its own.
+    Connected or spawned jobs may be on one node, but MPICH cannot allocate memory for
+    ranks of several jobs. So each job counts as a separate node.
     """
     node = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
     ranks = node.group.Translate_ranks(None, MPI.COMM_WORLD.group)
@@ -107,9 +107,9 @@ def _ranks_that_share_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 def _core_share(node: MPI.Intracomm) -> float:
-    """Return of how many cores a rank may count as its own. Collective.
+    """Return this rank's share of the node's cores. Collective.
 
-    Those that several ranks of a node may use are divided between them.
+    Cores that several ranks may use are divided among them.
     """
     if not hasattr(os, "sched_getaffinity"):  # not on Linux
         return (os.cpu_count() or 1) / node.Get_size()
@@ -140,10 +140,11 @@ class Topology:
         """Duplicate `communicator` (COMM_WORLD by default). Collective over it.
 
         Raises:
-          ArgumentError, ArgumentTypeError: `communicator` is none, or was freed.
+          ArgumentError, ArgumentTypeError: `communicator` is not a communicator, or was
+            freed.
           ContextError: this process was forked from a rank.
-          LaunchError: MPI sees one process where the launcher started several; on all
-            ranks if MPIDIST_RANKS_PER_NODE is no positive number, or differs.
+          LaunchError: MPI sees one process, but the launcher started several; on all
+            ranks: MPIDIST_RANKS_PER_NODE is not a positive number, or differs.
         """
         if is_forked():
             raise ContextError(FORKED)
@@ -203,7 +204,7 @@ class Topology:
         """Free the communicators; a second call does nothing. Collective.
 
         Args:
-          can_free: False where some rank has left them: they stay as they are.
+          can_free: False if some rank has left them: then they are not freed.
         """
         if not self.closed:
             self.closed = True
@@ -215,8 +216,8 @@ class Topology:
         """Choose this rank's device, make it current if it is a GPU, return its name.
 
         Args:
-          devices: None takes the GPU numbered by the local rank, or the CPU where no
-            GPU can be used. A list of one device holds for every rank, a longer list is
+          devices: None takes the GPU numbered by the local rank, or the CPU if no GPU
+            can be used. A list of one device holds for every rank, a longer list is
             indexed by the local rank.
 
         Raises:
@@ -239,6 +240,6 @@ class Topology:
 
     def _default_device(self) -> tuple[str, int]:
         visible = gpu_count()
-        # A launcher that binds GPUs shows each rank only its own. Where there are too
-        # few, ranks share them; whether they may is asked once all have chosen
+        # A launcher that binds GPUs shows each rank only its own. If there are too few,
+        # ranks share them; whether they may is checked after all ranks have chosen
         return ("GPU", self.local_rank % visible) if visible else ("CPU", 0)

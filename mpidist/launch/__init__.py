@@ -1,1 +1,1 @@
-"""What must be known and set before MPI starts: launchers, Slurm, the early GPU."""
+"""Before MPI starts: launchers, Slurm, MPI defaults, early GPU binding."""

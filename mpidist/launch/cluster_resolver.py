@@ -1,7 +1,7 @@
-"""Who is in the cluster, as `tf.distribute.cluster_resolver` tells it.
+"""The members of the cluster, with the interface of `tf.distribute.cluster_resolver`.
 
-MPI needs none of this. It is for programs that were written for TensorFlow's resolver,
-and for servers beside the job that need an address for each rank.
+MPI does not need it. It is for programs written for TensorFlow's resolver, and for
+servers that need an address for each rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ClusterSpec(dict[str, list[str]]):
     """The addresses of each job's tasks: a dict of lists, with TensorFlow's methods."""
 
     def as_dict(self) -> dict[str, list[str]]:
-        """Return a plain dict, which JSON can hold."""
+        """Return a plain dict, for JSON."""
         return {job: list(addresses) for job, addresses in self.items()}
 
     @property
@@ -74,25 +74,25 @@ class SlurmClusterResolver:
     """Names and addresses of the tasks of a Slurm job step, from Slurm's variables.
 
     For processes that srun started. (Below mpirun, Slurm's variables describe mpirun's
-    daemons.) Not collective: each rank finds out for itself, and all find the same.
+    daemons.) Not collective; the result is the same on all ranks.
 
     Args:
-      jobs: how many tasks each job has, by its name; jobs get ranks in the order of
-        their names. None makes all ranks tasks of the job "worker".
-      port_base: the port in the address of the first task on a node; the others count
-        on from it. Nothing listens there.
-      gpus_per_node: None counts those that Slurm gave, or that CUDA_VISIBLE_DEVICES
-        lists.
-      gpus_per_task: None divides a node's over the largest number of tasks on one.
+      jobs: number of tasks of each job, by name; jobs get ranks in the order of their
+        names. None makes all ranks tasks of the job "worker".
+      port_base: the port in the address of the first task on a node; further tasks get
+        the next ports. No process listens there.
+      gpus_per_node: None counts the GPUs that Slurm or CUDA_VISIBLE_DEVICES lists.
+      gpus_per_task: None divides a node's GPUs by the largest number of tasks on a
+        node.
       tasks_per_node: a number, or the number for each host; None asks Slurm.
       auto_set_gpu: whether `cluster_spec` sets CUDA_VISIBLE_DEVICES to this task's
-        share of the node's GPUs. It leaves the variable alone where Slurm has bound
-        GPUs to tasks (`--gpus-per-task`), and where there are none to share.
-      rpc_layer: what the addresses that `master` returns begin with.
+        share of the node's GPUs. It does not change the variable if Slurm has bound
+        GPUs to tasks (`--gpus-per-task`), or if there are no GPUs.
+      rpc_layer: the prefix of the addresses that `master` returns.
 
     Raises:
-      LaunchError: a variable of Slurm's is missing; more GPUs, or other tasks, are
-        asked for than there are. (A RuntimeError, as in TensorFlow.)
+      LaunchError: a variable of Slurm is missing; more GPUs, or different tasks, are
+        requested than exist. (A RuntimeError, as in TensorFlow.)
       ArgumentError, ArgumentTypeError: numbers of GPUs below 0; jobs without names.
 
     Example, in a job of 4 ranks on 2 nodes that srun started:
@@ -147,20 +147,20 @@ class SlurmClusterResolver:
             raise LaunchError(f"jobs have {asked} tasks, but Slurm started {count}")
         if not 0 <= self._rank < count:
             raise LaunchError(
-                f"SLURM_PROCID={self._rank} is none of the {count} tasks on "
+                f"SLURM_PROCID={self._rank} is not one of the {count} tasks on "
                 f"{list(self._tasks)}"
             )
 
     @property
     def environment(self) -> str:
-        """Empty, as for every resolver outside of Google."""
+        """Always empty."""
         return ""
 
     def cluster_spec(self) -> ClusterSpec:
         """Return each job's addresses, in the order of the ranks.
 
-        From now on `task_type` and `task_id` tell this process's; and the GPUs are
-        shared out, if they are to be.
+        Afterwards `task_type` and `task_id` are those of this process, and, with
+        `auto_set_gpu`, the GPUs are assigned.
         """
         addresses = []
         places: list[int] = []  # of each task on its host
@@ -240,7 +240,7 @@ class _Gpus(NamedTuple):
             per_task = len(visible) if are_bound else per_node // tasks
         if per_node < 0 or per_task < 0:
             fewest = validation.shown(min(per_node, per_task))
-            raise ArgumentError(f"no {fewest} GPUs can be had")
+            raise ArgumentError(f"the number of GPUs must be >= 0, not {fewest}")
         if tasks * per_task > per_node:
             raise LaunchError(
                 f"{tasks} tasks on a node with {per_task} GPUs each need more than the "
@@ -262,7 +262,7 @@ class _Gpus(NamedTuple):
 def below_srun(rank: int, size: int) -> SlurmClusterResolver | None:
     """Return a resolver if srun started this process as `rank` of `size`, else None.
 
-    It knows this process's task, and leaves the GPUs alone: each rank has its own.
+    It knows this process's task, and does not assign GPUs.
     """
     expected = {"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": size}
     if any(os.environ.get(name) != str(value) for name, value in expected.items()):

@@ -1,4 +1,4 @@
-"""Knowing `python -m mpidist`, and `mpidist`, from programs that import mpidist.
+"""Distinguish `python -m mpidist` and `mpidist` from programs that import mpidist.
 
 Python imports the package before `__main__`. That must not need MPI: the commands are
 for login nodes too, where MPI cannot start, or is not even installed. So in such a
@@ -15,7 +15,7 @@ __all__ = ["is_command"]
 
 
 def is_command() -> bool:
-    """Return whether this process is a command, and no program of a user's.
+    """Return whether this process is a command, not a user's program.
 
     That is the console script, or Python is looking for what `-m mpidist` names.
     `sys.argv[0]` is "-m" for so long, by Python's reference, and the option and the

@@ -1,14 +1,14 @@
 """Choosing a GPU before MPI is initialised, for MPI libraries that need it.
 
-MVAPICH, and Cray MPICH where it is asked to support GPUs, take the GPU that is current
-in MPI_Init for the one of their process. For that it must have a CUDA context, which
-takes memory of the GPU even if the job then computes on CPUs: set MPIDIST_BIND_GPU=0 or
-CUDA_VISIBLE_DEVICES= to go without. Open MPI, MPICH and Intel MPI look at a GPU when
-they are given its memory; for them `Topology.bind_device` makes the first context.
+MVAPICH, and Cray MPICH with GPU support, use the GPU that is current in MPI_Init. It
+needs a CUDA context, which takes GPU memory even if the job computes on CPUs: set
+MPIDIST_BIND_GPU=0 or CUDA_VISIBLE_DEVICES= to avoid it. Open MPI, MPICH and Intel MPI
+determine the GPU from the memory they get; for them `Topology.bind_device` creates the
+first context.
 
-Before MPI_Init only the launcher's variables tell which rank of its node a process is.
-So this is no more than a hint: which GPU is used, `Topology.bind_device` decides. It is
-done past CuPy, through the driver itself, because importing CuPy takes a second.
+Before MPI_Init only the launcher's variables give the local rank. So this is only a
+hint: `Topology.bind_device` decides which GPU is used. It uses the driver directly,
+because importing CuPy takes a second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpidist.util.settings import BIND_GPU
 
 __all__ = ["choose_early"]
 
-# Where launchers tell the number of a process on its node
+# Variables in which launchers give the local rank
 _LOCAL_RANKS = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
@@ -37,10 +37,9 @@ _DRIVER = "libcuda.so.1"
 def choose_early(environ: Mapping[str, str], library: str) -> int | None:
     """Make this process's likely GPU the current one; return its number, or None.
 
-    Nothing is done for an MPI library that does not need it, without CuPy, without a
-    driver, or where no launcher tells a local rank. The variable MPIDIST_BIND_GPU
-    decides for any library: 1 does it, 0 does not. (What is neither is refused later,
-    when all ranks can be told.)
+    Does nothing if the MPI library does not need it, without CuPy, without a driver, or
+    if no launcher gives a local rank. MPIDIST_BIND_GPU=1 or 0 overrides this for any
+    library. (Other values are refused later, when all ranks can raise.)
 
     Args:
       environ: the environment variables of this process.
@@ -72,7 +71,7 @@ def _local_rank(environ: Mapping[str, str]) -> int | None:
 
 
 def _make_current(driver: ctypes.CDLL, local_rank: int) -> int | None:
-    """Make a GPU's primary context, which CUDA's runtime uses too, the current one."""
+    """Make a GPU's primary context current; CUDA's runtime uses the same one."""
     count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return None

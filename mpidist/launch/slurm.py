@@ -1,4 +1,4 @@
-"""What Slurm's environment variables say: packed lists of hosts and of tasks."""
+"""Parse Slurm's environment variables: packed lists of hosts and tasks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def expand_hosts(text: str) -> list[str]:
             names = [name + end for name in names for end in _alternatives(part, text)]
         hosts += names
     if not hosts or "" in hosts:
-        raise LaunchError(f"{text!r} is no list of hosts")
+        raise LaunchError(f"{text!r} is not a list of hosts")
     return hosts
 
 
@@ -39,10 +39,10 @@ def _alternatives(part: str, text: str) -> list[str]:
     for word in part.strip("[]").split(","):
         match = _RANGE.fullmatch(word)
         if match is None or not re.fullmatch(r"\[[^\]]*\]", part):
-            raise LaunchError(f"{text!r} is no list of hosts: {part!r}")
+            raise LaunchError(f"{text!r} is not a list of hosts: {part!r}")
         first, last = match["first"], match["last"] or match["first"]
         if not 0 <= int(last) - int(first) < _MOST:
-            raise LaunchError(f"{text!r} is no list of hosts: {word!r}")
+            raise LaunchError(f"{text!r} is not a list of hosts: {word!r}")
         found += [f"{i:0{len(first)}}" for i in range(int(first), int(last) + 1)]
     return found
 
@@ -57,7 +57,9 @@ def expand_tasks(text: str) -> list[int]:
     for word in text.split(","):
         match = _TASKS.fullmatch(word)
         if match is None or len(word) > 20 or int(match["nodes"] or 1) > _MOST:
-            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is no list of tasks")
+            raise LaunchError(
+                f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list of tasks"
+            )
         tasks += [int(match["tasks"])] * int(match["nodes"] or 1)
     return tasks
 
@@ -80,7 +82,7 @@ def read_number(name: str) -> int:
     """Return a variable of a job step that is a number.
 
     Raises:
-      LaunchError: it is not set, or no number.
+      LaunchError: it is not set, or not a number.
     """
     text = read_variable(name)
     if not text.isdecimal():

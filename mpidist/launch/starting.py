@@ -1,8 +1,8 @@
-"""Which command line starts a job here: the right mpirun, or srun.
+"""The command line that starts a job here: the right mpirun, or srun.
 
-The mpirun is that of the MPI library that mpi4py is linked to: another one starts as
-many jobs of one rank. Which library that is, a child process finds out, which does not
-initialise MPI: where a library cannot even be loaded, its death is an answer.
+It uses the mpirun of the MPI library that mpi4py is linked to: another one would start
+separate jobs of one rank. A child process determines the library without initialising
+MPI, so that a library that cannot be loaded ends only the child.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ found = re.search(pattern, maps, re.MULTILINE)
 answer = [MPI.Get_library_version(), found and found[1]]
 sys.stdout.write("\\n" + json.dumps(answer) + "\\n")
 """
-# What the version of an mpirun says, and the version of its library
+# Text in the version of an mpirun, and in the version of its library
 _FAMILIES = {
     "Open MPI": "Open MPI|prterun|PRRTE|OpenRTE",
     "Intel": r"Intel\(R\) MPI",
@@ -50,7 +50,7 @@ class Library(NamedTuple):
 
     Args:
       version: `MPI.Get_library_version()`.
-      path: of its file; None where that cannot be told.
+      path: of its file; None if unknown.
     """
 
     version: str
@@ -63,7 +63,7 @@ class Library(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a user asks for.
+    """The user's request.
 
     Args:
       program: the command line of each rank.
@@ -96,7 +96,7 @@ def find_library() -> Library:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"mpi4py was not imported in {_SECONDS} s") from None
+        raise LaunchError(f"importing mpi4py took longer than {_SECONDS} s") from None
     lines = ended.stdout.splitlines()
     if ended.returncode or not lines:
         said = (ended.stderr.strip() or "nothing on stderr").splitlines()[-1]
@@ -120,14 +120,14 @@ def program(words: Sequence[str]) -> list[str]:
             raise LaunchError(f"there is no file {first}")
         return [sys.executable, *words]
     if shutil.which(first) is None and not os.access(path, os.X_OK):
-        raise LaunchError(f"{first} is neither a script of Python nor a program")
+        raise LaunchError(f"{first} is not a Python script or a program")
     return list(words)
 
 
 def start_command(
     request: Request, library: Library, environ: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Return the command line that starts a job, and what the user should know of it.
+    """Return the command line that starts a job, and notes for the user.
 
     Args:
       request: what is asked for.
@@ -135,13 +135,13 @@ def start_command(
       environ: the environment variables.
 
     Raises:
-      LaunchError: nothing here can start it, or not as asked for.
+      LaunchError: no launcher can start it as requested.
     """
     started = find_launcher(environ)
     if started is not None and started.processes > 1:
         raise LaunchError(
             f"{started.launcher} has started this process already, as one of "
-            f"{started.processes}; call `mpidist run` outside of it"
+            f"{started.processes}; call `mpidist run` outside the job"
         )
     notes: list[str] = []
     is_srun = request.launcher == "srun"
@@ -186,7 +186,7 @@ def _mpirun(
     if ranks is None and environ.get("SLURM_NTASKS", "").isdecimal():
         ranks = int(environ["SLURM_NTASKS"])
     if ranks is None:
-        raise LaunchError("say how many ranks there shall be: -n 4")
+        raise LaunchError("give the number of ranks: -n 4")
     command = [str(_find_mpirun(library))]
     if is_open_mpi and os.geteuid() == 0:
         command.append("--allow-run-as-root")
@@ -197,7 +197,7 @@ def _mpirun(
         if ranks > cores and not request.is_crowd:
             raise LaunchError(
                 f"{ranks} ranks on {cores} core{'s' * (cores > 1)} would wait for each "
-                f"other; start {cores}, or say --oversubscribe"
+                f"other; start {cores}, or pass --oversubscribe"
             )
         if ranks > cores:
             notes.append(f"oversubscribed: {ranks} ranks share {cores} cores")
@@ -213,7 +213,7 @@ def _find_mpirun(library: Library) -> Path:
     """Return the mpirun of a library.
 
     Raises:
-      LaunchError: none is found whose version says that it belongs to the library.
+      LaunchError: no mpirun of this library is found.
     """
     folders = [] if library.path is None else list(library.path.parents)[1:5]
     names = ["mpirun", "mpiexec"]
@@ -240,7 +240,7 @@ def _find_mpirun(library: Library) -> Path:
 
 
 def _output_of(*command: str) -> str:
-    """Return what a program writes; "" where it cannot be run."""
+    """Return the output of a program; "" if it cannot be run."""
     try:
         ended = subprocess.run(
             command,

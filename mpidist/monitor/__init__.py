@@ -1,1 +1,1 @@
-"""What a job does: statistics, timeline, report, progress."""
+"""Monitoring of jobs: statistics, timeline, report, progress."""

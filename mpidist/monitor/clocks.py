@@ -1,8 +1,8 @@
 """A common clock of all ranks, by messages.
 
-Each rank's clock runs from some moment of its own, a little faster or slower than
-others. Rank 0 sends a message to each rank, and gets the time there back. Of several
-times the quickest counts: half of what it took is the most that the result is off by.
+Each rank's clock has its own origin and rate. Rank 0 sends a message to each rank and
+receives the rank's time. The fastest of several round trips counts; half of it is the
+maximum error.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
     pip install tensorboardX prometheus_client
 
-brings the two packages that do the formats. `import mpidist` does
-not import this.
+installs the two packages for the formats. `import mpidist` does not import this.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _NO_PACKAGE = "{0} needs {1}, which is not installed: pip install {1}"
 
 
 class _HasGroup(Protocol):
-    """A strategy, which is in a room above this one."""
+    """A strategy, whose package is above this one."""
 
     @property
     def extended(self) -> ReplicaGroup: ...
@@ -52,24 +51,25 @@ class _Exporter(Protocol):
 class ScalarWriter:
     """Writes scalars by name, on rank 0, for TensorBoard or Prometheus.
 
-    Making one is collective. `write` is not: all ranks may call it, or rank 0 alone,
-    and only that writes. Where a file cannot be written later (a full disk), there is a
-    warning in the log, and the job goes on without that file.
+    Creating one is collective. `write` is not: all ranks may call it, or only rank 0;
+    only rank 0 writes. If a file cannot be written later (a full disk), the log has a
+    warning and the job continues without that file.
 
     Args:
       strategy: of the job.
-      tensorboard: a folder for TensorBoard's event files; it is made.
+      tensorboard: a folder for TensorBoard's event files; created if missing.
       prometheus: a file for the textfile collector of Prometheus' node exporter, whose
-        name ends in ".prom"; it is replaced as a whole, once a second at most. The
-        scalar "loss/train" is the gauge `mpidist_loss_train{name="loss/train",
-        job="..."}`, and `mpidist_step` is the last step.
+        name ends in ".prom"; it is replaced atomically, at most once a second. The
+        scalar "loss/train" is the gauge
+        `mpidist_loss_train{name="loss/train", job="..."}`, and `mpidist_step` is the
+        last step.
       job: a label of all gauges.
 
     Raises, on all ranks:
-      ArgumentError: neither is named, or the file has another name.
-      ArgumentTypeError: no paths, or no text.
+      ArgumentError: neither path is given, or the file does not end in ".prom".
+      ArgumentTypeError: a path is not a path, or `job` not text.
       UnsupportedError: the package is not installed on rank 0.
-      OSError: the folder or the file cannot be made.
+      OSError: the folder or the file cannot be created.
 
     Example:
       >>> from mpidist.monitor.exporters import ScalarWriter
@@ -97,8 +97,8 @@ class ScalarWriter:
                 raise ArgumentError(f"{_OPEN} needs tensorboard=, prometheus=, or both")
             if paths[1] is not None and paths[1].suffix != ".prom":
                 raise ArgumentError(
-                    f"prometheus must end in .prom, as the node exporter reads no "
-                    f"others, not {paths[1].name!r}"
+                    "prometheus must end in .prom, the only files that the node "
+                    f"exporter reads, not {paths[1].name!r}"
                 )
             return paths
 
@@ -118,10 +118,10 @@ class ScalarWriter:
 
         Args:
           scalars: numbers by name; also arrays and tensors of one element.
-          step: to which they belong.
+          step: the step of the scalars.
 
         Raises, on the ranks that call it:
-          ArgumentTypeError: something is no number, or a name is no text.
+          ArgumentTypeError: a value is not a number, or a name is not text.
         """
         step = validation.integer("step", step)
         numbers = {_name(name): _number(name, x) for name, x in scalars.items()}
@@ -132,19 +132,19 @@ class ScalarWriter:
                 self._go_without(exporter, error)
 
     def close(self) -> None:
-        """Write what is left, and close the files; a second call does nothing."""
+        """Flush and close the files; a second call does nothing."""
         exporters, self._exporters = self._exporters, []
         for exporter in exporters:
             try:
                 exporter.close()
             except (OSError, ValueError) as error:
-                logs.warning("monitor", f"scalars are not complete: {error}")
+                logs.warning("monitor", f"some scalars were not written: {error}")
 
     def _go_without(self, exporter: _Exporter, error: Exception) -> None:
         self._exporters.remove(exporter)
         with contextlib.suppress(OSError, ValueError):
             exporter.close()
-        logs.warning("monitor", f"scalars are not written any more: {error}")
+        logs.warning("monitor", f"no more scalars are written: {error}")
 
     def __enter__(self) -> ScalarWriter:
         return self

@@ -1,4 +1,4 @@
-"""How far a loop is: a bar on rank 0, or a line a minute where nobody watches."""
+"""Progress of a loop: a bar on rank 0, or a line per minute without a terminal."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _BAR_SECONDS = 0.5
 def progress(
     iterable: Iterable[T], total: int | None = None, *, unit: str = "step"
 ) -> Progress[T]:
-    """Return what yields the same as `iterable`, and shows how far it is.
+    """Wrap `iterable` with a progress display on rank 0.
 
-    Rank 0 shows a bar on stderr: rate, rows per second, which part of the time other
-    ranks were waited for, and when it will end. Where stderr is no terminal, as in the
-    files of batch systems, or tqdm is not installed, it is a line a minute. Other ranks
-    show nothing; on all of them this is as collective as iterating over `iterable` is.
+    Rank 0 shows a bar on stderr: rate, rows per second, share of time spent waiting for
+    other ranks, and remaining time. If stderr is not a terminal, or tqdm is not
+    installed, it prints a line per minute. Other ranks show nothing. Iterating is
+    collective if iterating over `iterable` is.
 
     Args:
       iterable: a distributed dataset, or anything else, such as `range(epochs)`.
-      total: how many there are; by default `len(iterable)`, where it has one.
-      unit: what one is called.
+      total: the number of items; by default `len(iterable)`, if it has a length.
+      unit: the name of an item.
 
     Raises:
-      ArgumentTypeError, ArgumentError: `total` is no number of at least 0.
+      ArgumentTypeError, ArgumentError: `total` is not a number >= 0.
 
     Example:
       >>> rows = mpidist.Dataset.range(8).batch(4)
@@ -54,7 +54,7 @@ def progress(
 
 
 class Progress(Generic[T]):
-    """What `progress` returns. It can be iterated over again.
+    """The result of `progress`; can be iterated over repeatedly.
 
     Args:
       iterable: see `progress`.
@@ -98,7 +98,7 @@ class Progress(Generic[T]):
 
 
 class _Shown:
-    """What is shown of one iteration. Nothing of it raises."""
+    """The display of one iteration. Its methods never raise."""
 
     def __init__(self, total: int | None, unit: str, group: Any):
         self._total, self._unit = total, unit
@@ -183,8 +183,8 @@ def _make_bar(total: int | None, unit: str) -> Any:
 @functools.cache
 def _say_no_tqdm() -> None:
     logs.write(
-        "mpidist: progress prints a line a minute, as tqdm is not installed; "
-        "`pip install tqdm` for a bar"
+        "mpidist: progress prints a line per minute because tqdm is not installed; "
+        "for a bar, run `pip install tqdm`"
     )
 
 

@@ -1,7 +1,7 @@
-"""The report of a job: one page, of its timeline's folder.
+"""The report of a job: one page, from the folder of its timeline.
 
-It needs nothing but itself: no network, no scripts. What it says of all steps is exact;
-what it shows from step to step is of those that were recorded.
+It needs no network and no scripts. Numbers over all steps are exact; charts over steps
+show recorded steps only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def report(folder: Path) -> str:
     statuses = read_statuses(folder)
     traces = read_traces(folder)
     if not statuses:
-        raise DataError(f"{folder} has a timeline, but nothing says how far it got yet")
+        raise DataError(
+            f"{folder} has a timeline without recorded progress; try again later"
+        )
     first = statuses[0]
     slow = slowest_rank(statuses)
     sections = [

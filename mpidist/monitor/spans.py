@@ -1,4 +1,4 @@
-"""Spans: parts of a program that have a name in its timeline."""
+"""Spans: named parts of a program in its timeline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class span:  # noqa: N801 - it is used like a function
     than a microsecond.
 
     Args:
-      name: any text; few different ones.
+      name: any text; use few different names.
 
     Example:
       >>> with mpidist.span("forward"):

@@ -1,8 +1,8 @@
-"""Where the time of a job goes, as a dict and as a line at its end.
+"""How a job spends its time, as a dict and as a line at its end.
 
 The dict is that of `Strategy.statistics`, of one rank. A step ends with each `run`; in
-programs without it, before each `next`; in others, with each backward pass of
-`mpidist.torch`. Times are seconds:
+programs without `run`, before each `next`; else with each backward pass of
+`mpidist.torch`. Times are in seconds:
 
   rank, ranks, host     whose numbers these are; `seconds` since the beginning
   steps, epochs         how many have ended
@@ -77,10 +77,10 @@ _ends: list[int] = []  # processes that will report
 
 
 def report_at_end(group: ReplicaGroup) -> None:
-    """Print where the time went when the program ends, for its first strategy.
+    """Print a summary of the time when the program ends, for its first strategy.
 
-    On rank 0, from its own numbers, if there are several ranks and the job was no short
-    one. The variable MPIDIST_BANNER=0 keeps it from that. Not collective.
+    On rank 0, from its own numbers, if there are several ranks and the job was not
+    short. MPIDIST_BANNER=0 turns it off. Not collective.
     """
     is_wanted = BANNER.read_or_default()
     if group.num_replicas == 1 or group.replica_id or not is_wanted:

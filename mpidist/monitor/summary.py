@@ -1,4 +1,4 @@
-"""Statistics of a rank in words: without MPI, for commands, too."""
+"""Statistics of a rank as text; needs no MPI."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _waits_text(found: Mapping[str, Any]) -> str:
 
 
 def slowest(found: Mapping[str, Any]) -> int | None:
-    """Return the rank for which this one has mostly waited, if it stands out."""
+    """Return the rank for which this one mostly waited, if it stands out."""
     by_rank = {int(rank): s for rank, s in found["waiting_for"].items()}
     total, others = sum(by_rank.values()), found["ranks"] - 1
     if not by_rank or found["waiting_seconds"] < (
@@ -109,7 +109,7 @@ def slowest(found: Mapping[str, Any]) -> int | None:
 def advice(
     found: Mapping[str, Any], sharing: int = 0, threads: int = 1, cores: int = 1
 ) -> list[str]:
-    """Return what would make a job faster, as far as one rank can tell.
+    """Return advice on how to make a job faster, from one rank's statistics.
 
     Args:
       found: its statistics.
@@ -128,22 +128,22 @@ def advice(
         moving = parts["communication"] - found["waiting_seconds"]
         if own * ranks + parts["checkpoint"] < took:
             lines.append(
-                "on one rank a step would take about "
-                f"{duration(own * ranks / (found['steps'] - 1))}: it is too small to "
-                "gain from more ranks; larger batches would"
+                "on one rank a step would take about {duration(own * ranks / "
+                "(found['steps'] - 1))}: it is too small to gain from more ranks; "
+                "use larger batches"
             )
         elif moving > own:
             lines.append(
-                "more ranks would gain little, as communication takes longer than "
-                "computing; larger batches would"
+                "more ranks would gain little, because communication takes longer "
+                "than computing; use larger batches"
             )
     if parts["input"] > 0.15 * took:
-        text = (
-            "input does not keep up: map(..., num_parallel_calls=n) takes more threads"
-        )
+        text = "input is too slow: use more threads with map(..., num_parallel_calls=n)"
         if found["epochs"] > 1 and not found["has_cache"]:
-            text = "the same rows are read and decoded in each epoch: Dataset.cache() "
-            text += "would spare that, if they fit into memory"
+            text = (
+                "the same rows are read and decoded in each epoch: use Dataset.cache() "
+            )
+            text += "if they fit in memory"
         lines.append(text)
     if sharing * threads > cores:
         text = f"{sharing} ranks share {cores} cores"

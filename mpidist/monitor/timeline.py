@@ -1,8 +1,8 @@
-"""Timelines: what each rank does when, in files of a folder.
+"""Timelines: traces of all ranks, in files of a folder.
 
-A thread of each rank writes what `util.tracing` has collected, twice a second, and how
-far the job is, for `python -m mpidist top`. Where it cannot write, there is a
-RuntimeWarning and no timeline of that rank; the job goes on.
+A thread of each rank writes what `util.tracing` has collected, twice a second, and the
+progress of the job, for `python -m mpidist top`. If it cannot write, there is a
+RuntimeWarning and no timeline of that rank; the job continues.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Timeline:
     def _limit(self, file: TraceFile, buffer: tracing.TraceBuffer) -> None:
         """Record fewer steps when the file has got long; none when it is full."""
         if file.size_bytes > self._most_bytes:
-            raise OSError(f"it has {file.size_bytes >> 20} MiB, which is the most")
+            raise OSError(f"it has reached the limit of {file.size_bytes >> 20} MiB")
         after = file.size_bytes - self._most_bytes // _WHOLE_PART
         part = self._most_bytes // _NEXT_PART
         stride = 1 if after < 0 else 2 << (after // part)
@@ -230,7 +230,7 @@ class Timeline:
                 file.close()
         warn(
             f"the timeline of rank {self._rank} in {self._folder} ends here: {error}; "
-            "the job goes on"
+            "the job continues"
         )
 
 
@@ -259,7 +259,9 @@ def _start(
     has_one = _current is not None and not _current.has_ended
     if any(group.consensus.gather(_CALL, has_one)):
         if group.replica_id == 0 and is_asked_for:
-            warn("there is a timeline already, which goes on; the new one is left out")
+            warn(
+                "a timeline is running already; it continues and the new one is ignored"
+            )
         return None
     if _current is not None:  # an error has ended it, on all ranks
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""How far a job is: `python -m mpidist top`, from the folder of its timeline."""
+"""`python -m mpidist top`: the progress of a job, from the folder of its timeline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpidist.util.durations import duration
 
 __all__ = ["table", "top"]
 
-_LATE_SECONDS = 30.0  # a rank that says nothing for so long may have ended
+_LATE_SECONDS = 30.0  # a rank without updates for this long may have ended
 _CLEAR = "\033[H\033[J"
 _MARKS = dict(zip(PARTS, "#+=.*"))
 _LEAST_COLUMNS, _MOST_COLUMNS = 8, 50
@@ -27,7 +27,7 @@ def top(folder: Path, seconds: float | None) -> int:
 
     Args:
       folder: of the timeline.
-      seconds: between two looks; None to look once.
+      seconds: interval of updates; None prints once.
 
     Returns: the exit status.
     """

@@ -1,4 +1,4 @@
-"""Reading the folder of a timeline: of a job that runs, has ended, or was killed."""
+"""Read the folder of a timeline, of a running, ended or killed job."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def read_traces(folder: Path) -> list[RankTrace]:
         try:
             trace = _read_trace(path)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path} is no timeline: {error!r}") from None
+            raise DataError(f"{path} is not a timeline: {error!r}") from None
         if trace is not None:
             found.append(trace)
     if not found:
@@ -171,7 +171,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def read_statuses(folder: Path) -> list[dict[str, Any]]:
-    """Return how far each rank of the last job is, by rank; empty if there is none."""
+    """Return the progress of each rank of the last job; empty if there is none."""
     found = []
     for path in sorted(folder.glob("status-*.json")):
         try:
@@ -187,7 +187,7 @@ def read_statuses(folder: Path) -> list[dict[str, Any]]:
 
 
 def merge(folder: Path, output: Path) -> int:
-    """Write the events of all ranks into one file; return how many there are.
+    """Write the events of all ranks into one file; return their number.
 
     It is a JSON object, as Perfetto and Chrome read it, with all times on rank 0's
     clock; compressed if its name ends in ".gz".

@@ -1,1 +1,1 @@
-"""Jobs that end well, or go on: exit handling, watchdog, pre-emption, elastic runs."""
+"""Resilience: exit handling, watchdog, pre-emption, elastic runs."""

@@ -1,4 +1,4 @@
-"""Going on without ranks that have died, where MPI can (ULFM)."""
+"""Continuing without dead ranks, if MPI supports it (ULFM)."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ def run_elastic(
     *,
     min_replicas: int = 1,
 ) -> T:
-    """Return `train(strategy)`; if ranks die, call it again on those that are left.
+    """Return `train(strategy)`; if ranks die, call it again on the survivors.
 
-    Collective over COMM_WORLD. It goes on without the dead below Open MPI's
-    `mpirun --with-ft ulfm`, if MPI has MPI_THREAD_MULTIPLE: what the ranks were doing
-    together raises a RankLostError on all survivors, which make a new strategy, of
-    fewer replicas with other numbers, and call `train` with it. Everywhere else the
-    launcher ends the job when a rank dies, and `train` is called once. The line at the
-    start of a job says which.
+    Collective over COMM_WORLD. It continues without dead ranks under Open MPI's
+    `mpirun --with-ft ulfm` with MPI_THREAD_MULTIPLE: the current collective raises
+    RankLostError on all survivors; they create a new strategy with fewer, renumbered
+    replicas and call `train` with it. Otherwise the launcher ends the job when a rank
+    dies, and `train` is called once. The line at the start of a job says which.
 
-    `train` makes everything anew, of the strategy it is given: variables, datasets,
-    checkpoints, of which it restores the last. The global batch is what it was. If
-    some ranks have returned from `train` when others lose a rank in it, all call it
-    again. A rank that raises anything else, or calls sys.exit, ends the job as ever.
+    `train` must create everything with the strategy that it gets: variables, datasets
+    and checkpoints, and restore the latest checkpoint. The global batch size does not
+    change. If some ranks have returned from `train` when a rank dies, all call it
+    again. Any other exception, or sys.exit, ends the job as usual.
 
     Args:
-      train: called with a strategy. It must let a RankLostError pass.
+      train: called with a strategy. It must not catch RankLostError.
       make_strategy: called with the keyword `communicator`.
-      min_replicas: with fewer, the job ends.
+      min_replicas: with fewer replicas, the job ends.
 
     Raises, on all ranks:
       ArgumentError: min_replicas < 1.
-      ArgumentTypeError: no functions, no integer.
+      ArgumentTypeError: an argument is not a function, or `min_replicas` not an
+        integer.
       RankLostError: fewer than `min_replicas` ranks are left.
       What `train` raises.
 
@@ -91,16 +91,16 @@ def _try_with(
     train: Callable[[Any], T],
     make_strategy: Callable[..., Strategy],
 ) -> list[T]:
-    """Return what `train` returns, if it does on all survivors. Collective over those.
+    """Return the result of `train` if all survivors return. Collective over these.
 
-    Else an empty list, and nothing is left of what `train` made.
+    Else return an empty list, and free everything that `train` created.
     """
     failures = FailureDetector(crew)
     results = []
     try:
         results = [train(make_strategy(communicator=crew))]
     except Exception as error:
-        if failures.check(error) is error:  # nobody has died
+        if failures.check(error) is error:  # no rank has died
             raise
         _forget(error)
     is_done = _agree(crew, bool(results))
@@ -113,9 +113,9 @@ def _try_with(
 
 
 def _forget(error: BaseException) -> None:
-    """Let the functions that an error has left forget their variables, all of them.
+    """Clear the local variables of all frames of an error.
 
-    Those are of a strategy that is lost, and may be large.
+    They belong to a lost strategy and may be large.
     """
     found: BaseException | None = error
     while found is not None:
@@ -124,7 +124,7 @@ def _forget(error: BaseException) -> None:
 
 
 def _agree(crew: MPI.Intracomm, is_done: bool) -> bool:
-    """Return whether all survivors have ended `train`. Collective over those."""
+    """Return whether all survivors have ended `train`. Collective over these."""
     try:
         return agree(crew, is_done, hang_seconds(os.environ))
     except DeadlineError as error:
@@ -134,7 +134,7 @@ def _agree(crew: MPI.Intracomm, is_done: bool) -> bool:
 
 
 def _let_go(failures: FailureDetector) -> None:
-    """Forget what had to do with ranks that have died. Not collective."""
+    """Free resources of strategies with dead ranks. Not collective."""
     finish_lost()
     for consensus in list(Consensus.in_use):
         if consensus.failures.ranks:
@@ -147,7 +147,7 @@ def _let_go(failures: FailureDetector) -> None:
 
 
 def _shrink(crew: MPI.Intracomm) -> MPI.Intracomm:
-    """Return a communicator of those that are left, in the same order. Collective."""
+    """Return a communicator of the survivors, in the same order. Collective."""
     left = cast(MPI.Intracomm, crew.Shrink())
     here = set(left.group.Translate_ranks(None, crew.group))
     dead = [rank for rank in range(crew.Get_size()) if rank not in here]

@@ -32,13 +32,13 @@ from mpidist.util.settings import hang_seconds
 
 __all__ = ["abort_on_exception", "leave_together"]
 
-# How long a rank waits for the rank where its error came up to report it, and how long
-# at most while another rank of its node is reporting. The job mostly ends before
+# How long a rank waits for the origin rank to report its error, and at most while
+# another rank of its node is reporting. The job usually ends before
 _GRACE_SECONDS = 10.0
 _OTHERS_SECONDS = 60.0
 _LOOK_SECONDS = 0.02
-# How long the one that reports waits before, since the job may be ending already, and
-# after, so that others that fail in the same way stay silent
+# How long the reporting rank waits before, since the job may be ending already, and
+# after, so that other ranks with the same error stay silent
 _REPORT_SECONDS = 0.3
 _FINALIZE_SECONDS = 3.0
 
@@ -46,10 +46,10 @@ _FINALIZE_SECONDS = 3.0
 def abort_on_exception() -> None:
     """Make an uncaught exception end all ranks of the job. `import mpidist` calls it.
 
-    The traceback is printed once per node, by the rank that failed first, and headed
-    by the rank. Nothing changes for a job of one rank, in an interactive session, or
-    where something else has replaced sys.excepthook, as debuggers do. Test runners
-    catch exceptions themselves, so theirs never get here.
+    The traceback is printed once per node, by the rank that failed first, and headed by
+    the rank. Nothing changes for a job of one rank, in an interactive session, or if
+    sys.excepthook was replaced, as by debuggers. Test runners catch exceptions
+    themselves.
     """
     if sys.excepthook in (sys.__excepthook__, abort_while_importing):
         sys.excepthook = _report_and_abort
@@ -58,15 +58,15 @@ def abort_on_exception() -> None:
 def leave_together() -> None:
     """Make the end of the program a collective, as MPI_Finalize is.
 
-    A rank that ends while others wait for it in a collective would leave them waiting
-    for ever; so they raise, and say so. Checkpoints that are being saved are waited
-    for. `import mpidist` calls it.
+    If a rank ends while others wait for it in a collective, they raise an error that
+    says so, instead of waiting for ever. It also waits for checkpoints that are being
+    saved. `import mpidist` calls it.
     """
     atexit.register(_leave, os.getpid())
 
 
 def _leave(pid: int) -> None:
-    if os.getpid() != pid or MPI.Is_finalized():  # a forked child is no rank
+    if os.getpid() != pid or MPI.Is_finalized():  # a forked child is not a rank
         return
     process_monitor.expect_exits()
     try:
@@ -83,7 +83,7 @@ def _leave(pid: int) -> None:
         else:
             _limit_the_end()
     except MpidistError as error:
-        # Where the others were in another collective, they raise the same
+        # If other ranks are in another collective, they raise the same error
         _report(
             f"{type(error).__name__}: {error}",
             isinstance(error, DivergenceError) or _is_copy(error),
@@ -91,10 +91,10 @@ def _leave(pid: int) -> None:
 
 
 def _limit_the_end() -> None:
-    """Let the system end this process where MPI_Finalize waits for ever.
+    """Let the system end this process if MPI_Finalize hangs.
 
-    That comes after the end of Python, so no thread could do it. Programs that use
-    SIGALRM themselves go without.
+    MPI_Finalize runs after the end of Python, so no thread could do it. Not done in
+    programs that use SIGALRM.
     """
     limit = hang_seconds(os.environ)
     is_free = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
@@ -104,9 +104,10 @@ def _limit_the_end() -> None:
 
 
 def _finalize_in_time() -> None:
-    """End MPI where ranks have died, which Open MPI 5 sometimes waits for, for ever.
+    """End MPI after a death: Open MPI 5 sometimes waits for dead ranks for ever.
 
-    Unless `mpi_settings` came in time. The program ends while a thread waits.
+    Not needed if `mpi_defaults` was imported in time. The program ends while a thread
+    waits.
     """
     FailureDetector.stop_polling()
     gpu = current_gpu()
@@ -134,12 +135,12 @@ def _report_and_abort(
 
 
 def _is_copy(error: BaseException) -> bool:
-    """Return whether an error came up on another rank, which reports it."""
+    """Return whether an error originates from another rank, which reports it."""
     return isinstance(error.__cause__, RemoteError)
 
 
 def _report(text: str, is_others: bool) -> NoReturn:
-    """Say why the job ends, unless another rank does, and end it.
+    """Report why the job ends, unless another rank does, and end it.
 
     Args:
       text: the reason.

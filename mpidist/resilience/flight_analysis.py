@@ -1,4 +1,4 @@
-"""Comparing what the flight recorders of all ranks hold: `python -m mpidist diff`."""
+"""`python -m mpidist diff`: compares the flight recorders of all ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Recorded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Flight:
-    """What one rank has recorded of one communicator.
+    """The calls of one rank on one communicator.
 
     Args:
       channel: the number of the communicator.
@@ -63,7 +63,7 @@ class Flight:
     calls: Mapping[int, Recorded]
 
     def text(self, number: int) -> str:
-        """Return a call and what ranks must agree on."""
+        """Return a call and its compared arguments."""
         call = self.calls[number]
         kind = self.kinds[call.kind]
         agreed = kind["agreed"] | ({"step": call.step} if call.step >= 0 else {})
@@ -79,14 +79,14 @@ class Flight:
 
 
 def read_flights(paths: Sequence[Path]) -> list[Flight]:
-    """Return what is in files, or in all files of folders.
+    """Return the contents of files, or of all files in folders.
 
     Raises:
       DataError: there is none, or one is damaged.
     """
     files = [f for path in paths for f in _files_of(path)]
     if not files:
-        raise DataError(f"there is no dump of a flight recorder in {_list(paths)}")
+        raise DataError(f"there is no flight recorder dump in {_list(paths)}")
     return [_read(path) for path in files]
 
 
@@ -119,7 +119,7 @@ def _read(path: Path) -> Flight:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise DataError(f"{path} is no dump of a flight recorder: {error!r}") from None
+        raise DataError(f"{path} is not a flight recorder dump: {error!r}") from None
 
 
 def _lines(text: str) -> Iterator[Any]:
@@ -141,7 +141,7 @@ def _calls(
 
 
 def compare(flights: Sequence[Flight]) -> tuple[list[str], bool]:
-    """Return what is to be said, line by line, and whether all ranks did the same."""
+    """Return the report, line by line, and whether all ranks' calls are equal."""
     lines: list[str] = []
     is_same = True
     channels = sorted({(flight.channel, flight.members) for flight in flights})
@@ -189,7 +189,7 @@ def _said(flight: Flight, number: int) -> str:
 
 
 def _ends(flights: Sequence[Flight], numbers: Sequence[int]) -> Iterator[str]:
-    """Say where the ranks are."""
+    """Describe the positions of the ranks."""
     if not numbers:
         yield "no calls"
         return
@@ -199,8 +199,8 @@ def _ends(flights: Sequence[Flight], numbers: Sequence[int]) -> Iterator[str]:
     texts = [_state(flight) for flight in flights]
     if behind:
         yield (
-            f"{name_ranks(behind)} did not come to call {last}, {ahead.text(last)}; "
-            "all before are the same"
+            f"{name_ranks(behind)} did not reach call {last}, {ahead.text(last)}; all "
+            "earlier calls are the same"
         )
     else:
         yield f"calls {numbers[0]} to {last} are the same on all"

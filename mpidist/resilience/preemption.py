@@ -1,4 +1,4 @@
-"""Saving a checkpoint when a job is about to be ended, and ending it for a requeue."""
+"""Save a checkpoint when a job is about to be ended, and exit for a requeue."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RESTART_EXIT_CODE = 99
 _CALL = "PreemptionCheckpointHandler"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _WATCH_SECONDS = 1.0
-# How much longer a save and a step may take than they ever did, and what is left over
+# Safety margins for the durations of a save and a step
 _CAUTION = 1.5
 _MARGIN_SECONDS = 10.0
 _UNKNOWN_SAVE_SECONDS = 60.0
@@ -39,21 +39,22 @@ _UNKNOWN_SAVE_SECONDS = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class TerminationConfig:
-    """How a job that is about to be ended is to end.
+    """What to do when the job is about to be ended.
 
     Args:
-      termination_watcher_fn: called about once a second by a thread of each rank; True
-        says that the job is about to be ended, as a signal does.
+      termination_watcher_fn: called about once a second by a thread of each rank. True
+        means, like a signal, that the job is about to be ended.
       exit_fn: called on all ranks once the checkpoint is complete; by default the
-        program ends with exit code 99, on which the scripts in `jobs/` requeue.
-      grace_period: how many seconds the job has from the signal on. It goes on for as
-        long as a step and a save still fit in; by default the next step is the last.
+        program exits with code 99, for which the scripts in `jobs/` requeue.
+      grace_period: the seconds from the signal to the end of the job. Training
+        continues while another step and a save fit in; by default the current step is
+        the last.
       save_fn: called on all ranks instead of the manager's `save`, with the arguments
         of `save_checkpoint_if_preempted`.
 
     Raises:
       ArgumentError: grace_period < 0.
-      ArgumentTypeError: what should be a function, or a number, is none.
+      ArgumentTypeError: an argument is not a function, or not a number.
 
     Example:
       >>> mpidist.TerminationConfig(grace_period=30.0).grace_period
@@ -75,28 +76,29 @@ class TerminationConfig:
 
 
 class PreemptionCheckpointHandler:
-    """Saves a checkpoint when the job is about to be ended, and ends it.
+    """Save a checkpoint when the job is about to be ended, and exit.
 
-    Collective to make, as all its methods are; it restores the latest checkpoint.
+    Creating it is collective, as are all its methods; it restores the latest
+    checkpoint.
 
-    SIGTERM or SIGUSR1 on any rank is noted, and the ranks agree between two steps: all
-    save the same one, and exit. So does the end of the job's time, if Slurm tells it
-    (`SLURM_JOB_END_TIME`, or scontrol): by the time that steps and saves have taken,
-    the last step is saved after which there is time to. The consensus is one small
-    all-reduce for each step, of a few microseconds on one node.
+    After SIGTERM or SIGUSR1 on any rank, all ranks save after the same step and exit.
+    The same happens near the end of the job's time if Slurm reports it
+    (`SLURM_JOB_END_TIME`, or scontrol): from the durations of steps and saves, it saves
+    after the last step that leaves enough time. This takes one small all-reduce per
+    step, a few microseconds on one node.
 
     Args:
-      cluster_resolver: as TensorFlow's; not needed, so None will do.
+      cluster_resolver: as in TensorFlow; not used, may be None.
       checkpoint_or_checkpoint_manager: a manager; or a `Checkpoint`, with a
         `checkpoint_dir` or a `save_fn`.
-      checkpoint_dir: for a `Checkpoint`: the directory from which the latest one is
-        restored, and to which one is saved, unless there is a `save_fn`. Of a manager
-        its own directory counts.
+      checkpoint_dir: for a `Checkpoint`: the directory from which to restore the latest
+        checkpoint, and in which to save unless there is a `save_fn`. A manager uses its
+        own directory.
       termination_config: see `TerminationConfig`.
 
     Raises, on all ranks:
-      ArgumentTypeError: these are no such objects.
-      ContextError: not in the main thread of a program, which gets the signals.
+      ArgumentTypeError: an argument has an invalid type.
+      ContextError: not in the main thread, which receives the signals.
       What `CheckpointManager.restore_or_initialize` raises.
 
     Example:
@@ -146,7 +148,7 @@ class PreemptionCheckpointHandler:
             assert checkpoint_dir is not None
             self._manager = CheckpointManager(checkpoint, checkpoint_dir, max_to_keep=1)
         path = self._restore_latest()
-        # A checkpoint that was saved without a handler does not have it
+        # A checkpoint saved without a handler lacks it
         counted = Checkpoint(strategy=checkpoint.strategy, total_run_calls=0)
         if path is not None:
             counted.restore(path, is_partial=True)
@@ -155,7 +157,7 @@ class PreemptionCheckpointHandler:
 
     def __repr__(self) -> str:
         def describe() -> str:
-            asked = "the end is asked for" if self._asked_at else "watching"
+            asked = "exit requested" if self._asked_at else "watching"
             return "closed" if self._is_closed else asked
 
         return one_line(self, describe)
@@ -176,7 +178,8 @@ class PreemptionCheckpointHandler:
             )
         if threading.current_thread() is not threading.main_thread():
             raise ContextError(
-                f"make {_CALL} in the program's main thread, which gets the signals"
+                f"create {_CALL} in the program's main thread, which receives the "
+                "signals"
             )
 
     def _restore_latest(self) -> str | None:
@@ -215,7 +218,7 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How many times `run` has called its function, also in former jobs."""
+        """How many times `run` has called its function, including earlier jobs."""
         return int(self._checkpoint.total_run_calls)
 
     def run(
@@ -223,7 +226,7 @@ class PreemptionCheckpointHandler:
     ) -> T:
         """Return `distributed_train_function(*args, **kwargs)`: a step. Collective.
 
-        Saves and exits before it, if the job is about to be ended.
+        If the job is about to be ended, saves and exits before the step.
         """
         self.save_checkpoint_if_preempted()
         result = distributed_train_function(*args, **kwargs)
@@ -248,7 +251,7 @@ class PreemptionCheckpointHandler:
             return
         self._group.consensus.run_in_scope(_CALL, lambda: self._save(*args, **kwargs))
         if self._config.exit_fn is None:
-            # One that comes late must not end this rank otherwise, on its way out
+            # A late signal must not end this rank differently while it exits
             for number in self._former:
                 signal.signal(number, signal.SIG_IGN)
             sys.exit(RESTART_EXIT_CODE)
@@ -277,7 +280,7 @@ class PreemptionCheckpointHandler:
             self._group.before_run = former
 
     def _must_end(self, now: float) -> bool:
-        """Return whether this rank knows that the next step must not begin."""
+        """Return whether this rank must not begin the next step."""
         needed = _CAUTION * (self._step_seconds + self._longest_save())
         if self._asked_at is not None:
             grace = self._config.grace_period or 0.0
@@ -291,7 +294,7 @@ class PreemptionCheckpointHandler:
         return seconds or _UNKNOWN_SAVE_SECONDS
 
     def close(self) -> None:
-        """Listen to signals no longer; a second call does nothing. Not collective."""
+        """Stop handling signals; a second call does nothing. Not collective."""
         self._is_closed = True
         while self._former:
             number, former = self._former.popitem()

@@ -1,9 +1,9 @@
-"""The watchdog: a thread that looks, now and then, at what this rank waits for.
+"""The watchdog: a thread that periodically checks the waits of this rank.
 
-It names ranks that are slow, and ends the job where a rank has died, was stopped or
-never comes. It does nothing in the calls themselves, and needs no messages: what it
-looks at is the flight recorder, who has come to the call, and other waits (`pending`).
-Where MPI goes on without ranks that die (see `failures`), it asks MPI who has died.
+It reports slow ranks, and ends the job if a rank has died, was stopped or never
+arrives. It adds no work to the calls and sends no messages: it reads the flight
+recorder, the ranks that have arrived in the call, and other waits (`pending`). If MPI
+continues without dead ranks (see `failures`), it asks MPI which ranks have died.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ __all__ = ["Watch", "end_job", "start_watch"]
 
 _LOOK_SECONDS = 1.0
 _LOOK_FOR_DEAD_SECONDS = 0.02
-# A rank is slow that others wait for so long, and so many times as long as they took
+# A rank is slow if others wait for it this long, and this many times their own work
 _SLOW_SECONDS = 5.0
 _SLOW_TIMES = 20
 _SAY_AGAIN_SECONDS = 600.0
 _ABORT_SECONDS = 5.0
 _LAUNCHER_SECONDS = 2.0
 _SAY_SECONDS = 1.0
-# What is longer between two looks was a stop of the process
+# A longer time between two checks means that the process was stopped
 _STOP_SECONDS = 5.0
-_MOST_STOPS = 100  # that are remembered
+_MOST_STOPS = 100  # that are stored
 
 
 def start_watch() -> None:
-    """Watch this process, if it is one of several ranks. `import mpidist` calls it.
+    """Start the watchdog if there are several ranks. `import mpidist` calls it.
 
     Raises:
       LaunchError: see `hang_seconds`.
@@ -53,7 +53,7 @@ def start_watch() -> None:
         try:
             Watch(limit).start()
         except RuntimeError as error:  # too many threads, or too little memory
-            warn(f"nothing will notice if this job hangs: {error}")
+            warn(f"the watchdog cannot start, so a hang will not be detected: {error}")
 
 
 class Watch(threading.Thread):
@@ -75,7 +75,7 @@ class Watch(threading.Thread):
         self._stops: list[tuple[float, float]] = []  # when they ended, and how long
 
     def run(self) -> None:
-        """Look at all communicators for as long as the program runs."""
+        """Check all communicators until the program ends."""
         pause = min(_LOOK_SECONDS, self._limit / 4)
         survives = can_survive()
         while os.getpid() == self._pid:
@@ -84,12 +84,12 @@ class Watch(threading.Thread):
             else:
                 time.sleep(pause)
             self.note_stop(pause, time.monotonic())
-            # A look must never end the program, or itself
+            # A check must never end the program or this thread
             with contextlib.suppress(Exception):
                 self.look_at_all(survives)
 
     def look_at_all(self, survives: bool) -> None:
-        """Look once; `survives` is whether MPI goes on when a rank dies."""
+        """Check once; `survives`: whether MPI continues when a rank dies."""
         for pending in list(Pending.in_use):
             self.look_at_pending(pending, time.monotonic())
 
@@ -101,10 +101,10 @@ class Watch(threading.Thread):
         Consensus.look_at_all(look)
 
     def note_stop(self, pause: float, now: float) -> None:
-        """Note for how long this process was stopped since the last look, if it was.
+        """Record how long this process was stopped since the last check, if it was.
 
-        A batch system may stop all ranks of a job and let them go on later (SIGSTOP and
-        SIGCONT). That is no hang, so this time does not count.
+        A batch system may stop all ranks of a job and continue them later (SIGSTOP and
+        SIGCONT). That is not a hang, so this time does not count.
         """
         gap = now - self._looked - pause
         self._looked = now
@@ -118,7 +118,7 @@ class Watch(threading.Thread):
         return max(0.0, now - begun - stopped)
 
     def look_at_pending(self, pending: Pending, now: float) -> None:
-        """End the job if MPI has waited for too long where it is no recorded call."""
+        """End the job if MPI has waited too long outside recorded calls."""
         waited = self.waited(pending.begun, now)
         if waited > self._limit:
             who = f"rank {pending.rank} of {pending.size}"
@@ -126,7 +126,7 @@ class Watch(threading.Thread):
             end_job(_limit_text(who, waited, what, None))
 
     def look(self, consensus: Consensus, now: float) -> None:
-        """Look at what a rank waits for, if it does."""
+        """Check the current wait of a communicator, if any."""
         entry = consensus.recorder.last()
         if entry is None or entry.ended is not None:
             return
@@ -147,7 +147,7 @@ class Watch(threading.Thread):
     def _look_for_departure(self, consensus: Consensus, entry: Entry) -> None:
         """End the job if this rank waits inside MPI for one that has left.
 
-        Elsewhere this rank looks itself, so it is left some time to do so.
+        Outside MPI the rank checks by itself, so it gets some time to do so.
         """
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             return
@@ -161,8 +161,8 @@ class Watch(threading.Thread):
     def look_for_ended(self, consensus: Consensus, now: float) -> None:
         """End the job if a process of this node has ended before its time.
 
-        At the end of the program all ranks meet, see `launch.leave_together`. Launchers
-        are left some time to say more, and to end the job themselves.
+        At the end of the program all ranks synchronise, see `launch.leave_together`.
+        Launchers get some time to report more, and to end the job themselves.
         """
         gone = process_monitor.ended(consensus.pids)
         if not gone or MPI.Is_finalized():
@@ -174,7 +174,7 @@ class Watch(threading.Thread):
 
 
 def _look_for_dead(seconds: float) -> None:
-    """Ask MPI for so long, again and again, who has died."""
+    """Ask MPI repeatedly, for this time, which ranks have died."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(min(_LOOK_FOR_DEAD_SECONDS, seconds))
@@ -206,7 +206,7 @@ def _left_text(consensus: Consensus, entry: Entry, reason: str) -> str:
     return (
         f"mpidist: rank {consensus.rank} of {consensus.size} waits inside MPI, in "
         f"{entry.operation} (call {entry.number}, at {entry.site}), for a rank that "
-        f"does not come: {reason}. The job ends"
+        f"does not arrive: {reason}. The job ends"
     )
 
 
@@ -220,11 +220,11 @@ def _hang_text(
 
 def _limit_text(who: str, waited: float, what: str, missing: list[int] | None) -> str:
     if missing:
-        reason = f"{name_ranks(missing)} did not come"
+        reason = f"{name_ranks(missing)} did not arrive"
     elif missing is None:
-        reason = "it is not known which ranks did not come, or died in it"
+        reason = "it is not known which ranks did not arrive, or died in the call"
     else:
-        reason = "all ranks had come; one may have died or been stopped in it"
+        reason = "all ranks had arrived; one may have died or been stopped in the call"
     return (
         f"mpidist: {who} has waited {waited:.1f} s in {what}, more than "
         f"{HANG_SECONDS.name} allows: {reason}. The job ends"
@@ -232,10 +232,10 @@ def _limit_text(who: str, waited: float, what: str, missing: list[int] | None) -
 
 
 def end_job(text: str) -> None:
-    """Say why, and end all ranks of the job, from any thread."""
+    """Log the reason, and end all ranks of the job, from any thread."""
     _say(text)
     if MPI.Query_thread() == MPI.THREAD_MULTIPLE and not is_last():
-        # Abort itself may wait for what hangs
+        # Abort itself may hang
         threading.Thread(target=_exit_later, daemon=True).start()
         MPI.COMM_WORLD.Abort(1)
     os._exit(1)
@@ -247,7 +247,7 @@ def _exit_later() -> None:
 
 
 def _say(text: str, log: Callable[[str, str], None] = logs.report) -> None:
-    """Log a text, but do not wait for ever for a pipe that nobody reads."""
+    """Log a text, without waiting for ever for a pipe that is not read."""
     saying = threading.Thread(target=log, args=("resilience", text), daemon=True)
     saying.start()
     saying.join(_SAY_SECONDS)

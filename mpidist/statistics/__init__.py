@@ -1,15 +1,15 @@
 """Statistics of the rows of all ranks: exact, and the same on any number of ranks.
 
-`update_state` adds rows that one rank has, and communicates nothing; `result` puts
-together what all ranks have added, and is collective. The names are those of Keras'
-metrics. How rows are spread over ranks and batches changes no bit of a result.
+`update_state` adds rows of one rank without communication; `result` combines the rows
+of all ranks and is collective. The names are those of Keras' metrics. Results do not
+depend on the distribution of rows over ranks and batches.
 
     moments = mpidist.statistics.Moments(strategy)
     for batch in distributed_dataset:
         strategy.run(moments.update_state, args=(batch,))
     print(moments.result().mean)
 
-They have a state that `mpidist.Checkpoint` saves and restores, on any number of ranks.
+`mpidist.Checkpoint` saves and restores their state on any number of ranks.
 """
 
 from __future__ import annotations

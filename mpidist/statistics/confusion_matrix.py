@@ -1,4 +1,4 @@
-"""How often which class was taken for which."""
+"""Confusion matrices over the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ConfusionMatrix(CountStatistic):
         super().__init__(strategy)
 
     def reset_state(self) -> None:
-        """Forget the rows that this rank has added. Not collective."""
+        """Remove the rows that this rank has added. Not collective."""
         self._counts = np.zeros((self._classes, self._classes), np.int64)
 
     def update_state(self, labels: Any, predictions: Any) -> None:
@@ -44,11 +44,11 @@ class ConfusionMatrix(CountStatistic):
 
         Args:
           labels: integers of shape (rows,), the true classes.
-          predictions: the same, of what was taken for them.
+          predictions: the predicted classes, likewise.
 
         Raises:
-          ArgumentError: unlike shapes; a class that there is not. Nothing is added.
-          ArgumentTypeError: no integers.
+          ArgumentError: the shapes differ; a class is out of range. Nothing is added.
+          ArgumentTypeError: not integers.
         """
         found = [
             self._classes_of("labels", labels),

@@ -1,4 +1,4 @@
-"""How many numbers of all ranks are in which bin."""
+"""Histograms of the numbers of all ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["Histogram", "HistogramResult"]
 
 
 class HistogramResult(NamedTuple):
-    """What `Histogram.result` returns.
+    """The result of `Histogram.result`.
 
     Args:
       counts: int64 of shape (bins,).
-      edges: float64 of shape (bins + 1,). A bin has its lower edge, the last one its
-        upper edge, too.
-      below: how many numbers were less than the first edge.
-      above: how many were more than the last one.
-      nan: how many were nan.
+      edges: float64 of shape (bins + 1,). A bin includes its lower edge; the last bin
+        also its upper edge.
+      below: the number of values below the first edge.
+      above: the number of values above the last edge.
+      nan: the number of nan.
 
     Example:
       >>> ages = mpidist.statistics.Histogram(2, (0, 80), strategy=strategy)
@@ -45,15 +45,15 @@ class HistogramResult(NamedTuple):
 class Histogram(CountStatistic):
     """Counts of numbers in bins: those of `numpy.histogram` of all rows as float64.
 
-    Numbers outside of the bins are counted, too.
+    Numbers outside the bins are counted too.
 
     Args:
-      bins: how many, of the same width, or the edges.
-      range: the first edge and the last one, where `bins` is a number.
+      bins: the number of bins of equal width, or the edges.
+      range: the first and the last edge, if `bins` is a number.
       strategy: see `Statistic`.
 
     Raises:
-      ArgumentError: bins or edges that NumPy refuses; no range.
+      ArgumentError: NumPy refuses the bins or edges; `range` is missing.
 
     Example:
       >>> ages = mpidist.statistics.Histogram(4, (0, 80), strategy=strategy)
@@ -71,8 +71,8 @@ class Histogram(CountStatistic):
     ):
         if range is None and np.ndim(bins) == 0:
             raise ArgumentError(
-                "Histogram needs a range: no rank knows the least and the most number "
-                "of all ranks before it has seen them"
+                "Histogram needs a range: the minimum and maximum over all ranks are "
+                "not known in advance"
             )
         try:
             edges = np.histogram_bin_edges(np.zeros(0), bins, range)
@@ -84,11 +84,11 @@ class Histogram(CountStatistic):
         super().__init__(strategy)
 
     def reset_state(self) -> None:
-        """Forget the rows that this rank has added. Not collective."""
+        """Remove the rows that this rank has added. Not collective."""
         self._counts = np.zeros(len(self._edges) - 1 + 3, np.int64)
 
     def update_state(self, rows: Any) -> None:
-        """Add numbers of this rank, of any shape but (). Not collective.
+        """Add numbers of this rank, of any shape except (). Not collective.
 
         Raises: ArgumentError, ArgumentTypeError: see `Moments.update_state`.
         """

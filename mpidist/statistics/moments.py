@@ -1,4 +1,4 @@
-"""Mean, variance, least and most of each column, rounded once."""
+"""Mean, variance, minimum and maximum of each column, rounded once."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _NAN, _ABOVE, _BELOW = range(3)  # numbers that are not finite
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What `Moments.result` returns. Arrays have the shape of one row.
+    """The result of `Moments.result`. Arrays have the shape of one row.
 
     Args:
-      count: how many rows all ranks have added.
-      mean: float64, the exact mean, rounded once. As NumPy's, nan where a number is
-        nan, and inf where one is; nan without rows.
-      variance: float64, rounded once, likewise; nan where a number is not finite.
-      std: its root.
-      minimum: in the dtype of the rows; nan where one is. Without rows, nan.
+      count: the number of rows of all ranks.
+      mean: float64, the exact mean, rounded once. As in NumPy, nan if a number is nan,
+        inf if one is inf; nan without rows.
+      variance: float64, rounded once; nan if a number is not finite.
+      std: the square root of the variance.
+      minimum: in the dtype of the rows; nan if a number is nan, or without rows.
       maximum: likewise.
 
     Example:
@@ -59,15 +59,14 @@ class Description:
 
 
 class Moments(Statistic):
-    """Mean, variance, least and most of rows, column by column.
+    """Mean, variance, minimum and maximum of rows, column by column.
 
-    Sums are exact, so neither the number of ranks, nor the order of the rows, nor the
-    sizes of batches changes a bit of the result, and nothing is lost where the mean is
-    large beside the deviation. A block of rows takes about ten times as long as
-    `numpy.var` of it.
+    Sums are exact, so results do not depend on the number of ranks, the order of the
+    rows or the batch sizes, and no precision is lost if the mean is much larger than
+    the deviation. A block of rows takes about ten times as long as its `numpy.var`.
 
     Args:
-      ddof: the variance is divided by the number of rows less this, as in NumPy.
+      ddof: the divisor of the variance is the number of rows minus `ddof`, as in NumPy.
       strategy: see `Statistic`.
 
     Example:
@@ -84,7 +83,7 @@ class Moments(Statistic):
         super().__init__(strategy)
 
     def reset_state(self) -> None:
-        """Forget the rows that this rank has added. Not collective."""
+        """Remove the rows that this rank has added. Not collective."""
         self._count = 0
         self._dtype: np.dtype[Any] | None = None
         self._shape: tuple[int, ...] = ()
@@ -97,19 +96,20 @@ class Moments(Statistic):
         """Add rows of this rank. Not collective.
 
         Args:
-          rows: numbers of shape (rows, ...), also without rows; an array of NumPy, or
-            CuPy, PyTorch, JAX; float16, bfloat16, float32, float64, integers, bool.
+          rows: numbers of shape (rows, ...), possibly zero rows; an array of NumPy,
+            CuPy, PyTorch or JAX of float16, bfloat16, float32, float64, integers or
+            bool.
 
         Raises:
-          ArgumentError: rows before had another dtype or shape; none have dimensions.
-          ArgumentTypeError: no numbers.
+          ArgumentError: earlier rows have a different dtype or shape; a scalar.
+          ArgumentTypeError: not numbers.
         """
         rows = host_rows(rows)
         if self._dtype is None:
             self._begin(rows.dtype, rows.shape[1:])
         elif (rows.dtype, rows.shape[1:]) != (self._dtype, self._shape):
             raise ArgumentError(
-                f"rows are {rows.dtype}{list(rows.shape[1:])}, but before they were "
+                f"rows are {rows.dtype}{list(rows.shape[1:])}, but earlier rows were "
                 f"{self._rows_kind()}"
             )
         if not len(rows):

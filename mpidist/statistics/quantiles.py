@@ -1,9 +1,9 @@
-"""Quantiles of the numbers of all ranks, by a sketch that forgets little.
+"""Quantiles of the numbers of all ranks, with a sketch of bounded error.
 
 The sketch is DDSketch (C. Masson, J. Rim, H. Lee: DDSketch: a fast and fully-mergeable
-quantile sketch with relative-error guarantees, PVLDB 12, 2019): it counts how many
-numbers lie in bins whose bounds are powers of one number. Counts are added up without
-rounding, so that the result is the same on any number of ranks.
+quantile sketch with relative-error guarantees, PVLDB 12, 2019): it counts numbers in
+bins with logarithmic bounds. Counts are exact integers, so the result is the same on
+any number of ranks.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ __all__ = ["Quantiles"]
 
 # Of numbers that have no logarithm: -inf, 0, inf, nan
 _BELOW, _ZERO, _ABOVE, _NAN = range(4)
-# What is nearer to 0 counts as 0, what is farther from it as infinite
+# Smaller magnitudes count as 0, larger ones as infinite
 _LEAST, _MOST = 2.0**-1000, 2.0**1000
 
 
 class Quantiles(Statistic):
-    """Quantiles of numbers, each within a relative error of the number that is meant.
+    """Quantiles of numbers, each within a relative error of the exact one.
 
-    Of n numbers it is that of `numpy.quantile(..., method="lower")`: number
-    floor(q * (n - 1)) in their order. Numbers of less than 2**-1000 count as 0, and of
-    more than 2**1000 as infinite. Needs `ddsketch`, which `pip install ddsketch`
-    installs.
+    The exact quantile of n numbers is that of `numpy.quantile(..., method="lower")`:
+    number floor(q * (n - 1)) in sorted order. Magnitudes below 2**-1000 count as 0,
+    above 2**1000 as infinite. Needs `pip install ddsketch`.
 
     Args:
       relative_error: of the results, between 1e-4 and 0.5. A bin takes 16 bytes; with
@@ -45,8 +44,8 @@ class Quantiles(Statistic):
       strategy: see `Statistic`.
 
     Raises:
-      ArgumentError: such a relative error there is not.
-      UnsupportedError: there is no ddsketch.
+      ArgumentError: `relative_error` is out of range.
+      UnsupportedError: ddsketch is not installed.
 
     Example:
       >>> latency = mpidist.statistics.Quantiles(strategy=strategy)
@@ -65,13 +64,13 @@ class Quantiles(Statistic):
         super().__init__(strategy)
 
     def reset_state(self) -> None:
-        """Forget the rows that this rank has added. Not collective."""
+        """Remove the rows that this rank has added. Not collective."""
         self._others = np.zeros(4, np.int64)
         # Counts by sign, from the bin `_first` on
         self._first, self._counts = 0, np.zeros((2, 0), np.int64)
 
     def update_state(self, rows: Any) -> None:
-        """Add numbers of this rank, of any shape but (). Not collective.
+        """Add numbers of this rank, of any shape except (). Not collective.
 
         Raises: ArgumentError, ArgumentTypeError: see `Moments.update_state`.
         """
@@ -121,7 +120,7 @@ class Quantiles(Statistic):
           q: numbers between 0 and 1, equal on all ranks.
 
         Returns:
-          float64 of the shape of `q`: nan without numbers, and where one is nan.
+          float64 of the shape of `q`: nan without numbers, or if a number is nan.
 
         Raises, on all ranks:
           ArgumentError: a q that is not between 0 and 1.

@@ -1,4 +1,4 @@
-"""What all statistics have in common: how ranks put together what they have added."""
+"""Base class of statistics: combining the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Statistic(abc.ABC):
     """Base of the statistics: Moments, Histogram, Quantiles, ConfusionMatrix.
 
     Args:
-      strategy: whose ranks have the rows; None takes the current one.
+      strategy: the strategy whose ranks have the rows; None takes the current one.
 
     Raises:
       ContextError: there is no current strategy.
-      ArgumentTypeError: it is none.
+      ArgumentTypeError: it is not a strategy.
 
     Example:
       >>> moments = mpidist.statistics.Moments(strategy=strategy)
@@ -47,8 +47,8 @@ class Statistic(abc.ABC):
         if strategy is None:
             if not has_strategy():
                 raise ContextError(
-                    f"{type(self).__name__}: say whose rows are meant, by "
-                    "`strategy=strategy`, or make it in `with strategy.scope():`"
+                    f"{type(self).__name__}: pass `strategy=strategy`, or create it in "
+                    "`with strategy.scope():`"
                 )
             strategy = get_strategy()
         if not hasattr(strategy, "extended"):
@@ -60,51 +60,51 @@ class Statistic(abc.ABC):
 
     @abc.abstractmethod
     def reset_state(self) -> None:
-        """Forget the rows that this rank has added. Not collective."""
+        """Remove the rows that this rank has added. Not collective."""
 
     def result(self) -> Any:
         """Return the statistic of the rows that all ranks have added. Collective.
 
-        In any context of the strategy. What ranks have added stays: more rows can
-        follow.
+        In any context of the strategy. More rows can be added afterwards.
 
         Raises, on all ranks:
-          MismatchError: ranks have other statistics, settings, dtypes or shapes of
-            rows.
+          MismatchError: statistics, settings, dtypes or row shapes differ between
+            ranks.
         """
         return self._of_all_ranks()._describe()
 
     def merge_state(self, others: Iterable[Own]) -> None:
-        """Add what this rank has added to others of the same kind. Not collective.
+        """Add the rows of other statistics of the same kind. Not collective.
 
         Raises:
-          ArgumentError: they have other settings, or rows of another dtype or shape.
-          ArgumentTypeError: they are of another type.
+          ArgumentError: settings, dtypes or row shapes differ.
+          ArgumentTypeError: the type differs.
         """
         for other in others:
             if type(other) is not type(self):
                 raise ArgumentTypeError(
-                    f"merge_state: a {type(other).__name__} is no {type(self).__name__}"
+                    f"merge_state: a {type(other).__name__} is not a "
+                    f"{type(self).__name__}"
                 )
             mine, theirs = self._kind(), other._kind()
             is_like = mine[2] == theirs[2] or not (mine[2] and theirs[2])
             if mine[:2] != theirs[:2] or not is_like:
                 raise ArgumentError(
-                    f"merge_state: {_shown(theirs)} does not fit {_shown(mine)}"
+                    f"merge_state: {_shown(theirs)} does not match {_shown(mine)}"
                 )
             self._add(other)
 
     def get_state(self) -> dict[str, Any]:
-        """Return what all ranks have added: numbers, text, arrays. Collective."""
+        """Return the state of all ranks: numbers, text, arrays. Collective."""
         state: dict[str, Any] = self._of_all_ranks()._to_state()
         return state
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take a state of `get_state` for what all ranks have added. Every rank calls.
+        """Restore a state of `get_state`. Every rank calls.
 
-        Rank 0 keeps it; the others have added nothing, then.
+        Rank 0 gets all rows; the other ranks then have none.
 
-        Raises, on all ranks, ArgumentError: the settings are others.
+        Raises, on all ranks, ArgumentError: the settings differ.
         """
         kind = type(self).__name__, self._settings()
         if (state["kind"], state["settings"]) != kind:
@@ -175,7 +175,7 @@ class Statistic(abc.ABC):
         rows = {rows for _, _, rows in kinds if rows}
         if len({kind[:2] for kind in kinds}) > 1 or len(rows) > 1:
             shown = group_by_rank([_shown(kind) for kind in kinds])
-            raise MismatchError(f"the ranks have unlike statistics: {shown}")
+            raise MismatchError(f"the ranks have different statistics: {shown}")
         extents = [extent for _, _, rows, extent in found if rows]
         if not extents:
             return "", [], []
@@ -218,10 +218,10 @@ def _shown(kind: tuple[str, str, str]) -> str:
 
 
 def host_rows(value: Any, name: str = "rows") -> Any:
-    """Return what a user gives as this rank's rows as a NumPy array.
+    """Return the user's rows of this rank as a NumPy array.
 
     Raises:
-      ArgumentTypeError: no array, list or number, or one of text or complex numbers.
+      ArgumentTypeError: not an array, list or number, or text or complex numbers.
       ArgumentError: it has no dimension for rows.
     """
     array = arrays.to_host(arrays.to_tensor(value, name))

@@ -28,7 +28,7 @@ from mpidist.util.available_memory import as_text
 
 __all__ = ["Timing", "choose_rows", "describe", "tune"]
 
-# What is faster by less is not worth a change
+# Smaller gains do not change the table
 _LEAST_GAIN = 0.03
 _LOOP_SECONDS = 2e-3
 _METHODS = ("allreduce", "allgatherv", "broadcast")
@@ -41,7 +41,7 @@ class Timing(NamedTuple):
 
     Args:
       seconds: the median of all repetitions.
-      noise_seconds: half of what lies between their quartiles.
+      noise_seconds: half the interquartile range.
     """
 
     seconds: float
@@ -51,12 +51,12 @@ class Timing(NamedTuple):
 def tune(path: Path, largest_bytes: int, repetitions: int) -> dict[str, Any]:
     """Measure, write the tuning table of this layout, and return it. Collective.
 
-    At one rank there is nothing to choose: nothing is measured or written.
+    With one rank nothing is measured or written.
 
     Args:
       path: of the file of tables, on rank 0.
-      largest_bytes: up to which size to measure.
-      repetitions: of each timing, of which the median is taken.
+      largest_bytes: the largest size to measure.
+      repetitions: of each timing; the median counts.
 
     Returns:
       "rank" and "layout"; "table", "former" (what was used so far), "sizes_bytes" and
@@ -215,7 +215,7 @@ def choose_rows(
 
 
 def name_at(rows: Sequence[tuple[int, str]], size: int) -> str:
-    """Return the transport that rows of a table name for a size."""
+    """Return the transport for a size in the rows of a table."""
     return [name for edge, name in rows if edge <= size][-1]
 
 

@@ -59,7 +59,7 @@ class Setting(Generic[T]):
       read_by: the module that reads it.
       parse: returns the value of a text, or raises a ValueError.
       default_text: the default as users see it.
-      argument: what says the same in a program, and counts more; "" if nothing does.
+      argument: the equivalent argument in a program, which has priority; "" if none.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Setting(Generic[T]):
     argument: str = ""
 
     def text(self, environ: Mapping[str, str] | None = None) -> str | None:
-        """Return the variable as it stands; None where it is not set, or empty.
+        """Return the text of the variable; None if it is not set or empty.
 
         Args:
           environ: the environment variables, by default those of this process.
@@ -100,7 +100,7 @@ class Setting(Generic[T]):
             ) from None
 
     def read_or_default(self, environ: Mapping[str, str] | None = None) -> T:
-        """Return the value, or the default where it cannot be read.
+        """Return the value, or the default if it cannot be read.
 
         For readers that come before all ranks can be told (`require_settings` does) or
         that must never raise.
@@ -112,7 +112,7 @@ class Setting(Generic[T]):
 
 
 class Resolved(NamedTuple, Generic[T]):
-    """A value, and where it is from.
+    """A value and its source.
 
     Args:
       value: what holds.
@@ -129,7 +129,7 @@ def resolve(
     environ: Mapping[str, str] | None = None,
     tuned: T | None = None,
 ) -> Resolved[T]:
-    """Return what holds: argument over environment over tuning file over default.
+    """Return the effective value: argument, environment, tuning file, default.
 
     Args:
       setting: the variable.
@@ -199,7 +199,7 @@ ALLOW_SHARED_GPU = Setting(
     "switch",
     False,
     _ZERO_OR_ONE,
-    "Whether ranks may share a GPU, which is an error otherwise.",
+    "Whether ranks may share a GPU; otherwise that is an error.",
     "mpidist.comm.device_info",
     _switch,
     "0",
@@ -210,7 +210,7 @@ ALLOW_SINGLETON = Setting(
     "switch",
     False,
     _ZERO_OR_ONE,
-    "Whether one process may run alone where a launcher started several.",
+    "Whether one process may run alone although a launcher started several.",
     "mpidist.launch.launchers",
     _switch,
     "0",
@@ -220,7 +220,7 @@ BANNER = Setting(
     "switch",
     True,
     _ZERO_OR_ONE,
-    "Whether rank 0 says what the job runs on, and how it reads its first dataset.",
+    "Whether rank 0 prints the hardware, and how the first dataset is divided.",
     "mpidist.comm.banner",
     _switch,
     "1",
@@ -230,7 +230,7 @@ BIND_GPU: Setting[bool | None] = Setting(
     "switch",
     None,
     _ZERO_OR_ONE,
-    "Whether a GPU is made the current one before MPI starts.",
+    "Whether a GPU is made current before MPI starts.",
     "mpidist.launch.early_binding",
     _switch,
     "where the MPI library needs it",
@@ -240,10 +240,10 @@ CUDA_AWARE: Setting[bool | None] = Setting(
     "switch",
     None,
     _ZERO_OR_ONE,
-    "Whether MPI takes addresses of memory on GPUs; the same on all ranks.",
+    "Whether MPI accepts GPU pointers; the same on all ranks.",
     "mpidist.comm.device_info",
     _switch,
-    "asked of the library, and tried",
+    "asked of the library, and tested",
     "MirroredStrategy(cuda_aware=)",
 )
 DUMPS: Setting[Path | None] = Setting(
@@ -251,7 +251,7 @@ DUMPS: Setting[Path | None] = Setting(
     "folder",
     None,
     "a folder",
-    "Where each rank keeps its last 1,000 collectives, for `mpidist diff`.",
+    "Where each rank records its last 1,000 collectives, for `mpidist diff`.",
     "mpidist.comm.consensus.flight_recorder",
     Path,
     _NOTHING,

@@ -849,7 +849,7 @@ def test_a_map_of_batches_before_it_must_keep_their_rows(strategy):
 
 def test_more_rows_than_the_node_has_memory_for_are_refused(strategy):
     dataset = Dataset.range(1 << 45).cache().batch(8)
-    with pytest.raises(mpidist.ArgumentError, match=r"294,912.0 GiB.* has .* left"):
+    with pytest.raises(mpidist.ArgumentError, match=r"294,912.0 GiB.* has .* free"):
         strategy.experimental_distribute_dataset(dataset)
     require_usable(strategy)
 

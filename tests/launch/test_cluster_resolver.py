@@ -57,7 +57,7 @@ def test_lists_of_hosts(text, hosts):
     ["", "n[", "n[1-", "n]1", "n[a]", "n[1-2-3]", "n[]", "n[3-1]", "n[0-9999999]"],
 )
 def test_what_is_no_list_of_hosts_is_refused(text):
-    with pytest.raises(mpidist.LaunchError, match="no list of hosts"):
+    with pytest.raises(mpidist.LaunchError, match="not a list of hosts"):
         expand_hosts(text)
 
 
@@ -76,7 +76,7 @@ def test_lists_of_tasks(text, tasks):
 
 @pytest.mark.parametrize("text", ["", "2(x", "2,,1", "-1", "2(x99999999)", "two"])
 def test_what_is_no_list_of_tasks_is_refused(text):
-    with pytest.raises(mpidist.LaunchError, match="no list of tasks"):
+    with pytest.raises(mpidist.LaunchError, match="not a list of tasks"):
         expand_tasks(text)
 
 
@@ -179,8 +179,8 @@ def test_ranks_are_on_the_hosts_in_slurms_order(slurm_step):
         ({"jobs": {"worker": 4}}, "4 tasks, but Slurm started 5"),
         ({"gpus_per_node": 1, "gpus_per_task": 1}, "need more than the 1"),
         ({"tasks_per_node": 2}, "5 tasks, but Slurm started 6"),
-        ({"jobs": {"worker": 1}, "tasks_per_node": {"n": 1}}, "none of the 1 tasks"),
-        ({"jobs": {}, "tasks_per_node": {}}, "none of the 0 tasks"),
+        ({"jobs": {"worker": 1}, "tasks_per_node": {"n": 1}}, "not one of the 1 tasks"),
+        ({"jobs": {}, "tasks_per_node": {}}, "not one of the 0 tasks"),
     ],
 )
 def test_more_than_there_is_is_refused(slurm_step, options, words):

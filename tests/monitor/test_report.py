@@ -256,7 +256,7 @@ def test_a_damaged_folder(folder):
     trace_path(folder, 0).write_bytes(b"no gzip")
     check(report(folder))
     trace_path(folder, 1).write_bytes(gzip.compress(b'[\n{"a": 1},\n'))
-    with pytest.raises(DataError, match="is no timeline"):
+    with pytest.raises(DataError, match="is not a timeline"):
         report(folder)
 
 

@@ -94,7 +94,7 @@ def test_a_job_that_would_hang_ends_and_says_why(mpirun, case, collective, nodes
     ended = mpirun(2, script, **environment)
     assert ended.returncode != 0
     assert "rank 0 of 2 has waited" in ended.stderr
-    assert "rank 1 did not come. The job ends" in ended.stderr
+    assert "rank 1 did not arrive. The job ends" in ended.stderr
     assert "<string>:" in ended.stderr or "-c" in ended.stderr
     if case == "an exception in a thread":
         assert "KeyError: 'the reason'" in ended.stderr
@@ -129,7 +129,7 @@ def test_the_variable_limits_how_long_ranks_wait(mpirun):
     ended = mpirun(2, script, MPIDIST_HANG_SECONDS="30")
     assert ended.returncode != 0
     assert "more than MPIDIST_HANG_SECONDS allows" in ended.stderr
-    assert "rank 1 did not come. The job ends" in ended.stderr
+    assert "rank 1 did not arrive. The job ends" in ended.stderr
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -303,7 +303,7 @@ def test_ranks_that_differ_are_named(comm, strategy):
 def test_what_is_refused(strategy):
     moments = Moments(strategy=strategy)
     moments.update_state(np.zeros((2, 3)))
-    with pytest.raises(ArgumentError, match=r"rows are float32\[3\], but before they"):
+    with pytest.raises(ArgumentError, match=r"rows are float32\[3\], but earlier rows"):
         moments.update_state(np.zeros((2, 3), "f4"))
     with pytest.raises(ArgumentError, match="dimension for rows"):
         moments.update_state(1.0)

@@ -221,7 +221,7 @@ def test_config_fails_where_no_strategy_could_be_made(tmp_path):
     assert status == 1
     assert "did you mean MPIDIST_BANNER" in found["MPIDIST_BANER"]["meaning"]
     assert "must be 0 or 1, not 'yes'" in found["MPIDIST_CUDA_AWARE"]["meaning"]
-    assert "no file of transports" in found["transports"]["meaning"]
+    assert "not a tuning file" in found["transports"]["meaning"]
     assert [found[name]["source"] for name in ("MPIDIST_BANER", "transports")] == [
         *("error", "error"),
     ]

@@ -368,7 +368,7 @@ def test_mpi_that_does_not_start(fake, tmp_path, ranks, text, expected):
 @pytest.mark.parametrize(
     ("module", "stage", "number"),
     [
-        ("optree", "looking at this process", signal.SIGTERM),
+        ("optree", "checking this process", signal.SIGTERM),
         ("optree", "", signal.SIGKILL),
         ("mpi4py.MPI", "starting MPI", signal.SIGTERM),
         ("mpi4py.MPI", "", signal.SIGKILL),

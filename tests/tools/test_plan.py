@@ -377,7 +377,7 @@ def test_advice_on_batch_sizes(tmp_path):
     many = notes_on(plan_of(path, 100, 64))
     assert "batch 100 gives 64 ranks 0 to 2 rows; use 64 or 128" in many
     own = notes_on(plan_of(path, 250, 3, policy=AutoShardPolicy.OFF))
-    assert any("each takes 84 rows, 252 in all; use 249 or 252" in n for n in own)
+    assert any("each takes 84 rows, 252 in total; use 249 or 252" in n for n in own)
     nothing = notes_on(plan_of(path, 1001, 7, drop_remainder=True))
     assert nothing == ["there is no step: 1,000 rows make no batch of 1,001"]
     last = notes_on(plan_of(path, 900, 300))
@@ -394,7 +394,7 @@ def test_advice_on_chunks(tmp_path, monkeypatch, long_file):
     (note,) = notes_on(plan_of(long_file, 64, 4, is_shuffled=True))
     assert "ranks share stripes, of 32 rows of a batch; a batch of 128 rows" in note
     exact = plan_of(long_file, 64, 4, is_shuffled=True, window_chunks=0)
-    assert "leave --window-chunks 0 out" in notes_on(exact)[0]
+    assert "omit --window-chunks 0" in notes_on(exact)[0]
     with h5py.File(tmp_path / "huge.h5", "w") as file:
         file.create_dataset(
             "x", (30_000, 128), "f8", chunks=(20_000, 128), compression=1
@@ -460,7 +460,7 @@ def test_datasets_with_equally_many_rows_are_taken(tmp_path):
     plan = plan_of(tmp_path / "a.h5", 10, 2, datasets=())
     assert [dataset.name for dataset in plan.source.datasets] == taken
     assert notes_on(plan) == [
-        "not read, as they were not named by --datasets: names, other/test, scalar"
+        "not read, because --datasets does not name them: names, other/test, scalar"
     ]
 
 

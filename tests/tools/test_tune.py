@@ -83,11 +83,11 @@ def test_tables_are_written_beside_others(tmp_path):
 
 
 BROKEN = {
-    "": "no file of transports",
+    "": "not a tuning file",
     "{}": "'format'",
     '{"format": 2, "tables": []}': "format 2, not 1",
     '{"format": 1, "tables": [{}]}': "'mpi'",
-    "[1]": "no file of transports",
+    "[1]": "not a tuning file",
 }
 
 
@@ -96,9 +96,9 @@ def test_broken_rows_are_refused(tmp_path, rows):
     path = tmp_path / "transports.json"
     entry = {**LAYOUT._asdict(), "table": dict.fromkeys(METHODS, rows)}
     path.write_text(json.dumps({"format": 1, "tables": [entry]}))
-    with pytest.raises(mpidist.LaunchError, match="no file of transports"):
+    with pytest.raises(mpidist.LaunchError, match="not a tuning file"):
         find_table(path, LAYOUT)
-    with pytest.raises(mpidist.LaunchError, match="no file of transports"):
+    with pytest.raises(mpidist.LaunchError, match="not a tuning file"):
         write_table(path, LAYOUT, TABLE, {})
 
 

@@ -50,7 +50,7 @@ def to_arrays(value: Any) -> tuple[list[Any], nest.Spec, list[Any]]:
         return leaves, spec, [arrays.to_array(leaf) for leaf in leaves]
     except ArgumentTypeError:
         names = nest.leaf_names(spec, "value")
-    # Once more, to name the leaf; not in the handler: one error, one traceback
+    # Once more, to name the leaf; outside the handler, for a single traceback
     return leaves, spec, list(map(arrays.to_array, leaves, names))
 
 
@@ -68,7 +68,7 @@ def check_each(
 
 
 def require_dense(operation: str, value: Any) -> None:
-    """Raise if a leaf is sparse: it has no rows to put behind those of others.
+    """Raise if a leaf is sparse: only dense arrays can be concatenated.
 
     Raises:
       UnsupportedError: IndexedSlices, or a sparse array of SciPy, CuPy, PyTorch or JAX.
@@ -81,9 +81,9 @@ def require_dense(operation: str, value: Any) -> None:
         )
         if is_sparse or isinstance(leaf, IndexedSlices):
             raise UnsupportedError(
-                f"{operation}: {nest.leaf_names(spec, 'value')[i]} is sparse, a "
-                f"{type(leaf).__name__}, and only dense arrays can be gathered; gather "
-                "its values and its indices, each by itself"
+                f"{operation}: {nest.leaf_names(spec, 'value')[i]} is sparse "
+                f"({type(leaf).__name__}), and only dense arrays can be gathered; "
+                "gather its values and its indices separately"
             )
 
 
@@ -109,12 +109,12 @@ def require_reducible(op: ReduceOp, values: Sequence[Any], spec: nest.Spec) -> N
 
 
 def describe(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what ranks must have in common: dtypes, shapes, and kinds of memory."""
+    """Return what ranks compare: dtypes, shapes, and kinds of memory."""
     return tuple(describe_as(a, a.shape) for a in values)
 
 
 def describe_but(values: Sequence[Any], axes: Sequence[int]) -> tuple[Any, ...]:
-    """Return what `describe` does, with the length along each axis left open."""
+    """Like `describe`, with any length along each axis."""
     # "any" in place of the length: digests agree for any length.
     return tuple(
         describe_as(a, (*a.shape[:i], "any", *a.shape[i + 1 :]))
@@ -123,10 +123,10 @@ def describe_but(values: Sequence[Any], axes: Sequence[int]) -> tuple[Any, ...]:
 
 
 def describe_as(array: Any, shape: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what `describe` does of one array, with another shape."""
+    """Like `describe` for one array, with the given shape."""
     if arrays.is_device_array(array):
-        # Host and GPU arrays take other transports, so ranks must agree on the memory,
-        # too.
+        # Host and GPU arrays use different transports, so ranks must agree on the
+        # memory too.
         return array.dtype, shape, "on a GPU"
     return array.dtype, shape
 
@@ -147,13 +147,13 @@ def is_direct(options: CommunicationOptions) -> bool:
 
 
 def implementation_of(options: CommunicationOptions) -> CommunicationImplementation:
-    """Return by which means data are to move."""
+    """Return the requested implementation."""
     assert isinstance(options.implementation, CommunicationImplementation)
     return options.implementation
 
 
 def deadline_of(options: CommunicationOptions) -> float | None:
-    """Return until when to wait, on time.monotonic's clock."""
+    """Return the deadline, on time.monotonic's clock."""
     # An absolute time: several waits of one call share the limit.
     seconds = options.timeout_seconds
     return None if seconds is None else time.monotonic() + seconds

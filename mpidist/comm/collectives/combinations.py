@@ -1,7 +1,7 @@
 """MIN, MAX and PRODUCT over all ranks: gathered block by block, and combined here.
 
-MPI and NCCL leave open what becomes of nan, and of integers that do not fit. So each
-rank gets the numbers of all, and combines them in the order of the ranks.
+MPI and NCCL do not define the result for nan and for integer overflow. So each rank
+gets the numbers of all ranks and combines them in rank order.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class _Pack(NamedTuple):
     """Arrays of one dtype that are combined together, and memory for it.
 
     Args:
-      members: which of the arrays that were passed they are.
-      send: these arrays, one behind the other.
+      members: their positions among the arrays that were passed.
+      send: these arrays, concatenated.
       received: for a block of all ranks.
       total: for the result, of `send`'s size.
     """
@@ -41,12 +41,12 @@ class _Pack(NamedTuple):
 
 
 class Combinations:
-    """Reductions of one strategy that do not add.
+    """MIN, MAX and PRODUCT reductions of one strategy.
 
     Args:
       consensus: of all ranks.
       transports: the transports.
-      results: gives memory for what is returned.
+      results: allocates the results.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Combinations:
     def reserve(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> list[_Pack]:
-        """Take the memory that is needed. Not collective.
+        """Allocate memory. Not collective.
 
         Args:
           op: the operation.

@@ -1,7 +1,7 @@
-"""Counts of each rank, and its arrays if those of all are small, in one exchange.
+"""Exchange of counts, together with the arrays if all are small.
 
-What a rank contributes may differ in length, so nobody knows how much the others send:
-counts travel while the ranks agree, and with them the arrays that fit beside them.
+Ranks may contribute different lengths, so their counts are sent with the comparison of
+the calls, together with arrays that fit in the same message.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class CountPlan(NamedTuple):
     Args:
       call: what the ranks compare.
       number: its digest.
-      pages: where counts and bytes of all ranks are, see `Comparison.pages`; None where
-        the counts take another way.
-      most_bytes: how many of its arrays each rank can send along; -1 for none at all.
+      pages: the counts and bytes of all ranks, see `Comparison.pages`; None if the
+        counts are sent separately.
+      most_bytes: bytes of arrays that each rank can send along; -1 for none.
       options: see `CommunicationOptions`.
     """
 
@@ -43,7 +43,7 @@ class CountPlan(NamedTuple):
 
 
 class Reader:
-    """Reads the arrays of one rank in the order in which it has written them."""
+    """Reads the arrays of one rank in the order of writing."""
 
     def __init__(self, page: Any):
         self._page = page
@@ -79,10 +79,10 @@ class CountExchange:
         """Return a plan. Not collective.
 
         Args:
-          call: what the ranks are to compare.
-          counts: how many each rank has.
+          call: the signature that the ranks compare.
+          counts: the number of counts of each rank.
           options: see `CommunicationOptions`.
-          carries: whether arrays may travel along: they are on the host.
+          carries: whether arrays may be sent along: they are on the host.
         """
         pages, most_bytes, comparison = None, -1, self._consensus.comparison
         if self._consensus.size > 1 and isinstance(comparison, PayloadComparison):
@@ -103,7 +103,7 @@ class CountExchange:
     ) -> tuple[list[list[int]], list[Reader] | None]:
         """Return the counts of every rank, and its arrays if all are small. Collective.
 
-        Returns None in place of `Reader`s where arrays did not travel.
+        Returns None instead of `Reader`s if arrays were not sent along.
 
         Args:
           plan: of the call.
@@ -123,7 +123,8 @@ class CountExchange:
 
         def fill(pages: Sequence[Any]) -> bool:
             pages[0][:] = (*counts, size)
-            # Too large to travel: only the size is published, so that all ranks see it.
+            # Too large to send along: only the size is published, so that all ranks see
+            # it.
             if size <= plan.most_bytes:
                 written = Reader(pages[1])
                 for array in given:
@@ -133,7 +134,8 @@ class CountExchange:
         payload, timeout = Payload(plan.pages, fill), plan.options.timeout_seconds
         parts = consensus.exchange(plan.call, plan.number, payload, timeout)
         everyone = [part.tolist() for part in parts[0]]
-        # The largest size decides for all, so that every rank takes the same way next.
+        # The largest size decides for all, so that every rank takes the same branch
+        # next.
         is_small = max([counts.pop() for counts in everyone]) <= plan.most_bytes
         return everyone, [Reader(page) for page in parts[1]] if is_small else None
 
@@ -146,7 +148,8 @@ class CountExchange:
             return [own.tolist()]
         everyone = np.empty((ranks, own.size), np.int64)
         way = self._transports.pick(CommunicationImplementation.MPI, False, False)
-        # By MPI's own call: no table of sizes may choose differently for a few bytes.
+        # MPI's own call, not the tuning table, which could choose differently for small
+        # sizes.
         way.allgatherv(own, everyone, [own.size] * ranks, deadline_of(options))
         found: list[list[int]] = everyone.tolist()
         return found

@@ -1,4 +1,4 @@
-"""Each rank gets another part: `reduce_scatter` and `all_to_all`."""
+"""Each rank gets a different part: `reduce_scatter` and `all_to_all`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from mpidist.util import validation
 
 __all__ = ["Exchanges"]
 
-# Ranks agree once more before they move so many bytes, that all have room for them
+# Above this size, ranks check that all have allocated memory before data move
 _LARGE_BYTES = 256 << 10
 _DEFAULT = CommunicationOptions()
 
@@ -67,11 +67,11 @@ class ExchangePlan(NamedTuple):
       options: see `CommunicationOptions`.
       structure: of the value.
       axes: of each leaf.
-      divided: how many rows of each leaf go to each rank, where ranks agree on that.
-      counts: how these numbers travel else, and small arrays.
+      divided: rows of each leaf for each rank, if ranks agree on them.
+      counts: otherwise the exchange of these numbers, and of small arrays.
       op: of `reduce_scatter`.
       out: the dtypes of its results.
-      packed: how small arrays are reduced while the ranks agree; None for large ones.
+      packed: the reduction of small arrays with the comparison; None for large arrays.
     """
 
     call: CallSignature
@@ -95,7 +95,7 @@ class Exchanges:
       plans: those of known calls.
       packed: the reductions of small arrays.
       counts: exchanges counts.
-      take: checks a value, and takes it apart.
+      take: checks and flattens a value.
     """
 
     def __init__(
@@ -160,8 +160,8 @@ class Exchanges:
         operation, ranks = plan.call.operation, consensus.size
         assert counts is not None
 
-        # Everything that may fail on this rank alone happens in here, before the ranks
-        # agree.
+        # Everything that may fail on this rank alone happens here, before the
+        # comparison.
         def prepare() -> list[_Piece]:
             pairs = zip(given, plan.axes)
             divided = [self._divide(a.shape[i], lengths) for a, i in pairs]
@@ -184,8 +184,8 @@ class Exchanges:
                 deadline = deadline_of(plan.options)
                 received = self._receive(plan, pieces, by_leaf, deadline)
             else:
-                # They travelled: each reader has all rows that a rank sends, to
-                # whomever.
+                # The arrays were sent along: each reader has all rows of a rank, for
+                # all ranks.
                 received = []
                 for j, (rows, _) in enumerate(pieces):
                     parts = []
@@ -330,7 +330,7 @@ class Exchanges:
             return [stop - start for start, stop in itertools.pairwise(starts)]
         if isinstance(lengths, str | bytes) or not hasattr(lengths, "__len__"):
             raise ArgumentTypeError(
-                "lengths must be a list of how many rows each replica gets, not "
+                "lengths must be a list with the number of rows for each replica, not "
                 f"{validation.shown(lengths)}"
             )
         found = [validation.integer("each of lengths", n, 0) for n in lengths]
@@ -348,9 +348,9 @@ class Exchanges:
         everyone: Sequence[Any],
         deadline: float | None,
     ) -> list[Any]:
-        """Return this rank's rows of all ranks, by their order. Collective.
+        """Return this rank's rows from all ranks, in rank order. Collective.
 
-        `everyone[j][r, s]` is how many rows of leaf j rank r sends to rank s.
+        `everyone[j][r, s]` is the number of rows of leaf j that rank r sends to rank s.
         """
         consensus, rank = self._consensus, self._consensus.rank
 
@@ -432,13 +432,13 @@ def _rows_first(array: Any, axis: int) -> Any:
 
 
 def _axis_back(rows: Any, axis: int) -> Any:
-    """Return an array whose first axis is in its place again, contiguous."""
+    """Return an array with its first axis moved back, contiguous."""
     xp = arrays.namespace(rows)
     return xp.ascontiguousarray(xp.moveaxis(rows, 0, axis))
 
 
 def _combine(op: ReduceOp, parts: Sequence[Any], name: str) -> Any:
-    """Return the reduction of parts, but for the division of a mean."""
+    """Return the reduction of parts, without the division of a mean."""
     if len(parts) == 1:
         return parts[0]
     if op.adds:

@@ -23,7 +23,7 @@ from mpidist.options import CommunicationOptions
 
 __all__ = ["GatherPlan", "Gathers"]
 
-# Arrays of which this is gathered go alone, where parts can be put into their places
+# From this size on, arrays are gathered alone if parts can be written in place
 _LARGE_BYTES = 256 << 10
 
 
@@ -31,10 +31,10 @@ class _Pack(NamedTuple):
     """Arrays of one dtype that are gathered together, and memory for the result.
 
     Args:
-      members: which of the arrays that were passed they are.
-      send: these arrays, one behind the other.
-      received: memory for those of all ranks.
-      in_places: whether each rank puts its part where it belongs in the result.
+      members: their positions among the arrays that were passed.
+      send: these arrays, concatenated.
+      received: memory for the arrays of all ranks.
+      in_places: whether each rank writes its part directly into the result.
     """
 
     members: Sequence[int]
@@ -47,7 +47,7 @@ class GatherPlan(NamedTuple):
     """One kind of gather.
 
     Args:
-      counts: how the lengths travel, and small arrays.
+      counts: the exchange of the lengths, and of small arrays.
       axes: of each array.
       row_bytes: of each array, of one row along its axis.
       structure: of the value; None for arrays.
@@ -63,9 +63,9 @@ class Gathers:
     """The gathers of one strategy.
 
     Args:
-      consensus: of all ranks; one does not communicate.
+      consensus: of all ranks; a single rank does not communicate.
       transports: the transports.
-      results: gives memory for what is returned.
+      results: allocates the results.
       counts: exchanges lengths.
     """
 
@@ -93,7 +93,7 @@ class Gathers:
         """Return the plan of a gather whose arguments have been checked.
 
         Args:
-          call: what the ranks are to compare: dtypes and all other dimensions.
+          call: the signature that the ranks compare: dtypes and all other dimensions.
           given: the arrays.
           axes: of each array.
           options: see `CommunicationOptions`.
@@ -113,10 +113,10 @@ class Gathers:
         return GatherPlan(counts, axes, row_bytes, structure)
 
     def execute(self, plan: GatherPlan, given: Sequence[Any]) -> list[Any]:
-        """Return the arrays of all ranks one behind the other. Collective.
+        """Return the concatenated arrays of all ranks. Collective.
 
-        The lengths of all arrays travel while the ranks agree, and small arrays with
-        them. For large results the ranks then agree that all have memory for them.
+        The lengths, and small arrays, are sent with the comparison of the calls. For
+        large results the ranks then check that all have allocated memory.
 
         Raises, on all ranks: see `Consensus.require_same`.
         """
@@ -140,7 +140,7 @@ class Gathers:
     def _gather(
         self, plan: GatherPlan, given: Sequence[Any], lengths: Any
     ) -> list[Any]:
-        """Return what `execute` does, for arrays that have not travelled yet.
+        """Like `execute`, for arrays that were not sent with the comparison.
 
         Args:
           plan: of the call.
@@ -190,7 +190,7 @@ class Gathers:
         sizes: Sequence[int],
         options: CommunicationOptions,
     ) -> list[_Pack]:
-        """Take the memory that gathers need. Not collective.
+        """Allocate memory for gathers. Not collective.
 
         Args:
           given: the arrays.
@@ -228,7 +228,7 @@ class Gathers:
         return self._transports.pick(implementation_of(options), False, is_device)
 
     def _can_place(self, value: Any, options: CommunicationOptions) -> bool:
-        """Return whether ranks can put parts where they belong in the result."""
+        """Return whether ranks can write parts directly into the result."""
         in_node = self._transports.intra_node
         # Only ranks that share all memory can write into each other's columns.
         if in_node is None or in_node.name != "shared" or is_direct(options):
@@ -238,7 +238,7 @@ class Gathers:
     def _place(
         self, pack: _Pack, value: Any, axis: int, lengths: Any, deadline: float | None
     ) -> Any:
-        """Return a gathered array, of parts that are put into their places at once."""
+        """Return a gathered array whose parts were written in place."""
         shape = packing.with_length(value.shape, axis, int(lengths.sum()))
         received = pack.received
         outer = _outer(value, axis)
@@ -303,11 +303,11 @@ class Gathers:
 
 @functools.lru_cache(maxsize=64)
 def _gathering(operation: str) -> tuple[CallSignature, int]:
-    """Return the call by which ranks agree to gather, and its digest."""
+    """Return the signature of a gather, and its digest."""
     call = CallSignature(operation, (("step", "gathering"),))
     return call, digest(call)
 
 
 def _outer(value: Any, axis: int) -> int:
-    """Return how many parts of each rank a gathered array consists of."""
+    """Return the number of parts of each rank in a gathered array."""
     return math.prod(value.shape[:axis])

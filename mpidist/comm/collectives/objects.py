@@ -1,4 +1,4 @@
-"""Values of which only some replicas know what they look like."""
+"""Collectives on objects whose structure other replicas do not know."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEFAULT = CommunicationOptions()
 
 
 class Objects:
-    """The collectives of one strategy on objects, in which there may be arrays.
+    """The collectives of one strategy on objects, which may contain arrays.
 
     Args:
       consensus: of all ranks.
@@ -66,7 +66,7 @@ class Objects:
                 decode(text, lambda kind: made.append(self._empty(kind)))
                 return made
 
-            # What one rank alone has no memory for, the others learn here
+            # If one rank lacks memory, all ranks raise here
             received = consensus.guard(operation, reserve)
             consensus.require_same(CallSignature(operation, (("step", "sending"),)))
             for i, array in enumerate(received):
@@ -136,14 +136,14 @@ class Objects:
         return bytes(found).decode()
 
     def _empty(self, kind: Any) -> Any:
-        """Return memory for an array of a kind that `_encode` has described."""
+        """Return memory for an array described by `_encode`."""
         where, text, shape = kind
         made = np.empty(shape, dtype_of(text))
         return self._transports.to_device(made) if where == "GPU" else made
 
 
 def _decode_with_arrays(payload: Any, header: int) -> Any:
-    """Return an object of its text, and of its arrays' bytes behind that."""
+    """Return an object from its text and the bytes of its arrays."""
     place = header
 
     def give(kind: Any) -> Any:

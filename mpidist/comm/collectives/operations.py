@@ -1,6 +1,6 @@
-"""Collectives on nests of arrays: check, convert, pack, move, unpack, give back.
+"""Collectives on nests of arrays: check, convert, pack, move, unpack, return.
 
-Each method is collective over the strategy's ranks. The leaves of one dtype travel
+Each method is collective over the strategy's ranks. Leaves of one dtype are sent
 together, so a nest costs one MPI call per dtype (and per `bytes_per_pack`).
 """
 
@@ -64,7 +64,7 @@ class Collectives:
       consensus: of all ranks.
       transports: the transports.
       symmetric: the arrays that lie in memory of the node.
-      results: gives memory for what is returned.
+      results: allocates the results.
     """
 
     def __init__(
@@ -107,13 +107,12 @@ class Collectives:
         """Return the elementwise reduction of `value` over all ranks, on every rank.
 
         Args:
-          operation: the public call that this is, for messages.
+          operation: the public call, for messages.
           reduce_op: the operation, or its name.
           value: a nest of arrays or numbers, of equal structure, shapes and dtypes; or
             of IndexedSlices, see `SliceReductions`.
           options: see `CommunicationOptions`.
-          reduce_arrays: what does the work, once all is checked: by default
-            `reduce_arrays`.
+          reduce_arrays: the reduction after all checks; by default `reduce_arrays`.
 
         Raises, on all ranks: see `Consensus.require_same` and `arrays.to_array`; also
           ArgumentError for a sum of integers that does not fit their dtype.
@@ -171,7 +170,7 @@ class Collectives:
         *,
         may_pack: bool,
     ) -> tuple[ReducePlan, list[Any], list[Any]]:
-        """Return the plan of a reduction, the leaves of `value`, these as arrays."""
+        """Return the plan of a reduction, the leaves, and the leaves as arrays."""
         op = ReduceOp.parse(reduce_op)
         leaves, spec, given = self._take(value, options)
         require_reducible(op, given, spec)
@@ -192,11 +191,12 @@ class Collectives:
 
         Args:
           plan: of the call.
-          given: arrays, or numbers where the plan was known.
-          reduce_arrays: what does the work, in place of transports.
+          given: arrays, or numbers if the plan was known.
+          reduce_arrays: the reduction to use instead of transports.
         """
         with self.consensus.lock:
-            # Small: the numbers travel with the comparison of signatures, in one round.
+            # Small: the numbers are sent with the comparison of signatures, in one
+            # round.
             if plan.packs:
                 return self._packed.reduce(plan, given)
             # Plain numbers become arrays only here: the packed path takes them as they
@@ -213,7 +213,7 @@ class Collectives:
     def _take(
         self, value: Any, options: CommunicationOptions = _DEFAULT
     ) -> tuple[list[Any], nest.Spec, list[Any]]:
-        """Return what `to_arrays` does, if there are transports for the arrays."""
+        """Like `to_arrays`; also checks that there are transports for the arrays."""
         validation.instance("options", options, CommunicationOptions)
         leaves, spec, given = to_arrays(value)
         # One rank moves nothing, so it can reduce arrays wherever they are.
@@ -225,11 +225,12 @@ class Collectives:
     def _summands(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> Summands:
-        """Return what arrays add up from, and memory for the sums. Not collective."""
+        """Return the summands of arrays, and memory for the sums. Not collective."""
         out, partial = self._to_add(op, values, options)
         if self.size == 1:
             return Summands(out, partial)
-        # The flag "may overflow" is added up along with the arrays, at no extra round.
+        # The flag "may overflow" is added along with the arrays, without an extra
+        # round.
         if arithmetic.is_integer_sum(op, out):
             partial.append(self._count_large(partial))
         place = self.sums.place_of(partial, options)
@@ -243,13 +244,13 @@ class Collectives:
         options: CommunicationOptions,
         is_symmetric: bool,
     ) -> list[Any]:
-        """Return the reductions of arrays on which the ranks have agreed. Collective.
+        """Return the reductions of arrays after the comparison. Collective.
 
         Args:
           op: the operation.
           summands: the arrays.
           options: see `CommunicationOptions`.
-          is_symmetric: whether all ranks have passed the same place.
+          is_symmetric: whether all ranks have passed the same symmetric address.
         """
         if self.size == 1 or (summands.place and not is_symmetric):
             # Other ranks have passed other arrays, which are not symmetric to these
@@ -260,7 +261,7 @@ class Collectives:
             self._check_integers(
                 summands.partial, totals, options, self.sums.sum_arrays
             )
-            # The flag is no result
+            # The flag is not a result
             del totals[-1]
         return arithmetic.finish(op, totals, summands.out, self.size, self._empty)
 
@@ -296,19 +297,19 @@ class Collectives:
     def _to_add(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> tuple[list[Any], list[Any]]:
-        """Return what `arithmetic.to_add` does, narrow on GPUs alone.
+        """Like `arithmetic.to_add`; compresses on GPUs only.
 
-        On the host it gets narrow where it is sent to other nodes: see `Sums.reserve`.
+        On the host, data are compressed when sent to other nodes: see `Sums.reserve`.
         """
         compression = options.compression if self.size > 1 else None
         is_narrow = compression is None or any(map(arrays.is_device_array, values))
         return arithmetic.to_add(op, values, compression, is_narrow)
 
     def _count_large(self, partial: Sequence[Any]) -> Any:
-        """Return 1 if sums of integers over all ranks may not fit, as far as is known.
+        """Return 1 if sums of integers over all ranks may overflow, else 0.
 
-        Ranks add that up along with the arrays. (It is no integer, so that it is in no
-        pack with large arrays of them.)
+        Ranks add it along with the arrays. (It is a float, so that it is not packed
+        with large integer arrays.)
         """
         is_large = any(arithmetic.may_overflow(a, self.size) for a in partial)
         return np.array([is_large], np.float64)
@@ -322,11 +323,11 @@ class Collectives:
     ) -> None:
         """Raise, on all ranks, if sums of integers do not fit. Collective.
 
-        Only where some rank has large ones all are added up once more, in float64.
+        Only if some rank has large integers, all are added again in float64.
 
         Args:
-          partial: what was added up; behind all arrays what `_count_large` returned.
-          totals: the sums; those of few bits are replaced by exact ones.
+          partial: the summands; the last one is the result of `_count_large`.
+          totals: the sums; those of narrow dtypes are replaced by exact ones.
           options: see `CommunicationOptions`.
           sum_arrays: adds arrays up.
         """
@@ -356,7 +357,7 @@ class Collectives:
         """Return the reductions of arrays that were checked before. Collective.
 
         Args:
-          call: says what arrays they are; compared with that of the other ranks.
+          call: the signature that the ranks compare.
           number: its digest.
           op: the operation.
           values: the arrays.
@@ -393,15 +394,15 @@ class Collectives:
         """Return the reduction over `axis` and over all ranks, on every rank.
 
         Lengths along `axis` may differ between ranks and may be zero; the other
-        dimensions must agree. A mean is the sum of all elements over the sum of all
-        lengths, and nan where that is zero. Floating values are added up in double
+        dimensions must agree. A mean is the sum of all elements divided by the sum of
+        all lengths, or nan if that is zero. Floating values are added up in double
         precision, integers in 64 bits; the result has the dtype of `value` (a mean of
-        integers is float64, and of 64-bit ones added up in it, as NumPy does).
-        `sum_arrays` adds up for SUM and MEAN, in place of transports.
+        integers is float64; as in NumPy, 64-bit integers are added in float64 for it).
+        `sum_arrays` replaces transports for SUM and MEAN.
 
         Raises, on all ranks: see `all_reduce`; also ArgumentError for an axis out of
         range, a sum or product of integers that does not fit their dtype, and MIN or
-        MAX of no elements; ArgumentTypeError for an axis that is no integer.
+        MAX of no elements; ArgumentTypeError for an axis that is not an integer.
         """
         return self._over_axis.reduce(
             operation, reduce_op, value, axis, options, sum_arrays
@@ -414,7 +415,7 @@ class Collectives:
         axis: int,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Return the ranks' values one behind the other along `axis`, on every rank.
+        """Return the ranks' values concatenated along `axis`, on every rank.
 
         Lengths along `axis` may differ between ranks and may be zero; the dtype and the
         other dimensions must agree.
@@ -477,7 +478,7 @@ class Collectives:
 
         def prepare() -> tuple[list[Any], nest.Spec, list[Any]]:
             leaves, spec, given = self._take(value)
-            # The copy is what MPI writes into: arguments stay as they are.
+            # MPI writes into the copy: arguments stay unchanged.
             return leaves, spec, [array.copy(order="C") for array in given]
 
         with self.consensus.lock:

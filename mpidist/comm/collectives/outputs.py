@@ -1,4 +1,4 @@
-"""Memory for what collectives return."""
+"""Memory for the results of collectives."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mpidist.util.buffers import Buffers
 
 __all__ = ["Results", "StepResults"]
 
-# New memory of so many bytes costs more than to look for some that is free
+# From this size on, searching for free memory is cheaper than allocating
 _LARGE_BYTES = 128 << 10
 _BUFFERS = 4
 _LINE_BYTES = 64
 
 
 class Results:
-    """Gives arrays, large ones perhaps in the memory of former results."""
+    """Allocates arrays; large ones may reuse the memory of earlier results."""
 
     def __init__(self) -> None:
         self._buffers = Buffers(_BUFFERS)
@@ -41,9 +41,9 @@ class Results:
 
 
 class StepResults(Results):
-    """Cuts the results of one step out of one piece of memory, one after the other.
+    """Allocates the results of one step in one block of memory.
 
-    The system gives large pieces in large pages, which take less time to look up.
+    The system uses large pages for large blocks, which makes access faster.
     """
 
     def __init__(self) -> None:
@@ -51,13 +51,13 @@ class StepResults(Results):
         self._rest: Any = np.empty(0, np.uint8)
 
     def begin(self, size_bytes: int, like: Any) -> None:
-        """Begin a step whose results have so many bytes, or a few more.
+        """Begin a step whose results have about `size_bytes` bytes.
 
         On a GPU, the memory is the current stream's.
 
         Args:
           size_bytes: of all results.
-          like: an array that lies where they are to lie.
+          like: an array on the device of the results.
         """
         self._rest = Results.empty(self, size_bytes, like, np.uint8)
 
@@ -66,7 +66,7 @@ class StepResults(Results):
         dtype = like.dtype if dtype is None else np.dtype(dtype)
         size_bytes = size * dtype.itemsize
         is_here = isinstance(like, np.ndarray) == isinstance(self._rest, np.ndarray)
-        # More than `begin` was told, or elsewhere: memory of its own.
+        # More than `begin` reserved, or on another device: separate memory.
         if size_bytes > self._rest.size or not is_here:
             return super().empty(size, like, dtype)
         taken = self._rest[:size_bytes]
@@ -75,6 +75,6 @@ class StepResults(Results):
         return taken.view(dtype)
 
     def end(self) -> None:
-        """Hold the memory no longer: it is free once its results are."""
+        """Release the memory: it is freed with its results."""
         # A view of it keeps the memory of the step alive, hence none.
         self._rest = np.empty(0, np.uint8)

@@ -53,8 +53,8 @@ class AxisPlan(NamedTuple):
       structure: of the value.
       dtypes: of its leaves.
       axes: over which each is reduced.
-      packed: how sums of all ranks are formed while they agree; None for other ways.
-      gather: how what does not add is gathered; None for what adds.
+      packed: the sums formed with the comparison; None for other cases.
+      gather: the gather for MIN, MAX and PRODUCT; None for sums.
     """
 
     call: CallSignature
@@ -72,8 +72,8 @@ class _Partial(NamedTuple):
     """The reductions of one rank.
 
     Args:
-      sent: for each leaf its reduction, for sums the lengths, and at the end `rough`
-        where it is not None.
+      sent: the reduction of each leaf, for sums the lengths, then each `rough` that is
+        not None.
       rough: for each leaf its reduction in float64, if integers may overflow.
     """
 
@@ -90,7 +90,7 @@ class AxisReductions:
       packed: the reductions of small arrays.
       sums: the sums over ranks.
       gathers: the gathers.
-      take: checks a value, and takes it apart.
+      take: checks and flattens a value.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class AxisReductions:
         options: CommunicationOptions,
         sum_arrays: Summation | None,
     ) -> tuple[AxisPlan, list[Any], list[Any]]:
-        """Return the plan of a call, its leaves, and these as arrays."""
+        """Return the plan of a call, its leaves, and the leaves as arrays."""
         op = ReduceOp.parse(reduce_op)
         leaves, spec, given = self._take(value, options)
         require_reducible(op, given, spec)
@@ -171,7 +171,7 @@ class AxisReductions:
             packed = self._packed.plan(
                 call, ReduceOp.SUM, options, structure, sent, packed=True
             )
-            # What overflows is found by the sums in float64
+            # Overflows are found by the sums in float64
             plan = plan._replace(packed=packed._replace(has_integers=False))
         return plan, leaves, given
 
@@ -184,7 +184,7 @@ class AxisReductions:
             return _Partial([*partial, *(r for r in rough if r is not None)], rough)
         partial = [arithmetic.sum_over(op, a, axes) for a, axes in pairs]
         rough = [arithmetic.rough_sum_over(op, a, axes) for a, axes in pairs]
-        # Sums and lengths travel together
+        # Sums and lengths are sent together
         lengths = np.array([math.prod(a.shape[i] for i in axes) for a, axes in pairs])
         more = [r for r in rough if r is not None]
         return _Partial([*partial, lengths, *more], rough)
@@ -233,7 +233,7 @@ class AxisReductions:
     def _finish(
         self, plan: AxisPlan, totals: Sequence[Any], rough: Sequence[Any]
     ) -> list[Any]:
-        """Return sums or means, given the totals of what all ranks have sent."""
+        """Return sums or means, given the totals over all ranks."""
         count = len(plan.dtypes)
         lengths, more = totals[count].tolist(), iter(totals[count + 1 :])
         if plan.op is ReduceOp.MEAN:
@@ -247,9 +247,9 @@ class AxisReductions:
     def _combine(
         self, plan: AxisPlan, gathered: Sequence[Any], rough: Sequence[Any]
     ) -> list[Any]:
-        """Return MIN, MAX or PRODUCT, given what was gathered of all ranks.
+        """Return MIN, MAX or PRODUCT, given the gathered values.
 
-        Those of ranks without elements are missing in it.
+        Values of ranks without elements are missing.
         """
         count, spec = len(plan.dtypes), plan.structure.spec
 
@@ -257,8 +257,8 @@ class AxisReductions:
             if not len(parts):
                 if math.prod(parts.shape[1:]):
                     raise ArgumentError(
-                        f"there is no {plan.op.name} of {name}: it has no elements "
-                        "along the axis, on any replica"
+                        f"{plan.op.name} of {name} is not defined: it has no elements "
+                        "along the axis on any replica"
                     )
                 return parts.sum(axis=0)
             return arithmetic.combine_in_order(plan.op, list(parts))
@@ -277,7 +277,7 @@ class AxisReductions:
     def _narrow(
         self, plan: AxisPlan, totals: Sequence[Any], rough: Sequence[Any], what: str
     ) -> list[Any]:
-        """Return totals in the dtypes of what was given; integers must fit."""
+        """Return totals in the dtypes of the arguments; integers must fit."""
         triples, spec = list(zip(totals, rough, plan.dtypes)), plan.structure.spec
         with self._consensus.same_on_all():
             return check_each(

@@ -1,4 +1,4 @@
-"""Small reductions: leaves that travel in the exchange in which the ranks agree."""
+"""Small reductions: leaves are sent with the comparison of the calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ALONE_BYTES = 128 << 10
 
 
 class Pack(NamedTuple):
-    """Leaves that are sent as one array, and added up as one.
+    """Leaves that are sent and reduced as one array.
 
     Args:
       dtype: in which they are sent.
@@ -84,12 +84,12 @@ class ReducePlan(NamedTuple):
       op: the operation.
       options: see `CommunicationOptions`.
       structure: of the value.
-      packs: how the leaves travel with the comparison; empty where they do not.
+      packs: the leaves sent with the comparison; empty if none.
       pages: where the packs of all ranks are, see `Comparison.pages`.
       has_integers: whether sums or products may overflow.
       is_on_gpu: whether some of the leaves are.
-      combine: what makes a total of the arrays of all ranks.
-      divisor: by which totals are divided, for a mean; else 0.
+      combine: reduces the arrays of all ranks to a total.
+      divisor: the divisor of totals for a mean; else 0.
     """
 
     call: CallSignature
@@ -119,9 +119,9 @@ class PackedReductions:
     def fits(
         self, op: ReduceOp, given: Sequence[Any], options: CommunicationOptions
     ) -> bool:
-        """Return whether the ranks can exchange arrays while they compare their calls.
+        """Return whether the ranks can exchange arrays with the comparison of calls.
 
-        That depends only on what must be the same on all ranks.
+        The result is the same on all ranks.
         """
         # What fits on a page beside the call signature: see `Comparison`.
         limit = self._consensus.comparison.payload_bytes
@@ -154,7 +154,7 @@ class PackedReductions:
           options: see `CommunicationOptions`.
           structure: of the value.
           given: the leaves as arrays.
-          packed: whether they travel with the comparison; see `fits`.
+          packed: whether they are sent with the comparison; see `fits`.
         """
         packs = _make_packs(op, given) if packed else []
         pages, comparison = None, self._consensus.comparison
@@ -179,7 +179,7 @@ class PackedReductions:
         )
 
     def reduce(self, plan: ReducePlan, given: Sequence[Any]) -> list[Any]:
-        """Return reductions of leaves that travel with the comparison. Collective."""
+        """Return reductions of leaves sent with the comparison. Collective."""
 
         def fill(pages: Sequence[Any]) -> bool:
             """Write this rank's packs; return whether their sums may overflow."""
@@ -211,7 +211,7 @@ class PackedReductions:
             if pack.dtype != pack.out:
                 total = total.astype(pack.out)
             pack.take_apart(total, results)
-        # The flag of any rank counts on all, so that all check, or none does
+        # If any rank's flag is set, all ranks check
         if plan.has_integers and (
             plan.op is ReduceOp.PRODUCT or consensus.comparison.is_any_large
         ):

@@ -1,7 +1,7 @@
-"""Plans of collectives: what follows from the kind of a call, worked out once.
+"""Plans of collectives: computed once for each kind of call.
 
-A plan has what the ranks compare, how the leaves of the value are sent, and how results
-are given back. A call of a known kind takes its plan from here, without further checks.
+A plan contains the signature that ranks compare, how to send the leaves, and how to
+return the results. A call of a known kind uses its plan without further checks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
     "kind_of",
 ]
 
-OP_TYPES = (str, ReduceOp)  # what else is given for a reduce_op is an error
+OP_TYPES = (str, ReduceOp)  # any other type of reduce_op is an error
 # So that a program whose shapes never repeat does not fill memory.
 _MOST = 1000  # plans that are kept
 _NUMBERS = {float, complex, np.float32, np.float64, np.complex64, np.complex128}
@@ -37,7 +37,7 @@ Kind = Callable[[Any], Any]
 
 
 class Structure(NamedTuple):
-    """How results are given back: in the structure and the kinds of leaves of a value.
+    """How to return results: with the structure and the leaf types of the value.
 
     Args:
       spec: the structure.
@@ -52,7 +52,7 @@ class Structure(NamedTuple):
 
     @classmethod
     def of(cls, spec: nest.Spec, leaves: Sequence[Any]) -> Structure:
-        """Return that of a value which has been taken apart."""
+        """Return the structure of a flattened value."""
         strangers = [i for i, a in enumerate(leaves) if type(a) is not np.ndarray]
         if spec.type is None:
             return cls(spec, None, strangers)
@@ -63,7 +63,7 @@ class Structure(NamedTuple):
         return cls(spec, spec.type if is_flat else nest.Spec, strangers)
 
     def give_back(self, results: list[Any], leaves: Sequence[Any]) -> Any:
-        """Return results as the nest, and the kinds of leaves, that were given."""
+        """Return results with the structure and the leaf types of the value."""
         # Results are NumPy arrays; leaves of another library get theirs back.
         for i in self.strangers:
             results[i] = arrays.like(results[i], leaves[i])
@@ -86,8 +86,8 @@ class PlanCache:
     ) -> tuple[Any, Any, Sequence[Any]]:
         """Return the key of a call, its plan, and the leaves of its value.
 
-        The key is None where type and shape of the leaves do not determine what becomes
-        of them. Then, and for a new key, there is no plan.
+        The key is None if type and shape of the leaves do not determine the result.
+        Then, and for a new key, there is no plan.
 
         Args:
           operation: the public call that this is.
@@ -144,11 +144,11 @@ class PlanCache:
         make: Callable[[], tuple[Any, Sequence[Any], Sequence[Any]]],
         execute: Callable[[Any, Sequence[Any]], list[Any]],
     ) -> Any:
-        """Return what a collective returns: find its plan, or make it, and execute it.
+        """Find or create the plan of a collective; execute it and return the results.
 
         Args:
           operation: the public call that this is.
-          detail: see `find`; None for a call whose plan is not to be kept.
+          detail: see `find`; None for a call whose plan is not cached.
           value: the nest that the user passed.
           kind: see `find`.
           make: returns the plan, the leaves, and these as arrays; not collective.
@@ -166,14 +166,14 @@ class PlanCache:
         with consensus.lock:
             plan, leaves, given = consensus.guard(operation, make)
             results = execute(plan, given)
-        # Kept only once it has been executed: a plan whose call failed is made anew, so
+        # Cached only after execution: after a failed call the plan is created again, so
         # that the same error is found again.
         self.keep(key, plan, leaves, given)
         return plan.structure.give_back(results, leaves)
 
 
 def detail_of(argument: Any, options: CommunicationOptions | None) -> Any:
-    """Return what `PlanCache.find` takes of a call's arguments; None for wrong ones."""
+    """Return the hashable part of a call's arguments; None if they are invalid."""
     if options is None:
         return argument
     is_known = isinstance(options, CommunicationOptions) and argument is not None
@@ -193,7 +193,7 @@ def kind_of(leaf: Any) -> Any:
 
 
 def kind_along(axis: Any) -> Kind | None:
-    """Return what gives the kind of leaves whose length along `axis` may differ.
+    """Return a function for the kind of leaves whose length along `axis` may differ.
 
     Returns None for an axis that has to be checked first.
 

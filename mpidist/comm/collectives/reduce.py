@@ -1,4 +1,4 @@
-"""Sums over all ranks of arrays that are known to agree: the way, the packs."""
+"""Sums over all ranks of compared arrays: choice of transport, packs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class _Pack(NamedTuple):
     """Arrays of one dtype that are summed together, and memory for their sums.
 
     Args:
-      members: which of the arrays that were passed they are.
+      members: their positions among the arrays that were passed.
       sends: these arrays.
-      total: where their sums go, one behind the other.
-      transport: what moves them; None where they lie in memory of the node.
+      total: memory for their sums, concatenated.
+      transport: the transport; None if they are in shared memory of the node.
       wire: the dtype in which it sends them; None for their own.
     """
 
@@ -38,12 +38,12 @@ class _Pack(NamedTuple):
 
 
 class Summands(NamedTuple):
-    """What a reduction adds up; made before the ranks agree.
+    """The summands of a reduction, prepared before the comparison.
 
     Args:
       out: the dtypes of the results.
       partial: what this rank contributes.
-      packs: of these arrays, see `Sums.reserve`; empty where they travel otherwise.
+      packs: of these arrays, see `Sums.reserve`; empty if they are sent otherwise.
       place: see `Sums.place_of`.
     """
 
@@ -116,9 +116,9 @@ class Sums:
         transport: Transport | None = None,
         is_symmetric: bool = False,
     ) -> list[_Pack]:
-        """Take the memory that sums need, and choose the way. Not collective.
+        """Allocate memory for sums, and choose the transport. Not collective.
 
-        What may fail on one rank alone fails here, where the ranks have not agreed yet.
+        Errors of one rank alone are raised here, before the comparison.
 
         Args:
           values: contiguous arrays.
@@ -157,7 +157,7 @@ class Sums:
     def _narrowing(
         self, send: Any, options: CommunicationOptions
     ) -> NarrowingTransport | None:
-        """Return what sends an array in a narrower dtype between nodes, if it must."""
+        """Return the transport that compresses an array, if requested."""
         if options.compression is None or arrays.is_device_array(send):
             return None
         # Integers and 16-bit numbers would not become narrower.

@@ -1,7 +1,7 @@
 """Reductions of nests with IndexedSlices, which are never made dense.
 
-Their rows are gathered, as in TensorFlow: an index that several replicas have comes
-several times, and adds up where the rows are added to an array.
+Their rows are gathered, as in TensorFlow: an index of several replicas occurs several
+times, and its rows add up when they are added to an array.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class SliceReductions:
             op = ReduceOp.parse(reduce_op)
             if not op.adds:
                 raise ArgumentError(
-                    f"IndexedSlices can be reduced by SUM and MEAN, not by {op.name}"
+                    f"IndexedSlices can be reduced with SUM and MEAN, not {op.name}"
                 )
             leaves, spec = nest.flatten(nest.map_leaves(local_component, value))
             sparse = [i for i, a in enumerate(leaves) if isinstance(a, IndexedSlices)]
@@ -97,7 +97,7 @@ class SliceReductions:
             plan = self._gathers.plan(call, given, [0] * len(given), options)
             gathered = self._gathers.execute(plan, given)
         results: list[Any] = list(leaves)
-        # Values and indices of each leaf were taken one after the other.
+        # Values and indices of each leaf alternate.
         for i, values, indices in zip(sparse, gathered[::2], gathered[1::2]):
             results[i] = self._join(op, leaves[i], values, indices)
         # Outside of the lock, as this is a collective of its own with a lock of its
@@ -136,8 +136,8 @@ class SliceReductions:
     ) -> IndexedSlices:
         if op is ReduceOp.MEAN:
             out = arrays.mean_dtype(values.dtype)
-            # Each rank's rows are divided by the number of ranks: whoever adds rows
-            # with equal indices has the mean.
+            # Each rank's rows are divided by the number of ranks: the sum of rows with
+            # equal indices is the mean.
             wide = values.astype(arrays.accumulator_dtype(out), copy=False)
             values = (wide / self._consensus.size).astype(out, copy=False)
         return IndexedSlices(

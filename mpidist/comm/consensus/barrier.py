@@ -32,16 +32,16 @@ _PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time that was waited
 
 
 class NodeBarrier:
-    """The barrier of all ranks of a communicator that share memory. Collective to make.
+    """A barrier for ranks that share memory. Collective to create.
 
-    One thread at a time may use it. After a missed deadline it cannot be used any more.
+    One thread at a time may use it. After a timeout it cannot be used any more.
 
     Args:
       comm: the ranks; borrowed.
       page_bytes: how much each rank can write for one barrier.
       slot_bytes: of each of three more pieces of memory of each rank, see `slots`.
-      names: the numbers by which errors call the ranks.
-      yield_cpu: whether to leave the core to other threads while waiting.
+      names: the ranks' numbers in error messages.
+      yield_cpu: whether to yield the core to other threads while waiting.
       failures: detects ranks that have died.
       departures: detects ranks that have left a collective.
     """
@@ -101,7 +101,7 @@ class NodeBarrier:
 
     @staticmethod
     def count_bytes(page_bytes: int, slot_bytes: int) -> int:
-        """Return how much shared memory each rank of a barrier takes, or less."""
+        """Return an upper bound of the shared memory of each rank of a barrier."""
         last: int = _lay_out(page_bytes, slot_bytes)[-1].stop
         return last
 
@@ -110,14 +110,15 @@ class NodeBarrier:
         return np.frombuffer(memory, np.uint8, size)
 
     def wait(self, deadline: float | None = None, yield_cpu: bool = False) -> None:
-        """Return when all ranks have arrived. Collective.
+        """Wait until all ranks have arrived. Collective.
 
         Args:
-          deadline: on time.monotonic's clock, perhaps another one on each rank.
-          yield_cpu: whether to leave the core to other threads while waiting.
+          deadline: on time.monotonic's clock; may differ between ranks.
+          yield_cpu: whether to yield the core to other threads while waiting.
 
         Raises:
-          WaitTimeoutError: it is over; its argument is the list of the missing ranks.
+          WaitTimeoutError: the deadline has passed; its argument is the list of missing
+            ranks.
           RankLostError: a rank has died.
           CollectiveError: see `Departures.require_none`.
         """
@@ -140,7 +141,8 @@ class NodeBarrier:
                 return
         start = now = time.monotonic()
         while count[0] < epoch:
-            # Let others on this core run, then MPI, which may have messages to pass on
+            # Let other threads on this core run, then MPI, which may have messages to
+            # forward
             if self._has_cores and now - start < _YIELD_SECONDS:
                 os.sched_yield()  # no sleep is as short
             else:
@@ -177,12 +179,12 @@ class NodeBarrier:
 
 
 def _lay_out(page_bytes: int, slot_bytes: int) -> list[slice]:
-    """Return where two pages and three slots lie behind the first line.
+    """Return the offsets of two pages and three slots after the first line.
 
-    Large arrays usually begin near a multiple of 4 KiB. Processors compare addresses by
-    their last 12 bits at first, and take what is read from such an array for what was
-    just written to a copy that begins a little behind one, too: that takes three times
-    as long. So copies begin in the middle.
+    Large arrays usually begin near a multiple of 4 KiB. Processors first compare the
+    last 12 bits of addresses. A read from such an array then falsely conflicts with a
+    write to a copy that begins at nearly the same 12 bits (4K aliasing), which takes
+    three times as long. So copies begin in the middle of a page.
     """
     pieces, end = [], _LINE_BYTES
     for size in (page_bytes, page_bytes, *[slot_bytes] * _SLOTS):

@@ -30,17 +30,17 @@ __all__ = [
     "comparison_by_mpi",
 ]
 
-# A number, what state the rank is in, an address, and for how long it was away
+# A digest, the state of the rank, an address, and the time since its last comparison
 _HEADER_BYTES = 32
 _RANK_BITS = 20
 _ALIGNMENT_BYTES = 16
 _PAIR_TAG = 8  # `transports` and `waiting` have others
-# How a rank is when it compares: 0, or one of these
-FAILED = 1  # it cannot go on
+# The state of a rank in a comparison: 0, or one of these
+FAILED = 1  # it cannot continue
 LARGE = 2  # its payload has integers so large that their sums may overflow
 Words = tuple[int, int, int]
 _MOST_GATHERED = 16  # ranks; with more, what each gets takes longer than the latency
-# So few bytes take about as long as none on their way between nodes
+# A message of this size between nodes takes about as long as an empty one
 GATHERED_BYTES = 256
 
 
@@ -49,7 +49,7 @@ class Pages(NamedTuple):
 
     Args:
       own: this rank's arrays, on either page.
-      everyone: for each array that of every rank, likewise.
+      everyone: for each array, those of all ranks, on either page.
       size_bytes: of this rank's arrays.
     """
 
@@ -85,13 +85,13 @@ class Proposal(NamedTuple):
 
 
 class Comparison(Protocol):
-    """One way to compare numbers."""
+    """Compares numbers of all ranks."""
 
     # Whether all passed the same address last time, and not 0
     is_same_address: bool
     # Whether some rank's payload had large integers last time
     is_any_large: bool
-    payload_bytes: int  # how much every rank can send the others along with its number
+    payload_bytes: int  # how many bytes every rank can send along with its number
     name: str  # of the transport that a payload travels by
 
     def agrees(
@@ -100,25 +100,25 @@ class Comparison(Protocol):
         """Return whether all ranks pass the same number, and none failed. Collective.
 
         Args:
-          words: what this rank passes: the number, of 62 bits; how this rank is (0,
-            FAILED, or LARGE); an address, of 62 bits, see `is_same_address`.
+          words: this rank's number of 62 bits; its state (0, FAILED, or LARGE); an
+            address of 62 bits, see `is_same_address`.
           deadline: on time.monotonic's clock.
           yield_cpu: whether to leave the core to other threads while waiting.
 
         Raises:
-          WaitTimeoutError: the deadline is over; says which ranks have not arrived.
+          WaitTimeoutError: the deadline has passed; lists the missing ranks.
         """
 
     def missing(self) -> list[int] | None:
-        """Return the ranks that this one waits for; None if unknown. Any thread."""
+        """Return the ranks for which this one waits; None if unknown. Any thread."""
 
     def close(self) -> None:
-        """Free what it has of MPI, before its communicator is freed."""
+        """Free MPI resources, before the communicator is freed."""
 
     def late(self) -> int:
-        """Return the other rank that arrived last, last time; -1 if unknown, or none.
+        """Return the rank that arrived last; -1 if unknown or this one.
 
-        What it means where ranks arrived at about the same time is left open.
+        Undefined if ranks arrived at about the same time.
         """
 
 
@@ -147,8 +147,8 @@ class MaximumComparison:
         self._calls += 1
         mine, highest = self._mine, self._highest
         number, state, address = words
-        # All have left the last comparison at about the same time, so the one that has
-        # been away for longest arrives last
+        # All ranks left the last comparison at about the same time, so the one with the
+        # longest time since then arrived last
         away = (time.monotonic_ns() - self._left_ns) // 1000 << _RANK_BITS | self._rank
         mine[:] = number, -number, address, -address, state == FAILED, away
         # Never a blocking call: it would not match one of a rank with a deadline
@@ -174,11 +174,11 @@ class MaximumComparison:
 
 
 class PayloadComparison(abc.ABC):
-    """Compares what each rank has written on a page; all ranks get all pages.
+    """Compares pages of all ranks; all ranks get all pages.
 
     Args:
-      own: this rank's pages, of which two take turns.
-      everyone: likewise those of all ranks, by rank.
+      own: this rank's two pages, a double buffer.
+      everyone: those of all ranks, by rank.
       payload_bytes: see `Comparison`; a page has 32 bytes more, or even more.
     """
 
@@ -236,7 +236,7 @@ class PayloadComparison(abc.ABC):
 class GatherComparison(PayloadComparison):
     """Compares by an MPI_Iallgather of pages: a small payload takes no more time.
 
-    Two ranks send each other messages by persistent requests, which take less time.
+    Two ranks use persistent requests, which take less time.
 
     Args:
       comm: the ranks.
@@ -265,7 +265,7 @@ class GatherComparison(PayloadComparison):
         self._is_idle = True
         if comm.Get_size() == 2:
             rank, other = comm.Get_rank(), 1 - comm.Get_rank()
-            self._send = self._received[rank]  # where all find it
+            self._send = self._received[rank]  # in the gathered array
             self._pair = [
                 comm.Recv_init(self._received[other], other, _PAIR_TAG),
                 comm.Send_init(self._send, other, _PAIR_TAG),
@@ -307,7 +307,7 @@ class GatherComparison(PayloadComparison):
         return self._judge(self._words, words)
 
     def close(self) -> None:
-        """See `Comparison.close`. Requests that go on are left to MPI."""
+        """See `Comparison.close`. Unfinished requests are left to MPI."""
         while self._is_idle and self._pair:
             self._pair.pop().Free()
 
@@ -323,13 +323,13 @@ class GatherComparison(PayloadComparison):
 
 
 def comparison_by_mpi(comm: MPI.Intracomm, departures: Departures) -> Comparison:
-    """Return what compares a few ranks, or many, by MPI."""
+    """Return the comparison by MPI for this number of ranks."""
     is_small = 1 < comm.Get_size() <= _MOST_GATHERED
     return (GatherComparison if is_small else MaximumComparison)(comm, departures)
 
 
 class SharedMemoryComparison(PayloadComparison):
-    """Compares what all ranks have written in shared memory; all are on one node.
+    """Compares pages in shared memory; all ranks are on one node.
 
     Args:
       barrier: borrowed.
@@ -374,7 +374,7 @@ class SharedMemoryComparison(PayloadComparison):
 def _arrays_on(
     pages: Sequence[Any], kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]
 ) -> Iterator[list[Any]]:
-    """Yield, for each kind, such an array on each of some ranks' pages."""
+    """Yield, for each kind, the array on each rank's page."""
     start = _HEADER_BYTES
     for dtype, shape in kinds:
         stop = start + math.prod(shape) * dtype.itemsize

@@ -2,8 +2,8 @@
 
 Every collective of mpidist starts with one small exchange of a fixed form. In it, each
 rank sends the digest of the call that it is about to make, or a flag that it has
-failed. Ranks that make different calls, or of which one has failed, detect it before
-any data are moved, and all of them raise. If all agree, the cost is one latency.
+failed. If calls differ, or a rank has failed, all ranks detect it before any data move,
+and all raise. If all agree, the cost is one latency.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Consensus:
     Args:
       comm: the communicator.
       comparison: how ranks are compared; by MPI if it is None.
-      failures: of these ranks; None for those of `comm` alone.
+      failures: the failure detector of these ranks; None creates one for `comm`.
     """
 
     # Those of this process in the order of their making, which is that of all ranks
     in_use: ClassVar[list[Consensus]] = []
     made: ClassVar[int] = 0  # of more than one rank
-    # None is closed while another thread looks at it
+    # The lock prevents closing while another thread reads the list
     _looking: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(
@@ -87,8 +87,8 @@ class Consensus:
         self.comparison = comparison
         self.calls = 0
         self.broken: str | None = None
-        self.pids: dict[int, int] = {}  # of ranks that can be watched
-        self._agreed_id = 0  # of an error that is raised on all ranks
+        self.pids: dict[int, int] = {}  # of ranks that can be monitored
+        self._agreed_id = 0  # of an error raised on all ranks
         self._waiting = RequestWaiter(comm, self.departures)
         self.recorder = Recorder(channel, comm)
         self._begin, self._note = self.recorder.begin, self.recorder.note_arrivals
@@ -102,7 +102,7 @@ class Consensus:
             Consensus.in_use.append(self)
 
     def close(self) -> None:
-        """Unregister it, before its communicator is freed."""
+        """Unregister this object, before its communicator is freed."""
         with Consensus._looking:
             if self in Consensus.in_use:
                 Consensus.in_use.remove(self)
@@ -117,7 +117,7 @@ class Consensus:
 
     @classmethod
     def look_at_all(cls, look: Callable[[Consensus], None]) -> None:
-        """Pass each that is in use to `look`, from any thread."""
+        """Call `look` with each object in use, from any thread."""
         for consensus in list(cls.in_use):
             with cls._looking:
                 if consensus in cls.in_use:
@@ -132,21 +132,21 @@ class Consensus:
         payload: Payload | None = None,
         address: int = 0,
     ) -> bool:
-        """Return when all ranks are in the same call and none failed. Collective.
+        """Wait until all ranks are in the same call and none has failed. Collective.
 
-        Returns whether all have passed the same `address`, other than 0.
+        Returns whether all passed the same `address`, other than 0.
 
         Args:
-          call: what this rank is about to do.
-          error: the reason why this rank cannot, if so.
-          timeout: seconds to wait for the other ranks; None for ever.
+          call: the call of this rank.
+          error: the error that prevents it, if any.
+          timeout: seconds to wait for the other ranks; None waits for ever.
           yield_cpu: whether to leave the core to other threads while waiting.
           payload: see `exchange`.
           address: see `Comparison.agrees`.
 
         Raises, on all ranks:
-          The error of a rank that passed one (each failed rank raises its own, the
-            others a copy of the first).
+          The error of a failed rank (each failed rank raises its own; the others raise
+          a copy of the first).
           DivergenceError: the operations differ.
           MismatchError: the operations agree, but not the rest of the call.
           DeadlineError: on the ranks that waited for more than `timeout`.
@@ -174,9 +174,9 @@ class Consensus:
         address: int = 0,
         timeout: float | None = None,
     ) -> bool:
-        """Do what `require_same` does, for a call whose digest is `number`. Collective.
+        """Like `require_same`, for a call whose digest is `number`. Collective.
 
-        For calls that are repeated: it takes less time.
+        Faster, for repeated calls.
         """
         if timeout is not None or self.size == 1 or not self._is_plain():
             return self.require_same(call, timeout=timeout, address=address)
@@ -195,7 +195,7 @@ class Consensus:
         payload: Payload,
         timeout: float | None = None,
     ) -> Sequence[Sequence[Any]]:
-        """Do what `compare` does, and return the arrays of all ranks. Collective.
+        """Like `compare`; also returns the arrays of all ranks. Collective.
 
         Args:
           call: see `compare`.
@@ -203,7 +203,7 @@ class Consensus:
           payload: this rank's arrays.
           timeout: see `require_same`.
 
-        Returns, for each array, that of every rank: valid until the next comparison.
+        Returns, for each array, those of all ranks, valid until the next comparison.
         Raises, on all ranks: what `payload.fill` raises; see also `require_same`.
         """
         comparison = self.comparison
@@ -231,12 +231,12 @@ class Consensus:
         return self._thread.unwinding is None and self.lock.is_creator()
 
     def _settle(self, proposal: Proposal) -> None:
-        """Raise the reason why the ranks disagree, or let another thread go first."""
+        """Raise on differing calls, or let another thread go first."""
         is_agreed = False
         while not is_agreed:
             first, timeout = self._resolve(proposal), proposal.timeout
             if first != proposal.thread and not self.lock.let_run(first, timeout):
-                # Join in the name of the missing thread, to report that it is missing
+                # Join in place of the missing thread, to report that it is missing
                 error = diagnostics.no_such_thread(proposal.call, self.rank, first)
                 proposal = proposal._replace(thread=first, error=error)
             proposal = self._ready(proposal)
@@ -245,8 +245,8 @@ class Consensus:
     def _ready(self, proposal: Proposal) -> Proposal:
         """Write the payload; return the proposal, with the error if that failed.
 
-        Raises if this rank cannot communicate. Nothing may be written then: other
-        ranks may still be reading what this one has sent before.
+        Raises if this rank cannot communicate. Nothing is written then: other ranks may
+        still be reading its earlier data.
         """
         if self.failures.ranks:
             raise self.failures.error() from proposal.error
@@ -283,8 +283,8 @@ class Consensus:
     def _on_error(self, error: BaseException) -> None:
         """Mark the strategy as broken unless all ranks raise this error.
 
-        Otherwise the others are inside this collective, or in the next one, and would
-        match the next call of this rank with theirs.
+        Otherwise other ranks are in this collective or the next one, and would match
+        the next call of this rank with theirs.
         """
         agreed, self._agreed_id = self._agreed_id, 0
         unwinding = self._thread.unwinding
@@ -294,7 +294,7 @@ class Consensus:
 
     @contextlib.contextmanager
     def same_on_all(self) -> Iterator[None]:
-        """Return a context for errors that all ranks raise: the strategy goes on."""
+        """Return a context for errors of all ranks: the strategy stays usable."""
         try:
             yield
         except MpidistError as error:
@@ -330,7 +330,7 @@ class Consensus:
         self.require_same(CallSignature(operation), error, timeout)
 
     def run_in_scope(self, operation: str, fn: Callable[[], T]) -> T:
-        """Return `fn()`, which all ranks run, and may communicate. Collective.
+        """Return `fn()`, which all ranks call and which may communicate. Collective.
 
         An error that `fn` raises on one rank is raised on all ranks, including those
         that wait in a collective inside `fn`.
@@ -363,10 +363,11 @@ class Consensus:
     ) -> None:
         """Leave a collective scope with this rank's error, if any. Collective.
 
-        `timeout` is that of `require_same`.
+        `timeout`: see `require_same`.
 
-        What is no Exception, such as a KeyboardInterrupt, is raised here alone. If not
-        all ranks leave by one, their next collective is an error on all.
+        A BaseException that is not an Exception, such as KeyboardInterrupt, is raised
+        on this rank only. Unless all ranks leave by one, their next collective raises
+        on all.
         """
         state = self._thread
         state.depth -= 1
@@ -405,9 +406,9 @@ class Consensus:
             raise
 
     def root_only(self, operation: str, fn: Callable[[], T], root: int = 0) -> T:
-        """Return what `fn()` returns on rank `root`, which alone calls it. Collective.
+        """Return the result of `fn()`, called on rank `root` only. Collective.
 
-        Raises: what `fn` raises, on all ranks.
+        Raises, on all ranks, what `fn` raises.
         """
         payload, error = b"", None
         if self.rank == root:
@@ -423,7 +424,7 @@ class Consensus:
         return pickle.loads(payload)  # type: ignore[no-any-return]
 
     def gather(self, operation: str, value: T) -> list[T]:
-        """Return each rank's `value`, a small object, by rank: pickled. Collective."""
+        """Return the list of all ranks' `value`, small pickled objects. Collective."""
         payload = self.guard(operation, lambda: pickle.dumps(value))
         with self.lock:
             self.require_same(CallSignature(operation))
@@ -447,7 +448,7 @@ class Consensus:
     def wait_at(
         self, barrier: NodeBarrier, operation: str, deadline: float | None
     ) -> None:
-        """Do what `wait` does, at a barrier of this node."""
+        """Like `wait`, at a barrier of this node."""
         start = time.monotonic() if deadline else 0.0
         try:
             barrier.wait(deadline)
@@ -455,7 +456,7 @@ class Consensus:
             self._break_off(late, operation, (deadline or start) - start)
 
     def give_up(self, operation: str, deadline: float) -> NoReturn:
-        """Raise a DeadlineError where the missing ranks are unknown; see `wait`."""
+        """Raise a DeadlineError if the missing ranks are unknown; see `wait`."""
         reason = diagnostics.not_finished(self.rank, operation, deadline)
         self._break(reason, is_deadline=True)
         raise DeadlineError(reason)
@@ -468,7 +469,7 @@ class Consensus:
         raise DeadlineError(reason) from None
 
     def _resolve(self, proposal: Proposal) -> str:
-        """Return the thread whose turn it is, or raise why the ranks disagree."""
+        """Return the thread whose turn it is, or raise on differing calls."""
         depth = self._thread.depth
         counts = self.progress.describe()
         record = diagnostics.report_of(proposal, counts, self.rank, depth)

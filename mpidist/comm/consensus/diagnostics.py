@@ -40,13 +40,13 @@ _FOLDER = str(Path(__file__).parent) + os.sep
 def report_of(
     proposal: Proposal, places: dict[str, str], rank: int, depth: int
 ) -> CallReport:
-    """Return what a rank sends to the others when they disagree.
+    """Return the record that a rank sends to the others after a mismatch.
 
     Args:
-      proposal: what it is about to do.
+      proposal: its call or error.
       places: progress counters, which must be equal on all ranks.
       rank: this one.
-      depth: in how many blocks it is.
+      depth: the number of scopes it is in.
     """
     call, error = proposal.call, proposal.error
     return CallReport(
@@ -64,11 +64,11 @@ def report_of(
 def raise_difference(
     records: Sequence[CallReport], error: Exception | None, rank: int, call: int
 ) -> NoReturn:
-    """Raise the reason why the ranks disagree.
+    """Raise the error for ranks whose records differ.
 
     Args:
       records: of each rank, by rank.
-      error: this rank's own, if it has failed.
+      error: this rank's error, if it has failed.
       rank: this one.
       call: the number of the call.
 
@@ -105,7 +105,7 @@ def _raise_failure(
         assert first.error is not None
         error = load_error(first.error, first.origin)
         error.__cause__ = RemoteError(f"on rank {first.origin}:\n{first.report}")
-    # Kept if it is set: the error may have come from another rank before.
+    # Kept if set: the error may come from a third rank.
     if not hasattr(error, "origin_rank"):
         with contextlib.suppress(AttributeError):
             origin = first.origin if is_copy else rank
@@ -114,7 +114,7 @@ def _raise_failure(
 
 
 def left(rank: int, error: BaseException, last: Entry | None) -> str:
-    """Describe how a rank has left its last call by an error of its own."""
+    """Describe how a rank has left its last call by its own error."""
     operation, site = "a collective", call_site()
     # Still in a call: name that, and not the line that is running now.
     if last is not None and last.ended is None:
@@ -124,18 +124,18 @@ def left(rank: int, error: BaseException, last: Entry | None) -> str:
 
 
 def no_such_thread(call: CallSignature, rank: int, thread: str) -> DivergenceError:
-    """Return the error of a rank that lacks the thread of the others' call."""
-    name = f"thread {thread!r}" if thread else "the thread that made the strategy"
+    """Return the error of a rank without the thread of the other ranks' call."""
+    name = f"thread {thread!r}" if thread else "the thread that created the strategy"
     return DivergenceError(
-        f"rank {rank} is in {call.operation} at {call_site()}, and has no other thread "
-        f"that could join the call that other ranks make in {name}"
+        f"rank {rank} is in {call.operation} at {call_site()} and has no thread for "
+        f"the call that other ranks make in {name}"
     )
 
 
 def not_arrived(
     rank: int, operation: str, seconds: float | None, missing: Sequence[int]
 ) -> str:
-    """Return the message that a rank has waited for `missing` ranks in vain."""
+    """Return the message that `missing` ranks did not arrive in time."""
     reason = f"{name_ranks(missing)} did not arrive" if missing else "it did not finish"
     return (
         f"rank {rank} waited {seconds:g} s in {operation} (called at {call_site()}), "
@@ -144,7 +144,7 @@ def not_arrived(
 
 
 def not_finished(rank: int, operation: str, deadline: float) -> str:
-    """Return the message that a call has not ended, if the missing are unknown."""
+    """Return the message for a timeout whose missing ranks are unknown."""
     seconds = time.monotonic() - deadline
     return (
         f"{operation} (called at {call_site()}) did not finish on rank {rank}, "

@@ -1,10 +1,10 @@
-"""Ranks that die while MPI goes on without them: ULFM, User-Level Failure Mitigation.
+"""Detection of dead ranks with ULFM, MPI's User-Level Failure Mitigation.
 
-Below `mpirun --with-ft ulfm`, Open MPI does not end a job in which a rank dies. Calls
-that need the dead rank raise, but ranks that raised never make the calls in which
-others wait. So, when a rank of a strategy has died, all communicators of the strategy
-are revoked (MPI_Comm_revoke), and waits in shared memory end: all ranks raise.
-Elsewhere no rank is ever found dead, because the launcher ends the job.
+Under `mpirun --with-ft ulfm`, Open MPI does not end a job when a rank dies. Calls that
+need the dead rank raise, but other ranks would wait for the ranks that raised. So, when
+a rank of a strategy has died, all communicators of the strategy are revoked
+(MPI_Comm_revoke) and waits in shared memory end: all ranks raise. Without ULFM no rank
+is ever found dead, because the launcher ends the job.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from mpidist.launch.launchers import is_elastic
 __all__ = ["FailureDetector", "agree", "can_survive", "has_failed_ranks", "is_last"]
 
 _CLASSES = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
-# How long it may take to learn which rank died, once MPI says that one did
+# How long MPI may need to report which rank died, after it reports a death
 _HEAR_SECONDS = 10.0
 _PAUSE_SECONDS = 0.005
 _LONG_PAUSE_SECONDS = 0.001
 
 
 def can_survive() -> bool:
-    """Return whether MPI goes on when a rank dies; the same on all ranks of a job."""
+    """Return whether MPI continues when a rank dies; the same on all ranks of a job."""
     return is_elastic(os.environ) and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
@@ -47,14 +47,14 @@ def _is_loss(error: BaseException) -> bool:
 
 
 def has_failed_ranks() -> bool:
-    """Return whether any rank of the job has died, and others went on."""
+    """Return whether any rank of the job has died and others continued."""
     return can_survive() and MPI.COMM_WORLD.Get_failed().Get_size() > 0
 
 
 def is_last() -> bool:
     """Return whether all other ranks of the job have died.
 
-    MPI_Abort of Open MPI 5 lets mpirun end with 0 then, but an exit code is kept.
+    Then MPI_Abort of Open MPI 5 makes mpirun end with 0, but an exit code is kept.
     """
     if not has_failed_ranks():
         return False
@@ -64,11 +64,11 @@ def is_last() -> bool:
 def agree(comm: MPI.Intracomm, is_well: bool, limit_seconds: float = math.inf) -> bool:
     """Return whether `is_well` is true on all surviving ranks. Collective.
 
-    Others may have died, or it may have been revoked: MPI_Comm_agree lets all have one
-    answer, or one error, namely that some rank did not know of a death before.
+    Works with dead ranks and on a revoked communicator: MPI_Comm_agree gives all ranks
+    the same answer, or the same error (some rank did not know of a death).
 
     Raises:
-      DeadlineError: others did not arrive within `limit_seconds`.
+      DeadlineError: other ranks did not arrive within `limit_seconds`.
     """
     start = now = time.monotonic()
     while True:
@@ -98,13 +98,13 @@ class FailureDetector:
     """Detects ranks that have died, and revokes their communicators.
 
     Attributes:
-      is_needed: whether MPI goes on when ranks die, and there are several.
-      ranks: of the communicator, that are known to have died.
-      at_end: called, in this order, when all survivors have left what they did
-        together, so that memory can be given back. They do not communicate.
+      is_needed: whether MPI continues when ranks die, and there are several ranks.
+      ranks: the ranks of the communicator that are known to have died.
+      at_end: functions to call, in this order, when all survivors have left their
+        collectives, to free memory. They do not communicate.
 
-    Collective to make, as one that is still being made on another rank must not be
-    revoked: Open MPI 5 crashes there then.
+    Creating one is collective: Open MPI 5 crashes if a communicator is revoked while
+    another rank is still creating it.
 
     Args:
       comm: of all ranks, new; not freed by this.
@@ -133,7 +133,7 @@ class FailureDetector:
 
     def close(self) -> None:
         """Unregister; a second call does nothing. Not collective."""
-        # Twice is fine: error paths close, and so does the normal end.
+        # May be called twice: by error paths and by the normal end.
         if self in FailureDetector.in_use:
             FailureDetector.in_use.remove(self)
 
@@ -153,12 +153,11 @@ class FailureDetector:
         return comm
 
     def free(self, comm: MPI.Intracomm) -> None:
-        """Free a communicator, which was perhaps added. Collective over it."""
+        """Free a communicator, added or not. Collective over it."""
         with FailureDetector._guard:
             if comm in self._comms:
                 self._comms.remove(comm)
-        # With dead ranks, MPI_Comm_free would wait for them; memory is given up
-        # instead.
+        # MPI_Comm_free would wait for dead ranks, so the memory is not freed.
         if not self.ranks:
             with Pending("freeing a communicator", comm):
                 comm.Free()
@@ -225,15 +224,15 @@ class FailureDetector:
     def check(self, error: BaseException | None) -> BaseException | None:
         """Return a RankLostError if a rank has died, whatever `error` is; else `error`.
 
-        For the end of each collective: those of Open MPI 5 that a death
-        or MPI_Comm_revoke interrupts do not all say so, but may leave garbage behind.
+        For the end of each collective: in Open MPI 5, a collective interrupted by a
+        death or MPI_Comm_revoke may return without an error, with invalid data.
         """
-        # MPI said that somebody died, but not yet who.
+        # MPI reported a death, but not yet the rank.
         if error is not None and _is_loss(error):
             self.wait_for_names()
         elif self.is_needed and not self.ranks:
             FailureDetector.poll()
-            # Another rank may have noticed first, and revoked, before MPI told this
+            # Another rank may have noticed first and revoked, before MPI informed this
             # rank.
             with FailureDetector._guard:
                 is_revoked = any(comm.Is_revoked() for comm in self._comms)
@@ -242,7 +241,7 @@ class FailureDetector:
         return self.error() if self.ranks else error
 
     def wait_for_names(self) -> None:
-        """Wait until MPI knows which rank has died, after it said that one has.
+        """Wait until MPI reports which rank has died.
 
         Another rank that noticed earlier may have revoked a communicator.
         """

@@ -1,11 +1,10 @@
-"""The files of the flight recorder: rings of calls, and what the calls are.
+"""The files of the flight recorder: ring buffers of calls, and their descriptions.
 
 A ring has `CALLS` rows of `WORDS` integers of 64 bits: the number of the call, from 1;
 its kind; when it began, and when it ended or 0, in nanoseconds on the clock of
-time.monotonic; and the step it is of, -1 if none. The other file has a line of JSON of
-the rank, and then one for each kind, with the kind's number. Their names have the
-number of the communicator, which others of other ranks may have too, and the rank in
-the world.
+time.monotonic; and its step, -1 if none. The other file has a line of JSON about the
+rank, then one for each kind of call, with the kind's number. File names contain the
+number of the communicator (not unique over all ranks) and the rank in the world.
 """
 
 from __future__ import annotations
@@ -53,19 +52,18 @@ def ring_path(folder: Path, channel: int, rank: int) -> Path:
 
 
 def calls_path(folder: Path, channel: int, rank: int) -> Path:
-    """Return the file of what the calls are."""
+    """Return the file of the descriptions."""
     return folder / f"channel-{channel}-rank-{rank:05}.jsonl"
 
 
 class FlightFiles:
     """Both files of one rank and communicator, open for writing.
 
-    Files of those names that another job left are replaced. Anything else there, such
-    as a symbolic link, is refused: the names are known beforehand to whoever can write
-    into the folder.
+    Files of an earlier job are replaced. Anything else, such as a symbolic link, is
+    refused, because others who can write to the folder can predict the names.
 
     Args:
-      folder: where; it is made if need be.
+      folder: the folder; created if missing.
       channel: the number of the communicator.
       rank: in the world.
       header: the first line of the text.
@@ -74,7 +72,7 @@ class FlightFiles:
       ring: the ring, mapped into memory; all of its pages exist.
 
     Raises:
-      OSError: the files cannot be made.
+      OSError: the files cannot be created.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class FlightFiles:
             self.ring = self._make_ring()
             self._text = self._create(self._text_path)
             _write(self._text, self._header)
-        # Nothing half-made stays behind.
+        # No incomplete file is left.
         except BaseException:
             self.close(is_kept=False)
             raise
@@ -105,7 +103,7 @@ class FlightFiles:
     def _make_ring(self) -> mmap.mmap:
         file = self._create(self._ring_path)
         try:
-            # A page that the disk has no room for would end the process by SIGBUS
+            # A page without disk space would end the process with SIGBUS
             _reserve(file, RING_BYTES)
             return mmap.mmap(file, RING_BYTES)
         finally:
@@ -120,14 +118,14 @@ class FlightFiles:
         agreed: Mapping[str, str],
         digest: int,
     ) -> None:
-        """Write down a kind of call.
+        """Write the description of a kind of call.
 
         Args:
           kind: its number.
-          operation: what the user called.
-          site: the file and the line where.
-          agreed: what ranks must agree on.
-          digest: of that, as a long one is cut short.
+          operation: the user's call.
+          site: its file and line.
+          agreed: the arguments that ranks compare.
+          digest: of the arguments, since long ones are truncated.
 
         Raises:
           OSError: it cannot be written.
@@ -142,9 +140,9 @@ class FlightFiles:
         _write(self._text, _line(line))
 
     def keep(self, kinds: Collection[int]) -> None:
-        """Forget all kinds of calls but these.
+        """Remove all kinds of calls except these.
 
-        The text is replaced at once, so that a reader finds it whole at any time.
+        The file is replaced atomically, so that a reader always finds it complete.
 
         Raises:
           OSError: it cannot be written.
@@ -166,13 +164,13 @@ class FlightFiles:
         self._text = file
 
     def detach(self) -> None:
-        """Leave the files to the parent of this process, which has forked."""
+        """Leave the files to the parent of this forked process."""
         # An empty list: the child closes its copies and removes nothing.
         self._made.clear()
         self.close(is_kept=True)
 
     def close(self, is_kept: bool) -> None:
-        """Close the files; remove them unless they are to be kept."""
+        """Close the files; remove them unless `keep`."""
         if self._text >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._text)
@@ -186,7 +184,7 @@ def _create(path: Path) -> int:
     """Return a new file that is open for reading and writing.
 
     Raises:
-      OSError: there is something of that name that is no file.
+      OSError: something other than a regular file has that name.
     """
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISREG(path.lstat().st_mode):
@@ -198,7 +196,7 @@ def _create(path: Path) -> int:
 
 
 def _reserve(file: int, size_bytes: int) -> None:
-    """Make a new file so large, with all of its pages."""
+    """Set the size of a new file, and allocate all its pages."""
     try:
         os.posix_fallocate(file, 0, size_bytes)
     except AttributeError:  # not on macOS
@@ -220,7 +218,7 @@ def _line(fields: Mapping[str, Any]) -> bytes:
 
 
 def _abridge(agreed: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield as much of what ranks must agree on as one line may have."""
+    """Yield the compared arguments, up to the length limit of a line."""
     left = _MOST_AGREED
     for count, (name, text) in enumerate(agreed.items()):
         if left <= 0:

@@ -1,13 +1,13 @@
-"""The flight recorder: the last collectives of each rank, also of one that was killed.
+"""The flight recorder: the last collectives of each rank, even after a kill.
 
-Each communicator has a ring of the last 1,000 calls, of five words each. Where the
-variable MPIDIST_DUMPS names a folder, the ring is a file there that is mapped into
-memory, so that it outlives the process however that ends; beside it is a file of JSON
-lines, of what the calls are. Both are removed when the program ends well.
-`python -m mpidist diff` compares those of all ranks.
+Each communicator has a ring buffer of the last 1,000 calls, of five words each. If
+MPIDIST_DUMPS names a folder, the ring buffer is a memory-mapped file there, which
+survives any end of the process; a second file describes the calls in JSON lines. Both
+are removed when the program ends normally. `python -m mpidist diff` compares those of
+all ranks.
 
-Calls of one kind have everything in common but their step. What is remembered of kinds
-is bounded, in memory and in the file: both forget those that the ring has no more.
+Calls of one kind differ only in their step. Memory and file keep only the kinds in the
+ring buffer.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from mpidist.util.settings import DUMPS
 
 __all__ = ["Entry", "Recorder"]
 
-_MOST_KINDS = 4096  # that are known again, as many as `calls.digest` remembers
-# Who waited for less waited for nobody in particular
+_MOST_KINDS = 4096  # as many as `calls.digest` caches
+# Shorter waits are not attributed to a rank
 _WAITED_NS = 20_000
 _now = time.monotonic_ns
 _getframe = sys._getframe
@@ -58,10 +58,10 @@ class Entry(NamedTuple):
 
     Args:
       number: counted from 1, the same on all ranks.
-      operation: what the user called.
-      site: the file and line where.
-      begun: when, in seconds on time.monotonic's clock.
-      ended: when it was over; None if it is not.
+      operation: the user's call.
+      site: its file and line.
+      begun: start, in seconds on time.monotonic's clock.
+      ended: end; None while it is running.
     """
 
     number: int
@@ -74,8 +74,8 @@ class Entry(NamedTuple):
 class Recorder:
     """The last calls on one communicator. One thread at a time writes, any may read.
 
-    Where the folder cannot be written, now or later, there is a RuntimeWarning and no
-    file. A forked child has the calls so far in memory of its own, and no files.
+    If the folder cannot be written, now or later, there is a RuntimeWarning and no
+    file. A forked child has a copy of the calls so far, and no files.
 
     Args:
       channel: the number of the communicator, the same on all ranks.
@@ -125,17 +125,17 @@ class Recorder:
 
     def _warn(self, error: Exception) -> None:
         warn(
-            f"the calls of rank {self._rank} are not kept in {DUMPS.name}: {error}",
+            f"the calls of rank {self._rank} are not recorded in {DUMPS.name}: {error}",
             stacklevel=2,
         )
 
     def begin(self, number: int, call: CallSignature, digest: int) -> None:
-        """Note that this rank is about to make a call.
+        """Record the begin of a call.
 
         Args:
           number: counted from 1, the same on all ranks.
-          call: says what it is.
-          digest: stands for the call without its step.
+          call: its signature.
+          digest: of the call without its step.
         """
         begun = _now()
         try:
@@ -156,11 +156,11 @@ class Recorder:
                 self._late = -1
 
     def note_arrivals(self, is_agreed: bool, comparison: Comparison) -> bool:
-        """Note that all ranks have arrived in the call that was begun last.
+        """Record that all ranks have arrived in the last call.
 
         Args:
-          is_agreed: returned as it is.
-          comparison: in which they have.
+          is_agreed: returned unchanged.
+          comparison: the comparison in which they arrived.
         """
         waited = _now() - self._begun
         counters = self.counters
@@ -174,14 +174,14 @@ class Recorder:
         return is_agreed
 
     def count(self, transport: str, size_bytes: int) -> None:
-        """Note that a transport moves so many bytes in the call that was begun."""
+        """Record the bytes that a transport moves in the current call."""
         self._moved += size_bytes
         self._transport = transport
         transports = self._operation.transports
         transports[transport] = transports.get(transport, 0) + size_bytes
 
     def end(self) -> None:
-        """Note that the call is over."""
+        """Record the end of the call."""
         opened = self._opened
         if not opened:
             return
@@ -223,12 +223,12 @@ class Recorder:
             try:
                 agreed = call.without_step().describe()
                 self._files.add(kind, call.operation, site, agreed, digest)
-            except Exception as error:  # whatever a user's object raises as text
+            except Exception as error:  # `str` of a user's object may raise anything
                 self._stop(error)
         return found
 
     def _forget_kinds(self) -> None:
-        """Forget all kinds of calls but those that the ring has."""
+        """Remove all kinds of calls that are not in the ring buffer."""
         self._kinds.clear()
         self._depths.clear()
         self._codes.clear()
@@ -241,7 +241,7 @@ class Recorder:
                 self._stop(error)
 
     def _stop(self, error: Exception) -> None:
-        """Go on without files, of which half would mislead."""
+        """Continue without files: incomplete ones would mislead."""
         files, self._files = self._files, None
         self._take_buffer()
         assert files is not None
@@ -249,12 +249,12 @@ class Recorder:
         self._warn(error)
 
     def _take_buffer(self) -> None:
-        """Have the ring in memory of this process alone."""
+        """Keep the ring buffer in this process's memory only."""
         self._buffer = bytearray(self._buffer)
         self._words = memoryview(self._buffer).cast("q")
 
     def leave_to_parent(self) -> None:
-        """Leave ring and files to the process that has forked this one."""
+        """Leave ring buffer and files to the parent process."""
         if self._files is not None:
             self._files.detach()
             self._files = None

@@ -1,7 +1,7 @@
-"""Waits of this process outside of recorded calls, for the watchdog to look at.
+"""Waits of this process outside recorded calls, for the watchdog.
 
-Making and freeing communicators and windows of MPI is collective, and there is no
-consensus before or after it in which ranks could learn that one of them is missing.
+Creating and freeing MPI communicators and windows is collective, without a consensus
+that would detect missing ranks.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["Pending"]
 
 
 class Pending:
-    """A context manager around what this thread does together with other ranks.
+    """A context manager around a collective operation of this thread.
 
-    Only what MPI waits for belongs there, not work that takes unlike times.
+    Use it only for waits in MPI, not for work of different duration.
 
     Args:
       operation: what it is, for messages.
       comm: the ranks that do it.
 
     Attributes:
-      in_use: those that were entered and not left, of all threads.
+      in_use: the entered contexts of all threads.
     """
 
     in_use: ClassVar[list[Pending]] = []

@@ -1,6 +1,6 @@
-"""Detects that the process of another rank of the node has ended.
+"""Detect that the process of another rank on the node has ended.
 
-Launchers do so, too, but some of them late, and each in its own way.
+Launchers detect it too, but some of them late.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _is_stopped = False
 def monitor_processes(comm: MPI.Intracomm, node: MPI.Intracomm) -> dict[int, int]:
     """Return the process ids of the other ranks of a node, by their rank. Collective.
 
-    An empty dict where they cannot be watched: not on Linux >= 5.3, or where ranks are
-    in containers that do not see each other's processes.
+    An empty dict if they cannot be monitored: not on Linux >= 5.3, or ranks are in
+    containers with separate process namespaces.
 
     Args:
-      comm: whose ranks are meant.
-      node: those that share memory with this one.
+      comm: the communicator of the rank numbers.
+      node: the ranks that share memory with this one.
     """
     namespace = None
     if hasattr(os, "pidfd_open"):

@@ -44,9 +44,9 @@ class CallSignature(NamedTuple):
       operation: the collective, as the user called it.
       options: pairs of an argument's name and its value.
       spec: the structure of the value, or None.
-      leaves: what must agree of each leaf, usually its dtype and shape.
-      step: of a loop, which must agree, too; -1 if there is none. Calls that differ in
-        nothing else are of one kind.
+      leaves: what must agree for each leaf, usually its dtype and shape.
+      step: the step of a loop, which must agree too; -1 if none. Calls that differ
+        only in the step are of one kind.
     """
 
     operation: str
@@ -56,7 +56,7 @@ class CallSignature(NamedTuple):
     step: int = -1
 
     def without_step(self) -> CallSignature:
-        """Return what stands for all calls of this kind."""
+        """Return the call without its step."""
         return self if self.step < 0 else self._replace(step=-1)
 
     def step_digest(self) -> int:
@@ -93,7 +93,7 @@ def bare_signature(operation: str) -> tuple[CallSignature, int]:
 
 
 class CallReport(NamedTuple):
-    """What each rank sends to the others when they disagree, or one has failed."""
+    """The record that each rank sends after a mismatch or failure."""
 
     operation: str
     lines: dict[str, str]
@@ -106,7 +106,7 @@ class CallReport(NamedTuple):
 
 
 def dump_error(error: Exception | None) -> bytes | None:
-    """Return `error` pickled, or a RemoteError with its text where that fails."""
+    """Return `error` pickled, or a RemoteError with its text if that fails."""
     if error is None:
         return None
     try:
@@ -132,12 +132,12 @@ def report_error(error: Exception | None) -> str:
 
 
 def is_own_code(code: Any) -> bool:
-    """Return whether a function's code is of this package, or of `skip_folder`'s."""
+    """Return whether code belongs to this package, or to a `skip_folder`."""
     return bool(code.co_filename.startswith(tuple(_folders)))
 
 
 def skip_folder(path: str) -> None:
-    """Name a user's call in messages, not that in a library that calls this package."""
+    """Skip a library's frames, so that messages name the user's call."""
     if path not in _folders:
         _folders.append(path)
 
@@ -158,7 +158,7 @@ def differences(records: Sequence[CallReport]) -> str:
         if len(set(texts)) > 1:
             return f"{name} is {group_by_rank(texts)}"
     sites = group_by_rank([record.site for record in records])
-    raise CollectiveError(f"calls differ that look the same: {sites}")
+    raise CollectiveError(f"equal descriptions of different calls: {sites}")
 
 
 def group_by_rank(texts: Sequence[str]) -> str:
@@ -170,6 +170,6 @@ def group_by_rank(texts: Sequence[str]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 0, 2"; of many, the first."""
+    """Return "rank 1" or "ranks 0, 2"; lists only the first of many."""
     shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

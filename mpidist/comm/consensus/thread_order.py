@@ -1,10 +1,10 @@
 """Threads of one process use one communicator in the same order on all ranks.
 
-Collectives of two threads may be started in one order on one rank and in the other
-order on another. A communicator does not distinguish threads, so calls would match
-those of other threads. Here one thread at a time may communicate, and if different
-threads are first on different ranks, the ranks let the same one go first.
-(MPI_THREAD_SERIALIZED is enough.)
+Two threads may start their collectives in different orders on different ranks. A
+communicator does not distinguish threads, so a call could match one of the other
+thread. Here one thread at a time may communicate, and if different threads are first on
+different ranks, the ranks choose the same one to go first. (MPI_THREAD_SERIALIZED is
+enough.)
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class ThreadOrderedLock:
         self._check = check
         self._on_error = on_error
         self._creator = threading.get_ident()
-        self.states: tuple[PerThread, ...] = ()  # that threads have: see `stand_in`
-        # Names that several threads have had at the same time: they may denote another
-        # thread on another rank, also when all but one have ended
+        self.states: tuple[PerThread, ...] = ()  # of all threads: see `stand_in`
+        # Names that several threads have had at the same time: they may denote
+        # different threads on other ranks, even after all but one have ended
         self._ambiguous: set[str] = set()
         self.reset()
 
@@ -74,7 +74,7 @@ class ThreadOrderedLock:
     def ambiguity(self, operation: str) -> ContextError | None:
         """Return an error if the name of this thread does not identify it on all ranks.
 
-        That is so if another thread of this rank has its name, or had it at a call.
+        Another thread of this rank has the same name, or had it during a call.
 
         Args:
           operation: the call that this thread makes.
@@ -87,9 +87,9 @@ class ThreadOrderedLock:
         if thread.name not in self._ambiguous:
             return None
         return ContextError(
-            f"{operation} is called in a thread with the name {thread.name!r}, which "
-            "another thread of the rank has, too; give each thread that communicates a "
-            "name of its own, the same on all ranks"
+            f"{operation} was called in a thread named {thread.name!r}, but another "
+            "thread of the rank has the same name; give each thread that communicates "
+            "a unique name, the same on all ranks"
         )
 
     def adopt(self) -> None:
@@ -98,9 +98,9 @@ class ThreadOrderedLock:
 
     @contextlib.contextmanager
     def stand_in(self) -> Iterator[None]:
-        """Let this thread communicate as the first one, which waits for it meanwhile.
+        """Let this thread communicate as the first thread, which waits meanwhile.
 
-        The first thread finds its `states` as this thread leaves them.
+        Changes of `states` apply to the first thread.
         """
         creator = self._creator
         with contextlib.ExitStack() as stack:
@@ -153,7 +153,7 @@ class ThreadOrderedLock:
     def let_run(self, thread: str, timeout: float | None = None) -> bool:
         """Release the lock until `thread` has held it; return False if it never can.
 
-        That is so if there is no such thread and none that could start it, or if
+        False means: no such thread exists and no other thread could start it, or
         `timeout` seconds have passed. The caller holds the lock before and after.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
@@ -184,11 +184,11 @@ class ThreadOrderedLock:
 
 
 class PerThread(threading.local):
-    """Attributes that each thread has for itself, and that another one can borrow.
+    """Per-thread attributes that another thread can borrow.
 
     Args:
-      by_thread: empty; where the attributes of all threads are. Without it, nobody can
-        borrow them.
+      by_thread: an empty dict for the attributes of all threads. Without it, they
+        cannot be borrowed.
     """
 
     def __init__(self, by_thread: ByThread | None = None) -> None:
@@ -198,7 +198,7 @@ class PerThread(threading.local):
 
     @contextlib.contextmanager
     def borrow(self, thread: int) -> Iterator[None]:
-        """Take the attributes of another thread, which waits, and give them back."""
+        """Borrow the attributes of another, waiting thread."""
         own, other = self.__dict__, self._by_thread.get(thread)
         if other is None or other is own:
             yield
@@ -213,9 +213,9 @@ class PerThread(threading.local):
 class ProgressCounters(PerThread):
     """Counters by name, which must be equal on all ranks at each collective.
 
-    Ranks may go on alone within what they have agreed on before, and still the next
-    collective of any kind detects a rank that is ahead of the others. Each thread has
-    counters of its own: its progress while another one communicates is not determined.
+    Ranks may continue without communication within an agreed group of steps; the next
+    collective of any kind still detects a rank that is ahead. Each thread has its own
+    counters, since its progress during another thread's call is not deterministic.
     """
 
     def __init__(self, by_thread: ByThread | None = None) -> None:
@@ -247,7 +247,7 @@ class ProgressCounters(PerThread):
 
 
 class ThreadState(PerThread):
-    """How many scopes a thread is in, and which of them it must leave."""
+    """The scopes of a thread, and those that it must leave."""
 
     def __init__(self, by_thread: ByThread | None = None) -> None:
         super().__init__(by_thread)

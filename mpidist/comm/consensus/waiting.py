@@ -1,9 +1,9 @@
-"""Waiting for requests, and ranks that have left a collective by an error of their own.
+"""Waiting for requests; detection of ranks that left a collective by an error.
 
-A rank may leave a collective by an exception of its own: its deadline is over, a signal
-handler raises, there is no memory. From then on its place in the sequence of calls is
-unknown, so nothing more can be communicated. It sends the reason to all other ranks,
-which look for such messages wherever they wait for longer than a moment.
+A rank may leave a collective by its own exception: a timeout, a signal handler, no
+memory. From then on its position in the sequence of calls is unknown, so the strategy
+cannot communicate any more. The rank sends the reason to all other ranks, which check
+for such messages during longer waits.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["Departures", "RequestWaiter", "Requests", "WaitTimeoutError", "aband
 
 Requests = MPI.Request | list[MPI.Request]
 
-_TAG = 2  # the announcements of `RequestWaiter` have another one
+_TAG = 2  # the announcements of `RequestWaiter` use another tag
 _MOST_BYTES = 2000  # so small a message is sent eagerly
 _MOST_DIRECT = 16
 
 
 def _receivers(rank: int, size: int) -> list[int]:
-    """Return the ranks to which `rank` sends what all are to know.
+    """Return the ranks to which `rank` sends a message for all.
 
-    Up to 16 ranks send to each other. More ranks pass on what they are sent, to those
-    that are 1, 2, 4, 8 ... ranks away: so a rank sends few messages, and each is
-    reached in many ways, in case some ranks pass on nothing.
+    Up to 16 ranks send to each other. More ranks forward messages to the ranks at
+    distances 1, 2, 4, 8, ...: a rank sends few messages, and there are many paths to
+    each rank, in case some ranks forward nothing.
     """
     if size <= _MOST_DIRECT:
         return [other for other in range(size) if other != rank]
@@ -47,17 +47,17 @@ class Departures:
 
     Args:
       comm: the communicator; its tag 2 is used for nothing else.
-      channel: its number, which no other communicator of any of its ranks has had. It
-        is in each message, as MPICH gives what nobody received in a communicator that
-        was freed to the next one.
+      channel: its number, unique on all of its ranks. It is in each message, because
+        MPICH delivers unreceived messages of a freed communicator to the next one.
     """
 
     def __init__(self, comm: MPI.Intracomm, channel: int = 0):
         self.channel = np.array([channel]).view(np.uint8)
-        # How many announcements this rank has sent to each, and received: see `drain`
+        # The numbers of announcements sent to each rank, and received: see `drain`
         self.sent_to = np.zeros(comm.Get_size(), np.int64)
         self.received = 0
-        # Whether this process's other threads compute: who waits gives them the core
+        # Whether other threads of this process compute: a waiting thread yields the
+        # core
         self.yields_cpu = False
         self._comm = comm
         self._sent: list[Any] = []  # MPI may still read these
@@ -65,7 +65,7 @@ class Departures:
         self._lock = threading.Lock()
 
     def announce(self, reason: str, is_deadline: bool) -> None:
-        """Send the reason why this rank has left to all others. Not collective."""
+        """Send to all other ranks why this rank has left. Not collective."""
         text = f"{int(is_deadline)}{reason}".encode(errors="replace")[:_MOST_BYTES]
         self._send(np.concatenate([self.channel, np.frombuffer(text, np.uint8)]))
 
@@ -75,7 +75,7 @@ class Departures:
         self._sent.append((data, requests))
 
     def find(self) -> str | None:
-        """Return the reason of a rank that has left, if one has. Any thread."""
+        """Return why a rank has left, if any has. Any thread."""
         with self._lock:
             while not self._found and (message := self._comm.Improbe(tag=_TAG)):
                 data = np.zeros(8 + _MOST_BYTES, np.uint8)
@@ -91,8 +91,8 @@ class Departures:
         """Raise if another rank has left.
 
         Raises:
-          DeadlineError: it had waited for longer than its deadline.
-          CollectiveError: it left for another reason.
+          DeadlineError: the rank's deadline had passed.
+          CollectiveError: the rank left for another reason.
         """
         reason = self.find()
         if reason is not None:
@@ -102,23 +102,23 @@ class Departures:
 
 
 _HERE_TAG = 1
-# Before a rank sleeps, it looks so often whether the others have come. Between looks it
-# leaves its core to others, perhaps to those that it waits for: about a millisecond
+# Before a rank sleeps, it polls this often whether the others have arrived. Between
+# polls it yields its core, perhaps to the ranks that it waits for: about a millisecond
 _LOOKS = 2000
-# After so long, a rank announces to the others which call it has reached
+# After this time, a rank announces to the others which call it has reached
 _ANNOUNCE_SECONDS = 1.0
-# So often at most, it passes on who has arrived
+# Minimum interval between forwarded announcements
 _PASS_ON_SECONDS = 0.25
 _COLLECT_CALLS = 1000
-_LAST_CALL = -1  # in which nothing is announced
-_PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time that was waited
-# Requests for which no rank waits any more, with their buffers: a rank that comes later
-# completes them, so MPI may write there as long as the process lives
+_LAST_CALL = -1  # a call without announcements
+_PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time waited so far
+# Abandoned requests with their buffers: a late rank may still complete them, so MPI may
+# write there until the process ends
 _abandoned: list[Requests] = []
 
 
 def abandon(request: Requests) -> None:
-    """Keep the buffers of requests for which this rank does not wait any more."""
+    """Keep the buffers of abandoned requests."""
     _abandoned.append(request)
 
 
@@ -129,13 +129,14 @@ class WaitTimeoutError(Exception):
 class RequestWaiter:
     """Waits for the requests of collective calls on one communicator.
 
-    A rank that has waited for a second, or half of its time, tells the others so. Thus
-    those that wait know who has come. The processor is left to others soon: each sleep
-    is a small part of the time before it, so that little is lost in the end.
+    A rank that has waited for a second, or half of its timeout, announces this to the
+    others, so that waiting ranks know which ranks have arrived. It soon sleeps between
+    polls; each sleep is a small fraction of the time waited, so the added delay is
+    small.
 
     Args:
       comm: the communicator.
-      departures: of ranks of `comm`, for whom nobody must wait.
+      departures: detects ranks of `comm` that have left.
     """
 
     def __init__(self, comm: MPI.Intracomm, departures: Departures):
@@ -143,10 +144,10 @@ class RequestWaiter:
         self._departures = departures
         self._rank = comm.Get_rank()
         self._sent: list[tuple[Any, list[MPI.Request]]] = []
-        self._arrived: Any = None  # by rank, whether it has; while this one waits long
+        self._arrived: Any = None  # by rank, during a long wait
 
     def missing(self) -> list[int] | None:
-        """Return the ranks that have not arrived, if this one waits for long."""
+        """Return the ranks that have not arrived, during a long wait."""
         arrived = self._arrived
         return None if arrived is None else _missing(arrived)
 
@@ -160,13 +161,14 @@ class RequestWaiter:
         """Wait for a request, or several, until `deadline`, on time.monotonic's clock.
 
         Args:
-          request: of what all ranks wait for in this call.
-          deadline: perhaps another one on each rank; None for none.
+          request: the requests of this call.
+          deadline: may differ between ranks; None for no deadline.
           call: its number, the same on all ranks.
-          yield_cpu: whether to leave the processor to others at once.
+          yield_cpu: whether to yield the processor at once.
 
         Raises:
-          WaitTimeoutError: it is over. The communicator cannot be used afterwards.
+          WaitTimeoutError: the deadline has passed. The communicator cannot be used
+            afterwards.
           CollectiveError: see `Departures.require_none`.
         """
         if call % _COLLECT_CALLS == 0:  # also on a rank that never waits
@@ -214,7 +216,7 @@ class RequestWaiter:
         return np.zeros(self._comm.Get_size(), np.bool_)
 
     def _announce(self, call: int, arrived: Any) -> None:
-        """Tell other ranks who waits in a call, of whom this rank knows."""
+        """Send the known waiting ranks of a call to other ranks."""
         data = np.concatenate([self._headline(call), np.packbits(arrived)])
         receivers = _receivers(self._rank, arrived.size)
         requests = [self._comm.Isend(data, rank, _HERE_TAG) for rank in receivers]
@@ -225,8 +227,8 @@ class RequestWaiter:
     def drain(self) -> bool:
         """Receive all that ranks have announced; return whether none left. Collective.
 
-        It is the last call before `comm` is freed. What is still on its way then would
-        reach the next communicator: MPI libraries give it the same number.
+        It is the last call before `comm` is freed. Messages in flight would be received
+        by the next communicator, which may get the same context id.
         """
         expected = np.zeros(1, np.int64)
         sent_to = self._departures.sent_to
@@ -241,7 +243,7 @@ class RequestWaiter:
         return True
 
     def _collect(self, arrived: Any, call: int) -> None:
-        """Note who waits in this call, as other ranks have announced."""
+        """Record the waiting ranks that others have announced for this call."""
         status = MPI.Status()
         while self._comm.Iprobe(tag=_HERE_TAG, status=status):
             data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
@@ -251,7 +253,7 @@ class RequestWaiter:
                 arrived |= np.unpackbits(data[16:], count=arrived.size).view(np.bool_)
 
     def _headline(self, call: int) -> Any:
-        """Return how an announcement begins: which communicator, and which call."""
+        """Return the header of an announcement: communicator and call."""
         number = np.array([call]).view(np.uint8)
         return np.concatenate([self._departures.channel, number])
 

@@ -1,4 +1,4 @@
-"""Memory of GPUs that a node's ranks share, by CUDA's handles between processes."""
+"""GPU memory shared by a node's ranks, with CUDA IPC handles."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class IpcBuffers:
                 self.arrays.append(cupy.ndarray((size,), np.uint8, memptr=pointer))
 
     def close(self) -> None:
-        """Unmap the others' buffers, then free this rank's. Collective.
+        """Unmap the other ranks' buffers, then free this rank's. Collective.
 
-        After a missed deadline nothing is freed: others may still read it.
+        After a timeout nothing is freed: other ranks may still read it.
         """
         if self._consensus.broken is not None:
             _abandoned.append(self)
@@ -64,7 +64,7 @@ class IpcBuffers:
 def share_buffers(
     consensus: Consensus, size_bytes: int
 ) -> tuple[IpcBuffers | None, str]:
-    """Return buffers that all ranks can read, or None and why not. Collective.
+    """Return buffers that all ranks can read, or None and the reason. Collective.
 
     Args:
       consensus: of ranks of one node, all with a current GPU.
@@ -85,7 +85,7 @@ def share_buffers(
     wrong = consensus.gather(_CALL, _find_wrong(buffers.arrays))
     if any(wrong):
         buffers.close()
-        return None, "what a GPU reads in the memory of another process is wrong"
+        return None, "a GPU reads wrong data in the memory of another process"
     return buffers, ""
 
 
@@ -94,7 +94,7 @@ def _export(rank: int, size_bytes: int) -> tuple[DeviceBuffer | None, bytes, str
     from cupy.cuda import runtime
 
     try:
-        kernels.load()  # whatever keeps it from that, no rank may learn later
+        kernels.load()  # its errors must be raised now, not later
         own = DeviceBuffer(size_bytes)
         own.array[:8].view(np.int64)[...] = _MARK + rank
         runtime.deviceSynchronize()

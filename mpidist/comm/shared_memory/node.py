@@ -1,7 +1,7 @@
 """Arrays that all ranks of a node share: MPI-3 shared-memory windows.
 
-They are made and freed collectively, never by a destructor: those that no rank needs
-any more when the next are asked for, and all when the strategy is finalized.
+Creating and freeing them is collective, never done by a destructor: unused ones are
+freed when the next is created, and all when the strategy is finalized.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ALIGNMENT_BYTES = 64
 
 @dataclasses.dataclass
 class _Share:
-    """One storage; `window` is None where the node has one rank."""
+    """One storage; `window` is None if the node has one rank."""
 
     owner: weakref.ref[Any]
     storage: Storage
@@ -54,8 +54,8 @@ class _Share:
 class NodeMemory:
     """The storages of one strategy, one of each on every node.
 
-    Each belongs to an owner, an object of which every rank has its own; it is not
-    freed before that is gone on all ranks.
+    Each belongs to an owner object of every rank. It is freed after the owner is freed
+    on all ranks.
     """
 
     def __init__(self, topology: Topology, consensus: Consensus):
@@ -78,14 +78,14 @@ class NodeMemory:
         """
         owned = [n for n, s in self._shares.items() if s.owner() is owner]
         mine = max(owned, default=None)
-        # Weak references die at another moment on each rank, so freeing is decided
-        # together.
+        # Weak references die at different times on each rank, so freeing is decided
+        # collectively.
         gone = {n for n, s in self._shares.items() if s.owner() is None}
         everyone = self._consensus.gather(_CALL, (mine, gone))
         # In the order of their numbers: MPI_Win_free is collective, and must match.
         for number in sorted(set.intersection(*(gone for _, gone in everyone))):
             self._shares.pop(number).free()
-        # One rank without it, or with another one: nobody uses it.
+        # If one rank lacks it, or has another one, no rank uses it.
         if mine is None or any(number != mine for number, _ in everyone):
             return None
         return self._shares[mine].storage
@@ -95,13 +95,13 @@ class NodeMemory:
 
         Args:
           owner: can be referred to weakly.
-          fields: the arrays, equal on all ranks. The first is filled with zeros, what
-            the others hold is not defined.
+          fields: the arrays, equal on all ranks. The first is filled with zeros; the
+            contents of the others are undefined.
           note: see `Storage`.
 
         Raises, on all ranks:
-          ArgumentError: some node does not have enough memory left.
-          LaunchError: MPI does not let several threads use it.
+          ArgumentError: a node has too little free memory.
+          LaunchError: MPI was initialised without MPI_THREAD_MULTIPLE.
         """
         # Bytes are compared, too: ranks that computed other sizes must not share a
         # window.
@@ -126,7 +126,7 @@ class NodeMemory:
         return share.storage
 
     def empty(self, storage: Storage, note: Any) -> Storage:
-        """Return the storage without rows; who still has it as it was cannot use it.
+        """Return the emptied storage; the old object becomes invalid.
 
         Collective.
         """
@@ -134,8 +134,8 @@ class NodeMemory:
         window, node = share.window, self._topology.node
 
         def make() -> Storage:
-            # `close` invalidates the old storage first: whoever still reads it gets an
-            # error and not cleared rows.
+            # `close` invalidates the old storage first: reading it raises instead of
+            # returning cleared rows.
             arrays = storage.close()
             with Pending("emptying memory of a node", node):
                 node.Barrier()
@@ -152,7 +152,7 @@ class NodeMemory:
             self._shares.pop(min(self._shares)).free()
 
     def _abandon(self) -> None:
-        """Give the memory back where windows cannot be freed: ranks have died."""
+        """Return memory to the system if ranks have died: windows cannot be freed."""
         while self._shares:
             share = self._shares.popitem()[1]
             arrays = share.storage.close()
@@ -166,11 +166,12 @@ class NodeMemory:
         is_shared = self._topology.node.Get_size() > 1
         if is_shared and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise LaunchError(
-                "a cache that the ranks of a node share needs MPI_THREAD_MULTIPLE, as "
-                "threads read ahead, but MPI was initialised with less; leave "
-                "mpi4py.rc.thread_level as it is, or leave cache() out"
+                "cache() of a distributed dataset needs MPI_THREAD_MULTIPLE for its "
+                "prefetch threads, but MPI was initialised without; remove the "
+                "program's setting of mpi4py.rc.thread_level, or omit cache()"
             )
-        # Memory is taken when it is written to, so some of what is free is promised
+        # Memory is allocated when written to, so part of the free memory is reserved
+        # already
         storages = [share.storage for share in self._shares.values()]
         promised = sum(storage.count_missing_bytes() for storage in storages)
         limits = free_bytes(is_shared).items()
@@ -180,8 +181,8 @@ class NodeMemory:
             raise ArgumentError(
                 f"cache() needs {as_text(total)} on this node ({rows} rows of "
                 f"{as_text(total / max(rows, 1))}), but {where} has {as_text(free)} "
-                f"left, of which other caches will take {as_text(promised)}; cache "
-                "fewer or smaller rows, or leave cache() out"
+                f"free, of which other caches need {as_text(promised)}; cache fewer or "
+                "smaller rows, or omit cache()"
             )
 
 
@@ -218,7 +219,7 @@ def _make_window(
 def _clear(
     flags: npt.NDArray[Any], window: MPI.Win | None, node: MPI.Intracomm
 ) -> None:
-    """Fill an array of this node with zeros, for all its ranks, which all call this."""
+    """Fill an array of this node with zeros. Collective over the node."""
     # One rank clears; the barrier makes the others wait for it.
     if node.Get_rank() == 0:
         flags[...] = 0
@@ -244,11 +245,11 @@ def make_barrier(
 ) -> NodeBarrier | None:
     """Return a barrier for the ranks of each node, or None on all ranks. Collective.
 
-    A page of shared memory that is not there would end the process with SIGBUS. So
-    there is none, and a RuntimeWarning on rank 0, where a node has too little.
+    A missing page of shared memory would end the process with SIGBUS. So if a node has
+    too little, there is no barrier, and rank 0 warns (RuntimeWarning).
 
     Args:
-      operation: what it is for, for messages.
+      operation: its purpose, for messages.
       consensus: of all ranks.
       node: the ranks that share memory with this one; borrowed.
       page_bytes: see `NodeBarrier`.
@@ -277,9 +278,9 @@ def make_barrier(
     if consensus.rank == 0:
         needed, free = short[0]
         warn(
-            f"the ranks of a node need {as_text(needed)} of shared memory to work "
-            f"together quickly, but {as_text(free)} are free; they go on by MPI alone, "
-            "more slowly. A container may be given more: --shm-size",
+            f"the ranks of a node need {as_text(needed)} of shared memory for fast "
+            f"collectives, but only {as_text(free)} are free; they use MPI alone, "
+            "which is slower. In a container, raise the limit with --shm-size",
             stacklevel=2,
         )
     return None

@@ -1,9 +1,9 @@
-"""Arrays that each rank has at the same place of memory that its node shares.
+"""Symmetric arrays: at the same offset in each rank's part of shared memory.
 
-The memory is a file without a name, which each rank of the node maps. It is no window
-of MPI, because those are freed by all ranks at once: whoever still had an array would
-then crash. This memory is freed when no rank refers to any of its arrays any more, and
-when all processes have ended, however they end.
+The memory is an unnamed file that each rank of the node maps. It is not an MPI window:
+those are freed by all ranks at once, and a rank that still used an array would crash.
+This memory is freed when no rank refers to any of its arrays, or when all processes
+have ended, in any way.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from mpidist.util.buffers import Field
 __all__ = ["SymmetricMemory"]
 
 _PAGE_BYTES = 4096
-# Where arrays begin in a page: others usually do at its start, and processors take
-# addresses that agree in 12 bits for the same at first
+# Offset of arrays in a page: other arrays usually begin at its start, and processors
+# first compare only the last 12 bits of addresses
 _FIRST_BYTE = 2048
 _ALIGNMENT_BYTES = 64
 _BITS = (1 << 62) - 1
@@ -56,7 +56,7 @@ class _Region(NamedTuple):
 
 
 class SymmetricMemory:
-    """Makes symmetric arrays, and recognizes them and their views.
+    """Creates symmetric arrays, and recognizes them and their views.
 
     Args:
       consensus: of all ranks.
@@ -77,10 +77,10 @@ class SymmetricMemory:
 
         Args:
           operation: the public call that this is, for messages.
-          fields: what is wanted, equal on all ranks.
+          fields: the arrays to create, equal on all ranks.
 
         Raises, on all ranks:
-          ArgumentError: a node has not that much memory left.
+          ArgumentError: a node has too little free memory.
         """
         *starts, end = _offsets(fields)
         # Whole pages, so that the parts of all ranks begin alike in a page
@@ -132,10 +132,10 @@ class SymmetricMemory:
         self._made += 1
 
     def place_of(self, values: Sequence[Any]) -> int:
-        """Return a number for where arrays lie, 0 if none is symmetric.
+        """Return a number for the location of arrays; 0 if none is symmetric.
 
-        It is the same on ranks whose arrays lie at the same places of the same
-        allocations; others differ. Of 62 bits.
+        Ranks get the same 62-bit number if their arrays are at the same offsets of the
+        same allocations.
         """
         if not self._regions:
             return 0
@@ -162,7 +162,7 @@ class SymmetricMemory:
         return [_view(root, start, value.shape, value.dtype) for start in starts]
 
     def _find(self, value: Any) -> tuple[_Region, int] | None:
-        """Return in which region an array lies, and where in this rank's part."""
+        """Return the region of an array, and its offset in this rank's part."""
         # Views with steps are not recognized; they are reduced by copying.
         if not isinstance(value, np.ndarray) or not value.flags.c_contiguous:
             return None
@@ -175,7 +175,7 @@ class SymmetricMemory:
         return region, _address(value) - region.address
 
     def _find_foreign(self, value: Any) -> tuple[_Region, int] | None:
-        """Do what `_find` does for the memory of another library's array."""
+        """Like `_find`, for the memory of another library's array."""
         if value.base is None:
             return None
         address = _address(value)
@@ -200,11 +200,11 @@ def _offsets(fields: Sequence[Field]) -> Iterator[int]:
 
 
 def _open_together(node: MPI.Intracomm) -> tuple[int, bool, Exception | None]:
-    """Open one new, empty file in memory on all ranks of a node. Collective over it.
+    """Open a new, empty file in memory on all ranks of a node. Collective over it.
 
-    It has no name when this returns, so nothing stays when all ranks are killed. Where
-    ranks cannot pass it to each other (containers with networks of their own), it had
-    one, and the empty file stays if they are killed in that instant.
+    It has no name when this returns, so no file is left if all ranks are killed. If
+    ranks cannot send it to each other (containers with separate networks), it has a
+    name for an instant, and a kill in that instant leaves the empty file.
 
     Returns:
       A descriptor, or -1; whether the file was made in a folder, whose file system has
@@ -240,10 +240,11 @@ def _open_together(node: MPI.Intracomm) -> tuple[int, bool, Exception | None]:
 
 
 def _pass_file(node: MPI.Intracomm) -> int:
-    """Make a file that never has a name, and pass it from rank 0 to all; -1 if not.
+    """Create an unnamed file, and send it from rank 0 to all; -1 on failure.
 
-    Collective over the node. By messages of local sockets (SCM_RIGHTS), whose addresses
-    vanish with their processes; there are no connections, so nobody waits for others.
+    Collective over the node. It uses messages of local sockets (SCM_RIGHTS), whose
+    addresses vanish with their processes. There are no connections, so no rank waits
+    for another.
     """
     # No rank may leave this function early: it has a gather and a bcast for all.
     file, status, rank = -1, None, node.Get_rank()
@@ -273,7 +274,7 @@ def _pass_file(node: MPI.Intracomm) -> int:
 
 
 def _receive(own: socket.socket, status: os.stat_result) -> int:
-    """Return the file of this status that was sent to a socket; -1 if it is another."""
+    """Return the file sent to a socket if its status matches; else -1."""
     # Room for one descriptor: a sender cannot fill this process with more.
     room = socket.CMSG_LEN(struct.calcsize("i"))
     _, ancillary, _, _ = own.recvmsg(4, room, socket.MSG_CMSG_CLOEXEC)
@@ -289,15 +290,15 @@ def _receive(own: socket.socket, status: os.stat_result) -> int:
 
 
 def _reserve(file: int, size_bytes: int, is_named: bool) -> None:
-    """Make a file so large, with all of its pages: else they might end in SIGBUS."""
+    """Set the size of a file and allocate all its pages, to avoid SIGBUS later."""
     limits = free_bytes(is_shared=is_named).items()
     where, free = min(limits, key=lambda item: item[1], default=("", 1 << 63))
     # Better an error on all ranks than SIGBUS on one when a page is missing.
     if size_bytes > free:
-        more = ". A container may be given more: --shm-size" if is_named else ""
+        more = ". In a container, raise the limit with --shm-size" if is_named else ""
         raise ArgumentError(
             f"symmetric arrays need {as_text(size_bytes)} on this node, but {where} "
-            f"has {as_text(free)} left{more}"
+            f"has {as_text(free)} free{more}"
         )
     os.posix_fallocate(file, 0, size_bytes)
 

@@ -1,1 +1,1 @@
-"""Ways to move bytes between ranks, all with the contract of `Transport`."""
+"""Transports: they move bytes between ranks, with the interface `Transport`."""

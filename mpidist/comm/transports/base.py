@@ -1,4 +1,4 @@
-"""The contract that every transport keeps."""
+"""The interface of all transports."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Transport"]
 class Transport(Protocol):
     """Collectives on contiguous arrays of a dtype that MPI knows.
 
-    All ranks of the communicator call the same method with agreeing arguments: that was
-    checked before. Arrays are NumPy arrays, or CuPy arrays where `device` is True. No
-    method changes what it sends, and send and receive buffers do not overlap.
+    All ranks of the communicator call the same method with matching arguments, which
+    were compared before. Arrays are NumPy arrays, or CuPy arrays where `device` is
+    True. Methods do not change send buffers; send and receive buffers do not overlap.
 
-    `deadline` is a time on time.monotonic's clock, None to wait for ever; a missed one
-    is a DeadlineError.
+    `deadline` is a time on time.monotonic's clock, None to wait for ever. After it,
+    methods raise DeadlineError.
     """
 
     name: str
@@ -26,15 +26,15 @@ class Transport(Protocol):
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
         """Put the sum over all ranks of `send` into `receive`, the same on all ranks.
 
-        Both have the same size and dtype; where `is_ordered`, `receive` may also have a
-        wider floating dtype, in which all is added up then. What ranks tell each other
-        of the total may be as narrow as what is sent.
+        Both have the same size and dtype. If `is_ordered`, `receive` may have a wider
+        floating dtype, in which the sum is formed. Totals may be sent in the narrower
+        dtype.
         """
 
     def allreduce_packed(
         self, sends: Sequence[Any], receive: Any, deadline: float | None
     ) -> None:
-        """Do what `allreduce_sum` does for several arrays, one behind the other.
+        """Like `allreduce_sum`, for several arrays, concatenated.
 
         All have the same dtype; `receive` has one dimension, and room for all.
         """
@@ -42,7 +42,7 @@ class Transport(Protocol):
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
-        """Put the `counts[r]` elements that each rank r sends one behind the other."""
+        """Concatenate the `counts[r]` elements of each rank r into `receive`."""
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
         """Copy `buffer` of rank `root` into `buffer` of all other ranks."""

@@ -1,12 +1,11 @@
 """Sums of arrays over ranks, block by block, by messages from rank to rank.
 
-Each rank gets one part of a block from all ranks, adds it up in the order of the ranks,
-and sends the total to all; where there are many, by collectives of MPI. That moves as
-many bytes as the best all-reduces for large arrays, which do the same in pairs (R.
-Thakur et al., Optimization of collective communication operations in MPICH, 2005,
-section 4.5: reduce-scatter and all-gather).
-Several blocks are on their way at the same time, so that the network always has one
-while a rank adds up another.
+Each rank receives one part of a block from all ranks, adds it in rank order, and sends
+the total to all; with many ranks, by MPI collectives. This moves as many bytes as the
+best all-reduces for large arrays, which work in pairs (R. Thakur et al., Optimization
+of collective communication operations in MPICH, 2005, section 4.5: reduce-scatter and
+all-gather). Several blocks are in flight at the same time, so that the network is busy
+while a rank adds.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ __all__ = [
     "pieces_of",
 ]
 
-# With more, a rank had too many messages to send: MPI has ways of log(ranks) steps
+# With more ranks there are too many messages: MPI has algorithms with log(ranks) steps
 MOST_RANKS = 16
-# MPI asks before it sends longer ones, and ranks that share cores are slow to answer:
+# For longer messages MPI uses a rendezvous, and ranks that share cores answer slowly:
 # over Ethernet, 4 nodes of 2 ranks on 2 cores take a third of the time
 MESSAGE_BYTES = 32 << 10
 _PART_TAG, _TOTAL_TAG = 4, 5  # `MpiTransport` and `consensus.waiting` have others
@@ -40,17 +39,17 @@ Wait = Callable[[list[MPI.Request]], None]
 
 
 class InFlight:
-    """Requests that MPI may complete later than anybody waits for them.
+    """Requests that MPI may complete after the last wait for them.
 
-    A rank may leave by an error while several blocks are on their way. A rank that
-    comes late still sends it parts of them, so their buffers are kept.
+    A rank may leave by an error while several blocks are in flight. Late ranks still
+    send parts of them, so their buffers are kept.
     """
 
     def __init__(self) -> None:
         self.requests: list[MPI.Request] = []
 
     def wait_for_all(self, wait: Wait) -> None:
-        """Return when all are complete."""
+        """Wait until all are complete."""
         # Forget them only after the wait: if it raises, they are still in flight, and
         # `__del__` must keep their buffers.
         wait(self.requests)
@@ -85,14 +84,15 @@ class WholeSum(InFlight):
 class BlockSum(InFlight):
     """The sum of one block over all ranks of a communicator. Collective.
 
-    To make it sends what others add up; `share`, what this rank has added up; `end`
-    has it all. All ranks do that in the same order, perhaps with other blocks between.
+    The constructor sends the parts that other ranks add; `share` sends this rank's
+    total; `end` completes the sum. All ranks call these in the same order; other blocks
+    may come between.
 
     Args:
       comm: the ranks.
       send: what this rank adds, of one dimension.
-      receive: where the sum goes; perhaps of a wider floating dtype, in which all is
-        added up then. It may be `send`.
+      receive: where the sum goes; it may have a wider floating dtype, in which the sum
+        is formed. It may be `send`.
       wire: the dtype in which parts and totals are sent.
     """
 
@@ -132,7 +132,7 @@ class BlockSum(InFlight):
         self._exchange(_PART_TAG, self._parts, sends)
 
     def share(self, wait: Wait) -> None:
-        """Add up this rank's part, and send it to all."""
+        """Add this rank's part, and send the total to all."""
         self.wait_for_all(wait)
         receive, own = self._receive, self._own
         # `own` of all ranks were received by now: the wait above includes them.
@@ -144,8 +144,8 @@ class BlockSum(InFlight):
         totals = receive
         if receive.dtype != self._wire:
             totals = self._totals = np.empty(receive.size, self._wire)
-            # Also here: a total that this rank keeps wide and others get narrow would
-            # differ between ranks, and so would all later steps of training.
+            # Round here too: a total that is wide on this rank and narrow on others
+            # would differ between ranks.
             totals[own] = receive[own]
         if self._size > MOST_RANKS:
             whole = [totals, self._spans(self._slices), MPI.BYTE]
@@ -157,20 +157,20 @@ class BlockSum(InFlight):
         self._exchange(_TOTAL_TAG, places, [places[self._rank]])
 
     def end(self, wait: Wait) -> None:
-        """Return when all of the sum is there."""
+        """Wait until the sum is complete."""
         self.wait_for_all(wait)
         # Only now: parts of `_totals` arrive until the wait returns.
         if self._totals is not None:
             self._receive[...] = self._totals
 
     def _spans(self, parts: Sequence[slice]) -> tuple[list[int], list[int]]:
-        """Return how many bytes parts of one array have, and where they begin."""
+        """Return the sizes and offsets of parts of an array, in bytes."""
         width = self._wire.itemsize
         counts = [(part.stop - part.start) * width for part in parts]
         return counts, [part.start * width for part in parts]
 
     def _exchange(self, tag: int, places: Sequence[Any], sends: Sequence[Any]) -> None:
-        """Begin to get an array from each rank, and to send it one, or the same one."""
+        """Start receiving an array from each rank, and sending one to each rank."""
         comm, requests = self._comm, self.requests
         # Receives are posted first, so that an early message needs no buffer inside
         # MPI.
@@ -186,9 +186,9 @@ class BlockSum(InFlight):
 
 
 def pieces_of(array: Any, most_pieces: int | None = None) -> list[Any]:
-    """Return the bytes of a contiguous array in messages that MPI sends at once.
+    """Return the bytes of a contiguous array in messages that MPI sends eagerly.
 
-    Or in larger ones, if there were more than `most_pieces`.
+    In larger ones if there would be more than `most_pieces`.
     """
     data, step = array.view(np.uint8), MESSAGE_BYTES
     if most_pieces is not None:

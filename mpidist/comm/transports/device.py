@@ -1,7 +1,7 @@
-"""MPI on the memory of GPUs: its own calls, and reductions that the GPUs add up.
+"""MPI on GPU memory: MPI's own calls, and reductions with addition on the GPU.
 
-MPI sees an address only after the current stream has written what lies there. It has
-written what it puts somewhere when it returns.
+MPI gets an address only after the current stream has written the data. Results are
+complete when an MPI call returns.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _LINE_BYTES = 128
 class DeviceTransport(MpiTransport):
     """Exchanges parts by MPI on device memory, and adds them up by a kernel.
 
-    For MPI libraries that reduce what lies on a GPU on the host, most of which do; and
-    for deadlines, because nonblocking reductions of device memory crash in some.
+    For MPI libraries that reduce device memory on the host (most do), and for
+    deadlines, because nonblocking reductions of device memory crash in some libraries.
 
     Args:
       consensus: of all ranks.
-      block_bytes: how much of an array is worked on at a time.
+      block_bytes: the block size.
     """
 
     name = "device"
@@ -44,7 +44,7 @@ class DeviceTransport(MpiTransport):
     def __init__(self, consensus: Consensus, block_bytes: int = _BLOCK_BYTES):
         super().__init__(consensus)
         self._block_bytes = block_bytes
-        # What one rank alone has no memory for, it must not find out in a collective
+        # Allocate before the collective, so that an error of one rank is raised on all
         size = block_bytes + _LINE_BYTES * (consensus.size + 1)
         self._parts, self._totals = DeviceBuffer(size), DeviceBuffer(size)
         self._order = Order()
@@ -65,7 +65,7 @@ class DeviceTransport(MpiTransport):
         counts = np.diff(edges).tolist()
         mine = counts[rank]
         # Get this rank's part from all
-        if not is_plain(send):  # other processes cannot read it where it lies
+        if not is_plain(send):  # other processes cannot read this memory
             copy = _as(self._totals, send.size, dtype)
             assign(copy, send)
             send = copy
@@ -74,7 +74,7 @@ class DeviceTransport(MpiTransport):
         own = receive[edges[rank] : edges[rank + 1]]
         places = [parts.data.ptr + r * mine * dtype.itemsize for r in range(ranks)]
         kernels.add_parts(places, own, dtype)
-        # Share what it adds up to, as narrow as the parts came
+        # Send the total in the dtype of the parts
         narrow = parts[:mine]
         assign(narrow, own)
         totals = _as(self._totals, receive.size, dtype)
@@ -105,7 +105,7 @@ class DeviceMpiTransport(MpiTransport):
 
     Args:
       consensus: of all ranks.
-      adder: for reductions with a deadline, which MPI cannot do without waiting.
+      adder: for reductions with a deadline.
     """
 
     device = True

@@ -22,9 +22,9 @@ __all__ = ["HierarchicalTransport"]
 class HierarchicalTransport(SharedTransport):
     """Each rank of a node adds up one part, then all-reduces it with other nodes.
 
-    Every byte crosses the network once per node, and all ranks of a node send, while
-    they work on the next block. Where nodes have unlike numbers of ranks, as many add
-    as the smallest node has. Gathers and broadcasts are direct MPI's.
+    Every byte crosses the network once per node. All ranks of a node send while they
+    work on the next block. If nodes have different numbers of ranks, the smallest
+    number of ranks per node adds. Gathers and broadcasts use MPI directly.
 
     Collective to make.
 
@@ -35,7 +35,7 @@ class HierarchicalTransport(SharedTransport):
 
     name = "hierarchical"
     is_ordered = False
-    most_nodes = MOST_RANKS  # that send each other parts; among more, MPI adds
+    most_nodes = MOST_RANKS  # that exchange parts; with more nodes, MPI adds
 
     def __init__(self, consensus: Consensus, barrier: NodeBarrier):
         # The smallest node limits how many ranks add: each adder needs a partner
@@ -43,7 +43,9 @@ class HierarchicalTransport(SharedTransport):
         adders = min(consensus.gather("HierarchicalTransport", barrier.size))
         super().__init__(consensus, barrier, adders)
         self._direct = MpiTransport(consensus)
-        self._wire: np.dtype[Any] | None = None  # in which nodes send; None as it is
+        self._wire: np.dtype[Any] | None = (
+            None  # in which nodes send; None for the arrays' dtype
+        )
         # Ranks with the same number in their nodes form one communicator across nodes.
         color = barrier.rank if barrier.rank < adders else MPI.UNDEFINED
         with Pending("making a communicator", consensus.comm):
@@ -65,7 +67,7 @@ class HierarchicalTransport(SharedTransport):
         wire: np.dtype[Any],
         deadline: float | None,
     ) -> None:
-        """See `OrderedTransport.allreduce_narrow`: between nodes alone it is narrow."""
+        """See `OrderedTransport.allreduce_narrow`; narrow between nodes only."""
         # A flag for the call, as `_add_other_nodes` is called from the loop of the base
         # class.
         self._wire = wire

@@ -1,15 +1,14 @@
-"""Reductions and gathers in memory of GPUs that the ranks of a node share.
+"""Reductions and gathers in GPU memory shared by the ranks of a node.
 
-Each rank has slots that the others' GPUs read through CUDA's handles between processes.
-The ranks may have a GPU each, or share one. Of two ranks both add up everything; of
-more each adds up one part of every block, in its own slot, and the others fetch it
-after the next barrier.
+Each rank has slots that the other ranks' GPUs read through CUDA IPC handles. The ranks
+may have one GPU each, or share GPUs. Two ranks both add everything; with more, each
+adds one part of every block in its own slot, and the others fetch it after the next
+barrier.
 
-The GPU is kept busy while ranks wait: a block is put into a slot before the barrier
-for the one before. So of one block's slot, that is written for block k + 2 at the
-earliest before the barrier for k + 1, at which all have read what they need of k - 2:
-four slots are enough. Only the host waits for other ranks; a kernel that did would
-keep a shared GPU from the others.
+The GPU stays busy while ranks wait: a block is written to its slot before the barrier
+of the previous block. Block k + 2 is written, at the earliest, before the barrier of
+block k + 1; by then all ranks have read block k - 2, so four slots are enough. Only the
+host waits for other ranks: a waiting kernel would block a shared GPU.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ SLOTS = 4
 
 
 class _Block(NamedTuple):
-    """A piece of an array that is worked on at a time.
+    """The part of an array that is processed at a time.
 
     Args:
-      slots: of each rank, as numbers of what is sent.
+      slots: of each rank, as arrays of the sent dtype.
       receive: where the totals belong.
       parts: which part each rank adds.
     """
@@ -53,7 +52,7 @@ class IpcTransport:
     Args:
       consensus: of all ranks.
       barrier: that of the node; borrowed.
-      buffers: of which a quarter is a slot; the transport's own from now on.
+      buffers: of four slots; owned by the transport from now on.
     """
 
     name = "ipc"
@@ -117,7 +116,7 @@ class IpcTransport:
         starts: Sequence[int],
         deadline: float | None,
     ) -> None:
-        """Add up block after block, each written before the last one is added."""
+        """Add block after block; each is written before the previous one is added."""
         # Two ranks read each other's whole block, and need no second exchange.
         all_add = self._size == 2
         done = self._write(sends, blocks[0], starts[0])
@@ -147,7 +146,7 @@ class IpcTransport:
             self._fetch(last)
 
     def _write(self, sends: Sequence[Any], block: _Block, first: int) -> Any:
-        """Begin to put this rank's numbers into its slot; return the event."""
+        """Start copying this rank's numbers into its slot; return the event."""
         # The GPU copies; only an event is returned, so that the host can go on.
         mine = block.slots[self._rank]
         if len(sends) > 1:
@@ -158,7 +157,7 @@ class IpcTransport:
         return record()
 
     def _add_part(self, block: _Block) -> None:
-        """Add up this rank's part, and leave the totals in its slot for the others."""
+        """Add this rank's part; the totals in its slot are for the others."""
         own = block.parts[self._rank]
         _add([slot[own] for slot in block.slots], block.receive[own])
         assign(block.slots[self._rank][own], block.receive[own])
@@ -205,7 +204,7 @@ class IpcTransport:
                     assign(block, slot[: block.size])
 
     def _next_slots(self) -> list[Any]:
-        """Return the slots of all ranks that come next, as bytes."""
+        """Return the next slots of all ranks, as bytes."""
         start = self._turn * self._slot_bytes
         # Four: while block k + 2 is written, a slow rank may still read k - 1 to k + 1.
         self._turn = (self._turn + 1) % SLOTS
@@ -216,7 +215,7 @@ class IpcTransport:
 
 
 def _add(parts: Sequence[Any], totals: Any) -> None:
-    """Put the sum of arrays, of which each is contiguous, into `totals`."""
+    """Put the sum of contiguous arrays into `totals`."""
     if totals.size:
         addresses = [part.data.ptr for part in parts]
         kernels.add_parts(addresses, totals, np.dtype(parts[0].dtype))

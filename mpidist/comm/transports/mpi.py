@@ -1,4 +1,4 @@
-"""Direct MPI: the arrays' own memory is what MPI sends and receives."""
+"""Direct MPI: MPI sends from and receives into the arrays' own memory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from mpidist.comm.consensus.consensus import Consensus
 
 __all__ = ["MpiTransport", "bytes_of"]
 
-# MPI libraries before MPI-4 count in 32 bits, and some err long before they overflow
+# MPI libraries before MPI-4 count in 32 bits, and some fail far below that limit
 _MOST_BYTES = 1 << 30
-_TAG = 3  # `consensus.waiting` has others
+_TAG = 3  # `consensus.waiting` uses others
 
 
 class MpiTransport:
-    """Blocking MPI collectives, nonblocking ones where there is a deadline.
+    """Blocking MPI collectives; nonblocking ones if there is a deadline.
 
     Args:
       consensus: of all ranks.
-      most_bytes: how many bytes one call of MPI may move; more are sent in several.
+      most_bytes: the maximum number of bytes per MPI call; more are sent in several
+        calls.
     """
 
     name = "mpi"
@@ -64,7 +65,7 @@ class MpiTransport:
         if len(sends) == 1 or not self.packs_in_place:
             self.allreduce_sum(packing.pack(sends), receive, deadline)
             return
-        # Straight into the result, where MPI then adds in place: no pack of its own
+        # Pack into the result, where MPI then adds in place: no separate pack
         np.concatenate([send.reshape(-1) for send in sends], out=receive)
         step = max(1, self.most_bytes // receive.dtype.itemsize)
         for start in range(0, receive.size, step):
@@ -75,7 +76,7 @@ class MpiTransport:
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
         """See `Transport.allgatherv`."""
-        # MPI adds nothing up here, so bytes will do for dtypes that it does not know
+        # MPI only moves data here, so bytes work for dtypes that it does not know
         width = send.dtype.itemsize
         send, receive = bytes_of(send), bytes_of(receive)
         bytes_from = [count * width for count in counts]
@@ -93,7 +94,7 @@ class MpiTransport:
     def _gather_one_by_one(
         self, send: Any, receive: Any, bytes_from: Sequence[int], deadline: float | None
     ) -> None:
-        """Let each rank broadcast its bytes: no offset is too large then."""
+        """Broadcast each rank's bytes, so that offsets stay below MPI's limit."""
         ends = itertools.accumulate(bytes_from)
         for root, (size, end) in enumerate(zip(bytes_from, ends, strict=True)):
             part = receive[end - size : end]
@@ -111,17 +112,17 @@ class MpiTransport:
         operation: str = "all_to_all",
         is_large: bool = False,
     ) -> None:
-        """Send some elements to each rank, and get others from it.
+        """Send elements to each rank, and receive elements from each.
 
-        They lie one behind the other. Not in `Transport`: few have it.
+        They are contiguous. Not part of `Transport`: few transports have it.
 
         Args:
-          send: what is sent.
-          counts_to: how many elements go to each rank.
-          receive: of the same dtype, for what is got.
-          counts_from: how many elements come from each rank.
+          send: the send buffer.
+          counts_to: the number of elements for each rank.
+          receive: the receive buffer, of the same dtype.
+          counts_from: the number of elements from each rank.
           deadline: see `Transport`.
-          operation: the public call that this is for, for messages.
+          operation: the public call, for messages.
           is_large: whether one call of MPI cannot move it all; the same on all ranks.
         """
         width = send.dtype.itemsize
@@ -149,7 +150,7 @@ class MpiTransport:
         deadline: float | None,
         operation: str,
     ) -> None:
-        """Send to one rank and get from another, in pieces, until all had a turn."""
+        """Send to one rank and receive from another, in pieces, until all are done."""
         comm, rank, ranks = self._comm, self._comm.Get_rank(), self._comm.Get_size()
         starts_to = [0, *itertools.accumulate(bytes_to)]
         starts_from = [0, *itertools.accumulate(bytes_from)]

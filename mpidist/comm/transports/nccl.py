@@ -36,21 +36,21 @@ _TYPES = {
     "float32": 7,
     "float64": 8,
 }
-# What NCCL does not know, as what is added up in its place. Integers of 16 bits are the
-# last bits of wider sums; the real and the imaginary part are numbers of their own
+# Substitutes for dtypes that NCCL lacks. 16-bit integers are the last bits of wider
+# sums; complex numbers are added as pairs of real numbers
 _WIDER = {"int16": "int32", "uint16": "uint32"}
 _PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
 def connect(consensus: Consensus) -> tuple[NcclTransport | None, str]:
-    """Return a transport, or None and why there is none. Collective.
+    """Return a transport, or None and the reason. Collective.
 
     Args:
       consensus: of all ranks, each with a GPU of its own.
     """
     from cupy.cuda import nccl
 
-    # Its first calls would wait for the other ranks, whatever the deadline
+    # Its first calls would wait for the other ranks regardless of the deadline
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
     def number() -> tuple[Any, str]:
@@ -70,7 +70,9 @@ def connect(consensus: Consensus) -> tuple[NcclTransport | None, str]:
         reason = f"rank {consensus.rank}: {error}"
     reasons = [text for text in consensus.gather(_CALL, reason) if text]
     if reasons and comm is not None:
-        with contextlib.suppress(nccl.NcclError):  # it is of no use without the others
+        with contextlib.suppress(
+            nccl.NcclError
+        ):  # it is unusable without the other ranks
             comm.abort()
     if reasons:
         return None, reasons[0]
@@ -78,14 +80,14 @@ def connect(consensus: Consensus) -> tuple[NcclTransport | None, str]:
 
 
 class NcclTransport:
-    """Collectives that GPUs do among themselves, in the order of the current stream.
+    """Collectives on GPUs by NCCL, in the order of the current stream.
 
-    Of two communicators, all ranks would have to use one after the other, in the same
-    order (NCCL's user guide): so there is one for each GPU at most.
+    With two communicators, all ranks would have to use them in the same order (NCCL's
+    user guide), so each GPU has at most one.
 
     Args:
       consensus: of all ranks.
-      comm: NCCL's communicator of these ranks; the transport's own from now on.
+      comm: NCCL's communicator of these ranks; owned by the transport from now on.
     """
 
     name = "nccl"
@@ -108,7 +110,7 @@ class NcclTransport:
 
     def _abort(self) -> None:
         """Free the communicator at once. Any thread."""
-        # What is in the middle of a call must not lose it
+        # It must not be freed during a call
         is_locked = self._lock.acquire(timeout=_CALL_SECONDS)
         try:
             self._comm.abort()
@@ -118,7 +120,7 @@ class NcclTransport:
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[Any]:
-        """Give the communicator, which no other thread aborts meanwhile.
+        """Yield the communicator, protected from an abort by another thread.
 
         Raises:
           RankLostError: a rank has died.
@@ -192,7 +194,7 @@ class NcclTransport:
         self._wait("broadcast", deadline)
 
     def _wait(self, operation: str, deadline: float | None) -> None:
-        """Return once the GPUs are done; at once where there is no deadline."""
+        """Wait for the GPUs; without a deadline, return at once."""
         if deadline is None:
             return
         done = record()

@@ -1,7 +1,7 @@
-"""Reductions that add in the order of the ranks, by MPI, so that each bit is known.
+"""Reductions by MPI that add in rank order, so that every bit is reproducible.
 
-What `MPI_Allreduce` adds up in which order is up to the library, the number of ranks
-and the size; with floating-point numbers the last bits follow from it.
+The order of additions in `MPI_Allreduce` depends on the library, the number of ranks
+and the size; it changes the last bits of floating-point sums.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from mpidist.comm.transports.mpi import MpiTransport
 
 __all__ = ["OrderedTransport"]
 
-# What a rank gets from another one at once, and from all: it has two blocks in memory
+# Bytes received from one rank at a time, and from all: two blocks are in memory
 _PART_BYTES = 256 << 10
 _BLOCK_BYTES = 4 << 20
 _LEAST_PART_BYTES = 32 << 10
 
 
 class OrderedTransport(MpiTransport):
-    """Each rank adds up one part of every block, and sends it to all: see `BlockSum`.
+    """Each rank adds one part of every block and sends it to all: see `BlockSum`.
 
     Args:
       consensus: of all ranks.
-      block_bytes: how much of an array is a block; None for what suits networks.
+      block_bytes: the block size; None for a size that suits networks.
     """
 
     name = "ordered"
@@ -57,7 +57,7 @@ class OrderedTransport(MpiTransport):
         wire: np.dtype[Any],
         deadline: float | None,
     ) -> None:
-        """Do what `allreduce_packed` does, but send numbers in another dtype.
+        """Like `allreduce_packed`, but send numbers in another dtype.
 
         Args:
           sends: see `Transport.allreduce_packed`.
@@ -80,7 +80,7 @@ class OrderedTransport(MpiTransport):
         step = max(1, self._block_bytes // wire.itemsize)
         begun: BlockSum | None = None
         shared: BlockSum | None = None
-        # One turn more than blocks: it shares the last block, which the end waits for.
+        # One turn more than blocks: the last turn shares the last block.
         for start in range(0, receive.size + step, step):
             block = slice(start, start + step)
             following = None

@@ -1,10 +1,10 @@
-"""Gathers and broadcasts of large arrays between nodes: ranks pass on what they get.
+"""Ring gathers and broadcasts of large arrays between nodes.
 
-All ranks send to the next one and get from the one before, all the time, so that every
-cable carries each byte once, whatever the lengths (P. Patarasu and X. Yuan, Bandwidth
-optimal all-reduce algorithms for clusters of workstations, 2009, has the same for
-sums). The ranks of a node follow each other, and what one of them has does not come
-back to its node: it sends that to those before it.
+All ranks send to the next rank and receive from the previous one at the same time, so
+that every link carries each byte once, for any lengths (P. Patarasu and X. Yuan,
+Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009, do the same
+for sums). The ranks of a node are neighbours. A part does not come back to its own
+node: its rank sends it to the ranks before it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_PIECES = 4096  # of one array
 
 
 class RingTransport(MpiTransport):
-    """Passes arrays around a ring of all ranks; adds as direct MPI does.
+    """Sends arrays around a ring of all ranks; reduces like direct MPI.
 
     Collective to make.
 
@@ -40,13 +40,14 @@ class RingTransport(MpiTransport):
     def __init__(self, consensus: Consensus):
         super().__init__(consensus)
         nodes = consensus.gather("RingTransport", MPI.Get_processor_name())
-        # The lowest rank of a node stands for its name: comparing numbers is cheaper.
+        # The lowest rank of a node identifies it.
         self._nodes = [nodes.index(name) for name in nodes]
         # Ranks of a node are neighbours in the ring, so each node is entered and left
         # once.
         ring = sorted(range(consensus.size), key=lambda r: (self._nodes[r], r))
         place = ring.index(consensus.rank)
-        # From this rank to those before it: the last one is the next in the ring
+        # To the ranks before this one; for the last rank of a node, to the next in the
+        # ring
         self._backwards = [ring[place - distance] for distance in range(len(ring))]
         self._near = [r for r in ring if self._nodes[r] == self._nodes[consensus.rank]]
 
@@ -73,7 +74,7 @@ class RingTransport(MpiTransport):
     def _pass_on(
         self, parts: Sequence[Any], deadline: float | None, operation: str
     ) -> None:
-        """Let all have the part of each rank."""
+        """Distribute the part of each rank to all."""
         # Requests stay in `flight` if a wait raises: their buffers must outlive them.
         comm, consensus, flight = self._comm, self._consensus, InFlight()
         wait = functools.partial(consensus.wait, deadline=deadline, operation=operation)
@@ -107,13 +108,13 @@ class RingTransport(MpiTransport):
                 if rank < own:
                     send(piece, rank, _NODE_TAG)
         for piece, request, is_passed in coming:
-            # Piece by piece: forwarded as soon as it is there, while the next one
-            # arrives.
+            # Piece by piece: each is forwarded as soon as it arrives, while the next
+            # one arrives.
             wait(request)
             if is_passed:
                 send(piece, following, _TAG)
         flight.wait_for_all(wait)
 
     def _is_sent_back(self, source: int, rank: int) -> bool:
-        """Return whether `rank` gets the part of `source` in the node, or has it."""
+        """Return whether `rank` has, or gets inside the node, the part of `source`."""
         return self._nodes[source] == self._nodes[rank] and rank <= source

@@ -1,4 +1,4 @@
-"""Ways to move bytes between ranks, all with the contract of `Transport`."""
+"""Transport selection: which transport a call uses."""
 
 from __future__ import annotations
 
@@ -47,13 +47,12 @@ NarrowingTransport = OrderedTransport | HierarchicalTransport
 
 
 class Choices(NamedTuple):
-    """Transports for arrays in one kind of memory, and which is taken for what.
+    """Transports for one kind of memory, and the choice among them.
 
     Args:
-      by_name: all of them; "mpi" is what stands for MPI's own calls.
-      default: what is taken if the user asks for nothing.
-      by_request: given what the user asks for, and whether sums must be added up in the
-        order of the ranks.
+      by_name: all of them; "mpi" stands for MPI's own calls.
+      default: the transport without a user's request.
+      by_request: by the user's request, and whether sums must be in rank order.
     """
 
     by_name: Mapping[str, Transport]
@@ -67,23 +66,23 @@ def choose(
     table: Table,
     count: Count = no_count,
 ) -> Choices:
-    """Return which transport is taken for what.
+    """Return the choice of transports.
 
     Args:
       by_name: all of them.
-      ordered: the names of those that add in the order of the ranks, the best first;
-        one of them at least does so.
+      ordered: the names of those that add in rank order, the best first; at least one
+        must exist.
       table: see `BySizeTransport`. All ranks pass the same.
       count: see there.
 
     Raises:
-      LaunchError: the table names a transport that is not there.
+      LaunchError: the table names a transport that does not exist here.
     """
     used = {name for rows in table.values() for _, name in rows}
     if unknown := used - set(by_name):
         raise LaunchError(
-            f"the table of transports names {sorted(unknown)}, but there are "
-            f"{sorted(by_name)}; let `python -m mpidist tune` measure again"
+            f"the tuning table names {sorted(unknown)}, but only {sorted(by_name)} "
+            "exist here; run `python -m mpidist tune` again"
         )
 
     def counted(name: str) -> Transport:
@@ -94,7 +93,7 @@ def choose(
     in_order = default
     if not default.is_ordered:
         in_order = next(transport for transport in there if transport.is_ordered)
-    # Where the user asks for calls of MPI
+    # If the user requests MPI
     direct = [counted(name) for name in ("device", "ordered") if name in by_name]
     auto, mpi, nccl = CommunicationImplementation
     return Choices(
@@ -113,19 +112,19 @@ def choose(
 
 
 class TransportSelector:
-    """The transports of one strategy, and which is taken for what. Collective to make.
+    """The transports of one strategy, and the choice among them. Collective to create.
 
     Args:
       consensus: of all ranks.
-      barrier: that of the ranks of this node; borrowed. None on all ranks where no
-        ranks share memory.
+      barrier: that of the ranks of this node; borrowed. None on all ranks if no ranks
+        share memory.
       table: see `BySizeTransport`; None for `default_table`. All ranks pass the same.
       library: what `MPI.Get_library_version()` begins with.
-      gpus: of all ranks, for a strategy on GPUs, which the table is for then.
-      has_nccl: whether NCCL may be used, which only one of several may.
+      gpus: of all ranks, for a strategy on GPUs; the table then applies to GPUs.
+      has_nccl: whether NCCL may be used (by one communicator only).
 
     Raises:
-      LaunchError: the table names a transport that is not there.
+      LaunchError: the table names a transport that does not exist here.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class TransportSelector:
         transports: dict[str, Transport] = {
             "mpi": MpiTransport(consensus),
         }
-        # What the ranks of a node do in the memory that they share
+        # Transports in shared memory of a node
         self.intra_node: SharedTransport | None = None
         self._hierarchical: HierarchicalTransport | None = None
         if barrier is not None and barrier.size == consensus.size:
@@ -158,11 +157,11 @@ class TransportSelector:
         if self.intra_node is not None:
             transports[near] = self.intra_node
         self.default_table = host_table = default_table(near, library, consensus.size)
-        # Where replicas are on GPUs a table given is about those; the host has the
+        # If replicas are on GPUs, the given table applies to GPUs; the host uses the
         # default
         if gpus is None and table is not None:
             host_table = table
-        # What arrays on GPUs take on their way by the host is counted once, there
+        # Copies of GPU arrays through the host are counted once, there
         staged = choose(transports, [near, "ordered"], host_table)
         self.count = consensus.recorder.count
         own = self._host = choose(transports, [near, "ordered"], host_table, self.count)
@@ -186,8 +185,8 @@ class TransportSelector:
         """Return the transport for a call.
 
         Args:
-          implementation: what the user asks for.
-          is_ordered: whether sums must be added up in the order of the ranks.
+          implementation: the user's request.
+          is_ordered: whether sums must be added in rank order.
           is_device: whether the arrays are on GPUs.
         """
         choices = self._device if is_device else self._host
@@ -197,10 +196,10 @@ class TransportSelector:
     def narrowing(
         self, implementation: CommunicationImplementation, is_ordered: bool
     ) -> NarrowingTransport | None:
-        """Return what sends narrow numbers; None where nothing is sent: on one node.
+        """Return the transport that sends compressed numbers; None on one node.
 
         Args:
-          implementation: what the user asks for.
+          implementation: the user's request.
           is_ordered: see `pick`.
         """
         is_direct = implementation is CommunicationImplementation.MPI
@@ -215,7 +214,7 @@ class TransportSelector:
         return arrays.to_device(array, f"GPU:{self._gpus.index}")
 
     def exchange(self, is_device: bool) -> MpiTransport | None:
-        """Return what has `alltoallv`; None for arrays on GPUs that MPI cannot move."""
+        """Return a transport with `alltoallv`; None if MPI cannot move GPU arrays."""
         choices = self._device if is_device else self._host
         assert choices is not None
         transport = choices.by_name.get("device" if is_device else "mpi")
@@ -224,7 +223,7 @@ class TransportSelector:
     def require_implementation(
         self, implementation: CommunicationImplementation
     ) -> None:
-        """Raise a LaunchError if the user asks for NCCL, and it cannot be used."""
+        """Raise a LaunchError if the user requests NCCL and it cannot be used."""
         if implementation is CommunicationImplementation.NCCL:
             self.require_nccl("implementation='NCCL'")
 
@@ -235,12 +234,10 @@ class TransportSelector:
         reason = "replicas are on CPUs"
         if self._gpus is not None:
             reason = self._gpus.missing["nccl"]
-        raise LaunchError(
-            f"{asked_for} cannot be used: {reason}; leave it out to use MPI"
-        )
+        raise LaunchError(f"{asked_for} cannot be used: {reason}; omit it to use MPI")
 
     def require_reachable(self, array: Any, name: str) -> None:
-        """Raise if an array lies where no transport can move it.
+        """Raise if no transport can move an array.
 
         Raises:
           ArgumentError: it is on a GPU, but replicas are not, or on another GPU.
@@ -249,11 +246,12 @@ class TransportSelector:
             return
         if self._gpus is None:
             raise ArgumentError(
-                f"{name} is on a GPU, but this strategy's replicas are on CPUs: make "
-                "it with devices=['GPU:0'] (or None), or pass cupy.asnumpy(...)"
+                f"{name} is on a GPU, but this strategy's replicas are on CPUs: create "
+                "the strategy with devices=['GPU:0'] (or None), or pass "
+                "cupy.asnumpy(...)"
             )
         own = self._gpus.index
-        # An array without elements is not moved, so it may lie anywhere
+        # An array without elements is not moved, so its device does not matter
         if array.size and array.device.id != own:
             raise ArgumentError(
                 f"{name} is on GPU:{array.device.id}, but this replica computes on "
@@ -276,7 +274,7 @@ _SLOT_BYTES = 16 << 20
 
 
 class DeviceTransports:
-    """All that can be used. Collective to make.
+    """All usable transports of GPUs. Collective to create.
 
     Args:
       consensus: of all ranks.
@@ -288,7 +286,7 @@ class DeviceTransports:
     Attributes:
       by_name: the transports.
       index: of this rank's GPU.
-      missing: why there is no transport of a name.
+      missing: why a named transport does not exist.
     """
 
     def __init__(
@@ -319,7 +317,7 @@ class DeviceTransports:
             return
         reason = ""
         try:
-            # What keeps a rank from these it must not learn in a collective
+            # Errors of one rank must be known before the collective
             kernels.load()
             adder = DeviceTransport(consensus)
         except Exception as error:
@@ -359,7 +357,7 @@ class DeviceTransports:
         """Free memory and communicators. Collective.
 
         Raises, on all ranks:
-          CollectiveError: on one of them that cannot be done.
+          CollectiveError: a rank cannot free its memory.
         """
         own = [way for way in (self._ipc, self._nccl) if way is not None]
         reason = ""

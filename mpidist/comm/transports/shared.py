@@ -1,10 +1,10 @@
-"""Reductions and gathers in memory that the ranks of a node share.
+"""Reductions and gathers in shared memory of a node.
 
-Of two ranks both add up everything; of more each rank adds up one part of every block,
-and publishes the totals of the last block together with its part of the next one.
-Blocks are small, so that what is written for others is still in the cache when they
-read it. They are in turn in different memory, so that a rank can write the next one
-while others read the last.
+Two ranks both add everything; with more, each rank adds one part of every block, and
+publishes the totals of the last block together with its part of the next one. Blocks
+are small, so that data are still in the cache when other ranks read them. Successive
+blocks use different memory, so that a rank can write the next one while others read the
+last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpidist.comm.transports.mpi import bytes_of
 __all__ = ["SharedTransport"]
 
 
-# Between two barriers where nothing is copied
+# Bytes between two barriers if nothing is copied
 _NO_COPY_BYTES = 2 << 20
 
 
@@ -32,7 +32,7 @@ class _Block(NamedTuple):
       slots: of each rank: where the totals are published.
       receive: where the totals of all parts belong.
       parts: which part each rank adds.
-      request: of MPI, while other nodes add theirs.
+      request: of MPI, for the sum over nodes.
     """
 
     slots: Sequence[Any]
@@ -49,9 +49,9 @@ class SharedTransport:
 
     Args:
       consensus: of all ranks.
-      barrier: that of the node, with three slots; borrowed. An array is worked on in
+      barrier: that of the node, with three slots; borrowed. Arrays are processed in
         blocks of a slot.
-      adders: how many of the ranks of a node add; None for all.
+      adders: the number of ranks of a node that add; None for all.
     """
 
     name = "shared"
@@ -105,11 +105,11 @@ class SharedTransport:
         receives: Sequence[Any],
         deadline: float | None,
     ) -> None:
-        """Put the sums over all ranks of arrays that lie in shared memory in others.
+        """Put the sums over all ranks of arrays in shared memory into other arrays.
 
         Args:
-          everyone: of each array the one of every rank of this node, by rank.
-          receives: of each array where its sum goes.
+          everyone: for each array, those of all ranks of this node, by rank.
+          receives: for each array, the array for its sum.
           deadline: see `Transport`.
         """
         last = None
@@ -137,7 +137,7 @@ class SharedTransport:
         last: _Block | None,
         deadline: float | None,
     ) -> _Block | None:
-        """Begin with a block that this rank has written, and end the last one."""
+        """Begin a block that this rank has written, and end the previous one."""
         if last is not None:
             self._publish(last, deadline)
         # After it all ranks have written this block, and published the last one.
@@ -167,14 +167,14 @@ class SharedTransport:
         return _Block(slots, receive, parts, request)
 
     def _end(self, last: _Block | None, deadline: float | None) -> None:
-        """End the last block of all."""
+        """End the final block."""
         if last is not None:
             self._publish(last, deadline)
             self._meet("all_reduce", deadline)
             self._fetch(last)
 
     def _publish(self, block: _Block, deadline: float | None) -> None:
-        """Write the totals of this rank's part for the others."""
+        """Publish the totals of this rank's part."""
         if self._rank < self._adders:
             self._finish_other_nodes(block.request, deadline)
             own = block.parts[self._rank]
@@ -188,10 +188,10 @@ class SharedTransport:
                 block.receive[part] = block.slots[rank][part]
 
     def _add_other_nodes(self, total: Any) -> Any:
-        """Begin to add what other nodes have of this rank's part: there are none."""
+        """Start the sum of this rank's part over nodes: there is one node."""
 
     def _finish_other_nodes(self, request: Any, deadline: float | None) -> None:
-        """Return when `_add_other_nodes` is done."""
+        """Wait for `_add_other_nodes`."""
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
@@ -261,9 +261,9 @@ class SharedTransport:
                 block[...] = slot[: block.size]
 
     def _next_slots(self) -> list[Any]:
-        """Return the slots of all ranks that nobody reads any more, as bytes."""
-        # Before a set is written again every rank has come to a later barrier, and so
-        # has read all of it
+        """Return slots of all ranks that no rank reads any more, as bytes."""
+        # Before a set is written again, every rank has arrived at a later barrier, so
+        # it has read all of it
         self._turn = (self._turn + 1) % self._turns
         return self._barrier.slots[self._turn]
 
@@ -277,9 +277,9 @@ def _as_block(slot: Any, like: Any) -> Any:
 
 
 def _cut(arrays: Sequence[Any], step: int) -> Iterator[list[tuple[int, Any]]]:
-    """Cut arrays that lie one behind the other into blocks of `step` elements.
+    """Cut a sequence of arrays into blocks of `step` elements.
 
-    Yields for each block the pieces of arrays that are in it, and where in it they are.
+    Yields the pieces of arrays in each block, and their offsets in it.
     """
     pieces: list[tuple[int, Any]] = []
     place = 0

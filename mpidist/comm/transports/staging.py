@@ -1,8 +1,8 @@
-"""Device arrays by way of host memory, for what cannot move them where they lie.
+"""Staging: device arrays through host memory, for transports of the host.
 
-An array is cut into blocks. While the ranks work on one block on the host, a stream
-brings the next one there, and another stream the last result back: through page-locked
-memory, which a GPU reads and writes at full speed and by itself.
+An array is cut into blocks. While the ranks work on one block on the host, one stream
+copies the next block to the host, and another copies the last result back, through
+page-locked memory, which a GPU accesses at full speed and asynchronously.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _BLOCK_BYTES = 4 << 20
 
 
 class _Block(NamedTuple):
-    """What goes through the host at once.
+    """One block of staging.
 
     Args:
-      send: what this rank sends, on the device, of one dimension.
-      places: where on the device the result belongs, piece after piece.
-      work: given `send` and room for the result on the host, puts it there. Collective.
+      send: this rank's send buffer on the device, of one dimension.
+      places: the destinations of the result on the device, piece by piece.
+      work: called with `send` and memory for the result, both on the host. Collective.
     """
 
     send: Any
@@ -42,7 +42,7 @@ class StagingTransport:
 
     Args:
       host: the other transport.
-      block_bytes: how much goes through the host at once.
+      block_bytes: the block size.
     """
 
     name = "staging"
@@ -81,7 +81,7 @@ class StagingTransport:
         send, receive = bytes_of(send), bytes_of(receive)
         sizes = [count * width for count in counts]
         starts = [0, *itertools.accumulate(sizes)][:-1]
-        # Of each rank a share, so that a block of all ranks fits into the pinned room.
+        # A share for each rank, so that a block of all ranks fits in the pinned buffer.
         step = max(self._block_bytes // len(counts), 1)
 
         def blocks() -> Iterator[_Block]:
@@ -126,7 +126,7 @@ class StagingTransport:
         return (slice(k, k + step) for k in range(0, array.size, step))
 
     def _run(self, blocks: Iterator[_Block]) -> None:
-        """Do the work of blocks, each on its way while the last is worked on."""
+        """Process blocks; each is copied while the previous one is processed."""
         # One block ahead: the next one is copied down while this one is on the
         # network.
         block, following = next(blocks, None), next(blocks, None)

@@ -1,4 +1,4 @@
-"""The tuning file: which transport is used for what, as `mpidist tune` measured it.
+"""The tuning file: the fastest transports, as measured by `mpidist tune`.
 
 It holds a table for each layout of a job. Needs no MPI.
 """
@@ -26,17 +26,17 @@ __all__ = [
     "write_table",
 ]
 
-# For each method of a transport: from how many bytes on which one is used
+# For each method: minimum sizes in bytes, with the transport to use
 Table = Mapping[str, Sequence[tuple[int, str]]]
 
 _FORMAT = 1
-# What parsing raises of other files
+# Errors of parsing an invalid file
 _NO_TABLES = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 METHODS = ("allreduce", "allgatherv", "broadcast")
 
 
 class Layout(NamedTuple):
-    """What a table holds for.
+    """The job layout of a table.
 
     Args:
       mpi: the library and its version, see `short_name`.
@@ -50,13 +50,13 @@ class Layout(NamedTuple):
 
 
 def short_name(library: str) -> str:
-    """Return name and version out of `MPI.Get_library_version()`."""
+    """Return name and version from `MPI.Get_library_version()`."""
     line = library.partition("\n")[0].partition(",")[0]
     return " ".join(line.replace("\0", " ").split())
 
 
 def table_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return where tables are: MPIDIST_TRANSPORTS, or a file in the user's settings."""
+    """Return the tuning file: MPIDIST_TRANSPORTS, or a file in the user's settings."""
     named = TRANSPORTS.read(environ)
     if named is not None:
         return named
@@ -68,18 +68,18 @@ def find_table(path: Path, layout: Layout) -> Table | None:
     """Return the table for a layout, if there is one; the file need not exist.
 
     Raises:
-      LaunchError: the file cannot be read, or is no file of tables.
+      LaunchError: the file cannot be read, or is not a tuning file.
     """
     return dict(read_tables(path)).get(layout)
 
 
 def write_table(path: Path, layout: Layout, table: Table, note: Any) -> None:
-    """Put a table into the file, instead of a former one for the same layout.
+    """Put a table into the file, replacing one for the same layout.
 
-    The file is replaced at once: no job sees half of it.
+    The file is replaced atomically.
 
     Raises:
-      LaunchError: what is there is no file of tables.
+      LaunchError: the existing file is not a tuning file.
       OSError: it cannot be written.
     """
     entries = []
@@ -102,23 +102,23 @@ def read_tables(path: Path) -> list[tuple[Layout, Table]]:
     """
     try:
         if path.exists() and not path.is_file():
-            raise OSError("it is no plain file")  # and may be one that never ends
+            raise OSError("it is not a regular file")  # and may be one that never ends
         return _parse(path.read_text())
     except FileNotFoundError:
         return []
     except OSError as error:
         raise LaunchError(
-            f"the transports of {path} cannot be read{_said_by(path)}: {error}"
+            f"the tuning file {path} cannot be read{_said_by(path)}: {error}"
         ) from None
     except (*_NO_TABLES, RecursionError) as error:
         raise LaunchError(
-            f"{path}{_said_by(path)} is no file of transports ({error!r}); delete it, "
-            "or let `python -m mpidist tune` write it again"
+            f"{path}{_said_by(path)} is not a tuning file ({error!r}); delete it, or "
+            "write it again with `python -m mpidist tune`"
         ) from None
 
 
 def _said_by(path: Path) -> str:
-    """Say which variable names the file, if one does."""
+    """Return the variable that names the file, for messages; "" if none."""
     return f" ({TRANSPORTS.name})" if TRANSPORTS.read() == path else ""
 
 

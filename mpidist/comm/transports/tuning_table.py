@@ -1,4 +1,4 @@
-"""One transport for small messages, another one for large ones, as a table says."""
+"""Selects a transport by message size, with a tuning table."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def no_count(transport: str, size_bytes: int) -> None:
 
 
 class BySizeTransport:
-    """Gives each call to the transport that a table names for its size.
+    """Passes each call to the transport for its size in a table.
 
-    The bytes are those of the result, which all ranks know.
+    The size is that of the result in bytes, which all ranks know.
 
     Args:
       transports: by name; all on the host or all on the device.
       table: for "allreduce", "allgatherv" and "broadcast" rows that begin with 0 bytes;
         equal on all ranks.
-      count: given the name of the transport and the bytes of each call.
+      count: called with the name of the transport and the bytes of each call.
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class BySizeTransport:
         self._pick("broadcast", buffer).broadcast(buffer, root, deadline)
 
 
-# Between nodes: below, the library's own ways have fewer steps
+# Between nodes: below this size, MPI's own algorithms have fewer steps
 _HIERARCHICAL_BYTES = 64 << 10
 _BLOCKS_BYTES = 256 << 10
-# A ring has as many steps as ranks: it begins where messages are many times more
+# A ring has as many steps as ranks, so it needs larger messages
 _RING_RANKS = 64
 _RING_MESSAGES_PER_RANK = 8
-# On GPUs: to copy less to the host and back takes less time than two kernels
+# On GPUs: below this size, copies to the host and back are faster than two kernels
 _IPC_BYTES = 32 << 10
 _DEVICE_BYTES = 64 << 10
-# In a node, Intel MPI is faster as long as arrays fit into caches
+# Inside a node, Intel MPI is faster if arrays fit in caches
 _INTEL_BYTES = 16 << 20
 
 
@@ -130,7 +130,7 @@ def default_device_table(names: Container[str]) -> Table:
     if "ipc" in names:
         return all_by([(0, "staging"), (_IPC_BYTES, "ipc")])
     if "device" in names:
-        # Most MPI libraries add up on the host what lies on a GPU
+        # Most MPI libraries reduce GPU arrays on the host
         reduce = [(0, "mpi"), (_DEVICE_BYTES, "device")]
         return {**all_by([(0, "mpi")]), "allreduce": reduce}
     return all_by([(0, "staging")])

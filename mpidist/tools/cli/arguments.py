@@ -1,4 +1,4 @@
-"""What the commands have in common: parsers with examples, and types of arguments."""
+"""Shared by the commands: parsers with examples, and types of arguments."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add_command(
     examples: Sequence[str],
     end: str = "",
 ) -> argparse.ArgumentParser:
-    """Return the parser of a command, which `run` does and gives its exit status.
+    """Return the parser of a command; `run` executes it and returns the exit status.
 
     Args:
       commands: of the main parser.
@@ -53,7 +53,7 @@ def add_command(
       run: does it.
       summary: a line.
       description: a paragraph.
-      examples: command lines; the first words are those that start a job, if any do.
+      examples: command lines.
       end: a last paragraph of the help, as on the exit status.
     """
     shown = "\n".join(["Example:", *(f"  {example}" for example in examples)])
@@ -69,12 +69,12 @@ def add_command(
 
 
 def complain(command: str, error: object) -> None:
-    """Write to stderr why a command ends."""
+    """Write the error of a command to stderr."""
     print(f"{program_name()} {command}: error: {error}", file=sys.stderr)
 
 
 def of_files(action: argparse.Action) -> None:
-    """Have shells complete an argument by names of files."""
+    """Make shells complete an argument with file names."""
     action.complete = _FILES  # type: ignore[attr-defined]  # as shtab has it
 
 
@@ -86,7 +86,7 @@ def path(text: str) -> str:
 
 
 def seconds(text: str) -> float:
-    """Return seconds, more than none and an hour at most."""
+    """Return seconds, above 0 and at most 3600."""
     number = float(text)
     if not 0 < number <= 3600:
         raise argparse.ArgumentTypeError(f"must be > 0 and <= 3600, not {text}")

@@ -1,4 +1,4 @@
-"""`mpidist diff`: which collective was the first to differ between ranks."""
+"""`mpidist diff`: the first collective that differed between ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from mpidist.tools.cli import arguments
 
 __all__ = ["add"]
 
-_DIFF = """Compare what the flight recorders of all ranks hold.
+_DIFF = """Compare the flight recorders of all ranks.
 
-Where the variable MPIDIST_DUMPS names a folder, each rank keeps its last 1,000
-collectives there, and leaves them if the job does not end well. This names the first
-call that differs between ranks, and the ranks that did not come to the last one."""
-_DIFF_END = """Exit status: 0 if all ranks did the same and ended it; 1 if not; 2 if the
-dumps cannot be read."""
+If MPIDIST_DUMPS names a folder, each rank records its last 1,000 collectives there; the
+files stay if the job does not end normally. This command names the first call that
+differs between ranks, and the ranks that did not reach the last call."""
+_DIFF_END = """Exit status: 0 if all ranks made and ended the same calls; 1 if not; 2 if
+the dumps cannot be read."""
 
 
 def add(commands: arguments.Commands) -> None:
@@ -24,7 +24,7 @@ def add(commands: arguments.Commands) -> None:
         commands,
         "diff",
         _diff,
-        "name the first collective in which ranks differed, without MPI",
+        "name the first collective that differed between ranks, without MPI",
         _DIFF,
         ["mpidist diff dumps"],
         _DIFF_END,

@@ -1,4 +1,4 @@
-"""`mpidist doctor`: what is wrong with the place where a job is to run."""
+"""`mpidist doctor`: checks the machine or allocation of a job."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from mpidist.tools.cli import arguments
 
 __all__ = ["add"]
 
-_DOCTOR = """Say what is wrong with the place where a job is to run.
+_DOCTOR = """Check the machine or allocation of a job.
 
-Runs as the job would, or alone, for a minute at most if all is well:
+Run it like the job, or alone; without problems it takes at most a minute:
   mpirun -n 8 python -m mpidist doctor --paths /data/train.h5 /scratch/checkpoints
-Looks at Python, MPI and the launcher, nodes and cores, GPUs, HDF5, files, their locks,
-and the speed of all_reduce, on all ranks. Small files are written where the paths are,
-and removed."""
+Checks Python, MPI and the launcher, nodes and cores, GPUs, HDF5, files, their locks,
+and the speed of all_reduce, on all ranks. Writes small files to the paths, and removes
+them."""
 _DOCTOR_END = """Exit status: 0 if all rows are OK or WARN; 1 if one is FAIL; 2 if the
-arguments cannot be used. (Launchers may give another number than 1.)"""
+arguments are invalid. (Launchers may return another number than 1.)"""
 
 
 def add(commands: arguments.Commands) -> None:
@@ -25,7 +25,7 @@ def add(commands: arguments.Commands) -> None:
         commands,
         "doctor",
         _doctor,
-        "say what is wrong with the place where a job is to run",
+        "check the machine or allocation of a job",
         _DOCTOR,
         ["mpidist run -n 8 -m mpidist doctor --paths /data/train.h5 /scratch"],
         _DOCTOR_END,
@@ -63,7 +63,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(given: argparse.Namespace) -> int:
-    """Examine, and print what was found."""
+    """Run the checks, and print their results."""
     if given.child:
         from mpidist.tools.doctor.children import serve
 

@@ -22,7 +22,7 @@ from mpidist.tools.cli import (
 
 __all__ = ["main", "make_parser"]
 
-# Each has `add`; a command of another room is one more entry
+# Each has `add`; a command of another package is one more entry
 COMMANDS = (run, doctor, plan, tune, diff, report, top, config, version)
 _COMPLETION = """
 Completion: mpidist --completion bash >
@@ -52,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--completion",
         choices=["bash", "zsh"],
         action=_PrintCompletion,
-        help="print what a shell completes commands by, and exit",
+        help="print a completion script for a shell, and exit",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
@@ -61,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class _PrintCompletion(argparse.Action):
-    """Prints the completion of a shell, and ends the program."""
+    """Print the completion script of a shell, and exit."""
 
     def __call__(
         self,

@@ -10,12 +10,12 @@ __all__ = ["add"]
 
 _PLAN = """Show what each rank of a job will read: rows, bytes, files, steps.
 
-Runs in one process, without MPI, and reads where the rows lie, not the rows. The
-numbers are those of the first epoch of
+Runs in one process, without MPI, and reads file metadata, not the rows. The numbers are
+those of the first epoch of
   Dataset.from_hdf5(FILES, DATASETS).shuffle(SEED).batch(N)
 given to Strategy.experimental_distribute_dataset on R ranks."""
 _PLAN_END = """Exit status: 0 if there is a plan; 1 if a file or a dataset is missing,
-cannot be read, or does not fit the others; 2 if the arguments cannot be used."""
+cannot be read, or does not match the others; 2 if the arguments are invalid."""
 
 
 def add(commands: arguments.Commands) -> None:
@@ -59,7 +59,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="HDF5 datasets; else those of the first file with equally many rows",
+        help="HDF5 datasets; default: those of the first file with equal lengths",
     )
     add(
         "--policy",
@@ -74,7 +74,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--window-chunks",
         type=arguments.not_negative,
         metavar="CHUNKS",
-        help="as of Dataset.shuffle; 0 permutes exactly",
+        help="see Dataset.shuffle; 0 permutes exactly",
     )
     add(
         "--ranks-per-node",

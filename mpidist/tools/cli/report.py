@@ -1,4 +1,4 @@
-"""`mpidist report`: where the time of a job went, as a page."""
+"""`mpidist report`: how a job spent its time, as a page."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mpidist.tools.cli import arguments
 
 __all__ = ["add"]
 
-_REPORT = """Show where the time of a job went, as a page for a browser.
+_REPORT = """Show how a job spent its time, as a page for a browser.
 
-The folder is that of a timeline: of a job that ran with MPIDIST_TIMELINE=FOLDER, or in
-strategy.timeline(FOLDER). It may run still, or have been killed. The page is one file
-that needs no network. The trace is for https://ui.perfetto.dev or chrome://tracing:
-what each rank did when, all on one clock."""
+The folder contains the timeline of a job with MPIDIST_TIMELINE=FOLDER or
+strategy.timeline(FOLDER). The job may still run, or have been killed. The page is one
+file that works offline. The trace, for https://ui.perfetto.dev or chrome://tracing,
+has the events of all ranks on a common clock."""
 _REPORT_END = """Exit status: 0; 1 if there is no timeline, or a file cannot be written;
-2 if the arguments cannot be used."""
+2 if the arguments are invalid."""
 
 
 def add(commands: arguments.Commands) -> None:
@@ -25,7 +25,7 @@ def add(commands: arguments.Commands) -> None:
         commands,
         "report",
         _report,
-        "show where the time of a job went, without MPI",
+        "show how a job spent its time, without MPI",
         _REPORT,
         ["mpidist report timeline -o report.html --trace trace.json.gz"],
         _REPORT_END,
@@ -47,7 +47,7 @@ def add(commands: arguments.Commands) -> None:
             "--trace",
             type=Path,
             metavar="FILE",
-            help="write the events of all ranks, too; compressed if it ends in .gz",
+            help="also write the events of all ranks; compressed if it ends in .gz",
         )
     )
 

@@ -1,4 +1,4 @@
-"""`mpidist run`: starts a job by the right launcher."""
+"""`mpidist run`: starts a job with the right launcher."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from mpidist.tools.cli import arguments
 
 __all__ = ["add"]
 
-_RUN = """Start a job by the launcher that is right here.
+_RUN = """Start a job with the right launcher.
 
-That is the mpirun of the MPI library that mpi4py is linked to, or, within an allocation
-of Slurm, srun. A script is run by this Python; a program runs itself. Variables
-MPIDIST_... are handed to all nodes. Signals and the exit status are the launcher's."""
+It uses the mpirun of the MPI library that mpi4py is linked to, or srun in a Slurm
+allocation. Python scripts run with the current Python; other programs run directly.
+MPIDIST_... variables are passed to all nodes. Signals and the exit status are those of
+the launcher."""
 _RUN_END = """Exit status: the launcher's; 2 if nothing was started."""
 
 
@@ -25,7 +26,7 @@ def add(commands: arguments.Commands) -> None:
         commands,
         "run",
         _run,
-        "start a job by the right mpirun, or srun",
+        "start a job with the right mpirun, or srun",
         _RUN,
         [
             "mpidist run -n 4 train.py --epochs 3",
@@ -39,13 +40,13 @@ def add(commands: arguments.Commands) -> None:
         "--ranks",
         type=arguments.positive,
         metavar="N",
-        help="how many; within Slurm as many as it has allocated",
+        help="number of ranks; in Slurm by default the allocated tasks",
     )
     add("--dry-run", action="store_true", help="print the command line, start nothing")
     add(
         "--oversubscribe",
         action="store_true",
-        help="allow more ranks than cores, which wait for each other",
+        help="allow more ranks than cores (slow)",
     )
     add("--launcher", choices=["auto", "mpirun", "srun"], default="auto")
     add(
@@ -73,7 +74,7 @@ def add(commands: arguments.Commands) -> None:
 
 
 def _run(given: argparse.Namespace) -> int:
-    """Become the launcher; returns only where nothing is started."""
+    """Replace this process by the launcher; return only if nothing is started."""
     from mpidist.errors import LaunchError
     from mpidist.launch import starting
 
@@ -105,7 +106,7 @@ def _run(given: argparse.Namespace) -> int:
         return 0
     sys.stderr.flush()
     try:
-        # The launcher takes the place of this process, with signals and exit status
+        # The launcher replaces this process, with signals and exit status
         os.execvp(command[0], command)
     except OSError as error:
         arguments.complain("run", f"{command[0]}: {error}")

@@ -1,4 +1,4 @@
-"""`mpidist top`: how far a job is."""
+"""`mpidist top`: the progress of a running job."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from mpidist.tools.cli import arguments
 
 __all__ = ["add"]
 
-_TOP = """Show how far a job with a timeline is, and where its time goes.
+_TOP = """Show the progress of a job with a timeline, and how it spends its time.
 
-Runs without MPI, as on a login node that sees the folder of MPIDIST_TIMELINE."""
+Runs without MPI, on any node that sees the folder of MPIDIST_TIMELINE."""
 
 
 def add(commands: arguments.Commands) -> None:
@@ -20,7 +20,7 @@ def add(commands: arguments.Commands) -> None:
         commands,
         "top",
         _top,
-        "show how far a job is, without MPI",
+        "show the progress of a running job, without MPI",
         _TOP,
         ["mpidist top timeline"],
     )
@@ -33,7 +33,7 @@ def add(commands: arguments.Commands) -> None:
         type=arguments.seconds,
         default=2.0,
         metavar="N",
-        help="between two looks (default 2)",
+        help="interval of updates (default 2)",
     )
 
 

@@ -1,4 +1,4 @@
-"""`mpidist tune`: which transport is the fastest for which size."""
+"""`mpidist tune`: find the fastest transport for each size."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mpidist.tools.cli import arguments
 
 __all__ = ["add"]
 
-_TUNE = """Measure which transport is the fastest for which size.
+_TUNE = """Measure the fastest transport for each size.
 
-Runs on as many ranks per node, and nodes, as the jobs it is for. The machine should do
-nothing else. What it finds is written to a file, from which strategies with that layout
-and MPI library take it. A transport is changed only where another one is faster by more
-than the noise of the measurement; times, noise and gain are printed."""
-_TUNE_END = """Exit status: 0 if a table was written; 1 at one rank, where there is
-nothing to choose and nothing is written; 2 if the arguments cannot be used."""
+Run it on an idle machine, with the same number of nodes and ranks per node as your
+jobs. It writes a file that strategies with this layout and MPI library read. It changes
+a transport only if another one is faster by more than the noise of the measurement, and
+prints times, noise and gain."""
+_TUNE_END = """Exit status: 0 if a table was written; 1 with one rank, where nothing is
+written; 2 if the arguments are invalid."""
 
 
 def add(commands: arguments.Commands) -> None:
@@ -25,7 +25,7 @@ def add(commands: arguments.Commands) -> None:
         commands,
         "tune",
         _tune,
-        "measure which transport is the fastest for which size, under mpirun",
+        "measure the fastest transport for each size, under mpirun",
         _TUNE,
         ["mpidist run -n 8 -m mpidist tune"],
         _TUNE_END,
@@ -46,7 +46,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=arguments.positive,
         default=64 << 20,
         metavar="N",
-        help="up to which size to measure (default 64 MiB)",
+        help="largest size to measure (default 64 MiB)",
     )
     add(
         "--repetitions",

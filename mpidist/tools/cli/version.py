@@ -1,4 +1,4 @@
-"""`mpidist version`: what is installed."""
+"""`mpidist version`: the installed versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add(commands: arguments.Commands) -> None:
         commands,
         "version",
         _version,
-        "print what is installed, as a report of a mistake needs it",
+        "print the installed versions, for bug reports",
         _VERSION,
         ["mpidist version --json"],
     )

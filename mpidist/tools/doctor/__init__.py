@@ -1,1 +1,1 @@
-"""`python -m mpidist doctor`: what is wrong with the place where a job is to run."""
+"""`python -m mpidist doctor`: checks the machine or allocation of a job."""

@@ -22,7 +22,7 @@ from mpidist.tools.doctor.results import (
 
 __all__ = ["RankFacts", "are_gpus_usable", "evaluate", "evaluate_processes"]
 
-_BROKEN = "this is what jobs would meet there; run that part alone to see more"
+_BROKEN = "jobs would fail in the same way; run this check alone for details"
 _TITLES = {
     "python": "Python and packages",
     "hdf5": "h5py",

@@ -1,4 +1,4 @@
-"""GPUs: which rank uses which, and whether MPI takes addresses of their memory."""
+"""GPUs: which rank uses which, and whether MPI accepts GPU pointers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GpuFacts(NamedTuple):
 
     Args:
       cupy: its version; empty if it is not installed.
-      error: why CuPy sees none, or nothing.
+      error: why CuPy sees no GPU, or nothing.
       gpus: PCI bus id, UUID and model of each.
       cuda: versions of CUDA's driver and runtime, such as (13000, 13000).
       nccl: its version, such as 22703; 0 without.
@@ -130,7 +130,7 @@ def _check_none(facts: Mapping[int, GpuFacts]) -> CheckResult:
         )
     if has_device:
         remedy = (
-            "pip install cupy-cuda12x or cupy-cuda13x, as the driver needs, and see "
+            "pip install cupy-cuda12x or cupy-cuda13x, as the driver needs, and check "
         )
         remedy += f"that {_VISIBLE} is not empty"
         found = f"{name_ranks(has_device)} have an NVIDIA driver, but {by_rank(unused)}"
@@ -156,7 +156,7 @@ def _check_own(choices: Mapping[int, GpuChoice | None]) -> CheckResult:
     remedy = (
         "start one rank per GPU (srun --gpus-per-task=1, or as many ranks per node "
     )
-    remedy += f"as it has GPUs); if that is meant, set {ALLOW_SHARED_GPU.name}=1"
+    remedy += f"as it has GPUs); if sharing is intended, set {ALLOW_SHARED_GPU.name}=1"
     names = "; ".join(map(name_ranks, shared))
     return CheckResult(
         Status.WARN if is_allowed else Status.FAIL,
@@ -184,10 +184,11 @@ def check_support(
         return [CheckResult(Status.FAIL, "MPI's CUDA support", found, remedy)]
     if claims and not is_aware:
         remedy = (
-            f"set {CUDA_AWARE.name}=0, or repair the MPI library; arrays go another way"
+            f"set {CUDA_AWARE.name}=0, or repair the MPI library; arrays use another "
+            "transport"
         )
         return [CheckResult(Status.WARN, "MPI's CUDA support", found, remedy)]
     if not is_aware and not has_nccl:
-        remedy = "arrays go through host memory; take a CUDA-aware MPI, or install NCCL"
+        remedy = "arrays go through host memory; use a CUDA-aware MPI, or install NCCL"
         return [CheckResult(Status.WARN, "MPI's CUDA support", found, remedy)]
     return [CheckResult(Status.OK, "MPI's CUDA support", found)]

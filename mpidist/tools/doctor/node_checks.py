@@ -1,4 +1,4 @@
-"""Where ranks run: the launcher and MPI, and the cores and the memory of each node."""
+"""Launcher and MPI, and the cores and memory of each node."""
 
 from __future__ import annotations
 
@@ -139,9 +139,9 @@ def check_launcher(facts: Mapping[int, LaunchFacts]) -> list[CheckResult]:
     if said.size != first.size:
         is_meant = first.is_allowed and first.size == 1
         found = f"{said.by} says {said.variables}, MPI sees {first.size}"
-        remedy = f"{ALLOW_SINGLETON.name}=1 allows that; unset it if it is not meant"
+        remedy = f"{ALLOW_SINGLETON.name}=1 allows that; unset it if not intended"
         if not is_meant:
-            remedy = "unset variables left by another launcher, or start the job anew"
+            remedy = "unset variables left by another launcher, or restart the job"
         return [CheckResult(Status.WARN, "launcher", found, remedy)]
     unlike = [
         rank
@@ -150,7 +150,7 @@ def check_launcher(facts: Mapping[int, LaunchFacts]) -> list[CheckResult]:
     ]
     if unlike:
         found = f"{said.by} and MPI number {name_ranks(unlike)} differently"
-        remedy = "let scripts take MPI's ranks, not those of the launcher's variables"
+        remedy = "use MPI's ranks in scripts, not the launcher's variables"
         return [CheckResult(Status.WARN, "launcher", found, remedy)]
     plural = "s" if first.size > 1 else ""
     found = f"{said.by} started {said.size} process{'es' * bool(plural)}, MPI sees "
@@ -174,7 +174,8 @@ def check_mpi(facts: Mapping[int, LaunchFacts]) -> list[CheckResult]:
             )
         names = f"{names}, too low for {lost}"
     remedy = (
-        "unset MPI4PY_RC_THREAD_LEVEL and what else lowers it, or take an MPI built "
+        "unset MPI4PY_RC_THREAD_LEVEL and other settings that lower it, or use an MPI "
+        "built "
     )
     remedy += "with MPI_THREAD_MULTIPLE"
     rows.append(
@@ -208,8 +209,10 @@ def check_nodes(facts: Mapping[int, LaunchFacts]) -> list[CheckResult]:
         return [CheckResult(Status.WARN, "nodes", found, remedy)]
     sizes = sorted({len(ranks) for ranks in nodes.values()})
     if len(sizes) > 1:
-        remedy = "give each node equally many ranks: they wait for each other"
-        found += f"; unlike numbers of ranks: {', '.join(map(str, sizes))}"
+        remedy = (
+            "start the same number of ranks on each node: ranks wait for each other"
+        )
+        found += f"; different numbers of ranks: {', '.join(map(str, sizes))}"
         return [CheckResult(Status.WARN, "nodes", found, remedy)]
     return [CheckResult(Status.OK, "nodes", found)]
 
@@ -283,13 +286,13 @@ def check_binding(
         physical = {rank: set(facts[rank].siblings) for rank in ranks}
         siblings += [name_ranks(inside) for _, inside in _crowds(physical)]
     if crowded:
-        remedy = "bind each rank to cores of its own: mpirun --bind-to core, or srun "
+        remedy = "bind each rank to its own cores: mpirun --bind-to core, or srun "
         remedy += "--cpu-bind=cores with --cpus-per-task"
         found = f"ranks share cores: {'; '.join(crowded)}"
         return [CheckResult(Status.FAIL, "binding", found, remedy)]
     if oversubscribed:
         found = f"more ranks than cores: {'; '.join(oversubscribed)}"
-        remedy = "start at most one rank per core: ranks wait for each other busily"
+        remedy = "start at most one rank per core: ranks busy-wait for each other"
         return [CheckResult(Status.WARN, "binding", found, remedy)]
     if siblings:
         found = f"threads of one core: {'; '.join(siblings)}"
@@ -379,7 +382,7 @@ def check_memory(
             is_low = free < _LEAST_BYTES * len(ranks)
             status = max(status, Status.FAIL if is_low else Status.WARN)
     remedy = f"make {_SHARED_FOLDER} larger (containers: docker run --shm-size=8g, or "
-    remedy += "--ipc=host), and remove what dead jobs left there"
+    remedy += "--ipc=host), and remove files of dead jobs there"
     rows.append(
         CheckResult(
             status,

@@ -149,7 +149,7 @@ def check_path(
         is_everywhere = len(errors) == len(reports)
         found = by_rank(errors) if is_everywhere else name_each(errors)
         remedy = (
-            "correct the path, or see that it is mounted, and answers, on every node"
+            "correct the path, or check that it is mounted and responds on every node"
         )
         return [CheckResult(Status.FAIL, path, found, remedy)]
     facts = {
@@ -195,7 +195,7 @@ def _check_opening(
     if not wrong:
         return [CheckResult(Status.OK, f"{path}: HDF5", "can be read")]
     remedy = (
-        f"a file is damaged, or being written; if locking is refused set {_LOCKING}"
+        f"a file is damaged or being written; if locking is refused, set {_LOCKING}"
     )
     return [
         CheckResult(
@@ -226,8 +226,8 @@ def _check_writing(
         remedy = "checkpoints would be lost: make room, or use another file system"
         return [CheckResult(Status.FAIL, what, name_each(broken), remedy)]
     if read_only:
-        remedy = "data can be read there; choose another folder for checkpoints and "
-        remedy += "Hdf5Writer, or change who may write"
+        remedy = "the folder is read-only: choose another one for checkpoints and "
+        remedy += "Hdf5Writer, or change the permissions"
         return [CheckResult(Status.WARN, what, name_each(read_only), remedy)]
     if not outcomes:
         return []

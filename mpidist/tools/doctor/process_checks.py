@@ -65,7 +65,7 @@ _NAMES = (
 # Set by launchers, differently on each rank
 _OF_LAUNCHERS = ("OMPI_MCA_ess", "OMPI_MCA_orte", "OMPI_MCA_pmix", "I_MPI_INFO")
 _SHOWN_LETTERS = 60
-# They change what a rank writes, and nothing else
+# They change only the output of a rank
 _MAY_DIFFER = (BANNER.name, LOG.name)
 _LOCKING = "HDF5_USE_FILE_LOCKING"
 _LOCKING_VALUES = ("TRUE", "1", "FALSE", "0", "BEST_EFFORT")
@@ -191,7 +191,9 @@ def check_environment(facts: Mapping[int, PythonFacts]) -> list[CheckResult]:
             is_ours = name.startswith(PREFIX) and name not in _MAY_DIFFER
             status = Status.FAIL if is_ours else Status.WARN
             shown = {rank: _shorten(value) for rank, value in values.items()}
-            remedy = "set it on all ranks alike, or on none (mpirun -x or -genv)"
+            remedy = (
+                "set it to the same value on all ranks, or on none (mpirun -x or -genv)"
+            )
             rows.append(CheckResult(status, name, by_rank(shown), remedy))
     if not rows:
         count = (
@@ -203,7 +205,7 @@ def check_environment(facts: Mapping[int, PythonFacts]) -> list[CheckResult]:
 
 
 def _check_settings(facts: Mapping[int, PythonFacts]) -> list[CheckResult]:
-    """Return a row for each variable with which no strategy could be made."""
+    """Return a row for each variable that prevents creating a strategy."""
     wrong: dict[str, dict[int, str]] = {}
     for rank, fact in facts.items():
         for name, reason in unknown_names(fact.environment).items():
@@ -213,7 +215,7 @@ def _check_settings(facts: Mapping[int, PythonFacts]) -> list[CheckResult]:
                 setting.read(fact.environment)
             except LaunchError as error:
                 wrong.setdefault(setting.name, {})[rank] = str(error)
-    remedy = "correct it, or unset it: no strategy can be made with it"
+    remedy = "correct it, or unset it: no strategy can be created with it"
     return [
         CheckResult(Status.FAIL, f"{name}, as a setting", by_rank(found), remedy)
         for name, found in wrong.items()
@@ -233,7 +235,7 @@ class Hdf5Facts(NamedTuple):
       library: its version, and whether it was built for MPI.
       filters: the names of the available filters.
       locking: the variable HDF5_USE_FILE_LOCKING; None if not set.
-      missing_plugins: a folder of HDF5_PLUGIN_PATH that is not there, or nothing.
+      missing_plugins: folders of HDF5_PLUGIN_PATH that do not exist, or nothing.
     """
 
     library: str
@@ -271,7 +273,7 @@ def check_hdf5(facts: Mapping[int, Hdf5Facts]) -> list[CheckResult]:
             CheckResult(
                 Status.WARN,
                 _PLUGINS,
-                f"folders that are not there: {missing}",
+                f"folders that do not exist: {missing}",
                 "correct it, or unset it",
             )
         )

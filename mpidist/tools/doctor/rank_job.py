@@ -1,4 +1,4 @@
-"""What the ranks of the doctor's job check together, each exchange with a deadline."""
+"""Collective checks of the doctor, each exchange with a deadline."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ class _Examination:
             speed = _attempt(_measure_speed, self._job.comm, gpu, is_aware)
             if isinstance(speed, Failure):
                 row = CheckResult(
-                    Status.FAIL, what, speed.text, "this is what jobs would meet"
+                    Status.FAIL, what, speed.text, "jobs would fail in the same way"
                 )
             else:
                 row = check_speed(speed, self._job.size)
@@ -397,13 +397,13 @@ def check_speed(speed: Speed, ranks: int) -> CheckResult:
     found += f"{as_text(_LARGE_BYTES)} at {as_text(rate)}/s by {speed.transport}"
     if not speed.is_right:
         remedy = (
-            "do not compute there; try another MPI library, and MPIDIST_CUDA_AWARE=0"
+            "do not run jobs there; try another MPI library, and MPIDIST_CUDA_AWARE=0"
         )
         return CheckResult(Status.FAIL, what, f"WRONG SUMS; {found}", remedy)
     if speed.latency_seconds > _SLOW_SECONDS:
         remedy = (
-            "see that nothing else runs there, that ranks have cores of their own, "
-            "and that MPI uses the fast network"
+            "check that nothing else runs there, that ranks have their own cores, and "
+            "that MPI uses the fast network"
         )
         return CheckResult(Status.WARN, what, found, remedy)
     return CheckResult(Status.OK, what, found)

@@ -1,9 +1,9 @@
 """`python -m mpidist doctor`: runs the checks, and prints their results.
 
-Whatever crashes or hangs does so in a child process: the checks of this process, each
-in one of its own, and then MPI with all that needs the other ranks (`rank_job`), as
-MPI may end a process that starts it, or never return. This process survives, prints
-on rank 0, or where there is no MPI, and kills its children.
+All checks run in child processes, so that a crash or hang does not affect this process:
+each local check in its own child, then MPI with the checks of all ranks (`rank_job`),
+because MPI may end a process that starts it, or never return. This process prints on
+rank 0, or if there is no MPI, and kills its children.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ __all__ = ["Request", "run"]
 
 _STARTING = "starting MPI"
 _MARGIN_SECONDS = 10.0
-# How long the others may take to report, in terms of each check's time
+# How long other ranks may take to report, as a multiple of the time for each check
 _LINGERING = 7
 _NO_MPI_REMEDY = f"{NO_MPI}; the loader must find libmpi (LD_LIBRARY_PATH)"
 _REMEDIES = {
     _STARTING: "use the mpirun of the MPI library that mpi4py loads, or srun with "
-    "the --mpi= that it was built for (pmix for Open MPI, pmi2 for MPICH); see that "
-    "all ranks run the same program and that their nodes reach each other",
-    "ending": "see that all ranks come to their end",
+    "the --mpi= that it was built for (pmix for Open MPI, pmi2 for MPICH); check that "
+    "all ranks run the same program and that their nodes can connect to each other",
+    "ending": "check that all ranks end",
 }
 
 
@@ -74,7 +74,7 @@ class Request(NamedTuple):
 def run(request: Request) -> int:
     """Run all checks, print on rank 0, and return the exit status. Collective."""
     runner = _Runner(request)
-    # What is known is printed before children are closed, as launchers kill soon
+    # Results are printed before children are closed, since launchers kill soon
     with contextlib.ExitStack() as children, _raise_on_signals():
         try:
             return runner.end(runner.run(children))
@@ -113,7 +113,7 @@ class _Runner:
 
     def __init__(self, request: Request):
         self._request = request
-        self._stage = "looking at this process"
+        self._stage = "checking this process"
         self._rows: list[CheckResult] = []
         self._failed: CheckResult | None = None
         self._rank: int | None = None
@@ -133,7 +133,7 @@ class _Runner:
         status, is_job_ending = None, False
         broken = _broken_packages(facts)
         if broken:
-            found = f"not tried, as {', '.join(broken)} cannot be imported"
+            found = f"not tested: {', '.join(broken)} cannot be imported"
             self.fail(found, "see the rows below")
         else:
             request = self._request
@@ -204,7 +204,7 @@ class _Runner:
 
     def fail(self, found: str, remedy: str | None = None) -> None:
         """Add a row: the current stage has failed."""
-        remedy = remedy or _REMEDIES.get(self._stage, "see what was written to stderr")
+        remedy = remedy or _REMEDIES.get(self._stage, "read the messages on stderr")
         self._failed = CheckResult(Status.FAIL, self._stage, found, remedy)
         self._rows.append(self._failed)
 

@@ -97,7 +97,7 @@ def _job(plan: InputPlan) -> Iterator[str]:
     if steps.rows_in_last != steps.rows:
         sizes += f", the last of {steps.rows_in_last:,}"
     if steps.dropped_rows:
-        sizes += f"; {steps.dropped_rows:,} rows are left out"
+        sizes += f"; {steps.dropped_rows:,} rows are dropped"
     yield (
         f"{_count(request.ranks, 'rank')}, policy {request.policy.name}: "
         f"{_count(steps.steps, 'step')} per epoch{sizes}"
@@ -122,7 +122,7 @@ def _job(plan: InputPlan) -> Iterator[str]:
 def _order(plan: InputPlan) -> str:
     order, request = plan.order, plan.request
     if order.kind == "files":
-        return "as the rows lie in the files"
+        return "in file order"
     seed = "drawn by each job" if request.seed is None else str(request.seed)
     whose = " of a rank's files" if request.policy is AutoShardPolicy.FILE else ""
     if order.kind == "permutation":
@@ -237,8 +237,8 @@ def _on_batches(plan: InputPlan) -> Iterator[str]:
     else:
         each = -(-batch // ranks)
         yield (
-            f"batch {batch:,} does not divide by {ranks:,} ranks, so that each takes "
-            f"{each:,} rows, {each * ranks:,} in all; use {advice}"
+            f"batch {batch:,} is not divisible by {ranks:,} ranks: each takes {each:,} "
+            f"rows, {each * ranks:,} in total; use {advice}"
         )
 
 
@@ -252,7 +252,7 @@ def _on_empty_batches(plan: InputPlan) -> Iterator[str]:
     if at_end and is_global(plan.request.policy):
         yield (
             f"the last step's {last:,} rows leave none for {_count_ranks(at_end)} "
-            f"({_show_ranks(at_end)}); --drop-remainder leaves that step out"
+            f"({_show_ranks(at_end)}); --drop-remainder omits that step"
         )
 
 
@@ -265,7 +265,7 @@ def _on_files(plan: InputPlan) -> Iterator[str]:
     if source.other_datasets:
         others = ", ".join(source.other_datasets[:_LISTED_RANKS])
         more = ", ..." if len(source.other_datasets) > _LISTED_RANKS else ""
-        yield f"not read, as they were not named by --datasets: {others}{more}"
+        yield f"not read, because --datasets does not name them: {others}{more}"
     if plan.request.policy is not AutoShardPolicy.FILE or steps.imbalance <= _UNEVEN:
         return
     idle = sum(group.empty_steps * group.count for group in plan.groups)
@@ -292,7 +292,7 @@ def _on_decoding(plan: InputPlan) -> Iterator[str]:
     each = max(group.rows_per_step for group in plan.groups)
     if order.kind == "permutation":
         cause = "rows come from all chunks at once"
-        advice = "leave --window-chunks 0 out"
+        advice = "omit --window-chunks 0"
     elif order.kind == "blocks":
         cause = f"{order.lanes:,} stripes begin and end within chunks"
         advice = "smaller chunks, or batches, would be better"
@@ -302,7 +302,7 @@ def _on_decoding(plan: InputPlan) -> Iterator[str]:
             advice = f"a batch of {whole:,} rows, or a multiple, gives ranks their own"
     else:
         cause = f"a rank's {each:,} rows of a batch are parts of chunks"
-        advice = "--shuffle gives ranks chunks of their own"
+        advice = "--shuffle gives ranks separate chunks"
         if source.files >= plan.request.ranks:
             advice += ", --policy file whole files"
     yield f"chunks are decoded {times:.1f} times each per epoch, as {cause}; {advice}"

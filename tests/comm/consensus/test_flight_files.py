@@ -120,7 +120,7 @@ def test_what_is_no_file_is_not_opened(comm, dumps, tmp_path, what, which):
     else:
         path.mkdir()
     duplicate = comm.Dup()
-    with pytest.warns(RuntimeWarning, match="are not kept in MPIDIST_DUMPS"):
+    with pytest.warns(RuntimeWarning, match="are not recorded in MPIDIST_DUMPS"):
         consensus = Consensus(duplicate)
     consensus.sync_errors("a call", None)
     consensus.close()

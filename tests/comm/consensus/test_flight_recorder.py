@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(comm, monkeypatch, tmp_pat
         Consensus(comm)
         return
     duplicate = comm.Dup()
-    with pytest.warns(RuntimeWarning, match="are not kept in MPIDIST_DUMPS"):
+    with pytest.warns(RuntimeWarning, match="are not recorded in MPIDIST_DUMPS"):
         consensus = Consensus(duplicate)
     consensus.sync_errors("a call", None)
     assert consensus.recorder.last().operation == "a call"
@@ -195,7 +195,7 @@ def test_what_ranks_did_is_kept_when_one_dies(mpirun, tmp_path, ending):
         assert "rank 2: reduce(reduce_op MEAN" in found.stdout
     else:
         # Rank 2 may be ended while it still is in the call before
-        missing = r"ranks? (0, )?1(, 2)? did not come to call|differs"
+        missing = r"ranks? (0, )?1(, 2)? did not reach call|differs"
         assert re.search(missing, found.stdout)
 
 
@@ -253,7 +253,7 @@ def test_ranks_that_are_behind_are_named(dumps, capsys):
     change_ring(dumps, 1, 29, (0, 0, 0, 0, 0))
     assert main(["diff", str(dumps)]) == 1
     out = capsys.readouterr().out
-    assert "rank 1 did not come to call 30, y() at a.py:1" in out
+    assert "rank 1 did not reach call 30, y() at a.py:1" in out
     assert "30, y at a.py:1, not ended on rank 0; 29, x at a.py:1, ended on ra" in out
 
 
@@ -265,7 +265,7 @@ def test_ranks_without_a_dump_are_named(dumps, capsys):
 
 def test_no_dumps_are_an_error(tmp_path, capsys):
     assert main(["diff", str(tmp_path)]) == 2
-    assert "there is no dump of a flight recorder" in capsys.readouterr().err
+    assert "there is no flight recorder dump" in capsys.readouterr().err
     assert main(["diff", str(tmp_path / "none")]) == 2
     assert "there is no" in capsys.readouterr().err
 
