@@ -18,6 +18,8 @@ import launching
 import numpy as np
 import pytest
 
+import mpidist
+
 DOCS = Path(__file__).parents[1] / "docs"
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
 GUIDES = sorted((DOCS / "coming_from").glob("*.md"))
@@ -92,6 +94,65 @@ def test_mpi4py_and_mpidist_give_the_same(comm):
     everyone = [np.arange(rank + 1.0) for rank in range(comm.size)]
     np.testing.assert_array_equal(names["everything"], np.concatenate(everyone))
     assert names["mean"] == names["mean_theirs"] == np.concatenate(everyone).mean()
+
+
+def test_tensorflow_s_program_in_numpy(comm, capsys, monkeypatch, mpi_tmp_path):
+    monkeypatch.chdir(mpi_tmp_path)
+    names = run(DOCS / "coming_from/tf_distribute.md")
+    w, x = np.zeros(3), np.arange(30.0).reshape(10, 3) / 30
+    y = x @ [1.0, 2.0, 3.0]
+    for _ in range(5):
+        for rows in (slice(0, 4), slice(4, 8), slice(8, 10)):
+            error = x[rows] @ w - y[rows]
+            w -= 0.5 / 4 * 2 * x[rows].T @ error
+    np.testing.assert_allclose(names["w"].numpy(), w, rtol=1e-12)
+    np.testing.assert_allclose(names["loss"], (error**2).mean(), rtol=1e-9)
+    # As TensorFlow 2.21 printed
+    if comm.rank == 0:
+        printed = "[1.877129 2.019706 2.162283] 0.000750\n"
+        assert capsys.readouterr().out == printed
+
+
+def test_horovod_s_calls_in_numpy(comm):
+    names = run(DOCS / "coming_from/horovod.md")
+    each = [np.full(3, rank + 1.0) for rank in range(comm.size)]
+    np.testing.assert_array_equal(names["total"], sum(each))
+    np.testing.assert_allclose(names["mean"], sum(each) / comm.size)
+    rows = [np.arange(rank + 1.0) for rank in range(comm.size)]
+    np.testing.assert_array_equal(names["rows"], np.concatenate(rows))
+    np.testing.assert_array_equal(names["first"], each[0])
+    assert names["words"] == [f"rank {rank}" for rank in range(comm.size)]
+    mean = np.full((2, 3), (comm.size + 1) / 2)
+    np.testing.assert_allclose(names["means"]["w"], mean)
+    np.testing.assert_array_equal(names["means"]["b"], np.ones(3))
+
+
+def test_chainermn_s_job_sees_every_row_once(comm):
+    names = run(DOCS / "coming_from/chainermn.md")
+    x, w = names["x"], names["w"].numpy()
+    np.testing.assert_allclose(names["loss"], ((x @ w - x.sum(1)) ** 2).mean())
+    assert np.abs(w).min() > 0
+
+
+NAMES = [
+    (page, name)
+    for page in GUIDES
+    for name in re.findall(
+        r"`((?:mpidist|strategy)\.[\w.]+)", page.read_text().partition("## Names")[2]
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "name"), NAMES, ids=lambda value: getattr(value, "stem", value)
+)
+def test_names_of_the_tables_exist(strategy, page, name):
+    first, *rest = name.split(".")
+    if rest[0] == "torch" and importlib.util.find_spec("torch") is None:
+        pytest.skip("PyTorch is not installed")
+    found = {"strategy": strategy, "mpidist": mpidist}[first]
+    for attribute in rest:
+        found = getattr(found, attribute)
 
 
 def why_no_notebooks():

@@ -228,8 +228,7 @@ class GradientBuckets:
                     f"{self._op.name!r}"
                 )
             leaves, self._spec, given = to_arrays(like)
-            # An empty copy keeps library and device, but not the memory of `like`. The
-            # library of the results, without the memory of `like`
+            # An empty copy keeps library and device, but not the memory of `like`
             self._originals = [
                 arrays.like_foreign(a.reshape(-1)[:0].copy(), leaf)
                 for a, leaf in zip(given, leaves)
