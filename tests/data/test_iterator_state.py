@@ -727,7 +727,9 @@ def test_everything_everywhere_goes_on_where_batches_are_equal(
     require_own_rest(strategy, comm, divide)
 
     def message(n, k):
-        return rf"batch_size is {12 // n}, here {12 // k} \(AutoShardPolicy.OFF"
+        return (
+            rf"batch_size is {12 // n}, but here it is {12 // k} \(AutoShardPolicy.OFF"
+        )
 
     require_only_here(comm, strategies, divide, message)
     state = run_own(strategy, iter(divide(strategy, comm.size))).states[3]
