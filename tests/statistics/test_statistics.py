@@ -311,7 +311,7 @@ def test_what_is_refused(strategy):
         moments.update_state(np.array(["a"]))
     with pytest.raises(ArgumentTypeError, match="real numbers, not"):
         moments.update_state(np.zeros((2, 3), np.longdouble))
-    with pytest.raises(ArgumentTypeError, match="no Moments"):
+    with pytest.raises(ArgumentTypeError, match="not a Moments"):
         moments.merge_state([ConfusionMatrix(2, strategy)])
     with pytest.raises(ArgumentError, match="does not fit"):
         moments.merge_state([Moments(1, strategy)])
