@@ -24,8 +24,8 @@ every replica before any data move. On the other replicas, `origin_rank` of the 
 the rank of the replica that failed.
 
 If a function passed to `Strategy.run`, `ReplicaContext.merge_call` or `Dataset.map`
-fails, the traceback shows the program's own lines and one line of mpidist. To see all
-lines, set MPIDIST_FULL_TRACEBACKS=1.
+fails, or an error of mpidist ends the program, the traceback shows the program's own
+lines and the call of mpidist. To see all lines, set MPIDIST_FULL_TRACEBACKS=1.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from mpidist.monitor import timeline
 from mpidist.util import logs
 from mpidist.util.forks import is_forked
 from mpidist.util.settings import hang_seconds
+from mpidist.util.tracebacks import fold
 
 __all__ = ["abort_on_exception", "leave_together"]
 
@@ -127,6 +128,8 @@ def _report_and_abort(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     explain(error)
+    if isinstance(error, MpidistError):
+        fold(error)
     if not _in_job() or is_forked() or hasattr(sys, "ps1") or sys.flags.interactive:
         sys.__excepthook__(kind, error, trace)
         return

@@ -96,7 +96,8 @@ def require_strategy(variable: Variable) -> None:
     if context.has_strategy() and current is not variable.distribute_strategy:
         raise ContextError(
             f"Mixing different tf.distribute.Strategy objects: {variable.name} of "
-            f"{variable.distribute_strategy!r} was changed under {current!r}"
+            f"{variable.distribute_strategy!r} was changed under {current!r}. Create "
+            "variables inside `with strategy.scope():`"
         )
 
 

@@ -1,4 +1,4 @@
-"""Tracebacks of errors in the user's functions, without the frames of this package."""
+"""Tracebacks without the inner frames of this package."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def fold(error: BaseException) -> None:
     """Leave one of this package's frames before those of the user's function.
 
     To be called where an error is caught that leaves a public function, before it is
-    raised again. Of frames of this package that follow each other, the first one stays:
-    the function that the user called. Frames of other code always stay.
+    raised again, and where an error of this package ends the program. Of frames of this
+    package that follow each other, the first one stays: the function that the user
+    called. Frames of other code always stay.
 
     An error that this package has not raised on purpose keeps the frames in which it
     came up. With MPIDIST_FULL_TRACEBACKS=1 nothing is changed.
@@ -41,7 +42,7 @@ def fold(error: BaseException) -> None:
 
 
 def _later(first: TracebackType, is_meant: bool) -> list[TracebackType]:
-    """Return the entries after `first`, which is this package's, that are to stay."""
+    """Return the entries to keep after `first`, which stays."""
     entries = []
     trace = first.tb_next
     while trace is not None:
@@ -50,7 +51,7 @@ def _later(first: TracebackType, is_meant: bool) -> list[TracebackType]:
     last = [i for i, trace in enumerate(entries) if not _is_own(trace)]
     # Where an error came up in this package by mistake, all of it is needed
     end = len(entries) if is_meant or not entries else (last[-1] + 1 if last else 0)
-    kept, after_own = [], True
+    kept, after_own = [], _is_own(first)
     for trace in entries[:end]:
         is_own = _is_own(trace)
         if not (is_own and after_own):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import launching
@@ -110,6 +111,28 @@ def test_an_uncaught_exception_ends_the_job_with_one_traceback(mpirun, script):
     assert ended.stderr.count("Traceback (most recent call last)") == 1, ended.stderr
     assert "mpidist: rank 1 of 3 failed" in ended.stderr
     assert "KeyError: 'the reason'" in ended.stderr
+
+
+DIVERGING = """
+import mpidist
+strategy = mpidist.MirroredStrategy()
+rank = strategy.extended.replica_id
+if rank == 0:
+    strategy.reduce("SUM", 1.0)
+strategy.barrier()
+"""
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_an_error_of_the_library_shows_the_programs_lines(mpirun, full):
+    environ = {"MPIDIST_FULL_TRACEBACKS": "1"} if full else {}
+    ended = mpirun(2, DIVERGING, **environ)
+    assert ended.returncode != 0
+    lines = re.findall(r'^  File ".*", line \d+, in .*', ended.stderr, re.M)
+    assert "mpidist.errors.DivergenceError: the replicas called" in ended.stderr
+    assert lines[0].endswith("in <module>"), ended.stderr
+    assert lines[1].endswith(("in reduce", "in barrier")), ended.stderr
+    assert (len(lines) > 2) == full, ended.stderr
 
 
 FAILING_IN_IMPORT = """
