@@ -223,7 +223,7 @@ def test_a_bad_variable_is_an_error_on_all_ranks(consensus, cache, monkeypatch):
 def test_unlike_variables_are_an_error_on_all_ranks(consensus, cache, monkeypatch):
     if consensus.rank == 0:
         monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
-    with pytest.raises(mpidist.LaunchError, match="different things"):
+    with pytest.raises(mpidist.LaunchError, match="differs between ranks"):
         find_support(consensus, None, GPU, index=0)
 
 
