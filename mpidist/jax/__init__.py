@@ -11,17 +11,17 @@
         loss, gradient = both(weights, x, y)
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradient), loss
 
-`value_and_grad` and `grad` are those of JAX, but what they return is the mean over the
-rows of all replicas. `all_reduce`, `all_gather` and `broadcast` work inside of `jit`,
-`grad`, `vmap`, `scan` and `cond`, and outside. `jit` is `jax.jit`, but errors in it are
-those of mpidist. `as_jax` gives batches as JAX arrays.
+`value_and_grad` and `grad` are like JAX's, but return the mean over the rows of all
+replicas. `all_reduce`, `all_gather` and `broadcast` work inside `jit`, `grad`, `vmap`,
+`scan` and `cond`, and outside. `jit` is `jax.jit`, but raises the errors of mpidist.
+`as_jax` gives batches as JAX arrays.
 
-Outside of `jit`, everything of mpidist that takes arrays takes JAX's, too:
+Outside `jit`, all of mpidist accepts JAX arrays too:
 `strategy.reduce("MEAN", gradients)`, `Checkpoint(params=params)`. A `Variable` holds
-NumPy arrays: it can be given JAX arrays, and `jnp.asarray(variable)` is a copy of it.
+NumPy arrays: you can assign JAX arrays to it, and `jnp.asarray(variable)` copies it.
 
-Import this module before JAX computes anything: collectives inside of `jit` need JAX to
-dispatch computations on the CPU synchronously, which it asks for. They need one CPU
+Import this module before JAX computes anything: it makes JAX dispatch CPU computations
+synchronously, which collectives inside `jit` need. They also need exactly one CPU
 device per process.
 """
 

@@ -61,9 +61,9 @@ def all_reduce(
 ) -> Any:
     """Return the reduction of a pytree of arrays over all replicas. Collective.
 
-    What is differentiated is the sum of all replicas' results: the derivative of a SUM
-    is a SUM of the derivatives, that of a MEAN a MEAN. Under vmap, arrays are reduced
-    with their batch dimension.
+    Derivatives are those of the sum of all replicas' results: the derivative of a SUM
+    is the SUM of the derivatives, and of a MEAN the MEAN. Under vmap, arrays are
+    reduced with their batch dimension.
 
     Args:
       reduce_op: SUM, MEAN, MIN, MAX or PRODUCT, or its name in any case.
@@ -108,10 +108,11 @@ def all_gather(
     *,
     strategy: Strategy | None = None,
 ) -> Any:
-    """Return the replicas' arrays one behind the other along `axis`. Collective.
+    """Return the replicas' arrays concatenated along `axis`. Collective.
 
-    Inside of `jit` and the like, shapes must agree on all replicas; outside, lengths
-    along `axis` may differ. What is differentiated is the sum of all replicas' results.
+    Inside `jit` and other transformations, shapes must agree on all replicas; outside,
+    lengths along `axis` may differ. Derivatives are those of the sum of all replicas'
+    results.
 
     Args:
       value: a pytree of arrays with ndim >= 1.
@@ -153,8 +154,8 @@ def all_gather(
 def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) -> Any:
     """Return the arrays of replica `root`, on every replica. Collective.
 
-    Every replica passes a pytree of the same structure, shapes and dtypes. What is
-    differentiated is the sum of all replicas' results.
+    Every replica passes a pytree of the same structure, shapes and dtypes. Derivatives
+    are those of the sum of all replicas' results.
 
     Args:
       value: a pytree of arrays.

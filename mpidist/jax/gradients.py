@@ -30,21 +30,21 @@ def value_and_grad(
     strategy: Strategy | None = None,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
-    """Return what `jax.value_and_grad` does, with value and gradients of all replicas.
+    """Like `jax.value_and_grad`, with value and gradients over all replicas.
 
-    The function that is returned is collective: it makes one all_reduce, inside of
-    `jit` or outside. `fun` returns the mean over its rows, those of this replica. What
-    comes back is the mean over the rows of all replicas, however many each has:
-    replicas without any add nothing, whatever `fun` makes of no rows.
+    The returned function is collective: it makes one all_reduce, inside or outside
+    `jit`. `fun` returns the mean over this replica's rows. The results are means over
+    the rows of all replicas, weighted by their numbers of rows. Replicas without rows
+    contribute nothing, even if `fun` returns nan there.
 
     Args:
-      fun: as `jax.value_and_grad` takes it; it may use collectives of mpidist.jax.
-      argnums: by which positional arguments to differentiate.
-      has_aux: whether `fun` returns a value and something else, which comes back as
-        this replica has it.
-      batch_argnums: which positional arguments have rows, along their first
-        dimension; by default all that are not in `argnums`. (): there are none, so each
-        replica counts the same.
+      fun: as in `jax.value_and_grad`; it may use collectives of mpidist.jax.
+      argnums: the positional arguments to differentiate by.
+      has_aux: whether `fun` returns a value and auxiliary data, which is returned for
+        this replica only.
+      batch_argnums: which positional arguments have rows, along their first dimension;
+        by default all that are not in `argnums`. With () no argument has rows, and all
+        replicas have the same weight.
       strategy: by default the one that is current when the function is called (inside
         of `jit`: traced).
       options: see `CommunicationOptions`.
@@ -53,8 +53,8 @@ def value_and_grad(
       A function like `fun` that returns `(value, gradients)`, or
       `((value, aux), gradients)`.
 
-    Raises, where it is called: ArgumentError: the arguments with rows have none, or
-      unlike numbers of them. See also `jax.value_and_grad` and `all_reduce`.
+    Raises, when called: ArgumentError: the arguments with rows have no dimensions, or
+    different numbers of rows. See also `jax.value_and_grad` and `all_reduce`.
 
     Example:
       >>> mean_of = lambda w, x: jnp.mean(w * x)
@@ -102,10 +102,10 @@ def grad(
     strategy: Strategy | None = None,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
-    """Return what `jax.grad` does, with gradients of all replicas.
+    """Like `jax.grad`, with gradients over all replicas.
 
-    See `value_and_grad`. The function that is returned is collective; it returns
-    the gradients, or `(gradients, aux)`.
+    See `value_and_grad`. The returned function is collective; it returns the gradients,
+    or `(gradients, aux)`.
 
     Example:
       >>> gradient = mpidist.jax.grad(lambda w, x: jnp.mean(w * x), strategy=strategy)

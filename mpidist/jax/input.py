@@ -20,13 +20,12 @@ __all__ = ["JaxDataset", "JaxIterator", "as_jax"]
 def as_jax(dataset: Any) -> JaxDataset:
     """Return a distributed dataset whose batches are this replica's rows in JAX arrays.
 
-    Large batches are not copied once more: their memory is JAX's until the arrays are
-    gone. (JAX copies what does not begin with a cache line, and 64-bit numbers, unless
-    it has them: jax_enable_x64.)
+    Large batches are not copied: JAX uses their memory until the arrays are freed. (JAX
+    copies arrays that do not begin at a cache line, and 64-bit numbers without
+    jax_enable_x64.)
 
     Args:
-      dataset: of `experimental_distribute_dataset` or its like, or any iterable of
-        nests of arrays.
+      dataset: a distributed dataset, or any iterable of nests of arrays.
 
     Example:
       >>> rows = mpidist.Dataset.range(8).batch(4)
@@ -42,7 +41,7 @@ def as_jax(dataset: Any) -> JaxDataset:
 
 
 class JaxDataset:
-    """A dataset that `as_jax` has made. Iterating over it is collective.
+    """The result of `as_jax`. Iterating over it is collective.
 
     Example:
       >>> rows = mpidist.Dataset.range(8).batch(4)
@@ -62,7 +61,7 @@ class JaxDataset:
 
 
 class JaxIterator:
-    """Gives batches as JAX arrays; in a `Checkpoint` it is saved as an iterator is.
+    """Gives batches as JAX arrays; a `Checkpoint` saves it like an iterator.
 
     Example:
       >>> rows = mpidist.Dataset.range(8).batch(4)

@@ -57,7 +57,7 @@ def find_strategy(strategy: Strategy | None, call: str) -> Strategy:
     """Return `strategy`, or the current one, in which `call` may communicate.
 
     Raises:
-      ArgumentTypeError: it is no strategy.
+      ArgumentTypeError: it is not a strategy.
       ContextError: it is None, and no strategy is current; or another one is; or it was
         finalized.
     """
@@ -166,11 +166,11 @@ def take_error() -> Exception | None:
 def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
     """Return `jax.jit(fun, **options)`, which raises the errors of mpidist.
 
-    What `jax.jit` compiles raises a `jax.errors.JaxRuntimeError` instead, with their
-    text, where a collective in it fails; on all ranks alike.
+    With plain `jax.jit`, a failed collective raises `jax.errors.JaxRuntimeError` with
+    the same text, on all ranks.
 
     Args:
-      fun: as `jax.jit` takes it; or None, to decorate a function.
+      fun: as in `jax.jit`; or None, to decorate a function.
       options: those of `jax.jit`.
 
     Returns:

@@ -4,7 +4,7 @@
 
     model = mpidist.torch.DistributedDataParallel(model)
 
-`import mpidist` does not import this; `pip install torch` brings PyTorch.
+`import mpidist` does not import this. Needs `pip install torch`.
 """
 
 from __future__ import annotations

@@ -47,15 +47,15 @@ class _Ranks:
 
 
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
-    """BatchNorm whose means and variances are those of the rows of all ranks.
+    """BatchNorm with means and variances over the rows of all ranks.
 
-    Ranks may have unlike numbers of rows, or none. With `DistributedDataParallel`
-    gradients are those of one process with all rows. Forward and backward passes are
-    collective while it trains; inputs are `(rows, channels, *shape)`.
+    Ranks may have different numbers of rows, or none. With `DistributedDataParallel`,
+    gradients equal those of one process with all rows. In training, forward and
+    backward passes are collective. Inputs are `(rows, channels, *shape)`.
 
     Args:
-      num_features, eps, momentum, affine, track_running_stats: as of BatchNorm2d.
-      strategy: whose ranks; None for the current strategy, or a new one of all ranks.
+      num_features, eps, momentum, affine, track_running_stats: as in BatchNorm2d.
+      strategy: the strategy; None for the current one, or a new one of all ranks.
 
     Example:
       >>> layer = mpidist.torch.SyncBatchNorm(1, strategy=strategy)
@@ -81,7 +81,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     def convert_sync_batchnorm(
         cls, module: Any, strategy: Strategy | None = None
     ) -> Any:
-        """Do what the function `convert_sync_batchnorm` does."""
+        """See the function `convert_sync_batchnorm`."""
         return convert_sync_batchnorm(module, strategy)
 
     def _check_input_dim(self, input: Any) -> None:
@@ -91,10 +91,10 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             )
 
     def forward(self, input: Any) -> Any:
-        """Return the normalised input. Collective while it trains.
+        """Return the normalised input. Collective in training.
 
         Raises:
-          ArgumentError: less than two values per channel on all ranks together: on all.
+          ArgumentError: on all ranks, if there are fewer than two values per channel.
         """
         group = self._ranks.strategy.extended
         is_training = self.training or self.running_mean is None
@@ -201,15 +201,16 @@ class _Normalise(torch.autograd.Function):
 def convert_sync_batchnorm(module: Any, strategy: Strategy | None = None) -> Any:
     """Return a model with `SyncBatchNorm` in place of its BatchNorm layers.
 
-    They have the same parameters and buffers. Call it on all ranks, before
-    `DistributedDataParallel` and before the optimizer is made.
+    Parameters and buffers are kept. Call it on all ranks, before creating
+    `DistributedDataParallel` and the optimizer.
 
     Args:
-      module: is changed, and returned; if it is such a layer itself, another one is.
-      strategy: whose ranks; None for the current strategy, or a new one of all ranks.
+      module: changed in place and returned; if it is a BatchNorm layer itself, a new
+        layer is returned.
+      strategy: the strategy; None for the current one, or a new one of all ranks.
 
     Raises:
-      ArgumentTypeError: no Module.
+      ArgumentTypeError: not a Module.
 
     Example:
       >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))

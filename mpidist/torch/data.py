@@ -23,8 +23,8 @@ class TensorIterator:
     """Batches of this replica as tensors. `next` is collective.
 
     Args:
-      iterator: of a distributed dataset. Its place is saved and restored as its own:
-        in a `Checkpoint`, or by `get_state` and `set_state`.
+      iterator: of a distributed dataset. Its position can be saved and restored in a
+        `Checkpoint`, or by `get_state` and `set_state`.
     """
 
     def __init__(self, iterator: DistributedIterator):
@@ -42,15 +42,15 @@ class TensorIterator:
         return to_tensors(select_replica(next(self._iterator)))
 
     def get_state(self) -> dict[str, int]:
-        """Return the place; see `DistributedIterator.get_state`."""
+        """Return the position; see `DistributedIterator.get_state`."""
         return self._iterator.get_state()
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Go on from a place. Collective; see `DistributedIterator.set_state`."""
+        """Resume from a position. Collective; see `DistributedIterator.set_state`."""
         self._iterator.set_state(state)
 
     def close(self) -> None:
-        """End the threads that read ahead."""
+        """Stop the prefetch threads."""
         self._iterator.close()
 
 
@@ -65,26 +65,26 @@ class TensorDataset:
         return TensorIterator(iter(self._dataset))
 
     def __len__(self) -> int:
-        """Return the number of steps, where it is known."""
+        """Return the number of steps, if known."""
         return len(self._dataset)
 
     @property
     def cardinality(self) -> int:
-        """The number of steps, the same on all replicas; -1 for no end, -2 unknown."""
+        """The number of steps, equal on all replicas; -1 if endless, -2 if unknown."""
         return self._dataset.cardinality
 
 
 def as_tensors(dataset: DistributedDataset) -> TensorDataset:
     """Return a distributed dataset whose batches are tensors of this replica's rows.
 
-    They are not copied: a batch that was read from HDF5 is the memory of its tensors.
+    Arrays are not copied: tensors share the memory of the batch.
 
         data = mpidist.Dataset.from_hdf5("train-*.h5", ["x", "y"]).shuffle().batch(256)
         for x, y in as_tensors(strategy.experimental_distribute_dataset(data)):
             ...
 
-    A late replica may have fewer rows than others, or none: `DistributedDataParallel`
-    counts them.
+    The last replicas may have fewer rows, or none: `DistributedDataParallel` weights by
+    rows.
 
     Raises:
       ArgumentTypeError: it is not a distributed dataset.
@@ -107,7 +107,7 @@ def to_tensors(batch: Any) -> Any:
     """Return a nest of arrays as tensors, which share their memory.
 
     Raises:
-      DataError: text, dates or other arrays that PyTorch has not.
+      DataError: text, dates or other dtypes that PyTorch lacks.
     """
     return nest.map_leaves(_to_tensor, batch)
 
@@ -134,23 +134,23 @@ def _to_tensor(array: Any) -> Any:
 
 
 def from_dataset(dataset: Any, num_parallel_calls: int | None = None) -> Dataset:
-    """Return a `mpidist.Dataset` of the elements of a dataset of PyTorch.
+    """Return a `mpidist.Dataset` of the elements of a PyTorch dataset.
 
-    Of a map-style one, each rank reads only the rows that it trains on:
+    With a map-style dataset, each rank reads only its own rows:
 
         data = from_dataset(MNIST(folder)).shuffle(seed=0).batch(256)
         data = as_tensors(strategy.experimental_distribute_dataset(data))
 
-    Tensors, arrays and numbers are elements, tuples and dicts of them structure, and so
-    are lists that begin with tensors.
+    Tensors, arrays and numbers are leaves; tuples, dicts, and lists that begin with
+    tensors are structure.
 
     Args:
       dataset: with `__getitem__` and `__len__`, the same on all ranks; or an
-        `IterableDataset`, which each rank goes through as a whole.
-      num_parallel_calls: in how many threads `__getitem__` is called.
+        `IterableDataset`, which each rank reads completely.
+      num_parallel_calls: the number of threads that call `__getitem__`.
 
     Raises:
-      ArgumentTypeError: it is neither; a DataLoader, whose `dataset` is meant.
+      ArgumentTypeError: it is neither; a DataLoader (pass its `dataset`).
 
     Example:
       >>> numbers = torch.utils.data.TensorDataset(torch.arange(8.0))

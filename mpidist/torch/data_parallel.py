@@ -1,4 +1,4 @@
-"""DistributedDataParallel: a model of PyTorch, trained on all ranks as on one."""
+"""DistributedDataParallel: data-parallel training of a PyTorch model."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _FOREIGN = {
 
 
 class DistributedDataParallel(torch.nn.Module):
-    """A model whose gradients are averaged over all ranks. Collective to make.
+    """A model whose gradients are averaged over all ranks. Collective to create.
 
-    As torch's class of this name: parameters and buffers become rank 0's; then train as
-    on one rank. When `backward` returns, `.grad` holds the mean over the rows of all
-    ranks, so ranks may have batches of unlike lengths, or none of the rows: the loss is
-    to be the mean over a rank's own rows. Each rank calls `backward` as often as the
-    others.
+    Like torch's class of this name: parameters and buffers are copied from rank 0; then
+    train as on one rank. The loss must be the mean over a rank's own rows. When
+    `backward` returns, `.grad` is the mean over the rows of all ranks, so ranks may
+    have batches of different lengths, or no rows. All ranks must call `backward`
+    equally often.
 
         model = mpidist.torch.DistributedDataParallel(model)
         for x, y in data:
@@ -53,26 +53,26 @@ class DistributedDataParallel(torch.nn.Module):
             optimizer.step()
 
     Args:
-      module: the model, where the replica is: on the CPU, or on its GPU ("GPU:1" is
-        "cuda:1"); on all ranks with the same parameters.
-      strategy: whose ranks; None for the current strategy, or a new one of all ranks.
-      broadcast_buffers: whether buffers, such as the means of BatchNorm, become those
-        of rank 0 in each step.
-      bucket_cap_mb: how many megabytes of gradients at most are sent in one piece where
-        they are sent while the pass goes on; None for the default of mpidist.
-      find_unused_parameters: whether a pass may leave out parameters; those that it
-        leaves out on all ranks keep their `.grad`.
-      batch_dim: the dimension of the rows in the first tensor that `forward` gets. The
-        gradients of a rank count as much as it has rows (see `set_rows`); None for as
-        much as those of any other rank.
+      module: the model, on the replica's device (the CPU, or its GPU: "GPU:1" is
+        "cuda:1"), with the same parameters on all ranks.
+      strategy: the strategy; None for the current one, or a new one of all ranks.
+      broadcast_buffers: whether buffers, such as the means of BatchNorm, are copied
+        from rank 0 in each step.
+      bucket_cap_mb: the maximum megabytes of gradients per bucket when gradients are
+        sent during the backward pass; None for mpidist's default.
+      find_unused_parameters: whether a pass may omit parameters; those omitted on all
+        ranks keep their `.grad`.
+      batch_dim: the dimension of the rows in the first tensor that `forward` gets. A
+        rank's gradients are weighted by its number of rows (see `set_rows`); with None
+        all ranks have the same weight.
       options: see `CommunicationOptions`; compression="bfloat16" sends half as much.
-      gradient_as_bucket_view, static_graph: change nothing here.
+      gradient_as_bucket_view, static_graph: accepted, without effect.
       **others: torch's other arguments are refused by name.
 
     Raises, on all ranks:
       MismatchError: names, shapes or dtypes of parameters or buffers differ.
-      ArgumentError: no parameter needs a gradient; it is not where the replica is.
-      ArgumentTypeError: module is no Module, or other types are wrong.
+      ArgumentError: no parameter requires a gradient; the model is on another device.
+      ArgumentTypeError: `module` is not a Module; another argument has an invalid type.
 
     Example:
       >>> layer = torch.nn.Linear(1, 1, bias=False)
@@ -140,10 +140,10 @@ class DistributedDataParallel(torch.nn.Module):
         )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return what the model returns.
+        """Return the output of the model.
 
-        Collective where the buffers have changed in a forward pass before this one that
-        no backward pass has followed.
+        Collective if an earlier forward pass without a backward pass has changed
+        buffers.
         """
         reducer = self._reducer
         if torch.is_grad_enabled():
@@ -165,22 +165,22 @@ class DistributedDataParallel(torch.nn.Module):
         return self._strategy
 
     def set_rows(self, rows: int) -> None:
-        """Say how many rows the loss of this step is a mean of; after `forward`.
+        """Set the number of rows in this step's mean loss; call it after `forward`.
 
-        Where that is not the length of a batch: tokens without padding, say. Not
-        collective.
+        Use it if that is not the length of the batch, for example tokens without
+        padding. Not collective.
 
         Raises:
-          ArgumentError: less than 0. ArgumentTypeError: no integer.
+          ArgumentError: below 0. ArgumentTypeError: not an integer.
         """
         self._reducer.rows = validation.integer("rows", rows, 0)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients of passes in this block add up on each rank by itself.
+        """Accumulate gradients on each rank in this block, without communication.
 
-        The first pass behind it averages the sums. As with torch's, it is the block
-        that `forward` is called in that counts.
+        The first pass after the block averages the sums. As in torch, the block that
+        contains `forward` counts.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -195,23 +195,23 @@ class DistributedDataParallel(torch.nn.Module):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Iterator[None]:
-        """Let ranks have unlike numbers of batches in this block. Collective.
+        """Allow different numbers of batches on the ranks in this block. Collective.
 
-        A rank that leaves the block takes part in the others' steps without rows, until
-        all have left it; then all have the parameters of one that made the most steps
-        (but each its own state of the optimizer). Batches of distributed datasets are
-        as many on all ranks, and need no such block.
+        A rank that leaves the block takes part in the other ranks' steps without rows,
+        until all have left. Then all ranks get the parameters of a rank with the most
+        steps (each keeps its own optimizer state). Distributed datasets have the same
+        number of batches on all ranks and do not need it.
 
         Args:
-          divide_by_initial_world_size: with batch_dim=None, whether ranks that have
-            ended count as ranks without gradients; else the others' mean is taken.
+          divide_by_initial_world_size: with batch_dim=None, whether ended ranks count
+            in the mean, with zero gradients; else the mean is over the other ranks.
           enable: False for a block without effect.
-          throw_on_early_termination: raise instead, on all ranks, when one has ended.
+          throw_on_early_termination: instead raise on all ranks when one has ended.
 
         Raises, on all ranks:
           ContextError: see `throw_on_early_termination`.
-          DivergenceError: other collectives, such as those of SyncBatchNorm, on ranks
-            that have batches left.
+          DivergenceError: ranks with batches left call other collectives, such as those
+            of SyncBatchNorm.
         """
         reducer = self._reducer
         if not enable:
@@ -227,7 +227,7 @@ class DistributedDataParallel(torch.nn.Module):
             reducer.joining = None
 
     def register_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise: there are no such hooks."""
+        """Not supported: raises."""
         raise UnsupportedError(
             f"{CALL} has no communication hooks; pass options="
             "mpidist.CommunicationOptions(compression='bfloat16') to send less"
@@ -235,8 +235,8 @@ class DistributedDataParallel(torch.nn.Module):
 
     def __getstate__(self) -> NoReturn:
         raise UnsupportedError(
-            f"a {CALL} belongs to its ranks, and cannot be copied or pickled; take its "
-            "`module`, or `state_dict()`"
+            f"a {CALL} belongs to its ranks, and cannot be copied or pickled; use its "
+            "`module` or `state_dict()`"
         )
 
 

@@ -313,7 +313,7 @@ def test_what_is_refused(strategy):
         moments.update_state(np.zeros((2, 3), np.longdouble))
     with pytest.raises(ArgumentTypeError, match="not a Moments"):
         moments.merge_state([ConfusionMatrix(2, strategy)])
-    with pytest.raises(ArgumentError, match="does not fit"):
+    with pytest.raises(ArgumentError, match="does not match"):
         moments.merge_state([Moments(1, strategy)])
     with pytest.raises(ContextError, match="strategy=strategy"):
         Moments()

@@ -100,7 +100,7 @@ def test_on_other_numbers_of_ranks(strategy, comm, mpi_tmp_path):
     [
         (lambda: nn.Linear(4, 3), r"weight is torch.float32 of shape \(3, 4\)"),
         (lambda: nn.Linear(4, 2).double(), "torch.float64"),
-        (lambda: nn.Linear(4, 2, bias=False), r"that the model lacks.*bias"),
+        (lambda: nn.Linear(4, 2, bias=False), r"the model lacks.*bias"),
         (lambda: nn.Sequential(nn.Linear(4, 2)), r"lacks.*0\.bias"),
     ],
     ids=["shape", "dtype", "less", "names"],
