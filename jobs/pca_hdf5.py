@@ -147,6 +147,7 @@ class ResultFile:
         self._path = path
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self._file: h5py.File | None = None
+        self._scores: h5py.Dataset | None = None
         self._scored = 0
 
     def create(self, inputs: Sequence[str]) -> None:
@@ -181,13 +182,13 @@ class ResultFile:
     def reserve_scores(self, shape: tuple[int, int]) -> None:
         """Make room for all scores, `(rows, k)`."""
         assert self._file is not None
-        self._file.create_dataset("scores", shape, np.float64)
+        self._scores = self._file.create_dataset("scores", shape, np.float64)
 
     def append_scores(self, scores: Array) -> None:
         """Write the next scores, `(rows, k)`."""
-        assert self._file is not None
+        assert self._scores is not None
         stop = self._scored + len(scores)
-        self._file["scores"][self._scored : stop] = scores
+        self._scores[self._scored : stop] = scores
         self._scored = stop
 
     def publish(self) -> None:
@@ -248,14 +249,15 @@ def read_origin(strategy: mpidist.Strategy, rows: mpidist.Dataset, k: int) -> Ar
     batches = strategy.experimental_distribute_dataset(first, _ON_HOST)
     if len(rows) < 2:
         raise mpidist.DataError(f"a covariance needs two rows; there are {len(rows)}")
-    (origin,) = [strategy.gather(batch, axis=0)[0] for batch in batches]
+    origins: list[Array] = [strategy.gather(batch, axis=0)[0] for batch in batches]
+    (origin,) = origins
     most = min(len(rows) - 1, origin.size)
     if k > most:
         raise mpidist.ArgumentError(
             f"--components {k} is too many: {len(rows)} rows of {origin.size} features "
             f"have {most}"
         )
-    return origin  # type: ignore[no-any-return]  # gather takes any nest
+    return origin
 
 
 def local_batches(

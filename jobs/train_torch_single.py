@@ -55,7 +55,7 @@ def read(files: Sequence[Path]) -> Any:
     for path in files:
         with h5py.File(path) as file:
             for name, found in parts.items():
-                found.append(file[name][:])
+                found.append(np.asarray(file[name]))
     return TensorDataset(*(torch.from_numpy(np.concatenate(p)) for p in parts.values()))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,37 +17,61 @@ import mpidist
 FOLDER = Path(__file__).parent / "typing"
 SCRIPT = FOLDER / "user_script.py"
 LIBRARY = Path(mpidist.__file__).parents[1]
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+# What other libraries lack: packages that are not installed, or have no types
+OF_OTHERS = ("--disable-error-code=import-not-found", "--untyped-calls-exclude=torch")
+OF_OTHERS += ("--disable-error-code=import-untyped",)
 
 
-def mypy(script: Path, cache: Path) -> tuple[int, str]:
+def mypy(scripts: Path, cache: Path, *options: str) -> tuple[int, str]:
     """Return the exit status and output of mypy on a script, as a user would run it.
 
-    The library's own errors are not of interest here, nor is its configuration.
+    `scripts` may be a folder of them. The library's own errors are not of interest
+    here, nor is its configuration.
     """
     command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent"]
-    command += ["--config-file=", "--cache-dir", str(cache)]
-    done = launching.run([*command, str(script)], MYPYPATH=str(LIBRARY), PYTHONPATH="")
+    command += ["--config-file=", "--cache-dir", str(cache), *options]
+    done = launching.run([*command, str(scripts)], MYPYPATH=str(LIBRARY), PYTHONPATH="")
     return done.returncode, done.stdout + done.stderr
 
 
-def pyright(script: Path, folder: Path) -> tuple[int, str]:
-    """Return the exit status and output of pyright on a script."""
-    settings = {"extraPaths": [str(LIBRARY)], "include": [str(script)]}
+def pyright(folder: Path, mode: str) -> tuple[int, str]:
+    """Return the exit status and output of pyright on a folder of scripts."""
+    settings = {"extraPaths": [str(LIBRARY)], "typeCheckingMode": mode}
+    settings |= {"reportMissingImports": mode == "strict"}
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "pyright", "--project", str(folder)]
     done = launching.run([*command, "--pythonpath", sys.executable])
     return done.returncode, done.stdout + done.stderr
 
 
+def blocks_of(page: Path) -> list[str]:
+    """Return a page's blocks of Python."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+
+
 @pytest.fixture
 def readme_script(tmp_path):
     """The README's first two blocks: its step, and what stands before it."""
-    pages = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.M | re.S)
+    blocks = blocks_of(README)
     script = tmp_path / "readme.py"
-    script.write_text("\n".join(pages[:2]))
-    assert "def step" in pages[1]
+    script.write_text("\n".join(blocks[:2]))
+    assert "def step" in blocks[1]
     return script
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """A folder with the README's blocks, the tutorials' and the example jobs."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    for page in (README, *sorted((ROOT / "docs/tutorials").glob("*.md"))):
+        (folder / f"{page.stem}_page.py").write_text("\n".join(blocks_of(page)))
+    for job in sorted((ROOT / "jobs").glob("*.py")):
+        shutil.copy(job, folder)
+    assert len(list(folder.iterdir())) > 6
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +83,7 @@ def cache(tmp_path_factory):
 def check(cache):
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("mypy is not installed")
-    return lambda script: mypy(script, cache)
+    return lambda scripts, *options: mypy(scripts, cache, *options)
 
 
 @pytest.mark.slow
@@ -80,13 +105,30 @@ def test_mypy_knows_the_types_of_results(check):
 
 
 @pytest.mark.slow
+def test_pages_and_jobs_pass_mypy_strict(check, programs):
+    status, output = check(programs, *OF_OTHERS)
+    assert status == 0, output
+
+
+def test_pages_and_jobs_silence_no_checker(programs):
+    for program in programs.iterdir():
+        assert "type: ignore" not in program.read_text(), program.name
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("pyright") is None, reason="pyright is not installed"
 )
-def test_pyright_agrees(readme_script, tmp_path):
+def test_pyright_agrees(readme_script, programs, tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
     for script in (readme_script, SCRIPT, FOLDER / "results.py"):
-        status, output = pyright(script, tmp_path)
-        assert status == 0, output
+        shutil.copy(script, own)
+    status, output = pyright(own, "strict")
+    assert status == 0, output
+    # In strict mode, every use of a library without types is an error
+    status, output = pyright(programs, "basic")
+    assert status == 0, output
 
 
 @pytest.mark.slow
