@@ -63,10 +63,11 @@ def readme_script(tmp_path):
 
 @pytest.fixture
 def programs(tmp_path):
-    """A folder with the README's blocks, the tutorials' and the example jobs."""
+    """A folder with the blocks of the README and of pages, and the example jobs."""
     folder = tmp_path / "programs"
     folder.mkdir()
-    for page in (README, *sorted((ROOT / "docs/tutorials").glob("*.md"))):
+    pages = sorted((ROOT / "docs/tutorials").glob("*.md"))
+    for page in (README, ROOT / "docs/getting_started.md", *pages):
         (folder / f"{page.stem}_page.py").write_text("\n".join(blocks_of(page)))
     for job in sorted((ROOT / "jobs").glob("*.py")):
         shutil.copy(job, folder)
