@@ -142,6 +142,7 @@ def test_the_benchmark_of_jax_runs(mpirun, tmp_path, ranks):
     assert len(comparison["ours"]) == len(comparison["theirs"]) == 1
 
 
+@pytest.mark.slow
 def test_collectives_are_compared_with_numpy(comm, mpirun):
     script = str(BENCHMARKS / "check_reductions.py")
     ended = mpirun(comm.size, script, "--tiny")

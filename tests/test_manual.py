@@ -12,6 +12,7 @@ body { background: white; margin: 0 }
 </style></head><body><article>%s</article></body></html>"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -6,6 +6,7 @@ on any number of ranks. A notebook is made of it by jupytext, and is not committ
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import os
@@ -36,6 +37,15 @@ def run(page):
     return names
 
 
+def require_packages(page):
+    """Skip a page whose framework is not installed, unless the gate asks for it."""
+    for package in ("torch", "jax"):
+        if f"import {package}\n" in page.read_text():
+            if os.environ.get(f"GATE_NEED_{package.upper()}") == "1":
+                continue
+            pytest.importorskip(package)
+
+
 def test_there_are_pages():
     assert TUTORIALS
     assert GUIDES
@@ -43,6 +53,7 @@ def test_there_are_pages():
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_prints_what_it_says(comm, page, capsys, monkeypatch, mpi_tmp_path):
+    require_packages(page)
     monkeypatch.chdir(mpi_tmp_path)
     run(page)
     if comm.rank == 0:
@@ -57,6 +68,7 @@ def test_the_regression_is_that_of_numpy(comm):
     np.testing.assert_allclose(names["weights"].numpy(), best, atol=0.02)
 
 
+@pytest.mark.slow
 def test_k_means_is_that_of_scikit_learn(comm):
     from sklearn.cluster import KMeans
     from sklearn.datasets import load_digits
@@ -69,6 +81,7 @@ def test_k_means_is_that_of_scikit_learn(comm):
     )
 
 
+@pytest.mark.slow
 def test_pca_is_that_of_numpy(comm, monkeypatch, mpi_tmp_path):
     monkeypatch.chdir(mpi_tmp_path)
     names = run(DOCS / "tutorials/pca.md")
@@ -168,6 +181,7 @@ def test_a_tutorial_is_a_notebook(page, tmp_path):
     if missing and os.environ.get("GATE_NEED_NOTEBOOKS") != "1":
         pytest.skip(missing)
     assert not missing
+    require_packages(page)
     path = tmp_path / f"{page.stem}.ipynb"
     make = [sys.executable, "-m", "jupytext", "--to", "notebook", "--execute"]
     make += ["--run-path", str(tmp_path)]
@@ -187,9 +201,51 @@ def test_a_tutorial_is_a_notebook(page, tmp_path):
     assert ["".join(printed)] == blocks(page, "text")
 
 
+@pytest.mark.slow
+def test_images_are_learnt_as_by_torch_alone(comm, monkeypatch, mpi_tmp_path):
+    page = DOCS / "tutorials/torch_images.md"
+    require_packages(page)
+    import torch
+
+    monkeypatch.chdir(mpi_tmp_path)
+    names = run(page)
+    torch.manual_seed(0)
+    alone = copy.deepcopy(names["layers"]).float()
+    for layer in alone:
+        getattr(layer, "reset_parameters", lambda: None)()
+    alone.double()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
+    for _ in range(10):
+        for batch in names["batches"]:
+            x, y = map(torch.from_numpy, batch)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(alone(x), y).backward()
+            optimizer.step()
+    for ours, theirs in zip(names["model"].parameters(), alone.parameters()):
+        np.testing.assert_allclose(ours.detach(), theirs.detach(), rtol=1e-7, atol=1e-9)
+
+
+def test_the_jax_tutorial_is_that_of_jax_alone(comm):
+    page = DOCS / "tutorials/jax.md"
+    require_packages(page)
+    import jax
+    import jax.numpy as jnp
+
+    names = run(page)
+    params = {"w": jnp.zeros((64, 10)), "b": jnp.zeros(10)}
+    of_all = jax.jit(jax.value_and_grad(names["mean_loss"]))
+    losses = []
+    for _ in range(5):
+        for x, y in names["batches"]:
+            loss, gradient = of_all(params, x, y)
+            params = jax.tree.map(lambda p, g: p - 0.5 * g, params, gradient)
+            losses.append(float(loss))
+    np.testing.assert_allclose(names["losses"], losses, rtol=1e-4)
+    np.testing.assert_allclose(names["params"]["w"], params["w"], atol=1e-4)
+
+
 def test_torch_ends_with_the_weights_of_one_process(comm):
-    if os.environ.get("GATE_NEED_TORCH") != "1":
-        pytest.importorskip("torch")
+    require_packages(DOCS / "coming_from/torch_ddp.md")
     import torch
 
     names = run(DOCS / "coming_from/torch_ddp.md")
