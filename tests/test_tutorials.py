@@ -184,7 +184,7 @@ def test_a_tutorial_is_a_notebook(page, tmp_path):
     require_packages(page)
     path = tmp_path / f"{page.stem}.ipynb"
     make = [sys.executable, "-m", "jupytext", "--to", "notebook", "--execute"]
-    make += ["--run-path", str(tmp_path)]
+    make += ["--set-kernel", "python3", "--run-path", str(tmp_path)]
     command = [*make, "--output", str(path), str(page)]
     # JUPYTER_PLATFORM_DIRS: without it, jupyter_core 5 warns
     ended = launching.run(command, JUPYTER_PLATFORM_DIRS="1")
