@@ -407,7 +407,7 @@ def strategy_by(comm, request, tmp_path_factory, monkeypatch):
     try:
         strategy = mpidist.MirroredStrategy(communicator=comm, allow_shared_gpu=True)
     except mpidist.LaunchError as error:
-        if "the table of transports names" not in str(error):
+        if "the tuning table names" not in str(error):
             raise
         pytest.skip(f"there is no {request.param} here")
     yield strategy
