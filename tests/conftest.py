@@ -66,6 +66,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rest", action="store_true", help="run what that selection leaves out"
     )
+    parser.addoption(
+        "--selection", action="store_true", help="run that selection with names, too"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -105,7 +108,7 @@ def is_selection(config: pytest.Config) -> bool:
     options = config.option
     folders = all(Path(argument).is_dir() for argument in config.args)
     more = options.all or options.rest or options.keyword or options.markexpr
-    return folders and not more
+    return options.selection or (folders and not more)
 
 
 def select(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -101,6 +101,7 @@ def test_what_failed_is_not_tried_again(runs):
         assert run.failed == ["tune, 2 ranks: failed with status 7"]
 
 
+@pytest.mark.slow
 def test_what_was_stopped_for_want_of_time_is_done_again(runs, monkeypatch):
     """And what it had found until then is forgotten."""
     monkeypatch.setattr(runs.run_all, "_LEAST_SECONDS", 0)

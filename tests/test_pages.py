@@ -153,6 +153,7 @@ def test_pictures_are_up_to_date(path):
 PICTURES = sorted((ROOT / "docs/pictures").glob("*.svg"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
 def test_no_text_of_a_picture_overlaps_another(path, tmp_path):
     if chromium.find() is None:

@@ -358,6 +358,7 @@ def test_a_finalized_strategy_says_so(comm):
         strategy.run(lambda: None)
 
 
+@pytest.mark.slow
 def test_the_fixture_reports_a_job_that_hangs():
     with pytest.raises(AssertionError, match="still ran after"):
         launching.run(

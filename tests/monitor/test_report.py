@@ -130,6 +130,7 @@ def test_the_slowest_rank_is_marked(folder):
     assert "slowest" in table(statuses, statuses[0]["time"]).splitlines()[3]
 
 
+@pytest.mark.slow
 def test_names_cannot_break_the_page(folder):
     name = '<script>alert("x")</script> & more'
     operation = {"calls": 1, "seconds": 1, "waiting_seconds": 0, "bytes": {name: 9}}
@@ -159,6 +160,7 @@ def copy_ranks(folder, ranks):
         edit(folder, rank, ranks=ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 768, 1200])
 @pytest.mark.parametrize("is_dark", [False, True])
 def test_no_text_overlaps_another_in_a_browser(folder, tmp_path, width, is_dark):
@@ -177,6 +179,7 @@ def test_no_text_overlaps_another_in_a_browser(folder, tmp_path, width, is_dark)
     assert found["paper"] == ("rgb(20, 24, 29)" if is_dark else "rgb(255, 255, 255)")
 
 
+@pytest.mark.slow
 def test_a_browser_sees_what_overlaps(tmp_path):
     if chromium.find() is None:
         pytest.skip("Chromium is not installed")
@@ -246,6 +249,7 @@ def test_top_of_a_job_that_runs(folder):
         assert len(line) <= 80
 
 
+@pytest.mark.slow
 def test_files_of_an_earlier_job_are_left_out(folder):
     edit(folder, 1, job="another", began=1.0)
     assert [one["rank"] for one in read_statuses(folder)] == [0]

@@ -313,6 +313,7 @@ print("well")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_strategies_may_end_while_they_are_looked_at(mpirun, nodes):
     environment = {"MPIDIST_RANKS_PER_NODE": "1"} if nodes > 1 else {}

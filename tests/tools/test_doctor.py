@@ -187,6 +187,7 @@ def test_folders_that_only_some_ranks_see(tmp_path):
     assert "rank 1: No such file" in report("here", "FAIL")
 
 
+@pytest.mark.slow
 def test_a_read_only_file_system(tmp_path):
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("mounting needs root")
@@ -295,6 +296,7 @@ def test_processes_that_mpi_does_not_join_print_once():
     assert report.ended.stdout.count('"findings"') == 1
 
 
+@pytest.mark.slow
 def test_no_mpi():
     environment = {"MPI4PY_LIBMPI": "/nonexistent"}
     for report in (alone(**environment), together(2, {}, **environment)):
@@ -303,6 +305,7 @@ def test_no_mpi():
         assert report(".: locks", "OK")  # the rest is looked at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -365,6 +368,7 @@ def test_mpi_that_does_not_start(fake, tmp_path, ranks, text, expected):
         assert expected in alone(**environment, seconds="3")("starting MPI", "FAIL")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "stage", "number"),
     [

@@ -384,6 +384,7 @@ def test_advice_on_batch_sizes(tmp_path):
     assert any("the last step's 100 rows leave none for 200 ranks" in n for n in last)
 
 
+@pytest.mark.slow
 def test_advice_on_chunks(tmp_path, monkeypatch, long_file):
     keep(monkeypatch, 1 << 14)
     (note,) = notes_on(plan_of(long_file, 64, 4))
@@ -591,6 +592,7 @@ def without_mpi(tmp_path):
     return start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

@@ -277,6 +277,7 @@ def test_one_rank_writes_nothing(tmp_path, without_launcher):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.mpirun
 def test_the_command_prints_times_and_what_it_wrote(tmp_path):
     output = tmp_path / "t.json"

@@ -275,6 +275,7 @@ def test_banner_and_end_are_lines_of_json(mpirun):
     assert end["message"].endswith("KeyError: 'reason'")
 
 
+@pytest.mark.slow
 @pytest.mark.mpirun
 @pytest.mark.parametrize("choice", ["debug", "json"])
 @pytest.mark.parametrize("stderr", ["2>/dev/full", "2>&-", "2> >(exec true)"])
