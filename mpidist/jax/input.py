@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpidist.data.distributed.converted import ConvertedDataset, ConvertedIterator
 from mpidist.device import arrays
 from mpidist.errors import ArgumentTypeError
 from mpidist.util import nest
-from mpidist.values import select_replica
 
 __all__ = ["JaxDataset", "JaxIterator", "as_jax"]
 
@@ -40,27 +39,7 @@ def as_jax(dataset: Any) -> JaxDataset:
     return JaxDataset(dataset)
 
 
-class JaxDataset:
-    """The result of `as_jax`. Iterating over it is collective.
-
-    Example:
-      >>> rows = mpidist.Dataset.range(8).batch(4)
-      >>> data = mpidist.jax.as_jax(strategy.experimental_distribute_dataset(rows))
-      >>> len(data)
-      2
-    """
-
-    def __init__(self, dataset: Any):
-        self._dataset = dataset
-
-    def __iter__(self) -> JaxIterator:
-        return JaxIterator(iter(self._dataset))
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-
-class JaxIterator:
+class JaxIterator(ConvertedIterator):
     """Gives batches as JAX arrays; a `Checkpoint` saves it like an iterator.
 
     Example:
@@ -73,21 +52,24 @@ class JaxIterator:
     """
 
     def __init__(self, iterator: Any):
-        self._iterator = iterator
+        super().__init__(iterator, _convert)
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
-    def __next__(self) -> Any:
-        return nest.map_leaves(_to_jax, select_replica(next(self._iterator)))
+class JaxDataset(ConvertedDataset):
+    """The result of `as_jax`. Iterating over it is collective.
 
-    def get_state(self) -> Mapping[str, Any]:
-        """See `DistributedIterator.get_state`."""
-        return self._iterator.get_state()  # type: ignore[no-any-return] # of any kind
+    Example:
+      >>> rows = mpidist.Dataset.range(8).batch(4)
+      >>> data = mpidist.jax.as_jax(strategy.experimental_distribute_dataset(rows))
+      >>> len(data)
+      2
+    """
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """See `DistributedIterator.set_state`."""
-        self._iterator.set_state(state)
+    _iterator_type = JaxIterator
+
+
+def _convert(batch: Any) -> Any:
+    return nest.map_leaves(_to_jax, batch)
 
 
 def _to_jax(leaf: Any) -> Any:

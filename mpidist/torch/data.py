@@ -2,76 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from mpidist.data.dataset import Dataset
+from mpidist.data.distributed.converted import ConvertedDataset, ConvertedIterator
 from mpidist.data.distributed.datasets import DistributedDataset
 from mpidist.data.distributed.iterator import DistributedIterator
 from mpidist.device import arrays
 from mpidist.errors import ArgumentTypeError, DataError
 from mpidist.util import nest, validation
-from mpidist.values import select_replica
 
 __all__ = ["TensorDataset", "TensorIterator", "as_tensors", "from_dataset"]
 
 
-class TensorIterator:
-    """Batches of this replica as tensors. `next` is collective.
-
-    Args:
-      iterator: of a distributed dataset. Its position can be saved and restored in a
-        `Checkpoint`, or by `get_state` and `set_state`.
-    """
+class TensorIterator(ConvertedIterator):
+    """Batches of this replica as tensors; an iterator of a `TensorDataset`."""
 
     def __init__(self, iterator: DistributedIterator):
-        self._iterator = iterator
-        self._plan = iterator._plan  # from which a Checkpoint takes the strategy
-
-    def __iter__(self) -> TensorIterator:
-        return self
-
-    def __next__(self) -> Any:
-        """Return this replica's rows of the next batch. Collective.
-
-        Raises, on all replicas: see `DistributedIterator`.
-        """
-        return to_tensors(select_replica(next(self._iterator)))
-
-    def get_state(self) -> dict[str, int]:
-        """Return the position; see `DistributedIterator.get_state`."""
-        return self._iterator.get_state()
-
-    def set_state(self, state: Mapping[str, int]) -> None:
-        """Resume from a position. Collective; see `DistributedIterator.set_state`."""
-        self._iterator.set_state(state)
-
-    def close(self) -> None:
-        """Stop the prefetch threads."""
-        self._iterator.close()
+        super().__init__(iterator, to_tensors)
 
 
-class TensorDataset:
+class TensorDataset(ConvertedDataset):
     """A distributed dataset whose batches are tensors; see `as_tensors`."""
 
-    def __init__(self, dataset: DistributedDataset):
-        self._dataset = dataset
-
-    def __iter__(self) -> TensorIterator:
-        """Return an iterator over the next epoch. Collective."""
-        return TensorIterator(iter(self._dataset))
-
-    def __len__(self) -> int:
-        """Return the number of steps, if known."""
-        return len(self._dataset)
-
-    @property
-    def cardinality(self) -> int:
-        """The number of steps, equal on all replicas; -1 if endless, -2 if unknown."""
-        return self._dataset.cardinality
+    _iterator_type = TensorIterator
 
 
 def as_tensors(dataset: DistributedDataset) -> TensorDataset:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import mpidist
+from mpidist.checkpoint.state import strategy_of
 from mpidist.errors import ArgumentTypeError, DTypeError
 
 jax = pytest.importorskip("jax")
@@ -82,6 +83,22 @@ def test_state_goes_on_in_the_middle(strategy, path):
     again.set_state(state)
     for got, expected in zip([np.asarray(y) for _, y in again], rest, strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+def test_datasets_and_iterators_say_what_they_are(strategy, path):
+    data = distribute(strategy, path)
+    assert repr(data) == f"<JaxDataset: of {data._dataset!r}>"
+    assert data.cardinality == len(data) == 6
+    iterator = iter(data)
+    next(iterator)
+    assert repr(iterator).startswith("<JaxIterator: of <DistributedIterator: step 1 of")
+    iterator.close()
+    assert next(iterator, None) is None
+
+
+def test_a_checkpoint_takes_the_strategy_of_an_iterator(strategy, path):
+    iterator = iter(distribute(strategy, path))
+    assert strategy_of({"batches": iterator}) is strategy
 
 
 def test_numbers_that_jax_has_not_are_refused(strategy, enable_x64):

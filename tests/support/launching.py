@@ -46,10 +46,20 @@ def load_job(name: str) -> Any:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return this process's environment without what its launcher added."""
-    return {
-        name: value for name, value in os.environ.items() if not _is_launchers(name)
-    } | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    """Return this process's environment without what its launcher added.
+
+    And without PYTHONUNBUFFERED, with which `print` writes a line in pieces, among
+    which come those of other ranks.
+    """
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "PYTHONUNBUFFERED" and not _is_launchers(name)
+    }
+    return environment | {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
 
 
 def _is_launchers(name: str) -> bool:

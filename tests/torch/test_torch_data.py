@@ -183,6 +183,15 @@ def test_loaders_that_differ_from_rank_to_rank_are_refused(strategy):
         distribute(Rows())
 
 
+def test_datasets_and_iterators_say_what_they_are(strategy):
+    train = distribute(strategy, from_dataset(Rows()).batch(4))
+    assert repr(train) == f"<TensorDataset: of {train._dataset!r}>"
+    iterator = iter(train)
+    next(iterator)
+    text = "<TensorIterator: of <DistributedIterator: step 1 of"
+    assert repr(iterator).startswith(text)
+
+
 def test_what_is_no_dataset():
     with pytest.raises(TypeError, match=r"loader\.dataset"):
         from_dataset(data.DataLoader(Rows()))
