@@ -64,7 +64,7 @@ class ConfusionMatrix(CountStatistic):
 
     def _classes_of(self, name: str, value: Any) -> Any:
         classes = host_rows(value, name)
-        if classes.dtype.kind not in "biu":
+        if classes.size and classes.dtype.kind not in "biu":  # [] has float64
             raise ArgumentTypeError(f"{name} must be integers, not {classes.dtype}")
         if classes.size:
             least, most = int(classes.min()), int(classes.max())
