@@ -18,6 +18,7 @@ import json
 import logging
 import socket
 import sys
+from typing import Any
 
 from mpidist.util.settings import LOG
 
@@ -45,8 +46,19 @@ def write(text: str) -> None:
     """
     # Not `print`: it writes to stdout where stderr was closed before Python started
     with contextlib.suppress(Exception):  # replaced streams may raise anything
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
+        stream: Any = sys.stderr
+        raw = getattr(getattr(stream, "buffer", None), "raw", None)
+        if raw is None or stream is not sys.__stderr__:
+            stream.write(f"{text}\n")
+            stream.flush()
+            return
+        # Past the buffer: on a full disk, Python would fail at its end to write what
+        # is left there, and a job that went well would end with 120
+        with contextlib.suppress(Exception):
+            stream.flush()
+        data = f"{text}\n".encode(stream.encoding, "backslashreplace")
+        while data:
+            data = data[raw.write(data) :]
 
 
 class RankHandler(logging.Handler):
