@@ -19,8 +19,9 @@ from mpidist.options import CommunicationOptions
 from mpidist.strategy.strategy import Strategy
 from mpidist.torch import devices
 from mpidist.torch.batch_norm import find_strategy
+from mpidist.torch.passes import Joining, count_rows
 from mpidist.torch.pieces import broadcast
-from mpidist.torch.reducer import CALL, Joining, Reducer
+from mpidist.torch.reducer import CALL, Reducer
 from mpidist.util import nest, validation
 
 __all__ = ["DistributedDataParallel"]
@@ -44,7 +45,7 @@ class DistributedDataParallel(torch.nn.Module):
     train as on one rank. The loss must be the mean over a rank's own rows. When
     `backward` returns, `.grad` is the mean over the rows of all ranks, so ranks may
     have batches of different lengths, or no rows. All ranks must call `backward`
-    equally often.
+    equally often. What `torch.autograd.grad` returns is of this rank alone.
 
         model = mpidist.torch.DistributedDataParallel(model)
         for x, y in data:
@@ -146,18 +147,17 @@ class DistributedDataParallel(torch.nn.Module):
         buffers.
         """
         reducer = self._reducer
-        if torch.is_grad_enabled():
-            reducer.is_syncing = self.require_backward_grad_sync
-            reducer.note_trainer()
-            if self._batch_dim is not None:
-                rows = _count_rows(inputs, kwargs, self._batch_dim)
-                reducer.rows = rows if reducer.is_done else reducer.rows + rows
-                reducer.is_done = False
         if self._has_buffers:
             if reducer.has_stale_buffers and self.require_backward_grad_sync:
                 reducer.broadcast_buffers()
             reducer.has_stale_buffers |= self.training
-        return self.module(*inputs, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.module(*inputs, **kwargs)
+        dim = self._batch_dim
+        rows = -1 if dim is None else count_rows(inputs, kwargs, dim)
+        output = self.module(*inputs, **kwargs)
+        reducer.note_forward(output, rows, self.require_backward_grad_sync)
+        return output
 
     @property
     def distribute_strategy(self) -> Strategy:
@@ -173,7 +173,7 @@ class DistributedDataParallel(torch.nn.Module):
         Raises:
           ArgumentError: below 0. ArgumentTypeError: not an integer.
         """
-        self._reducer.rows = validation.integer("rows", rows, 0)
+        self._reducer.set_rows(validation.integer("rows", rows, 0))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -309,23 +309,3 @@ def _shortened(names: str) -> str:
     """Return names for a message, which differ if the names differ."""
     checksum = zlib.crc32(names.encode())
     return names if len(names) < 200 else f"{names[:200]} ... ({checksum:08x})"
-
-
-def _count_rows(inputs: Any, kwargs: Any, dim: int) -> int:
-    """Return the length of the first tensor along a dimension; -1 without a tensor."""
-    for value in (*inputs, *kwargs.values()):
-        tensor = value if isinstance(value, torch.Tensor) else _first_tensor(value)
-        if tensor is not None:
-            return int(tensor.shape[dim]) if tensor.ndim > dim else 1
-    return -1
-
-
-def _first_tensor(value: Any) -> Any:
-    """Return the first tensor in a nest; None if there is none."""
-    if isinstance(value, torch.Tensor):
-        return value
-    members = value.values() if isinstance(value, dict) else value
-    if not isinstance(value, dict | list | tuple):
-        return None
-    found = (_first_tensor(member) for member in members)
-    return next((tensor for tensor in found if tensor is not None), None)

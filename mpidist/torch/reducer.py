@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,18 +22,26 @@ from mpidist.errors import ArgumentError, ContextError, DTypeError
 from mpidist.options import CommunicationOptions
 from mpidist.torch import devices
 from mpidist.torch.overlap import Overlap
+from mpidist.torch.passes import (
+    Backward,
+    Forward,
+    Joining,
+    Share,
+    add_rows,
+    current_task,
+    watch,
+)
 from mpidist.torch.pieces import Pieces, broadcast
 from mpidist.util.counters import BACKWARD
 from mpidist.util.hashing import hash62
 
-__all__ = ["CALL", "Joining", "Reducer", "Share"]
+__all__ = ["CALL", "Reducer"]
 
 CALL = "DistributedDataParallel"
 _OPERATION = f"the gradients of {CALL}"
 _MOST_ADDRESSES = 1000
 # Less takes no longer than the thread's beginning
 _OVERLAP_BYTES = 1 << 20
-_current_task = torch._C._current_graph_task_id
 # In which gradients of each dtype are added up
 _SUMS = {
     torch.float16: torch.float32,
@@ -43,53 +51,6 @@ _SUMS = {
     torch.complex64: torch.complex64,
     torch.complex128: torch.complex128,
 }
-
-
-class Share(NamedTuple):
-    """What one rank contributes to a step.
-
-    Args:
-      rows: how many rows its loss is a mean of; -1 where every rank counts the same.
-      used: a bit for each parameter that has a gradient; -1 for all.
-      has_ended: whether it has no batches any more, see `Joining`.
-    """
-
-    rows: int
-    used: int
-    has_ended: bool = False
-
-
-class Joining(NamedTuple):
-    """How ranks with unlike numbers of batches train; see `join`.
-
-    Args:
-      counts_all: whether a rank that has ended counts as one without rows, where ranks
-        count the same; else the mean is that of the others.
-      raises: whether it is an error when the first rank has ended.
-    """
-
-    counts_all: bool
-    raises: bool
-
-
-class _Pass:
-    """One backward pass; PyTorch calls it at the end, or drops it after an error."""
-
-    def __init__(self, reducer: Reducer, task: int):
-        self._reducer: Any = weakref.ref(reducer)
-        self.task = task
-        self.is_finished = False
-
-    def __call__(self) -> None:
-        self.is_finished = True
-        reducer = self._reducer()
-        if reducer is not None:
-            reducer._end_pass()
-
-    def __del__(self) -> None:
-        reducer = self._reducer()
-        if not self.is_finished and reducer is not None:
-            reducer._drop_pass()
 
 
 class Reducer:
@@ -144,8 +105,12 @@ class Reducer:
         self._addresses: dict[Share, int] = {}
         # Whether forward has changed buffers since they were made equal
         self.has_stale_buffers = False
-        self.rows = -1  # of this rank's loss
-        self.is_done = True  # the next rows are of a new step
+        # Rows of this step: set by the user, or of passes that were not reduced
+        self._rows: int | None = None
+        self._generation = 0  # how often the user has set them
+        # Forward passes that a backward pass may still reach
+        self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self._begun = -1, 0.0  # rows and weight with which `Overlap` has begun
         self._error: Exception | None = None
         self._ready: list[int] = []
         self._pass: Any = None  # refers weakly to the pass that goes on
@@ -167,14 +132,59 @@ class Reducer:
         while self._handles:
             self._handles.pop().remove()
 
+    def note_forward(self, output: Any, rows: int, is_syncing: bool) -> None:
+        """Note a forward pass, whose rows count if a backward pass reaches `output`.
+
+        Without tensors in `output`, they count at once. See `Forward`.
+        """
+        self.is_syncing = is_syncing
+        self._trainer = threading.get_ident()  # PyTorch may call hooks in others
+        forward = Forward(rows, is_syncing, self._generation)
+        if not watch(output, functools.partial(self._reach, forward)):
+            self._rows = add_rows(self._rows, rows)
+        elif self._overlap is not None:
+            self._forwards.add(forward)
+
+    def set_rows(self, rows: int) -> None:
+        """Set how many rows the forward passes of this step have had until now."""
+        self._rows = rows
+        self._generation += 1
+
+    def _reach(self, forward: Forward) -> None:
+        """Note that a backward pass has reached the output of a forward pass."""
+        task = current_task()
+        if forward.task == task:
+            return
+        forward.task = task
+        current = None if self._pass is None else self._pass()
+        if current is None:
+            current = self._begin_pass(task, forward.is_syncing)
+        elif current.task != task:
+            self._error = ContextError(f"{CALL}: a backward pass inside another one")
+            return
+        current.has_outputs = True
+        current.is_syncing |= forward.is_syncing
+        if forward.generation == self._generation:
+            current.rows = add_rows(current.rows, forward.rows)
+
     def _on_grad(self, number: int, parameter: Any) -> None:
         """Note that a gradient is there. PyTorch calls it, in the backward pass."""
-        if not self.is_syncing:
-            return
-        task = _current_task()
         last = self._pass
-        if last is None or last() is None or last().task != task:
-            self._begin_pass(task)
+        current = None if last is None else last()
+        if current is None:
+            current = self._begin_pass(current_task(), self.is_syncing)
+        current.has_gradients = True
+        if not current.is_syncing:
+            return
+        overlap = self._overlap
+        if current.task != current_task() and not current.has_outputs:
+            self._error = ContextError(
+                f"{CALL}: a backward pass began inside another one, as in "
+                "torch.utils.checkpoint with use_reentrant=True; use "
+                "use_reentrant=False"
+            )
+        if overlap is not None and not overlap.has_begun:
+            self._begin_early(overlap, current)
         gradient = parameter.grad
         if gradient.dtype is not self._dtypes[number] or gradient.is_sparse:
             self._refuse_gradient(number, gradient)
@@ -182,27 +192,29 @@ class Reducer:
         self._ready.append(number)
         if self._pieces is not None:
             self._pieces.put(number, gradient)
-        elif self._overlap is not None and self._overlap.has_begun:
-            self._overlap.put(number, gradient)
+        elif overlap is not None:
+            overlap.put(number, gradient)
 
-    def _begin_pass(self, task: int) -> None:
-        if self._pass is not None and self._pass() is not None:
-            self._error = ContextError(
-                f"{CALL}: a backward pass began inside another one, as in "
-                "torch.utils.checkpoint with use_reentrant=True; use "
-                "use_reentrant=False"
-            )
-        started = _Pass(self, task)
+    def _begin_pass(self, task: int, is_syncing: bool) -> Backward:
+        started = Backward(task, is_syncing, self._end_pass, self._drop_pass)
         self._pass = weakref.ref(started)
         torch.autograd.Variable._execution_engine.queue_callback(started)
-        if self._overlap is not None and not self._overlap.has_begun:
-            try:
-                with self._as_trainer():
-                    self._begin_overlap(self._overlap, Share(self.rows, -1))
-            except Exception:  # it is raised on all ranks
-                started.is_finished = True
-                self._reset()
-                raise
+        return started
+
+    def _begin_early(self, overlap: Overlap, current: Backward) -> None:
+        """Begin to send, before it is known which forward passes will be reached."""
+        rows = add_rows(self._rows, current.rows)
+        for forward in self._forwards:  # of those there still are, all are expected
+            if forward.task == -1 and forward.generation == self._generation:
+                rows = add_rows(rows, forward.rows)
+        share = Share(-1 if rows is None else rows, -1)
+        try:
+            with self._as_trainer():
+                self._begin_overlap(overlap, share)
+        except Exception:  # it is raised on all ranks
+            current.is_finished = True
+            self._reset()
+            raise
 
     def _refuse_gradient(self, number: int, gradient: Any) -> None:
         name, dtype = self._names[number], self._dtypes[number]
@@ -227,13 +239,20 @@ class Reducer:
         self._ready.clear()
         self._error = None
         self._pass = None
-        self.is_done = True
+        self._rows = None
 
-    def _end_pass(self) -> None:
-        """Average what a pass has made. Collective."""
+    def _end_pass(self, current: Backward) -> None:
+        """Average what a pass has made. Collective, if it is to be reduced."""
+        if not current.has_gradients:  # of torch.autograd.grad
+            self._pass = None
+            return
+        rows = add_rows(self._rows, current.rows)
+        if not current.is_syncing:
+            self._pass, self._rows = None, rows
+            return
         try:
             with torch.no_grad(), self._as_trainer():
-                self.reduce(self._find_share())
+                self.reduce(self._find_share(-1 if rows is None else rows))
             self._consensus.recorder.counters.mark(BACKWARD)
         finally:
             self._reset()
@@ -242,21 +261,23 @@ class Reducer:
         parameter = self._parameters[0]
         return devices.as_trainer(self._group, parameter, self._trainer, CALL)
 
-    def note_trainer(self) -> None:
-        """Remember the thread that trains: PyTorch may call hooks in others."""
-        self._trainer = threading.get_ident()
-
-    def _find_share(self) -> Share:
+    def _find_share(self, rows: int) -> Share:
         """Return what this rank has; an error is kept for `reduce`."""
+        ready = set(self._ready)
+        if len(ready) < len(self._ready) and self._error is None:
+            self._error = ContextError(
+                f"{CALL}: a parameter had its gradient twice in a backward pass, as in "
+                "two torch.utils.checkpoint with use_reentrant=True; use "
+                "use_reentrant=False"
+            )
         thawed = [name for name, p in self._frozen.items() if p.requires_grad]
         if thawed and self._error is None:
             self._error = ContextError(
                 f"parameters need gradients that did not when {CALL} was made: "
                 f"{thawed[:5]}; make it after requires_grad is set"
             )
-        if len(self._ready) == self._all:
-            return Share(self.rows, -1)
-        ready = set(self._ready)
+        if len(ready) == self._all:
+            return Share(rows, -1)
         missing = [
             name
             for j, (name, p) in enumerate(zip(self._names, self._parameters))
@@ -268,7 +289,7 @@ class Reducer:
                 f"{' ...' if len(missing) > 5 else ''}; use all in the loss, or pass "
                 f"find_unused_parameters=True to {CALL}"
             )
-        return Share(self.rows, sum(1 << j for j in ready))
+        return Share(rows, sum(1 << j for j in ready))
 
     def _call(self, phase: str = "") -> tuple[CallSignature, int]:
         """Return what the ranks compare, and its digest."""
@@ -370,6 +391,7 @@ class Reducer:
             elif share.has_ended:
                 return True
             overlap.begin(weight)
+        self._begun = share.rows, weight
         return False
 
     def _reduce_overlapped(self, overlap: Overlap, share: Share) -> bool:
@@ -383,22 +405,41 @@ class Reducer:
             error = error or caught
         call, number = self._call()
         timeout, consensus = self._options.timeout_seconds, self._consensus
-        address, used = self._address(Share(0, share.used)), share.used
+        used = share.used
+        address = self._address(Share(share.rows - self._begun[0], used))
         with consensus.lock:
             try:
                 if error is not None:
                     consensus.require_same(call, error, timeout)
-                is_same = consensus.compare(call, number, address, timeout)
+                if not consensus.compare(call, number, address, timeout):
+                    shares = consensus.gather(_OPERATION, share)
+                    used = self._used(shares)
+                    self._require_weight(shares)
             except Exception as raised:
                 overlap.finish(raised)
                 raise
-            if not is_same:
-                used = self._used(consensus.gather(_OPERATION, share))
             consensus.sync_errors(_OPERATION, overlap.give_back(used))
             if self._buffers:
                 self.broadcast_buffers(self._source)
             self.steps += not share.has_ended
         return False
+
+    def _require_weight(self, shares: Sequence[Share]) -> None:
+        """Raise on all ranks if gradients were sent with other weights. Collective.
+
+        The weights are of all outputs that might have been in the loss.
+        """
+        weight, _ = self._weigh(shares)
+        rows, begun = self._begun
+        error: Exception | None = None
+        if begun != (1 / self._consensus.size if weight is None else weight):
+            own = shares[self._consensus.rank].rows
+            error = ContextError(
+                f"{CALL}: the loss is of {own} rows, but outputs of {rows} rows have a "
+                "graph; use torch.no_grad() for those that are not in the loss, or "
+                "delete them before backward()"
+            )
+        self._consensus.sync_errors(_OPERATION, error)
 
     def _used(self, shares: Sequence[Share]) -> int:
         """Return of which parameters some rank has a gradient; -1 for all of all."""

@@ -47,8 +47,9 @@ def write(text: str) -> None:
     # Not `print`: it writes to stdout where stderr was closed before Python started
     with contextlib.suppress(Exception):  # replaced streams may raise anything
         stream: Any = sys.stderr
+        is_replaced = stream is not sys.__stderr__
         raw = getattr(getattr(stream, "buffer", None), "raw", None)
-        if raw is None or stream is not sys.__stderr__:
+        if is_replaced or raw is None:
             stream.write(f"{text}\n")
             stream.flush()
             return

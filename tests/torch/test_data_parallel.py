@@ -577,26 +577,178 @@ def test_a_dtype_that_is_changed_later_is_an_error(strategy):
         loss_of(model, x.double(), y).backward()
 
 
-def test_a_pass_inside_a_pass_is_an_error_by_name(strategy):
+class Checkpointed(nn.Module):
+    """A network that computes outputs of its layers a second time, in backward."""
+
+    def __init__(self, reentrant, times=1):
+        super().__init__()
+        self.first, self.layers = nn.Linear(6, 6), network()
+        self.last = nn.Linear(3, 3)
+        self.reentrant, self.times = reentrant, times
+
+    def forward(self, x):
+        from torch.utils.checkpoint import checkpoint
+
+        x = self.first(x)
+        made = [
+            checkpoint(self.layers, x, use_reentrant=self.reentrant)
+            for _ in range(self.times)
+        ]
+        return self.last(sum(made))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers(strategy, reentrant):
+    torch.manual_seed(0)
+    model, alone = Checkpointed(reentrant), Checkpointed(False)
+    alone.load_state_dict(model.state_dict())
+    model = DistributedDataParallel(model, strategy)
+    everything, mine = rows_of(strategy, 7)
+    for _ in range(2):
+        loss_of(model, *mine).backward()
+        loss_of(alone, *everything).backward()
+        assert_like_alone(model, alone)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_of_the_whole_model(strategy, reentrant):
     from torch.utils.checkpoint import checkpoint
 
-    class Inner(nn.Module):
-        def __init__(self, reentrant):
-            super().__init__()
-            self.layers, self.reentrant = network(), reentrant
-            self.last = nn.Linear(3, 3)
+    model, alone = DistributedDataParallel(network(), strategy), network()
+    (x, y), (mine_x, mine_y) = rows_of(strategy, 7)
+    mine_x.requires_grad_()
+    output = checkpoint(model, mine_x, use_reentrant=reentrant)
+    nn.functional.cross_entropy(output, mine_y).backward()
+    loss_of(alone, x, y).backward()
+    assert_like_alone(model, alone)
 
-        def forward(self, x):
-            x = x.clone().requires_grad_()
-            return self.last(checkpoint(self.layers, x, use_reentrant=self.reentrant))
 
-    _, (x, y) = rows_of(strategy, 4)
-    model = DistributedDataParallel(Inner(False), strategy)
-    loss_of(model, x, y).backward()
-    assert everyone_equal(strategy, [p.grad for p in model.parameters()])
-    model = DistributedDataParallel(Inner(True), strategy)
+def test_layers_in_two_checkpoints_have_their_gradients_twice(strategy):
+    _, mine = rows_of(strategy, 4)
+    model = DistributedDataParallel(Checkpointed(True, 2), strategy)
+    with pytest.raises(RuntimeError, match=r"twice.*use_reentrant=False"):
+        loss_of(model, *mine).backward()
+
+
+def test_a_pass_inside_a_pass_is_an_error_by_name(strategy):
+    _, mine = rows_of(strategy, 4)
+    model = DistributedDataParallel(network(), strategy)
+    loss = loss_of(model, *mine)
+    inner = loss_of(model, *mine)
+    handles = []
+
+    def begin_inner(_):
+        handles.pop().remove()
+        inner.backward()
+
+    handles.append(model.module[0].weight.register_hook(begin_inner))
+    with pytest.raises(RuntimeError, match="inside another one"):
+        loss.backward()
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
-        loss_of(model, x, y).backward()
+        pass_without_outputs(model, *mine).backward()
+
+
+def pass_without_outputs(model, x, y):
+    """Return a loss whose backward pass contains another one: not by `model(x)`."""
+    from torch.utils.checkpoint import checkpoint
+
+    layers = model.module
+    x = x.clone().requires_grad_()
+    return nn.functional.cross_entropy(
+        layers[2](checkpoint(layers[:2], x, use_reentrant=True)), y
+    )
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_rows_of_a_forward_pass_that_is_in_no_loss_do_not_count(strategy, kept):
+    model, alone = DistributedDataParallel(network(), strategy), network()
+    everything, mine = rows_of(strategy, 7)
+    outputs = []
+    if strategy.extended.replica_id == 0:  # validates, without torch.no_grad()
+        model.eval()
+        outputs.append(model(everything[0]))
+        model.train()
+    if not kept:
+        outputs.clear()
+    if kept and begins_early(model):  # it sends before all of the loss is known
+        with pytest.raises(RuntimeError, match=r"torch\.no_grad"):
+            loss_of(model, *mine).backward()
+        return
+    loss_of(model, *mine).backward()
+    loss_of(alone, *everything).backward()
+    assert_like_alone(model, alone)
+
+
+def test_rows_of_passes_that_wait_for_their_backward(strategy):
+    model, alone = DistributedDataParallel(network(), strategy), network()
+    counts = (12, 24) if begins_early(model) else (7, 3)
+    steps = [rows_of(strategy, count, count) for count in counts]
+    losses = [loss_of(model, *mine) for _, mine in steps]
+    for loss, (everything, _) in zip(losses, steps):
+        model.zero_grad()
+        alone.zero_grad()
+        loss.backward()
+        loss_of(alone, *everything).backward()
+        assert_like_alone(model, alone)
+
+
+def begins_early(model):
+    return model._reducer._overlap is not None
+
+
+def test_torch_autograd_grad_is_of_this_rank_alone(strategy):
+    model, alone = DistributedDataParallel(network(), strategy), network()
+    everything, mine = rows_of(strategy, 7)
+    if strategy.extended.replica_id == 0:
+        x = everything[0].clone().requires_grad_()
+        torch.autograd.grad(model(x).sum(), x)
+        torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    loss_of(model, *mine).backward()
+    loss_of(alone, *everything).backward()
+    assert_like_alone(model, alone)
+
+
+def test_a_penalty_of_the_gradient(strategy):
+    model, alone = DistributedDataParallel(network(), strategy), network()
+    everything, mine = rows_of(strategy, 7)
+    for m, (x, y) in ((model, mine), (alone, everything)):
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
+        penalty = slope.pow(2).sum(1).mean()
+        (loss_of(m, x, y) + penalty).backward()
+    assert_like_alone(model, alone)
+
+
+def test_a_pass_that_an_exception_ends_before_any_gradient(strategy):
+    if strategy.num_replicas_in_sync == 1:
+        pytest.skip("of several ranks")
+    model = DistributedDataParallel(network(), strategy)
+    _, mine = rows_of(strategy, 8)
+
+    def fail(_):
+        raise ZeroDivisionError("a hook of the user's")
+
+    loss = loss_of(model, *mine)
+    if strategy.extended.replica_id == 0:
+        output = model(mine[0])
+        output.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            output.sum().backward()
+    with pytest.raises(mpidist.DivergenceError, match="exceptions ended"):
+        loss.backward()
+
+
+def test_passes_within_and_outside_no_sync_may_overlap(strategy):
+    model, alone = DistributedDataParallel(network(), strategy), network()
+    parts = [rows_of(strategy, 12, seed) for seed in range(2)]
+    with model.no_sync():
+        first = loss_of(model, *parts[0][1])
+    second = loss_of(model, *parts[1][1])
+    first.backward()
+    second.backward()
+    for everything, _ in parts:
+        loss_of(alone, *everything).backward()
+    assert_like_alone(model, alone)
 
 
 def test_several_forward_passes_before_one_backward(strategy):
