@@ -1,8 +1,8 @@
-"""Arrays of NumPy, CuPy and others: recognise them, and give back what came in.
+"""Convert arrays of NumPy, CuPy and other libraries, and convert results back.
 
-Communication and arithmetic are done on NumPy arrays (CuPy arrays on a GPU replica).
-`to_array` makes one of whatever a user hands over, without a copy where the layout
-allows it; `like` turns a result back into the kind that came in.
+Communication and arithmetic work on NumPy arrays (CuPy arrays on a GPU replica).
+`to_array` converts a user's value, without a copy where its memory layout allows that;
+`like` converts a result to the type that the user passed.
 """
 
 from __future__ import annotations
@@ -50,11 +50,16 @@ def to_array(value: Any, name: str = "value") -> Any:
 
     Takes arrays, array scalars, Python numbers, variables, mirrored values, and any
     object with `__array_interface__`, `__dlpack__`, `__cuda_array_interface__` or a
-    buffer. What lies on a GPU becomes a CuPy array there. `name` is how messages call
-    it.
+    buffer. An array on a GPU becomes a CuPy array there.
+
+    Args:
+      value: the array or number.
+      name: what error messages call it.
 
     Raises:
-      ArgumentTypeError: it is none of these, or on a GPU, and there is no CuPy.
+      ArgumentTypeError: the type is not supported, or the array is on a GPU and CuPy
+        is not installed.
+      DTypeError: it holds Python objects, or an integer of more than 64 bits.
     """
     if type(value) is np.ndarray:
         array = value
@@ -73,7 +78,7 @@ def to_array(value: Any, name: str = "value") -> Any:
     elif is_device_array(value):
         return value
     elif is_jax_array(value) and _require_readable(value, name) == "cpu":
-        array = np.asarray(value)  # its memory, which stays as it is
+        array = np.asarray(value)  # a read-only view: JAX arrays are immutable
     elif _is_on_gpu(value):
         return _to_cupy(value, name)
     elif hasattr(value, "__dlpack__"):
@@ -98,15 +103,15 @@ def to_array(value: Any, name: str = "value") -> Any:
 
 
 def to_tensor(value: Any, name: str = "value") -> Any:
-    """Return `value` as `to_array` does, but take lists of numbers too."""
+    """Return `value` as `to_array` does, but also accept lists of numbers."""
     return to_array(np.asarray(value) if isinstance(value, list) else value, name)
 
 
 def like(result: Any, original: Any) -> Any:
-    """Return the array `result` as the kind of thing that `original` was.
+    """Convert the array `result` to the type of `original`.
 
-    Python numbers give Python numbers, array scalars array scalars, arrays of another
-    library that library's arrays; everything else an array of our own.
+    A Python number gives a Python number, an array scalar an array scalar, an array of
+    another library an array of that library. Anything else gives `result` itself.
     """
     if type(original) is np.ndarray:
         return result
@@ -118,7 +123,7 @@ def like(result: Any, original: Any) -> Any:
         return result
     if not hasattr(original, "__dlpack__"):
         return _to_numba(result, original)
-    if not is_device_array(result):  # perhaps an array scalar
+    if not is_device_array(result):  # possibly an array scalar
         result = np.asarray(result)
         if is_jax_array(original):
             return _to_jax(result)
@@ -126,7 +131,7 @@ def like(result: Any, original: Any) -> Any:
 
 
 def like_foreign(result: Any, original: Any) -> Any:
-    """Return what `like` does for arrays of other libraries, else `result` itself."""
+    """Do what `like` does if `original` is another library's array, else nothing."""
     is_own = isinstance(original, np.ndarray | np.generic) or is_device_array(original)
     if is_own or not hasattr(original, "__dlpack__"):
         return result
@@ -134,25 +139,25 @@ def like_foreign(result: Any, original: Any) -> Any:
 
 
 def _library_of(array: Any) -> Any:
-    """Return the module that has the functions for arrays of another library."""
+    """Return the module with the array functions of another library."""
     if hasattr(array, "__array_namespace__"):
         return array.__array_namespace__()
     return sys.modules.get(type(array).__module__.partition(".")[0])
 
 
 def _to_numba(result: Any, original: Any) -> Any:
-    """Return a CuPy array as Numba's, if the original was such a one."""
+    """Convert a CuPy array to Numba's type if `original` has that type."""
     if type(original).__module__.startswith("numba.") and is_device_array(result):
         return sys.modules["numba"].cuda.as_cuda_array(result)
     return result
 
 
 def _to_library(array: Any, library: Any) -> Any:
-    """Return `array` as an array of another library, if that speaks DLPack."""
+    """Convert `array` to another library's type, if that library supports DLPack."""
     if not hasattr(library, "from_dlpack"):
         return array
     flat = array.reshape(-1)
-    if array.dtype.name == "bfloat16":  # which DLPack has, but NumPy has not
+    if array.dtype.name == "bfloat16":  # NumPy's DLPack export does not know it
         foreign = library.from_dlpack(flat.view(np.int16)).view(library.bfloat16)
     else:
         foreign = library.from_dlpack(flat)
@@ -171,17 +176,17 @@ def is_device_array(value: Any) -> bool:
 
 
 def is_jax_array(value: Any) -> bool:
-    """Return whether `value` is an array of JAX, or what JAX traces in place of one."""
+    """Return whether `value` is a JAX array or a JAX tracer."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, getattr(jax, "Array", ()))
 
 
 def _require_readable(array: Any, name: str) -> str:
-    """Return the platform, such as "cpu", of a JAX array that has values on one device.
+    """Return the platform, such as "cpu", of a JAX array on one device.
 
     Raises:
-      ArgumentTypeError: it is traced, or deleted, or lies on several devices.
-      DTypeError: it is of random keys.
+      ArgumentTypeError: it is a tracer, was deleted, or lies on several devices.
+      DTypeError: it holds JAX's random keys.
     """
     jax = sys.modules["jax"]
     if isinstance(array, jax.core.Tracer):
@@ -209,9 +214,9 @@ def _require_readable(array: Any, name: str) -> str:
 
 
 def _to_jax(array: Any) -> Any:
-    """Return a NumPy array as JAX's: without a copy where JAX can."""
+    """Convert a NumPy array to a JAX array, without a copy where JAX supports that."""
     numpy = sys.modules["jax"].numpy
-    # Of NumPy's own dtypes without long double, as DLPack has no others
+    # DLPack supports NumPy's own dtypes except long double
     is_known = array.dtype.kind in "iufcb" and array.dtype.char not in "gG"
     if is_known and array.flags.c_contiguous and array.flags.writeable:
         return numpy.from_dlpack(array)
@@ -222,14 +227,15 @@ def _is_on_gpu(value: Any) -> bool:
     """Return whether an array of another library lies on an NVIDIA GPU."""
     if hasattr(value, "__dlpack_device__"):
         return value.__dlpack_device__()[0] in _DLPACK_CUDA
-    # Tensors of PyTorch have this attribute only there
+    # PyTorch tensors have this attribute only if they are on a GPU
     return hasattr(value, "__cuda_array_interface__")
 
 
 def _to_cupy(value: Any, name: str) -> Any:
-    """Return another library's array on a GPU as a CuPy array, without a copy.
+    """Convert another library's array on a GPU to a CuPy array, without a copy.
 
-    What the current stream does with it comes after what its library was told before.
+    Work that is queued on the current stream afterwards waits for the other library's
+    work on the array (both protocols synchronise streams).
     """
     try:
         import cupy
@@ -253,7 +259,7 @@ def _to_cupy(value: Any, name: str) -> Any:
 
 def is_float16(dtype: np.dtype[Any]) -> bool:
     """Return whether `dtype` is float16 or bfloat16."""
-    # dtype.name is slow, and needed only for dtypes that are not NumPy's own
+    # dtype.name is slow; only dtypes that NumPy does not define need it
     return dtype.char == "e" or (dtype.kind == "V" and dtype.name == "bfloat16")
 
 
@@ -263,10 +269,10 @@ def is_floating(dtype: np.dtype[Any]) -> bool:
 
 
 def accumulator_dtype(dtype: np.dtype[Any], name: str = "value") -> np.dtype[Any]:
-    """Return the dtype in which values of `dtype` are added up.
+    """Return the dtype in which values of `dtype` are summed.
 
     Raises:
-      DTypeError: values of `dtype` cannot be added.
+      DTypeError: values of `dtype` cannot be summed.
     """
     if is_float16(dtype):
         return np.dtype(np.float32)
@@ -279,7 +285,7 @@ def accumulator_dtype(dtype: np.dtype[Any], name: str = "value") -> np.dtype[Any
 
 
 def summable(dtype: np.dtype[Any], name: str = "value") -> None:
-    """Raise a DTypeError if values of `dtype` cannot be added."""
+    """Raise a DTypeError if values of `dtype` cannot be summed."""
     accumulator_dtype(dtype, name)
 
 
@@ -290,7 +296,7 @@ def require_range(array: Any, dtype: np.dtype[Any], name: str) -> None:
     if np.can_cast(array.dtype, dtype):
         return
     limits, least, most = np.iinfo(dtype), array.min(), array.max()
-    if not (least >= limits.min and most <= limits.max):  # perhaps not a number
+    if not (least >= limits.min and most <= limits.max):  # also true for NaN
         raise DTypeError(
             f"{name} is {least}..{most}, which does not fit {dtype.name} "
             f"({limits.min}..{limits.max})"
@@ -333,17 +339,17 @@ def _has_buffer(value: Any) -> bool:
 
 
 def current_gpu() -> int:
-    """Return the number of the current GPU of this thread, in this process."""
+    """Return the CUDA device index of this thread's current GPU."""
     return int(sys.modules["cupy"].cuda.runtime.getDevice())
 
 
 def to_host(array: Any) -> Any:
-    """Return `array` as a NumPy array; copies only from a GPU, after its stream."""
+    """Return `array` as a NumPy array; a CuPy array is copied, in stream order."""
     return array.get() if is_device_array(array) else array
 
 
 def synchronize(array: Any) -> None:
-    """Wait until what the current stream has to do to a device array is done."""
+    """If `array` is on a GPU, wait for all work queued on the current stream."""
     if is_device_array(array):
         import cupy
 
@@ -351,36 +357,36 @@ def synchronize(array: Any) -> None:
 
 
 def fits_device(array: Any) -> bool:
-    """Return whether a GPU can hold `array`: numbers, booleans; not text or dates."""
+    """Return whether CuPy supports the array's dtype: numbers and booleans."""
     dtype = array.dtype
     is_known = dtype.kind in _NUMERIC_KINDS + "b" or is_float16(dtype)
     return is_known and dtype.char not in "gG"  # long double
 
 
 def to_device(array: Any, device: str) -> Any:
-    """Return the NumPy `array` where a replica on `device` computes."""
+    """Copy the NumPy `array` to `device`; return it unchanged if that is a CPU."""
     if device.startswith("CPU") or not fits_device(array):
         return array
     import cupy
 
-    # The current device is a thread's own, and this may be the thread that reads ahead
+    # The current device is per thread, and the prefetch thread calls this, too
     with on_gpu(int(device.partition(":")[2])):
         return cupy.asarray(array)
 
 
 def to_device_like(array: Any, original: Any) -> Any:
-    """Return the NumPy `array` where `original` lies: on its GPU, or unchanged."""
+    """Copy the NumPy `array` to the GPU of `original`, if `original` is on one."""
     return namespace(original).asarray(array) if is_device_array(original) else array
 
 
 def value_bytes(array: Any) -> Any:
-    """Return the bytes `(elements, bytes)` of an array that belong to its values.
+    """Return an array's bytes without padding, in the shape `(elements, bytes)`.
 
-    That is all but padding, which is undefined in long doubles and aligned compound
-    types, so that two equal arrays may have unlike bytes there.
+    Long doubles and aligned compound types have padding bytes. Their contents are
+    undefined, so two equal arrays may differ there.
 
     Args:
-      array: of NumPy or CuPy; copied unless it is contiguous and has no padding.
+      array: a NumPy or CuPy array; copied unless it is contiguous without padding.
     """
     flat = np.ascontiguousarray(to_host(array)).reshape(-1)
     rows = flat.view(np.uint8).reshape(flat.size, flat.dtype.itemsize)
@@ -390,12 +396,13 @@ def value_bytes(array: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _value_mask(dtype: np.dtype[Any]) -> Any:
-    """Return which bytes of an element belong to its value; None if all do."""
+    """Return a mask of the bytes of an element that are not padding; None if all."""
     mask = np.array(_list_value_bytes(dtype), bool)
     return None if mask.all() else mask
 
 
 def _list_value_bytes(dtype: np.dtype[Any]) -> list[bool]:
+    """Return, for each byte of an element, whether it belongs to the value."""
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
         return _list_value_bytes(base) * int(np.prod(shape))
@@ -404,9 +411,8 @@ def _list_value_bytes(dtype: np.dtype[Any]) -> list[bool]:
         for field, start, *_ in dtype.fields.values():
             found[start : start + field.itemsize] = _list_value_bytes(field)
         return found
-    if (
-        dtype.char in "gG" and np.finfo(dtype).nmant == 63
-    ):  # of x86: 10 bytes of 12 or 16
+    # x86's extended precision: 10 bytes, stored in 12 or 16
+    if dtype.char in "gG" and np.finfo(dtype).nmant == 63:
         number_bytes = dtype.itemsize // (2 if dtype.char == "G" else 1)
         number = [i < 10 for i in range(number_bytes)]
         number = number if dtype.isnative else number[::-1]

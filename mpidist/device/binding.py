@@ -1,4 +1,4 @@
-"""GPUs: how many there are, which one a rank takes, and whether two take the same."""
+"""Bind ranks to GPUs: count them, select one, and detect ranks that share one."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ __all__ = [
 
 
 class GpuIdentity(NamedTuple):
-    """What tells one GPU from all others.
+    """Identifies one GPU among those of all nodes.
 
     Args:
-      host: the node, as MPI names it.
+      host: MPI's name of the node.
       pci_bus_id: such as "0000:3b:00.0".
-      uuid: in hexadecimal digits; parts of one GPU (MIG) have the same PCI bus id, but
-        not the same uuid.
-      name: of the model.
-      driver: the CUDA version of the driver, such as 13000.
+      uuid: in hexadecimal digits. MIG instances of one GPU have the same PCI bus id but
+        different uuids.
+      name: the GPU's model.
+      driver: the CUDA version that the driver supports, such as 13000.
     """
 
     host: str
@@ -63,7 +63,7 @@ def current_gpu() -> int | None:
         return None
     import cupy
 
-    # Without a context CUDA's runtime calls GPU 0 the current one
+    # Without a context the CUDA runtime returns GPU 0
     if not cupy.cuda.driver.ctxGetCurrent():
         return None
     return int(cupy.cuda.runtime.getDevice())
@@ -91,8 +91,9 @@ def use_gpu(index: int) -> None:
 def on_gpu(index: int) -> Iterator[None]:
     """Make GPU `index` the current device of this thread, within a block.
 
-    In a thread without a CUDA context it stays current: `cupy.cuda.Device` would go
-    back to GPU 0, which the runtime calls current there, and make a context on it.
+    In a thread without a CUDA context the GPU stays current after the block. Unlike
+    `cupy.cuda.Device`: for such a thread the runtime returns GPU 0 as the current
+    device, and setting that again would create a context on GPU 0.
     """
     from cupy.cuda import driver, runtime
 
@@ -107,7 +108,7 @@ def on_gpu(index: int) -> Iterator[None]:
 
 
 def identify_gpu(index: int, host: str) -> GpuIdentity:
-    """Return what tells GPU `index` of this process from others."""
+    """Return the identity of this process's GPU `index`."""
     from cupy.cuda import runtime
 
     properties = runtime.getDeviceProperties(index)
@@ -121,10 +122,10 @@ def identify_gpu(index: int, host: str) -> GpuIdentity:
 
 
 def shared_gpus(identities: Sequence[GpuIdentity | None]) -> list[list[int]]:
-    """Return the ranks that share a GPU, for each GPU that is shared.
+    """Return, for each GPU that several ranks use, the list of those ranks.
 
     Args:
-      identities: of the GPU of each rank, by rank; None for a CPU.
+      identities: each rank's GPU, by rank; None for a rank on a CPU.
     """
     ranks_on: dict[tuple[str, str, str], list[int]] = {}
     for rank, found in enumerate(identities):
@@ -162,10 +163,10 @@ def cuda_versions() -> tuple[int, int]:
 
 
 def nccl_version() -> int:
-    """Return the version of NCCL that CuPy has, such as 22703; 0 without."""
+    """Return the version of CuPy's NCCL, such as 22703; 0 if it has none."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # CuPy warns where it finds no NCCL
+            warnings.simplefilter("ignore")  # CuPy warns if NCCL is missing
             from cupy.cuda import nccl
 
         return int(nccl.get_version())

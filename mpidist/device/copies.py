@@ -1,4 +1,4 @@
-"""Copies between a GPU and the host, beside what both do meanwhile."""
+"""Asynchronous copies between a GPU and the host, for collectives on the host."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mpidist.device.streams import record
 __all__ = ["HostCopies", "SmallCopies"]
 
 
-# One is worked on, while another one is on its way
+# Double buffering: the host works on one buffer while the other one is copied
 _BUFFERS = 2
 
 
 class _Buffer:
-    """A page-locked buffer, and what the GPU has to do with it still."""
+    """A page-locked buffer, and the event after which the GPU no longer uses it."""
 
     def __init__(self) -> None:
         self._pinned = Pinned()
@@ -30,26 +30,26 @@ class _Buffer:
 
     @property
     def address(self) -> int:
-        """Where the bytes begin."""
+        """The address of the first byte."""
         return self._pinned.address
 
     def take(self, size_bytes: int) -> None:
-        """Make `bytes` so many, once the GPU has no more to do with them."""
+        """Wait until the GPU has finished with the buffer, and resize `bytes`."""
         if self.event is not None:
             self.event.synchronize()
         self.bytes = self._pinned.take(size_bytes)
 
     def wait(self) -> npt.NDArray[np.uint8]:
-        """Return the bytes once they have come from the GPU."""
+        """Wait for the copy from the GPU, and return the bytes."""
         self.event.synchronize()
         return self.bytes
 
 
 class HostCopies:
-    """The copies of one thing at a time that goes through the host.
+    """Pipelined copies of one array at a time, in pieces, to the host and back.
 
-    What the current stream does before `begin` is done before the copies; what it does
-    after `end`, after them.
+    The copies run after the work queued on the current stream before `begin`, and
+    before the work queued on it after `end`.
     """
 
     def __init__(self) -> None:
@@ -60,11 +60,11 @@ class HostCopies:
         self._turns = [0, 0]
 
     def begin(self, is_alone: bool) -> None:
-        """Begin with one thing.
+        """Start the copies of one array.
 
         Args:
-          is_alone: whether there is one copy in each direction only: then the current
-            stream makes them.
+          is_alone: whether there is only one copy in each direction. The current stream
+            makes it then; else two streams of this object copy both ways at once.
         """
         import cupy
 
@@ -81,7 +81,7 @@ class HostCopies:
             stream.wait_event(begun)
 
     def end(self) -> None:
-        """Let the current stream wait for the copies."""
+        """Make the current stream wait for the copies."""
         import cupy
 
         here = cupy.cuda.get_current_stream()
@@ -90,9 +90,10 @@ class HostCopies:
                 here.wait_event(record(stream))
 
     def fetch(self, array: Any) -> _Buffer:
-        """Begin to copy a contiguous array to the host.
+        """Start copying a contiguous array to the host.
 
-        The two buffers are used in turn: nobody may need the last but one any more.
+        There are two buffers, used alternately: this overwrites the one that the call
+        before the last returned.
         """
         buffer = self._next(self._down, 0)
         buffer.take(array.nbytes)
@@ -103,13 +104,13 @@ class HostCopies:
         return buffer
 
     def room(self, size_bytes: int) -> _Buffer:
-        """Return a buffer to write to, for `send`."""
+        """Return a buffer to fill and pass to `send`."""
         buffer = self._next(self._up, 1)
         buffer.take(size_bytes)
         return buffer
 
     def send(self, buffer: _Buffer, places: Sequence[Any]) -> None:
-        """Begin to copy what a buffer holds to arrays, one after the other."""
+        """Start copying a buffer's contents to consecutive arrays on the GPU."""
         stream = self._streams[1]
         start = buffer.address
         for place in places:
@@ -129,19 +130,20 @@ _TO_DEVICE, _TO_HOST = 1, 2
 
 
 class SmallCopies:
-    """Copies the arrays of one thing at a time to the host, and results back.
+    """Copies the small arrays of one collective to the host, and its results back.
 
-    The current stream makes the copies; `up` comes after `down`.
+    All copies are queued on the current stream. Call `down`, then `up`.
     """
 
     def __init__(self) -> None:
         self._down, self._up = Pinned(), Pinned()
-        self._sent: Any = None  # the event that the GPU has read what `up` gave it
+        self._sent: Any = None  # the event after which the copies of `up` are done
 
     def down(self, values: Sequence[Any]) -> list[Any]:
-        """Return arrays on the host, which are valid until the next call.
+        """Return the arrays on the host; they are valid until the next call.
 
-        What is there already stays. What the current stream was told before is done.
+        Arrays that are on the host already are returned as they are. Waits for all work
+        queued on the current stream.
         """
         import cupy
         from cupy.cuda import runtime
@@ -157,15 +159,16 @@ class SmallCopies:
             if value.nbytes:
                 source, to = value.data.ptr, address + start
                 runtime.memcpyAsync(to, source, value.nbytes, _TO_HOST, stream.ptr)
-            # Not its own shape: CuPy makes one dimension of none
+            # Not value.shape: ascontiguousarray turns 0 dimensions into 1
             found[j] = host[start:stop].view(value.dtype).reshape(values[j].shape)
         stream.synchronize()
-        if self._sent is not None:  # by another stream, which may be gone by now
+        # The copies of the last `up` may be on another stream
+        if self._sent is not None:
             self._sent.synchronize()
         return found
 
     def up(self, results: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-        """Return results where the arrays `like` lie."""
+        """Copy each result to the GPU if its counterpart in `like` is there."""
         import cupy
         from cupy.cuda import runtime
 
@@ -190,7 +193,7 @@ class SmallCopies:
 
 
 def _lay_out(values: Sequence[Any]) -> tuple[list[int], int]:
-    """Return where each array begins in a buffer, and how many bytes that has."""
+    """Return the offset of each array in a buffer, and the buffer's size in bytes."""
     sizes = [-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in values]
     ends = [*itertools.accumulate(sizes, initial=0)]
     return ends[:-1], ends[-1]

@@ -1,18 +1,18 @@
-"""Batches on their way to a GPU, while it computes on those before.
+"""Copy batches to a GPU in the background, while it computes on earlier ones.
 
-A batch goes through a slot. A stream of copies brings it to the slot's device memory
-while the processor goes on, for which it must lie in page-locked memory. Large arrays
-that were read into such memory (see `page_locked`) are sent as they lie; all others are
-packed into the slot's host buffer first. Whoever asks for the batch gets copies of the
-device memory, made by the stream that is current there.
+A batch passes through a slot: a host buffer and device memory. A copy stream copies it
+to the slot's device memory asynchronously, which requires page-locked host memory. Large
+arrays that were read into such memory (see `page_locked`) are copied from where they
+are; all others are first packed into the slot's host buffer. The consumer gets copies of
+the device memory, made by its own current stream.
 
-The second copy is there for the sake of lifetimes. CuPy gives memory that was freed to
-the next allocation for the same stream at once, since one stream does things in order.
-If batches were memory of the stream of copies, it would overwrite one as soon as Python
-had forgotten it, while another stream's kernels still read it. So batches are memory of
-the stream that uses them, to be kept and forgotten like all other arrays. The memory of
-slots is all that two streams use, and there each waits for the other's events. The copy
-is within the GPU's memory: it takes a few percent of the time of the one from the host.
+Why the second copy: CuPy's memory pool gives freed memory to the next allocation on the
+same stream at once, as the operations of one stream are ordered. If batches were memory
+of the copy stream, that stream would overwrite a batch as soon as Python had freed it,
+while another stream's kernels still read it. So batches are memory of the stream that
+uses them, and can be kept and freed like any other array. Only the memory of slots is
+used by two streams, each of which waits for the other's events. The second copy stays
+within the GPU: it takes a few percent of the time of the copy from the host.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from mpidist.util.buffers import Allocate
 __all__ = ["Upload", "Uploads", "page_locked", "take"]
 
 _ALIGNMENT = 256  # bytes, as cudaMalloc's
-# To tell a stream of one more copy takes as long as packing so many
+# Launching one more copy costs about as much as packing this many bytes
 _LEAST_BYTES = 128 << 10
 
-# What `page_locked` gave out and somebody holds, by id: an array cannot be hashed
+# Live memory of `page_locked`, by id, since arrays are not hashable
 _PAGE_LOCKED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def page_locked(stream: CopyStream) -> Allocate:
-    """Return what allocates memory from which `Uploads` send arrays as they lie.
+    """Return an allocator of page-locked memory, from which `Uploads` copies directly.
 
-    So what is read into it must not change as long as the batch refers to it. Little
-    memory is of the usual kind.
+    What is read into it must not change while the batch refers to it. Small allocations
+    are ordinary memory.
     """
 
     def allocate(size: int) -> npt.NDArray[np.uint8]:
@@ -61,14 +61,15 @@ def page_locked(stream: CopyStream) -> Allocate:
 
 @dataclasses.dataclass(eq=False)
 class _Slot:
-    """What one batch at a time goes through.
+    """The memory through which one batch at a time is copied.
 
     Args:
-      host: page-locked, for what is packed.
-      staged: on the device, of `size` bytes.
-      leaves: what is sent as it lies, held until `sent`.
-      sent: the event that `host` and `leaves` were read and `staged` written.
-      taken: the event that `staged` was read.
+      host: page-locked memory for packed leaves.
+      staged: device memory of `size` bytes.
+      size: of `staged`, in bytes.
+      leaves: leaves that are copied from where they are, kept alive until `sent`.
+      sent: the event after which `host` and `leaves` were read and `staged` written.
+      taken: the event after which `staged` was read.
     """
 
     host: npt.NDArray[np.uint8]
@@ -79,22 +80,22 @@ class _Slot:
     taken: Event | None = None
 
     def wait_until_sent(self) -> None:
-        """Wait until nobody reads memory of the host."""
+        """Wait until the copy stream has read the host memory."""
         if self.sent is not None:
             self.sent.synchronize()
         self.leaves.clear()
 
 
 class _Layout(NamedTuple):
-    """Where in a slot the leaves of a batch go, those that are packed first.
+    """The places of a batch's leaves in a slot; packed leaves come first.
 
     Args:
-      parts: of the device memory, by the numbers of the leaves.
-      packed: which leaves are packed: into the same parts of the host buffer.
-      as_they_lie: which leaves are sent as they lie.
-      there: which leaves are on a device already.
-      packed_bytes: how much host memory that takes.
-      size: how much device memory.
+      parts: the place of each leaf in the device memory, by leaf number.
+      packed: the leaves that are packed, at the same places in the host buffer.
+      as_they_lie: the leaves that are copied from where they are on the host.
+      there: the leaves that are on a device already.
+      packed_bytes: the size of the host buffer.
+      size: the size of the device memory, in bytes.
     """
 
     parts: dict[int, Part]
@@ -107,7 +108,15 @@ class _Layout(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Upload:
-    """A batch on its way: its slot until it is taken, and the leaves without a part."""
+    """A batch being copied: its slot, and the leaves that stay on the host.
+
+    Args:
+      uploads: where it came from.
+      slot: None once it was taken.
+      leaves: by leaf number; None for those in the slot.
+      spec: the structure of the batch.
+      parts: the place of each leaf in the slot, by leaf number.
+    """
 
     uploads: Uploads
     slot: _Slot | None
@@ -117,9 +126,9 @@ class Upload:
 
 
 class Uploads:
-    """The batches of one iteration, on their way to a device.
+    """Copies the batches of one iteration to a device.
 
-    There come to be as many slots as batches are on their way at the same time.
+    It makes as many slots as there are batches in flight at the same time.
     """
 
     def __init__(self, stream: CopyStream):
@@ -129,15 +138,17 @@ class Uploads:
         self._is_closed = False
 
     def upload(self, batch: Any) -> Any:
-        """Start to copy a nest of arrays. Any thread.
+        """Start copying a nest of arrays. Any thread may call it.
 
-        They may be changed afterwards, but for those in memory of `page_locked`.
+        The caller may change the arrays afterwards, except those in memory of
+        `page_locked`.
 
-        Returns what `take` turns into the batch, or the batch itself if a device can
-        hold nothing of it.
+        Returns:
+          What `take` turns into the batch; the batch itself if the device supports the
+          dtype of none of its leaves.
 
         Raises:
-          MemoryError: page-locked memory, or memory on the device, does not suffice.
+          MemoryError: there is not enough page-locked memory, or device memory.
         """
         leaves, spec = nest.flatten(batch)
         layout = _lay_out(leaves, self._stream)
@@ -146,16 +157,16 @@ class Uploads:
             return batch
         slot = self._free_slot(layout)
         slot.sent = self._send(slot, layout, leaves)
-        if self._is_closed:  # meanwhile, and did not wait for this
+        if self._is_closed:  # meanwhile, without waiting for this slot
             slot.wait_until_sent()
         rest = [None if i in parts else leaf for i, leaf in enumerate(leaves)]
         return Upload(self, slot, rest, spec, parts)
 
     def close(self) -> None:
-        """Wait until the host's memory was read, and let go of all memory.
+        """Wait until the host memory was read, and release all memory.
 
-        It may be called more than once, and by the garbage collector in the middle of
-        any other method. So there are no locks here.
+        It may be called repeatedly, and by the garbage collector in the middle of any
+        other method: therefore this class has no locks.
         """
         self._is_closed = True
         slots, self._slots = self._slots, []
@@ -166,17 +177,17 @@ class Uploads:
                 self._stream.wait(slot.taken)
 
     def _free_slot(self, layout: _Layout) -> _Slot:
-        """Return a slot with room for a batch whose host buffer may be written."""
+        """Return a slot that is large enough, and whose host buffer was read."""
         packed_bytes, size = layout.packed_bytes, layout.size
         slot = None
-        with contextlib.suppress(IndexError):  # other threads may take the last one
+        with contextlib.suppress(IndexError):  # another thread may take the last one
             slot = self._free.popleft()
         if slot is None:
             slot = _Slot(self._pin(packed_bytes), self._stream.reserve(size), size)
             self._slots.append(slot)
             return slot
         slot.wait_until_sent()
-        # Sizes that grow will grow again
+        # A size that grew is likely to grow again
         if slot.size < size:
             self._grow(slot, size + size // 4)
         if slot.host.size < packed_bytes:
@@ -188,13 +199,13 @@ class Uploads:
 
     def _grow(self, slot: _Slot, size: int) -> None:
         assert slot.taken is not None
-        self._stream.wait(slot.taken)  # what it reserves next may be the same memory
+        self._stream.wait(slot.taken)  # `reserve` may return the same memory
         slot.staged = slot.taken = None
         slot.staged = self._stream.reserve(size)
         slot.size = size
 
     def _send(self, slot: _Slot, layout: _Layout, leaves: Sequence[Any]) -> Event:
-        """Start to copy arrays to a slot; return the event that they are there."""
+        """Start copying leaves to a slot; return the event of the end of the copies."""
         stream, parts = self._stream, layout.parts
         for i in layout.packed:
             _write(slot.host, parts[i], leaves[i])
@@ -210,13 +221,13 @@ class Uploads:
         return stream.record()
 
     def take(self, upload: Upload) -> Any:
-        """See the function `take`."""
+        """Return the batch on the device; see the function `take`."""
         slot, upload.slot = upload.slot, None
         assert slot is not None, "a batch was taken twice"
         assert slot.sent is not None
         parts = list(upload.parts.values())
         fetched, slot.taken = self._stream.fetch(slot.staged, parts, slot.sent)
-        if self._is_closed:  # and did not wait for this
+        if self._is_closed:  # without waiting for this copy
             self._stream.wait(slot.taken)
         self._free.append(slot)
         leaves = list(upload.leaves)
@@ -226,16 +237,16 @@ class Uploads:
 
 
 def take(batch: Any) -> Any:
-    """Return what `Uploads.upload` was given as arrays on the device, once.
+    """Return the batch of an `Upload`, with arrays on the device; call it once.
 
-    They belong to the current stream of the calling thread, which waits for the copies;
-    the host does not. Anything else is returned as it is.
+    The arrays belong to the calling thread's current stream, which waits for the copies
+    (the host does not). Anything but an `Upload` is returned unchanged.
     """
     return batch.uploads.take(batch) if isinstance(batch, Upload) else batch
 
 
 def _lay_out(leaves: Sequence[Any], stream: CopyStream) -> _Layout:
-    """Return which leaves go to the device, and where in a slot of how many bytes."""
+    """Lay out a batch's leaves in a slot."""
     packed: list[int] = []
     as_they_lie: list[int] = []
     there: list[int] = []
@@ -258,11 +269,11 @@ def _lay_out(leaves: Sequence[Any], stream: CopyStream) -> _Layout:
 
 
 def _is_page_locked(leaf: Any) -> bool:
-    """Return whether a leaf can be sent as it lies, and is worth it."""
+    """Return whether a leaf is in page-locked memory and large enough to copy alone."""
     if type(leaf) is not np.ndarray or leaf.nbytes < _LEAST_BYTES:
         return False
     memory: Any = leaf
-    while isinstance(memory, np.ndarray | memoryview):  # back to what was allocated
+    while isinstance(memory, np.ndarray | memoryview):  # find the allocation
         if _PAGE_LOCKED.get(id(memory)) is memory:
             return bool(leaf.flags.c_contiguous and leaf.dtype.isnative)
         memory = memory.obj if isinstance(memory, memoryview) else memory.base

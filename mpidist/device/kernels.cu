@@ -1,6 +1,7 @@
-// What mpidist computes on a GPU: sums of what ranks have sent, and packs.
+// mpidist's kernels: sums of the arrays of all ranks, and packing.
 //
-// All is bound by memory, so threads move 16 bytes at a time where addresses allow it.
+// They are bound by memory bandwidth, so threads access 16 bytes at a time where the
+// alignment allows it.
 
 typedef unsigned char u1;
 typedef unsigned short u2;
@@ -10,12 +11,12 @@ typedef unsigned long long u8;
 #define MOST_PARTS 64
 #define SPAN_BYTES 32768
 
-// Where the arrays of several ranks begin
+// The addresses of the arrays of several ranks
 struct Parts {
     const void* of[MOST_PARTS];
 };
 
-// Numbers of 16 bits, by their bits
+// 16-bit numbers, as raw bits
 struct float16 {
     u2 bits;
 };
@@ -26,8 +27,8 @@ struct bfloat16 {
 __device__ inline float as_float(u4 bits) { return __int_as_float((int)bits); }
 
 #ifdef __CUDA_ARCH__
-// CuPy compiles with -ftz=true, by which arithmetic in float32 takes numbers below 1.2e-38
-// for 0. PTX without .ftz does not.
+// CuPy compiles with -ftz=true, which flushes float32 numbers below 1.2e-38 to 0. PTX
+// instructions without .ftz keep them.
 __device__ inline float add(float a, float b)
 {
     float sum;
@@ -40,7 +41,7 @@ __device__ inline float widen(float16 x)
     asm("{ .reg .b16 h; mov.b16 h, %1; cvt.f32.f16 %0, h; }" : "=f"(wide) : "h"(x.bits));
     return wide;
 }
-#else  // compiled for a CPU, which takes nothing for 0
+#else  // compiled for a CPU, which flushes nothing to 0
 __device__ inline float add(float a, float b) { return a + b; }
 __device__ inline float widen(float16 x)
 {
@@ -56,7 +57,7 @@ __device__ inline float widen(float16 x)
 template <typename T>
 __device__ inline T add(T a, T b) { return a + b; }
 
-// The number in which others of its type are added up
+// Convert a number to the type in which it is summed
 template <typename T>
 __device__ inline T widen(T x) { return x; }
 __device__ inline float widen(bfloat16 x) { return as_float((u4)x.bits << 16); }
@@ -66,8 +67,8 @@ struct alignas(16) Vector {
     T item[16 / sizeof(T)];
 };
 
-// totals[i] = parts[0][i] + parts[1][i] + ..., in this order; or, where `goes_on` is not 0,
-// totals[i] + parts[0][i] + ...
+// totals[i] = parts[0][i] + parts[1][i] + ..., in this order. If `goes_on` is not 0, add
+// to totals[i] instead: totals[i] + parts[0][i] + ...
 template <typename T, typename Wide>
 __device__ void add_one_by_one(
     const Parts& parts, int count, int goes_on, Wide* totals, u8 first, u8 size)
@@ -112,7 +113,7 @@ __device__ void add_alike(
         add_one_by_one<T, T>(parts, count, goes_on, totals, 0, size);
 }
 
-// Signed integers are added up as unsigned ones: what overflows wraps around, as in NumPy
+// Signed integers are summed as unsigned ones, so that overflow wraps around as in NumPy
 #define ADD(NAME, TYPE)                                                             \
     extern "C" __global__ void add_##NAME(                                          \
         Parts parts, int count, int goes_on, TYPE* totals, u8 size)                 \
@@ -142,7 +143,7 @@ __device__ void copy_words(void* to, const void* from, u8 count)
         ((Word*)to)[i] = ((const Word*)from)[i];
 }
 
-// Copied by the threads of one block
+// Copy `size` bytes by all threads of one block
 __device__ void copy(u1* to, const u1* from, u8 size)
 {
     const u8 addresses = (u8)to | (u8)from;
@@ -157,9 +158,9 @@ __device__ void copy(u1* to, const u1* from, u8 size)
     copy_words<u1>(to + done, from + done, size - done);
 }
 
-// Copy bytes first..first+size of arrays that are thought of as one behind the other.
-// `table` holds where each is in memory, and then where each begins in the pack, and the
-// end of the last.
+// Copy bytes first..first+size of the concatenation of several arrays.
+// `table` holds the address of each array, then the offset of each in the concatenation,
+// then the length of the concatenation.
 extern "C" __global__ void pack(
     const u8* table, int arrays, u8 first, u8 size, u1* to)
 {
@@ -168,7 +169,7 @@ extern "C" __global__ void pack(
          span += (u8)gridDim.x * SPAN_BYTES) {
         u8 place = first + span;
         const u8 end = first + (size - span < SPAN_BYTES ? size : span + SPAN_BYTES);
-        // Find the last array that begins here or before
+        // Find the array that holds this byte, by binary search
         int low = 0, high = arrays;
         while (high - low > 1) {
             const int middle = (low + high) / 2;

@@ -1,4 +1,4 @@
-"""The kernels of `kernels.cu`: sums in the order of the ranks, and packs."""
+"""Launch the kernels of `kernels.cu`: sums in rank order, and packing."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from mpidist.device.memory import Staged
 
 __all__ = ["OPTIONS", "Packer", "add_parts", "can_add", "load", "source"]
 
-# What the kernels are compiled with
+# The compiler's options
 OPTIONS = ("-std=c++17",)
 
-_MOST_PARTS = 64  # at a time, as in kernels.cu
+_MOST_PARTS = 64  # arrays per launch, as in kernels.cu
 _THREADS = 256
 _BYTES_OF_THREAD = 64
 _BLOCKS_OF_MULTIPROCESSOR = 16
 _SPAN_BYTES = 32768
-# Numbers of 16 bits are added up in float32
+# Summed in float32
 _NARROW = ("float16", "bfloat16")
 
 
 def can_add(dtype: np.dtype[Any]) -> bool:
-    """Return whether `add_parts` can add numbers of this dtype."""
+    """Return whether `add_parts` supports `dtype`."""
     return _kernel_name(dtype) is not None
 
 
 @functools.cache
 def _kernel_name(dtype: np.dtype[Any]) -> str | None:
-    """Return the name of the kernel that adds numbers, or parts of numbers."""
+    """Return the name of the kernel that adds numbers of `dtype`; None if none does."""
     if dtype.name in _NARROW:
         return f"add_{dtype.name}"
-    if dtype.kind == "c":  # real and imaginary part
+    if dtype.kind == "c":  # adds real and imaginary parts as separate numbers
         return f"add_f{dtype.itemsize // 2}"
     if dtype.kind in "iu":
         return f"add_u{dtype.itemsize}"
@@ -45,7 +45,7 @@ def _kernel_name(dtype: np.dtype[Any]) -> str | None:
 
 
 def source() -> str:
-    """Return the kernels' code."""
+    """Return the kernels' source code."""
     return resources.files("mpidist.device").joinpath("kernels.cu").read_text()
 
 
@@ -57,14 +57,14 @@ def _module() -> Any:
 
 
 def load() -> None:
-    """Compile the kernels for the current GPU, if that was not done before."""
+    """Compile the kernels for the current GPU, unless that was done before."""
     for name in ("add_f4", "pack"):
         _function(name, current_gpu())
 
 
 @functools.cache
 def _function(name: str, device: int) -> tuple[Any, int]:
-    """Return a kernel, and how many blocks fill a GPU, which is the current one."""
+    """Return a kernel, and how many blocks fill the GPU `device`, the current one."""
     import cupy
 
     attributes = cupy.cuda.Device(device).attributes
@@ -79,14 +79,15 @@ def _launch(name: str, bytes_of_block: int, size_bytes: int, arguments: Any) -> 
 
 
 def add_parts(parts: Sequence[int], totals: Any, dtype: np.dtype[Any]) -> None:
-    """Put the sum of contiguous arrays into `totals`; the current stream does it.
+    """Write the sum of contiguous arrays to `totals`, on the current stream.
 
-    They are added up one after the other.
+    Each element is summed in the order of `parts`, so the result does not depend on the
+    launch.
 
     Args:
-      parts: the addresses of the arrays, one at least.
-      totals: a contiguous array; of float32 for numbers of 16 bits.
-      dtype: of the arrays.
+      parts: the addresses of at least one array, each of `totals.size` elements.
+      totals: a contiguous array; float32 for 16-bit dtypes.
+      dtype: the dtype of the arrays.
     """
     if not totals.size:
         return
@@ -98,14 +99,14 @@ def add_parts(parts: Sequence[int], totals: Any, dtype: np.dtype[Any]) -> None:
         some = parts[start : start + _MOST_PARTS]
         table = np.zeros(1, np.dtype((np.void, 8 * _MOST_PARTS)))
         table.view(np.uint64)[: len(some)] = some
-        # What comes after the first ones is added to their sum
+        # Later launches add to the sum of the earlier ones
         numbers = np.int32(len(some)), np.int32(start > 0)
         arguments = table, *numbers, totals.data.ptr, count
         _launch(name, bytes_of_block, totals.nbytes, arguments)
 
 
 class Packer:
-    """Copies pieces of several arrays, as if those were one, by one kernel."""
+    """Copies pieces of a concatenation of arrays, each piece by one kernel launch."""
 
     def __init__(self) -> None:
         self._table = Staged()
@@ -113,14 +114,14 @@ class Packer:
         self._count = 0
 
     def begin(self, arrays: Sequence[Any]) -> None:
-        """Take the arrays to copy from: contiguous, on the current device."""
+        """Set the arrays to copy from: contiguous, on the current device."""
         self._count = len(arrays)
         ends = itertools.accumulate(array.nbytes for array in arrays)
         addresses = [array.data.ptr for array in arrays]
         self._table.write(np.array([*addresses, 0, *ends], np.uint64))
 
     def copy(self, first: int, size: int, to: Any) -> None:
-        """Copy bytes `first..first+size` of all to the beginning of `to`."""
+        """Copy bytes `first..first+size` of the concatenation to the start of `to`."""
         if size:
             arguments = (
                 self._table.array.data.ptr,

@@ -1,7 +1,7 @@
-"""Memory for communication: of a GPU, and page-locked of the host.
+"""Memory for communication: device memory, and page-locked host memory.
 
-What other processes read, or MPI, is allocated plainly (cudaMalloc): memory of pools
-that CUDA manages itself (cudaMallocAsync) cannot be shared with other processes.
+Device memory that MPI or other processes access is allocated by cudaMalloc: memory of
+CUDA's own pools (cudaMallocAsync) cannot be shared with other processes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 __all__ = ["ERROR_MEMORY_ALLOCATION", "DeviceBuffer", "Pinned", "Staged", "is_plain"]
 
-ERROR_MEMORY_ALLOCATION = 2  # CUDA's, which CuPy shows to Cython only
+ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation; CuPy has no Python name for it
 
 _SMALLEST_BYTES = 4096
 
 
 class DeviceBuffer:
-    """Bytes of the current GPU, of their own allocation. Freed with the last reference.
+    """Memory of the current GPU, allocated by itself and freed with the last reference.
 
     Attributes:
       array: the bytes, as a CuPy array.
@@ -42,7 +42,7 @@ class DeviceBuffer:
 
 
 def _allocate(size_bytes: int) -> Any:
-    """Return plain memory of the current GPU."""
+    """Allocate memory of the current GPU by cudaMalloc."""
     import cupy
 
     try:
@@ -50,15 +50,15 @@ def _allocate(size_bytes: int) -> Any:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         if error.status != ERROR_MEMORY_ALLOCATION:
             raise
-    # CuPy's pool keeps what arrays have freed
+    # CuPy's pool may hold enough memory of arrays that were freed
     cupy.get_default_memory_pool().free_all_blocks()
     return cupy.cuda.Memory(size_bytes)
 
 
 class Pinned:
-    """A page-locked buffer of the host, which a GPU can read and write by itself.
+    """A reusable page-locked host buffer, which a GPU can read and write directly.
 
-    It is used again; whoever writes there must know that the GPU has read it.
+    Before writing to it again, the caller must wait until the GPU has read it.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Pinned:
         self.address = 0
 
     def take(self, size_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return so many bytes, the same as last time if they are enough."""
+        """Return `size_bytes` bytes, in the same memory as before if that suffices."""
         if size_bytes > self.bytes.size:
             from cupy.cuda import alloc_pinned_memory
 
@@ -78,20 +78,20 @@ class Pinned:
 
 
 class Staged:
-    """A small array on the GPU that is written anew from time to time.
+    """A small array on the GPU that is rewritten from the host.
 
     Attributes:
-      array: on the GPU; valid for what the current stream does from `write` on.
+      array: the array; valid for work queued on the current stream after `write`.
     """
 
     def __init__(self) -> None:
         self._host = Pinned()
-        self._read: Any = None  # the event that the GPU has read the host's buffer
+        self._read: Any = None  # the event after which the GPU has read `_host`
         self._buffer: DeviceBuffer | None = None
         self.array: Any = None
 
     def write(self, values: npt.NDArray[Any]) -> None:
-        """Copy values to the GPU, as the current stream's next piece of work."""
+        """Queue a copy of `values` to the GPU on the current stream."""
         import cupy
 
         if self._read is not None:
@@ -109,7 +109,7 @@ class Staged:
 
 
 def is_plain(array: Any) -> bool:
-    """Return whether a CuPy array is no memory of a pool that CUDA manages itself."""
+    """Return whether a CuPy array was not allocated by cudaMallocAsync."""
     import cupy
 
     memory = array.data.mem

@@ -1,7 +1,7 @@
-"""Trying MPI on a GPU's memory in a job of its own, so that a crash is an answer.
+"""Probe whether MPI accepts GPU memory, in a separate job: it may crash.
 
-`run` starts this file as a program, on two ranks if there is an mpirun beside the MPI
-library, else on one. Each call of the program is one that mpidist makes.
+`run` starts this file as a program, on two ranks if the MPI library's mpirun is found,
+else on one. The program makes the MPI calls that mpidist makes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["DeviceArray", "Outcome", "library_path", "run", "use_gpu"]
 _SECONDS = 60
 _CRASH = "it ended by"
 _DONE = "mpidist: MPI took addresses of GPU memory"
-# Where a job would find that it is a part of this one
+# Prefixes of variables by which MPI would take the probe for a part of this job
 _LAUNCHERS = (
     "ALPS_",
     "FLUX_",
@@ -51,12 +51,13 @@ _KEPT = ("PRTE_PREFIX", "PMIX_PREFIX")
 
 
 class Outcome(NamedTuple):
-    """What came of trying.
+    """The result of a probe.
 
     Args:
-      is_aware: whether MPI took addresses of a GPU.
+      is_aware: whether MPI accepted addresses of GPU memory.
       why: what happened.
-      is_certain: whether it would happen again, on a machine less busy, too.
+      is_certain: whether another probe would give the same; false after a time-out or
+        an error that a busy machine may cause.
     """
 
     is_aware: bool
@@ -65,9 +66,9 @@ class Outcome(NamedTuple):
 
 
 def run(index: int) -> Outcome:
-    """Return whether MPI takes addresses of GPU `index`."""
+    """Return whether MPI accepts addresses of GPU `index`'s memory."""
     environ = _clean(os.environ)
-    # Not as a module: mpidist would start MPI before the GPU is chosen
+    # Not `-m mpidist.device.probe`: mpidist would start MPI before the GPU is selected
     start = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
     program = [sys.executable, "-c", start, str(index)]
     alone = _run_one(program, environ)
@@ -84,7 +85,7 @@ def run(index: int) -> Outcome:
 
 
 def _run_one(command: list[str], environ: Mapping[str, str]) -> str:
-    """Return why a command did not do what it should; nothing if it did."""
+    """Run a command; return why it failed, or an empty string if it succeeded."""
     process = subprocess.Popen(
         command,
         env=dict(environ),
@@ -110,21 +111,21 @@ def _run_one(command: list[str], environ: Mapping[str, str]) -> str:
 
 
 def _clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a job that is none of this job's."""
+    """Return the environment without this job's variables, to start another job."""
     kept = {
         name: value
         for name, value in environ.items()
         if name in _KEPT or not name.startswith(_LAUNCHERS)
     }
     kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    # More processes than cores are no reason to refuse two
+    # Start two ranks on one core, too
     kept.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
     kept.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
     return kept
 
 
 def library_path() -> Path | None:
-    """Return the file of the MPI library that this process has loaded."""
+    """Return the path of the MPI library that this process has loaded."""
     try:
         maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
     except OSError:  # not on Linux
@@ -135,7 +136,7 @@ def library_path() -> Path | None:
 
 
 def _mpirun(library: Path | None) -> Path | None:
-    """Return the mpirun that was installed with a library."""
+    """Return the mpirun in the same installation as a library."""
     for folder in () if library is None else library.parents[1:3]:
         mpirun = folder / "bin" / "mpirun"
         if mpirun.exists():
@@ -144,10 +145,10 @@ def _mpirun(library: Path | None) -> Path | None:
 
 
 class DeviceArray:
-    """Numbers on a GPU, by the driver alone: importing CuPy takes longer than a trial.
+    """A one-dimensional array on a GPU, by CUDA's driver: importing CuPy takes longer.
 
     Args:
-      values: to copy there; of one dimension.
+      values: the values to copy there.
     """
 
     def __init__(self, values: npt.NDArray[Any]):
@@ -169,7 +170,7 @@ class DeviceArray:
         }
 
     def set(self, values: npt.NDArray[Any]) -> None:
-        """Copy values to the GPU; they are there when it returns."""
+        """Copy values to the GPU, synchronously."""
         to, source = ctypes.c_uint64(self._address), ctypes.c_void_p(_address(values))
         _driver("cuMemcpyHtoD_v2", to, source, ctypes.c_size_t(values.nbytes))
 
@@ -186,14 +187,14 @@ def _address(values: npt.NDArray[Any]) -> int:
 
 
 def _driver(name: str, *arguments: Any) -> None:
-    """Call a function of CUDA's driver."""
+    """Call a function of CUDA's driver, and raise an error if it fails."""
     status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
     if status:
         raise RuntimeError(f"{name} failed with CUresult {status}")
 
 
 def use_gpu(index: int) -> None:
-    """Make a GPU the current one of this thread."""
+    """Make GPU `index` the current device of this thread, by CUDA's driver."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
     _driver("cuInit", 0)
     _driver("cuDeviceGet", ctypes.byref(device), index)
@@ -202,13 +203,13 @@ def use_gpu(index: int) -> None:
 
 
 def _main(index: int) -> None:
-    """Make the calls of MPI that mpidist makes, on memory of a GPU, and check them."""
+    """Make the MPI calls that mpidist makes, on GPU memory, and check the results."""
     use_gpu(index)
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
     rank, size = comm.Get_rank(), comm.Get_size()
-    # What goes at once, and what goes by rendezvous
+    # By MPI's eager protocol, and by rendezvous
     for count in (16, 1 << 20):
         values = np.full(count, rank + 1, np.float32)
         ours, counts = DeviceArray(values), [count] * size

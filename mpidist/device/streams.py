@@ -1,4 +1,4 @@
-"""What streams do: copies, and in which order."""
+"""CUDA streams: events, ordering, worker streams and copy streams."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def record(stream: Any = None) -> Any:
-    """Return the event that a stream, the current one, has done all it was told."""
+    """Record an event after the work queued on `stream`, by default the current one."""
     import cupy
 
     event = cupy.cuda.Event(disable_timing=True)
@@ -37,11 +37,11 @@ def record(stream: Any = None) -> Any:
 
 
 def external_stream(pointer: int, index: int) -> AbstractContextManager[Any]:
-    """Return a context in which a stream of another library is CuPy's current one.
+    """Return a context manager that makes another library's stream CuPy's current one.
 
     Args:
-      pointer: its cudaStream_t.
-      index: the number of its GPU.
+      pointer: the stream's cudaStream_t.
+      index: the CUDA device index of its GPU.
     """
     import cupy
 
@@ -54,7 +54,7 @@ def external_stream(pointer: int, index: int) -> AbstractContextManager[Any]:
 
 
 class _ForeignStream:
-    """A stream of another library, by CUDA's protocol for Python."""
+    """Another library's stream, by the `__cuda_stream__` protocol."""
 
     def __init__(self, pointer: int):
         self._pointer = pointer
@@ -65,7 +65,7 @@ class _ForeignStream:
 
 
 def assign(to: Any, values: Any) -> None:
-    """Do `to[...] = values` for contiguous arrays of one size on the GPU."""
+    """Do `to[...] = values` for contiguous arrays of equal size on the GPU."""
     if to.dtype != values.dtype:
         to[...] = values.reshape(to.shape)
     elif to.size:
@@ -73,9 +73,9 @@ def assign(to: Any, values: Any) -> None:
 
 
 class Order:
-    """Things done in `with` blocks come after each other, whatever streams do them.
+    """Orders the work that is queued in `with` blocks, on whatever streams.
 
-    On entering, the current stream waits for what was done in the block before.
+    On entry, the current stream waits for the work of the previous block.
     """
 
     def __init__(self) -> None:
@@ -91,15 +91,15 @@ class Order:
         self._last = record()
 
     def wait_on_host(self) -> None:
-        """Return when all is done."""
+        """Wait, on the host, for the work of the last block."""
         if self._last is not None:
             self._last.synchronize()
 
 
 class WorkerStream:
-    """A stream of a thread that works beside the one that has it work.
+    """The stream of a worker thread, ordered with the stream of the thread it serves.
 
-    To make where its GPU is the current one.
+    Create it where the GPU is the current device.
     """
 
     def __init__(self) -> None:
@@ -110,15 +110,15 @@ class WorkerStream:
         self._done: Any = None
 
     def begin(self) -> None:
-        """Let it come after what the current stream was told until now."""
+        """Order later work after all work queued on the current stream until now."""
         self._begun, self._done = record(), None
 
     @contextmanager
     def work(self, after: Iterable[Any]) -> Iterator[None]:
-        """Make it the calling thread's current stream.
+        """Make it the calling thread's current stream within a block.
 
         Args:
-          after: events; what is done in the block comes after them.
+          after: events that the work of the block waits for.
         """
         with self._stream:
             for event in (self._begun, *after):
@@ -127,7 +127,7 @@ class WorkerStream:
             self._done = record()
 
     def end(self) -> None:
-        """Let the current stream wait for what was done."""
+        """Make the current stream wait for the work of the last block."""
         if self._done is not None:
             import cupy
 
@@ -138,11 +138,11 @@ class Event(Protocol):
     """A point in a stream."""
 
     def synchronize(self) -> None:
-        """Wait, on the host, until the stream has come here."""
+        """Wait, on the host, until the stream has reached this point."""
 
 
 class Part(NamedTuple):
-    """Where in a buffer an array lies: from byte `start` on, contiguous."""
+    """The place of a contiguous array in a buffer, from byte `start` on."""
 
     start: int
     shape: tuple[int, ...]
@@ -155,62 +155,62 @@ class Part(NamedTuple):
 
 
 class CopyStream(Protocol):
-    """A stream that copies to one device, and the memory at its ends.
+    """A stream that copies to one device, with the memory that it copies from and to.
 
-    Its work is done in order, some time after the methods have returned. Memory of
-    `pin` and `reserve` that nobody holds any more may be what the next call returns.
-    Any thread may call any method.
+    Methods queue work and return at once; the work is done in order. Memory of `pin`
+    and `reserve` is reused after the last reference to it is gone. Any thread may call
+    any method.
     """
 
     def pin(self, size: int) -> npt.NDArray[np.uint8]:
-        """Return at least `size` bytes of host memory that the device can read.
+        """Return at least `size` bytes of page-locked host memory.
 
-        Few different sizes come of it, such as powers of two.
+        Sizes are rounded up, for example to powers of two, so that memory is reused.
         """
 
     def reserve(self, size: int) -> Any:
-        """Return `size` bytes of device memory, to be written by this stream only."""
+        """Return `size` bytes of device memory that only this stream may write."""
 
     def holds(self, leaf: Any) -> bool:
         """Return whether `leaf` is an array on a device already."""
 
     def send(self, host: npt.NDArray[np.uint8], staged: Any, start: int) -> None:
-        """Copy `host`, of `pin`, to `staged`, of `reserve`, from byte `start` on.
+        """Copy `host` (of `pin`) to `staged` (of `reserve`), from byte `start` on.
 
-        The caller must hold `host` until that is done.
+        The caller must keep a reference to `host` until the copy is done.
         """
 
     def send_array(self, array: Any, staged: Any, part: Part) -> None:
-        """Copy `array`, which the calling thread's current stream makes, to a part.
+        """Copy `array`, of the calling thread's current stream, to a part of `staged`.
 
-        The caller may forget it.
+        The caller need not keep a reference to it.
         """
 
     def wait(self, event: Event) -> None:
-        """Do what comes next after `event`, of another stream."""
+        """Make later work wait for `event`, of another stream."""
 
     def record(self) -> Event:
-        """Return the event that all until now was done."""
+        """Record an event after the work queued until now."""
 
     def fetch(
         self, staged: Any, parts: Sequence[Part], sent: Event
     ) -> tuple[list[Any], Event]:
-        """Return copies of parts of `staged`, and the event that they were made.
+        """Return copies of parts of `staged`, and the event of the end of the copies.
 
-        They are made by the calling thread's current stream, once `sent` has happened,
-        and belong to it.
+        The calling thread's current stream waits for `sent` and makes the copies; they
+        are memory of that stream.
         """
 
 
 def copy_stream(device: str) -> CopyStream | None:
-    """Return the stream of copies to a device; None for a CPU, which needs none."""
+    """Return the copy stream of a device; None for a CPU, which needs none."""
     if device.startswith("CPU"):
         return None
     return _CudaCopyStream(int(device.partition(":")[2]))
 
 
-# One per GPU. CuPy keeps freed memory for the stream that it was allocated on, so that
-# the memory of a stream that nobody uses again would be lost.
+# One per GPU: CuPy's pool keeps freed memory for the stream of its allocation, so the
+# memory of a stream that is never used again would be lost
 _CUDA_STREAMS: dict[int, Any] = {}
 
 
@@ -225,30 +225,30 @@ class _CudaCopyStream:
 
     @property
     def _device(self) -> Any:
-        """A context in which the GPU is the calling thread's current one."""
+        """A context manager that makes the GPU the calling thread's current device."""
         return on_gpu(self._index)
 
     @property
     def _stream(self) -> Any:
-        """The stream; to be asked for where the GPU is current."""
+        """The stream. The GPU must be the current device."""
         if self._index not in _CUDA_STREAMS:
-            # One that blocks would take turns with the default stream's kernels
+            # A blocking stream would synchronise with the default stream's kernels
             stream = self._cupy.cuda.Stream(non_blocking=True)
             _CUDA_STREAMS.setdefault(self._index, stream)  # another thread may be here
         return _CUDA_STREAMS[self._index]
 
     def _record(self, stream: Any) -> Any:
-        """Return the event that all until now was done; where its GPU is current."""
-        # Whoever waits for one that does not block takes a core meanwhile
+        """Record an event on `stream`. Its GPU must be the current device."""
+        # Without block=True a host thread that waits for the event uses a core
         event = self._cupy.cuda.Event(block=True, disable_timing=True)
         event.record(stream)
         return event
 
     def pin(self, size: int) -> npt.NDArray[np.uint8]:
-        """See `CopyStream.pin`. The memory is of CuPy's pool, and goes back there.
+        """See `CopyStream.pin`. The memory is of CuPy's pool of page-locked memory.
 
         Raises:
-          MemoryError: there is not as much.
+          MemoryError: there is not enough of it.
         """
         try:
             with self._device:
