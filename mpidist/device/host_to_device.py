@@ -1,10 +1,10 @@
 """Copy batches to a GPU in the background, while it computes on earlier ones.
 
 A batch passes through a slot: a host buffer and device memory. A copy stream copies it
-to the slot's device memory asynchronously, which requires page-locked host memory. Large
-arrays that were read into such memory (see `page_locked`) are copied from where they
-are; all others are first packed into the slot's host buffer. The consumer gets copies of
-the device memory, made by its own current stream.
+to the slot's device memory asynchronously, which requires page-locked host memory.
+Large arrays that were read into such memory (see `page_locked`) are copied from where
+they are; all others are first packed into the slot's host buffer. The consumer gets
+copies of the device memory, made by its own current stream.
 
 Why the second copy: CuPy's memory pool gives freed memory to the next allocation on the
 same stream at once, as the operations of one stream are ordered. If batches were memory
