@@ -179,6 +179,18 @@ PyTorch (`import mpidist.torch`, which needs `pip install torch`)
     torch.nn.parallel.DistributedDataParallel
                                 mpidist.torch.DistributedDataParallel: with batch_dim,
                                 since gradients are weighted by rows
+    torch.nn.SyncBatchNorm      mpidist.torch.SyncBatchNorm, convert_sync_batchnorm
+    torch.utils.data.DataLoader mpidist.torch.from_dataset: a source of a Dataset
+    as_tensors                  not in torch: batches of HDF5 rows as tensors
+
+JAX (`import mpidist.jax`, before JAX computes; needs `pip install jax`)
+
+    jax.value_and_grad, grad    mpidist.jax.value_and_grad, grad: the mean over the rows
+                                of all replicas
+    jax.lax.psum, all_gather    mpidist.jax.all_reduce, all_gather, broadcast: inside
+                                jit, grad, vmap, scan and cond, and outside
+    jax.jit                     mpidist.jax.jit: raises the errors of mpidist
+    as_jax                      not in JAX: batches of HDF5 rows as JAX arrays
 
 Commands
 

@@ -1,7 +1,7 @@
-"""What names of other libraries, and near misses of ours, are called here.
+"""Suggestions for names that do not exist here: other libraries' names, and near misses.
 
-The messages of AttributeErrors say it. Normal access never comes here: Python asks
-`__getattr__` only for names that do not exist.
+AttributeErrors show them. Access to existing attributes is not slowed down: Python calls
+`__getattr__` only for names that it does not find.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ _MAKE = "mpidist.MirroredStrategy(), which starts everything"
 _VARIABLES = "a Variable made in strategy.scope(), which takes replica 0's value"
 _DIVIDED = "strategy.experimental_distribute_dataset, which divides a Dataset"
 _GRADIENTS = (
-    "strategy.gradient_buckets, or all_reduce of the gradients in replica context"
+    "strategy.gradient_buckets, or all_reduce of the gradients in replica context; for "
+    "a PyTorch model, DistributedDataParallel of mpidist.torch"
 )
+_TORCH = "mpidist.torch.{} (import mpidist.torch)"
+_JAX = "mpidist.jax.{} (import mpidist.jax, before JAX computes anything)"
 _MIRRORED = "mpidist.MirroredStrategy, whose replicas are the ranks, on any nodes"
 
 STRATEGY = {
@@ -142,9 +145,16 @@ MODULE = {
     "broadcast_optimizer_state": _VARIABLES,
     "DistributedOptimizer": _GRADIENTS,
     "DistributedGradientTape": _GRADIENTS,
-    "DistributedDataParallel": "strategy.run and strategy.gradient_buckets",
-    "DistributedSampler": _DIVIDED,
-    "DataLoader": _DIVIDED,
+    "DistributedDataParallel": _TORCH.format("DistributedDataParallel"),
+    "DDP": _TORCH.format("DistributedDataParallel"),
+    "SyncBatchNorm": _TORCH.format("SyncBatchNorm"),
+    "DistributedSampler": f"{_DIVIDED}; from PyTorch's, mpidist.torch.from_dataset",
+    "DataLoader": f"{_DIVIDED}; from PyTorch's, mpidist.torch.from_dataset",
+    "jax": "import mpidist.jax, before JAX computes anything",
+    "jit": _JAX.format("jit"),
+    "grad": _JAX.format("grad"),
+    "value_and_grad": _JAX.format("value_and_grad"),
+    "pmap": f"strategy.run, or {_JAX.format('jit')}",
     "MultiWorkerMirroredStrategy": _MIRRORED,
     "CollectiveAllReduceStrategy": _MIRRORED,
     "OneDeviceStrategy": "mpidist.MirroredStrategy, on one rank",
@@ -158,15 +168,15 @@ MODULE = {
 
 
 def refuse(owner: Any, name: str, meant: Mapping[str, str]) -> NoReturn:
-    """Raise the AttributeError of a name that an object does not have.
+    """Raise an AttributeError with a suggestion, if there is one.
 
     Args:
-      owner: the object, or the class.
-      name: what does not exist.
-      meant: by name, what is meant.
+      owner: the object or class that lacks the attribute.
+      name: the name of the attribute.
+      meant: suggestions by name.
     """
     if any(name in vars(cls) for cls in type(owner).__mro__):
-        object.__getattribute__(owner, name)  # a property's own error, once more
+        object.__getattribute__(owner, name)  # a property failed: raise its error again
     if isinstance(owner, type):
         text = f"type object {owner.__name__!r}"
     elif isinstance(owner, ModuleType):
