@@ -1,4 +1,4 @@
-"""How much more memory this process can get on its node, and what limits it."""
+"""Free memory on this node, by what limits it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 
 __all__ = ["as_text", "free_bytes", "give_back"]
 
-# Control groups of both versions: where they are, and their files for the limit, for
-# what is in use, and for how much of that are cached files, which can be dropped
+# Control groups, versions 2 and 1: the controller, the mount point, the files of the
+# limit and of the memory in use, and the prefix of cached files in memory.stat (cached
+# files count as in use, but can be dropped)
 _GROUPS = (
     ("", "sys/fs/cgroup", "memory.max", "memory.current", ""),
     (
@@ -28,14 +29,14 @@ _GROUPS = (
 
 
 def free_bytes(is_shared: bool, root: Path = Path("/")) -> dict[str, int]:
-    """Return the free bytes of everything that limits memory, by its name.
+    """Return the free bytes under each limit of memory, by the limit's name.
 
     Args:
-      is_shared: whether the memory is to be shared by processes.
-      root: where the system's files are.
+      is_shared: whether the memory will be shared between processes.
+      root: the directory of /proc, /sys and /dev.
     """
     free = {}
-    if is_shared:  # MPI libraries make files there
+    if is_shared:  # MPI libraries create shared memory as files there
         folder = root / "dev" / "shm"
         folder = folder if folder.is_dir() else Path(tempfile.gettempdir())
         status = os.statvfs(folder)
@@ -43,7 +44,7 @@ def free_bytes(is_shared: bool, root: Path = Path("/")) -> dict[str, int]:
     with contextlib.suppress(OSError, KeyError):
         free["the machine"] = _read_table(root / "proc/meminfo")["MemAvailable"] << 10
     for folder, *names in _memory_groups(root):
-        with contextlib.suppress(OSError, KeyError, ValueError):  # "max" is no number
+        with contextlib.suppress(OSError, KeyError, ValueError):  # the limit is "max"
             free["the job's control group"] = min(
                 free.get("the job's control group", 1 << 63), _free_in(folder, *names)
             )
@@ -51,13 +52,13 @@ def free_bytes(is_shared: bool, root: Path = Path("/")) -> dict[str, int]:
 
 
 def give_back(array: Any) -> None:
-    """Give the pages of an array back, in memory that processes share (Linux).
+    """Return the pages of an array in shared memory to the system (Linux only).
 
-    It must not be used any more: who reads it finds zeros. What shares a page with
-    something else stays.
+    Its contents are lost: later reads return zeros. Pages that are only partly the
+    array's are kept.
 
     Args:
-      array: contiguous, of NumPy.
+      array: a contiguous NumPy array.
     """
     if not hasattr(mmap, "MADV_REMOVE"):
         return
@@ -74,7 +75,7 @@ def give_back(array: Any) -> None:
 
 
 def as_text(count: float) -> str:
-    """Return a number of bytes in units that can be read."""
+    """Return a number of bytes as text, such as "1.5 MiB"."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -83,7 +84,7 @@ def as_text(count: float) -> str:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Yield the control groups this process is in, and the names of their files."""
+    """Yield the control groups of this process, with the names of their files."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -100,7 +101,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
 
 
 def _free_in(folder: Path, limit: str, used: str, prefix: str) -> int:
-    """Return the free bytes of a control group that has a limit."""
+    """Return a control group's limit minus its memory in use, cached files excluded."""
     limit_bytes = int((folder / limit).read_text())
     used_bytes = int((folder / used).read_text())
     cached = _read_table(folder / "memory.stat")

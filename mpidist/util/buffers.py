@@ -1,4 +1,4 @@
-"""Memory that is used again once nobody needs what it held."""
+"""Memory that is reused after the last reference to its contents is gone."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ __all__ = ["Allocate", "Buffers", "Field", "Storage", "make_arrays"]
 
 
 _LINE_BYTES = 64
-# Returns at least so many bytes of memory
+# Allocates at least the given number of bytes
 Allocate = Callable[[int], npt.NDArray[np.uint8]]
 
 
 class _Buffer:
-    """Memory, and a weak reference to the array that it was last lent as.
+    """Memory, and a weak reference to the last array that was made of it.
 
-    Every view of that array, and all that a library makes of it, refers to the array.
-    So the memory is free when the weak reference is dead; no references are counted,
-    and no global lock is needed.
+    Every view of that array, by NumPy or another library, holds a reference to the
+    array. So the memory is free when the weak reference is dead: there is no reference
+    count to maintain, and no lock.
     """
 
     __slots__ = ("lent", "memory", "size")
 
     def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
-        # Views of a view refer to the array that has the memory; past a memoryview,
-        # however, NumPy does not look
+        # The base of a view of a view is the array that owns the memory. A memoryview
+        # in between stops NumPy from looking further, so the base is the lent array
         self.memory = memory.data
         self.size = memory.size
 
@@ -47,13 +47,13 @@ class _Buffer:
 
 
 class Buffers:
-    """Arrays whose memory is used again once nobody refers to them.
+    """Allocates arrays, reusing the memory of those without references.
 
-    New memory costs as much time as copying rows into it. Copies, and those in a forked
-    process, begin without memory.
+    The page faults of new memory cost as much time as copying rows into it. A copy of
+    this object, and its copy in a forked process, start without memory.
 
     Args:
-      count: how many arrays may have memory that is used again.
+      count: the number of arrays whose memory is kept for reuse.
     """
 
     def __init__(self, count: int = 8) -> None:
@@ -61,11 +61,11 @@ class Buffers:
         self._start()
 
     def _start(self) -> None:
-        """Begin without memory."""
+        """Start without memory."""
         self._owner = os.getpid()
         self._buffers: list[_Buffer] = []
         self._allocate: Allocate | None = None
-        # A signal handler or finalizer may call a method in the middle of another one
+        # Reentrant: a signal handler or finalizer may run in the middle of a method
         self._lock = threading.RLock()
         self._is_searching = False
 
@@ -73,25 +73,25 @@ class Buffers:
         return Buffers, (self._count,)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """Return an array with any contents."""
+        """Return an uninitialised array."""
         count = math.prod(shape)
         if dtype.hasobject or not count * dtype.itemsize:
             return np.empty(shape, dtype)
         return self._take(dtype, count).reshape(shape)
 
     def allocate_by(self, allocate: Allocate) -> None:
-        """Take memory from `allocate` from now on; it may raise MemoryError."""
+        """Allocate memory by `allocate` from now on; it may raise MemoryError."""
         with self._lock:
             if self._allocate is None:
-                self._buffers = []  # they are of other memory
+                self._buffers = []  # memory of another kind
             self._allocate = allocate
 
     def clear(self) -> None:
-        """Forget all buffers."""
+        """Release all buffers."""
         self._buffers = []
 
     def _take(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
-        if self._owner != os.getpid():  # a device's memory is not for forks
+        if self._owner != os.getpid():  # page-locked memory is not valid after a fork
             self._start()
         with self._lock:
             array = None if self._is_searching else self._find(dtype, count)
@@ -106,7 +106,7 @@ class Buffers:
         return array
 
     def _find(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any] | None:
-        """Return an array in a buffer that is free, if there is one that fits."""
+        """Return an array in a free buffer of about this size, if there is one."""
         size_bytes = count * dtype.itemsize
         self._is_searching = True
         try:
@@ -120,26 +120,26 @@ class Buffers:
 
 
 def _allocate(size_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return memory that begins with a cache line: else JAX would copy it."""
+    """Allocate memory aligned to a cache line: JAX would copy it otherwise."""
     memory = np.empty(size_bytes + _LINE_BYTES - 1, np.uint8)
     start = -memory.ctypes.data % _LINE_BYTES
     return memory[start : start + size_bytes]
 
 
 class Field(NamedTuple):
-    """The shape and dtype of one array of a storage."""
+    """The shape and dtype of one array of a `Storage`."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
 
 class Storage:
-    """Arrays that may be used by several threads, and closed when nobody does.
+    """The arrays of a cache, shared by threads; closing waits for those that use it.
 
     Args:
-      arrays: the first has a flag for each row of the others, zeros to begin with.
-      fence: orders the reads and writes before and after it, for other processes.
-      note: what whoever made it wants to remember.
+      arrays: the first has a flag for each row of the others, initially 0.
+      fence: a memory fence, if other processes share the arrays.
+      note: any object of the creator.
     """
 
     def __init__(
@@ -158,10 +158,10 @@ class Storage:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[Sequence[npt.NDArray[Any]]]:
-        """Give the arrays, which stay until the block is left.
+        """Return a context manager for the arrays, which stay open within its block.
 
         Raises:
-          ContextError: they are gone.
+          ContextError: the storage was closed.
         """
         with self._state:
             if self._is_closed:
@@ -180,9 +180,10 @@ class Storage:
 
     @contextlib.contextmanager
     def ordered(self) -> Iterator[None]:
-        """Order what is done in the block, to the flags, after all that came before.
+        """Return a context manager that puts a memory fence before and after its block.
 
-        And before all that comes after. So whoever sees a flag finds the row there.
+        Flags are set in the block, so a thread or process that sees a flag also sees
+        the row.
         """
         with self._flags:
             if self._fence is not None:
@@ -192,13 +193,13 @@ class Storage:
                 self._fence()
 
     def count_missing_bytes(self) -> int:
-        """Return how many bytes of the rows were not written yet."""
+        """Return the number of bytes of rows that were not written yet."""
         with self.use() as (flags, *columns):
             row_bytes = sum(column[:1].nbytes for column in columns)
             return int(flags.size - np.count_nonzero(flags)) * row_bytes
 
     def close(self) -> Sequence[npt.NDArray[Any]]:
-        """Let go of the arrays, after those that use them have left; return them."""
+        """Wait until nobody uses the arrays; release and return them."""
         with self._state:
             self._is_closed = True
             self._state.wait_for(lambda: self._users == 0)
@@ -207,6 +208,6 @@ class Storage:
 
 
 def make_arrays(fields: Sequence[Field]) -> list[npt.NDArray[Any]]:
-    """Return arrays of this process, the first of zeros."""
+    """Allocate the arrays of a `Storage` for this process alone."""
     flags, *columns = fields
     return [np.zeros(*flags), *(np.empty(*column) for column in columns)]

@@ -1,7 +1,7 @@
-"""Counters of where the time of a job goes: cheap enough to be always on.
+"""Counters of a job's time by activity, cheap enough to be always on.
 
-All times are nanoseconds on the clock of time.monotonic. Nothing here communicates:
-each rank counts for itself.
+All times are nanoseconds of time.monotonic. Nothing here communicates: the counters are
+of one rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "Operation",
 ]
 
-# What ends a step: of what a program does, the last of these
+# What ends a step: the highest of these that the program does
 BACKWARD, NEXT, RUN = 1, 2, 3
 
 _MOST_OPERATIONS = 100
@@ -34,22 +34,22 @@ _now = time.monotonic_ns
 
 
 class Durations:
-    """Least, most and histogram of durations. One thread adds, any may look."""
+    """Minimum, maximum and histogram of durations. One thread adds, any may read."""
 
     def __init__(self) -> None:
-        # What has been counted, and what has not: adding a duration must be quick.
-        # Both are replaced at once, so that others see none twice
+        # The statistics, and durations that they do not include yet, as adding one must
+        # be quick. Both are replaced at once, so that readers count none twice
         self._state = (0, 0, np.zeros(BUCKETS, np.int64)), list[int]()
 
     def add(self, nanoseconds: int) -> None:
-        """Add one."""
+        """Add a duration."""
         rest = self._state[1]
         rest.append(nanoseconds)
         if len(rest) == _MOST_UNCOUNTED:
             self._state = self.describe(), []
 
     def describe(self) -> tuple[int, int, np.ndarray]:
-        """Return the least, the most (both 0 if there is none), how many in buckets."""
+        """Return the minimum, the maximum (0 if there is none) and the histogram."""
         (least, most, counts), rest = self._state
         if rest:
             found = np.array(rest)
@@ -60,7 +60,7 @@ class Durations:
 
 
 class Operation:
-    """What one kind of collective has taken."""
+    """Counters of one kind of collective."""
 
     __slots__ = ("calls", "name", "seconds_ns", "transports", "waiting_ns")
 
@@ -73,15 +73,15 @@ class Operation:
 
 
 class Counters:
-    """Those of one communicator. The thread that communicates writes, any may read.
+    """Counters of one communicator. The communicating thread writes, any may read.
 
     Attributes:
-      communication: in collectives, of which `waiting` before all ranks had arrived.
-      waiting_for: the latter by the rank that arrived last, where that is known.
-      input: in `next` of distributed datasets, without the collectives in it.
-      checkpoint: in saving and restoring, with the collectives in it.
-      operations: by name.
-      steps: how many have ended, the first one included.
+      communication: time in collectives, of which `waiting` until all ranks arrived.
+      waiting_for: the waiting time by the rank that arrived last, where it is known.
+      input: time in `next` of distributed datasets, without its collectives.
+      checkpoint: time of saving and restoring, including its collectives.
+      operations: counters by operation.
+      steps: the number of completed steps, including the first one.
     """
 
     def __init__(self) -> None:
@@ -90,29 +90,29 @@ class Counters:
         self.waiting_for: dict[int, int] = {}
         self.operations: dict[str, Operation] = {}
         self.steps = 0
-        self.epochs = 0  # of distributed datasets, that have ended
-        self.has_cache = True  # of the last one
+        self.epochs = 0  # completed epochs of distributed datasets
+        self.has_cache = True  # whether the dataset of the last epoch has one
         self.first_ns = 0
-        self._durations = Durations()  # of steps but the first
-        # When the first step and the last one ended, and what had been counted by then
+        self._durations = Durations()  # of all steps but the first
+        # The time and the counters at the end of the first step and of the last one
         self.first_mark = self.last_mark = (0, 0, 0, 0, 0)
         self.has_begun = False
-        self._kind = 0  # of what ends steps: see `mark`
+        self._kind = 0  # what ends steps: see `mark`
         self._is_paused = False
         self._in_checkpoint = False
 
     def begin(self) -> None:
-        """Note that the first step begins."""
+        """Record the start of the first step."""
         if not self.has_begun:
             self.has_begun = True
             self.last_mark = self._totals(_now())
 
     def mark(self, kind: int) -> None:
-        """Note that a step ends here, and another one begins.
+        """Record the end of a step, which is the start of the next one.
 
         Args:
           kind: BACKWARD, the end of a backward pass; NEXT, a call of `next`; or RUN,
-            the end of `Strategy.run`. Of several the highest that was seen counts.
+            the end of `Strategy.run`. Only the highest kind that was seen ends steps.
         """
         if kind < self._kind:
             return
@@ -138,7 +138,7 @@ class Counters:
             trace.step(self.steps, before, totals)
 
     def end_epoch(self, has_cache: bool) -> None:
-        """Note that the data of an epoch have ended: the next `next` ends no step."""
+        """Record the end of an epoch: the following `next` does not end a step."""
         self.epochs += 1
         self.has_cache = has_cache
         self._is_paused = self._kind < RUN
@@ -147,11 +147,11 @@ class Counters:
         return now, self.input, self.communication, self.waiting, self.checkpoint
 
     def end_input(self, begun: int, communication: int) -> None:
-        """Note that a call of `next` is over.
+        """Record the end of a call of `next`.
 
         Args:
-          begun: when it began.
-          communication: what had been counted as that then.
+          begun: when it started.
+          communication: the value of `communication` at that time.
         """
         now = _now()
         # Another thread may have communicated meanwhile
@@ -160,15 +160,15 @@ class Counters:
             trace.span("input", "next", begun, now)
 
     def end_exposed(self, begun: int) -> None:
-        """Note that this thread has waited, since then, for one that communicates."""
+        """Record that this thread waited for the communicating one since `begun`."""
         self.communication += _now() - begun
 
     @contextlib.contextmanager
     def checkpointing(self, name: str) -> Iterator[None]:
-        """Return a context whose time counts as that of checkpoints, whatever is done.
+        """Return a context manager whose time counts as `checkpoint` alone.
 
         Args:
-          name: of what is done, for the timeline.
+          name: the name of the span in the timeline.
         """
         if self._in_checkpoint:
             yield
@@ -189,9 +189,9 @@ class Counters:
                 trace.span("checkpoint", name, begun, ended)
 
     def operation(self, name: str) -> Operation:
-        """Return what is counted of an operation.
+        """Return the counters of an operation.
 
-        Words with digits in its name do not matter, as there may be many.
+        Words with digits are removed from its name, as there may be many of them.
         """
         words = [word for word in name.split() if not any(map(str.isdecimal, word))]
         name = " ".join(words)
@@ -200,7 +200,7 @@ class Counters:
         return self.operations.setdefault(name, Operation(name))
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all of them as integers, text and containers, which JSON can hold."""
+        """Return all counters as JSON-compatible objects."""
         least, most, histogram = self._durations.describe()
         return {
             "seconds_ns": _now() - self.made,

@@ -1,4 +1,4 @@
-"""Durations: buckets of a histogram, and text."""
+"""Durations as text, and the buckets of their histogram."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BUCKETS = 64 << _PER_OCTAVE_BITS
 
 
 def count_buckets(nanoseconds: np.ndarray) -> np.ndarray:
-    """Return how many of the durations, of integers, are in each bucket."""
+    """Return the number of durations in each bucket."""
     mantissas, lengths = np.frexp(nanoseconds)  # in bits
     rest = np.floor(mantissas * (2 << _PER_OCTAVE_BITS)).astype(int) & 3
     found = (lengths << _PER_OCTAVE_BITS) | rest
@@ -20,14 +20,14 @@ def count_buckets(nanoseconds: np.ndarray) -> np.ndarray:
 
 
 def bucket_seconds(bucket: int) -> tuple[float, float]:
-    """Return from which duration to which a bucket is."""
+    """Return the lower and the upper limit of a bucket."""
     length, rest = bucket >> _PER_OCTAVE_BITS, bucket & 3
     unit = 2.0 ** (length - 1) / 1e9
     return unit * (1 + rest / 4), unit * (1 + (rest + 1) / 4)
 
 
 def duration(seconds: float) -> str:
-    """Return text with three digits and a unit."""
+    """Return a duration as text with three digits and a unit, such as "1.25 ms"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

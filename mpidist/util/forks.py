@@ -1,8 +1,8 @@
-"""Processes that are forked from a rank: they are none, and own nothing of it.
+"""Detect processes that were forked from a rank, and keep them from communicating.
 
 `multiprocessing` forks by default until Python 3.14. A forked process has a copy of all
-objects of the rank, and shares its memory with other ranks, its connections, and MPI's
-state: what it did in a collective, it would do in its parent's place.
+objects of the rank, and shares the rank's connections, its memory shared with other
+ranks, and MPI's state. If it communicated, other ranks would take it for its parent.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def is_forked() -> bool:
 
 
 def call_in_child(fn: Callable[[], None]) -> None:
-    """Call a function in each process that is forked from now on."""
+    """Call `fn` in each process that is forked from now on."""
     os.register_at_fork(after_in_child=fn)
 
 
 def _begin() -> None:
-    """Begin as a forked process."""
+    """Set up a forked process."""
     global _is_forked, _last_error
     if MPI.Is_initialized() and not MPI.Is_finalized() and not _is_forked:
         _is_forked = True
@@ -48,18 +48,18 @@ def _begin() -> None:
 
 
 def _exit(status: Any = None, /) -> NoReturn:
-    """Do what `sys.exit` does, and note the status, which `_end` cannot ask for."""
+    """Do what `sys.exit` does, and keep the status for `_end`."""
     global _status
     _status = status
     raise SystemExit(status)
 
 
 def _end() -> None:
-    """End a forked process here, before mpi4py calls MPI_Finalize.
+    """End a forked process before mpi4py's exit handler calls MPI_Finalize.
 
-    That would wait for the other ranks for ever, or end MPI under the parent. (A
-    status that was not given to `sys.exit` or `os._exit` but raised as a SystemExit
-    is lost: the process ends with 0.)
+    MPI_Finalize would wait for the other ranks for ever, or finalize the parent's MPI.
+    (The status of a SystemExit that was raised without `sys.exit` is lost: the process
+    ends with 0.)
     """
     atexit.unregister(_end)
     atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""Hashes that are the same in every process and in every version."""
+"""Hashes that are stable across processes and versions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["hash62"]
 
 
 def hash62(text: str) -> int:
-    """Return 62 bits of a hash of `text`, so that sums of two fit into an int64.
+    """Return a 62-bit hash of `text`: the sum of two fits into an int64.
 
-    Iterators save some of these numbers in checkpoints: they must not change.
+    Checkpoints of iterators contain such hashes, so the function must not change.
     """
     hashed = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(hashed, "big") >> 2

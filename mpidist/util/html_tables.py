@@ -1,4 +1,4 @@
-"""What notebooks show of an object: a small table, with text escaped."""
+"""The HTML table that notebooks show for an object."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["html_table"]
 
 
 def html_table(title: str, rows: Iterable[tuple[str, object]], note: str = "") -> str:
-    """Return HTML of a table: names and values below a title, and a note below them."""
+    """Return an HTML table of names and values, with a title above and a note below."""
     cells = "".join(
         f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>"
         for name, value in rows

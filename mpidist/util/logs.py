@@ -1,13 +1,13 @@
-"""Logging: the loggers `mpidist.*`, and what writes their records to stderr.
+"""The loggers `mpidist.*`, and the handler that writes their records to stderr.
 
-An application that configures `logging` gets all records, by its own levels, handlers
-and formats, and nothing is written beside them, unless MPIDIST_LOG is set. Where nobody
-configures anything, a handler on the logger `mpidist` writes INFO of rank 0 and WARNING
-of all, with level, rank and host in each record.
+If the application configures `logging`, its levels, handlers and formats apply to all
+records, and nothing else is written unless MPIDIST_LOG is set. Otherwise a handler of
+the logger `mpidist` writes INFO of rank 0 and WARNING of all ranks, with level, rank
+and host in each record.
 
-Messages only inform, so they never raise, whatever becomes of them: stderr may be
-closed, a broken pipe or a file on a full disk, and handlers of an application may
-raise. An exception on one rank alone would leave the others waiting.
+Logging never raises: an exception on one rank alone would leave the others waiting.
+stderr may be closed, a broken pipe or a file on a full disk, and handlers of the
+application may raise.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ __all__ = [
 ]
 
 _ROOT = "mpidist"
-# By whom a record was written to stderr already, as an attribute of it
+# The attribute of a record that says who has written it to stderr already
 _SHOWN_BY = "mpidist_shown_by"
 _PYTHON, _REPORT = "warnings", "report"
 
 
 def write(text: str) -> None:
-    """Write text to stderr in one piece, if that is possible.
+    """Write text to stderr in one piece if possible, and never raise.
 
-    In one piece, so that no other rank's output comes between.
+    In one piece, so that it is not interleaved with other ranks' output.
     """
     # Not `print`: it writes to stdout where stderr was closed before Python started
     with contextlib.suppress(Exception):  # replaced streams may raise anything
@@ -53,8 +53,8 @@ def write(text: str) -> None:
             stream.write(f"{text}\n")
             stream.flush()
             return
-        # Past the buffer: on a full disk, Python would fail at its end to write what
-        # is left there, and a job that went well would end with 120
+        # Bypass the buffer: on a full disk Python would fail to flush it at exit, and a
+        # successful job would end with status 120
         with contextlib.suppress(Exception):
             stream.flush()
         data = f"{text}\n".encode(stream.encoding, "backslashreplace")
@@ -63,12 +63,12 @@ def write(text: str) -> None:
 
 
 class RankHandler(logging.Handler):
-    """Writes records to what is stderr at the time, in one piece each.
+    """Writes each record to the current stderr in one piece.
 
     Args:
       rank: in COMM_WORLD.
       is_json: whether records are lines of JSON.
-      is_asked: whether to write beside handlers of the application, too.
+      is_asked: whether to write even if the application has handlers of its own.
     """
 
     def __init__(self, rank: int, is_json: bool, is_asked: bool):
@@ -81,26 +81,26 @@ class RankHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record; never raises.
 
-        Python's warnings are shown by Python, but among lines of JSON they are records.
+        Records of Python's warnings are written only as JSON: Python has shown them.
         """
         shown_by = getattr(record, _SHOWN_BY, "")
         if shown_by == _REPORT or (shown_by == _PYTHON and not self.is_json):
             return
         if not self.is_asked and has_other_handlers():
             return
-        # A stream that logs what is written to it comes here again, in this thread
+        # A stream that logs what is written to it calls this again, in this thread
         if self._is_writing:
             return
         self._is_writing = True
         try:
             write(self.format(record))
-        except Exception:  # of arguments that do not fit the message
+        except Exception:  # the record's arguments do not fit its message
             return
         finally:
             self._is_writing = False
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the text, or the line of JSON, of a record."""
+        """Return a record as a line of text, or of JSON."""
         text = super().format(record)
         if not self.is_json:
             return f"[{record.levelname} {self.rank_and_host}] {text}"
@@ -117,9 +117,9 @@ class RankHandler(logging.Handler):
 
 
 def start(rank: int) -> None:
-    """Have the loggers write to stderr. `import mpidist` calls it; not collective.
+    """Install the handler. `import mpidist` calls it; not collective.
 
-    What cannot be read in MPIDIST_LOG is refused later, when all ranks can be told.
+    An invalid MPIDIST_LOG is an error later, where it can be raised on all ranks.
 
     Args:
       rank: in COMM_WORLD.
@@ -138,42 +138,43 @@ def start(rank: int) -> None:
 
 
 def has_other_handlers() -> bool:
-    """Return whether the application has a handler for the records."""
+    """Return whether the application has a handler for these records."""
     ours, root = logging.getLogger(_ROOT), logging.getLogger()
     is_theirs = any(not isinstance(handler, RankHandler) for handler in ours.handlers)
     return is_theirs or (ours.propagate and bool(root.handlers))
 
 
 def debug(room: str, text: str) -> None:
-    """Log what is of use to somebody who looks for a mistake.
+    """Log a message for debugging.
 
     Args:
-      room: what the logger is named after, as "comm".
+      room: the last part of the logger's name, such as "comm".
       text: the message.
     """
     _log(logging.DEBUG, room, text)
 
 
 def info(room: str, text: str) -> None:
-    """Log what users want to know of a job that goes well; see `debug`."""
+    """Log normal progress; see `debug` for the arguments."""
     _log(logging.INFO, room, text)
 
 
 def warning(room: str, text: str, *, is_shown: bool = False) -> None:
-    """Log what users should know of; see `debug`.
+    """Log a warning.
 
     Args:
       room: see `debug`.
       text: the message.
-      is_shown: whether it is one of Python's warnings, too, which Python shows.
+      is_shown: whether Python shows it as a warning, too.
     """
     _log(logging.WARNING, room, text, _PYTHON if is_shown else "")
 
 
 def report(room: str, text: str) -> None:
-    """Log why the job ends; see `debug`. It is written to stderr in any case.
+    """Log why the job ends; see `debug` for the arguments.
 
-    And there first: handlers of the application may wait for what hangs.
+    It is always written to stderr, and there first: handlers of the application may
+    hang.
     """
     handler = _handler()
     name = f"{_ROOT}.{room}"
@@ -183,28 +184,28 @@ def report(room: str, text: str) -> None:
 
 
 def rank_and_host() -> str:
-    """Return which rank this is, and on which host, as records say it."""
+    """Return this process's rank and host, as in records: "rank 0 node7"."""
     handler = _handler()
     return socket.gethostname() if handler is None else handler.rank_and_host
 
 
 def _handler() -> RankHandler | None:
-    """Return the handler that `start` has made."""
+    """Return the handler that `start` has installed."""
     handlers = logging.getLogger(_ROOT).handlers
     return next((h for h in handlers if isinstance(h, RankHandler)), None)
 
 
 def _log(level: int, room: str, text: str, shown_by: str = "") -> None:
-    """Make a record, and let nothing out that handlers or filters raise."""
+    """Log a record; suppress the errors of handlers and filters."""
     with contextlib.suppress(Exception):
         handler, ours = _handler(), logging.getLogger(_ROOT)
         extra: dict[str, object] = {_SHOWN_BY: shown_by}
         if handler is not None:
             extra |= {"rank": handler.rank, "host": handler.host}
-            # The application's level is to hold, not the one that `start` has set
+            # The application's level applies, not the one that `start` has set
             is_ours = not handler.is_asked and ours.level == handler.level
             if is_ours and has_other_handlers():
                 ours.setLevel(logging.NOTSET)
-        # Not as a format: the text may hold "%"
+        # Not as a format string: the text may contain "%"
         logger = logging.getLogger(f"{_ROOT}.{room}")
         logger.log(level, "%s", text, stacklevel=3, extra=extra)

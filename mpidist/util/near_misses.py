@@ -1,7 +1,7 @@
-"""Suggestions for names that do not exist here: other libraries' names, and near misses.
+"""Suggestions for missing names: those of other libraries, and near misses.
 
-AttributeErrors show them. Access to existing attributes is not slowed down: Python calls
-`__getattr__` only for names that it does not find.
+AttributeErrors show them. Access to existing attributes is not slowed down: Python
+calls `__getattr__` only for names that it does not find.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ from mpidist.errors import ArgumentError
 
 __all__ = ["Nest", "Spec", "flatten", "leaf_names", "map_leaves", "unflatten"]
 
-# What a checker of types sees as structure; it cannot follow the leaves
+# Nested structures for type checkers, which cannot know the leaves
 Nest = Mapping[Any, Any] | list[Any] | tuple[Any, ...]
 Spec = optree.PyTreeSpec
 _NAMESPACE = "mpidist"
 _STRUCTURES = (Mapping, list, tuple)
-# Types of leaves that were seen: to ask whether one is a Mapping takes a while
+# Known types of leaves: `isinstance(leaf, Mapping)` is slow
 _leaf_types: set[type] = set()
 _MOST_LEAF_TYPES = 1000
 
@@ -70,18 +70,18 @@ def map_leaves(fn: Callable[..., Any], nest: Any, *others: Any) -> Any:
 
 
 def leaf_names(spec: Spec, root: str) -> list[str]:
-    """Return how each leaf would be written in Python: `root['a'][0]`."""
+    """Return each leaf's name as a Python expression, such as `root['a'][0]`."""
     return [accessor.codify(root) for accessor in spec.accessors()]
 
 
 class _Keys:
-    """The keys of a mapping, sorted; equal for any order of insertion, but keeps it."""
+    """A mapping's keys, sorted; keeps the insertion order, which equality ignores."""
 
     def __init__(self, mapping: Mapping[Any, Any]):
         self.order = tuple(mapping)
         try:
             self.sorted = tuple(sorted(self.order))
-        except TypeError:  # keys of unlike types: their own order
+        except TypeError:  # keys that cannot be compared: insertion order
             self.sorted = self.order
         self.factory = getattr(mapping, "default_factory", None)
 

@@ -1,4 +1,4 @@
-"""What `repr` says of an object: one line, of what is known without looking."""
+"""One-line reprs, of what is known without reading files or communicating."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def one_line(thing: object, describe: Callable[[], str]) -> str:
     """Return `<Class: description>`, on one line of at most MOST_CHARACTERS.
 
     Args:
-      thing: whose class is named.
-      describe: the description. It must not communicate, nor read a file. What it
-        raises, as for an object that is not made yet, leaves the class alone.
+      thing: the object.
+      describe: returns the description. It must not communicate or read files. If it
+        raises, as for an object whose `__init__` has not run, only the class is shown.
     """
     name = type(thing).__name__
     try:
@@ -29,5 +29,5 @@ def one_line(thing: object, describe: Callable[[], str]) -> str:
 
 
 def counted(number: int, word: str, plural: str = "") -> str:
-    """Return a number of things: `1 row`, `1,000 rows`, `4 batches`."""
+    """Return a number with its noun: `1 row`, `1,000 rows`, `4 batches`."""
     return f"{number:,} {word if number == 1 else plural or word + 's'}"

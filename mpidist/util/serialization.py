@@ -1,6 +1,6 @@
-"""Python objects as JSON text, with their arrays beside it.
+"""Python objects as JSON text, with their arrays stored separately.
 
-Only data come out of it: other than pickle, it looks up no classes and runs no code.
+Unlike unpickling, decoding looks up no classes and runs no code.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ _PLAIN = {bool, int, float, str, type(None)}
 
 
 def encode(value: Any, take: Callable[[Any, str], Any], name: str = "value") -> str:
-    """Return JSON text that `decode` makes the same object from.
+    """Encode an object as JSON text, for `decode`.
 
     Args:
-      value: None, a bool, number, str, bytes, or array; or a dict, list or tuple of
-        such, nested. No subclasses: they would come back as something else.
-      take: called as `take(leaf, name)` for what is none of these; returns what JSON
-        can hold, or raises.
-      name: how messages call the value.
+      value: None, a bool, number, str or bytes; a nested dict, list or tuple; or
+        anything that `take` accepts. No subclasses of these: decoding would return the
+        base class.
+      take: called as `take(leaf, name)` for objects of other types, such as arrays;
+        returns a JSON-compatible object, or raises.
+      name: what error messages call the value.
     """
     return json.dumps(_encode(value, take, name))
 
@@ -65,11 +66,11 @@ def _encode(value: Any, take: Callable[[Any, str], Any], name: str) -> Any:
 
 
 def decode(text: str | bytes, give: Callable[[Any], Any]) -> Any:
-    """Return the object of which `encode` made the text.
+    """Decode an object from the JSON text of `encode`.
 
     Args:
-      text: JSON.
-      give: called with what `take` returned; returns the leaf.
+      text: the JSON text.
+      give: called with each object that `take` returned; returns the leaf.
     """
     return _decode(json.loads(text), give)
 
@@ -91,29 +92,29 @@ def _decode(part: Any, give: Callable[[Any], Any]) -> Any:
 
 
 def text_of(dtype: np.dtype[Any]) -> Any:
-    """Return what `dtype_of` makes the dtype from, for JSON."""
+    """Return a JSON-compatible description of a dtype, for `dtype_of`."""
     is_foreign = dtype.kind == "V" and dtype.fields is None and dtype.name[:4] != "void"
     return dtype.name if is_foreign else np.lib.format.dtype_to_descr(dtype)
 
 
 def dtype_of(text: Any) -> np.dtype[Any]:
-    """Return the dtype that `text_of` has described."""
+    """Return the dtype of a description by `text_of`."""
     if isinstance(text, str) and text.isalnum() and not hasattr(np, text):
-        import ml_dtypes  # of the one that has such an array, and so of this one
+        import ml_dtypes
 
         return np.dtype(getattr(ml_dtypes, text, text))
     return np.lib.format.descr_to_dtype(_with_tuples(text))
 
 
 def _with_tuples(text: Any) -> Any:
-    """Return a description of fields as NumPy wants it: JSON has lists only."""
+    """Turn JSON's lists into the tuples of NumPy's description of fields."""
     if isinstance(text, str):
         return text
     return [tuple(map(_field, field)) for field in text]
 
 
 def _field(part: Any) -> Any:
-    """Return a name, a title, a dtype or a shape of a field."""
+    """Convert one item of a field: its name, title, dtype or shape."""
     if not isinstance(part, Sequence) or isinstance(part, str):
         return part
     is_fields = part and isinstance(part[0], list)

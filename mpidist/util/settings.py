@@ -57,7 +57,7 @@ class Setting(Generic[T]):
       allowed: what it may be, as text.
       meaning: what it does, in a sentence.
       read_by: the module that reads it.
-      parse: returns the value of a text, or raises a ValueError.
+      parse: converts the text to a value, or raises a ValueError.
       default_text: the default as users see it.
       argument: the equivalent argument in a program, which has priority; "" if none.
     """
@@ -87,7 +87,7 @@ class Setting(Generic[T]):
           environ: see `text`.
 
         Raises:
-          LaunchError: the variable cannot be read.
+          LaunchError: the variable's text is invalid.
         """
         text = self.text(environ)
         if text is None:
@@ -100,10 +100,9 @@ class Setting(Generic[T]):
             ) from None
 
     def read_or_default(self, environ: Mapping[str, str] | None = None) -> T:
-        """Return the value, or the default if it cannot be read.
+        """Return the value, or the default if the variable's text is invalid.
 
-        For readers that come before all ranks can be told (`require_settings` does) or
-        that must never raise.
+        For code that must not raise. `require_settings` raises the error on all ranks.
         """
         try:
             return self.read(environ)
@@ -133,12 +132,12 @@ def resolve(
 
     Args:
       setting: the variable.
-      argument: what the program says; None if it says nothing.
+      argument: the program's argument; None if there is none.
       environ: see `Setting.text`.
-      tuned: what a tuning file says; None if it says nothing.
+      tuned: the tuning file's value; None if there is none.
 
     Raises:
-      LaunchError: the variable cannot be read, even where the argument counts.
+      LaunchError: the variable's text is invalid, even if the argument has priority.
     """
     value = setting.read(environ)
     if argument is not None:
@@ -292,7 +291,7 @@ RANKS_PER_NODE: Setting[int | None] = Setting(
     "number",
     None,
     "a positive number",
-    "Act as if each node had so many ranks; the same on all ranks.",
+    "Act as if each node had this many ranks; must be the same on all ranks.",
     "mpidist.comm.topology",
     _count,
     "as many as it has",
@@ -337,10 +336,10 @@ _NAMES = {setting.name: setting for setting in SETTINGS}
 
 
 def unknown_names(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that look like settings and are none, each with what is wrong.
+    """Return variables that are named like settings but are none, with error messages.
 
     Args:
-      environ: the environment variables. What is empty is not set.
+      environ: the environment variables; empty ones count as not set.
     """
     found = {}
     for name in sorted(environ):
@@ -353,19 +352,17 @@ def unknown_names(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _nearest(name: str) -> str:
-    """Return the setting whose name is the most like one that is none."""
+    """Return the name of the setting that is most similar to `name`."""
     words = {known.removeprefix(PREFIX): known for known in _NAMES}
     word = name.removeprefix(PREFIX).upper()
     return words[difflib.get_close_matches(word, words, 1, 0)[0]]
 
 
 def require_settings(environ: Mapping[str, str]) -> None:
-    """Raise if a variable is none of mpidist's, or cannot be read, needed or not.
-
-    Some are read where not all ranks are, and are taken there for what they are not.
+    """Raise an error if a variable MPIDIST_... is unknown or invalid, used or not.
 
     Raises:
-      LaunchError: names the variable, and the nearest name or what it may be.
+      LaunchError: names the variable, and the most similar name or the allowed values.
     """
     for reason in unknown_names(environ).values():
         raise LaunchError(reason)
@@ -374,7 +371,7 @@ def require_settings(environ: Mapping[str, str]) -> None:
 
 
 def hang_seconds(environ: Mapping[str, str] | None = None) -> float:
-    """Return how long a rank may wait in one collective; math.inf for ever.
+    """Return how long a rank may wait in one collective; math.inf for no limit.
 
     Raises:
       LaunchError: MPIDIST_HANG_SECONDS is no number of seconds.

@@ -1,4 +1,4 @@
-"""Calling a function in threads, with the results in the order of the arguments."""
+"""Call a function in threads, with the results in the order of the arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_THREADS = 4096
 
 
 def count_threads(num_parallel_calls: int | None) -> int:
-    """Return how many threads the argument of `Dataset.map` asks for.
+    """Return the number of threads for `num_parallel_calls` of `Dataset.map`.
 
     Raises:
       ArgumentError: it is neither None, nor -1, nor positive; or it is > 4096.
@@ -37,7 +37,7 @@ def count_threads(num_parallel_calls: int | None) -> int:
 
 
 def call_all(fn: Callable[[Any], Any], items: Sequence[Any], threads: int) -> list[Any]:
-    """Return `fn` of each item, computed by several threads, which end with the call.
+    """Return `fn` of each item, computed by threads that end before it returns.
 
     Raises: see `share_calls`.
     """
@@ -50,18 +50,18 @@ def call_all(fn: Callable[[Any], Any], items: Sequence[Any], threads: int) -> li
 def share_calls(
     fn: Callable[[Any], Any], items: Sequence[Any], pool: Executor, helpers: int
 ) -> list[Any]:
-    """Return `fn` of each item, computed by this thread and some of a pool.
+    """Return `fn` of each item, computed by this thread and threads of a pool.
 
-    All have ended with their calls when it returns or raises.
+    No call is running any more when it returns or raises.
 
     Args:
-      fn: what is called.
-      items: with each of which it is called.
-      pool: of threads; where all are busy, this thread does everything.
-      helpers: how many of them may take part.
+      fn: the function.
+      items: its arguments.
+      pool: the pool; if all its threads are busy, this thread makes all calls.
+      helpers: the most threads of the pool to use.
 
-    Raises: what `fn` raises for the first item, in their order, for which it raises;
-      then some of the items behind that one have been tried too, and no others will be.
+    Raises: the error of `fn` for the first item, in the order of `items`, that has one.
+      Some later items may have been computed by then; no more will be.
     """
     calls = _Calls(fn, items)
     helping = [pool.submit(calls.work) for _ in range(min(helpers, len(items) - 1))]
@@ -71,7 +71,7 @@ def share_calls(
 
 
 class _Calls:
-    """Calls of a function with each of some items, which threads take in turn."""
+    """The calls of a function with each item, which threads take one by one."""
 
     def __init__(self, fn: Callable[[Any], Any], items: Sequence[Any]):
         self._fn: Callable[[Any], Any] | None = fn
@@ -82,7 +82,7 @@ class _Calls:
         self._failures: dict[int, BaseException] = {}
 
     def work(self) -> None:
-        """Make calls until none is left, or one has failed."""
+        """Make calls until none is left or one has failed."""
         while (i := self._take()) is not None:
             assert self._fn is not None
             try:
@@ -95,9 +95,9 @@ class _Calls:
             return None if self._failures else next(self._numbers, None)
 
     def end(self) -> list[Any]:
-        """Return the results, or raise the first error; all threads are done.
+        """Return the results, or raise the first error. All threads must be done.
 
-        Afterwards it holds nothing: a pool may yet hold calls that were cancelled.
+        Drops all references: the pool may still refer to this by cancelled calls.
         """
         results, failures = self._results, self._failures
         self._fn, self._items, self._results, self._failures = None, (), [], {}
@@ -108,18 +108,16 @@ class _Calls:
         try:
             raise error
         finally:
-            del (
-                error
-            )  # or it would hold, by its traceback, itself and what it was about
+            del error  # its traceback refers to this frame: a reference cycle
 
 
 def call_ahead(
     fn: Callable[[Any], Any], items: Iterable[Any], threads: int
 ) -> Generator[Any, None, None]:
-    """Yield `fn` of each item; `threads` more are computed, or wait, meanwhile.
+    """Yield `fn` of each item, computing up to `threads` later ones meanwhile.
 
-    The items are taken in the thread that asks for results. An error of theirs is
-    raised behind the results before it. The threads end with the iteration.
+    The calling thread iterates over the items; an error of that is raised after the
+    results of the items before it. The threads end with the iteration.
     """
     pool = ThreadPoolExecutor(threads, _NAME)
     ahead: collections.deque[Future[Any]] = collections.deque()
@@ -142,7 +140,7 @@ def _submit_next(
     source: Iterator[Any],
     ahead: collections.deque[Future[Any]],
 ) -> bool:
-    """Add the call for the next item; return whether there may be items after it."""
+    """Submit the call for the next item; return whether there may be more items."""
     try:
         item = next(source)
     except StopIteration:

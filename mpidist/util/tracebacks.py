@@ -18,15 +18,14 @@ _FUTURES = str(Path(concurrent.futures.__file__).parent) + os.sep
 
 
 def fold(error: BaseException) -> None:
-    """Leave one of this package's frames before those of the user's function.
+    """Remove this package's inner frames from an error's traceback.
 
-    To be called where an error is caught that leaves a public function, before it is
-    raised again, and where an error of this package ends the program. Of frames of this
-    package that follow each other, the first one stays: the function that the user
-    called. Frames of other code always stay.
+    Call it where a public function re-raises an error, and where an error of this
+    package ends the program. Of consecutive frames of this package the first one is
+    kept: the function that the user called. Frames of other code are always kept.
 
-    An error that this package has not raised on purpose keeps the frames in which it
-    came up. With MPIDIST_FULL_TRACEBACKS=1 nothing is changed.
+    An error that this package did not raise on purpose keeps its innermost frames.
+    With MPIDIST_FULL_TRACEBACKS=1 nothing is changed.
     """
     if error.__traceback__ is None or FULL_TRACEBACKS.read_or_default():
         return
@@ -35,21 +34,21 @@ def fold(error: BaseException) -> None:
         error.__cause__, RemoteError
     )
     for trace in _later(kept, is_meant):
-        # In place: Python 3.10 raises again with the traceback that it caught
+        # In place: Python 3.10 re-raises with the traceback object that it caught
         kept.tb_next = trace
         kept = trace
     kept.tb_next = None
 
 
 def _later(first: TracebackType, is_meant: bool) -> list[TracebackType]:
-    """Return the entries to keep after `first`, which stays."""
+    """Return the entries to keep after `first`, which is kept."""
     entries = []
     trace = first.tb_next
     while trace is not None:
         entries.append(trace)
         trace = trace.tb_next
     last = [i for i, trace in enumerate(entries) if not _is_own(trace)]
-    # Where an error came up in this package by mistake, all of it is needed
+    # An unexpected error within this package keeps the frames that led to it
     end = len(entries) if is_meant or not entries else (last[-1] + 1 if last else 0)
     kept, after_own = [], _is_own(first)
     for trace in entries[:end]:

@@ -1,8 +1,8 @@
-"""Events of this process for a timeline, while there is one.
+"""The buffer of this process's timeline events.
 
-Recording an event is an append to a list; a thread of `monitor.timeline` takes them
-from there. Nothing here raises, writes or communicates. All times are nanoseconds on
-the clock of time.monotonic.
+Recording an event appends to a list, which a thread of `monitor.timeline` empties.
+Nothing here raises, writes files or communicates. All times are nanoseconds of
+time.monotonic.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from mpidist.util.forks import call_in_child
 __all__ = ["COLLECTIVE", "SPAN", "STEP", "TraceBuffer", "start", "stop"]
 
 COLLECTIVE, SPAN, STEP = range(3)
-_MOST_WAITING = 500_000  # events that nobody has taken: the disk does not answer
+_MOST_WAITING = 500_000  # events in the buffer, if the disk does not respond
 _get_ident = threading.get_ident
 Totals = tuple[int, int, int, int, int]
 
 
 class TraceBuffer:
-    """The events that were recorded and not taken yet. Any thread may record.
+    """Recorded events that were not written yet. Any thread may record.
 
     Attributes:
-      stride: of how many steps the events of one are recorded.
-      dropped: how many events were too many for the memory that is left to them.
+      stride: events are recorded in one of `stride` steps.
+      dropped: the number of events that were dropped because the buffer was full.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class TraceBuffer:
 
         Args:
           name: the operation.
-          begun: when.
-          ended: when.
-          waiting: how long until all ranks had arrived.
-          late: the rank that arrived last; -1 if that is unknown.
-          moved: bytes.
-          transport: the name of what moved them.
+          begun: its start.
+          ended: its end.
+          waiting: the time until all ranks had arrived.
+          late: the rank that arrived last; -1 if unknown.
+          moved: the number of bytes.
+          transport: the name of the transport.
         """
         self._events.append(
             (
@@ -69,11 +69,11 @@ class TraceBuffer:
         )
 
     def span(self, category: str, name: str, begun: int, ended: int) -> None:
-        """Record anything else that has taken time."""
+        """Record any other activity."""
         self._events.append((SPAN, _get_ident(), name, begun, ended, category))
 
     def step(self, number: int, before: Totals, totals: Totals) -> None:
-        """Record a step, with what was counted before and after it."""
+        """Record a step, with the counters at its start and at its end."""
         global active
         events = self._events
         if active is not None:
@@ -87,27 +87,27 @@ class TraceBuffer:
             events.clear()
 
     def take(self) -> list[tuple[Any, ...]]:
-        """Return the events since the last time. One thread does so."""
+        """Remove and return all events. Only one thread may call it."""
         events = self._events
         taken = events[:]
-        del events[: len(taken)]  # others are appended meanwhile
+        del events[: len(taken)]  # other threads may have appended meanwhile
         return taken
 
 
-# Where events of steps go; None in steps that are left out, and without a timeline
+# The buffer for events within steps; None in skipped steps and without a timeline
 active: TraceBuffer | None = None
-# Where all others go
+# The buffer for all other events; None without a timeline
 always: TraceBuffer | None = None
 
 
 def start(buffer: TraceBuffer) -> None:
-    """Record events from now on."""
+    """Record events in `buffer` from now on."""
     global active, always
     active = always = buffer
 
 
 def stop() -> None:
-    """Record no more events."""
+    """Stop recording."""
     global active, always
     active = always = None
 

@@ -1,7 +1,7 @@
-"""Whether arguments can be used: each check returns what was given, in one form.
+"""Validate arguments: each function returns the value, converted to one type.
 
-Each raises an ArgumentTypeError or an ArgumentError that names the argument, and what
-was given, cut short where that is long.
+Each raises an ArgumentTypeError or an ArgumentError that names the argument and shows
+its value, shortened if it is long.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 20
 
 
 def shown(value: Any) -> str:
-    """Return `repr(value)` for a message, cut short where it is long."""
+    """Return `repr(value)` for an error message, shortened if it is long."""
     try:
         return _SHORT.repr(value)
     except Exception:  # such as Python's limit for the digits of an integer
@@ -56,20 +56,20 @@ def integer(
     also: str = "",
     most: int = LARGEST,
 ) -> int:
-    """Return an integer, which may be NumPy's, as Python's; no bool.
+    """Return an integer of Python or NumPy as an int; a bool is refused.
 
     Args:
-      name: of the argument.
-      value: what was given.
-      least: what it must be at least.
-      also: what else it may be, for messages: " or None".
-      most: what it may be at most.
+      name: the argument's name.
+      value: its value.
+      least: the minimum.
+      also: what else is allowed, for messages: " or None".
+      most: the maximum.
     """
     try:
         # NumPy 1's bool is an index, with a warning at most
         is_bool = isinstance(value, bool | np.bool_)
         found = None if is_bool else operator.index(value)
-    except Exception:  # a PerReplica has an error of its own
+    except Exception:  # a PerReplica raises an error of its own
         found = None
     if found is None:
         raise ArgumentTypeError(f"{name} must be an integer{also}, not {shown(value)}")
@@ -87,24 +87,24 @@ def optional_integer(
     also: str = " or None",
     most: int = LARGEST,
 ) -> int | None:
-    """Return None, or what `integer` does."""
+    """Do what `integer` does, but also accept None."""
     return None if value is None else integer(name, value, least, also, most)
 
 
 def number(name: str, value: Any, least: str, also: str = "") -> float:
-    """Return a real number as a float, if it is not below a bound, and no NaN.
+    """Return a real number as a float; NaN and numbers below the bound are refused.
 
     Args:
-      name: of the argument.
-      value: what was given.
+      name: the argument's name.
+      value: its value.
       least: the bound: "> 0" or ">= 0".
-      also: what follows it in messages: " or None".
+      also: what else is allowed, for messages: " or None".
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ArgumentTypeError(f"{name} must be a number, not {shown(value)}")
     try:
         found = float(value)
-    except OverflowError:  # of an integer
+    except OverflowError:  # a large integer
         found = math.inf if int(value) > 0 else -math.inf  # type: ignore[call-overload]
     if not (found > 0 or (found == 0 and least == ">= 0")):
         raise ArgumentError(f"{name} must be {least}{also}, not {shown(value)}")
@@ -112,14 +112,14 @@ def number(name: str, value: Any, least: str, also: str = "") -> float:
 
 
 def switch(name: str, value: Any) -> bool:
-    """Return True or False, which may be NumPy's."""
+    """Return a bool of Python or NumPy as a bool."""
     if not isinstance(value, bool | np.bool_):
         raise ArgumentTypeError(f"{name} must be True or False, not {shown(value)}")
     return bool(value)
 
 
 def instance(name: str, value: Any, kind: type[T]) -> T:
-    """Return an object of a class of mpidist."""
+    """Return an object of `kind`, a public class of mpidist."""
     if not isinstance(value, kind):
         what = f"mpidist.{kind.__name__}"
         raise ArgumentTypeError(f"{name} must be {what}, not {shown(value)}")
@@ -127,19 +127,19 @@ def instance(name: str, value: Any, kind: type[T]) -> T:
 
 
 def function(name: str, value: Any) -> Callable[..., Any]:
-    """Return what can be called."""
+    """Return a callable."""
     if not callable(value):
         raise ArgumentTypeError(f"{name} must be a function, not {shown(value)}")
-    return value  # type: ignore[no-any-return]  # nothing more is known
+    return value  # type: ignore[no-any-return]
 
 
 def optional_function(name: str, value: Any) -> Callable[..., Any] | None:
-    """Return None, or what can be called."""
+    """Return a callable or None."""
     return None if value is None else function(name, value)
 
 
 def call_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the `args` and `kwargs` with which a function is to be called."""
+    """Return `args` and `kwargs` of a function call as a tuple and a dict."""
     if not isinstance(args, tuple | list):
         raise ArgumentError(f"args must be a tuple or a list, not {shown(args)}")
     if kwargs is None:
@@ -152,10 +152,10 @@ def call_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, A
 
 
 def path(name: str, value: Any) -> str:
-    """Return the path that a str, bytes or os.PathLike is, as a str."""
+    """Return a str, bytes or os.PathLike as a str."""
     try:
         text = os.fsdecode(value)
-    except Exception:  # of a PathLike that has none
+    except Exception:  # also of a PathLike's own method
         raise ArgumentTypeError(f"{name} must be a path, not {shown(value)}") from None
     try:
         given = os.fsencode(text)
@@ -171,12 +171,12 @@ def path(name: str, value: Any) -> str:
 
 
 def dtype(name: str, value: Any) -> np.dtype[Any]:
-    """Return the dtype that `value` is or names."""
+    """Return the dtype that `value` is, or names."""
     try:
-        if value is not None:  # which NumPy takes for float64
+        if value is not None:  # np.dtype(None) is float64
             found: np.dtype[Any] = np.dtype(value)
-            if found != np.dtype([]):  # which an empty list is
+            if found != np.dtype([]):  # of an empty list
                 return found
-    except Exception:  # also of things that look like the parts of a dtype
+    except Exception:  # np.dtype raises errors of many types
         pass
     raise ArgumentTypeError(f"{name} must be a dtype, not {shown(value)}")
