@@ -180,7 +180,7 @@ PyTorch (`import mpidist.torch`, which needs `pip install torch`)
                                 mpidist.torch.DistributedDataParallel: with batch_dim,
                                 since gradients are weighted by rows
     torch.nn.SyncBatchNorm      mpidist.torch.SyncBatchNorm, convert_sync_batchnorm
-    torch.utils.data.DataLoader mpidist.torch.from_dataset: a source of a Dataset
+    torch.utils.data.Dataset    mpidist.torch.from_dataset: its elements as a Dataset
     as_tensors                  not in torch: batches of HDF5 rows as tensors
 
 JAX (`import mpidist.jax`, before JAX computes; needs `pip install jax`)

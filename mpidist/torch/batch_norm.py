@@ -21,9 +21,9 @@ _BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
 
 def find_strategy(strategy: Any) -> Strategy:
-    """Return the strategy that is meant; None is the current one, or a new one.
+    """Return `strategy`; for None the current one, or a new one of all ranks.
 
-    Collective if it makes one.
+    Collective if it creates one.
     """
     if strategy is not None:
         return validation.instance("strategy", strategy, Strategy)
@@ -112,7 +112,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         with torch.no_grad():
             self.num_batches_tracked += 1
             rate = self.momentum
-            if rate is None:  # the mean of all until now
+            if rate is None:  # cumulative mean
                 rate = 1 / float(self.num_batches_tracked)
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
             unbiased = variance * (count / (count - 1))
@@ -120,7 +120,11 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """The layer in training, on several ranks."""
+    """The normalisation in training on several ranks, and its gradient.
+
+    As in https://arxiv.org/abs/1502.03167, with means and variances of all ranks' rows;
+    the ranks' variances are combined by the law of total variance.
+    """
 
     @staticmethod
     def forward(
@@ -171,8 +175,9 @@ class _Normalise(torch.autograd.Function):
         axes, shape, group = context.axes, context.shape, context.group
         wide = gradient.to(normal.dtype)
         sums = torch.stack([wide.sum(axes), (wide * normal).sum(axes)])
-        # Ranks count by their rows, see DistributedDataParallel: what others' losses
-        # add to the gradients here is by their rows, and by 1 / the rows here
+        # DistributedDataParallel weights each rank's gradients by its rows. So the
+        # terms of other ranks' losses are multiplied by their rows, and divided by the
+        # rows of this rank, by which its gradients will be multiplied
         own_rows = float(context.rows[group.replica_id])
         wider = sums.double()
         weighed = wider * own_rows if own_rows else torch.zeros_like(wider)

@@ -1,4 +1,4 @@
-"""Input for models of PyTorch: batches as tensors, and PyTorch's datasets as rows."""
+"""Input for PyTorch models: batches as tensors, and PyTorch datasets as sources."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def as_tensors(dataset: DistributedDataset) -> TensorDataset:
 
 
 def to_tensors(batch: Any) -> Any:
-    """Return a nest of arrays as tensors, which share their memory.
+    """Convert a nest of arrays to tensors that share their memory.
 
     Raises:
-      DataError: text, dates or other dtypes that PyTorch lacks.
+      DataError: PyTorch has no such dtype, as for text and dates.
     """
     return nest.map_leaves(_to_tensor, batch)
 
@@ -140,7 +140,7 @@ def _reader(dataset: Any) -> Callable[[Any], Any]:
 
 
 def _arrays_of(element: Any) -> Any:
-    """Return an element with tuples in place of lists, and arrays of tensors."""
+    """Convert an element: lists to tuples, and tensors to arrays."""
     if isinstance(element, list | tuple) and not hasattr(element, "_fields"):
         return tuple(map(_arrays_of, element))
     if isinstance(element, dict):

@@ -1,4 +1,4 @@
-"""Tensors and the arrays that share their memory: of NumPy, or of CuPy on a GPU."""
+"""Convert tensors to arrays that share their memory (CuPy's on a GPU), and back."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ __all__ = [
 
 
 def is_on_gpu(tensor: Any) -> bool:
-    """Return whether a tensor lies on a GPU."""
+    """Return whether a tensor is on a GPU."""
     return bool(tensor.device.type == "cuda")
 
 
 def as_array(tensor: Any) -> Any:
-    """Return a tensor as an array that shares its memory.
+    """Return an array that shares a tensor's memory.
 
-    On a GPU, what CuPy's current stream does with it comes after what PyTorch's current
-    stream was told before.
+    On a GPU, work queued on CuPy's current stream afterwards waits for the work queued
+    on PyTorch's current stream.
     """
     tensor = tensor.detach()
     return arrays.to_array(tensor) if is_on_gpu(tensor) else tensor.numpy()
 
 
 def as_tensor(array: Any) -> Any:
-    """Return an array as a tensor that shares its memory; see `as_array`."""
+    """Return a tensor that shares an array's memory; see `as_array`."""
     if arrays.is_device_array(array):
         return torch.from_dlpack(array)
     return torch.from_numpy(array)
 
 
 def on_stream_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
-    """Make PyTorch's current stream CuPy's, where a tensor lies on a GPU.
+    """Make PyTorch's current stream CuPy's in a block, if a tensor is on a GPU.
 
-    So what the library does with the tensor comes in the order of the program.
+    So this library's work on the tensor is ordered with PyTorch's.
     """
     if not is_on_gpu(tensor):
         return contextlib.nullcontext()
@@ -57,26 +57,26 @@ def on_stream_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def place_of(tensor: Any) -> str:
-    """Return where a tensor lies, as a replica's device is called: "GPU:0", "CPU:0"."""
+    """Return the name of a tensor's device, as of a replica: "GPU:0" or "CPU:0"."""
     return f"GPU:{tensor.device.index}" if is_on_gpu(tensor) else "CPU:0"
 
 
 def as_trainer(
     group: ReplicaGroup, tensor: Any, trainer: int, call: str
 ) -> contextlib.AbstractContextManager[Any]:
-    """Let this thread communicate for the one that waits for it in `backward`.
+    """Let this thread communicate in place of the one that waits in `backward`.
 
-    PyTorch calls hooks of what lies on a GPU in threads of its own.
+    PyTorch calls the hooks of tensors on a GPU in threads of its own.
 
     Args:
       group: the ranks.
-      tensor: what it is about.
-      trainer: the thread that waits, or this one.
-      call: for messages.
+      tensor: a tensor of the model.
+      trainer: the thread that called `backward`.
+      call: the public name, for messages.
 
     Raises:
-      ContextError: another thread than `trainer` has made the strategy, which cannot
-        be used any more; on the others a CollectiveError.
+      ContextError: `trainer` is not the thread that created the strategy. The strategy
+        cannot be used any more; other ranks get a CollectiveError.
     """
     lock = group.consensus.lock
     if not is_on_gpu(tensor) or threading.get_ident() == trainer:

@@ -1,4 +1,4 @@
-"""Gradients that a thread reduces while the backward pass makes others."""
+"""Reduce gradients in a thread, while the backward pass computes others."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _CALL = "DistributedDataParallel"
 
 
 class _Bucket:
-    """Gradients that are reduced together, one behind the other in memory.
+    """Gradients that are reduced together, concatenated in memory.
 
     Args:
-      numbers: of their parameters, in the order of the bucket.
-      parameters: of the model.
-      dtypes: in which the gradient of each parameter is added up.
+      numbers: the numbers of their parameters, in the order of the bucket.
+      parameters: the model's parameters.
+      dtypes: the dtype in which each parameter's gradient is summed.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class _Bucket:
         self.numbers = numbers
         self._shapes = [parameters[j].shape for j in numbers]
         kinds = [dtypes[j] for j in numbers]
-        # Each dtype has memory of its own: which, and how much of it, is whose
+        # One flat tensor per dtype, and the members of the bucket that are in it
         self._kinds = list(dict.fromkeys(kinds))
         self._members = [
             [k for k, kind in enumerate(kinds) if kind is wanted]
@@ -54,7 +54,7 @@ class _Bucket:
         self.sends = self.divide(self.flats)
 
     def divide(self, flats: Sequence[Any]) -> list[Any]:
-        """Return the part of each gradient, in memory like `flats`."""
+        """Return each gradient's view of `flats`, or of tensors like them."""
         parts: list[Any] = [None] * len(self.numbers)
         for flat, members in zip(flats, self._members):
             shapes = [self._shapes[k] for k in members]
@@ -65,14 +65,14 @@ class _Bucket:
 
 
 class Overlap:
-    """Adds up gradients of one pass in buckets, in a thread. Collective to make.
+    """Sums the gradients of a pass in buckets, in a thread. Collective to create.
 
     Args:
-      group: the ranks: on several nodes, or on GPUs.
-      parameters: of the model.
-      dtypes: in which the gradient of each is added up.
+      group: the ranks, on several nodes or on GPUs.
+      parameters: the model's parameters.
+      dtypes: the dtype in which each gradient is summed.
       options: see `CommunicationOptions`.
-      bucket_bytes: the largest bucket; None for some of them.
+      bucket_bytes: the largest bucket; None to derive it from the model's size.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Overlap:
         self._parameters = parameters
         sizes = [p.numel() * d.itemsize for p, d in zip(parameters, dtypes)]
         bucket_bytes = bucket_bytes or bucket_bytes_of(sizes)
-        # The last layers have their gradients first
+        # In reverse order: gradients of the last layers are computed first
         self._divided = divide(sizes, range(len(sizes) - 1, -1, -1), bucket_bytes)
         self._buckets = group.consensus.guard(
             _CALL, lambda: [_Bucket(ns, parameters, dtypes) for ns in self._divided]
@@ -114,13 +114,13 @@ class Overlap:
         self._totals: list[Sequence[Any]] = []
 
     def begin(self, weight: float) -> None:
-        """Begin a pass, on which the ranks have agreed.
+        """Start a pass, after the ranks have agreed on it.
 
         Args:
-          weight: of this rank's gradients; with 0 they add nothing.
+          weight: the weight of this rank's gradients; 0 if it contributes nothing.
         """
         if self._abandoned is not None:
-            self._abandoned.finish()  # on all ranks it has ended, or is about to
+            self._abandoned.finish()  # it has ended on all ranks, or is about to
             self._abandoned = None
         self._weight = weight
         self._totals = []
@@ -131,51 +131,52 @@ class Overlap:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a pass goes on."""
+        """Whether a pass was started and has not ended."""
         return self._step is not None
 
     def put(self, number: int, gradient: Any) -> None:
-        """Take a gradient, or None; its bucket may be ready with it."""
+        """Add a gradient, or None, to its bucket, which may be complete then."""
         assert self._step is not None
         if self._step.has(number):
             return
         send, made = self._sends[number], None
         weigh(send, gradient, self._weight)
-        if self._is_on_gpu:  # where the thread has a stream of its own
+        if self._is_on_gpu:  # the thread has a stream of its own
             with devices.on_stream_of(send):
                 made = record()
         self._step.put(number, None, made)
 
     def put_rest(self) -> None:
-        """Take the gradients that the pass has not made."""
+        """Add the gradients that the pass has not computed."""
         assert self._step is not None
         for number in sorted(self._step.missing()):
             self.put(number, self._parameters[number].grad)
 
     def abandon(self, error: Exception) -> None:
-        """Leave a pass that an exception has ended on this rank. Not collective.
+        """Abandon a pass that an exception ended on this rank. Not collective.
 
-        The threads of the others learn of it by their buckets.
+        The other ranks' threads get the error with their next bucket.
         """
         if self._step is not None:
             self._step.fail(error)
             self._abandoned, self._step = self._step, None
 
     def finish(self, error: Exception) -> None:
-        """Wait for the thread, and forget the sums. Collective.
+        """Wait for the thread, and discard the sums. Collective.
 
         Args:
-          error: what all ranks are about to raise.
+          error: the error that all ranks are about to raise.
         """
         self._end(lambda step: step.finish(error))
 
     def give_back(self, used: int) -> Exception | None:
-        """Write sums into `.grad` as soon as they are there. Collective.
-
-        Returns why the thread has failed, if so: some `.grad` have sums then.
+        """Write sums to `.grad` as soon as each bucket is complete. Collective.
 
         Args:
-          used: a bit for each parameter of which some rank has a gradient; -1 for all.
+          used: a bit for each parameter with a gradient on any rank; -1 for all.
+
+        Returns:
+          The thread's error, if it failed: then only some `.grad` have sums.
         """
 
         def write_all(step: BucketStep) -> None:
@@ -190,7 +191,7 @@ class Overlap:
         return self._end(write_all)
 
     def _end(self, work: Callable[[BucketStep], None]) -> Exception | None:
-        """Do what ends a pass, if one has begun; return why its thread has failed."""
+        """Call `work` to end a pass, if one was started; return its thread's error."""
         step, self._step = self._step, None
         if step is None:
             return None
@@ -200,7 +201,7 @@ class Overlap:
                 work(step)
                 if self._is_threaded:
                     self._group.consensus.recorder.counters.end_exposed(begun)
-            except BaseException as interruption:  # the thread has not ended yet
+            except BaseException as interruption:  # the thread may still communicate
                 self._group.consensus.leave(interruption)
                 raise
         return step.error
@@ -225,9 +226,9 @@ class Overlap:
         made: Sequence[Any],
         error: Exception | None,
     ) -> Sequence[Any]:
-        """Add up a bucket over all ranks, or raise on all of them. Collective."""
+        """Sum a bucket over all ranks, or raise on all of them. Collective."""
         own = self._side.consensus
-        if bucket == 0 and self._is_threaded:  # these are a thread's own
+        if bucket == 0 and self._is_threaded:  # device and lock are per thread
             self._group.use_device()
             own.lock.adopt()
         call, number = self._calls[bucket]

@@ -1,8 +1,9 @@
-"""Forward and backward passes: which rows a loss is of, and where a backward pass ends.
+"""Forward and backward passes: count a loss's rows, and find a backward pass's end.
 
-Hooks on the outputs of a forward pass run when a backward pass reaches them. So only
-forward passes that the loss depends on count, and the end of the outermost backward
-pass is known, although checkpoints with use_reentrant=True run others inside it.
+A hook on the outputs of a forward pass runs when a backward pass reaches them. So only
+the rows of forward passes that the loss depends on count. The hook also identifies the
+outermost backward pass: torch.utils.checkpoint with use_reentrant=True runs others
+inside it.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ __all__ = [
     "watch",
 ]
 
-# The number of the backward pass in this thread; nested ones have their own
+# Returns the number of this thread's backward pass; nested passes have other numbers
 current_task = torch._C._current_graph_task_id
 
 
 class Share(NamedTuple):
-    """What one rank contributes to a step.
+    """One rank's share in a step.
 
     Args:
-      rows: how many rows its loss is a mean of; -1 where every rank counts the same.
+      rows: the number of rows of its loss; -1 if all ranks have the same weight.
       used: a bit for each parameter that has a gradient; -1 for all.
-      has_ended: whether it has no batches any more, see `Joining`.
+      has_ended: whether it has no batches any more; see `Joining`.
     """
 
     rows: int
@@ -44,12 +45,12 @@ class Share(NamedTuple):
 
 
 class Joining(NamedTuple):
-    """How ranks with unlike numbers of batches train; see `join`.
+    """How ranks with different numbers of batches train; see `join`.
 
     Args:
-      counts_all: whether a rank that has ended counts as one without rows, where ranks
-        count the same; else the mean is that of the others.
-      raises: whether it is an error when the first rank has ended.
+      counts_all: if ranks have the same weight, whether the mean still divides by the
+        number of all ranks after some have ended; else by that of the others.
+      raises: whether it is an error as soon as the first rank has ended.
     """
 
     counts_all: bool
@@ -57,29 +58,29 @@ class Joining(NamedTuple):
 
 
 class Forward:
-    """A forward pass; it lives as long as the graph of its outputs.
+    """A forward pass. The graph of its outputs keeps it alive.
 
     Args:
-      rows: the length of its batch; -1 if unknown.
-      is_syncing: whether its gradients are reduced: it is in no block of `no_sync`.
-      generation: how often rows had been set by the user before.
+      rows: the number of rows of its batch; -1 if unknown.
+      is_syncing: whether its gradients are reduced: false in a block of `no_sync`.
+      generation: the number of calls of set_rows before it.
     """
 
     __slots__ = ("__weakref__", "generation", "is_syncing", "rows", "task")
 
     def __init__(self, rows: int, is_syncing: bool, generation: int):
         self.rows, self.is_syncing, self.generation = rows, is_syncing, generation
-        self.task = -1  # the last backward pass that reached it
+        self.task = -1  # the number of the last backward pass that reached it
 
 
 class Backward:
-    """One backward pass; PyTorch calls it at the end, or drops it after an error.
+    """A backward pass. PyTorch calls it at the end, or deletes it after an exception.
 
     Args:
       task: its number.
       is_syncing: whether its gradients are reduced.
-      end: called at its end, with the pass.
-      drop: called instead if an exception has ended it.
+      end: called with the pass at its end.
+      drop: called instead if an exception ended it.
     """
 
     def __init__(
@@ -90,8 +91,8 @@ class Backward:
         drop: Callable[[], None],
     ):
         self.task, self.is_syncing = task, is_syncing
-        self.rows: int | None = None  # of the forward passes that it has reached
-        self.has_outputs = False  # whether it has reached one
+        self.rows: int | None = None  # of the forward passes that it reached
+        self.has_outputs = False  # whether it reached one
         self.has_gradients = False
         self.is_finished = False
         self._end, self._drop = weakref.WeakMethod(end), weakref.WeakMethod(drop)
@@ -110,9 +111,10 @@ class Backward:
 
 
 def watch(output: Any, reach: Callable[[], None]) -> bool:
-    """Call `reach` when a backward pass reaches one of the tensors in `output`.
+    """Call `reach` whenever a backward pass reaches a tensor in `output`.
 
-    Returns whether there is such a tensor.
+    Returns:
+      Whether `output` has a tensor that a backward pass can reach.
     """
 
     def on_backward(_: Any) -> None:
@@ -120,7 +122,7 @@ def watch(output: Any, reach: Callable[[], None]) -> bool:
 
     is_watched = False
     for tensor in _tensors_in(output):
-        # A hook on a leaf, such as a parameter, would stay there
+        # Not on a leaf, such as a parameter: the hook would outlive this pass
         if tensor.grad_fn is not None:
             tensor.register_hook(on_backward)
             is_watched = True
@@ -128,14 +130,14 @@ def watch(output: Any, reach: Callable[[], None]) -> bool:
 
 
 def add_rows(first: int | None, second: int | None) -> int | None:
-    """Return the sum of two numbers of rows: None for none yet, -1 if unknown."""
+    """Return the sum of two numbers of rows; None means none yet, -1 unknown."""
     if first is None or second is None:
         return second if first is None else first
     return -1 if min(first, second) < 0 else first + second
 
 
 def count_rows(inputs: Any, kwargs: Any, dim: int) -> int:
-    """Return the length of the first tensor along a dimension; -1 without a tensor."""
+    """Return the first tensor's length along `dim`; -1 if there is no tensor."""
     for value in (*inputs, *kwargs.values()):
         tensor = next(_tensors_in(value), None)
         if tensor is not None:

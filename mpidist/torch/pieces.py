@@ -1,8 +1,8 @@
-"""The memory in which gradients are added up, and the ways into it and out of it.
+"""The memory in which gradients are summed, and copies to it and from it.
 
-Small gradients of one dtype lie one behind the other, in one piece; a large one is a
-piece by itself, whose sum is written where the gradient lies. Ranks of one node have
-the pieces in memory that they share, so that each reads those of the others.
+The small gradients of one dtype are concatenated in one piece. A large gradient is a
+piece of its own, and its sum is written directly to `.grad`. Ranks of one node have the
+pieces in shared memory, so that each rank reads those of the others.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from mpidist.torch import devices
 
 __all__ = ["Pieces", "broadcast", "weigh", "write"]
 
-# So many bytes, of all ranks, each rank adds up by itself, without another barrier
+# Up to this size (of all ranks together) each rank sums everything by itself: that
+# saves the barrier after a sum that is divided among the ranks
 _ALONE_BYTES = 1 << 20
-# To write the sum of so many bytes in place saves more than one call more costs
+# From this size on, writing the sum in place saves more time than its own call costs
 _LARGE_BYTES = 64 << 10
 _ALIGNMENT_BYTES = 16
 
 
 class _Small(NamedTuple):
-    """Small gradients of one dtype.
+    """The small gradients of one dtype.
 
     Args:
-      parameters: whose they are.
-      numbers: theirs.
-      flat: the memory of all.
-      sends: views of it, for each parameter.
-      totals: likewise of the memory for the sums.
+      parameters: their parameters.
+      numbers: the numbers of the parameters.
+      flat: the memory of all of them.
+      sends: views of `flat`, one per parameter.
+      totals: views of the memory of the sums, one per parameter.
     """
 
     parameters: Sequence[Any]
@@ -47,7 +48,13 @@ class _Small(NamedTuple):
 
 
 class _Large(NamedTuple):
-    """A large gradient: its memory, and that of its sum where it cannot be in place."""
+    """A large gradient.
+
+    Args:
+      piece: the number of its piece.
+      send: its memory.
+      total: the memory of its sum, if that cannot be written to `.grad`.
+    """
 
     piece: int
     send: Any
@@ -55,17 +62,17 @@ class _Large(NamedTuple):
 
 
 class _Side:
-    """The pieces, for one step.
+    """One of the two sets of pieces, which steps use alternately.
 
     Args:
-      sends: what this rank contributes.
-      totals: memory for the sums.
-      everyone: of each piece that of each rank of the node, by rank; None where they
-        are not in memory of the node.
+      sends: this rank's pieces.
+      totals: the memory of the sums, by piece.
+      everyone: for each piece, that of each rank of the node, by rank; None if they are
+        not in shared memory.
       small: the pieces of small gradients.
       large: the large gradients, by the numbers of their parameters.
-      buffer_sends: what this rank contributes to the buffers.
-      buffer_totals: the buffers of all.
+      buffer_sends: views of this rank's piece of the buffers.
+      buffer_totals: views of the buffers' sum: one rank's, as the others send zeros.
     """
 
     def __init__(
@@ -81,21 +88,21 @@ class _Side:
         self.sends, self.totals, self.everyone = sends, totals, everyone
         self.small, self.large = small, large
         self.buffer_sends, self.buffer_totals = buffer_sends, buffer_totals
-        self.has_buffers = False  # this rank's, in `sends`
+        self.has_buffers = False  # whether `sends` has this rank's buffers, not zeros
 
 
 class Pieces:
-    """The memory of the gradients and buffers of a model. Collective to make.
+    """The memory of a model's gradients and buffers. Collective to create.
 
     Args:
       group: the ranks.
-      parameters: of the model.
-      dtypes: in which the gradient of each is added up.
-      buffers: of the model; one rank's go to all.
+      parameters: the model's parameters.
+      dtypes: the dtype in which each gradient is summed.
+      buffers: the model's buffers; one rank's are sent to all.
       options: see `CommunicationOptions`.
 
     Raises, on all ranks:
-      ArgumentError: a node has too little shared memory left.
+      ArgumentError: a node has too little free shared memory.
     """
 
     def __init__(
@@ -123,7 +130,8 @@ class Pieces:
         starts, end = _offsets(buffers)
         like += [np.broadcast_to(np.int64(0), end // 8)] * bool(buffers)
         size_bytes = sum(a.size * a.itemsize for a in like)
-        # Twice, in turns: others may read the last step's while the next is written
+        # Without the second barrier, other ranks may still read the last step's pieces
+        # while this rank writes those of the next step: so there are two sets
         self._is_alone = (
             group.topology.is_one_node
             and size_bytes * group.num_replicas <= _ALONE_BYTES
@@ -183,18 +191,18 @@ class Pieces:
         )
 
     def put(self, number: int, gradient: Any) -> None:
-        """Take a gradient that a pass has just made, if it is a large one."""
+        """Copy a gradient that was just computed, if it is large."""
         large = self._side.large.get(number)
         if large is not None:
             _scale(large.send, gradient, self._weight)
 
     def fill(self, put: set[int] | None) -> None:
-        """Take what was not put: small gradients, and those that the pass left out.
+        """Copy all other gradients: small ones, and those that the pass omitted.
 
-        May fail on one rank alone. Nothing communicates.
+        Not collective; it may raise on one rank alone.
 
         Args:
-          put: the parameters that the pass has made gradients of; None for all.
+          put: the parameters whose gradients the pass computed; None for all.
         """
         side = self._side
         for small in side.small:
@@ -214,7 +222,7 @@ class Pieces:
             self._packs = self._sums.reserve(side.sends, self._options)
 
     def fill_buffers(self, source: int) -> None:
-        """Take the buffers of one rank, which go to all."""
+        """Copy the buffers, if this is the rank that sends them."""
         if not self._buffers:
             return
         side = self._side
@@ -226,10 +234,10 @@ class Pieces:
             side.has_buffers = False
 
     def weigh(self, weight: float) -> None:
-        """Take all gradients once more, with another weight than 1 / ranks.
+        """Copy all gradients again, with another weight than 1 / ranks.
 
         Args:
-          weight: of this rank's; with 0 it contributes nothing, whatever they are.
+          weight: this rank's weight; if 0, it contributes 0 even for NaN gradients.
         """
         for small in self._side.small:
             for p, send in zip(small.parameters, small.sends):
@@ -238,13 +246,12 @@ class Pieces:
             weigh(large.send, self._parameters[j].grad, weight)
 
     def add(self, used: int, is_published: bool) -> None:
-        """Put the sums over all ranks into `.grad`, and in the buffers. Collective.
+        """Write the sums over all ranks to `.grad` and to the buffers. Collective.
 
         Args:
-          used: a bit for each parameter of which some rank has a gradient, the others'
-            `.grad` stay as they are; -1 if all ranks have all.
-          is_published: whether all ranks have agreed on something since they have
-            written the last of their pieces.
+          used: a bit for each parameter with a gradient on any rank (the others keep
+            their `.grad`); -1 if all ranks have all gradients.
+          is_published: whether there was a barrier since the ranks wrote their pieces.
         """
         side = self._side
         receives = list(side.totals)
@@ -265,7 +272,7 @@ class Pieces:
         self._give_back(used, in_place)
         if self._buffers and not side.has_buffers:
             torch._foreach_copy_(self._buffers, side.buffer_totals)
-        # The ranks have agreed on this step, so all take the other side for the next
+        # All ranks have agreed on this step, so all use the other set for the next one
         self._next = (self._next + 1) % len(self._sides)
         self._side = self._sides[self._next]
 
@@ -283,7 +290,7 @@ class Pieces:
         transport.allreduce_symmetric(everyone, receives, deadline_of(self._options))
 
     def _give_back(self, used: int, in_place: set[int]) -> None:
-        """Write sums into `.grad`, but those that are there already."""
+        """Write the sums to `.grad`, except those that were written in place."""
         for small in self._side.small:
             if used == -1:
                 gradients = [p.grad for p in small.parameters]
@@ -300,12 +307,12 @@ class Pieces:
 def broadcast(
     group: ReplicaGroup, operation: str, tensors: Sequence[Any], root: int = 0
 ) -> None:
-    """Give tensors the values that they have on one rank. Collective.
+    """Broadcast tensors from one rank, in place. Collective.
 
     Args:
       group: the ranks.
-      operation: the public call that this is for, for messages.
-      tensors: of the same shapes and dtypes on all ranks.
+      operation: the public function that needs this, for messages.
+      tensors: the tensors, with the same shapes and dtypes on all ranks.
       root: the rank.
     """
     plain = [t.detach().contiguous().reshape(-1) for t in tensors]
@@ -318,17 +325,17 @@ def broadcast(
         return
     parts = received.split([part.numel() for part in given])
     for tensor, part in zip(tensors, parts):
-        # Cloned: a part need not lie where its dtype may begin
+        # Cloned: the part may not be aligned for its dtype
         tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def _zero(dtype: Any) -> Any:
-    """Return a scalar of NumPy, of a dtype of torch."""
+    """Return 0 as a NumPy array of a torch dtype."""
     return torch.zeros((), dtype=dtype).numpy()
 
 
 def _offsets(buffers: Sequence[Any]) -> tuple[list[int], int]:
-    """Return at which bytes buffers start that lie one behind the other; the end."""
+    """Return the offsets of concatenated buffers in bytes, and their end."""
     starts, end = [], 0
     for buffer in buffers:
         starts.append(end)
@@ -338,7 +345,7 @@ def _offsets(buffers: Sequence[Any]) -> tuple[list[int], int]:
 
 
 def _typed(memory: Any, start: int, like: Any) -> Any:
-    """Return the place of a buffer in memory, as a tensor like it."""
+    """Return a view of `memory` from byte `start` on, as a tensor like `like`."""
     size = like.numel() * like.dtype.itemsize
     taken = memory.view(torch.uint8)[start : start + size]
     return taken.view(like.dtype).view(like.shape)
@@ -359,7 +366,7 @@ def _copy_or_zero(out: Any, gradient: Any) -> None:
 
 
 def weigh(out: Any, gradient: Any, weight: float) -> None:
-    """Put a gradient, times its weight, into `out`; None, or one of weight 0, is 0."""
+    """Write `gradient * weight` to `out`; 0 if the gradient is None or the weight 0."""
     if gradient is None or not weight:
         out.zero_()
     else:
@@ -367,7 +374,7 @@ def weigh(out: Any, gradient: Any, weight: float) -> None:
 
 
 def _is_plain(gradient: Any, total: Any) -> bool:
-    """Return whether a sum can be written where a gradient lies."""
+    """Return whether NumPy can write the sum directly to a gradient's memory."""
     return (
         gradient is not None
         and gradient.dtype is total.dtype
@@ -378,7 +385,7 @@ def _is_plain(gradient: Any, total: Any) -> bool:
 
 
 def write(parameter: Any, total: Any) -> None:
-    """Put a sum into `.grad` of a parameter."""
+    """Write a sum to a parameter's `.grad`."""
     if parameter.grad is None:
         parameter.grad = torch.empty_like(parameter)
     parameter.grad.copy_(total)

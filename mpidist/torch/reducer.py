@@ -1,8 +1,8 @@
-"""Gradients of a model's parameters: averaged over all ranks, in place in `.grad`.
+"""Average the gradients of a model over all ranks, in place in `.grad`.
 
-Hooks on the parameters say which gradients a backward pass has made. At its end they
-are scaled, added up and written back in one collective: in memory that the ranks of a
-node share, where there is some.
+Hooks on the parameters record which gradients a backward pass computes. At its end they
+are summed in one collective, in shared memory on one node. Between nodes and on GPUs, a
+thread sends them during the pass (see `overlap`).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = ["CALL", "Reducer"]
 CALL = "DistributedDataParallel"
 _OPERATION = f"the gradients of {CALL}"
 _MOST_ADDRESSES = 1000
-# Less takes no longer than the thread's beginning
+# Sending fewer bytes takes no longer than starting the thread
 _OVERLAP_BYTES = 1 << 20
-# In which gradients of each dtype are added up
+# The dtype in which gradients of each dtype are summed
 _SUMS = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -54,14 +54,14 @@ _SUMS = {
 
 
 class Reducer:
-    """Averages gradients over the ranks of a strategy. Collective to make.
+    """Averages gradients over the ranks of a strategy. Collective to create.
 
     Args:
       group: the ranks.
-      parameters: those to train, by name; on all ranks the same.
-      buffers: by name: rank 0's go to all along with the gradients.
-      frozen: parameters that need no gradient: they have to stay so.
-      finds_unused: whether a pass may leave out parameters.
+      parameters: the parameters to train, by name; the same on all ranks.
+      buffers: the model's buffers, by name; rank 0's are sent with the gradients.
+      frozen: parameters that do not require a gradient; this must not change.
+      finds_unused: whether a backward pass may omit parameters.
       options: see `CommunicationOptions`.
       bucket_bytes: see `Overlap`.
     """
@@ -87,7 +87,7 @@ class Reducer:
         self._sums = self._consensus.guard(CALL, self._sum_dtypes)
         state = self._parameters, self._sums
         self._buffers = list(buffers.values())
-        # Between nodes and between GPUs, a thread sends what is there already
+        # Between nodes and on GPUs, a thread sends gradients during the backward pass
         self._overlap: Overlap | None = None
         self._pieces: Pieces | None = None
         self._trainer = threading.get_ident()
@@ -101,20 +101,21 @@ class Reducer:
         self._calls: dict[Any, tuple[CallSignature, int]] = {}
         self.is_syncing = True
         self.joining: Joining | None = None
-        self.steps = 0  # of this rank with gradients of its own
+        self.steps = 0  # steps in which this rank had a batch
         self._addresses: dict[Share, int] = {}
-        # Whether forward has changed buffers since they were made equal
+        # Whether a forward pass may have changed buffers since they were synchronised
         self.has_stale_buffers = False
         # Rows of this step: set by the user, or of passes that were not reduced
         self._rows: int | None = None
-        self._generation = 0  # how often the user has set them
+        self._generation = 0  # the number of calls of set_rows
         # Forward passes that a backward pass may still reach
         self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
-        self._begun = -1, 0.0  # rows and weight with which `Overlap` has begun
+        self._begun = -1, 0.0  # rows and weight with which `Overlap` started
         self._error: Exception | None = None
         self._ready: list[int] = []
-        self._pass: Any = None  # refers weakly to the pass that goes on
-        self._dropped = 0  # passes without an end, since the collective of this number
+        self._pass: Any = None  # a weak reference to the current backward pass
+        # Passes that exceptions ended, and the number of the last collective then
+        self._dropped = 0
         self._dropped_at = 0
         self._handles = [
             p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), j))
@@ -133,12 +134,12 @@ class Reducer:
             self._handles.pop().remove()
 
     def note_forward(self, output: Any, rows: int, is_syncing: bool) -> None:
-        """Note a forward pass, whose rows count if a backward pass reaches `output`.
+        """Record a forward pass: its rows count if a backward pass reaches `output`.
 
-        Without tensors in `output`, they count at once. See `Forward`.
+        If `output` contains no tensors with a graph, they count at once.
         """
         self.is_syncing = is_syncing
-        self._trainer = threading.get_ident()  # PyTorch may call hooks in others
+        self._trainer = threading.get_ident()
         forward = Forward(rows, is_syncing, self._generation)
         if not watch(output, functools.partial(self._reach, forward)):
             self._rows = add_rows(self._rows, rows)
@@ -146,12 +147,12 @@ class Reducer:
             self._forwards.add(forward)
 
     def set_rows(self, rows: int) -> None:
-        """Set how many rows the forward passes of this step have had until now."""
+        """Set the number of rows of this step's forward passes until now."""
         self._rows = rows
         self._generation += 1
 
     def _reach(self, forward: Forward) -> None:
-        """Note that a backward pass has reached the output of a forward pass."""
+        """Record that a backward pass reached the output of a forward pass."""
         task = current_task()
         if forward.task == task:
             return
@@ -168,7 +169,7 @@ class Reducer:
             current.rows = add_rows(current.rows, forward.rows)
 
     def _on_grad(self, number: int, parameter: Any) -> None:
-        """Note that a gradient is there. PyTorch calls it, in the backward pass."""
+        """Record that a gradient was computed. PyTorch calls it in the backward pass."""
         last = self._pass
         current = None if last is None else last()
         if current is None:
@@ -202,16 +203,16 @@ class Reducer:
         return started
 
     def _begin_early(self, overlap: Overlap, current: Backward) -> None:
-        """Begin to send, before it is known which forward passes will be reached."""
+        """Start sending as if all outputs were reached, which is checked later."""
         rows = add_rows(self._rows, current.rows)
-        for forward in self._forwards:  # of those there still are, all are expected
+        for forward in self._forwards:
             if forward.task == -1 and forward.generation == self._generation:
                 rows = add_rows(rows, forward.rows)
         share = Share(-1 if rows is None else rows, -1)
         try:
             with self._as_trainer():
                 self._begin_overlap(overlap, share)
-        except Exception:  # it is raised on all ranks
+        except Exception:  # raised on all ranks
             current.is_finished = True
             self._reset()
             raise
@@ -225,7 +226,7 @@ class Reducer:
         self._error = DTypeError(f"the gradient of parameter {name} {text}")
 
     def _drop_pass(self) -> None:
-        """Take note of a pass that an exception has ended."""
+        """Record that an exception ended a backward pass."""
         calls = self._consensus.calls
         self._dropped = 1 + self._dropped * (self._dropped_at == calls)
         self._dropped_at = calls
@@ -242,8 +243,8 @@ class Reducer:
         self._rows = None
 
     def _end_pass(self, current: Backward) -> None:
-        """Average what a pass has made. Collective, if it is to be reduced."""
-        if not current.has_gradients:  # of torch.autograd.grad
+        """Average the gradients of a pass. Collective, unless in `no_sync`."""
+        if not current.has_gradients:  # torch.autograd.grad
             self._pass = None
             return
         rows = add_rows(self._rows, current.rows)
@@ -262,7 +263,7 @@ class Reducer:
         return devices.as_trainer(self._group, parameter, self._trainer, CALL)
 
     def _find_share(self, rows: int) -> Share:
-        """Return what this rank has; an error is kept for `reduce`."""
+        """Return this rank's share; an error is kept for `reduce`."""
         ready = set(self._ready)
         if len(ready) < len(self._ready) and self._error is None:
             self._error = ContextError(
@@ -292,9 +293,13 @@ class Reducer:
         return Share(rows, sum(1 << j for j in ready))
 
     def _call(self, phase: str = "") -> tuple[CallSignature, int]:
-        """Return what the ranks compare, and its digest."""
+        """Return the signature that the ranks compare, and its digest.
+
+        It has the number of passes that exceptions ended on this rank: a rank that went
+        on must not average its gradients with those of another step.
+        """
         if self._dropped and self._dropped_at != self._consensus.calls:
-            self._dropped = 0  # the other ranks have had an error since
+            self._dropped = 0  # an error was raised on the other ranks since
         found = self._calls.get((phase, self._dropped))
         if found is None:
             count = self._dropped
@@ -309,13 +314,14 @@ class Reducer:
         """Average gradients over all ranks, into `.grad`. Collective.
 
         Args:
-          share: of this rank, whose gradients are in `.grad`.
+          share: this rank's share; its gradients are in `.grad`.
 
-        Returns: whether all ranks have ended, so that there was nothing to do.
+        Returns:
+          Whether no rank has batches any more, so that nothing was reduced.
 
         Raises, on all ranks:
-          What has gone wrong in the pass of any rank.
-          DivergenceError: other ranks do something else, or have lost a pass.
+          The error of any rank's backward pass.
+          DivergenceError: another rank called another collective, or lost a pass.
         """
         if self._overlap is not None:
             return self._reduce_overlapped(self._overlap, share)
@@ -323,7 +329,7 @@ class Reducer:
         call, number = self._call()
         error, self._error = self._error, None
         timeout = self._options.timeout_seconds
-        if pieces is None:  # there is one rank
+        if pieces is None:  # a single rank
             consensus.require_same(call, error)
             self.has_stale_buffers = False
             self.steps += not share.has_ended
@@ -354,7 +360,7 @@ class Reducer:
         return False
 
     def _address(self, share: Share) -> int:
-        """Return a number that differs for unlike shares; see `Consensus.compare`."""
+        """Return a number that identifies a share; see `Consensus.compare`."""
         found = self._addresses.get(share)
         if found is None:
             if len(self._addresses) >= _MOST_ADDRESSES:
@@ -363,9 +369,9 @@ class Reducer:
         return found
 
     def follow(self) -> None:
-        """Take part without gradients until all ranks have ended. Collective.
+        """Take part without gradients until no rank has batches any more. Collective.
 
-        Then all ranks get parameters and buffers of one that made the most steps.
+        Then all ranks get the parameters and buffers of a rank with the most steps.
         """
         while not self.reduce(Share(0, 0, has_ended=True)):
             self._reset()
@@ -374,13 +380,13 @@ class Reducer:
         broadcast(self._group, f"{CALL}.join", tensors, steps.index(max(steps)))
 
     def broadcast_buffers(self, source: int = 0) -> None:
-        """Give all ranks the buffers of one. Collective."""
+        """Broadcast the buffers of rank `source`. Collective."""
         call = f"the buffers of {CALL}"
         broadcast(self._group, call, self._buffers, source)
         self.has_stale_buffers = False
 
     def _begin_overlap(self, overlap: Overlap, share: Share) -> bool:
-        """Begin to reduce what is there; return whether all have ended. Collective."""
+        """Start sending; return whether no rank has batches any more. Collective."""
         call, number = self._call("the begin of ")
         timeout, consensus = self._options.timeout_seconds, self._consensus
         weight, self._source = 1 / consensus.size, 0
@@ -395,7 +401,7 @@ class Reducer:
         return False
 
     def _reduce_overlapped(self, overlap: Overlap, share: Share) -> bool:
-        """Do what `reduce` does, where a thread has begun with it."""
+        """Do what `reduce` does, if a thread sends gradients during the pass."""
         if not overlap.has_begun and self._begin_overlap(overlap, share):
             return True
         error, self._error = self._error, None
@@ -425,10 +431,7 @@ class Reducer:
         return False
 
     def _require_weight(self, shares: Sequence[Share]) -> None:
-        """Raise on all ranks if gradients were sent with other weights. Collective.
-
-        The weights are of all outputs that might have been in the loss.
-        """
+        """Raise, on all ranks, if gradients had wrong weights. Collective."""
         weight, _ = self._weigh(shares)
         rows, begun = self._begun
         error: Exception | None = None
@@ -442,17 +445,14 @@ class Reducer:
         self._consensus.sync_errors(_OPERATION, error)
 
     def _used(self, shares: Sequence[Share]) -> int:
-        """Return of which parameters some rank has a gradient; -1 for all of all."""
+        """Return a bit for each parameter with a gradient on any rank; -1 for all."""
         used = functools.reduce(int.__or__, (share.used for share in shares))
         if used == -1 and any(share.used != -1 for share in shares):
-            return (1 << self._all) - 1  # some ranks may have no `.grad`
+            return (1 << self._all) - 1  # not -1: on some ranks `.grad` may be None
         return used
 
     def _weigh(self, shares: Sequence[Share]) -> tuple[float | None, int]:
-        """Return how much this rank's gradients count, and whose buffers go to all.
-
-        The former is None where all ranks count the same.
-        """
+        """Return this rank's weight (None if all are equal) and the buffers' rank."""
         rows = [share.rows for share in shares]
         ended = [j for j, share in enumerate(shares) if share.has_ended]
         if ended:
@@ -471,7 +471,7 @@ class Reducer:
     def _leave_out(
         self, ended: Sequence[int], rows: Sequence[int]
     ) -> tuple[float, int]:
-        """Do what `_weigh` does where some ranks have no batches any more."""
+        """Do what `_weigh` does if some ranks have no batches any more."""
         joining, ranks = self.joining, len(rows)
         with self._consensus.same_on_all():
             if joining is None or joining.raises:
@@ -481,14 +481,14 @@ class Reducer:
         others = [j for j in range(ranks) if j not in ended]
         total: float = sum(rows[j] for j in others)
         own: float = rows[self._consensus.rank]
-        if min(rows) < 0:  # each counts the same
+        if min(rows) < 0:  # ranks have the same weight
             total = ranks if joining.counts_all else len(others)
             own = self._consensus.rank in others
         return own / total if total else 0.0, others[0]
 
 
 def _hook(reference: Any, number: int) -> Any:
-    """Return what PyTorch calls when a parameter has its gradient."""
+    """Return the hook of a parameter, which does not keep the reducer alive."""
 
     def on_grad(parameter: Any) -> None:
         reducer = reference()
