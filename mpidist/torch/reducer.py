@@ -169,7 +169,7 @@ class Reducer:
             current.rows = add_rows(current.rows, forward.rows)
 
     def _on_grad(self, number: int, parameter: Any) -> None:
-        """Record that a gradient was computed. PyTorch calls it in the backward pass."""
+        """Record that a gradient was computed. A hook: PyTorch calls it."""
         last = self._pass
         current = None if last is None else last()
         if current is None:
