@@ -183,7 +183,7 @@ def read(
 
     strategy.run(write_missing)  # all ranks wait, or raise what one of them raises
     train_files, test_file = digits.paths(options.data_dir, options.shifts)
-    train = mpidist.Dataset.from_hdf5(train_files, ["x", "y"])
+    train = mpidist.Dataset.from_hdf5(train_files, ["x", "y"]).cache()
     train = train.shuffle(seed=options.seed).batch(options.batch_size)
     test = mpidist.Dataset.from_hdf5(test_file, ["x", "y"]).batch(options.batch_size)
     distribute = strategy.experimental_distribute_dataset

@@ -17,11 +17,11 @@ from mpidist.data import sharding
 from mpidist.data.iter_dataset import IterDataset, IterTransformation
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.shuffling import ChunkLayout
-from mpidist.data.sources import Positions, stack
+from mpidist.data.sources import Positions, stack, take_rows
 from mpidist.data.spec import TensorSpec
 from mpidist.errors import ArgumentError
 from mpidist.util import nest
-from mpidist.util.buffers import Field, Storage, make_arrays
+from mpidist.util.buffers import Buffers, Field, Storage, make_arrays
 
 __all__ = [
     "CacheBase",
@@ -277,6 +277,9 @@ def _one_row(leaf: Any) -> Any:
 _KINDS = "biufcSUmMV"  # dtype kinds of a fixed size
 
 
+_FEW_LOOKS = 100  # bytes are compared that many times as fast as rows are looked up
+
+
 class RowTable:
     """Rows in a storage, with a flag for each; `spec` is the nest of their TensorSpec.
 
@@ -286,19 +289,26 @@ class RowTable:
     def __init__(self, storage: Storage, spec: Any):
         self._storage = storage
         self._leaf_specs, self._structure = nest.flatten(spec)
+        self._buffers = Buffers()
+        self._is_full = False  # whether all rows were seen to be stored
 
     def contains(self, numbers: Positions) -> npt.NDArray[np.bool_]:
         """Return which rows are stored."""
+        if self._is_full:
+            return np.ones(numbers.size, bool)
         with self._storage.use() as (flags, *_), self._storage.ordered():
             # The flag first, then the data: another rank of the node stores in the
             # opposite order.
             there: npt.NDArray[np.bool_] = flags[numbers] != 0
+            # To look at all flags must not take long beside looking at some
+            if numbers.size >= flags.size // _FEW_LOOKS:
+                self._is_full = bool(flags.all())
             return there
 
     def rows(self, numbers: Positions) -> Any:
         """Return copies of stored rows."""
         with self._storage.use() as (_, *columns):
-            leaves = [column[numbers] for column in columns]
+            leaves = [take_rows(column, numbers, self._buffers) for column in columns]
         return nest.unflatten(self._structure, leaves)
 
     def element(self, number: int) -> Any:

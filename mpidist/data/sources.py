@@ -34,6 +34,7 @@ __all__ = [
     "owned",
     "stack",
     "take_element",
+    "take_rows",
 ]
 
 
@@ -157,22 +158,31 @@ class ArrayRows:
 
     def read(self, rows: Positions) -> Any:
         """See `RowSource.read`."""
-        return nest.map_leaves(lambda a: self._take(a, rows), self._arrays)
-
-    def _take(self, array: Any, rows: Positions) -> Any:
-        shape, flags = (rows.size, *array.shape[1:]), array.flags
-        is_large = math.prod(shape) * array.itemsize >= _LARGE_BYTES
-        # From another layout, `take` would first copy the whole array, each time
-        if not (is_large and flags.c_contiguous and flags.aligned):
-            return array[rows]
-        taken = self.buffers.empty(shape, array.dtype)
-        # mode="clip" writes to `out` without a buffer; no row is clipped
-        return array.take(rows, axis=0, out=taken, mode="clip")
+        return nest.map_leaves(lambda a: take_rows(a, rows, self.buffers), self._arrays)
 
     def describe(self) -> str:
         """See `RowSource.describe`."""
         leaves, spec = nest.flatten(self._arrays)
         return f"{self._name}({spec}, {[(a.dtype.name, a.shape) for a in leaves]})"
+
+
+def take_rows(array: Any, rows: Positions, buffers: Buffers) -> Any:
+    """Return copies of rows of an array.
+
+    Args:
+      array: of NumPy, at least one dimension.
+      rows: numbers of its rows, which exist.
+      buffers: allocates large results.
+    """
+    # From another layout, `take` would first copy the whole array, each time
+    if not (array.flags.c_contiguous and array.flags.aligned):
+        return array[rows]
+    shape = rows.size, *array.shape[1:]
+    if math.prod(shape) * array.itemsize < _LARGE_BYTES:
+        return array.take(rows, axis=0)  # several times as fast as array[rows]
+    taken = buffers.empty(shape, array.dtype)
+    # mode="clip" writes to `out` without a buffer; no row is clipped
+    return array.take(rows, axis=0, out=taken, mode="clip")
 
 
 class RangeRows:
