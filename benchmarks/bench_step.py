@@ -6,11 +6,12 @@
 The step is that of `jobs/train_digits.py`, of a small network: its own functions read
 the batch, compute the gradients, reduce them and change the weights. By hand is the
 same with NumPy, h5py and mpi4py, all rows in memory, and one flat all-reduce. The
-contestants take turns of two epochs. Only the second one counts: in the first one, the
-caches still hold what the contestant before has used, which no job would have beside
-it. Results are microseconds per step of the slowest rank, medians over the epochs, and
-ratios of turns that followed each other. The mean losses are compared at the end: all
-have done the same work. The machine should do nothing else.
+contestants take turns of two epochs, in an order that changes. Only the second epoch
+counts: in the first one, the caches still hold what the contestant before has used,
+which no job would have beside it. Results are microseconds per step of the slowest
+rank, medians over the epochs, and ratios of turns of the same round. The mean losses
+are compared at the end: all have done the same work. The machine should do nothing
+else.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import charts
 import measuring
+import numpy as np
 import step_contestants
 from comparisons import TABLE_HEAD, Comparison
 from mpi4py import MPI
@@ -61,8 +63,10 @@ def measure(
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     losses = {}
+    order = np.random.default_rng(0)  # the same on all ranks
     for turn in range(1 + epochs):
-        for name, train in contestants.items():
+        for name in order.permutation(list(contestants)).tolist():
+            train = contestants[name]
             train()
             comm.Barrier()
             start = time.perf_counter()
