@@ -55,9 +55,9 @@ class Perceptron:
         """Return weights, biases, weights, biases: views of a vector of all."""
         return [vector[place].reshape(shape) for place, shape in self.places]
 
-    def forward(self, pixels: Any) -> tuple[Any, Any, Any]:
+    def forward(self, layers: Sequence[Any], pixels: Any) -> tuple[Any, Any, Any]:
         """Return inputs, hidden units, and log-probabilities of the classes."""
-        w1, b1, w2, b2 = self.layers(self.weights.value())
+        w1, b1, w2, b2 = layers
         x = pixels / digits.BRIGHTEST
         hidden = x @ w1
         hidden += b1  # in place: new memory in each step costs time
@@ -70,12 +70,12 @@ class Perceptron:
 
     def differentiate(self, pixels: Any, y: Any) -> Any:
         """Return sums over the rows as one vector: gradients, losses, and rows."""
-        x, hidden, log_p = self.forward(pixels)
-        _, _, w2, _ = self.layers(self.weights.value())
+        layers = self.layers(self.weights.value())
+        x, hidden, log_p = self.forward(layers, pixels)
         target = one_hot(y)
         d_logits = np.exp(log_p)
         d_logits -= target
-        d_hidden = d_logits @ w2.T
+        d_hidden = d_logits @ layers[2].T
         d_hidden *= hidden > 0
         sums = np.empty(self.weights.shape[0] + 2, like=x)
         d_w1, d_b1, d_w2, d_b2 = self.layers(sums)
@@ -88,7 +88,7 @@ class Perceptron:
 
     def scores(self, pixels: Any, y: Any) -> tuple[Any, Any, Any]:
         """Return each row's loss, 1.0 where the likeliest class is `y`, and 1.0."""
-        _, _, log_p = self.forward(pixels)
+        _, _, log_p = self.forward(self.layers(self.weights.value()), pixels)
         losses = -(log_p * one_hot(y)).sum(axis=1)
         return losses, 1.0 * (log_p.argmax(axis=1) == y), np.ones_like(losses)
 
@@ -113,8 +113,11 @@ class Momentum:
         self, weights: mpidist.Variable, velocity: mpidist.Variable, gradient: Any
     ) -> None:
         """Change this replica's copies of the weights and of the velocity."""
-        velocity.assign(0.9 * velocity + gradient)
-        weights.assign_sub(self.learning_rate * velocity)
+        change = 0.9 * velocity
+        change += gradient
+        velocity.assign(change)  # which copies it
+        change *= self.learning_rate
+        weights.assign_sub(change)
 
 
 class Trainer:
@@ -130,7 +133,9 @@ class Trainer:
         context = mpidist.get_replica_context()
         # The rows are summed, too, as the last replicas may have fewer
         sums = context.all_reduce("SUM", self.model.differentiate(pixels, y))
-        context.merge_call(self.optimizer.apply, args=(sums[:-2] / sums[-1],))
+        gradient = sums[:-2]
+        gradient /= sums[-1]
+        context.merge_call(self.optimizer.apply, args=(gradient,))
         self.sums += float(sums[-2]), float(sums[-1])
 
     def end_epoch(self) -> float:

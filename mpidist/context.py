@@ -26,6 +26,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "in_replica_function",
     "in_replica_of",
     "in_update",
     "in_update_of",
@@ -50,17 +51,17 @@ class _Stack(threading.local):
         self.base: _Frame | None = None
         self.had_no_replica = False  # `get_replica_context` has returned None
 
-    @property
-    def top(self) -> _Frame:
-        if self.frames:
-            return self.frames[-1]
-        return self.base or _default_frame[0]
-
 
 _stack = _Stack()
 _default: list[Strategy] = []
 _default_replica: list[ReplicaContext] = []
 _default_frame: list[_Frame] = []
+
+
+def _top() -> _Frame:
+    """Return the current context."""
+    frames = _stack.frames
+    return frames[-1] if frames else _stack.base or _default_frame[0]
 
 
 def set_default_strategy(strategy: Strategy, replica: ReplicaContext) -> None:
@@ -77,7 +78,7 @@ def get_strategy() -> Strategy:
       >>> strategy.run(lambda: mpidist.get_strategy() is strategy).values
       (True,)
     """
-    return _stack.top.strategy
+    return _top().strategy
 
 
 def has_strategy() -> bool:
@@ -127,7 +128,7 @@ def get_replica_context() -> ReplicaContext | Any:
       >>> strategy.run(mpidist.get_replica_context).values  # on replica 0
       (<ReplicaContext of replica 0 of 2>,)
     """
-    replica = _stack.top.replica
+    replica = _top().replica
     if replica is None:
         _stack.had_no_replica = True
     return replica
@@ -160,18 +161,24 @@ def in_cross_replica_context() -> bool:
       >>> strategy.run(mpidist.in_cross_replica_context).values
       (False,)
     """
-    return _stack.top.replica is None
+    return _top().replica is None
+
+
+def in_replica_function() -> bool:
+    """Return whether a function passed to `run` is running, outside `merge_call`."""
+    top = _top()
+    return top.replica is not None and top.strategy is not _default[0]
 
 
 def in_replica_of(strategy: Strategy) -> bool:
     """Return whether the current context is a replica context of this strategy."""
-    replica = _stack.top.replica
+    replica = _top().replica
     return replica is not None and replica.strategy is strategy
 
 
 def is_current(replica: ReplicaContext) -> bool:
     """Return whether this replica context is the current one."""
-    return _stack.top.replica is replica
+    return _top().replica is replica
 
 
 def in_update_of(strategy: Strategy) -> bool:
@@ -182,7 +189,7 @@ def in_update_of(strategy: Strategy) -> bool:
 
 def in_update() -> bool:
     """Return whether a function passed to `StrategyExtended.update` is running."""
-    return _stack.top.updating
+    return _top().updating
 
 
 class enter:  # noqa: N801 (reads as a verb in a with statement)
@@ -215,7 +222,7 @@ class enter:  # noqa: N801 (reads as a verb in a with statement)
 
 def require_cross_replica(strategy: Strategy, call: str) -> None:
     """Raise ContextError unless in the strategy's cross-replica or default context."""
-    top = _stack.top
+    top = _top()
     if top.strategy is _default[0]:
         return
     if top.strategy is strategy:
@@ -252,9 +259,9 @@ class Scope(threading.local):
         return one_line(self, lambda: f"of {self._strategy!r}")
 
     def __enter__(self) -> Strategy:
-        if self._strategy is _default[0] is _stack.top.strategy:
+        if self._strategy is _default[0] is _top().strategy:
             # Only effect: no other strategy's scope can be entered
-            frame = _stack.top._replace(is_default_scope=True)
+            frame = _top()._replace(is_default_scope=True)
         else:
             require_cross_replica(self._strategy, "scope")
             if any(former.is_default_scope for former in _stack.frames):

@@ -29,7 +29,7 @@ __all__ = [
     "make_read_only",
     "regroup",
     "regroup_results",
-    "select_arguments",
+    "local_arguments",
     "select_replica",
 ]
 
@@ -396,6 +396,7 @@ def local_component(value: Any) -> Any:
 
 # The types of most arguments; they have no structure
 _COMMON = {np.ndarray, np.float64, float, int, PerReplica, Mirrored}
+_WITH_COMPONENT = {PerReplica, Mirrored}
 _PLAIN = _COMMON | {type(None), np.float32, np.bool_, bool, str}
 
 
@@ -447,18 +448,30 @@ def _is_leaf(value: Any) -> bool:
 
 def select_replica(value: Any) -> Any:
     """Return a nest with this process's components; variables stay variables."""
-    if value is None or type(value) in _COMMON:
-        return _select(value)
-    return nest.map_leaves(_select, value)
+    if value is None:
+        return value
+    return _select(value) if type(value) in _COMMON else nest.map_leaves(_select, value)
 
 
-def select_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of a function, with this process's components in them."""
-    if not kwargs and all(map(_is_leaf, args)):
-        return tuple([_select(value) for value in args]), kwargs
-    selected: tuple[tuple[Any, ...], dict[str, Any]] = select_replica((args, kwargs))
+def local_arguments(args: Any, kwargs: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return checked arguments of a call, with this process's components in them."""
+    args, kwargs = validation.call_arguments(args, kwargs)
+    if not kwargs:
+        # The common case, one array after the other, takes no nest apart.
+        found = []
+        for value in args:
+            kind = type(value)
+            if kind in _WITH_COMPONENT:
+                found.append(value._values[0])
+            elif kind in _COMMON:
+                found.append(value)
+            elif isinstance(value, DistributedValues):
+                found.append(_select(value))
+            else:
+                break
+        else:
+            return found, kwargs
+    selected: tuple[Sequence[Any], dict[str, Any]] = select_replica((args, kwargs))
     return selected
 
 

@@ -205,18 +205,12 @@ class Batch(MapTransformation):
         positions, sizes = self._positions(steps, replicas, replica)
         # One read for all steps of the group; the batches are cut out as views.
         leaves, spec = nest.flatten(self._parent.elements(epoch, positions))
-        edges = itertools.accumulate(sizes, initial=0)
-        # Flat tuples, the usual case, are rebuilt without optree.
+        edges = list(itertools.accumulate(sizes, initial=0))
+        cuts = list(itertools.starmap(slice, itertools.pairwise(edges)))
+        batches = zip(*[map(leaf.__getitem__, cuts) for leaf in leaves], strict=True)
+        # Flat tuples, the usual case, need no optree.
         is_flat = spec.type is tuple and spec.num_nodes == len(leaves) + 1
-        batches = (
-            [leaf[first:last] for leaf in leaves]
-            for first, last in itertools.pairwise(edges)
-        )
-        return (
-            map(tuple, batches)
-            if is_flat
-            else (nest.unflatten(spec, batch) for batch in batches)
-        )
+        return batches if is_flat else (nest.unflatten(spec, b) for b in batches)
 
     def _positions(
         self, steps: range, replicas: int, replica: int

@@ -290,11 +290,11 @@ class RowTable:
         self._storage = storage
         self._leaf_specs, self._structure = nest.flatten(spec)
         self._buffers = Buffers()
-        self._is_full = False  # whether all rows were seen to be stored
+        self.is_full = False  # whether all rows were seen to be stored
 
     def contains(self, numbers: Positions) -> npt.NDArray[np.bool_]:
         """Return which rows are stored."""
-        if self._is_full:
+        if self.is_full:
             return np.ones(numbers.size, bool)
         with self._storage.use() as (flags, *_), self._storage.ordered():
             # The flag first, then the data: another rank of the node stores in the
@@ -302,7 +302,7 @@ class RowTable:
             there: npt.NDArray[np.bool_] = flags[numbers] != 0
             # To look at all flags must not take long beside looking at some
             if numbers.size >= flags.size // _FEW_LOOKS:
-                self._is_full = bool(flags.all())
+                self.is_full = bool(flags.all())
             return there
 
     def rows(self, numbers: Positions) -> Any:

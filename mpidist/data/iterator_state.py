@@ -11,7 +11,6 @@ Nothing here communicates. A state is a dict of
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -40,7 +39,7 @@ class EpochCounter:
         """Return the next epoch, and advance."""
         # The counter is common to all iterators of a dataset: each starts a new epoch.
         epoch = self._next
-        self._next = dataclasses.replace(epoch, number=epoch.number + 1)
+        self._next = Epoch(epoch.number + 1, epoch.entropy)
         return epoch
 
     def resume_after(self, epoch: Epoch) -> None:

@@ -88,7 +88,9 @@ class Permutation:
     def _rows(self, positions: Indices) -> Indices:
         if positions.size == 0:
             return positions
-        self._require_inside(int(positions.min()), int(positions.max()))
+        # Negative numbers are large ones if they are taken as unsigned.
+        if positions.view(np.uint64).max() >= self.length:
+            self._require_inside(int(positions.min()), int(positions.max()))
         if self.length <= _TABLE_ROWS:
             return _table(self.length, self.seed, self.epoch)[positions]
         # unsigned 64-bit arithmetic wraps around, as SplitMix64 is defined.

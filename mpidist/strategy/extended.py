@@ -38,10 +38,10 @@ from mpidist.values import (
     Mirrored,
     PerReplica,
     ValueContext,
+    local_arguments,
     local_component,
     regroup,
     regroup_results,
-    select_arguments,
     select_replica,
 )
 
@@ -138,16 +138,16 @@ class StrategyExtended(ReplicaGroup):
         kwargs: dict[str, Any] | None,
     ) -> Any:
         """Do what `Strategy.run` does."""
-        self.topology.require_open()
+        if self.topology.closed:
+            self.topology.require_open()
         require_cross_replica(self.strategy, "run")
         if self.before_run is not None:
             self.before_run()
         counters = self.consensus.recorder.counters
-        counters.begin()
+        if not counters.has_begun:
+            counters.begin()
         trace, begun = tracing.active, time.monotonic_ns()
-        result = self.consensus.run_in_scope(
-            "run", lambda: self._replica(fn, args, kwargs)
-        )
+        result = self.consensus.run_in_scope("run", self._replica, fn, args, kwargs)
         if trace is not None:
             trace.span("run", "run", begun, time.monotonic_ns())
         counters.mark(RUN)
@@ -183,9 +183,9 @@ class StrategyExtended(ReplicaGroup):
         self, fn: Callable[..., Any], args: Arguments, kwargs: dict[str, Any] | None
     ) -> Any:
         validation.function("fn", fn)
-        args, kwargs = select_arguments(*validation.call_arguments(args, kwargs))
+        given, named = local_arguments(args, kwargs)
         with self._in_replica:
-            result = fn(*args, **kwargs)
+            result = fn(*given, **named)
         return regroup_results(result, self.replica_id, self.num_replicas)
 
     def merge_call(
@@ -195,17 +195,25 @@ class StrategyExtended(ReplicaGroup):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run `merge_fn` in cross-replica context; see `ReplicaContext.merge_call`."""
-        self.topology.require_open()
+        if self.topology.closed:
+            self.topology.require_open()
+        result = self.consensus.run_in_scope(
+            "merge_call", self._merge, merge_fn, args, kwargs
+        )
+        return select_replica(result)
 
-        def merge() -> Any:
-            validation.function("merge_fn", merge_fn)
-            given, named = validation.call_arguments(args, kwargs)
-            merged_args = regroup(given, self.replica_id, self.num_replicas)
-            merged_kwargs = named and regroup(named, self.replica_id, self.num_replicas)
-            with self._in_cross_replica:
-                return merge_fn(self.strategy, *merged_args, **merged_kwargs)
-
-        return select_replica(self.consensus.run_in_scope("merge_call", merge))
+    def _merge(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Arguments,
+        kwargs: dict[str, Any] | None,
+    ) -> Any:
+        validation.function("merge_fn", merge_fn)
+        given, named = validation.call_arguments(args, kwargs)
+        merged_args = regroup(given, self.replica_id, self.num_replicas)
+        merged_kwargs = named and regroup(named, self.replica_id, self.num_replicas)
+        with self._in_cross_replica:
+            return merge_fn(self.strategy, *merged_args, **merged_kwargs)
 
     def update(
         self,
@@ -244,9 +252,9 @@ class StrategyExtended(ReplicaGroup):
         require_cross_replica(self.strategy, "update")
         target = self._own_copy(var)
         validation.function("fn", fn)
-        args, kwargs = select_arguments(*validation.call_arguments(args, kwargs))
+        given, named = local_arguments(args, kwargs)
         with self._in_update:
-            result = fn(target, *args, **kwargs)
+            result = fn(target, *given, **named)
         return None if group else result
 
     def _own_copy(self, var: Any) -> Any:
@@ -342,9 +350,9 @@ class StrategyExtended(ReplicaGroup):
         """
         require_cross_replica(self.strategy, "update_non_slot")
         validation.function("fn", fn)
-        args, kwargs = select_arguments(*validation.call_arguments(args, kwargs))
+        given, named = local_arguments(args, kwargs)
         with self._in_update:
-            result = fn(*args, **kwargs)
+            result = fn(*given, **named)
         return None if group else result
 
     def audit_variables(self) -> None:

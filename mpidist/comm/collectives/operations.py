@@ -124,8 +124,7 @@ class Collectives:
         if detail is not None:
             # A nest may raise when it is read, perhaps on this rank alone
             key, plan, leaves = self.consensus.guard(
-                operation,
-                lambda: self._plans.find(operation, detail, value, kind_of),
+                operation, self._plans.find, operation, detail, value, kind_of
             )
             # Fast path for repeated all-reduces: skip the checks that already passed.
             if plan is not None:

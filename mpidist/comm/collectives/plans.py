@@ -158,7 +158,7 @@ class PlanCache:
         if detail is not None:
             # A nest may raise when it is read, perhaps on this rank alone
             key, plan, leaves = consensus.guard(
-                operation, lambda: self.find(operation, detail, value, kind)
+                operation, self.find, operation, detail, value, kind
             )
             if plan is not None:
                 return plan.structure.give_back(execute(plan, leaves), leaves)

@@ -329,8 +329,8 @@ class Consensus:
         """Raise on all ranks if any rank has an error. Collective."""
         self.require_same(CallSignature(operation), error, timeout)
 
-    def run_in_scope(self, operation: str, fn: Callable[[], T]) -> T:
-        """Return `fn()`, which all ranks call and which may communicate. Collective.
+    def run_in_scope(self, operation: str, fn: Callable[..., T], *args: Any) -> T:
+        """Return `fn(*args)`, which all ranks call, and may communicate. Collective.
 
         An error that `fn` raises on one rank is raised on all ranks, including those
         that wait in a collective inside `fn`.
@@ -338,7 +338,7 @@ class Consensus:
         self.enter_scope()
         error: BaseException | None = None
         try:
-            result = fn()
+            result = fn(*args)
         except BaseException as caught:
             fold(caught)  # other ranks show its traceback
             error = caught
@@ -380,20 +380,20 @@ class Consensus:
             if depth == state.depth:
                 state.unwinding = None
             raise error or reason
-        if error is None and timeout is None and self.size > 1:
+        if error is not None or timeout is not None:
+            self.sync_errors(operation, error, timeout)
+        elif self.size > 1:
             with self.lock:
                 self.compare(*bare_signature(operation))
-        else:
-            self.sync_errors(operation, error, timeout)
 
-    def guard(self, operation: str, fn: Callable[[], T]) -> T:
-        """Return `fn()`, which must not communicate; its error is raised on all ranks.
+    def guard(self, operation: str, fn: Callable[..., T], *args: Any) -> T:
+        """Return `fn(*args)`, which must not communicate; all ranks raise its error.
 
         Not collective in itself: the collective `operation` must follow, which
         reports the error to the other ranks.
         """
         try:
-            return fn()
+            return fn(*args)
         except Exception as error:
             try:
                 self.sync_errors(operation, error)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mpidist import context, values
 from mpidist.comm.consensus.signatures import CallSignature, group_by_rank, name_ranks
-from mpidist.data.distributed import prefetch, reader
+from mpidist.data.distributed import prefetch
 from mpidist.data.distributed.prefetch import Prefetcher
 from mpidist.data.distributed.reader import LocalBatch, ReadPlan
 from mpidist.data.distributed.shared_caches import reorder
@@ -61,12 +61,11 @@ class DistributedIterator:
         self._plan = plan
         self._epochs = epochs
         depth = plan.options.experimental_per_replica_buffer_size
-        self._threads = reader.reader_threads(plan)
         # Keep all threads busy while a batch is in use
-        self._depth = max(depth, self._threads) if depth else 0
+        self._depth = max(depth, plan.threads) if depth else 0
         # A global batch exists on all ranks or on none, so one consensus covers a group
         # of steps, unless a copy to a GPU may fail.
-        self._agrees_per_step = not plan.is_global or prefetch.may_put_fail(plan)
+        self._agrees_per_step = not plan.is_global or plan.may_put_fail
         self._start(epochs.next_epoch())
 
     def __repr__(self) -> str:
@@ -93,7 +92,7 @@ class DistributedIterator:
         self._prefetcher = Prefetcher(
             prefetch.start_reader(self._plan, epoch),
             self._depth,
-            self._threads,
+            self._plan.threads,
             self._plan.cardinality,
             step,
         )
@@ -128,13 +127,13 @@ class DistributedIterator:
           What a mapped function or a generator raises on any replica.
         """
         try:
-            batch = self.get_next_as_optional()
+            local_batch = self._next_batch("next")
         except BaseException as error:
             fold(error)
             raise
-        if not batch.has_value():
+        if local_batch is None:
             raise StopIteration
-        return batch.get_value()
+        return self._distributed(local_batch)
 
     def get_next(self) -> Any:
         """Return this step's batch, like `next`. Collective.
@@ -144,41 +143,51 @@ class DistributedIterator:
           What `next` raises.
         """
         try:
-            batch = self.get_next_as_optional()
+            local_batch = self._next_batch("get_next")
         except BaseException as error:
             fold(error)
             raise
-        if not batch.has_value():
+        if local_batch is None:
             raise OutOfRangeError(f"the dataset has ended after {self._step} steps")
-        return batch.get_value()
+        return self._distributed(local_batch)
 
     def get_next_as_optional(self) -> Optional:
         """Return this step's batch as an `Optional`, empty after the end. Collective.
 
         Raises, on all replicas: what `next` raises, except StopIteration.
         """
-        # Inside `run` ranks may be at different calls: refuse before anything is sent.
-        self._require_callable("next")
-        extended = self._plan.extended
-        counters = extended.consensus.recorder.counters
-        counters.mark(NEXT)
-        # Waiting for other ranks counts as communication, the rest of `next` as input.
-        begun, communication = time.monotonic_ns(), counters.communication
         try:
-            local_batch = self._advance()
+            local_batch = self._next_batch("get_next_as_optional")
         except BaseException as error:
             fold(error)
             raise
+        # An empty Optional on all ranks: the end is agreed on.
+        optional = Optional(*([self._distributed(local_batch)] if local_batch else []))
+        optional._spec_of = self
+        return optional
+
+    def _next_batch(self, name: str) -> LocalBatch | None:
+        """Return this replica's batch of the next step; None on all after the last.
+
+        Collective. `name` is that of the public call.
+        """
+        # Inside `run` ranks may be at different calls: refuse before anything is sent.
+        self._require_callable(name)
+        counters = self._plan.extended.consensus.recorder.counters
+        counters.mark(NEXT)
+        # Waiting for other ranks counts as communication, the rest of `next` as input.
+        begun, communication = time.monotonic_ns(), counters.communication
+        local_batch = self._advance()
         counters.end_input(begun, communication)
         if local_batch is None:
             counters.end_epoch(self._plan.has_cache)
-            # An empty Optional on all ranks: the end is agreed on.
-            optional = Optional()
-        else:
-            replica, replicas = extended.replica_id, extended.num_replicas
-            optional = Optional(values.regroup(local_batch.batch, replica, replicas))
-        optional._spec_of = self
-        return optional
+        return local_batch
+
+    def _distributed(self, local_batch: LocalBatch) -> Any:
+        """Return a batch as the user gets it: a nest of `PerReplica`."""
+        extended = self._plan.extended
+        replica, replicas = extended.replica_id, extended.num_replicas
+        return values.regroup(local_batch.batch, replica, replicas)
 
     def get_state(self) -> dict[str, int]:
         """Return the position of this iterator: a few integers, each below 2**63.
@@ -249,12 +258,13 @@ class DistributedIterator:
 
     def _require_callable(self, name: str) -> None:
         """Raise if a collective method cannot be called here."""
-        if not context.in_cross_replica_context() and context.has_strategy():
+        if context.in_replica_function():
             raise ArgumentError(
                 f"{name} was called on a distributed iterator inside a replica function"
                 "; call it outside, and pass the batches to strategy.run in args"
             )
-        self._plan.extended.topology.require_open()
+        if (topology := self._plan.extended.topology).closed:
+            topology.require_open()
 
     def _skip(self, steps: int) -> None:
         """Skip the first steps of generators. Collective."""

@@ -21,7 +21,6 @@ from mpidist.util import nest
 
 __all__ = [
     "Prefetcher",
-    "may_put_fail",
     "device_put",
     "empty_on_device",
     "start_reader",
@@ -123,10 +122,8 @@ class Prefetcher:
 
     def can_read_group(self, step: int) -> bool:
         """Wait for a step and the rest of its group; return whether none failed."""
-        local_batches = self._wait_for(step)
-        return not any(
-            isinstance(local_batch, Exception) for local_batch in local_batches
-        )
+        # After an error there are no more batches in a group.
+        return not isinstance(self._wait_for(step)[-1], Exception)
 
     def skip(self, steps: int) -> int:
         """See `BatchReader.skip`."""
@@ -219,13 +216,6 @@ def device_put(local_batch: LocalBatch | None) -> LocalBatch | None:
     if local_batch is None or not isinstance(local_batch.batch, host_to_device.Upload):
         return local_batch
     return local_batch._replace(batch=host_to_device.take(local_batch.batch))
-
-
-def may_put_fail(plan: ReadPlan) -> bool:
-    """Return whether `device_put` may fail on any replica; equal on all replicas."""
-    devices = plan.extended.topology.devices
-    is_asked_for = plan.options.experimental_fetch_to_device
-    return is_asked_for and not all(device.startswith("CPU") for device in devices)
 
 
 def empty_on_device(plan: ReadPlan, batch: Any) -> Any:

@@ -37,7 +37,6 @@ __all__ = [
     "ReadPlan",
     "LocalBatch",
     "steps_per_read",
-    "reader_threads",
     "count_steps",
     "divide",
     "is_global",
@@ -81,10 +80,32 @@ class ReadPlan:
         """Whether the ranks of a node share elements that one of them has read."""
         return has_caches(self.pipeline)
 
-    @property
+    @functools.cached_property
     def is_open_ended(self) -> bool:
         """Whether replicas must exchange at each step whether they have a batch."""
         return self.cardinality == UNKNOWN_CARDINALITY
+
+    @functools.cached_property
+    def threads(self) -> int:
+        """How many threads may read; an iterable dataset allows one."""
+        pipeline = self.pipeline
+        return 1 if isinstance(pipeline, IterDataset) else pipeline.parallel_calls
+
+    @functools.cached_property
+    def group_size(self) -> int:
+        """The best number of steps to read at a time."""
+        if isinstance(self.pipeline, IterDataset):
+            return 1
+        # Own batches are not divided.
+        replicas = self.extended.num_replicas if self.is_global else 1
+        return steps_per_read(self.pipeline, replicas)
+
+    @functools.cached_property
+    def may_put_fail(self) -> bool:
+        """Whether `device_put` may fail on any replica; equal on all replicas."""
+        devices = self.extended.topology.devices
+        is_asked_for = self.options.experimental_fetch_to_device
+        return is_asked_for and not all(name.startswith("CPU") for name in devices)
 
 
 class LocalBatch(NamedTuple):
@@ -107,7 +128,7 @@ StepGroup = list[LocalBatch | Exception | None]
 class BatchReader(Protocol):
     """Reads one replica's batches of one epoch, in order.
 
-    In one thread at a time, unless `reader_threads` allows more.
+    In one thread at a time, unless `ReadPlan.threads` are more.
     """
 
     @property
@@ -151,12 +172,6 @@ def start_host_reader(plan: ReadPlan, epoch: Epoch) -> BatchReader:
     return _MapReader(plan, plan.pipeline, epoch)
 
 
-def reader_threads(plan: ReadPlan) -> int:
-    """Return how many threads may read; an iterable dataset allows one."""
-    pipeline = plan.pipeline
-    return 1 if isinstance(pipeline, IterDataset) else pipeline.parallel_calls
-
-
 class _MapReader:
     """Reads batches of a map-style dataset by index, in any thread, repeatably."""
 
@@ -166,9 +181,7 @@ class _MapReader:
         self._epoch = epoch
         # Files stay open until the last read of any thread has ended.
         self._open_sources = OpenSources(pipeline)
-        # Own batches are not divided.
-        replicas = plan.extended.num_replicas if plan.is_global else 1
-        self.group_size = steps_per_read(pipeline, replicas)
+        self.group_size = plan.group_size
         self.is_slow_to_start = pipeline.is_mapped
         # User functions may communicate or use thread-local context
         self.may_change_thread = not pipeline.is_mapped

@@ -268,6 +268,8 @@ class NodeCache(CacheBase):
         epoch = first_epoch(self._parent, epoch)
         if epoch != held:  # set_state of another iterator has changed the cached epoch
             return self._parent.elements(epoch, positions)
+        if table.is_full:
+            return table.rows(positions)
         missing = positions[~table.contains(positions)]
         if missing.size:
             read = self._parent.elements(epoch, missing)
