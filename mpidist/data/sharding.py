@@ -175,7 +175,8 @@ _ROW_BITS = np.uint64(_TABLE_ROWS - 1)
 _BLOCK_ROWS = 1 << 14
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
-_SHIFTS = np.array([30, 27, 31], np.uint64)
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+_WORD = (1 << 64) - 1
 _FACTOR_1 = np.uint64(0xBF58476D1CE4E5B9)
 _FACTOR_2 = np.uint64(0x94D049BB133111EB)
 
@@ -209,9 +210,11 @@ def _block(permutation: Permutation, number: int) -> Indices:
 def _keys(seed: int, epoch: int, count: int) -> Words:
     """Return `count` pseudo-random words: SplitMix64 from a hash of seed and epoch."""
     # Hash seed and epoch one after the other, so that (1, 2) and (2, 1) differ.
-    words = np.array([to_word(seed), to_word(epoch)], np.uint64)
-    start = _mix(_mix(words[:1]) + words[1:])
-    return _mix(start + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
+    start = _mix_one(_mix_one(to_word(seed)) + to_word(epoch))
+    states = np.arange(1, count + 1, dtype=np.uint64)
+    states *= _GOLDEN
+    states += np.uint64(start)
+    return _mix(states)
 
 
 def to_word(number: int) -> int:
@@ -233,6 +236,14 @@ def _mix(x: Words) -> Words:
     z *= _FACTOR_2
     z ^= z >> _SHIFTS[2]
     return z
+
+
+def _mix_one(x: int) -> int:
+    """Return what `_mix` does for one state, several times as fast."""
+    z = (x + int(_GOLDEN)) & _WORD
+    z = (z ^ z >> 30) * int(_FACTOR_1) & _WORD
+    z = (z ^ z >> 27) * int(_FACTOR_2) & _WORD
+    return z ^ z >> 31
 
 
 def _draw(x: Words, key: np.uint64, size: np.uint64) -> Words:
