@@ -162,17 +162,6 @@ class ChunkShuffle:
         stripes: Indices = np.unique(positions % self._batch // self._stripe_rows)
         return stripes
 
-    def chunks_of(self, stripes: Indices) -> tuple[Indices, Indices]:
-        """Return the places of the first and last chunk of each stripe `(stripes,)`.
-
-        Places count in the order of the chunks. The last place of a stripe without
-        rows is before its first.
-        """
-        starts, ends = self._stripe_start(stripes), self._stripe_start(stripes + 1)
-        first, _ = self._sequence.locate(starts)
-        last, _ = self._sequence.locate(ends - 1)
-        return first, np.where(starts < ends, last, first - 1)
-
     def rows_in_use(self, positions: Indices) -> int:
         """Return how many rows the shuffle blocks of some positions have."""
         return self.stripes_of(positions).size * self._block_rows

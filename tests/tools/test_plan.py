@@ -23,7 +23,6 @@ from mpidist.data.hdf5 import rows as hdf5
 from mpidist.data.hdf5 import rows as hdf5_parts
 from mpidist.data.hdf5.files import RawFile
 from mpidist.data.hdf5.index import choose_datasets, index_file
-from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 from mpidist.launch import commands
 from mpidist.tools.plan import reads as plan_reads
 from mpidist.tools.plan.input_plan import make_plan
@@ -346,24 +345,6 @@ def test_what_uncompressed_rows_take_is_exact_at_any_length(tmp_path, monkeypatc
     assert plan.reads.read_bytes == exact.reads.read_bytes == 600 * 32
     assert not plan.reads.are_files_counted
     assert "<=2" in to_text(plan)
-
-
-@pytest.mark.parametrize("rows", [[5000], [700, 1, 0, 64, 3, 900]])
-@pytest.mark.parametrize("batch_size", [20, 64, 300, 3000])
-def test_the_chunks_of_stripes_are_those_that_their_rows_come_from(rows, batch_size):
-    chunks = ChunkLayout(tuple(rows), 64, 8, True)
-    order = ChunkShuffle(chunks, 3, 0, 16, batch_size)
-    total = sum(rows)
-    assert chunks.count == sum(-(-n // 64) for n in rows)
-    starts = np.cumsum([0, *rows[:-1]])
-    positions = np.arange(total)
-    files = np.searchsorted(np.cumsum(rows), order(positions), "right")
-    inside = (order(positions) - starts[files]) // 64
-    stripe = positions % min(batch_size, total) // order.stripe_rows
-    first, last = order.chunks_of(np.arange(order.stripes))
-    for i in range(order.stripes):
-        found = {*zip(files[stripe == i].tolist(), inside[stripe == i].tolist())}
-        assert len(found) == last[i] - first[i] + 1
 
 
 def test_advice_on_batch_sizes(tmp_path):
