@@ -204,35 +204,35 @@ class Batch(MapTransformation):
             return super().local_batches(epoch, steps, replicas, replica)
         positions, sizes = self._positions(steps, replicas, replica)
         # One read for all steps of the group; the batches are cut out as views.
-        leaves, spec = nest.flatten(self._parent.elements(epoch, positions))
-        edges = list(itertools.accumulate(sizes, initial=0))
-        cuts = list(itertools.starmap(slice, itertools.pairwise(edges)))
+        rows = self._parent.elements(epoch, positions)
+        leaves = _leaves(rows)
+        edges = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+        cuts = list(itertools.starmap(slice, edges))
         batches = zip(*[map(leaf.__getitem__, cuts) for leaf in leaves], strict=True)
-        # Flat tuples, the usual case, need no optree.
-        is_flat = spec.type is tuple and spec.num_nodes == len(leaves) + 1
-        return batches if is_flat else (nest.unflatten(spec, b) for b in batches)
+        if leaves is rows:  # a flat tuple, the usual case
+            return batches
+        spec = nest.flatten(rows)[1]
+        return (nest.unflatten(spec, batch) for batch in batches)
 
     def _positions(
         self, steps: range, replicas: int, replica: int
     ) -> tuple[Positions, list[int]]:
         """Return a replica's positions in the parent, and their number per batch."""
-        rows = self._parent.length
-        whole = (
-            # The number of batches that are full, as far as `steps` goes.
-            steps.stop if rows is None else min(rows // self._batch_size, steps.stop)
-        )
-        # Full batches all have the same slice: compute their positions at once
-        own = sharding.replica_slice(self._batch_size, replicas, replica)
-        firsts = self._batch_size * np.arange(steps.start, max(whole, steps.start))
-        # One row per batch, one column per row of this replica's slice.
-        inside = np.arange(own.start, own.stop)
-        parts = [(firsts[:, np.newaxis] + inside).reshape(-1)]
-        sizes = [inside.size] * firsts.size
-        for i in range(max(whole, steps.start), steps.stop):  # the last batch is short
-            last = self._slice(rows, i, replicas, replica)
-            parts.append(np.arange(last.start, last.stop))
-            sizes.append(len(last))
-        return np.concatenate(parts), sizes
+        rows, size = self._parent.length, self._batch_size
+        # The number of batches that are full, as far as `steps` goes.
+        whole = steps.stop if rows is None else min(rows // size, steps.stop)
+        whole = max(whole, steps.start)
+        # One row per full batch, of which all have the same slice.
+        own = sharding.replica_slice(size, replicas, replica)
+        firsts = size * np.arange(steps.start, whole)
+        full = (firsts[:, np.newaxis] + np.arange(own.start, own.stop)).reshape(-1)
+        sizes = [own.stop - own.start] * firsts.size
+        if whole == steps.stop:
+            return full, sizes
+        # The last batch is short.
+        last = self._slice(rows, whole, replicas, replica)
+        sizes.append(len(last))
+        return np.concatenate([full, np.arange(last.start, last.stop)]), sizes
 
     def positions(self, epoch: Epoch, i: int, replicas: int, replica: int) -> range:
         """Return the positions in the parent of a replica's slice of batch `i`."""

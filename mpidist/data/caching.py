@@ -6,6 +6,7 @@ communicates.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -289,6 +290,11 @@ class RowTable:
     def __init__(self, storage: Storage, spec: Any):
         self._storage = storage
         self._leaf_specs, self._structure = nest.flatten(spec)
+        # The usual structure, a flat tuple, is made without optree.
+        is_flat = type(spec) is tuple and self._structure.num_nodes == 1 + len(spec)
+        self._make: Callable[[Any], Any] = (
+            tuple if is_flat else functools.partial(nest.unflatten, self._structure)
+        )
         self._buffers = Buffers()
         self.is_full = False  # whether all rows were seen to be stored
 
@@ -309,7 +315,7 @@ class RowTable:
         """Return copies of stored rows."""
         with self._storage.use() as (_, *columns):
             leaves = [take_rows(column, numbers, self._buffers) for column in columns]
-        return nest.unflatten(self._structure, leaves)
+        return self._make(leaves)
 
     def element(self, number: int) -> Any:
         """Return a copy of a stored row."""
