@@ -59,7 +59,7 @@ def latest_checkpoint(
     # TensorFlow's argument, whose only sensible value here is its default.
     if latest_filename is not None:
         raise ArgumentError(
-            "latest_filename must be None, not {shown(latest_filename)}: no file "
+            f"latest_filename must be None, not {shown(latest_filename)}: no file "
             "stores the name of the latest checkpoint; see checkpoint_name"
         )
     if checkpoint_name is None:

@@ -181,7 +181,7 @@ class ReductionToOneDevice(MpiAllReduce):
         if options.compression is not None:
             raise ArgumentError(
                 "ReductionToOneDevice does not support compression: omit "
-                "compression={options.compression!r}"
+                f"compression={options.compression!r}"
             )
         return [self._sum(value) for value in values]
 

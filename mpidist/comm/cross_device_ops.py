@@ -318,5 +318,5 @@ def _require_destinations(destinations: Any) -> None:
     if not is_good:
         raise ArgumentError(
             "destinations must be a device string, a non-empty list of them, or a "
-            "distributed value, not {validation.shown(destinations)}"
+            f"distributed value, not {validation.shown(destinations)}"
         )

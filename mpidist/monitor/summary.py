@@ -127,10 +127,10 @@ def advice(
         own = parts["compute"] + parts["input"]
         moving = parts["communication"] - found["waiting_seconds"]
         if own * ranks + parts["checkpoint"] < took:
+            alone = own * ranks / (found["steps"] - 1)
             lines.append(
-                "on one rank a step would take about {duration(own * ranks / "
-                "(found['steps'] - 1))}: it is too small to gain from more ranks; "
-                "use larger batches"
+                f"on one rank a step would take about {duration(alone)}: it is too "
+                "small to gain from more ranks; use larger batches"
             )
         elif moving > own:
             lines.append(

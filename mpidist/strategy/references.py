@@ -84,7 +84,7 @@ class Part(np.ndarray[Any, np.dtype[Any]]):
         if reference is None or self.dtype != root.dtype:
             raise ArgumentError(
                 "assign needs a view of a variable, selected by integers and slices, "
-                "such as w[0] or w[:, 1:]; this is a copy: {self!r}"
+                f"such as w[0] or w[:, 1:]; this is a copy: {self!r}"
             )
         variable = reference()
         if variable is None:
