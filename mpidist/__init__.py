@@ -71,7 +71,7 @@ Strategies and contexts
     tf.compat.v1's Strategy     StrategyV1, which MirroredStrategy is too: with
                                 make_dataset_iterator, make_input_fn_iterator,
                                 experimental_run, group, configure, ...
-    StrategyExtended            with audit_variables beside TensorFlow's methods
+    StrategyExtended            TensorFlow's methods, and audit_variables
     ReplicaContext              with reduce_scatter and all_to_all
     get_strategy                same
     has_strategy                same
@@ -79,7 +79,7 @@ Strategies and contexts
     get_replica_context         same
     in_cross_replica_context    same
     ValueContext                same
-    RunOptions                  accepted, but nothing is compiled
+    RunOptions                  accepted; nothing is compiled
     MultiStepContext            in TensorFlow internal
 
 Clusters
@@ -87,7 +87,7 @@ Clusters
     cluster_resolver.SlurmClusterResolver
                                 SlurmClusterResolver, in mpidist.cluster_resolver too:
                                 addresses of the ranks that srun started; hosts in
-                                Slurm's order; `strategy.cluster_resolver` is one there
+                                Slurm's order; `strategy.cluster_resolver` under srun
 
 Values and variables
 
@@ -111,7 +111,7 @@ Communication
     ReductionToOneDevice        the device may be a replica's number
     NcclAllReduce               refused where replicas share a GPU, or have none
     MpiAllReduce                not in TensorFlow: the default, by MPI_Allreduce
-    CommunicationOptions        results do not depend on them, but for compression
+    CommunicationOptions        only compression changes results
     GradientBuckets             not in TensorFlow: reduces while gradients are computed
     CommunicationImplementation AUTO, MPI and NCCL; no RING (also called
                                 CollectiveCommunication in TensorFlow)
@@ -124,8 +124,7 @@ Input
                                 concatenate, zip, enumerate, unbatch, filter,
                                 interleave, reduce, cache (in memory, once per node),
                                 prefetch, with_options
-    tf.data.Options             Options: only
-                                no others
+    tf.data.Options             Options: only auto_shard_policy
     tf.data.experimental.AutoShardPolicy
                                 AutoShardPolicy: OFF, AUTO, FILE, DATA; no HINT
     tf.data.INFINITE_CARDINALITY, tf.data.UNKNOWN_CARDINALITY
@@ -151,12 +150,12 @@ Saving and resuming
 
     tf.train.Checkpoint         Checkpoint: one HDF5 file, or one and shards; also nests
                                 of arrays, numbers and text, random generators, dataset
-                                iterators, objects with get_state and set_state; what is
-                                missing is an error, unless is_partial=True; nothing is
-                                restored later than at `restore`
+                                iterators, objects with get_state and set_state; a
+                                missing object is an error, unless is_partial=True;
+                                `restore` restores at once, never later
     tf.train.CheckpointManager  CheckpointManager: keep_every and is_background are new
     tf.train.latest_checkpoint  latest_checkpoint: reads the folder; no latest_filename
-    PreemptionCheckpointHandler also the end of Slurm's time; exits with 99
+    PreemptionCheckpointHandler also at the end of Slurm's time limit; exits with 99
     TerminationConfig           termination_watcher_fn, exit_fn, grace_period, save_fn
     run_elastic                 not in TensorFlow: continues without dead ranks
 
@@ -208,15 +207,15 @@ Commands
 
 Absent
 
-    MultiWorkerMirroredStrategy MirroredStrategy is it: replicas are ranks, on any nodes
-    OneDeviceStrategy           MirroredStrategy on one rank
+    MultiWorkerMirroredStrategy use MirroredStrategy: replicas are ranks, on any nodes
+    OneDeviceStrategy           use MirroredStrategy on one rank
     TPUStrategy                 there is no MPI on TPUs
     ParameterServerStrategy, CentralStorageStrategy
                                 every replica has its own copy of each variable
     coordinator.*, partitioners.*, rpc.*, Server
                                 ranks have no roles: all run the same script
-    cluster_resolver.*          but for Slurm's, as MPI's launcher knows the cluster
-    PreemptionWatcher           PreemptionCheckpointHandler watches itself
+    cluster_resolver.*          except for Slurm's: MPI's launcher knows the cluster
+    PreemptionWatcher           built into PreemptionCheckpointHandler
     CollectiveHints             use CommunicationOptions
     tf.function, get_loss_reduction, DistributedVarOp (internal)
                                 there is no graph: functions run eagerly

@@ -246,7 +246,7 @@ def write_file(
         # The header holds all checksums, so it is written last.
         header = make_header(image.size, crc32, data)
         checked_write(descriptor, 0, render(header, plan.header_bytes))
-        # Bytes at the end that nobody has written belong to the file, too.
+        # Extend the file over bytes at its end that were never written.
         os.ftruncate(descriptor, image.size)
 
 

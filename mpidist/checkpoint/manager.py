@@ -175,7 +175,7 @@ class CheckpointManager:
         found = self._consensus.root_only(_CALL, self._clean_up)
         self._found: list[Saved] = found[0]
         self._preserved: tuple[int, float] = found[1]
-        # Set by `save`, and taken back by `_update` when the list is known again.
+        # Set by `save`, and reset by `_update` when the list is known again.
         self._last_saved: Path | None = None
         self._save_began = 0.0
         self._longest_save_seconds = 0.0
@@ -357,7 +357,8 @@ class CheckpointManager:
         directories.remove_leftovers(self._directory, self._name, Saving.in_use)
         found = _find_undamaged(self._directory, self._name)
         serial, seconds = _last_preserved(found) or self._guess_preserved(found)
-        return found, (serial, min(seconds, time.time()))  # a clock may have gone back
+        # The clock may have been set back
+        return found, (serial, min(seconds, time.time()))
 
     def _guess_preserved(self, found: list[Saved]) -> tuple[int, float]:
         """Return which checkpoint was preserved last, where none has a record of it."""
@@ -387,9 +388,9 @@ class CheckpointManager:
     def _plan_removal(self, number: int) -> tuple[tuple[int, float], list[Saved]]:
         """Return which checkpoint is preserved last, and which to remove, after a save.
 
-        The new checkpoint has the former in its header, so the next manager goes on
-        from there. It tells by the serial what was preserved: times of files change
-        when they are copied.
+        The header of the new checkpoint records which one was preserved last, so the
+        next manager continues from there. It is identified by its serial, since copying
+        files changes their times.
 
         Args:
           number: of the next checkpoint, which may replace one.
@@ -446,7 +447,7 @@ def _last_preserved(found: list[Saved]) -> tuple[int, float] | None:
 
 
 def _files_of(index: str) -> list[Path]:
-    """Return the files of a checkpoint that are there, as far as its index is sound."""
+    """Return the existing files of a checkpoint; the index only, if it is damaged."""
     try:
         names = [shard.name for shard in read_header(Path(index)).shards]
     except CheckpointError:

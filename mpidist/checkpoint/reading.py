@@ -165,7 +165,7 @@ class _Reader:
 
     def _node(self, group: h5py.Group, name: str, path: str) -> Node | None:
         link = group.get(name, getlink=True)
-        # Into a shard; in the first pass shards are not there yet.
+        # Into a shard; in the first pass the shards were not read yet.
         if isinstance(link, h5py.ExternalLink):
             return self._in_shard(link.filename, path) if self._shards else None
         # Soft links could lead anywhere, or in circles.
@@ -206,8 +206,7 @@ class _Reader:
         checks = tuple((n, crc32) for _, n, crc32 in self._header.data[first:last])
         self._claim(size, path, is_block=bool(checks))
         if checks:
-            # Large: only where it lies is noted; `load` reads it, perhaps on another
-            # rank.
+            # Large: record only its location; `load` reads it, perhaps on another rank.
             piece = Piece(self._name, 0, offset, checks)
             if piece.size != size or self._offsets[first] != offset:
                 raise ValueError(

@@ -120,8 +120,8 @@ class Saver:
             partition = make_partition(
                 tree, own, rank=rank, ranks=ranks, shard_bytes=shard_bytes, names=names
             )
-            # Copied, as training goes on while the thread writes. What never changes is
-            # not.
+            # Copy arrays, since training continues while the thread writes; except
+            # those that never change in place.
             self._copies.replace(partition, rank == 0, is_needed_later=is_background)
             about = attributes | {"ranks": ranks}
             return Saving(
@@ -134,7 +134,7 @@ class Saver:
             saving.start()
             self._pending = saving
             Saver.busy.append(self)
-            # A strategy that is closed waits for its save first.
+            # Closing the strategy first waits for its save.
             extended.closing.append(self.wait)
         else:
             self._write(operation, saving)
@@ -237,7 +237,7 @@ def require_visible(
 
 
 def _release_at_end(saver: Saver, closing: list[Callable[[], None]]) -> None:
-    """Let other jobs save once the strategy is closed, or the saver is gone."""
+    """Let other jobs save once the strategy is closed, or the saver was deleted."""
     owner = id(saver)
 
     def release() -> None:

@@ -80,7 +80,7 @@ def _to_array(tensor: Any) -> Any:
 def _to_tensor(leaf: Any) -> Any:
     if not isinstance(leaf, np.ndarray) and not arrays.is_device_array(leaf):
         return leaf
-    # A copy, which nobody else changes: an optimizer keeps it
+    # A copy that no other code changes, because an optimizer keeps it
     return arrays.like(leaf.copy(), sys.modules["torch"].empty(0))
 
 

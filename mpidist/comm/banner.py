@@ -60,7 +60,7 @@ def banner(group: ReplicaGroup) -> str:
     if group.gpus is not None:
         is_aware = "" if group.gpus.support.is_aware else "not "
         parts.append(f"MPI is {is_aware}CUDA-aware ({group.gpus.support.why})")
-    survives = "goes on, with run_elastic," if can_survive() else "ends"
+    survives = "continues, with run_elastic," if can_survive() else "ends"
     parts.append(f"the job {survives} if a rank dies")
     return f"mpidist {__version__}: {'; '.join(parts)}"
 

@@ -240,7 +240,7 @@ class IterCache(IterTransformation):
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
         kept, epoch = self._kept, first_epoch(self._parent, epoch)
-        # Another entropy is another order: iterate anew, and keep that.
+        # Another entropy means another order: iterate again, and keep that one.
         if kept is not None and kept[0] == epoch:
             yield from map(copied, kept[1])
             return
@@ -306,7 +306,7 @@ class RowTable:
             # The flag first, then the data: another rank of the node stores in the
             # opposite order.
             there: npt.NDArray[np.bool_] = flags[numbers] != 0
-            # To look at all flags must not take long beside looking at some
+            # Checking all flags must be cheap compared with checking the requested ones
             if numbers.size >= flags.size // _FEW_LOOKS:
                 self.is_full = bool(flags.all())
             return there

@@ -166,7 +166,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
           tensors: arrays (or lists of numbers) with equal first dimensions
             `(rows, *shape)`; tuples and dicts are structure. Every rank passes all
             rows.
-          name: see `Dataset`.
+          name: accepted for TensorFlow compatibility.
 
         Raises:
           ArgumentError: unequal numbers of rows, or a scalar.
@@ -208,7 +208,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
         Args:
           *args: datasets; or one structure of datasets: tuples and dicts.
           datasets: the structure, as a keyword argument.
-          name: see `Dataset`.
+          name: accepted for TensorFlow compatibility.
 
         The result has the options of the datasets.
 
@@ -243,7 +243,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
         Args:
           initial_state: the first state; returned if there are no elements.
           reduce_func: called with the state and an element; returns the next state.
-          name: see `Dataset`.
+          name: accepted for TensorFlow compatibility.
 
         Raises:
           ArgumentError: the dataset has no end.

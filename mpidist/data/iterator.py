@@ -144,7 +144,7 @@ class DatasetIterator:
           What a mapped function or a generator raises.
         """
         epoch, step = read_state(state, self._require_origin(), self._pipeline)
-        # A prefetching thread must be gone before its dataset is started anew.
+        # A prefetching thread must have ended before its dataset starts again.
         self.close()
         self._start(epoch, step)
         if isinstance(self._pipeline, IterDataset):

@@ -73,8 +73,8 @@ class Origin(NamedTuple):
     ) -> Origin:
         """Return the origin of a dataset that one process or all replicas read."""
         return cls(
-            # 0 means: states fit any number of replicas, as global batches are divided
-            # anew.
+            # 0 means: states fit any number of replicas, as global batches are
+            # divided again.
             _EACH_READS_ALL if each_reads_all else 0,
             pipeline.batch_size or 0,
             pipeline.cardinality,

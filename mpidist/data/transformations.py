@@ -75,7 +75,7 @@ class Transformations:
           deterministic: accepted; the order is always kept.
           synchronous: accepted; only `num_parallel_calls` counts.
           use_unbounded_threadpool: likewise.
-          name: see `Dataset`.
+          name: accepted for TensorFlow compatibility.
         """
         check_name(name)
         function = validation.function("map_func", map_func)
@@ -111,7 +111,7 @@ class Transformations:
           buffer_size: None or >= 1; needed for a generator.
           seed: an integer of up to 256 bits. None draws a seed that all replicas share.
           reshuffle_each_iteration: whether each epoch has a different order.
-          name: see `Dataset`.
+          name: accepted for TensorFlow compatibility.
           window_chunks: how many chunks are mixed at a time, over all replicas (at
             least one for each 16 to 32 rows of a batch). 0 always permutes exactly.
             None mixes 64 chunks (fewer if these exceed 256 MiB) if chunks are
@@ -145,7 +145,7 @@ class Transformations:
           drop_remainder: whether to omit a smaller last batch.
           num_parallel_calls: accepted; the rows of a batch are read in threads anyway.
           deterministic: accepted; the order is always kept.
-          name: see `Dataset`.
+          name: accepted for TensorFlow compatibility.
         """
         check_name(name)
         size = validation.integer("batch_size", batch_size, 1)
@@ -206,14 +206,14 @@ class Transformations:
 
         Args:
           filename: "" (memory); caching in a file is not supported.
-          name: see `Dataset`.
+          name: accepted for TensorFlow compatibility.
 
         Raises:
           UnsupportedError: a `filename`.
         Raises, at the first use or, on all ranks, when it is distributed:
           ArgumentError: the dataset is endless (call `repeat` after `cache`). If it is
-          distributed: it is a generator's; rows are not numbers, bools or strings of
-            a fixed size; or a node has too little free memory for all rows.
+            distributed: it is a generator's dataset; rows are not numbers, bools or
+            strings of a fixed size; or a node has too little free memory for all rows.
         """
         check_name(name)
         if filename != "":
@@ -232,7 +232,7 @@ class Transformations:
 
         Args:
           start: the first number.
-          name: see `Dataset`.
+          name: accepted for TensorFlow compatibility.
 
         Example:
           >>> rows = mpidist.Dataset.from_tensor_slices([5.0, 6.0])
@@ -277,7 +277,7 @@ class Transformations:
         Args:
           predicate: called with an element (a tuple is passed as arguments); returns
             one bool.
-          name: see `Dataset`.
+          name: accepted for TensorFlow compatibility.
 
         Raises, during iteration:
           ArgumentTypeError: `predicate` did not return a bool.
@@ -321,7 +321,7 @@ class Transformations:
             (TensorFlow's AUTOTUNE), starts a thread for each interleaved dataset, which
             reads a block ahead.
           deterministic: accepted; the order is always kept.
-          name: see `Dataset`.
+          name: accepted for TensorFlow compatibility.
 
         Raises, during iteration:
           ArgumentTypeError: `map_func` did not return a Dataset.

@@ -200,13 +200,13 @@ def _require_readable(array: Any, name: str) -> str:
         )
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
         raise DTypeError(
-            f"{name} has dtype {array.dtype}, of JAX's random keys; use "
+            f"{name} contains random keys of JAX, dtype {array.dtype}; use "
             "jax.random.key_data and jax.random.wrap_key_data"
         )
     devices = array.devices()
     if len(devices) > 1:
         raise ArgumentTypeError(
-            f"{name}, a JAX array, lies on {len(devices)} devices of this process; a "
+            f"{name}, a JAX array, is on {len(devices)} devices of this process, but a "
             "replica has one"
         )
     (device,) = devices

@@ -144,7 +144,7 @@ def require_own_gpus(identities: Sequence[GpuIdentity | None]) -> None:
             f"ranks {', '.join(map(str, ranks))} would share one GPU, "
             f"{found.pci_bus_id} ({found.name}) on {found.host}: start one rank per "
             "GPU (srun --gpus-per-task=1, or as many ranks per node as it has GPUs), "
-            "pass devices=['CPU:0'], or allow_shared_gpu=True if that is meant"
+            "pass devices=['CPU:0'], or allow_shared_gpu=True if sharing is intended"
         )
 
 

@@ -108,7 +108,7 @@ def _try_with(
         FailureDetector.poll()
     else:
         failures.wait_for_names()
-    _let_go(failures)
+    _free_lost(failures)
     return results if is_done else []
 
 
@@ -133,7 +133,7 @@ def _agree(crew: MPI.Intracomm, is_done: bool) -> bool:
         raise
 
 
-def _let_go(failures: FailureDetector) -> None:
+def _free_lost(failures: FailureDetector) -> None:
     """Free resources of strategies with dead ranks. Not collective."""
     finish_lost()
     for consensus in list(Consensus.in_use):
@@ -155,6 +155,6 @@ def _shrink(crew: MPI.Intracomm) -> MPI.Intracomm:
         logs.warning(
             "resilience",
             f"mpidist: {name_ranks(dead)} of {crew.Get_size()} died; "
-            f"{left.Get_size()} go on",
+            f"{left.Get_size()} continue",
         )
     return left

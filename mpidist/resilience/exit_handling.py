@@ -162,7 +162,7 @@ def _report(text: str, is_others: bool) -> NoReturn:
 
 
 def _abort() -> NoReturn:
-    """End the job. MPICH below srun tells srun so, and returns from MPI_Abort."""
+    """End the job. MPICH under srun informs srun, and returns from MPI_Abort."""
     if not is_last():
         MPI.COMM_WORLD.Abort(1)
     os._exit(1)

@@ -95,7 +95,7 @@ class ExactSums:
 
         Returns:
           int64 of shape (count, columns), least significant first: all words are in
-          0...2**32 - 1, but for the last one, which has the sign. So words of up to
+          0...2**32 - 1, except for the last one, which has the sign. So words of up to
           2**31 ranks can be added up.
         """
         shift, size = self.exponent - exponent, 4 * count

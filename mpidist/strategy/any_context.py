@@ -35,8 +35,8 @@ class AnyContextMethods:
           The nest, with new arrays: NumPy's, or CuPy's if `root` has those.
 
         Raises, on all replicas:
-          ArgumentTypeError: another type in the value, also a subclass of dict, list or
-            tuple; `root` is not an integer.
+          ArgumentTypeError: an unsupported type in the value, such as a subclass of
+            dict, list or tuple; `root` is not an integer.
           ArgumentError: no such replica.
           MismatchError: replicas pass different roots.
           ContextError: called under another strategy.
@@ -52,9 +52,9 @@ class AnyContextMethods:
         return self._extended.collectives.objects.broadcast("broadcast", value, root)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Do what `broadcast` does.
+        """Return the value of replica `root`; an alias of `broadcast`. Collective.
 
-        Only data are sent, as JSON and arrays, never pickled classes. Collective.
+        Data are sent as JSON and arrays, never as pickled classes.
         """
         self._require_own("broadcast_object")
         objects = self._extended.collectives.objects
@@ -70,7 +70,7 @@ class AnyContextMethods:
           value: see `broadcast`; arrays come back as NumPy arrays.
 
         Raises, on all replicas:
-          ArgumentTypeError: a value of a replica contains another type.
+          ArgumentTypeError: an unsupported type in a replica's value.
           ContextError: called under another strategy.
 
         Example:
@@ -89,10 +89,11 @@ class AnyContextMethods:
         Args:
           timeout_seconds: how long to wait for the other replicas; None waits for ever.
 
-        Raises, on all replicas: ArgumentError, ArgumentTypeError: an invalid timeout;
+        Raises, on all replicas:
+          ArgumentError, ArgumentTypeError: an invalid timeout.
           ContextError: called under another strategy.
-        Raises, on the replicas that waited too long: DeadlineError. The strategy cannot
-          be used afterwards.
+        Raises, on the replicas that waited too long:
+          DeadlineError: the strategy cannot be used afterwards.
         """
         self._require_own("barrier")
         self._extended.barrier(timeout_seconds)

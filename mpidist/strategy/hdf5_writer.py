@@ -152,8 +152,8 @@ class Hdf5Writer:
 
         Args:
           rows: one array, or a dict from dataset names, such as "x" or "train/x", to
-            arrays `(rows, *shape)` with equal numbers of rows. Arrays may be of NumPy,
-            CuPy or another library; of distributed values, this replica's component is
+            arrays `(rows, *shape)` with equal numbers of rows, of NumPy, CuPy or
+            another library. If they are distributed values, this replica's component is
             written. They are written or copied before `append` returns. Big-endian
             arrays are stored in native byte order.
 

@@ -72,7 +72,7 @@ class Part(np.ndarray[Any, np.dtype[Any]]):
 
         Args:
           value: an array that broadcasts to this shape.
-          name: accepted for TensorFlow's sake.
+          name: accepted for TensorFlow compatibility.
 
         Raises what `Variable.assign` raises; also MismatchError, on all replicas, if
         they assign to different parts, and ArgumentError for a copy of a part.

@@ -228,9 +228,8 @@ class ReplicaContext:
         """Return `merge_fn(strategy, *args, **kwargs)`, run in cross-replica context.
 
         Collective: the n-th calls of all replicas belong together. `merge_fn` runs in
-          every process and gets this replica's arguments as `PerReplica` values
-          (mirrored values and variables unchanged). Each replica gets its component of
-          the result.
+        every process and gets this replica's arguments as `PerReplica` values (mirrored
+        values and variables unchanged). Each replica gets its component of the result.
 
         Raises, on all replicas:
           DivergenceError: a replica called another collective, or has left `run`.

@@ -118,21 +118,21 @@ class Strategy(AnyContextMethods):
 
         Args:
           fn: may use `get_replica_context()` and its collectives.
-          args: a tuple or list. Distributed values in it, nested or not, become this
-            replica's component; variables stay variables.
+          args: a tuple or list. Distributed values in it, nested or not, are replaced
+            by this replica's component; variables stay variables.
           kwargs: likewise.
           options: accepted for TensorFlow compatibility.
 
         Returns:
           The result of `fn`, with each leaf as a `PerReplica`. None and ON_WRITE
-          variables stay; an ON_READ variable gives each replica's copy. With one
-          replica, the bare result.
+          variables are returned unchanged; an ON_READ variable gives each replica's
+          copy. With one replica, the bare result.
 
         Raises, on all replicas:
           ArgumentError, ArgumentTypeError: an invalid fn, args, kwargs or options.
           ContextError: called from replica context or under another strategy.
-          What `fn` raises on any replica, of the same type. Of mpidist, the traceback
-            shows only `run`; MPIDIST_FULL_TRACEBACKS=1 shows all.
+          What `fn` raises on any replica, with the same type. The traceback omits
+            mpidist's own frames, except `run`; MPIDIST_FULL_TRACEBACKS=1 shows them.
 
         Example:
           >>> def step(x, scale=1.0):
@@ -324,7 +324,7 @@ class Strategy(AnyContextMethods):
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
     def statistics(self, all_ranks: bool = False) -> Any:
-        """Return where the time of this job has gone so far, as a dict. Not collective.
+        """Return how this job has spent its time so far, as a dict. Not collective.
 
         With `all_ranks` it is collective and returns a list with one dict per rank.
         Times are in seconds; `help(mpidist.monitor.statistics)` explains the keys.
@@ -365,7 +365,8 @@ class Strategy(AnyContextMethods):
         are collective. If files cannot be written, a RuntimeWarning says so. A file has
         at most 10 MiB: long jobs record fewer and fewer steps.
 
-        Raises ArgumentTypeError or ArgumentError on all replicas if it is not a path.
+        Raises ArgumentTypeError or ArgumentError on all replicas if `folder` is not a
+        path.
 
         Example:
           >>> import tempfile

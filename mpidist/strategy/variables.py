@@ -216,8 +216,9 @@ class Variable(SparseAccess):
         name: Name = None,
         read_value: bool = True,
     ) -> Any:
-        """Replace the value by the rules at the top of this module. Returns self.
+        """Replace the value; return self.
 
+        `help(mpidist.strategy.variables)` has a table of the rules for each context.
         Collective, except for an ON_READ variable in replica context and inside
         `StrategyExtended.update`. `w[...].assign(value)` replaces a part.
 

@@ -1,4 +1,4 @@
-"""Memory that is reused after the last reference to its contents is gone."""
+"""Memory that is reused after the last reference to its contents was dropped."""
 
 from __future__ import annotations
 
@@ -166,9 +166,9 @@ class Storage:
         with self._state:
             if self._is_closed:
                 raise ContextError(
-                    "the cache of a dataset is gone: its strategy was finalized, or "
-                    "another iterator's set_state changed the order of what comes "
-                    "before it"
+                    "the cache of a dataset was freed: its strategy was finalized, or "
+                    "set_state of another iterator changed the order of the "
+                    "transformations before cache()"
                 )
             self._users += 1
         try:
@@ -199,7 +199,7 @@ class Storage:
             return int(flags.size - np.count_nonzero(flags)) * row_bytes
 
     def close(self) -> Sequence[npt.NDArray[Any]]:
-        """Wait until nobody uses the arrays; release and return them."""
+        """Wait until no thread uses the arrays; release and return them."""
         with self._state:
             self._is_closed = True
             self._state.wait_for(lambda: self._users == 0)

@@ -19,8 +19,8 @@ from mpi4py import MPI
 __all__ = ["FORKED", "call_in_child", "is_forked"]
 
 FORKED = (
-    "this process was forked from a rank of the job, and is none itself; communicate "
-    "in the rank, or use threads"
+    "this process was forked from a rank and is not part of the MPI job; communicate "
+    "in the rank itself, or use threads"
 )
 _is_forked = False
 _last_error: Any = None

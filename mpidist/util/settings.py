@@ -345,7 +345,7 @@ def unknown_names(environ: Mapping[str, str]) -> dict[str, str]:
     for name in sorted(environ):
         if name.startswith(PREFIX) and environ[name] and name not in _NAMES:
             found[name] = (
-                f"{name} is no setting of mpidist; did you mean {_nearest(name)}? "
+                f"{name} is not a setting of mpidist; did you mean {_nearest(name)}? "
                 "(`python -m mpidist config` lists all)"
             )
     return found

@@ -87,8 +87,8 @@ MISTAKES = [
         "ranks meet before a slot is written",
         "comm/transports/ipc.py",
         "done.synchronize()\n"
-        '            self._meet("all_reduce", deadline)\n            if all_add',
-        'self._meet("all_reduce", deadline)\n            if all_add',
+        '            self._synchronize("all_reduce", deadline)\n            if all_add',
+        'self._synchronize("all_reduce", deadline)\n            if all_add',
         (TRANSPORTS, "-k", "test_sums and ipc"),
     ),
     Mistake(

@@ -245,7 +245,7 @@ def test_others_go_on_without_a_rank_that_died_on_another_node(slurm, folder):
     )
     assert job.wait()["JobState"] == "COMPLETED", job.output
     assert job.output.count("3 replicas, sum 4;") == 3
-    assert "rank 2 of 4 died; 3 go on" in job.output
+    assert "rank 2 of 4 died; 3 continue" in job.output
 
 
 @pytest.mark.parametrize(

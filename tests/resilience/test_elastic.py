@@ -105,7 +105,7 @@ sys.stdout.write(f"{{sizes}} {{result}}\\n")
     left = sorted({0, 1, 2, 3} - set(dead))
     line = f"[4, {len(left)}] {float(sum(left))}"
     assert ended.stdout.split("\n") == [*[line] * len(left), ""]
-    assert f"of 4 died; {len(left)} go on" in ended.stderr
+    assert f"of 4 died; {len(left)} continue" in ended.stderr
 
 
 @needs_ulfm
@@ -158,8 +158,8 @@ sys.stdout.write(f"{{size}} done\\n")
     ended = mpirun(4, script, options=ULFM)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "2 done\n" * 2
-    assert "rank 1 of 4 died; 3 go on" in ended.stderr
-    assert "rank 1 of 3 died; 2 go on" in ended.stderr
+    assert "rank 1 of 4 died; 3 continue" in ended.stderr
+    assert "rank 1 of 3 died; 2 continue" in ended.stderr
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
 
 
@@ -218,7 +218,7 @@ mpidist.run_elastic(train)
 """
     ended = mpirun(3, script, options=ULFM)
     assert ended.returncode == 0, ended.stderr
-    assert "rank 2 of 3 died; 2 go on" in ended.stderr
+    assert "rank 2 of 3 died; 2 continue" in ended.stderr
     with h5py.File(path) as file:
         assert sorted(file["x"][...]) == list(range(60))
 
@@ -304,7 +304,7 @@ runpy.run_module("train_digits_resumable", run_name="__main__")
     disturbed = mpirun(3, script, *options, options=ULFM, OMP_NUM_THREADS="1")
     assert undisturbed.returncode == 0, undisturbed.stderr
     assert disturbed.returncode == 0, disturbed.stderr
-    assert "rank 0 of 3 died; 2 go on" in disturbed.stderr
+    assert "rank 0 of 3 died; 2 continue" in disturbed.stderr
     expected, found = (e.stdout.split()[:2] for e in (undisturbed, disturbed))
     assert found == expected
     assert found[0].startswith("loss=")

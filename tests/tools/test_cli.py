@@ -232,7 +232,7 @@ def test_config_fails_where_no_strategy_could_be_made(tmp_path):
     [
         ("MPIDIST_BANER=1", "did you mean MPIDIST_BANNER"),
         ("MPIDIST_BANNER=2", "must be 0 or 1"),
-        ("BANNER=1", "'BANNER' is no setting"),
+        ("BANNER=1", "'BANNER' is not a setting"),
     ],
 )
 def test_arguments_that_are_no_settings(word, text, capsys):

@@ -82,7 +82,9 @@ def test_nothing_names_a_setting_that_is_none():
 )
 def test_the_nearest_name_is_said(name, nearest):
     assert f"did you mean {nearest}?" in unknown_names({name: "1"})[name]
-    with pytest.raises(mpidist.LaunchError, match=f"^{name} is no setting of mpidist"):
+    with pytest.raises(
+        mpidist.LaunchError, match=f"^{name} is not a setting of mpidist"
+    ):
         require_settings({name: "1"})
     require_settings({name: ""})
     require_settings({name.removeprefix("MPI"): "1"})

@@ -134,7 +134,7 @@ class Exchanges:
             # shapes.
             agreed = axis_field(axes), *option_fields(wanted)
             call = CallSignature(operation, agreed, spec, describe_but(given, axes))
-            # Small arrays travel with the exchange of the counts, but for GPU arrays,
+            # Small arrays travel with the exchange of the counts, except GPU arrays,
             # which would have to be copied to the host first.
             carries = not any(map(arrays.is_device_array, given))
             count = self._consensus.size * len(given)

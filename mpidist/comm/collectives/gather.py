@@ -100,8 +100,8 @@ class Gathers:
           structure: of the value.
         """
         on_gpu = any(map(arrays.is_device_array, given))
-        # What travels with the lengths must be in host memory; and whoever asks for MPI
-        # by name gets MPI's own call.
+        # Arrays that travel with the lengths must be in host memory; and if the user
+        # requests MPI, MPI's own call is used.
         carries = not on_gpu and not is_direct(options)
         counts = self._counts.plan(call, len(given), options, carries)
         # Bytes of one row: lengths differ between ranks, so sizes are known only after

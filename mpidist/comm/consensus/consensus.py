@@ -61,7 +61,7 @@ class Consensus:
       failures: the failure detector of these ranks; None creates one for `comm`.
     """
 
-    # Those of this process in the order of their making, which is that of all ranks
+    # Those of this process, in order of creation, which is the same on all ranks
     in_use: ClassVar[list[Consensus]] = []
     made: ClassVar[int] = 0  # of more than one rank
     # The lock prevents closing while another thread reads the list

@@ -147,7 +147,7 @@ class FlightFiles:
         Raises:
           OSError: it cannot be written.
         """
-        # Line 0 is the header, which is written anew.
+        # Line 0 is the header, which is written again.
         lines = self._text_path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines[1:] if json.loads(line)["kind"] in kinds]
         file = self._create(self._new_path)

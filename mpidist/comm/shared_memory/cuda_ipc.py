@@ -14,7 +14,7 @@ from mpidist.device.memory import DeviceBuffer
 __all__ = ["IpcBuffers", "share_buffers"]
 
 _CALL = "MirroredStrategy: memory that GPUs share"
-_MARK = 0x6D706964  # tells a buffer from other memory
+_MARK = 0x6D706964  # distinguishes a buffer from other memory
 _abandoned: list[Any] = []
 
 

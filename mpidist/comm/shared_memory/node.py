@@ -74,7 +74,7 @@ class NodeMemory:
     def find(self, owner: object) -> Storage | None:
         """Return the newest storage of `owner`, if all ranks have it. Collective.
 
-        Frees those whose owners are gone on all ranks.
+        Frees those whose owners were deleted on all ranks.
         """
         owned = [n for n, s in self._shares.items() if s.owner() is owner]
         mine = max(owned, default=None)

@@ -120,7 +120,7 @@ class SymmetricMemory:
         ]
 
     def _register(self, root: Any, start: int, part_bytes: int) -> None:
-        # A region is forgotten when the last view of its memory is gone.
+        # A region is removed when the last view of its memory was deleted.
         key, regions = id(root), self._regions
         regions[key] = _Region(
             self._made,

@@ -130,7 +130,7 @@ class IpcTransport:
             # The event, not the barrier, says that the GPU has finished writing; the
             # barrier then says so of all ranks.
             done.synchronize()
-            self._meet("all_reduce", deadline)
+            self._synchronize("all_reduce", deadline)
             if all_add:
                 _add(block.slots, block.receive)
                 done = following
@@ -142,7 +142,7 @@ class IpcTransport:
             done, last = record(), block
         if last is not None:
             done.synchronize()
-            self._meet("all_reduce", deadline)
+            self._synchronize("all_reduce", deadline)
             self._fetch(last)
 
     def _write(self, sends: Sequence[Any], block: _Block, first: int) -> Any:
@@ -184,7 +184,7 @@ class IpcTransport:
                 # A kernel launch is asynchronous: without this, others would read too
                 # early.
                 record().synchronize()
-                self._meet("all_gather", deadline)
+                self._synchronize("all_gather", deadline)
                 for slot, start, end in zip(slots, starts, ends, strict=True):
                     part = receive[start + done : min(start + done + step, end)]
                     assign(part, slot[: part.size])
@@ -199,7 +199,7 @@ class IpcTransport:
                 if self._rank == root:
                     assign(slot[: block.size], block)
                 record().synchronize()
-                self._meet("broadcast", deadline)
+                self._synchronize("broadcast", deadline)
                 if self._rank != root:
                     assign(block, slot[: block.size])
 
@@ -210,7 +210,7 @@ class IpcTransport:
         self._turn = (self._turn + 1) % SLOTS
         return [a[start : start + self._slot_bytes] for a in self._buffers.arrays]
 
-    def _meet(self, operation: str, deadline: float | None) -> None:
+    def _synchronize(self, operation: str, deadline: float | None) -> None:
         self._consensus.wait_at(self._barrier, operation, deadline)
 
 

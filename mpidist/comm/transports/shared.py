@@ -114,7 +114,7 @@ class SharedTransport:
         """
         last = None
         # Before this barrier a neighbour may still be computing its gradient in place.
-        self._meet("all_reduce", deadline)  # all have written their arrays
+        self._synchronize("all_reduce", deadline)  # all have written their arrays
         for given, receive in zip(everyone, receives, strict=True):
             given, receive = [a.reshape(-1) for a in given], receive.reshape(-1)
             # With two ranks nothing goes through slots, so blocks may exceed them.
@@ -127,7 +127,7 @@ class SharedTransport:
                 last = self._add(inputs, slots, receive[block], last, deadline)
         self._end(last, deadline)
         # After this barrier every rank may overwrite its symmetric arrays again.
-        self._meet("all_reduce", deadline)  # all have read them
+        self._synchronize("all_reduce", deadline)  # all have read them
 
     def _add(
         self,
@@ -141,7 +141,7 @@ class SharedTransport:
         if last is not None:
             self._publish(last, deadline)
         # After it all ranks have written this block, and published the last one.
-        self._meet("all_reduce", deadline)
+        self._synchronize("all_reduce", deadline)
         if self._all_add:
             # Two ranks: each adds everything up itself, which moves as many bytes as
             # halves would.
@@ -170,7 +170,7 @@ class SharedTransport:
         """End the final block."""
         if last is not None:
             self._publish(last, deadline)
-            self._meet("all_reduce", deadline)
+            self._synchronize("all_reduce", deadline)
             self._fetch(last)
 
     def _publish(self, block: _Block, deadline: float | None) -> None:
@@ -207,7 +207,7 @@ class SharedTransport:
             slots = self._next_slots()
             mine = send[done : done + step]
             slots[self._rank][: mine.size] = mine
-            self._meet("all_gather", deadline)
+            self._synchronize("all_gather", deadline)
             for slot, start, end in zip(slots, starts, ends, strict=True):
                 # Ranks with fewer bytes have empty pieces in the last turns.
                 part = receive[start + done : min(start + done + step, end)]
@@ -241,7 +241,7 @@ class SharedTransport:
             columns = [slice(min(left, w), min(left + width, w)) for w in widths]
             slots, mine = self._next_slots(), send[block, columns[self._rank]]
             _as_block(slots[self._rank], mine)[...] = mine
-            self._meet("all_gather", deadline)
+            self._synchronize("all_gather", deadline)
             for slot, end, w, piece in zip(slots, ends, widths, columns, strict=True):
                 start = end - w
                 place = receive[block, start + piece.start : start + piece.stop]
@@ -256,7 +256,7 @@ class SharedTransport:
             slot = self._next_slots()[root]
             if self._rank == root:
                 slot[: block.size] = block
-            self._meet("broadcast", deadline)
+            self._synchronize("broadcast", deadline)
             if self._rank != root:
                 block[...] = slot[: block.size]
 
@@ -267,7 +267,7 @@ class SharedTransport:
         self._turn = (self._turn + 1) % self._turns
         return self._barrier.slots[self._turn]
 
-    def _meet(self, operation: str, deadline: float | None) -> None:
+    def _synchronize(self, operation: str, deadline: float | None) -> None:
         self._consensus.wait_at(self._barrier, operation, deadline)
 
 

@@ -183,7 +183,7 @@ class DistributedDataset:
             return cls._of_own_batches(extended, pipeline, options, call)
         # Drawn by rank 0 for all: an order must not differ between ranks.
         entropy = _draw(extended, pipeline.needs_entropy)
-        # Generators are gone through by all ranks; only indexed datasets are read in
+        # All ranks iterate over all of a generator; only indexed datasets are read in
         # slices.
         is_sliced = is_global(policy) and isinstance(pipeline, MapDataset)
         slices = extended.num_replicas if is_sliced else 1
@@ -294,7 +294,7 @@ class DistributedDataset:
         Args:
           initial_state: the first state; returned if there are no batches.
           reduce_func: called with the state and the step's batch, as returned by
-        `next`, in the caller's context; returns the next state. It may call the
+            `next`, in the caller's context; returns the next state. It may call the
             strategy. States may differ between replicas.
 
         Raises, on all replicas:

@@ -3,8 +3,9 @@
 On a local file system rows are copied from a memory map. If the file were truncated
 during the copy, SIGBUS would kill the process. So the process holds a read lease while
 it copies (fcntl(2), F_SETLEASE; 1 microsecond): until it is released, the kernel blocks
-whoever opens the file for writing or truncates it. If no lease can be had (another
-user's file, a file open for writing, a network file system), `pread` is used.
+any process that opens the file for writing or truncates it. Where the kernel grants no
+lease (another user's file, a file open for writing, a network file system), `pread` is
+used.
 """
 
 from __future__ import annotations

@@ -312,7 +312,7 @@ class Hdf5Rows:
         return rows.astype(index.native, copy=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What belongs to one process; `__setstate__` makes it anew.
+        # Without the state of this process, which `__setstate__` creates again.
         own = {"_open_files", "buffers", "_scratch", "_blocks", "_lock"}
         own |= {"_owner", "_users"}
         return {k: v for k, v in self.__dict__.items() if k not in own}

@@ -65,7 +65,7 @@ def _assignment(text: str) -> tuple[Setting[Any], Any]:
     name, _, value = text.partition("=")
     setting = next((known for known in SETTINGS if known.name == name), None)
     if setting is None:
-        reason = unknown_names({name: "?"}).get(name, f"{name!r} is no setting")
+        reason = unknown_names({name: "?"}).get(name, f"{name!r} is not a setting")
         raise argparse.ArgumentTypeError(reason)
     try:
         return setting, setting.read({name: value})

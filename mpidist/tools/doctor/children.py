@@ -1,6 +1,6 @@
 """Child processes in which checks run, so that a check can crash or hang safely.
 
-A file system whose server is gone blocks a process for ever, and a broken driver ends
+A file system whose server is down blocks a process for ever, and a broken driver ends
 it. So each such check is a function call in a Python process of its own, started by
 `python -m mpidist doctor --child`, whose stdin is a socket. On that the child receives
 the call, and sends messages `(kind, value)`; the last one is `("result", value)`. Then
