@@ -1,7 +1,7 @@
-"""Small charts as SVG, whose colours a page's style sheet sets.
+"""Small SVG charts, coloured by the style sheet of the page.
 
-All have the size of a phone's screen, so that their text can be read there; a page puts
-several beside each other where there is room.
+All are as wide as a phone's screen, so that their text is readable there; on wider
+screens a page puts several of them side by side.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["Series", "histogram", "lines", "quantity", "stacked", "unit_of"]
 _WIDTH, _HEIGHT = 360, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 20, 14, 42
 _TICK_PIXELS = 46  # between labels on the x axis
-Series = tuple[str, Sequence[float]]  # the name, which is its class, and the values
+Series = tuple[str, Sequence[float]]  # name (also its CSS class) and values
 
 
 def unit_of(most_seconds: float) -> tuple[str, float]:
-    """Return the unit in which durations up to that are shown, and its seconds."""
+    """Return the unit for durations up to `most_seconds`, and the unit in seconds."""
     for unit, seconds in (("s", 1.0), ("ms", 1e-3)):
         if most_seconds >= seconds:
             return unit, seconds
@@ -28,7 +28,7 @@ def unit_of(most_seconds: float) -> tuple[str, float]:
 
 
 def quantity(number: float) -> str:
-    """Return a number with two or three digits that count."""
+    """Format a number with two or three significant digits."""
     if number == 0:
         return "0"
     digits = max(0, 2 - math.floor(math.log10(abs(number))))
@@ -47,12 +47,12 @@ def _ticks(most: float, count: int = 5) -> list[float]:
 
 
 class _Frame:
-    """Axes, and where numbers are between them.
+    """Axes of a chart, and the conversion of numbers to positions.
 
     Args:
-      title: for people who hear the page.
+      title: the text alternative, for screen readers.
       most: the largest number on the y axis.
-      y_label: what that is, with its unit.
+      y_label: label of the y axis, with the unit.
       x_label: likewise.
     """
 
@@ -77,16 +77,16 @@ class _Frame:
         )
 
     def y(self, value: float) -> float:
-        """Return the place of a number."""
+        """Return the y position of a number."""
         height = _HEIGHT - _TOP - _BOTTOM
         return round(_HEIGHT - _BOTTOM - height * value / self.most, 2)
 
     def x(self, share: float) -> float:
-        """Return the place of a share of the width."""
+        """Return the x position of a fraction of the width."""
         return round(_LEFT + (_WIDTH - _LEFT - _RIGHT) * share, 2)
 
     def add(self, text: str, y1: float, y2: float) -> None:
-        """Add a line whose heights are given."""
+        """Add a line, given the start of its element and its y positions."""
         self._parts.append(f'{text}y1="{y1}" y2="{y2}"/>')
 
     def text(
@@ -101,7 +101,7 @@ class _Frame:
     def bar(
         self, kind: str, left: float, right: float, low: float, high: float, note: str
     ) -> None:
-        """Add a rectangle from one share of the width and one number to another."""
+        """Add a rectangle; `left` and `right` are fractions of the width."""
         x, y = self.x(left), self.y(high)
         width, height = round(self.x(right) - x, 2), round(self.y(low) - y, 2)
         if height > 0:
@@ -115,7 +115,7 @@ class _Frame:
         self._parts.append(text)
 
     def x_ticks(self, ticks: Iterable[tuple[float, str]]) -> None:
-        """Label shares of the width, those that have room."""
+        """Label fractions of the width; skip labels that would overlap."""
         last = -math.inf
         for share, text in ticks:
             x = self.x(share)
@@ -139,17 +139,17 @@ class _Frame:
 
 
 def stacked(title: str, edges: Sequence[float], parts: Sequence[Series]) -> str:
-    """Return bars of seconds, one part on the other, over numbers of steps.
+    """Return stacked bars of seconds per part, over step numbers.
 
     Args:
       title: of the chart.
       edges: of the bars, ascending.
-      parts: seconds of each bar, from below.
+      parts: the seconds of each bar, from the lowest part up.
     """
     totals = [sum(values) for values in zip(*[values for _, values in parts])]
     most = max(totals, default=0.0)
     unit, size = unit_of(most)
-    frame = _Frame(title, most / size, f"a step, {unit}", "number of the step")
+    frame = _Frame(title, most / size, f"time per step, {unit}", "step number")
     start, width = edges[0], (edges[-1] - edges[0]) or 1.0
     for i, (left, right) in enumerate(itertools.pairwise(edges)):
         low = 0.0
@@ -165,11 +165,11 @@ def stacked(title: str, edges: Sequence[float], parts: Sequence[Series]) -> str:
 
 
 def histogram(title: str, rows: Sequence[tuple[float, float, int]]) -> str:
-    """Return bars of numbers of steps, over their durations on a logarithmic axis.
+    """Return a histogram of step durations, on a logarithmic axis.
 
     Args:
       title: of the chart.
-      rows: from how many seconds to how many, and how many steps; ascending.
+      rows: lower bound and upper bound in seconds, and number of steps; ascending.
     """
     usual = max(rows, key=lambda row: row[2], default=(1.0, 1.0, 1))
     unit, size = unit_of(usual[0])
@@ -177,7 +177,7 @@ def histogram(title: str, rows: Sequence[tuple[float, float, int]]) -> str:
     frame = _Frame(title, most, "steps", f"duration, {unit} (logarithmic)")
     low = math.log(rows[0][0] / size) if rows else 0.0
     high = math.log(rows[-1][1] / size) if rows else 1.0
-    if high - low < math.log(3):  # a few bars would fill all
+    if high - low < math.log(3):  # a few bars would fill the chart
         middle, half = (low + high) / 2, math.log(3) / 2
         low, high = middle - half, middle + half
 
@@ -201,14 +201,14 @@ def histogram(title: str, rows: Sequence[tuple[float, float, int]]) -> str:
 def lines(
     title: str, places: Sequence[int], series: Sequence[Series], now: int, y_label: str
 ) -> str:
-    """Return lines over numbers of ranks, on a logarithmic axis.
+    """Return lines over the number of ranks, on a logarithmic axis.
 
     Args:
       title: of the chart.
       places: numbers of ranks, ascending.
-      series: their values there.
-      now: which number of ranks was measured.
-      y_label: what the values are.
+      series: values for each of them.
+      now: the measured number of ranks.
+      y_label: label of the y axis.
     """
     most = max(max(values) for _, values in series)
     frame = _Frame(title, most, y_label, "ranks (logarithmic)")

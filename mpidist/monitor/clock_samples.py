@@ -1,4 +1,4 @@
-"""What comparisons of clocks have found, and times between them."""
+"""Clock comparisons, and interpolation between them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["ClockSample", "drift_ppm", "error_ns", "offset_at"]
 
 
 class ClockSample(NamedTuple):
-    """What a comparison has found.
+    """The result of a clock comparison.
 
     Args:
-      local_ns: when it was, on this rank's clock.
-      offset_ns: what this rank's clock shows more than that of rank 0.
-      error_ns: how much the offset is off by, at most.
+      local_ns: the time of the comparison, on this rank's clock.
+      offset_ns: this rank's clock minus rank 0's.
+      error_ns: the maximum error of the offset.
     """
 
     local_ns: int
@@ -24,7 +24,7 @@ class ClockSample(NamedTuple):
 
 
 def offset_at(samples: list[ClockSample], local_ns: float) -> float:
-    """Return the offset at a time, between samples by a straight line."""
+    """Return the offset at a time, by linear interpolation between samples."""
     times = [sample.local_ns for sample in samples]
     found = np.interp(local_ns, times, [sample.offset_ns for sample in samples])
     if len(samples) > 1 and local_ns > times[-1]:
@@ -33,12 +33,12 @@ def offset_at(samples: list[ClockSample], local_ns: float) -> float:
 
 
 def drift_ppm(samples: list[ClockSample]) -> float:
-    """Return how many microseconds a second this rank's clock gains on rank 0's."""
+    """Return the drift from rank 0's clock, in microseconds per second."""
     first, last = samples[0], samples[-1]
     took = last.local_ns - first.local_ns
     return 1e6 * (last.offset_ns - first.offset_ns) / took if took else 0.0
 
 
 def error_ns(samples: list[ClockSample]) -> int:
-    """Return how much times are off by, at most, at the samples."""
+    """Return the maximum error of the samples."""
     return max(sample.error_ns for sample in samples)

@@ -1,4 +1,4 @@
-"""A common clock of all ranks, by messages.
+"""Compare the clocks of all ranks, by messages.
 
 Each rank's clock has its own origin and rate. Rank 0 sends a message to each rank and
 receives the rank's time. The fastest of several round trips counts; half of it is the
@@ -19,8 +19,8 @@ from mpidist.monitor.clock_samples import ClockSample
 __all__ = ["compare_clocks"]
 
 _CALL = "comparing clocks"
-_TAG = 3  # the consensus uses smaller ones
-_FIRST_ROUNDS = 8  # MPI opens connections in the first ones
+_TAG = 3  # the consensus uses smaller tags
+_FIRST_ROUNDS = 8  # MPI opens connections in the first rounds
 _ROUNDS = 24
 _MANY_RANKS = 64
 _now = time.monotonic_ns
@@ -54,7 +54,7 @@ def _exchange(consensus: Consensus) -> ClockSample:
             comm.Send(message, rank, _TAG)
             comm.Recv(message, rank, _TAG)
             received, there = _now(), int(message[0])
-            # Half way between, on this clock
+            # The remote clock was read about half way between sending and receiving
             offset = there - (sent + received) // 2
             best = min(best, (received - sent, there, offset))
         message[:] = best[1], best[2], -(-best[0] // 2)

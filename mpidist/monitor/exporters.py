@@ -103,7 +103,7 @@ class ScalarWriter:
             return paths
 
         folder, file = group.consensus.guard(_OPEN, check)
-        group.consensus.sync_errors(_OPEN, None)  # before there are files
+        group.consensus.sync_errors(_OPEN, None)  # before files are created
 
         def open_all() -> None:
             if folder is not None:
@@ -188,8 +188,8 @@ def _number(name: str, value: Any) -> float:
 class _TensorBoard:
     """Appends events to a file.
 
-    In this thread: tensorboardX's SummaryWriter leaves it to another one, and waits for
-    ever when that has ended on a full disk.
+    Writes in this thread: tensorboardX's SummaryWriter uses another thread, and waits
+    for ever after a full disk has ended it.
     """
 
     def __init__(self, folder: Path):
@@ -235,7 +235,7 @@ class _Prometheus:
         self._gauges: dict[str, Any] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         self._write_file()
-        self._written = -math.inf  # the first scalars are not to wait
+        self._written = -math.inf  # write the first scalars at once
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         for name, x in scalars.items():
@@ -245,10 +245,10 @@ class _Prometheus:
             self._write_file()
 
     def _gauge(self, name: str) -> Any:
-        """Return the gauge of a name; names that differ in signs alone share one."""
+        """Return the gauge of a name; names that differ only in signs share one."""
         metric = "mpidist_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
         if metric not in self._gauges:
-            help_text = "a scalar of a job of mpidist"
+            help_text = "scalar of an mpidist job"
             self._gauges[metric] = self._client.Gauge(
                 metric, help_text, ["name", "job"], registry=self._registry
             )

@@ -1,4 +1,4 @@
-"""Pieces of the report's page."""
+"""HTML elements of the report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 __all__ = ["PARTS", "bars", "figure", "page", "row", "table", "tiles"]
 
-# In the order in which they are stacked; also the names of their colours
+# In stacking order; also the names of their colours
 PARTS = ("compute", "input", "transfer", "waiting", "checkpoint")
 _STYLE = """
 :root { --paper: #fff; --ink: #1b1f24; --faint: #57606a; --grid: #d8dee4;
@@ -78,7 +78,7 @@ def _colours() -> str:
 
 
 def page(title: str, subtitle: str, body: str) -> str:
-    """Return a page. `body` is HTML; all else is text, here and below."""
+    """Return a page. `body` is HTML; all other arguments, also below, are text."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -97,7 +97,7 @@ def page(title: str, subtitle: str, body: str) -> str:
 
 
 def tiles(rows: Sequence[tuple[str, str, str]]) -> str:
-    """Return numbers with labels: of each the label, the number and a class."""
+    """Return tiles, given label, number and CSS class of each."""
     found = [
         f'<div class="tile {kind}"><b>{html.escape(value)}</b>'
         f"<span>{html.escape(label)}</span></div>"
@@ -107,7 +107,7 @@ def tiles(rows: Sequence[tuple[str, str, str]]) -> str:
 
 
 def figure(title: str, note: str, chart: str) -> str:
-    """Return a chart, which is HTML, with a title and a note."""
+    """Return a chart with a title and a note; `chart` is HTML."""
     legend = _legend() if "<rect" in chart and 'class="input"' in chart else ""
     return (
         f"<figure><h2>{html.escape(title)}</h2>{legend}{chart}"
@@ -127,14 +127,14 @@ def row(
     pieces: Sequence[tuple[str, float, str]],
     value: str,
 ) -> str:
-    """Return a row of bars.
+    """Return a row: a name, a stacked bar and a value.
 
     Args:
-      name: what it is.
-      mark: a word that makes it stand out, or "".
-      more: a smaller word behind.
-      pieces: class, share of the width, and note of each bar.
-      value: a number behind the bars.
+      name: the label of the row.
+      mark: a highlighted word after the name, or "".
+      more: smaller text after the name, or "".
+      pieces: CSS class, fraction of the width, and note of each part of the bar.
+      value: the number after the bar.
     """
     marked = f'<span class="mark">{html.escape(mark)}</span>' if mark else ""
     small = f'<span class="host">{html.escape(more)}</span>' if more else ""
@@ -154,7 +154,7 @@ def row(
 def bars(
     title: str, note: str, rows: Sequence[str], most: str, has_legend: bool = False
 ) -> str:
-    """Return rows with a title, a note, and how much the whole width is."""
+    """Return rows with a title, a note, and a scale from 0 to `most`."""
     legend = _legend() if has_legend else ""
     scale = (
         '<div class="row"><span></span><div class="scale"><span>0</span>'

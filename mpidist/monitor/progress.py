@@ -171,7 +171,7 @@ class _Shown:
 
 
 def _make_bar(total: int | None, unit: str) -> Any:
-    """Return a bar of tqdm; None if that is not installed, which is said once."""
+    """Return a bar of tqdm; None, with a message once, if tqdm is not installed."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -192,7 +192,7 @@ def _count_rows(item: Any) -> int:
     """Return how many rows a batch has on this replica; 0 if it is no batch."""
     try:
         return _rows_of_nest(item)
-    except Exception:  # of whatever a user iterates over
+    except Exception:  # of any object that a user iterates over
         return 0
 
 

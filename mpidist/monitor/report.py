@@ -26,14 +26,14 @@ __all__ = ["report", "scaling", "slowest_rank"]
 
 _BINS = 30
 _MOST_ROWS = 32
-_STANDS_OUT = 1.15  # times as much work of its own as other ranks
+_STANDS_OUT = 1.15  # a slow rank does this many times the work of the others
 
 
 def report(folder: Path) -> str:
-    """Return the page, HTML, of the last job that wrote into a folder.
+    """Return the HTML report of the last job that wrote into a folder.
 
     Raises:
-      DataError: there is none, or it cannot be read.
+      DataError: the folder has no timeline, or it cannot be read.
     """
     statuses = read_statuses(folder)
     traces = read_traces(folder)
@@ -49,17 +49,17 @@ def report(folder: Path) -> str:
         '<div class="charts">',
         figure(
             "Time per step",
-            "Mean over the ranks, of the steps that were recorded.",
+            "Mean over the ranks, of the recorded steps.",
             _series(traces),
         ),
         figure(
-            "How long steps take",
-            f"Steps of rank {first['rank']} but the first, all of them.",
+            "Step durations",
+            f"All steps of rank {first['rank']} except the first.",
             charts.histogram(
-                "steps by their duration", [tuple(r) for r in first["step_histogram"]]
+                "steps by duration", [tuple(r) for r in first["step_histogram"]]
             ),
         ),
-        figure("Scaling, as estimated", _SCALING, _scaling_chart(statuses)),
+        figure("Estimated scaling", _SCALING, _scaling_chart(statuses)),
         "</div>",
         _ranks(statuses, slow),
         _first_step(statuses),
@@ -67,14 +67,14 @@ def report(folder: Path) -> str:
         _clocks(traces, first),
     ]
     ended = {one["state"] for one in statuses} == {"ended"}
-    state = "" if ended else ", which runs, or was killed"
+    state = "" if ended else ", still running or killed"
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(first["began"]))
     subtitle = f"{first['ranks']} ranks, {began}{state}"
     return page("Where the time went", subtitle, "\n".join(sections))
 
 
 def step_parts(status: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of each part of `PARTS` of a mean step of one rank."""
+    """Return the mean seconds per step of each of `PARTS`, of one rank."""
     steps = max(1, status["steps"] - 1)
     parts, waiting = status["parts"], status["waiting_seconds"]
     found = {
@@ -88,7 +88,7 @@ def step_parts(status: Mapping[str, Any]) -> dict[str, float]:
 
 
 def slowest_rank(statuses: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the rank that others wait for, if one stands out."""
+    """Return the rank that the others wait for, if one is clearly slower."""
     if len(statuses) < 2:
         return None
     own = [s["compute"] + s["input"] for s in map(step_parts, statuses)]
@@ -104,13 +104,13 @@ def slowest_rank(statuses: Sequence[Mapping[str, Any]]) -> int | None:
 def _tiles(
     first: Mapping[str, Any], statuses: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, str, str]]:
-    """Return label, value and class of what is said first."""
+    """Return label, value and CSS class of the summary's tiles."""
     means = [step_parts(one) for one in statuses]
     mean = {name: statistics.fmean(m[name] for m in means) for name in PARTS}
     total = sum(mean.values()) or 1.0
     unit, size = charts.unit_of(total)
     found = [
-        ("a step, mean", f"{charts.quantity(total / size)} {unit}", ""),
+        ("mean step", f"{charts.quantity(total / size)} {unit}", ""),
         ("steps", f"{first['steps']:,}", ""),
     ]
     for name in PARTS:
@@ -144,14 +144,14 @@ def _findings(
 
 
 def _series(traces: Sequence[RankTrace]) -> str:
-    """Return a chart of the parts of steps by their number, means over the ranks."""
+    """Return a chart of the parts of steps by step number, means over the ranks."""
     steps = [step for trace in traces for step in trace.steps()]
     rest = [step for step in steps if step.number > 1] or steps
     if not rest:
         return "<p>No steps were recorded.</p>"
     begun = np.array([step.number for step in rest])
     first, end = int(begun.min()), int(begun.max()) + 1
-    # Bins of equally many steps: some read for the next ones, too
+    # Bins of equally many steps, since some steps read for the following ones
     width = -(-(end - first) // _BINS)
     edges = np.arange(first, end + width, width)
     weights = np.array([step.one_of for step in rest], float)
@@ -173,10 +173,10 @@ def _part(step: Any, name: str) -> float:
 def scaling(
     statuses: Sequence[Mapping[str, Any]],
 ) -> tuple[list[int], list[float], list[float]]:
-    """Return numbers of ranks, the estimated speeds there by that now, and ideal ones.
+    """Return numbers of ranks, estimated speeds relative to now, and ideal ones.
 
-    With the same global batch: computing and input are divided by the ranks, waiting
-    stays the same share of them, and moving data takes as long as now.
+    Assumes the same global batch: computing and input are divided by the ranks, waiting
+    stays the same fraction of them, and transfer takes as long as now.
     """
     ranks = statuses[0]["ranks"]
     means = [step_parts(one) for one in statuses]
@@ -196,27 +196,27 @@ def scaling(
 
 
 _SCALING = (
-    "Steps a second, by those now (the dot); dashed: if all were divided. Assumed: the "
-    "same global batch; computing, input and waiting are divided by the ranks; moving "
-    "data takes as long as now. More nodes may take longer."
+    "Steps per second relative to this job (the dot); dashed: ideal scaling. Assumes "
+    "the same global batch; computing, input and waiting are divided by the ranks; "
+    "transfer takes as long as now. It may take longer on more nodes."
 )
 
 
 def _scaling_chart(statuses: Sequence[Mapping[str, Any]]) -> str:
     places, speeds, ideal = scaling(statuses)
     series: list[charts.Series] = [("estimate", speeds), ("ideal", ideal)]
-    title = "estimated speed by the number of ranks"
-    return charts.lines(title, places, series, statuses[0]["ranks"], "speed by now")
+    title = "estimated speed by number of ranks"
+    return charts.lines(title, places, series, statuses[0]["ranks"], "relative speed")
 
 
 def _ranks(statuses: Sequence[Mapping[str, Any]], slow: int | None) -> str:
-    """Return a row for each rank, or for those with the most work of their own."""
+    """Return a row for each rank, or for those that wait least."""
     found = [(one, step_parts(one)) for one in statuses]
-    note = "A mean step of each rank, without the first."
+    note = "Mean step of each rank, except the first step."
     if len(found) > _MOST_ROWS:
         found.sort(key=lambda pair: pair[1]["waiting"])
         found = found[:_MOST_ROWS]
-        note += f" The {_MOST_ROWS} of {len(statuses)} that wait least."
+        note += f" The {_MOST_ROWS} of {len(statuses)} ranks that wait least."
     most = max(sum(parts.values()) for _, parts in found) or 1.0
     unit, size = charts.unit_of(most)
     rows = []
@@ -249,17 +249,17 @@ def _first_step(statuses: Sequence[Mapping[str, Any]]) -> str:
             [("neutral", seconds / most, "")],
             f"{charts.quantity(seconds / size)} {unit}",
         )
-        for name, seconds in (("the first step", first), ("others, mean", usual))
+        for name, seconds in (("first step", first), ("mean of the others", usual))
     ]
     note = (
-        "The first step opens files, starts threads, plans collectives, and compiles "
-        "what is compiled. It is not in the other numbers."
+        "The first step opens files, starts threads, plans collectives and compiles "
+        "functions. The other numbers exclude it."
     )
-    return bars("The first step", note, rows, f"{charts.quantity(most / size)} {unit}")
+    return bars("First step", note, rows, f"{charts.quantity(most / size)} {unit}")
 
 
 def _operations(statuses: Sequence[Mapping[str, Any]]) -> str:
-    """Return a row for each operation that moved bytes, of rank 0, and a table."""
+    """Return bars of the bytes, and a table, of rank 0's operations."""
     operations = statuses[0]["operations"].items()
     moved = {name: sum(o["bytes"].values()) for name, o in operations}
     most = max(moved.values(), default=0) or 1
@@ -284,24 +284,26 @@ def _operations(statuses: Sequence[Mapping[str, Any]]) -> str:
                 bytes_text(moved[name]),
             )
         )
-    head = ("operation", "calls", "each", "waiting", "bytes")
-    rank = f"Of rank {statuses[0]['rank']}, since its strategy was made"
+    head = ("operation", "calls", "per call", "waiting", "bytes")
+    rank = f"Rank {statuses[0]['rank']}, since its strategy was created"
     shown = bars("Bytes", f"{rank}; results only.", rows[:12], bytes_text(most))
-    note = f"{rank}, the first step included."
+    note = f"{rank}, including the first step."
     if len(lines) > _MOST_ROWS:
         lines = lines[:_MOST_ROWS]
-        note += f" Those {_MOST_ROWS} that moved most."
+        note += f" The {_MOST_ROWS} that moved most bytes."
     return shown + table("Operations", note, head, lines)
 
 
 def _clocks(traces: Sequence[RankTrace], first: Mapping[str, Any]) -> str:
     error = max(trace.clock_error_us for trace in traces)
     drift = max(abs(trace.drift_ppm) for trace in traces)
-    text = f"Clocks of the ranks are compared to within {error:.1f} us"
-    text += f" and differ by up to {drift:.2f} us a second." if drift else "."
+    text = f"Times of different ranks are comparable to within {error:.1f} us"
+    text += (
+        f"; their clocks drift by up to {drift:.2f} us per second." if drift else "."
+    )
     if first["one_of_steps"] > 1:
         text += (
-            f" At the end one of {first['one_of_steps']} steps was recorded, so that "
-            "files stay small."
+            f" To limit the size of files, one of {first['one_of_steps']} steps was "
+            "recorded at the end."
         )
     return f'<p class="note">{html.escape(text)}</p>'

@@ -1,23 +1,26 @@
-"""How a job spends its time, as a dict and as a line at its end.
+"""How a job spends its time: as a dict, and as a line at its end.
 
-The dict is that of `Strategy.statistics`, of one rank. A step ends with each `run`; in
+`Strategy.statistics` returns the dict, of one rank. A step ends with each `run`; in
 programs without `run`, before each `next`; else with each backward pass of
 `mpidist.torch`. Times are in seconds:
 
-  rank, ranks, host     whose numbers these are; `seconds` since the beginning
-  steps, epochs         how many have ended
-  first_step_seconds    of the first one, which is in nothing below
-  step_seconds          mean, min and max; `step_histogram`: [from, to, steps]
-  measured_seconds      of all steps but the first; of all where that is alone
-  parts                 of them: "input" in `next`, without waiting for other
+  rank, ranks, host     this rank, the number of ranks, the name of the node
+  seconds               since the strategy was created
+  steps, epochs         the number of completed steps and epochs
+  first_step_seconds    duration of the first step, which the numbers below exclude
+  step_seconds          mean, min and max of a step
+  step_histogram        a list of [from, to, number of steps]
+  measured_seconds      total of all steps except the first; of all the time if there
+                        is no other step
+  parts                 its division: "input" in `next`, without waiting for other
                         ranks; "communication" in collectives; "checkpoint" in
-                        saving and restoring; "compute" is what is left
-  waiting_seconds       of communication: until all ranks had arrived
-  waiting_for           the same, since the beginning, by the rank that arrived
-                        last (as text), where that is known
-  overlapped_seconds    communication in other threads, beside computing
-  operations            by name: calls, seconds, waiting_seconds; and bytes of
-                        results by transport. All since the beginning
+                        saving and restoring; "compute" is the rest
+  waiting_seconds       the part of communication until all ranks had arrived
+  waiting_for           waiting time since the start, by the rank that arrived last
+                        (as text), where it is known
+  overlapped_seconds    communication in other threads, during computation
+  operations            since the start, by name: calls, seconds, waiting_seconds, and
+                        bytes of results by transport
   has_cache             whether the last dataset is cached
 """
 
@@ -37,7 +40,7 @@ from mpidist.util.settings import BANNER
 
 __all__ = ["report_at_end", "statistics"]
 
-# What is shorter has no line at its end
+# Shorter jobs print no line at their end
 _LEAST_STEPS, _LEAST_SECONDS = 10, 5.0
 
 
@@ -62,9 +65,9 @@ def _describe(counters: Counters, rank: int, ranks: int) -> dict[str, Any]:
 
 
 def shared_cores(ranks_on_node: int) -> tuple[int, int, int]:
-    """Return how many ranks share cores with this one, threads of each, and cores.
+    """Return how many ranks share this rank's cores, their threads, and the cores.
 
-    Ranks that are bound to cores of their own count alone.
+    The first is 1 for a rank that is bound to its own cores.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     sharing = ranks_on_node if cores == os.cpu_count() else 1
@@ -77,10 +80,10 @@ _ends: list[int] = []  # processes that will report
 
 
 def report_at_end(group: ReplicaGroup) -> None:
-    """Print a summary of the time when the program ends, for its first strategy.
+    """Print a summary of the time at the end of the program, for its first strategy.
 
-    On rank 0, from its own numbers, if there are several ranks and the job was not
-    short. MPIDIST_BANNER=0 turns it off. Not collective.
+    Rank 0 prints its own numbers, if there are several ranks and the job was not short.
+    MPIDIST_BANNER=0 turns it off. Not collective.
     """
     is_wanted = BANNER.read_or_default()
     if group.num_replicas == 1 or group.replica_id or not is_wanted:

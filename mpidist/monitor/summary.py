@@ -10,16 +10,16 @@ from mpidist.util.durations import bucket_seconds, duration
 __all__ = ["PARTS", "advice", "as_text", "describe", "slowest"]
 
 PARTS = ("compute", "communication", "input", "checkpoint")
-# A rank is named that others wait for so many times as long as they would on average
+# A rank is named if the others wait for it this many times the average
 _TIMES_MEAN = 1.5
-_LEAST_WAITING = 0.03  # of a step
+_LEAST_WAITING = 0.03  # as a fraction of a step
 
 
 def describe(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `Counters.snapshot` has, in seconds and by name.
+    """Return the result of `Counters.snapshot` by name, in seconds.
 
-    The parts are those of all steps but the first, or of all the time where there is
-    no other step.
+    The parts are those of all steps except the first; if there is no other step, those
+    of the whole time.
     """
     steps = found["steps"]
     if steps > 1:
@@ -90,7 +90,7 @@ def _waits_text(found: Mapping[str, Any]) -> str:
 
 
 def slowest(found: Mapping[str, Any]) -> int | None:
-    """Return the rank for which this one mostly waited, if it stands out."""
+    """Return the rank for which this one mostly waited, if there is one."""
     by_rank = {int(rank): s for rank, s in found["waiting_for"].items()}
     total, others = sum(by_rank.values()), found["ranks"] - 1
     if not by_rank or found["waiting_seconds"] < (
@@ -112,17 +112,17 @@ def advice(
     """Return advice on how to make a job faster, from one rank's statistics.
 
     Args:
-      found: its statistics.
-      sharing: how many ranks share its cores; 0 if that is unknown.
-      threads: computing ones of each of them.
-      cores: that they share.
+      found: the statistics.
+      sharing: the number of ranks that share its cores; 0 if unknown.
+      threads: the number of computing threads of each of them.
+      cores: the number of cores that they share.
     """
     lines: list[str] = []
     ranks, took = found["ranks"], found["measured_seconds"]
     if found["steps"] < 2 or not took:
         return lines
     parts = found["parts"]
-    # Where one rank is slow, this one's numbers say nothing of others
+    # If one rank is slow, the numbers of this one are not typical
     if ranks > 1 and slowest(found) is None:
         own = parts["compute"] + parts["input"]
         moving = parts["communication"] - found["waiting_seconds"]

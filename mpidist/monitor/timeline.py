@@ -1,8 +1,8 @@
 """Timelines: traces of all ranks, in files of a folder.
 
-A thread of each rank writes what `util.tracing` has collected, twice a second, and the
-progress of the job, for `python -m mpidist top`. If it cannot write, there is a
-RuntimeWarning and no timeline of that rank; the job continues.
+Twice a second, a thread of each rank writes the events that `util.tracing` has
+collected, and the progress of the job, for `python -m mpidist top`. If it cannot write,
+there is a RuntimeWarning, and the timeline of that rank ends; the job continues.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ __all__ = ["Timeline", "finish", "start_by_environment", "status_path", "timelin
 
 _CALL = "Strategy.timeline"
 _FLUSH_SECONDS = 0.5
-# Of the files of all ranks together, and of one rank
+# Size limits of the files of all ranks together, and of one rank
 _MOST_BYTES = 256 << 20
 _MOST_RANK_BYTES = 10 << 20
 _LEAST_RANK_BYTES = 1 << 20
-# What part of them has all steps. Then each of these parts has half as many as before
+# The first quarter has all steps; each further sixteenth half as many as before
 _WHOLE_PART, _NEXT_PART = 4, 16
-_STATUS_RANKS = 16  # so many statuses a second are written, of all ranks
-_FIRST_RUNS = 500  # after so many, and twice as many ..., clocks are compared
+_STATUS_RANKS = 16  # all ranks together write this many statuses per second
+_FIRST_RUNS = 500  # clocks are compared after this many, twice as many, ... runs
 _END_SECONDS = 5.0
 
 _current: Timeline | None = None
 
 
 def status_path(folder: Path, rank: int) -> Path:
-    """Return the file that says how far a rank of the world is."""
+    """Return the file with the progress of a rank of COMM_WORLD."""
     return folder / f"status-{rank:05}.json"
 
 
@@ -56,7 +56,7 @@ class Timeline:
 
     Args:
       group: the ranks.
-      folder: where, the same for all ranks.
+      folder: of the files; the same on all ranks.
     """
 
     def __init__(self, group: ReplicaGroup, folder: Path):
@@ -116,10 +116,10 @@ class Timeline:
         self._lines.append(self._file.instant("clock", sample.local_ns, args))
 
     def compare_clocks_if_due(self) -> None:
-        """Compare clocks after some calls of `run`, which count this. Collective.
+        """Count a call of `run`; compare clocks after some calls. Collective.
 
-        Those of the thread that has made the strategy count, which are as many on all
-        ranks.
+        Only calls of the thread that created the strategy count: their number is the
+        same on all ranks.
         """
         if not self._group.consensus.lock.is_creator():
             return
@@ -130,11 +130,11 @@ class Timeline:
             self._note_clock(self._samples[-1])
 
     def stop(self) -> None:
-        """Compare clocks once more, and end the files. Collective."""
+        """Compare clocks a last time, and close the files. Collective."""
         global _current
         with contextlib.suppress(ValueError):
             self._group.closing.remove(self.stop)
-        # All of these are the same on all ranks, whatever has ended on one alone
+        # These conditions are the same on all ranks, even if the timeline of one ended
         if self._group.timeline is not self:
             return
         self._group.timeline = None
@@ -147,7 +147,7 @@ class Timeline:
         self.end()
 
     def end(self) -> None:
-        """End the files. Not collective."""
+        """Close the files. Not collective."""
         if self.has_ended:
             return
         self.has_ended = True
@@ -155,7 +155,7 @@ class Timeline:
             return
         tracing.stop()
         self._stop.set()
-        self._thread.join(_END_SECONDS)  # a disk may not answer
+        self._thread.join(_END_SECONDS)  # the disk may not respond
         if self._thread.is_alive():
             return
         with contextlib.suppress(Exception), self._lock:
@@ -166,7 +166,7 @@ class Timeline:
             try:
                 with self._lock:
                     self._flush()
-            except Exception as error:  # a full disk, mostly
+            except Exception as error:  # usually a full disk
                 self._give_up(error)
 
     def _flush(self, is_end: bool = False) -> None:
@@ -192,7 +192,7 @@ class Timeline:
             self._file = None
 
     def _limit(self, file: TraceFile, buffer: tracing.TraceBuffer) -> None:
-        """Record fewer steps when the file has got long; none when it is full."""
+        """Record fewer steps as the file grows; none when it has reached its limit."""
         if file.size_bytes > self._most_bytes:
             raise OSError(f"it has reached the limit of {file.size_bytes >> 20} MiB")
         after = file.size_bytes - self._most_bytes // _WHOLE_PART
@@ -222,7 +222,7 @@ class Timeline:
         new.replace(path)
 
     def _give_up(self, error: Exception) -> None:
-        """Go on without a timeline."""
+        """Continue without a timeline."""
         tracing.stop()
         file, self._file, self._buffer = self._file, None, None
         if file is not None:
@@ -242,7 +242,7 @@ def timeline(group: ReplicaGroup, folder: Any) -> Iterator[None]:
     made = _start(group, Path(path))
     try:
         yield
-    except BaseException:  # perhaps on this rank alone
+    except BaseException:  # perhaps on this rank only
         if made is not None:
             made.end()
         raise
@@ -263,7 +263,7 @@ def _start(
                 "a timeline is running already; it continues and the new one is ignored"
             )
         return None
-    if _current is not None:  # an error has ended it, on all ranks
+    if _current is not None:  # an error ended it, on all ranks
         with contextlib.suppress(ValueError):
             _current._group.closing.remove(_current.stop)
         _current._group.timeline = None
@@ -278,9 +278,9 @@ def start_by_environment(group: ReplicaGroup) -> None:
 
 
 def finish() -> None:
-    """End the timeline of this process, when all ranks are about to end.
+    """End the timeline of this process, at the end of the program on all ranks.
 
-    Collective where the strategy can still communicate.
+    Collective if the strategy can still communicate.
     """
     if _current is not None:
         if _current._group.topology.closed:

@@ -97,7 +97,7 @@ def table(
 
 
 def _bar(parts: Mapping[str, float], most: float, columns: int) -> str:
-    """Return as many marks of each part as it has of all columns."""
+    """Return a bar of `columns` characters, divided among the parts."""
     text, done = "", 0.0
     for name in PARTS:
         done += parts[name]

@@ -1,9 +1,9 @@
 """The file of one rank's timeline: trace events as Chrome and Perfetto read them.
 
-It is a JSON array, one event a line, whose end may be missing; compressed in blocks
-that are whole for themselves (gzip members), so what a killed job leaves can be read.
-All times in it are microseconds on rank 0's clock since the timeline began, as far as
-that was known then; see `monitor.trace_reader`.
+It is a JSON array with one event per line, whose end may be missing. It is compressed
+in independent blocks (gzip members), so the file of a killed job can be read. Times are
+microseconds since the start of the timeline, on rank 0's clock as known at that moment;
+see `monitor.trace_reader`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from mpidist.util.tracing import COLLECTIVE, STEP
 
 __all__ = ["TraceFile", "trace_path"]
 
-_LEVEL = 1  # of compression: half of the time of the next one, a tenth more bytes
+_LEVEL = 1  # of compression: half the time of level 2, a tenth more bytes
 _PARTS = ("input", "communication", "waiting", "checkpoint")
-_STEPS_THREAD = 0  # a row of its own
-_WAITED_NS = 50_000  # what is longer is shown by itself
+_STEPS_THREAD = 0  # steps have their own row
+_WAITED_NS = 50_000  # longer waits are events of their own
 
 
 def trace_path(folder: Path, rank: int) -> Path:
-    """Return the file of a rank of the world."""
+    """Return the file of a rank of COMM_WORLD."""
     return folder / f"timeline-{rank:05}.json.gz"
 
 
@@ -35,14 +35,14 @@ class TraceFile:
     """Writes one file. One thread at a time uses it.
 
     Args:
-      path: where; what is there is replaced, but for links.
-      rank: in the world, the "process" of all events.
-      host: its name.
-      origin_ns: the time that is 0 in the file, on this rank's clock.
-      about: of the job, JSON.
+      path: of the file; an existing file is replaced, a link refused.
+      rank: in COMM_WORLD, the "process" of all events.
+      host: the name of the node.
+      origin_ns: time 0 of the file, on this rank's clock.
+      about: description of the job, as JSON.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the file cannot be written.
     """
 
     def __init__(self, path: Path, rank: int, host: str, origin_ns: int, about: Any):
@@ -67,12 +67,12 @@ class TraceFile:
         self._write("[\n" + "".join(lines))
 
     def metadata(self, name: str, args: Any, thread: int = _STEPS_THREAD) -> str:
-        """Return a line about the process, or a thread."""
+        """Return a line with metadata of the process or a thread."""
         event = {"ph": "M", "pid": self._rank, "tid": thread, "name": name}
         return json.dumps(event | {"args": args}) + ",\n"
 
     def instant(self, name: str, when_ns: int, args: Any) -> str:
-        """Return a line of something that takes no time."""
+        """Return a line for an event without duration."""
         event = {"ph": "i", "s": "p", "pid": self._rank, "tid": _STEPS_THREAD}
         when = (when_ns - self._origin_ns) / 1e3
         return json.dumps(event | {"name": name, "ts": when, "args": args}) + ",\n"
@@ -81,7 +81,7 @@ class TraceFile:
         """Append a block: events of a `TraceBuffer`, and lines.
 
         Raises:
-          OSError: it cannot be written; the file ends before the block then.
+          OSError: it cannot be written; the file then ends before the block.
         """
         named, formats = self._name_threads(events), self._formats
         lines = [formats[event[0]](event) for event in events]
@@ -92,7 +92,7 @@ class TraceFile:
         """End the array with a last line, and close the file.
 
         Raises:
-          OSError: the end cannot be written, which readers can do without.
+          OSError: the end cannot be written; readers do not need it.
         """
         try:
             self._write(last.removesuffix(",\n") + "\n]\n")
@@ -125,7 +125,7 @@ class TraceFile:
     def _quoted(self, name: str) -> str:
         found = self._names.get(name)
         if found is None:
-            if len(self._names) > 10_000:  # a name for each step, perhaps
+            if len(self._names) > 10_000:  # perhaps each step has its own name
                 self._names.clear()
             found = self._names[name] = json.dumps(name)
         return found

@@ -19,14 +19,15 @@ _GZIP = 16 + zlib.MAX_WBITS
 
 
 class Step(NamedTuple):
-    """A step of one rank; seconds.
+    """A step of one rank; times are in seconds.
 
     Args:
-      number: from 1.
-      begun: since the timeline began, on rank 0's clock.
-      seconds: how long it took.
-      one_of: how many steps it stands for.
-      input, communication, waiting, checkpoint: parts of it; waiting is communication.
+      number: counted from 1.
+      begun: start, since the start of the timeline, on rank 0's clock.
+      seconds: its duration.
+      one_of: the number of steps it represents.
+      input, communication, waiting, checkpoint: its parts; waiting is a part of
+        communication.
     """
 
     number: int
@@ -40,7 +41,7 @@ class Step(NamedTuple):
 
     @property
     def compute(self) -> float:
-        """What is left."""
+        """The rest of the step."""
         parts = self.input + self.communication + self.checkpoint
         return max(0.0, self.seconds - parts)
 
@@ -49,11 +50,11 @@ class RankTrace(NamedTuple):
     """The timeline of one rank.
 
     Args:
-      rank: in the world.
-      about: of the job, see `Timeline`.
-      clock: comparisons with rank 0's, as offsets to what the file has.
-      end: what was known at the end; empty if the rank was killed.
-      path: the file.
+      rank: in COMM_WORLD.
+      about: description of the job, see `Timeline`.
+      clock: comparisons with rank 0's clock, as offsets from the times in the file.
+      end: information at the end; empty if the rank was killed.
+      path: of the file.
     """
 
     rank: int
@@ -63,7 +64,7 @@ class RankTrace(NamedTuple):
     path: Path
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield all events that are whole, with times on rank 0's clock."""
+        """Yield all complete events, with times on rank 0's clock."""
         for event in _events(self.path):
             if "ts" in event and self.clock:
                 begun = self._on_common_clock(event["ts"])
@@ -77,7 +78,7 @@ class RankTrace(NamedTuple):
         return round(us - offset_at(self.clock, 1e3 * us) / 1e3, 3)
 
     def steps(self) -> list[Step]:
-        """Return the steps that were recorded."""
+        """Return the recorded steps."""
         found = []
         for event in self.events():
             if event.get("cat") == "step":
@@ -89,7 +90,7 @@ class RankTrace(NamedTuple):
 
     @property
     def clock_error_us(self) -> float:
-        """How much its times are off by at most, as far as clocks were compared."""
+        """The maximum error of the compared clocks."""
         return error_ns(self.clock) / 1e3 if self.clock else 0.0
 
     @property
@@ -102,7 +103,7 @@ def read_traces(folder: Path) -> list[RankTrace]:
     """Return the timelines of the last job that wrote into a folder, by rank.
 
     Raises:
-      DataError: there is none, or it cannot be read.
+      DataError: the folder has no timeline, or it cannot be read.
     """
     found = []
     for path in sorted(folder.glob("timeline-*.json.gz")):
@@ -176,7 +177,7 @@ def read_statuses(folder: Path) -> list[dict[str, Any]]:
     for path in sorted(folder.glob("status-*.json")):
         try:
             found.append(json.loads(path.read_text()))
-        except (OSError, ValueError):  # just being replaced, perhaps
+        except (OSError, ValueError):  # perhaps it is being replaced
             continue
     if not found:
         return []
@@ -189,8 +190,8 @@ def read_statuses(folder: Path) -> list[dict[str, Any]]:
 def merge(folder: Path, output: Path) -> int:
     """Write the events of all ranks into one file; return their number.
 
-    It is a JSON object, as Perfetto and Chrome read it, with all times on rank 0's
-    clock; compressed if its name ends in ".gz".
+    The file is a JSON object for Perfetto and Chrome, with all times on rank 0's clock;
+    compressed if its name ends in ".gz".
 
     Raises:
       DataError: see `read_traces`.
