@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import jinja2
+import launching
 import pytest
 import yaml
 
@@ -33,10 +34,19 @@ def test_the_version_is_set_once():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     assert dict(setup["metadata"]) == {"version": "attr: mpidist._version.__version__"}
-    assert set(setup["options"]) == {"packages"}
+    assert set(setup["options"]) == {"packages", "package_dir"}
     assert 'dynamic = ["version"]' in PYPROJECT
     for name in ("pyproject.toml", "setup.cfg", "CITATION.cff"):
         assert mpidist.__version__ not in (ROOT / name).read_text(), name
+
+
+def test_a_script_beside_the_clone_finds_the_library(tmp_path):
+    """There, Python sees the folder `mpidist` of the clone first."""
+    (tmp_path / "mpidist").mkdir()
+    script = tmp_path / "script.py"
+    script.write_text("import mpidist\nprint(mpidist.__version__)\n")
+    done = launching.run([sys.executable, str(script)])
+    assert done.stdout.strip() == mpidist.__version__, done.stderr
 
 
 def test_the_changelog_begins_with_this_version():
