@@ -1,7 +1,7 @@
-"""Collectives on JAX arrays, inside of `jit`, `grad`, `vmap`, `scan`, and outside.
+"""Collectives on JAX arrays, inside and outside `jit`, `grad`, `vmap` and `scan`.
 
-Inside, each is a primitive of JAX with rules for derivatives and for vmap. It is
-lowered to an ordered `io_callback`, so collectives are in the order of the program.
+Inside, each is a JAX primitive with rules for derivatives and vmap. It is lowered to an
+ordered `io_callback`, which keeps collectives in program order.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = ["all_gather", "all_reduce", "broadcast"]
 
 
 class _Call(NamedTuple):
-    """A collective inside of a computation.
+    """A collective inside a computation.
 
     Args:
       name: "all_reduce", "all_gather" or "broadcast".
-      strategy: over whose replicas.
-      op: of an all_reduce.
+      strategy: the strategy of the replicas.
+      op: the operation of an all_reduce.
       options: of an all_reduce or all_gather.
-      root: of a broadcast.
+      root: the root of a broadcast.
     """
 
     name: str
@@ -74,7 +74,7 @@ def all_reduce(
     Returns:
       A pytree of JAX arrays; SUM keeps dtypes, MEAN of integers is JAX's default float.
 
-    Raises, on all replicas: what `ReplicaContext.all_reduce` raises (inside of
+    Raises, on all replicas: what `ReplicaContext.all_reduce` raises (inside
       `jax.jit`, see `mpidist.jax.jit`); UnsupportedError: the derivative of MIN, MAX or
       PRODUCT; see also `require_dispatch`.
 
@@ -139,7 +139,7 @@ def all_gather(
     for leaf in leaves:
         if not -leaf.ndim <= axis < leaf.ndim:
             raise ArgumentError(
-                f"{call}: axis {axis} of an array of shape {leaf.shape}"
+                f"{call}: axis {axis} is out of range for shape {leaf.shape}"
             )
     stacks = _bind(leaves, _Call("all_gather", strategy, options=options))
     return jax.tree.unflatten(
@@ -179,7 +179,7 @@ def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) ->
     def check() -> int:
         number = validation.integer("root", root, 0)
         if number >= size:
-            raise ArgumentError(f"{call}: root {number} of {size} replicas")
+            raise ArgumentError(f"{call}: root must be below {size}, not {number}")
         return number
 
     if is_traced:
@@ -191,10 +191,10 @@ def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) ->
 
 
 def _is_traced(leaves: Sequence[Any]) -> bool:
-    """Return whether JAX traces a computation, with these leaves or without."""
+    """Return whether JAX is tracing a computation."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return True
-    # A constant inside of jit is no tracer, but what is done to it would be done once
+    # A constant inside jit is not a tracer, but a call with it would run only once
     return not trace_state_clean()
 
 
@@ -212,7 +212,7 @@ def _require_options(options: Any) -> None:
 
 
 def _bind(leaves: Sequence[Any], call: _Call) -> list[Any]:
-    """Make the collective a part of what JAX traces."""
+    """Add the collective to the computation that JAX traces."""
     if not leaves:
         return []
     if call.strategy.num_replicas_in_sync == 1:
@@ -243,7 +243,7 @@ def _communicate(call: _Call, shapes: Sequence[Any], args: Sequence[Any]) -> lis
     collectives = strategy.extended.collectives
 
     def work() -> list[Any]:
-        # Views of memory of XLA, which leaves it alone until this callback returns
+        # Views of XLA's memory, which is valid until this callback returns
         given = [np.asarray(arg) for arg in args]
         if call.name == "all_reduce":
             assert call.op is not None
@@ -269,7 +269,7 @@ def _broadcast_arrays(strategy: Strategy, root: int, leaves: Sequence[Any]) -> A
 
 
 def _lowered(*args: Any, call: _Call) -> Any:
-    """Trace what JAX compiles in place of the primitive."""
+    """Return the ordered callback that replaces the primitive in compiled code."""
     shapes = _shapes(args, call)
 
     def host(*arrays: Any) -> list[Any]:
@@ -279,7 +279,7 @@ def _lowered(*args: Any, call: _Call) -> Any:
 
 
 def _evaluate(*args: Any, call: _Call) -> list[Any]:
-    """Outside of jit, but perhaps below grad or vmap: arguments have values."""
+    """Evaluate outside jit, perhaps under grad or vmap, with concrete arguments."""
     got = _communicate(call, _shapes(args, call), args)
     return [jnp.array(array, copy=True) for array in got]
 
@@ -302,7 +302,7 @@ def _derive(primals: Any, tangents: Any, *, call: _Call) -> tuple[Any, Any]:
 
 
 def _transpose(cotangents: Any, *primals: Any, call: _Call) -> list[Any]:
-    """Return the cotangents of arguments: sums over what all replicas have of them."""
+    """Return the cotangents of the arguments, summed over all replicas."""
     found = [i for i, c in enumerate(cotangents) if type(c) is not ad.Zero]
     results: list[Any] = [ad.Zero(p.aval) for p in primals]
     if not found:
@@ -322,15 +322,15 @@ def _transpose(cotangents: Any, *primals: Any, call: _Call) -> list[Any]:
 
 
 def _batch(args: Any, dims: Any, *, call: _Call) -> tuple[list[Any], list[Any]]:
-    """Return results of arrays with a batch dimension, and where it is in them."""
+    """Return the results of batched arrays, and their batch dimensions."""
     shift = 1 if call.name == "all_gather" else 0
     results = _collective_p.bind(*args, call=call)
-    # None is of an array without a batch dimension
+    # None: this array has no batch dimension
     return results, [None if d is None else d + shift for d in dims]
 
 
 def _ordered_effects() -> Any:
-    """Return the effects that an ordered callback has."""
+    """Return the effects of an ordered callback."""
     like = jax.ShapeDtypeStruct((), np.float32)
     traced = jax.make_jaxpr(lambda x: io_callback(lambda a: a, like, x, ordered=True))
     return traced(like).effects

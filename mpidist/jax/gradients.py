@@ -45,8 +45,8 @@ def value_and_grad(
       batch_argnums: which positional arguments have rows, along their first dimension;
         by default all that are not in `argnums`. With () no argument has rows, and all
         replicas have the same weight.
-      strategy: by default the one that is current when the function is called (inside
-        of `jit`: traced).
+      strategy: by default the current one when the function is called (inside `jit`:
+        traced).
       options: see `CommunicationOptions`.
 
     Returns:
@@ -132,8 +132,8 @@ def grad(
 def _scale(fun: Callable[..., Any], has_aux: bool, rows: int | None) -> Any:
     """Return `fun` with its value times `rows`.
 
-    It is scaled before it is differentiated: where `fun` has collectives, a replica's
-    gradients have parts of the values of others, with these replicas' rows.
+    Scale before differentiating: if `fun` contains collectives, a replica's gradients
+    include derivatives of other replicas' values, weighted by their rows.
     """
     if rows is None:
         return fun
@@ -153,19 +153,19 @@ def _mean_over_rows(
     options: CommunicationOptions | None,
     strategy: Strategy,
 ) -> Any:
-    """Return the mean over the rows of all replicas of a pytree. Collective.
+    """Return the mean of a pytree over the rows of all replicas. Collective.
 
     Args:
-      sums: of this replica's rows; their means unless `is_scaled`.
-      rows: of this replica; None if each replica counts the same.
+      sums: sums over this replica's rows; means if not `is_scaled`.
+      rows: the number of rows of this replica; None to weight all replicas equally.
       is_scaled: see `sums`.
       options: see `CommunicationOptions`.
-      strategy: over whose replicas.
+      strategy: the strategy of the replicas.
     """
     if rows is None:
         return all_reduce("MEAN", sums, options, strategy=strategy)
     dtypes = jax.tree.map(lambda x: x.dtype, sums)
-    if rows == 0:  # they are nan
+    if rows == 0:  # the means are nan
         sums = jax.tree.map(jnp.zeros_like, sums)
     if not is_scaled:
         sums = jax.tree.map(lambda x: _widen(x) * rows, sums)
@@ -198,7 +198,9 @@ def _numbers(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or not all(
         isinstance(i, int) for i in value
     ):
-        raise ArgumentTypeError(f"{name} must be an int or several, not {value!r:.80}")
+        raise ArgumentTypeError(
+            f"{name} must be an int or a tuple of ints, not {value!r:.80}"
+        )
     return tuple(value)
 
 
@@ -208,28 +210,32 @@ def _count_rows(
     numbers: Sequence[int],
     batch: Sequence[int] | None,
 ) -> int | None:
-    """Return how many rows this replica has; None if no arguments have rows.
+    """Return the number of rows of this replica; None if no argument has rows.
 
     Raises:
-      ArgumentError: they have unlike numbers, or no dimensions, or do not exist.
+      ArgumentError: the arguments have different numbers of rows, or no dimensions; or
+        there is no such argument.
     """
     if batch == ():
         return None
     advice = (
-        "say which arguments have rows, along their first dimension, as in "
-        "batch_argnums=(1, 2); or batch_argnums=(), to count each replica the same"
+        "pass the numbers of the arguments whose first dimension counts rows, such as "
+        "batch_argnums=(1, 2), or batch_argnums=() to weight all replicas equally"
     )
     if batch is None:
         own = {i % len(args) for i in numbers if -len(args) <= i < len(args)}
         batch = [i for i in range(len(args)) if i not in own]
     if any(not -len(args) <= i < len(args) for i in batch):
-        raise ArgumentError(f"{call}: batch_argnums {batch} of {len(args)} arguments")
+        raise ArgumentError(
+            f"{call}: batch_argnums={tuple(batch)} names an argument that does not "
+            f"exist; there are {len(args)}"
+        )
     shapes = [jnp.shape(leaf) for i in batch for leaf in jax.tree.leaves(args[i])]
     lengths = {shape[0] if shape else None for shape in shapes}
     if len(lengths) != 1 or None in lengths:
         found = ", ".join(map(str, shapes[:8])) or "none"
         raise ArgumentError(
-            f"{call} cannot tell how many rows this replica has: arrays in arguments "
+            f"{call}: the number of rows is ambiguous: the arrays in arguments "
             f"{list(batch)} have the shapes {found}; {advice}"
         )
     return int(lengths.pop() or 0)

@@ -34,7 +34,7 @@ def as_jax(dataset: Any) -> JaxDataset:
     """
     if not hasattr(dataset, "__iter__"):
         raise ArgumentTypeError(
-            f"as_jax takes a distributed dataset, not {type(dataset).__name__}"
+            f"as_jax needs a distributed dataset, not {type(dataset).__name__}"
         )
     return JaxDataset(dataset)
 
@@ -73,10 +73,10 @@ def _convert(batch: Any) -> Any:
 
 
 def _to_jax(leaf: Any) -> Any:
-    """Return numbers as a JAX array, and what is none as it is.
+    """Return an array of numbers as a JAX array, and other leaves unchanged.
 
     Raises:
-      DTypeError: 64-bit integers that do not fit 32 bits, which is what JAX has.
+      DTypeError: 64-bit integers that do not fit JAX's 32 bits.
     """
     array = leaf if arrays.is_device_array(leaf) else np.asarray(leaf)
     if not arrays.fits_device(array):
@@ -85,7 +85,7 @@ def _to_jax(leaf: Any) -> Any:
     if dtype != array.dtype:
         arrays.require_range(array, dtype, "a batch for JAX")
         array = array.astype(dtype)
-    # What cannot be written may be a file's, or somebody else's who can
+    # Read-only memory may belong to a file, or to code that can still change it
     if isinstance(array, np.ndarray) and not array.flags.writeable:
         return jnp.array(array, copy=True)
     return arrays.like(array, jnp.zeros(()))

@@ -1,8 +1,8 @@
-"""How computations of JAX call collectives: threads, devices, and errors.
+"""How JAX computations call collectives: threads, devices and errors.
 
-A collective inside of `jit` is an ordered callback into Python. JAX calls it in the
-thread that has dispatched the computation, or in one of XLA's own while that thread
-waits for the computation. Then XLA's thread communicates in the name of the other.
+A collective inside `jit` is an ordered callback into Python. JAX calls it in the thread
+that dispatched the computation, or in one of XLA's threads while that thread waits for
+the computation. XLA's thread then communicates in place of the waiting one.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ skip_folder(_JAX_FOLDER)
 
 
 def _dispatch_synchronously() -> bool:
-    """Ask JAX to do so; return whether it does: it does not ask again later on."""
-    from jax._src import xla_bridge  # nothing public says whether it is too late
+    """Make JAX dispatch synchronously; return False if it is too late for that."""
+    from jax._src import xla_bridge  # there is no public API for this
 
     was_synchronous = not jax.config.values["jax_cpu_enable_async_dispatch"]
     is_early = not xla_bridge.backends_are_initialized()
@@ -50,7 +50,7 @@ def _dispatch_synchronously() -> bool:
 
 
 _is_synchronous = _dispatch_synchronously()
-_errors: list[Exception] = []  # of the last callback that has failed
+_errors: list[Exception] = []  # of the last callback that failed
 
 
 def find_strategy(strategy: Strategy | None, call: str) -> Strategy:
@@ -58,8 +58,8 @@ def find_strategy(strategy: Strategy | None, call: str) -> Strategy:
 
     Raises:
       ArgumentTypeError: it is not a strategy.
-      ContextError: it is None, and no strategy is current; or another one is; or it was
-        finalized.
+      ContextError: it is None and no strategy is current; another strategy is current;
+        or it was finalized.
     """
     if strategy is None:
         context = get_replica_context()
@@ -77,49 +77,52 @@ def find_strategy(strategy: Strategy | None, call: str) -> Strategy:
 
 
 def require_dispatch(strategy: Strategy, call: str) -> None:
-    """Raise unless a computation of JAX, once compiled, can make collectives.
+    """Raise unless compiled JAX computations can make collectives.
 
     Raises:
       UnsupportedError: JAX computes on a GPU, or has several devices in this process.
-      ContextError: JAX dispatches asynchronously, or this is not the thread that has
-        made the strategy.
+      ContextError: JAX dispatches asynchronously, or this is not the thread that
+        created the strategy.
     """
     platform = jax.default_backend()
     if platform != "cpu":
         raise UnsupportedError(
-            f"{call} is inside of jit (or grad, vmap) on JAX's backend {platform!r}; "
-            "it works on the CPU alone: call it outside, with arrays"
+            f"{call} was called inside jit (or grad, vmap) on JAX's backend "
+            f"{platform!r}, but there it works on CPUs only; call it outside jit"
         )
     count = jax.local_device_count()
     if count > 1 or jax.process_count() > 1:
         raise UnsupportedError(
-            f"{call} is inside of jit, and JAX has {count} devices in this process, of "
-            f"{jax.process_count()} processes; one replica has one: unset "
-            "jax_num_cpu_devices and --xla_force_host_platform_device_count, and do "
-            "not call jax.distributed.initialize"
+            f"{call} was called inside jit, where a replica needs one process with one "
+            f"device, but JAX has {count} devices here and {jax.process_count()} "
+            "processes; unset jax_num_cpu_devices and "
+            "--xla_force_host_platform_device_count, and do not call "
+            "jax.distributed.initialize"
         )
     if not _is_synchronous:
         raise ContextError(
-            f"{call} is inside of jit, and JAX dispatches computations asynchronously; "
-            "import mpidist.jax before JAX computes anything, or set the variable "
-            "JAX_CPU_ENABLE_ASYNC_DISPATCH=0"
+            f"{call} was called inside jit, but JAX dispatches computations "
+            "asynchronously; import mpidist.jax before JAX computes anything, or set "
+            "the environment variable JAX_CPU_ENABLE_ASYNC_DISPATCH=0"
         )
     if not strategy.extended.consensus.lock.is_creator():
         raise ContextError(
-            f"{call} is inside of jit, in thread {threading.current_thread().name!r}; "
-            "there, only the thread that has made the strategy communicates"
+            f"{call} was called inside jit in thread "
+            f"{threading.current_thread().name!r}, but inside jit only the thread that "
+            "created the strategy can communicate"
         )
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise ContextError(
-            f"{call} is inside of jit, which needs MPI_THREAD_SERIALIZED; MPI was "
-            "started with less"
+            f"{call} was called inside jit, which needs MPI_THREAD_SERIALIZED, but MPI "
+            "was initialised with a lower thread level; remove the program's setting "
+            "of mpi4py.rc.thread_level"
         )
 
 
 def call_host(strategy: Strategy, operation: str, work: Callable[[], Any]) -> Any:
-    """Return `work()`, which communicates, in a callback of a computation of JAX.
+    """Return `work()`, which communicates; called in a callback of JAX.
 
-    Raises, on all ranks: what `work` raises on any; `take_error` has it, too.
+    Raises, on all ranks: what `work` raises on any; `take_error` returns it too.
     """
     try:
         with _as_dispatcher(strategy, operation):
@@ -131,10 +134,10 @@ def call_host(strategy: Strategy, operation: str, work: Callable[[], Any]) -> An
 
 @contextlib.contextmanager
 def _as_dispatcher(strategy: Strategy, operation: str) -> Iterator[None]:
-    """Let a thread of XLA's communicate as the thread that waits for the computation.
+    """Let an XLA thread communicate in place of the thread that waits for it.
 
     Raises:
-      ContextError: no thread does, so it would be mixed with what other threads do.
+      ContextError: no thread waits, so its calls would mix with those of other threads.
     """
     extended = strategy.extended
     extended.topology.require_open()
@@ -148,9 +151,9 @@ def _as_dispatcher(strategy: Strategy, operation: str) -> Iterator[None]:
     consensus = extended.consensus
     if not is_waiting:
         error = ContextError(
-            f"{operation} inside of jit was called while the thread that has made the "
-            "strategy does something else; dispatch such computations in that thread, "
-            "with jax_cpu_enable_async_dispatch=False"
+            f"{operation} inside jit was called while the thread that created the "
+            "strategy was not waiting for it; dispatch such computations in that "
+            "thread, with jax_cpu_enable_async_dispatch=False"
         )
         consensus.leave(error)
         raise error
@@ -159,7 +162,7 @@ def _as_dispatcher(strategy: Strategy, operation: str) -> Iterator[None]:
 
 
 def take_error() -> Exception | None:
-    """Return, once, what the last callback raised that has failed."""
+    """Return, once, the error of the last callback that failed."""
     return _errors.pop() if _errors else None
 
 
@@ -202,7 +205,7 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., 
 
 
 class _Known(logging.Filter):
-    """Drops what JAX logs of errors that are raised by `call_host`."""
+    """Drops JAX's log records of errors that `call_host` raises."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to log a record."""

@@ -28,13 +28,13 @@ _SUFFIX = ".jsonl"
 
 
 class Recorded(NamedTuple):
-    """One call.
+    """One recorded call.
 
     Args:
       kind: the number of its kind.
-      begun: when, in seconds on the clock of time.time.
-      ended: likewise; 0 if it did not.
-      step: of a loop; -1 if there is none.
+      begun: start, in seconds on time.time's clock.
+      ended: end, likewise; 0 if it did not end.
+      step: the step of a loop; -1 without one.
     """
 
     kind: int
@@ -49,11 +49,11 @@ class Flight:
 
     Args:
       channel: the number of the communicator.
-      rank: of the process there.
-      members: the ranks in the world of all that belong to it.
-      kinds: what calls there were: mappings with `operation`, `site`, `agreed` (perhaps
-        cut short) and `digest`, by their number.
-      calls: those that are known, by their number.
+      rank: the rank in that communicator.
+      members: the ranks in COMM_WORLD of all members.
+      kinds: the kinds of calls by number: mappings with `operation`, `site`, `agreed`
+        (perhaps truncated) and `digest`.
+      calls: the recorded calls by number.
     """
 
     channel: int
@@ -82,7 +82,7 @@ def read_flights(paths: Sequence[Path]) -> list[Flight]:
     """Return the contents of files, or of all files in folders.
 
     Raises:
-      DataError: there is none, or one is damaged.
+      DataError: there is no file, or one is damaged.
     """
     files = [f for path in paths for f in _files_of(path)]
     if not files:
@@ -123,7 +123,7 @@ def _read(path: Path) -> Flight:
 
 
 def _lines(text: str) -> Iterator[Any]:
-    """Yield what lines hold; the last may have been cut off when the process ended."""
+    """Yield the content of each line; a truncated last line is skipped."""
     lines = text.splitlines(keepends=True)
     for line in lines:
         if line.endswith("\n") or line is not lines[-1]:
@@ -173,7 +173,7 @@ def _compare_channel(flights: Sequence[Flight]) -> tuple[list[str], bool]:
 
 
 def _is_even(flights: Sequence[Flight]) -> bool:
-    """Return whether all ranks have ended the same last call."""
+    """Return whether the last call is the same on all ranks and ended."""
     ends = {max(flight.calls, default=0) for flight in flights}
     return len(ends) == 1 and not any(map(_open_call, flights))
 

@@ -1,11 +1,11 @@
-"""Sums of floats without any rounding, so that their order does not matter.
+"""Sums of floats without rounding, so that the order of summation does not matter.
 
-A block of rows is cut, column by column, into parts with so few bits that NumPy adds
+A block of rows is split, column by column, into parts with so few bits that NumPy adds
 them up without rounding (ExtractVector in S. M. Rump, T. Ogita, S. Oishi: Accurate
 Floating-Point Summation, part I, SIAM J. Sci. Comput. 31, 2008). The sums of the parts
-are added to integers of Python, which have as many bits as are needed. Squares are
-products without rounding: T. J. Dekker, A floating-point technique for extending the
-available precision, Numer. Math. 18, 1971.
+are added to Python integers, which have as many bits as necessary. Squares are products
+without rounding: T. J. Dekker, A floating-point technique for extending the available
+precision, Numer. Math. 18, 1971.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 
 __all__ = ["ExactSums", "exact_parts", "exact_squares", "ratio"]
 
-# Of a block, so that it stays in the cache; but each block costs a microsecond a column
+# A block should fit in the cache, but each block costs a microsecond per column
 _BLOCK_ITEMS, _BLOCK_ROWS = 1 << 16, 128
 _LIMB_BITS = 32
-# What is larger, or nearer to 0, is scaled first
+# Numbers of larger, or smaller, magnitude are scaled first
 _LARGE, _SQUARE_LARGE, _SQUARE_SMALL = 2.0**900, 2.0**480, 2.0**-480
 _SCALE_BITS, _SQUARE_SCALE_BITS = 200, 600
 _SPLITTER = 2.0**27 + 1
-# Integers whose squares float64 holds
+# The squares of integers of so many bits are exact in float64
 _FEW_BITS = 26
 
-# Numbers of float64 and by which power of two they are to be multiplied
+# float64 numbers, and the power of two by which to multiply them
 Part = tuple[Any, int]
 
 
@@ -35,7 +35,7 @@ class ExactSums:
     """One sum per column, as integers in units of a power of two.
 
     Args:
-      columns: how many.
+      columns: the number of columns.
     """
 
     def __init__(self, columns: int) -> None:
@@ -83,7 +83,7 @@ class ExactSums:
 
     @property
     def bits(self) -> int:
-        """How many bits the longest total has."""
+        """The number of bits of the longest total."""
         return max((total.bit_length() for total in self.totals), default=0)
 
     def as_limbs(self, exponent: int, count: int) -> Any:
@@ -91,12 +91,12 @@ class ExactSums:
 
         Args:
           exponent: at most `self.exponent`.
-          count: of words, which have to hold all bits and a sign.
+          count: the number of words; they must have room for all bits and a sign.
 
         Returns:
-          int64 of shape (count, columns), least significant first: all words are in
-          0...2**32 - 1, except for the last one, which has the sign. So words of up to
-          2**31 ranks can be added up.
+          int64 of shape (count, columns), least significant word first. All words are
+          in 0...2**32 - 1, except the last one, which is signed. So the words of up to
+          2**31 ranks can be summed.
         """
         shift, size = self.exponent - exponent, 4 * count
         data = b"".join(
@@ -110,7 +110,7 @@ class ExactSums:
 
     @classmethod
     def from_limbs(cls, limbs: Any, exponent: int) -> ExactSums:
-        """Return the sums that `as_limbs` describes, whose words may be larger."""
+        """Return the sums for the words of `as_limbs`, or for sums of such words."""
         sums = cls(limbs.shape[1])
         sums.exponent = exponent
         for place, words in enumerate(limbs.tolist()):
@@ -126,13 +126,13 @@ def ratio(numerator: int, denominator: int, exponent: int) -> float:
     else:
         denominator <<= -exponent
     try:
-        return numerator / denominator  # which Python rounds correctly
+        return numerator / denominator  # correctly rounded by Python
     except OverflowError:
         return float("inf") if numerator > 0 else float("-inf")
 
 
 def exact_parts(rows: Any) -> Iterator[Part]:
-    """Yield arrays of float64 whose sum is that of the rows.
+    """Yield float64 arrays with the same sum as the rows.
 
     Args:
       rows: finite numbers or integers of shape (rows, columns).
@@ -151,7 +151,7 @@ def exact_parts(rows: Any) -> Iterator[Part]:
 
 
 def exact_squares(rows: Any) -> Iterator[Part]:
-    """Yield arrays of float64 whose sum is that of the squares; see `exact_parts`."""
+    """Yield float64 arrays with the sum of the squares; see `exact_parts`."""
     for block in _blocks(rows):
         if block.dtype.kind in "iu":
             yield from _squares_of_integers(block)
@@ -169,15 +169,15 @@ def _blocks(rows: Any) -> Iterator[Any]:
 
 
 def _column_sums(block: Any) -> Iterator[Any]:
-    """Yield numbers per column whose sum is that of the column.
+    """Yield rows whose sums are those of the columns.
 
-    The block is changed. Its numbers are below 2**1000.
+    Overwrites the block, whose magnitudes are below 2**1000.
     """
     if len(block) == 1:
         yield block[0]
         return
-    # Each part is a multiple of 2**-53 * sigma, and all of them together are less than
-    # sigma, so that float64 holds each of their sums
+    # Each part is a multiple of 2**-53 * sigma, and the sum of all is less than sigma,
+    # so that all partial sums are exact in float64
     spare_bits = (len(block) + 1).bit_length()
     while True:
         most = np.maximum(block.max(axis=0), -block.min(axis=0))
@@ -230,7 +230,7 @@ def _squares(block: Any) -> Iterator[Part]:
 
 
 def _products(a: Any, b: Any, exponent: int) -> Iterator[Part]:
-    """Yield the products as float64 rounds them, and what it rounds off."""
+    """Yield the products rounded to float64, and their rounding errors."""
     product = a * b
     (a_upper, a_lower), (b_upper, b_lower) = _split(a), _split(b)
     rest = a_upper * b_upper
@@ -243,7 +243,7 @@ def _products(a: Any, b: Any, exponent: int) -> Iterator[Part]:
 
 
 def _split(numbers: Any) -> tuple[Any, Any]:
-    """Return two arrays of at most 26 bits a number, of which `numbers` is the sum."""
+    """Split `numbers` into a sum of two arrays with at most 26 bits per number."""
     upper = _SPLITTER * numbers
     upper -= upper - numbers
     return upper, numbers - upper

@@ -88,7 +88,7 @@ class Moments(Statistic):
         self._dtype: np.dtype[Any] | None = None
         self._shape: tuple[int, ...] = ()
         self._sums = self._squares = ExactSums(0)
-        self._others: Any = None  # how many are nan, inf and -inf in each column
+        self._others: Any = None  # numbers of nan, inf and -inf in each column
         self._least: Any = None
         self._most: Any = None
 
@@ -180,7 +180,7 @@ class Moments(Statistic):
             return whole
         dtype, _, shape = kind.partition("[")
         sizes = [int(size) for size in shape[:-1].split(",") if size]
-        # Of a rank without rows, which does not know what they are like
+        # A rank without rows does not know their dtype and shape
         whole._begin(serialization.dtype_of(dtype), tuple(sizes))
         mine = self if self._dtype is not None else whole
         limbs = []
@@ -290,7 +290,7 @@ class Moments(Statistic):
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which least and most are kept."""
+    """Return the dtype in which minimum and maximum are stored."""
     if dtype.kind == "b":
         return np.dtype(np.uint8)
     is_half = arrays.is_floating(dtype) and dtype.itemsize == 2

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Quantiles"]
 
-# Of numbers that have no logarithm: -inf, 0, inf, nan
+# Counts of numbers without logarithm: -inf, 0, inf, nan
 _BELOW, _ZERO, _ABOVE, _NAN = range(4)
 # Smaller magnitudes count as 0, larger ones as infinite
 _LEAST, _MOST = 2.0**-1000, 2.0**1000
@@ -66,7 +66,7 @@ class Quantiles(Statistic):
     def reset_state(self) -> None:
         """Remove the rows that this rank has added. Not collective."""
         self._others = np.zeros(4, np.int64)
-        # Counts by sign, from the bin `_first` on
+        # Counts by sign, from bin `_first` on
         self._first, self._counts = 0, np.zeros((2, 0), np.int64)
 
     def update_state(self, rows: Any) -> None:
@@ -93,7 +93,7 @@ class Quantiles(Statistic):
             self._counts[1] += np.bincount(bins[~is_negative], minlength=length)
 
     def _bins_of(self, sizes: Any) -> Any:
-        """Return the bin of each number: bin k ends with gamma**k, which is in it."""
+        """Return the bin of each number: bin k includes its upper bound, gamma**k."""
         first, edges = _edges(self._error)
         unit = math.log2((1 + self._error) / (1 - self._error))
         found = np.ceil(np.log2(sizes) / unit).astype(np.int64) - first
@@ -222,9 +222,9 @@ def _edges(error: float) -> tuple[int, Any]:
 
 
 def _ddsketch() -> Any:
-    """Return the package.
+    """Return the package ddsketch.
 
-    Raises: UnsupportedError: it is not there.
+    Raises: UnsupportedError: it is not installed.
     """
     try:
         return importlib.import_module("ddsketch")

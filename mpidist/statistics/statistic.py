@@ -120,14 +120,14 @@ class Statistic(abc.ABC):
         settings = f" ({self._settings()})" if self._settings() else ""
         return f"<{type(self).__name__}{settings}: {self._shown_rows()} on this rank>"
 
-    # What each of them has to say
+    # What subclasses implement
 
     def _settings(self) -> str:
-        """Return the arguments with which it was made, as text."""
+        """Return the arguments of the constructor, as text."""
         return ""
 
     def _rows_kind(self) -> str:
-        """Return dtype and shape of its rows, as text; "" while it has none."""
+        """Return dtype and shape of the rows, as text; "" without rows."""
         return ""
 
     def _shown_rows(self) -> str:
@@ -138,34 +138,34 @@ class Statistic(abc.ABC):
 
     @abc.abstractmethod
     def _extent(self) -> list[int]:
-        """Return integers of which the ranks have to know the least and the most."""
+        """Return integers whose minimum and maximum over the ranks are needed."""
 
     @abc.abstractmethod
     def _of_all_ranks(self) -> Any:
-        """Return one with the rows of all ranks. Collective."""
+        """Return a statistic of the rows of all ranks. Collective."""
 
     @abc.abstractmethod
     def _describe(self) -> Any:
-        """Return the result of the rows that this object has."""
+        """Return the result for the rows of this object."""
 
     @abc.abstractmethod
     def _add(self, other: Any) -> None:
-        """Add what another one of the same settings has."""
+        """Add the rows of another statistic with the same settings."""
 
     @abc.abstractmethod
     def _to_state(self) -> dict[str, Any]:
-        """Return what it has, with `kind` and `settings`."""
+        """Return the state, with `kind` and `settings`."""
 
     @abc.abstractmethod
     def _from_state(self, state: Mapping[str, Any]) -> None:
-        """Take what `_to_state` has returned."""
+        """Restore a state of `_to_state`."""
 
-    # How they communicate
+    # Communication
 
     def _compare(self) -> tuple[str, list[int], list[int]]:
-        """Return the kind of all ranks' rows, and least and most extents. Collective.
+        """Return the rows' kind, and minimum and maximum extents. Collective.
 
-        Ranks without rows count for nothing in them; if all are, they are empty.
+        Ranks without rows are ignored; if no rank has rows, the results are empty.
 
         Raises, on all ranks: MismatchError.
         """
@@ -188,7 +188,7 @@ class Statistic(abc.ABC):
 
 
 class CountStatistic(Statistic):
-    """Base of those that have counts, `_counts`, and nothing else."""
+    """Base of statistics whose state is only an array of counts, `_counts`."""
 
     _counts: Any
 

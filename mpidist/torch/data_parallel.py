@@ -283,7 +283,7 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
 def _require_alike(
     consensus: Any, module: torch.nn.Module, settings: dict[str, Any]
 ) -> None:
-    """Raise on all ranks unless they have made the same model. Collective."""
+    """Raise on all ranks unless their models are the same. Collective."""
     state = _state(module)
     needs = {name for name, p in module.named_parameters() if p.requires_grad}
     described = tuple(

@@ -83,8 +83,7 @@ def as_trainer(
         return contextlib.nullcontext()
     if trainer != lock.creator:
         error = ContextError(
-            f"{call}: a model on a GPU is to be trained in the thread that has made "
-            "the strategy"
+            f"{call}: train a model on a GPU in the thread that created the strategy"
         )
         group.consensus.leave(error)  # other ranks may wait for this one
         raise error

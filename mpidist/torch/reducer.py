@@ -222,7 +222,7 @@ class Reducer:
         if gradient.is_sparse:
             text = "is sparse; make the layer with sparse=False"
         else:
-            text = f"is {gradient.dtype}, but was {dtype} when {CALL} was made"
+            text = f"is {gradient.dtype}, but was {dtype} when {CALL} was created"
         self._error = DTypeError(f"the gradient of parameter {name} {text}")
 
     def _drop_pass(self) -> None:
@@ -232,7 +232,7 @@ class Reducer:
         self._dropped_at = calls
         if self._overlap is not None:
             self._overlap.abandon(
-                ContextError(f"{CALL}: an exception has ended a backward pass")
+                ContextError(f"{CALL}: an exception ended a backward pass")
             )
         self._reset()
 
@@ -267,15 +267,15 @@ class Reducer:
         ready = set(self._ready)
         if len(ready) < len(self._ready) and self._error is None:
             self._error = ContextError(
-                f"{CALL}: a parameter had its gradient twice in a backward pass, as in "
+                f"{CALL}: a parameter got two gradients in one backward pass, as by "
                 "two torch.utils.checkpoint with use_reentrant=True; use "
                 "use_reentrant=False"
             )
         thawed = [name for name, p in self._frozen.items() if p.requires_grad]
         if thawed and self._error is None:
             self._error = ContextError(
-                f"parameters need gradients that did not when {CALL} was made: "
-                f"{thawed[:5]}; make it after requires_grad is set"
+                f"parameters require gradients that did not when {CALL} was created: "
+                f"{thawed[:5]}; create it after setting requires_grad"
             )
         if len(ready) == self._all:
             return Share(rows, -1)
@@ -286,7 +286,7 @@ class Reducer:
         ]
         if missing and not self._finds_unused and self._error is None:
             self._error = ArgumentError(
-                f"the backward pass made no gradients of parameters: {missing[:5]}"
+                f"the backward pass computed no gradients of parameters: {missing[:5]}"
                 f"{' ...' if len(missing) > 5 else ''}; use all in the loss, or pass "
                 f"find_unused_parameters=True to {CALL}"
             )
@@ -438,8 +438,8 @@ class Reducer:
         if begun != (1 / self._consensus.size if weight is None else weight):
             own = shares[self._consensus.rank].rows
             error = ContextError(
-                f"{CALL}: the loss is of {own} rows, but outputs of {rows} rows have a "
-                "graph; use torch.no_grad() for those that are not in the loss, or "
+                f"{CALL}: the loss depends on {own} rows, but outputs of {rows} "
+                "rows have a graph; compute the others under torch.no_grad(), or "
                 "delete them before backward()"
             )
         self._consensus.sync_errors(_OPERATION, error)
@@ -462,7 +462,7 @@ class Reducer:
         with self._consensus.same_on_all():
             if min(rows) < 0:
                 raise ArgumentError(
-                    "forward got no tensor whose rows could be counted on "
+                    "forward got no tensor whose rows can be counted on "
                     f"{name_ranks([j for j, n in enumerate(rows) if n < 0])}; call "
                     "set_rows, or pass batch_dim=None"
                 )
@@ -476,7 +476,7 @@ class Reducer:
         with self._consensus.same_on_all():
             if joining is None or joining.raises:
                 raise ContextError(
-                    f"{name_ranks(ended)} ended with the batches, and others have more"
+                    f"{name_ranks(ended)} ran out of batches, and other ranks have more"
                 )
         others = [j for j in range(ranks) if j not in ended]
         total: float = sum(rows[j] for j in others)

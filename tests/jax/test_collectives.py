@@ -71,7 +71,7 @@ def test_all_gather_and_broadcast(comm, strategy, wrap):
     for root in range(n):
         got = wrap(lambda x, r=root: mj.broadcast(x, r, strategy=strategy))((mine,))
         np.testing.assert_array_equal(got[0], parts(comm, 2, 3)[root])
-    with pytest.raises(ArgumentError, match=f"root {n} of {n} replicas"):
+    with pytest.raises(ArgumentError, match=f"root must be below {n}, not {n}"):
         mj.broadcast(mine, n, strategy=strategy)
 
 
@@ -242,7 +242,7 @@ def test_what_cannot_work_is_refused_when_it_is_traced(comm, strategy, reduce):
     thread = threading.Thread(target=in_a_thread)
     thread.start()
     thread.join()
-    assert "only the thread that has made the strategy" in errors[0]
+    assert "only the thread that created the strategy" in errors[0]
 
 
 def test_without_a_strategy_it_is_the_current_one(comm, strategy):

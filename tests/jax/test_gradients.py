@@ -127,11 +127,11 @@ def test_rows_that_cannot_be_told_are_an_error_on_all_ranks(comm, strategy):
     step = mj.value_and_grad(loss_of, strategy=strategy)
     with pytest.raises(ArgumentError, match=r"batch_argnums=\(1, 2\)"):
         step(weights(), X, Y[: len(Y) - (comm.rank == 1)])
-    with pytest.raises(ArgumentError, match="cannot tell how many rows"):
+    with pytest.raises(ArgumentError, match="the number of rows is ambiguous"):
         mj.grad(lambda w, t: w * t, strategy=strategy)(1.0, 2.0)
     with pytest.raises(ArgumentTypeError, match="batch_argnums"):
         mj.grad(loss_of, batch_argnums="x")
-    with pytest.raises(ArgumentError, match="of 1 arguments"):
+    with pytest.raises(ArgumentError, match="names an argument that does not exist"):
         mj.grad(lambda w: w, batch_argnums=3, strategy=strategy)(1.0)
     rows = share(comm)
     got = step(weights(), X[rows], Y[rows])

@@ -383,7 +383,7 @@ def test_advice_on_chunks(tmp_path, monkeypatch, long_file):
         )
         file.create_dataset("y", (30_000,), "f8", chunks=(4,), compression=1)[...] = 1
     huge, tiny = notes_on(plan_of(tmp_path / "huge.h5", 64, 1))
-    assert huge.startswith("x: 20,000 rows are decoded together, 19.53 MiB")
+    assert huge.startswith("x: reading one row decodes 20,000 rows (19.53 MiB)")
     assert tiny.startswith("y: 7,500 chunks have only 32 bytes each")
 
 

@@ -316,8 +316,8 @@ def _on_chunks(dataset: DatasetPart) -> Iterator[str]:
         together = dataset.row_bytes * layout.chunk[0]
         if together > _HUGE_BYTES:
             yield (
-                f"{dataset.name}: {layout.chunk[0]:,} rows are decoded together, "
-                f"{as_text(together)}, for any one of them; chunks of 1 MiB are better"
+                f"{dataset.name}: reading one row decodes {layout.chunk[0]:,} rows "
+                f"({as_text(together)}); chunks of 1 MiB are better"
             )
         if layout.chunk_bytes < _TINY_BYTES and layout.chunks > _MANY_CHUNKS:
             yield (
