@@ -32,7 +32,7 @@ highlight_language = "none"
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["manual.css"]
-html_copy_source = html_show_sourcelink = False
+html_copy_source = html_show_sourcelink = html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 
 # Docstrings have single backticks around code

@@ -274,14 +274,14 @@ HANG_SECONDS = Setting(
     "mpidist.resilience.watchdog",
     _seconds,
     "1800",
-    "CommunicationOptions(timeout_seconds=), for single calls",
+    "CommunicationOptions(timeout_seconds=)",
 )
 LOG = Setting(
     "MPIDIST_LOG",
     "words",
     LogChoice("", False),
     "debug, info, warning or error, and json, with a comma between",
-    "From which level on ranks write to stderr, and whether as lines of JSON.",
+    "The lowest level that is logged to stderr; json logs lines of JSON.",
     "mpidist.util.logs",
     _log,
     "info on rank 0, warning on the others",
