@@ -1,8 +1,8 @@
-"""What the digits jobs need beside the training: data, options, and a report.
+"""Shared by the digits jobs: data, options, and a report.
 
-The data are the 1,797 images of 8x8 pixels that scikit-learn carries (UCI, "Optical
-recognition of handwritten digits"), divided into training and test images, in HDF5
-files. More training images are made by shifting each of them by a pixel.
+The data are scikit-learn's 1,797 images of 8x8 pixels (UCI, "Optical recognition of
+handwritten digits"), divided into training and test images, in HDF5 files. Shifting
+each training image by a pixel makes more of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def paths(folder: Path, shifts: int) -> tuple[list[Path], Path]:
 
 
 def write_missing(folder: Path, shifts: int) -> None:
-    """Write the files unless all are there. To be called by one rank."""
+    """Write the files unless all exist. Call it on one rank."""
     train, test = paths(folder, shifts)
     if not all(path.exists() for path in (*train, test)):
         from sklearn.datasets import load_digits
@@ -85,7 +85,7 @@ def write_file(path: Path, x: Any, y: Any) -> None:
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser of the options that the jobs have in common."""
+    """Return a parser with the options that all jobs have."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -103,7 +103,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def at_least_one(text: str) -> int:
-    """Return the whole number that `text` is, which must be 1 or more."""
+    """Convert `text` to an integer of at least 1."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, not {text}")
     return int(text)
@@ -116,12 +116,12 @@ def report(
     picture: Path | None,
     rate_alone: float | None = None,
 ) -> None:
-    """Print the results of the last epoch, and draw those of all. By one rank.
+    """Print the results of the last epoch, and plot all. Call it on one rank.
 
     Args:
       history: training loss, test loss and accuracy of each epoch.
       rate: training rows per second.
-      ranks: that did so.
+      ranks: the number of ranks.
       picture: the path of a picture of the history, or None.
       rate_alone: training rows per second of one rank, where that is known.
     """

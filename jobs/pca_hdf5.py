@@ -1,9 +1,9 @@
 """Find mean, covariance and principal components of HDF5 rows, in one pass.
 
 Each rank streams its part of every batch and keeps only the count, the mean and the
-scatter matrix of the rows that it saw, so memory is `batch / ranks` rows and a few
+scatter matrix of its rows, so memory is `batch / ranks` rows and a few
 matrices `(features, features)`, however large the files are. The sums are made on the
-CPU, in float64. The numbers do not depend on how many ranks there are, beyond rounding.
+CPU, in float64. The number of ranks affects the results only by rounding.
 
 A row `(*shape)` is flattened to features. With `--scores` a second pass projects all
 rows, in the order of the files. Results are the datasets `mean`, `covariance`,
@@ -45,7 +45,7 @@ _TIE = 1 - 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """What is kept of some rows.
+    """Count, mean and scatter matrix of some rows.
 
     Args:
       count: how many rows.
@@ -301,7 +301,7 @@ def write_scores(
 
 
 def run(strategy: mpidist.Strategy, options: argparse.Namespace) -> str:
-    """Do the whole job and return one line about it. Collective.
+    """Run the job, and return a line that describes it. Collective.
 
     Raises, on all ranks:
       ArgumentError: an output that cannot be written; too many components.
@@ -320,7 +320,7 @@ def run(strategy: mpidist.Strategy, options: argparse.Namespace) -> str:
         found = find_moments(strategy, batches, origin.size)
         mean, covariance = origin + found.mean, found.scatter / (found.count - 1)
 
-        # One rank decides on directions and signs, for processors may round differently
+        # One rank decides directions and signs, since processors may round differently
         components = on_root("components", lambda: Components.of(covariance, k))
         on_root("write", lambda: output.write(mean, covariance, components))
         if options.scores:
@@ -333,7 +333,7 @@ def run(strategy: mpidist.Strategy, options: argparse.Namespace) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the command line's options; exits, on every rank, where they are wrong."""
+    """Return the options of the command line; exit on every rank if they are wrong."""
     parser = argparse.ArgumentParser(
         description="Principal components of HDF5 rows, in one pass, on all MPI ranks."
     )
@@ -358,7 +358,7 @@ def _positive(text: str) -> int:
 def main(
     arguments: Sequence[str] | None = None, strategy: mpidist.Strategy | None = None
 ) -> None:
-    """Run the job as the command line says. Collective.
+    """Run the job with the options of the command line. Collective.
 
     Args:
       arguments: those after the program's name; None takes the process's own.

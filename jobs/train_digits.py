@@ -3,13 +3,13 @@
     mpirun -n 2 python jobs/train_digits.py
     srun -n 8 python jobs/train_digits.py --epochs 60 --plot curves.png
 
-Every rank computes the gradients of its share of each global batch; their sums over all
+Every rank computes the gradients of its part of each global batch; their sums over all
 ranks change the weights. The number of ranks does not change the result: the order of
-the rows is a function of the seed alone, and all sums are formed in double precision,
-so that the order of summation shows in the 16th digit, of which six are printed.
+the rows depends on the seed only, and sums are formed in double precision, so the order
+of summation changes only the 16th digit, and six digits are printed.
 
-The data are made by `digits.py`. `train_digits_resumable.py` is the same training with
-checkpoints, for jobs that may be ended before they are done.
+`digits.py` makes the data. `train_digits_resumable.py` is the same training with
+checkpoints, for jobs that may be ended early.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-# Each rank computes on one core: its BLAS must not take those of other ranks
+# Each rank computes on one core: its BLAS must not use the cores of other ranks
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -35,7 +35,7 @@ import mpidist
 class Perceptron:
     """One hidden layer of rectified units, and a softmax over the classes.
 
-    All weights are one vector, so that a step has one array to sum, and one to change.
+    All weights are one vector, so that a step sums and changes one array.
     """
 
     def __init__(self, hidden: int, seed: int):
@@ -208,9 +208,9 @@ def evaluate(
 
 
 def rate_alone(options: argparse.Namespace) -> float:
-    """Return how many rows per second this rank trains on without the others.
+    """Return how many rows per second this rank trains on alone.
 
-    It trains anew for about a second, two steps at least. The others should wait.
+    It trains from the start for about a second, at least two steps. The others wait.
     """
     from mpi4py import MPI  # not before mpidist, which sees that it starts well
 

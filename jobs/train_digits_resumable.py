@@ -3,11 +3,11 @@
     mpirun -n 2 python jobs/train_digits_resumable.py --checkpoint-dir run
     sbatch jobs/train.sbatch
 
-It saves every so many steps, and when it is about to be ended (SIGTERM, SIGUSR1, the
-end of its time in Slurm): then it exits with 99, which asks for a requeue. The next job
-goes on from the last checkpoint, in the middle of an epoch, on as many ranks as there
-are, and ends with the same result. Below Open MPI's `mpirun --with-ft ulfm` the ranks
-that are left go on so when one dies.
+It saves a checkpoint at regular intervals, and when it is about to be ended (SIGTERM,
+SIGUSR1, Slurm's time limit): then it exits with 99, which requests a requeue. The next
+job continues from the last checkpoint, in the middle of an epoch, on any number of
+ranks, with the same final result. Under Open MPI's `mpirun --with-ft ulfm` the
+surviving ranks continue in the same way when a rank dies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Each rank computes on one core: its BLAS must not take those of other ranks
+# Each rank computes on one core: its BLAS must not use the cores of other ranks
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def train(options: argparse.Namespace, strategy: mpidist.Strategy) -> None:
-    """Train on all ranks; once more on those that are left, if some die."""
+    """Train on all ranks; if some die, again on the survivors."""
     training_rows, test_rows = train_digits.read(strategy, options)
     with strategy.scope():
         trainer = train_digits.Trainer(options)

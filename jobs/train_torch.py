@@ -2,11 +2,11 @@
 
     mpirun -n 2 python jobs/train_torch.py --epochs 5
 
-`train_torch_single.py` is the same in one process. This one may be ended at any time
-(SIGTERM, SIGUSR1, the end of its time in Slurm): it exits with 99, and the next run
-goes on in the middle of the epoch, on any number of ranks. The order of the rows and
-the first weights do not depend on that number, and gradients count by rows, so the loss
-differs in the last digits of float32 alone.
+`train_torch_single.py` is the same in one process. This job may be ended at any time
+(SIGTERM, SIGUSR1, Slurm's time limit): it exits with 99, and the next run continues in
+the middle of the epoch, on any number of ranks. The order of the rows and the initial
+weights do not depend on that number, and gradients are weighted by rows, so the loss
+differs only in the last digits of float32.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python jobs/train_torch_single.py --epochs 5
 
-`train_torch.py` is the same on many ranks, in about as many lines: compare them. It
-saves after each epoch; when it is about to be ended (SIGTERM, SIGUSR1) it exits with
-99 after the next one, and the next run goes on from there.
+`train_torch.py` is the same on many ranks, in about as many lines: compare them. This
+one saves after each epoch; after SIGTERM or SIGUSR1 it exits with 99 at the end of the
+epoch, and the next run continues from there.
 """
 
 from __future__ import annotations

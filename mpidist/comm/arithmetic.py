@@ -240,7 +240,7 @@ def check_sum(pair: tuple[Any, Sequence[Any]], name: str) -> Any:
     if total.size == 1 and sum([part.item() for part in parts]) == total.item():
         return total
     rough = add_in_order(parts, np.empty(total.shape, np.float64))
-    # To compare bytes is the fastest for small arrays; sums above 2**53 are rounded
+    # Comparing bytes is fastest for small arrays; sums above 2**53 are rounded
     if rough.tobytes() != total.astype(np.float64).tobytes():
         require_fit(total, rough, f"the sum of {name} over all replicas")
     return total

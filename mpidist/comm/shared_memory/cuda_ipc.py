@@ -54,7 +54,7 @@ class IpcBuffers:
         self.arrays.clear()
         try:
             _close(self._addresses)
-        finally:  # the others wait, whatever became of this rank's GPU
+        finally:  # the others wait, even if this rank's GPU failed
             # Memory that others have mapped must not be freed
             with Pending("freeing buffers of GPUs", self._consensus.comm):
                 self._consensus.comm.Barrier()

@@ -147,7 +147,7 @@ class IpcTransport:
 
     def _write(self, sends: Sequence[Any], block: _Block, first: int) -> Any:
         """Start copying this rank's numbers into its slot; return the event."""
-        # The GPU copies; only an event is returned, so that the host can go on.
+        # The GPU copies; only an event is returned, so that the host continues.
         mine = block.slots[self._rank]
         if len(sends) > 1:
             self._packer.copy(first, mine.nbytes, mine)

@@ -66,7 +66,7 @@ def connect(consensus: Consensus) -> tuple[NcclTransport | None, str]:
     try:
         with Pending("making a communicator of NCCL", consensus.comm):
             comm = nccl.NcclCommunicator(consensus.size, unique_id, consensus.rank)
-    except Exception as error:  # of NCCL, or of CUDA: MPI can do without
+    except Exception as error:  # of NCCL or CUDA: use MPI instead
         reason = f"rank {consensus.rank}: {error}"
     reasons = [text for text in consensus.gather(_CALL, reason) if text]
     if reasons and comm is not None:
