@@ -209,6 +209,8 @@ def test_the_readmes_scripts_run(comm, capsys, mpi_tmp_path, monkeypatch):
     np.testing.assert_allclose(names["centers"], k_means(), rtol=1e-12)
     out = capsys.readouterr().out
     if comm.rank == 0:
-        assert re.fullmatch(r"(loss=\d\.\d{6}\n){3}", out)
-        losses = [float(line.partition("=")[2]) for line in out.splitlines()]
+        assert re.fullmatch(
+            rf"rank 0 of {comm.size}: .*\n(loss=\d\.\d{{6}}\n){{3}}", out
+        )
+        losses = [float(line.partition("=")[2]) for line in out.splitlines()[1:]]
         assert losses[2] < losses[0] < 1.0

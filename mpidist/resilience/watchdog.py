@@ -198,7 +198,7 @@ def _ended_text(consensus: Consensus, gone: list[int]) -> str:
     call = "" if entry is None else f", whose last call is {entry.operation}"
     return (
         f"mpidist: {name_ranks(gone)} of {consensus.size} {has} ended (killed, crashed "
-        f"or by os._exit), says rank {consensus.rank}{call}. The job ends"
+        f"or by os._exit), detected by rank {consensus.rank}{call}. The job ends"
     )
 
 

@@ -268,12 +268,12 @@ def without_launcher(monkeypatch):
 
 
 def test_one_rank_writes_nothing(tmp_path, without_launcher):
-    """It has nothing to choose from, and says how it is meant."""
+    """It has no transports to compare, and says how it is meant."""
     output = tmp_path / "t.json"
     command = [sys.executable, "-m", "mpidist", "tune", "--output", str(output)]
     done = launching.run(command)
     assert done.returncode == 1
-    assert "one rank has nothing to choose from: mpidist run -n 8" in done.stderr
+    assert "one rank has no transports to compare: mpidist run -n 8" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -70,7 +70,7 @@ def _tune(given: argparse.Namespace) -> int:
     if "table" not in found:
         arguments.complain(
             "tune",
-            "one rank has nothing to choose from: mpidist run -n 8 -m mpidist tune",
+            "one rank has no transports to compare: mpidist run -n 8 -m mpidist tune",
         )
         return 1
     if found["rank"] == 0:

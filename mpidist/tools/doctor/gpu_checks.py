@@ -112,7 +112,7 @@ def check_gpus(
     same = "install the same CuPy, driver and CUDA on all nodes"
     versions = {
         rank: f"CuPy {f.cupy}, driver for CUDA {_version(f.cuda[0])}, NCCL "
-        f"{f.nccl or 'not there'}"
+        f"{f.nccl or 'not found'}"
         for rank, f in facts.items()
     }
     return [_check_own(choices), all_same("CUDA", versions, same, Status.WARN)]

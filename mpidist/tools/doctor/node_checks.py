@@ -204,7 +204,7 @@ def check_nodes(facts: Mapping[int, LaunchFacts]) -> list[CheckResult]:
             )
         ]
     if pretended:
-        found += f", as {RANKS_PER_NODE.name}={pretended.pop()} pretends"
+        found += f", simulated by {RANKS_PER_NODE.name}={pretended.pop()}"
         remedy = "unset it: it is for tests, and keeps ranks from sharing memory"
         return [CheckResult(Status.WARN, "nodes", found, remedy)]
     sizes = sorted({len(ranks) for ranks in nodes.values()})
