@@ -428,7 +428,7 @@ def boxes(
         return
     inner = math.prod(shape[1:])
     first, last = -(-start // inner), stop // inner  # whole rows
-    # The range lies inside of one row: go down one dimension.
+    # The range is inside one row: go down one dimension.
     if first > last:
         within = slice(last, last + 1)
         skipped = last * inner

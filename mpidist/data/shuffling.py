@@ -30,7 +30,7 @@ STRIPE_ROWS = range(16, 33)
 
 @dataclasses.dataclass(frozen=True)
 class ChunkLayout:
-    """How rows lie in chunks.
+    """How rows are stored in chunks.
 
     Args:
       lengths: number of rows of each run (file); each run starts a new chunk.

@@ -174,7 +174,7 @@ class Hdf5Rows:
             leaves = [self._read(parts[0], i, blocks, self.buffers) for i in fields]
             return nest.unflatten(self._spec, leaves)
         # Rows of several files: read each part, and scatter it into the result
-        # `places` scatter the parts, so that the order asked for is kept.
+        # `places` scatter the parts, to keep the requested order.
         leaves = [
             self.buffers.empty((rows.size, *c.row_shape), c.native) for c in indexes
         ]
