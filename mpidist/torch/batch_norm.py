@@ -12,6 +12,7 @@ from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpidist.strategy.mirrored_strategy import MirroredStrategy
 from mpidist.strategy.strategy import Strategy
 from mpidist.torch import devices
+from mpidist.torch.passes import keep_untraced
 from mpidist.util import validation
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "find_strategy"]
@@ -75,6 +76,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         strategy: Strategy | None = None,
     ):
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        keep_untraced()
         self._ranks = _Ranks(find_strategy(strategy))
 
     @classmethod

@@ -19,9 +19,10 @@ from mpidist.options import CommunicationOptions
 from mpidist.strategy.strategy import Strategy
 from mpidist.torch import devices
 from mpidist.torch.batch_norm import find_strategy
-from mpidist.torch.passes import Joining, count_rows
+from mpidist.torch.parameters import CALL, Parameters
+from mpidist.torch.passes import Joining, count_rows, keep_untraced
 from mpidist.torch.pieces import broadcast
-from mpidist.torch.reducer import CALL, Reducer
+from mpidist.torch.reducer import Reducer
 from mpidist.util import nest, validation
 
 __all__ = ["DistributedDataParallel"]
@@ -100,6 +101,7 @@ class DistributedDataParallel(torch.nn.Module):
         **others: Any,
     ):
         super().__init__()
+        keep_untraced()
         strategy = find_strategy(strategy)
         group = strategy.extended
         consensus = group.consensus
@@ -127,14 +129,12 @@ class DistributedDataParallel(torch.nn.Module):
         self.module = module
         self.require_backward_grad_sync = True
         self._strategy, self._batch_dim = strategy, batch_dim
-        named = dict(module.named_parameters())
         buffers = dict(module.named_buffers()) if broadcast_buffers else {}
         self._has_buffers = bool(buffers)
         self._reducer = Reducer(
             group,
-            {name: p for name, p in named.items() if p.requires_grad},
+            Parameters(module),
             buffers,
-            {name: p for name, p in named.items() if not p.requires_grad},
             bool(find_unused_parameters),
             options,
             None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20),
@@ -270,6 +270,13 @@ def _check_module(module: Any, device: str) -> None:
                 f"{name} is on {tensor.device}, and this replica on {device}: call "
                 f"model.to({other!r}) first, or choose "
                 "the replica's device by mpidist.MirroredStrategy(devices=[...])"
+            )
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm):
+            raise UnsupportedError(
+                f"{name or 'module'} is a torch.nn.SyncBatchNorm, which synchronises "
+                "the ranks of torch.distributed; use "
+                "mpidist.torch.convert_sync_batchnorm(model)"
             )
     if not any(p.requires_grad for p in module.parameters()):
         raise ArgumentError(f"{CALL} needs a parameter that requires a gradient")

@@ -58,7 +58,8 @@ def on_stream_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
 
 def place_of(tensor: Any) -> str:
     """Return the name of a tensor's device, as of a replica: "GPU:0" or "CPU:0"."""
-    return f"GPU:{tensor.device.index}" if is_on_gpu(tensor) else "CPU:0"
+    kind = "GPU" if is_on_gpu(tensor) else tensor.device.type.upper()
+    return f"{kind}:{tensor.device.index or 0}"
 
 
 def as_trainer(

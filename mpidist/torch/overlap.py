@@ -16,11 +16,10 @@ from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.device.streams import WorkerStream, record
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.torch import devices
+from mpidist.torch.parameters import CALL
 from mpidist.torch.pieces import weigh, write
 
 __all__ = ["Overlap"]
-
-_CALL = "DistributedDataParallel"
 
 
 class _Bucket:
@@ -90,7 +89,7 @@ class Overlap:
         # In reverse order: gradients of the last layers are computed first
         self._divided = divide(sizes, range(len(sizes) - 1, -1, -1), bucket_bytes)
         self._buckets = group.consensus.guard(
-            _CALL, lambda: [_Bucket(ns, parameters, dtypes) for ns in self._divided]
+            CALL, lambda: [_Bucket(ns, parameters, dtypes) for ns in self._divided]
         )
         self._sends = {
             number: send
@@ -98,7 +97,7 @@ class Overlap:
             for number, send in zip(bucket.numbers, bucket.sends)
         }
         calls = [
-            CallSignature(f"bucket {j} of {_CALL}", (("leaves", tuple(leaves)),))
+            CallSignature(f"bucket {j} of {CALL}", (("leaves", tuple(leaves)),))
             for j, leaves in enumerate(self._divided)
         ]
         self._calls = [(call, digest(call)) for call in calls]
@@ -107,7 +106,7 @@ class Overlap:
         self._is_on_gpu = devices.is_on_gpu(parameters[0])
         self._stream: WorkerStream | None = None
         if self._is_on_gpu:
-            self._stream = group.consensus.guard(_CALL, WorkerStream)
+            self._stream = group.consensus.guard(CALL, WorkerStream)
         self._step: BucketStep | None = None
         self._abandoned: BucketStep | None = None
         self._weight = 1.0
@@ -195,7 +194,7 @@ class Overlap:
         step, self._step = self._step, None
         if step is None:
             return None
-        with Pending(_CALL, self._group.consensus.comm):
+        with Pending(CALL, self._group.consensus.comm):
             begun = time.monotonic_ns()
             try:
                 work(step)

@@ -9,11 +9,18 @@ inside it.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from mpidist.comm.consensus.signatures import skip_folder
+from mpidist.errors import UnsupportedError
+from mpidist.torch.parameters import CALL
 
 __all__ = [
     "Backward",
@@ -23,11 +30,15 @@ __all__ = [
     "add_rows",
     "count_rows",
     "current_task",
+    "keep_untraced",
+    "require_eager_backward",
     "watch",
 ]
 
 # Returns the number of this thread's backward pass; nested passes have other numbers
 current_task = torch._C._current_graph_task_id
+# Messages name the user's call of backward
+skip_folder(str(Path(torch.__file__).parent))
 
 
 class Share(NamedTuple):
@@ -36,11 +47,13 @@ class Share(NamedTuple):
     Args:
       rows: the number of rows of its loss; -1 if all ranks have the same weight.
       used: a bit for each parameter that has a gradient; -1 for all.
+      frozen: a bit for each parameter that requires no gradient any more.
       has_ended: whether it has no batches any more; see `Joining`.
     """
 
     rows: int
     used: int
+    frozen: int = 0
     has_ended: bool = False
 
 
@@ -108,6 +121,33 @@ class Backward:
         drop = self._drop()
         if self.is_syncing and not self.is_finished and drop is not None:
             drop()
+
+
+@functools.cache
+def keep_untraced() -> None:
+    """Exclude this library, which communicates, from what torch.compile traces."""
+    from torch._dynamo import trace_rules  # takes long; optimizers import it, too
+
+    # Older versions of PyTorch trace it, with the same results
+    if hasattr(trace_rules, "add"):
+        trace_rules.add("mpidist")
+
+
+def require_eager_backward() -> None:
+    """Raise in a backward pass of PyTorch's Compiled Autograd.
+
+    It does not call `Backward` at its end, so that nothing would be averaged.
+
+    Raises:
+      UnsupportedError: it is one.
+    """
+    # Not imported before, as that takes long: then there is none
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(module, "in_compiled_autograd_region", False):
+        raise UnsupportedError(
+            f"{CALL} does not support Compiled Autograd: set "
+            "torch._dynamo.config.compiled_autograd = False"
+        )
 
 
 def watch(output: Any, reach: Callable[[], None]) -> bool:

@@ -22,6 +22,7 @@ from mpidist.errors import ArgumentError, ContextError, DTypeError
 from mpidist.options import CommunicationOptions
 from mpidist.torch import devices
 from mpidist.torch.overlap import Overlap
+from mpidist.torch.parameters import CALL, Parameters
 from mpidist.torch.passes import (
     Backward,
     Forward,
@@ -29,15 +30,15 @@ from mpidist.torch.passes import (
     Share,
     add_rows,
     current_task,
+    require_eager_backward,
     watch,
 )
 from mpidist.torch.pieces import Pieces, broadcast
 from mpidist.util.counters import BACKWARD
 from mpidist.util.hashing import hash62
 
-__all__ = ["CALL", "Reducer"]
+__all__ = ["Reducer"]
 
-CALL = "DistributedDataParallel"
 _OPERATION = f"the gradients of {CALL}"
 _MOST_ADDRESSES = 1000
 # Sending fewer bytes takes no longer than starting the thread
@@ -58,9 +59,8 @@ class Reducer:
 
     Args:
       group: the ranks.
-      parameters: the parameters to train, by name; the same on all ranks.
+      model: its parameters; the same on all ranks.
       buffers: the model's buffers, by name; rank 0's are sent with the gradients.
-      frozen: parameters that do not require a gradient; this must not change.
       finds_unused: whether a backward pass may omit parameters.
       options: see `CommunicationOptions`.
       bucket_bytes: see `Overlap`.
@@ -69,18 +69,17 @@ class Reducer:
     def __init__(
         self,
         group: ReplicaGroup,
-        parameters: Mapping[str, Any],
+        model: Parameters,
         buffers: Mapping[str, Any],
-        frozen: Mapping[str, Any],
         finds_unused: bool,
         options: CommunicationOptions,
         bucket_bytes: int | None = None,
     ):
         self._group, self._options = group, options
         self._consensus = group.consensus
-        self._names = list(parameters)
-        self._parameters = list(parameters.values())
-        self._frozen = dict(frozen)
+        self._model = model
+        self._names = list(model.trained)
+        self._parameters = list(model.trained.values())
         self._finds_unused = finds_unused
         self._dtypes = [p.dtype for p in self._parameters]
         self._all = len(self._parameters)
@@ -197,6 +196,7 @@ class Reducer:
             overlap.put(number, gradient)
 
     def _begin_pass(self, task: int, is_syncing: bool) -> Backward:
+        require_eager_backward()
         started = Backward(task, is_syncing, self._end_pass, self._drop_pass)
         self._pass = weakref.ref(started)
         torch.autograd.Variable._execution_engine.queue_callback(started)
@@ -244,7 +244,8 @@ class Reducer:
 
     def _end_pass(self, current: Backward) -> None:
         """Average the gradients of a pass. Collective, unless in `no_sync`."""
-        if not current.has_gradients:  # torch.autograd.grad
+        self._error = self._error or self._model.find_change()
+        if not current.has_gradients and self._error is None:  # torch.autograd.grad
             self._pass = None
             return
         rows = add_rows(self._rows, current.rows)
@@ -271,12 +272,6 @@ class Reducer:
                 "two torch.utils.checkpoint with use_reentrant=True; use "
                 "use_reentrant=False"
             )
-        thawed = [name for name, p in self._frozen.items() if p.requires_grad]
-        if thawed and self._error is None:
-            self._error = ContextError(
-                f"parameters require gradients that did not when {CALL} was created: "
-                f"{thawed[:5]}; create it after setting requires_grad"
-            )
         if len(ready) == self._all:
             return Share(rows, -1)
         missing = [
@@ -290,7 +285,9 @@ class Reducer:
                 f"{' ...' if len(missing) > 5 else ''}; use all in the loss, or pass "
                 f"find_unused_parameters=True to {CALL}"
             )
-        return Share(rows, sum(1 << j for j in ready))
+        frozen_now = [j for j, p in enumerate(self._parameters) if not p.requires_grad]
+        used, frozen = (sum(1 << j for j in found) for found in (ready, frozen_now))
+        return Share(rows, used, frozen)
 
     def _call(self, phase: str = "") -> tuple[CallSignature, int]:
         """Return the signature that the ranks compare, and its digest.
@@ -412,7 +409,7 @@ class Reducer:
         call, number = self._call()
         timeout, consensus = self._options.timeout_seconds, self._consensus
         used = share.used
-        address = self._address(Share(share.rows - self._begun[0], used))
+        address = self._address(share._replace(rows=share.rows - self._begun[0]))
         with consensus.lock:
             try:
                 if error is not None:
@@ -446,6 +443,9 @@ class Reducer:
 
     def _used(self, shares: Sequence[Share]) -> int:
         """Return a bit for each parameter with a gradient on any rank; -1 for all."""
+        frozen = {r: s.frozen for r, s in enumerate(shares) if not s.has_ended}
+        with self._consensus.same_on_all():
+            self._model.require_same_frozen(frozen)
         used = functools.reduce(int.__or__, (share.used for share in shares))
         if used == -1 and any(share.used != -1 for share in shares):
             return (1 << self._all) - 1  # not -1: on some ranks `.grad` may be None

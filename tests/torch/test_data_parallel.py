@@ -263,6 +263,78 @@ def test_a_parameter_that_is_thawed_is_an_error_on_all_ranks(strategy):
         loss_of(model, *mine).backward()
 
 
+def replace_a_layer(module):
+    module[2] = nn.Linear(16, 3)
+
+
+def add_a_layer(module):
+    module.append(nn.Linear(3, 3))
+
+
+def replace_a_parameter(module):
+    module[0].weight = nn.Parameter(module[0].weight.detach().clone())
+
+
+def assign_a_state_dict(module):
+    module.load_state_dict(network().state_dict(), assign=True)
+    module.requires_grad_()
+
+
+@pytest.mark.parametrize(
+    "change", [replace_a_layer, add_a_layer, replace_a_parameter, assign_a_state_dict]
+)
+@pytest.mark.parametrize("is_on_all", [True, False])
+def test_parameters_that_are_added_or_replaced_are_an_error_on_all_ranks(
+    strategy, change, is_on_all
+):
+    model = DistributedDataParallel(network(), strategy, find_unused_parameters=True)
+    if is_on_all or strategy.extended.replica_id == 0:
+        change(model.module)
+    _, mine = rows_of(strategy, 8)
+    with pytest.raises(RuntimeError, match="added or replaced after"):
+        loss_of(model, *mine).backward()
+
+
+def test_changes_that_need_no_gradients_are_no_error(strategy):
+    model, alone = DistributedDataParallel(network(), strategy), network()
+    everything, mine = rows_of(strategy, 8)
+    for module in (model.module, alone):
+        module.teacher = network().requires_grad_(False)
+        module.append(nn.Identity())
+        del module.teacher  # nn.Sequential would call it
+        torch.nn.utils.parametrize.register_parametrization(
+            module[0], "weight", nn.Tanh(), unsafe=True
+        )
+    loss_of(model, *mine).backward()
+    loss_of(alone, *everything).backward()
+    assert_like_alone(model, alone)
+
+
+@pytest.mark.parametrize("finds_unused", [True, False])
+def test_a_parameter_that_one_rank_freezes_is_an_error_on_all(strategy, finds_unused):
+    ranks, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
+    if ranks == 1:
+        pytest.skip("of several ranks")
+    model = DistributedDataParallel(
+        network(), strategy, find_unused_parameters=finds_unused
+    )
+    if rank == ranks - 1:
+        model.module[0].weight.requires_grad_(False)
+    _, mine = rows_of(strategy, 8)
+    with pytest.raises(ValueError, match=r"0\.weight requires no gradient on rank"):
+        loss_of(model, *mine).backward()
+
+
+def test_a_model_of_a_temporary_object(strategy):
+    module, alone = network(), network()
+    everything, mine = rows_of(strategy, 8)
+    loss = loss_of(DistributedDataParallel(module, strategy), *mine)
+    loss.backward()
+    loss_of(alone, *everything).backward()
+    for p, q in zip(module.parameters(), alone.parameters()):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64", "complex64"])
 def test_gradients_of_each_dtype(strategy, dtype):
     dtype = getattr(torch, dtype)
@@ -454,11 +526,14 @@ def test_another_call_meanwhile_is_an_error_that_names_both(strategy):
         pytest.skip("of several ranks")
     model = DistributedDataParallel(network(), strategy)
     _, mine = rows_of(strategy, 8)
-    with pytest.raises(mpidist.DivergenceError, match=r"gradients of Distr.*reduce"):
+    with pytest.raises(
+        mpidist.DivergenceError, match=r"gradients of Distr.*reduce"
+    ) as raised:
         if strategy.extended.replica_id == 0:
             loss_of(model, *mine).backward()
         else:
             strategy.reduce("SUM", 1.0)
+    assert str(raised.value).count(__file__) == 2  # not PyTorch's own files
 
 
 @pytest.mark.parametrize("broadcasts", [True, False])
@@ -561,6 +636,12 @@ def test_what_is_refused_by_name(strategy):
     with pytest.raises(NotImplementedError, match="compression"):
         model.register_comm_hook(None, print)
     copy.deepcopy(model.module)
+    with pytest.raises(NotImplementedError, match="convert_sync_batchnorm"):
+        DistributedDataParallel(
+            nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3)), strategy
+        )
+    with pytest.raises(ValueError, match="on meta"):
+        DistributedDataParallel(network().to("meta"), strategy)
 
 
 def test_a_sparse_gradient_is_an_error_on_all_ranks(strategy):
