@@ -181,6 +181,20 @@ def is_jax_array(value: Any) -> bool:
     return jax is not None and isinstance(value, getattr(jax, "Array", ()))
 
 
+def refuse_keys(array: Any, name: str) -> None:
+    """Raise if a JAX array or tracer holds random keys.
+
+    Raises:
+      DTypeError: it does.
+    """
+    jax = sys.modules["jax"]
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+        raise DTypeError(
+            f"{name} has dtype {array.dtype}, of JAX's random keys; use "
+            "jax.random.key_data and jax.random.wrap_key_data"
+        )
+
+
 def _require_readable(array: Any, name: str) -> str:
     """Return the platform, such as "cpu", of a JAX array on one device.
 
@@ -198,11 +212,7 @@ def _require_readable(array: Any, name: str) -> str:
         raise ArgumentTypeError(
             f"{name}, a JAX array, was deleted: its memory was donated to a computation"
         )
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
-        raise DTypeError(
-            f"{name} contains random keys of JAX, dtype {array.dtype}; use "
-            "jax.random.key_data and jax.random.wrap_key_data"
-        )
+    refuse_keys(array, name)
     devices = array.devices()
     if len(devices) > 1:
         raise ArgumentTypeError(

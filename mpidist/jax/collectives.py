@@ -18,6 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpidist.comm import arithmetic
+from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpidist.jax.runtime import call_host, find_strategy, require_dispatch
 from mpidist.options import CommunicationOptions, ReduceOp
@@ -93,7 +94,7 @@ def all_reduce(
         return jax.tree.unflatten(tree, map(jnp.asarray, reduced))
     op = ReduceOp.parse(reduce_op)
     _require_options(options)
-    leaves = _as_jax(leaves)
+    leaves = _as_jax(leaves, call)
     for leaf in leaves:
         arithmetic.require_reducible(op, np.dtype(leaf.dtype), call)
     return jax.tree.unflatten(
@@ -135,7 +136,7 @@ def all_gather(
         return jax.tree.unflatten(tree, map(jnp.asarray, gathered))
     _require_options(options)
     axis = validation.integer("axis", axis)
-    leaves = _as_jax(leaves)
+    leaves = _as_jax(leaves, call)
     for leaf in leaves:
         if not -leaf.ndim <= axis < leaf.ndim:
             raise ArgumentError(
@@ -183,7 +184,7 @@ def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) ->
         return number
 
     if is_traced:
-        bound = _bind(_as_jax(leaves), _Call("broadcast", strategy, root=check()))
+        bound = _bind(_as_jax(leaves, call), _Call("broadcast", strategy, root=check()))
         return jax.tree.unflatten(tree, bound)
     root = extended.consensus.guard(call, check)
     got = _broadcast_arrays(strategy, root, leaves)
@@ -198,12 +199,15 @@ def _is_traced(leaves: Sequence[Any]) -> bool:
     return not trace_state_clean()
 
 
-def _as_jax(leaves: Sequence[Any]) -> list[Any]:
-    """Return leaves as JAX arrays, or raise an ArgumentTypeError."""
+def _as_jax(leaves: Sequence[Any], call: str) -> list[Any]:
+    """Return leaves as JAX arrays, or raise an ArgumentTypeError or DTypeError."""
     try:
-        return [jnp.asarray(leaf) for leaf in leaves]
+        found = [jnp.asarray(leaf) for leaf in leaves]
     except TypeError as error:
         raise ArgumentTypeError(str(error)) from error
+    for leaf in found:
+        arrays.refuse_keys(leaf, f"an argument of {call}")
+    return found
 
 
 def _require_options(options: Any) -> None:

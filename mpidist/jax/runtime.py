@@ -177,7 +177,8 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., 
       options: those of `jax.jit`.
 
     Returns:
-      A function; `__wrapped__` is what `jax.jit` returned.
+      A function with the methods of `jax.jit`'s, such as `lower`; `__wrapped__` is what
+      `jax.jit` returned.
 
     Example:
       >>> @mpidist.jax.jit
@@ -200,6 +201,8 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., 
                 raise
         raise error
 
+    for name in ("clear_cache", "eval_shape", "lower", "trace"):
+        setattr(call, name, getattr(compiled, name))
     call.__wrapped__ = compiled
     return call
 

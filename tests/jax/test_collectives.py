@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import numpy as np
@@ -227,6 +228,9 @@ def test_an_error_of_one_rank_is_raised_on_all(comm, strategy, reduce):
 def test_what_cannot_work_is_refused_when_it_is_traced(comm, strategy, reduce):
     with pytest.raises(DTypeError, match="bool"):
         jax.jit(lambda x: reduce("SUM", x))(jnp.ones(3, bool))
+    for call in (mj.all_gather, mj.broadcast):
+        with pytest.raises(DTypeError, match=f"{call.__name__} has .*key_data"):
+            jax.jit(functools.partial(call, strategy=strategy))(jax.random.key(0)[None])
     if comm.size == 1:
         return
     with pytest.raises(UnsupportedError, match="MAX has no derivative"):
@@ -243,6 +247,15 @@ def test_what_cannot_work_is_refused_when_it_is_traced(comm, strategy, reduce):
     thread.start()
     thread.join()
     assert "only the thread that created the strategy" in errors[0]
+
+
+def test_jit_has_the_methods_of_jax(comm, strategy, reduce):
+    function = mj.jit(lambda x: reduce("SUM", x))
+    compiled = function.lower(jnp.ones(3)).compile()
+    assert float(compiled(jnp.ones(3))[0]) == comm.size
+    assert function.eval_shape(jnp.ones(3)).shape == (3,)
+    assert function.trace(jnp.ones(3)).jaxpr
+    function.clear_cache()
 
 
 def test_without_a_strategy_it_is_the_current_one(comm, strategy):
