@@ -146,7 +146,7 @@ class ArrayRows:
                 f"{name} needs arrays of equal first dimension, not of "
                 f"shapes {', '.join(map(str, shapes))}"
             )
-        self._arrays = nest.map_leaves(np.asarray, arrays)
+        self._arrays = nest.map_leaves(_to_numpy, arrays)
         self._name = name
         self._length = int(shapes[0][0])
         leaves, _ = nest.flatten(self._arrays)
@@ -276,6 +276,12 @@ def take_element(holder: list[Any]) -> Any:
     """
     holder.append(from_lists(holder.pop()))
     return owned(holder, convert=_as_array)
+
+
+def _to_numpy(leaf: Any) -> Any:
+    if hasattr(getattr(leaf, "dtype", np.dtype("O")), "kind"):
+        return np.asarray(leaf)
+    return arrays.to_array(leaf, "an array of a dataset")  # of PyTorch
 
 
 def _as_array(leaf: Any) -> Any:

@@ -212,3 +212,17 @@ def test_an_error_of_a_dataset_is_raised_on_all_ranks(strategy):
 
     with pytest.raises(OSError, match="no such image"):
         list(distribute(strategy, from_dataset(Failing()).batch(4)))
+
+
+def test_tensors_are_sources_of_rows(strategy):
+    ranks = strategy.num_replicas_in_sync
+    tensors = {
+        name: torch.arange(4 * ranks).to(getattr(torch, name))
+        for name in ("float32", "int64", "bfloat16", "float16", "bool")
+    }
+    rows = mpidist.Dataset.from_tensor_slices(tensors).batch(4 * ranks)
+    batches = as_tensors(strategy.experimental_distribute_dataset(rows))
+    first = 4 * strategy.extended.replica_id
+    for name, got in next(iter(batches)).items():
+        assert got.dtype == tensors[name].dtype
+        assert torch.equal(got, tensors[name][first : first + 4]), name
