@@ -75,9 +75,9 @@ def leaves_by_key(
         return {key: nest.flatten(part) for key, part in numbers.items()}
     if isinstance(numbers, list | tuple):
         return {j: nest.flatten(part) for j, part in enumerate(numbers)}
+    what = "one array" if isinstance(numbers, int) else type(numbers).__name__
     raise ArgumentTypeError(
-        "gradient_buckets needs a mapping, a list or a tuple of gradients, not "
-        f"{type(numbers).__name__}"
+        f"gradient_buckets needs a mapping, a list or a tuple of gradients, not {what}"
     )
 
 
