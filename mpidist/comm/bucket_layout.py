@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mpidist.errors import ArgumentTypeError
+from mpidist.errors import ArgumentTypeError, CollectiveError
 from mpidist.util import nest
 
 __all__ = ["BucketStep", "bucket_bytes_of", "divide", "leaves_by_key"]
@@ -75,9 +75,9 @@ def leaves_by_key(
         return {key: nest.flatten(part) for key, part in numbers.items()}
     if isinstance(numbers, list | tuple):
         return {j: nest.flatten(part) for j, part in enumerate(numbers)}
+    what = "one array" if isinstance(numbers, int) else type(numbers).__name__
     raise ArgumentTypeError(
-        "gradient_buckets needs a mapping, a list or a tuple of gradients, not "
-        f"{type(numbers).__name__}"
+        f"gradient_buckets needs a mapping, a list or a tuple of gradients, not {what}"
     )
 
 
@@ -142,12 +142,12 @@ class BucketStep:
         if not self._lacking[bucket]:
             self._is_ready[bucket].set()
 
-    def cancel(self, error: Exception) -> None:
+    def cancel(self, error: BaseException) -> None:
         """Let the thread end if no rank has put a leaf."""
         self._is_cancelled = True
         self.fail(error)
 
-    def finish(self, error: Exception | None = None) -> None:
+    def finish(self, error: BaseException | None = None) -> None:
         """Wait until all buckets are reduced, or raise `error`.
 
         Args:
@@ -171,8 +171,10 @@ class BucketStep:
         """Yield the reductions of all leaves in their order."""
         return (self._results[leaf] for leaf in range(len(self._results)))
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Let the first bucket that lacks arrays raise an error, on all ranks."""
+        if not isinstance(error, Exception):  # only this rank raises it as it is
+            error = CollectiveError(f"a rank has left its step by {error!r}")
         self._failure = error
         for is_ready in self._is_ready:
             is_ready.set()

@@ -298,10 +298,13 @@ class GradientBuckets:
         step = self._consensus.guard(operation, self._begin)
         try:
             self._consensus.require_same(CallSignature(operation))
-        except Exception as error:
+        except BaseException as error:
             # Another rank may have failed to begin: the thread of this step must not
             # wait for gradients.
             step.cancel(error)
+            if self._consensus.broken is not None:
+                # The threads of other ranks may wait for this one's already
+                self._own.leave(error)
             raise
         self.result = None
         self._step = step
@@ -384,7 +387,7 @@ class GradientBuckets:
             # All ranks learn here whether any rank failed in its block.
             timeout = self._options.timeout_seconds
             self._consensus.leave_scope(f"{_CALL}.__exit__", error, timeout)
-        except Exception as raised:
+        except BaseException as raised:
             # The threads of other replicas wait for gradients that this one has not put
             step.finish(raised)
             self._results.end()

@@ -37,6 +37,7 @@ from mpidist.comm.transports.tuning_file import (
 )
 from mpidist.device import arrays
 from mpidist.device.binding import use_gpu
+from mpidist.errors import CollectiveError, MismatchError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import logs, nest, validation
 from mpidist.util.buffers import Field
@@ -246,8 +247,21 @@ class ReplicaGroup:
         """The variables that still exist in this process, by their number."""
         return dict(self._variables.items())
 
-    def close(self) -> None:
-        """Free communicators and caches; a second call does nothing. Collective."""
+    def close(self, operation: str) -> None:
+        """Free communicators and caches, for a public call. Collective.
+
+        A second call does nothing. If a rank calls another collective instead, all
+        ranks raise, and the strategy can still be used.
+        """
+        if not (self.topology.closed or is_forked()):
+            try:
+                self.consensus.require_same(CallSignature(operation))
+            except MismatchError:  # all ranks are here; they differ in earlier steps
+                pass
+            except CollectiveError:
+                # After an interruption or a death the ranks cannot be compared
+                if self.consensus.broken is None and not self.consensus.failures.ranks:
+                    raise
         self._resources.free()
 
     def reduce(

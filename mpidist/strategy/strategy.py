@@ -379,9 +379,12 @@ class Strategy(AnyContextMethods):
         """Free the communicators and buffers. Collective.
 
         Any later use raises ContextError. A second call does nothing. Returns [].
+
+        Raises, on all replicas:
+          DivergenceError: a replica called another collective.
         """
         require_cross_replica(self, "experimental_finalize")
-        self._extended.close()
+        self._extended.close("experimental_finalize")
         return []
 
     if not TYPE_CHECKING:  # or every name would be one

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
+import traceback
 
 import ml_dtypes
 import numpy as np
@@ -372,6 +374,56 @@ def test_a_rank_that_does_not_come_is_told(comm):
         buckets._step.finish()
     strategy.extended.consensus.close()
     buckets._own.close()
+
+
+class AlarmError(Exception):
+    """A signal handler raises it."""
+
+
+@pytest.mark.parametrize("kind", [AlarmError, KeyboardInterrupt])
+def test_a_signal_at_the_beginning_of_a_step_raises_on_all(comm, kind):
+    strategy = mpidist.MirroredStrategy(communicator=comm)
+    buckets = strategy.gradient_buckets(gradients(0), "SUM")
+    require_good_step(comm, buckets)
+
+    def interrupt(_, frame):
+        names = {found.f_code.co_name for found, _ in traceback.walk_stack(frame)}
+        if "require_same" in names:  # this rank waits for the others
+            raise kind
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
+
+    if comm.size == 1:
+        return  # it waits for nobody
+    if comm.rank == 0:
+        handler = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
+        with pytest.raises(kind), buckets:
+            pass
+        signal.signal(signal.SIGALRM, handler)
+    comm.Barrier()
+    if comm.rank:
+        with pytest.raises(mpidist.CollectiveError, match="rank 0 left"):
+            require_good_step(comm, buckets)
+    strategy.experimental_finalize()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interrupted_step_ends_on_all(comm, strategy, buckets, late):
+    """The thread of each replica ends, whichever gradients are missing."""
+    key = list(SHAPES)[-1 if late else 0]
+    mine = gradients(comm.rank)
+    if comm.rank == comm.size - 1:
+        with pytest.raises(KeyboardInterrupt), buckets:
+            buckets.put(key, mine[key])
+            raise KeyboardInterrupt
+    elif comm.size > 1:
+        with pytest.raises(mpidist.CollectiveError), buckets:
+            for each in mine:
+                buckets.put(each, mine[each])
+    if comm.size > 1 and comm.rank == comm.size - 1:
+        with pytest.raises(mpidist.MpidistError):
+            strategy.reduce("SUM", 1)
+    assert not [t for t in threading.enumerate() if t.name == "mpidist-reduce"]
 
 
 def test_buckets_are_filled_in_order():

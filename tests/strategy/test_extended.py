@@ -164,6 +164,19 @@ def test_initialize_and_finalize_return_lists(comm):
         strategy.experimental_initialize()
 
 
+def test_finalize_on_one_rank_alone_raises_on_all(comm):
+    strategy = mpidist.MirroredStrategy(communicator=comm)
+    strategy.gradient_buckets([np.zeros(3)], "SUM")  # would be freed, too
+    if comm.size > 1:
+        with pytest.raises(mpidist.DivergenceError, match="experimental_finalize at"):
+            if comm.rank:
+                strategy.reduce("SUM", 1)
+            else:
+                strategy.experimental_finalize()
+    assert strategy.reduce("SUM", 1) == comm.size
+    assert strategy.experimental_finalize() == []
+
+
 def test_update_config_proto_returns_a_deep_copy(strategy):
     config = {"own": [1, 2]}
     updated = strategy.update_config_proto(config)

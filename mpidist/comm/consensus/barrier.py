@@ -71,7 +71,8 @@ class NodeBarrier:
             self._window.Lock_all(MPI.MODE_NOCHECK)  # MPI_Win_sync needs an epoch
         ranks = range(self.size)
         memory = [self._memory(rank, size) for rank in ranks]
-        memory[self.rank][: pieces[1].stop] = 0
+        # All pages now: if memory were short later, their first use would be a SIGBUS
+        memory[self.rank][:] = 0
         self._window.Sync()
         with Pending("making shared memory", comm):
             comm.Barrier()

@@ -371,7 +371,7 @@ def _measure_speed(comm: MPI.Intracomm, gpu: int | None, is_aware: bool) -> Spee
             comm.allreduce(is_small_right and is_large_right, MPI.LAND),
         )
     finally:
-        group.close()
+        group.close("doctor")
 
 
 def _time(group: ReplicaGroup, count: int, repetitions: int) -> tuple[float, bool]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,6 +50,23 @@ def test_pages_are_what_each_rank_wrote_before_it_came(comm, barrier):
         barrier.wait()
         found = [set(read(barrier, rank)) for rank in range(comm.size)]
         assert found == [{1000 * meeting + rank} for rank in range(comm.size)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+def test_memory_that_is_used_later_is_there_from_the_beginning(comm):
+    """Else a full /dev/shm would end the job by SIGBUS at the first large array."""
+    slot_bytes = 1 << 20
+    barrier = NodeBarrier(comm, 100, slot_bytes)
+    first = barrier.slots[0][comm.rank].__array_interface__["data"][0]
+    resident, is_here = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            start, stop = (int(text, 16) for text in found.groups())
+            is_here = start <= first < stop
+        elif is_here and line.startswith("Rss:"):
+            resident = int(line.split()[1]) << 10
+    assert resident >= len(barrier.slots) * slot_bytes
+    barrier.close()
 
 
 @pytest.mark.parametrize("yield_cpu", [False, True])
