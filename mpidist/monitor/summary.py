@@ -129,8 +129,9 @@ def advice(
         if own * ranks + parts["checkpoint"] < took:
             alone = own * ranks / (found["steps"] - 1)
             lines.append(
-                f"on one rank a step would take about {duration(alone)}: it is too "
-                "small to gain from more ranks; use larger batches"
+                "on one rank a step would take about "
+                f"{duration(own * ranks / (found['steps'] - 1))}: it is too small to "
+                "gain from more ranks; use larger batches"
             )
         elif moving > own:
             lines.append(
