@@ -259,7 +259,13 @@ def test_files_of_an_earlier_job_are_left_out(folder):
 def test_a_damaged_folder(folder):
     trace_path(folder, 0).write_bytes(b"no gzip")
     check(report(folder))
+    status_path(folder, 7).write_text("[1]")
+    status_path(folder, 8).write_text('{"a": 1}')
+    check(report(folder))
     trace_path(folder, 1).write_bytes(gzip.compress(b'[\n{"a": 1},\n'))
+    with pytest.raises(DataError, match="has no timeline"):
+        report(folder)
+    trace_path(folder, 1).write_bytes(gzip.compress(b'[\n{"name": "clock"},\n'))
     with pytest.raises(DataError, match="is not a timeline"):
         report(folder)
 

@@ -16,7 +16,7 @@ from mpidist.monitor import timeline as module
 from mpidist.monitor.clock_samples import ClockSample, drift_ppm, offset_at
 from mpidist.monitor.clocks import compare_clocks
 from mpidist.monitor.timeline import status_path
-from mpidist.monitor.trace_file import trace_path
+from mpidist.monitor.trace_file import TraceFile, trace_path
 from mpidist.monitor.trace_reader import merge, read_statuses, read_traces
 from mpidist.util import tracing
 
@@ -223,6 +223,74 @@ def test_long_jobs_record_fewer_steps(comm, strategy, folder, monkeypatch):
         assert steps[0].one_of == 1
         assert steps[-1].one_of > 1
         assert trace.path.stat().st_size < 16_000
+    comm.Barrier()
+
+
+def test_a_full_file_takes_no_more_events_and_progress_is_still_shown(
+    comm, strategy, folder, monkeypatch
+):
+    monkeypatch.setattr(module, "_MOST_RANK_BYTES", 1000)
+    monkeypatch.setattr(module, "_LEAST_RANK_BYTES", 1000)
+    with strategy.timeline(folder):
+        made = strategy.extended.timeline
+        with made._lock:
+            train(strategy, 100)
+            with pytest.warns(RuntimeWarning, match="limit"):
+                made._flush()
+        size = trace_path(folder, comm.rank).stat().st_size
+        train(strategy, 100)
+        with made._lock:
+            made._flush()
+    comm.Barrier()
+    assert trace_path(folder, comm.rank).stat().st_size < size + 500
+    for status in read_statuses(folder):
+        assert status["state"] == "ended"
+        assert status["steps"] > 100
+    comm.Barrier()
+
+
+def test_ten_hours_of_short_steps_fill_no_file():
+    """Of a millisecond, with seven events, in 175 bytes."""
+    most, size, steps = module._MOST_RANK_BYTES, 0, 0
+    while steps < 36_000_000:
+        stride = module.stride_at(size, most)
+        size += 100 * 175
+        steps += stride * 100
+    assert size < most
+
+
+def test_a_later_job_takes_the_folder_over(comm, strategy, folder):
+    with strategy.timeline(folder):
+        made = strategy.extended.timeline
+        path = trace_path(folder, comm.rank)
+        with made._lock:
+            train(strategy)
+            made._flush()
+            later = TraceFile(
+                path, comm.rank, "host", 0, {"job": "later", "began": 4e9}
+            )
+            later.close()
+            data = path.read_bytes()
+            train(strategy)
+            with pytest.warns(RuntimeWarning, match="another job"):
+                made._flush_or_give_up()
+    comm.Barrier()
+    assert path.read_bytes() == data
+    assert [trace.about["job"] for trace in read_traces(folder)] == [
+        "later"
+    ] * comm.size
+    comm.Barrier()
+
+
+def test_a_timeline_that_begins_within_a_step(comm, strategy, folder):
+    train(strategy)
+    with strategy.timeline(folder):
+        train(strategy)
+    comm.Barrier()
+    for trace in read_traces(folder):
+        events = list(trace.events())
+        assert min(event["ts"] for event in events if "ts" in event) >= 0
+        assert trace.steps()[0].number == 7
     comm.Barrier()
 
 
