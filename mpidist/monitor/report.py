@@ -18,7 +18,7 @@ import numpy as np
 from mpidist.errors import DataError
 from mpidist.monitor import charts
 from mpidist.monitor.page import PARTS, bars, figure, page, row, table, tiles
-from mpidist.monitor.summary import advice, as_text
+from mpidist.monitor.summary import advice, as_text, work_seconds
 from mpidist.monitor.trace_reader import RankTrace, read_statuses, read_traces
 from mpidist.util.available_memory import as_text as bytes_text
 
@@ -122,7 +122,9 @@ def _tiles(
 def _findings(
     first: Mapping[str, Any], statuses: Sequence[Mapping[str, Any]], slow: int | None
 ) -> str:
-    lines = [f"Rank {first['rank']}: {as_text(first)}."]
+    is_whole = len(statuses) == first["ranks"]
+    works = [work_seconds(one) for one in statuses] if is_whole else []
+    lines = [f"Rank {first['rank']}: {as_text(first, works)}."]
     if slow is not None:
         parts = {one["rank"]: step_parts(one) for one in statuses}
         other = statistics.fmean(
@@ -135,7 +137,9 @@ def _findings(
             f"as long as that of others, mostly {why}. The others wait for it."
         )
     else:
-        lines += [f"{text[0].upper()}{text[1:]}." for text in advice(first)]
+        lines += [
+            f"{text[0].upper()}{text[1:]}." for text in advice(first, works=works)
+        ]
     return (
         '<ul class="findings">'
         + "".join(f"<li>{html.escape(line)}</li>" for line in lines)

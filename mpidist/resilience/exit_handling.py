@@ -25,7 +25,7 @@ from mpidist.context import explain
 from mpidist.device.binding import current_gpu, use_gpu
 from mpidist.errors import DivergenceError, MpidistError, RemoteError
 from mpidist.launch.mpi_defaults import abort_while_importing
-from mpidist.monitor import timeline
+from mpidist.monitor import statistics, timeline
 from mpidist.util import logs
 from mpidist.util.forks import is_forked
 from mpidist.util.settings import hang_seconds
@@ -77,6 +77,8 @@ def _leave(pid: int) -> None:
             consensus.require_same(CallSignature("the end of the program"))
         with contextlib.suppress(Exception):  # all ranks are here
             timeline.finish()
+        with contextlib.suppress(Exception):
+            statistics.report()
         for consensus in list(Consensus.in_use):
             consensus.close()
         if has_failed_ranks():
