@@ -109,7 +109,8 @@ def read_traces(folder: Path) -> list[RankTrace]:
       DataError: the folder has no timeline, or it cannot be read.
     """
     found = []
-    for path in sorted(folder.glob("timeline-*.json.gz")):
+    paths = folder.glob("timeline-*.json.gz")
+    for path in sorted(path for path in paths if path.is_file()):
         try:
             trace = _read_trace(path)
         except (OSError, ValueError, KeyError, TypeError) as error:
