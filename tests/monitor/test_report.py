@@ -15,7 +15,7 @@ import pytest
 
 from mpidist.errors import DataError
 from mpidist.monitor import charts
-from mpidist.monitor.page import PARTS
+from mpidist.monitor.page import PARTS, figure, page
 from mpidist.monitor.report import report, scaling, slowest_rank, step_parts
 from mpidist.monitor.timeline import status_path
 from mpidist.monitor.top import table
@@ -180,6 +180,20 @@ def test_no_text_overlaps_another_in_a_browser(folder, tmp_path, width, is_dark)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [9_999, 87_654, 765_432, 36_000_000])
+def test_large_numbers_have_room(tmp_path, count):
+    if chromium.find() is None:
+        pytest.skip("Chromium is not installed")
+    shown = [
+        charts.histogram("steps", [(0.001, 0.002, 7), (0.002, 0.004, count)]),
+        charts.stacked("steps", [1, count // 2, count], [("input", [1e-3, 1.7])]),
+        charts.lines("ranks", [1, 4096], [("ideal", [1.0, count])], 1, "speed by now"),
+    ]
+    text = page("numbers", "", "".join(figure("one", "", chart) for chart in shown))
+    assert chromium.look(text, tmp_path, 360)["wrong"] == []
+
+
+@pytest.mark.slow
 def test_a_browser_sees_what_overlaps(tmp_path):
     if chromium.find() is None:
         pytest.skip("Chromium is not installed")
@@ -276,6 +290,21 @@ def test_a_damaged_folder(folder):
 )
 def test_quantities(number, text):
     assert charts.quantity(number) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (0.25, "0.25"),
+        (900, "900"),
+        (1500, "1.5k"),
+        (36e6, "36M"),
+        (2e9, "2G"),
+    ],
+)
+def test_numbers_at_ticks_are_short(number, text):
+    assert charts.tick_text(number) == text
 
 
 @pytest.mark.parametrize("most", [0.0, 1e-9, 0.31, 1.0, 7.2, 999, 12345.6])
