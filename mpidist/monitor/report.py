@@ -236,7 +236,7 @@ def _ranks(statuses: Sequence[Mapping[str, Any]], slow: int | None) -> str:
         ]
         total = f"{charts.quantity(sum(parts.values()) / size)} {unit}"
         mark = "slowest" if is_slow else ""
-        rows.append(row(f"rank {one['rank']}", mark, one["host"], pieces, total))
+        rows.append(row(f"rank\u00a0{one['rank']}", mark, one["host"], pieces, total))
     return bars("Ranks", note, rows, f"{charts.quantity(most / size)} {unit}", True)
 
 
