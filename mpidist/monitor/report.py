@@ -22,7 +22,7 @@ from mpidist.monitor.summary import advice, as_text, work_seconds
 from mpidist.monitor.trace_reader import RankTrace, read_statuses, read_traces
 from mpidist.util.available_memory import as_text as bytes_text
 
-__all__ = ["report", "scaling", "slowest_rank"]
+__all__ = ["how_ended", "report", "scaling", "slowest_rank"]
 
 _BINS = 30
 _MOST_ROWS = 32
@@ -66,11 +66,19 @@ def report(folder: Path) -> str:
         _operations(statuses),
         _clocks(traces, first),
     ]
-    ended = {one["state"] for one in statuses} == {"ended"}
-    state = "" if ended else ", still running or killed"
+    how = how_ended(statuses) or "which runs, or was killed"
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(first["began"]))
-    subtitle = f"{first['ranks']} ranks, {began}{state}"
+    subtitle = f"{first['ranks']} ranks, {began}"
+    subtitle += "" if how == "ended" else f", {how}"
     return page("Where the time went", subtitle, "\n".join(sections))
+
+
+def how_ended(statuses: Sequence[Mapping[str, Any]]) -> str:
+    """Return "ended", or by whose error; "" if the job runs, or was killed."""
+    failed = [str(one["rank"]) for one in statuses if one["state"] == "failed"]
+    if failed:
+        return f"ended by an error of rank {', '.join(failed[:4])}"
+    return "ended" if all(one["state"] == "ended" for one in statuses) else ""
 
 
 def step_parts(status: Mapping[str, Any]) -> dict[str, float]:

@@ -31,6 +31,7 @@ from mpidist.util.notices import warn
 
 __all__ = [
     "Timeline",
+    "end",
     "finish",
     "start_by_environment",
     "status_path",
@@ -162,8 +163,8 @@ class Timeline:
             self._note_clock(self._samples[-1])
         self.end()
 
-    def end(self) -> None:
-        """Close the files. Not collective."""
+    def end(self, state: str = "ended") -> None:
+        """End the files, with this state for `top`. Not collective."""
         if self.has_ended:
             return
         self.has_ended = True
@@ -175,7 +176,7 @@ class Timeline:
         if self._thread.is_alive():
             return
         with contextlib.suppress(Exception), self._lock:
-            self._flush(is_end=True)
+            self._flush(state)
 
     def _run(self) -> None:
         while not self._stop.wait(_FLUSH_SECONDS) and self._buffer is not None:
@@ -188,7 +189,7 @@ class Timeline:
         except Exception as error:  # a full disk, mostly
             self._give_up(error)
 
-    def _flush(self, is_end: bool = False) -> None:
+    def _flush(self, end_state: str = "") -> None:
         file, buffer = self._file, self._buffer
         if file is None or buffer is None:
             return
@@ -197,10 +198,10 @@ class Timeline:
         file.append(buffer.take(), lines)
         self._limit(file, buffer)
         now = time.monotonic()
-        if is_end or now >= self._status_due:
+        if end_state or now >= self._status_due:
             self._status_due = now + self._status_seconds
-            self._write_status("ended" if is_end else "running")
-        if is_end:
+            self._write_status(end_state or "running")
+        if end_state:
             samples = self._samples
             found = {
                 "clock_error_us": error_ns(samples) / 1e3,
@@ -302,6 +303,12 @@ def start_by_environment(group: ReplicaGroup) -> None:
     """Start a timeline if MPIDIST_TIMELINE, of any rank, names a folder. Collective."""
     if group.timeline_folder:  # on all ranks
         _start(group, Path(group.timeline_folder), is_asked_for=False)
+
+
+def end() -> None:
+    """End the timeline of this process because of an error. Not collective."""
+    if _current is not None:
+        _current.end("failed")
 
 
 def finish() -> None:

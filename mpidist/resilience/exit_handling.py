@@ -135,6 +135,9 @@ def _report_and_abort(
     if not _in_job() or is_forked() or hasattr(sys, "ps1") or sys.flags.interactive:
         sys.__excepthook__(kind, error, trace)
         return
+    if not _is_copy(error):
+        with contextlib.suppress(Exception):
+            timeline.end()
     text = "".join(traceback.format_exception(kind, error, trace))
     _report(text, _is_copy(error))
 

@@ -16,6 +16,7 @@ from mpidist.monitor import timeline as module
 from mpidist.monitor.clock_samples import ClockSample, drift_ppm, offset_at
 from mpidist.monitor.clocks import compare_clocks
 from mpidist.monitor.timeline import status_path
+from mpidist.monitor.top import table
 from mpidist.monitor.trace_file import TraceFile, trace_path
 from mpidist.monitor.trace_reader import merge, read_statuses, read_traces
 from mpidist.util import tracing
@@ -402,16 +403,33 @@ def test_by_the_environment(mpirun, tmp_path):
     assert all(len(trace.clock) == 2 for trace in traces)
 
 
+def test_an_error_that_ends_the_job_is_in_the_timeline(mpirun, tmp_path):
+    fail = """
+if strategy.extended.replica_id == 1:
+    with mpidist.span("the last"):
+        1 // 0
+strategy.barrier()
+"""
+    job = mpirun(2, JOB + fail, MPIDIST_TIMELINE=str(tmp_path))
+    assert job.returncode != 0
+    trace = next(trace for trace in read_traces(tmp_path) if trace.rank == 1)
+    assert trace.end
+    names = [event["name"] for event in trace.events()]
+    assert names.count("the last") == 1
+    statuses = read_statuses(tmp_path)
+    assert statuses[-1]["state"] == "failed"
+    assert "2 ranks, ended by an error of rank 1;" in table(statuses, 0.0)
+
+
 def test_after_a_kill(mpirun, tmp_path):
     wait = """
 from mpidist.monitor.timeline import status_path
 from pathlib import Path
 folder = Path(os.environ["MPIDIST_TIMELINE"])
 path = status_path(folder, strategy.extended.replica_id)
-while not path.exists() or b'"steps": 0,' in path.read_bytes():
-    strategy.barrier()
-    if all(strategy.gather_objects(path.exists())):
-        break
+is_written = False
+while not all(strategy.gather_objects(is_written)):
+    is_written = path.exists() and b'"steps": 0,' not in path.read_bytes()
 if strategy.extended.replica_id == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 strategy.barrier()
@@ -423,7 +441,7 @@ strategy.barrier()
     assert not traces[1].end
     for trace in traces:
         check(trace.events())
-    assert {one["state"] for one in read_statuses(tmp_path)} == {"running"}
+    assert read_statuses(tmp_path)[1]["state"] == "running"
 
 
 def test_a_folder_without_a_timeline(tmp_path):
