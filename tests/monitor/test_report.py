@@ -257,6 +257,9 @@ def test_top_of_a_job_that_runs(folder):
         one["state"] = "running"
     assert "2 ranks, running;" in table(statuses, now)
     assert "silent, perhaps killed" in table(statuses, now + 1000)
+    statuses[0]["began"] += 7200  # the clock was set back an hour or two
+    statuses[0]["seconds"] = 90.0
+    assert f"{STEPS} steps in 90 s" in table(statuses, now)
     assert "1 not seen yet" in table(statuses[:1], now)
     assert len(table(statuses, now, 60, 6).splitlines()) == 3
     for line in table(statuses, now, 60).splitlines()[2:]:
