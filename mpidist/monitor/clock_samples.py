@@ -24,7 +24,7 @@ class ClockSample(NamedTuple):
 
 
 def offset_at(samples: list[ClockSample], local_ns: float) -> float:
-    """Return the offset at a time, between samples by a straight line."""
+    """Return the offset at a time, by linear interpolation between samples."""
     after = bisect.bisect(samples, (local_ns, math.inf))
     if after == 0:
         return samples[0].offset_ns

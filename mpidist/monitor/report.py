@@ -66,7 +66,7 @@ def report(folder: Path) -> str:
         _operations(statuses),
         _clocks(traces, first),
     ]
-    how = how_ended(statuses) or "which runs, or was killed"
+    how = how_ended(statuses) or "still running or killed"
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(first["began"]))
     subtitle = f"{first['ranks']} ranks, {began}"
     subtitle += "" if how == "ended" else f", {how}"

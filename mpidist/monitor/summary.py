@@ -12,8 +12,8 @@ __all__ = ["PARTS", "advice", "as_text", "describe", "slowest", "work_seconds"]
 PARTS = ("compute", "communication", "input", "checkpoint")
 # A rank is named if the others wait for it this many times the average
 _TIMES_MEAN = 1.5
-_LEAST_WAITING = 0.03  # of a step
-_MORE_WORK = 1.15  # of a rank that is slow, than of this one
+_LEAST_WAITING = 0.03  # as a fraction of a step
+_MORE_WORK = 1.15  # of a slow rank, relative to this one
 
 
 def describe(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _waits_text(found: Mapping[str, Any], works: Sequence[float]) -> str:
 
 
 def slowest(found: Mapping[str, Any], works: Sequence[float] = ()) -> int | None:
-    """Return the rank for which this one mostly waited, if it stands out.
+    """Return the rank for which this one mostly waited, if there is one.
 
     Args:
       found: the statistics of this rank.
@@ -134,10 +134,10 @@ def advice(
     """Return advice on how to make a job faster, from one rank's statistics.
 
     Args:
-      found: its statistics.
-      sharing: how many ranks share its cores; 0 if that is unknown.
-      threads: computing ones of each of them.
-      cores: that they share.
+      found: the statistics.
+      sharing: the number of ranks that share its cores; 0 if unknown.
+      threads: the number of computing threads of each of them.
+      cores: the number of cores that they share.
       works: see `as_text`.
     """
     lines: list[str] = []
@@ -146,16 +146,16 @@ def advice(
         return lines
     parts = found["parts"]
     is_even = slowest(found, works) is None
-    # Where one rank is slow, this one's numbers say nothing of others
+    # If one rank is slow, the numbers of this one are not typical
     if ranks > 1 and (works or is_even):
         own = work_seconds(found)
         alone = sum(works) if works else own * ranks
         moving = parts["communication"] - found["waiting_seconds"]
         if alone + parts["checkpoint"] < took:
+            alone /= found["steps"] - 1
             lines.append(
-                "on one rank a step would take about "
-                f"{duration(alone / (found['steps'] - 1))}: it is too small to "
-                "gain from more ranks; use larger batches"
+                f"on one rank a step would take about {duration(alone)}: it is too "
+                "small to gain from more ranks; use larger batches"
             )
         elif is_even and moving > own:
             lines.append(

@@ -45,11 +45,11 @@ _FLUSH_SECONDS = 0.5
 _MOST_BYTES = 256 << 20
 _MOST_RANK_BYTES = 10 << 20
 _LEAST_RANK_BYTES = 1 << 20
-# What part of them has all steps. Then each of these parts has half as many as before,
-# so that no job is long enough to fill them
+# The first quarter has all steps; each further 1/32 half as many as before, so that no
+# job is long enough to reach the limit
 _WHOLE_PART, _NEXT_PART = 4, 32
-_STATUS_RANKS = 16  # so many statuses a second are written, of all ranks
-_FIRST_RUNS = 500  # after so many, and twice as many ..., clocks are compared
+_STATUS_RANKS = 16  # all ranks together write this many statuses per second
+_FIRST_RUNS = 500  # clocks are compared after this many, twice as many, ... runs
 _END_SECONDS = 5.0
 
 _current: Timeline | None = None
@@ -164,7 +164,7 @@ class Timeline:
         self.end()
 
     def end(self, state: str = "ended") -> None:
-        """End the files, with this state for `top`. Not collective."""
+        """Close the files, with this state for `top`. Not collective."""
         if self.has_ended:
             return
         self.has_ended = True
@@ -186,7 +186,7 @@ class Timeline:
     def _flush_or_give_up(self) -> None:
         try:
             self._flush()
-        except Exception as error:  # a full disk, mostly
+        except Exception as error:  # usually a full disk
             self._give_up(error)
 
     def _flush(self, end_state: str = "") -> None:
@@ -213,7 +213,7 @@ class Timeline:
             self._file = None
 
     def _limit(self, file: TraceFile, buffer: tracing.TraceBuffer) -> None:
-        """Record fewer steps when the file has got long; no events when it is full."""
+        """Record fewer steps as the file grows; none when it has reached its limit."""
         if self._is_full:
             return
         if file.size_bytes > self._most_bytes:

@@ -35,11 +35,11 @@ class TraceFile:
     """Writes one file. One thread at a time uses it.
 
     Args:
-      path: where; what is there is replaced.
-      rank: in the world, the "process" of all events.
-      host: its name.
-      origin_ns: the time that is 0 in the file, on this rank's clock.
-      about: of the job, JSON.
+      path: of the file; an existing file or link is replaced.
+      rank: in COMM_WORLD, the "process" of all events.
+      host: the name of the node.
+      origin_ns: time 0 of the file, on this rank's clock.
+      about: description of the job, as JSON.
 
     Raises:
       OSError: the file cannot be written.

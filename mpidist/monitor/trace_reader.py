@@ -64,7 +64,7 @@ class RankTrace(NamedTuple):
     path: Path
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield all events that are whole, with times on rank 0's clock."""
+        """Yield all complete events, with times on rank 0's clock."""
         return self._events()
 
     def _events(self, *words: bytes) -> Iterator[dict[str, Any]]:
@@ -189,7 +189,7 @@ def read_statuses(folder: Path) -> list[dict[str, Any]]:
     for path in sorted(folder.glob("status-*.json")):
         try:
             status = json.loads(path.read_text())
-        except (OSError, ValueError):  # just being replaced, perhaps
+        except (OSError, ValueError):  # perhaps it is being replaced
             continue
         if isinstance(status, dict) and {"began", "job", "rank"} <= status.keys():
             found.append(status)

@@ -104,9 +104,8 @@ class AtomicFile(io.FileIO):
         self._is_published = False
         unique = f"{os.uname().nodename}.{self._owner}.{secrets.randbits(32)}"
         self.temporary = path.with_name(f"{path.name}.{unique}.tmp")
-        super().__init__(
-            os.fspath(self.temporary), "x+"
-        )  # O_CREAT | O_EXCL follows no link
+        # O_CREAT | O_EXCL follows no link
+        super().__init__(os.fspath(self.temporary), "x+")
 
     def write(self, data: Any) -> int:
         """Write all of `data`; return its size in bytes."""
