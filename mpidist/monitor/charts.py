@@ -11,7 +11,15 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-__all__ = ["Series", "histogram", "lines", "quantity", "stacked", "unit_of"]
+__all__ = [
+    "Series",
+    "histogram",
+    "lines",
+    "quantity",
+    "stacked",
+    "tick_text",
+    "unit_of",
+]
 
 _WIDTH, _HEIGHT = 360, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 20, 14, 42
@@ -34,6 +42,14 @@ def quantity(number: float) -> str:
     digits = max(0, 2 - math.floor(math.log10(abs(number))))
     text = f"{number:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def tick_text(number: float) -> str:
+    """Return a number in the few characters that have room at an axis, as "1.5k"."""
+    for letter, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return quantity(number / size) + letter
+    return quantity(number)
 
 
 def _ticks(most: float, count: int = 5) -> list[float]:
@@ -66,7 +82,7 @@ class _Frame:
         for tick in ticks:
             y = self.y(tick)
             self.add(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" ', y, y)
-            self.text(_LEFT - 6, y + 4, quantity(tick), "end")
+            self.text(_LEFT - 6, y + 4, tick_text(tick), "end")
         middle = (_TOP + _HEIGHT - _BOTTOM) / 2
         self._parts.append(
             f'<text class="label" text-anchor="middle" transform="translate(11 {middle}'
@@ -160,7 +176,7 @@ def stacked(title: str, edges: Sequence[float], parts: Sequence[Series]) -> str:
             frame.bar(name, *box, low, high, note)
             low = high
     ticks = [t for t in _ticks(edges[-1], 4) if start <= t <= edges[-1]]
-    frame.x_ticks(((tick - start) / width, quantity(tick)) for tick in ticks)
+    frame.x_ticks(((tick - start) / width, tick_text(tick)) for tick in ticks)
     return frame.done()
 
 
@@ -191,7 +207,7 @@ def histogram(title: str, rows: Sequence[tuple[float, float, int]]) -> str:
     factors = (1, 2, 5) if high - low > math.log(10) else (1, 1.5, 2, 3, 4, 5, 7)
     ticks = [f * 10.0**power for power in range(lowest, highest + 1) for f in factors]
     frame.x_ticks(
-        (share(tick * size), quantity(tick))
+        (share(tick * size), tick_text(tick))
         for tick in ticks
         if 0 <= share(tick * size) <= 1
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+import math
 from typing import NamedTuple
-
-import numpy as np
 
 __all__ = ["ClockSample", "drift_ppm", "error_ns", "offset_at"]
 
@@ -25,11 +25,14 @@ class ClockSample(NamedTuple):
 
 def offset_at(samples: list[ClockSample], local_ns: float) -> float:
     """Return the offset at a time, by linear interpolation between samples."""
-    times = [sample.local_ns for sample in samples]
-    found = np.interp(local_ns, times, [sample.offset_ns for sample in samples])
-    if len(samples) > 1 and local_ns > times[-1]:
-        found += drift_ppm(samples) * 1e-6 * (local_ns - times[-1])
-    return float(found)
+    after = bisect.bisect(samples, (local_ns, math.inf))
+    if after == 0:
+        return samples[0].offset_ns
+    time, offset, _ = samples[after - 1]
+    if after == len(samples):
+        return offset + drift_ppm(samples) * 1e-6 * (local_ns - time)
+    share = (local_ns - time) / (samples[after].local_ns - time)
+    return offset + (samples[after].offset_ns - offset) * share
 
 
 def drift_ppm(samples: list[ClockSample]) -> float:

@@ -42,7 +42,7 @@ svg text { font-size: 11px; fill: var(--ink); } svg .label { fill: var(--faint);
   margin: .4rem 0; } .legend span { white-space: nowrap; }
 .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; }
 .row { display: grid; align-items: center; gap: .1rem .7rem; margin: .35rem 0;
-  grid-template-columns: minmax(8rem, 15rem) 1fr 6.5rem; font-size: .9rem; }
+  grid-template-columns: minmax(8rem, 18rem) 1fr 6.5rem; font-size: .9rem; }
 .row .name { overflow-wrap: anywhere; } .row .host { color: var(--faint);
   font-size: .8rem; margin-left: .4em; }
 .row .value { text-align: right; white-space: nowrap; }

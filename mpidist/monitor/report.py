@@ -18,11 +18,11 @@ import numpy as np
 from mpidist.errors import DataError
 from mpidist.monitor import charts
 from mpidist.monitor.page import PARTS, bars, figure, page, row, table, tiles
-from mpidist.monitor.summary import advice, as_text
+from mpidist.monitor.summary import advice, as_text, work_seconds
 from mpidist.monitor.trace_reader import RankTrace, read_statuses, read_traces
 from mpidist.util.available_memory import as_text as bytes_text
 
-__all__ = ["report", "scaling", "slowest_rank"]
+__all__ = ["how_ended", "report", "scaling", "slowest_rank"]
 
 _BINS = 30
 _MOST_ROWS = 32
@@ -66,11 +66,19 @@ def report(folder: Path) -> str:
         _operations(statuses),
         _clocks(traces, first),
     ]
-    ended = {one["state"] for one in statuses} == {"ended"}
-    state = "" if ended else ", still running or killed"
+    how = how_ended(statuses) or "still running or killed"
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(first["began"]))
-    subtitle = f"{first['ranks']} ranks, {began}{state}"
+    subtitle = f"{first['ranks']} ranks, {began}"
+    subtitle += "" if how == "ended" else f", {how}"
     return page("Where the time went", subtitle, "\n".join(sections))
+
+
+def how_ended(statuses: Sequence[Mapping[str, Any]]) -> str:
+    """Return "ended", or by whose error; "" if the job runs, or was killed."""
+    failed = [str(one["rank"]) for one in statuses if one["state"] == "failed"]
+    if failed:
+        return f"ended by an error of rank {', '.join(failed[:4])}"
+    return "ended" if all(one["state"] == "ended" for one in statuses) else ""
 
 
 def step_parts(status: Mapping[str, Any]) -> dict[str, float]:
@@ -122,7 +130,9 @@ def _tiles(
 def _findings(
     first: Mapping[str, Any], statuses: Sequence[Mapping[str, Any]], slow: int | None
 ) -> str:
-    lines = [f"Rank {first['rank']}: {as_text(first)}."]
+    is_whole = len(statuses) == first["ranks"]
+    works = [work_seconds(one) for one in statuses] if is_whole else []
+    lines = [f"Rank {first['rank']}: {as_text(first, works)}."]
     if slow is not None:
         parts = {one["rank"]: step_parts(one) for one in statuses}
         other = statistics.fmean(
@@ -135,7 +145,9 @@ def _findings(
             f"as long as that of others, mostly {why}. The others wait for it."
         )
     else:
-        lines += [f"{text[0].upper()}{text[1:]}." for text in advice(first)]
+        lines += [
+            f"{text[0].upper()}{text[1:]}." for text in advice(first, works=works)
+        ]
     return (
         '<ul class="findings">'
         + "".join(f"<li>{html.escape(line)}</li>" for line in lines)
@@ -232,7 +244,7 @@ def _ranks(statuses: Sequence[Mapping[str, Any]], slow: int | None) -> str:
         ]
         total = f"{charts.quantity(sum(parts.values()) / size)} {unit}"
         mark = "slowest" if is_slow else ""
-        rows.append(row(f"rank {one['rank']}", mark, one["host"], pieces, total))
+        rows.append(row(f"rank\u00a0{one['rank']}", mark, one["host"], pieces, total))
     return bars("Ranks", note, rows, f"{charts.quantity(most / size)} {unit}", True)
 
 

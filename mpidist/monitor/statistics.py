@@ -26,19 +26,19 @@ programs without `run`, before each `next`; else with each backward pass of
 
 from __future__ import annotations
 
-import atexit
 import os
 import socket
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.replica_group import ReplicaGroup
-from mpidist.monitor.summary import advice, as_text, describe
+from mpidist.monitor.summary import advice, as_text, describe, work_seconds
 from mpidist.util import logs
 from mpidist.util.counters import Counters
-from mpidist.util.forks import is_forked
 from mpidist.util.settings import BANNER
 
-__all__ = ["report_at_end", "statistics"]
+__all__ = ["report", "report_at_end", "statistics"]
 
 # Shorter jobs print no line at their end
 _LEAST_STEPS, _LEAST_SECONDS = 10, 5.0
@@ -76,32 +76,49 @@ def shared_cores(ranks_on_node: int) -> tuple[int, int, int]:
     return sharing, threads, cores
 
 
-_ends: list[int] = []  # processes that will report
+class _First(NamedTuple):
+    """What is reported of the first strategy of the program."""
+
+    counters: Counters
+    rank: int
+    ranks: int
+    ranks_on_node: int
+
+
+_first: _First | None = None
 
 
 def report_at_end(group: ReplicaGroup) -> None:
-    """Print a summary of the time at the end of the program, for its first strategy.
+    """Let `report` print a summary of this strategy, if it is the first one."""
+    global _first
+    if _first is None:
+        counters, on_node = group.consensus.recorder.counters, group.topology.node
+        rank, ranks = group.replica_id, group.num_replicas
+        _first = _First(counters, rank, ranks, on_node.Get_size())
 
-    Rank 0 prints its own numbers, if there are several ranks and the job was not short.
-    MPIDIST_BANNER=0 turns it off. Not collective.
+
+def report() -> None:
+    """Print a summary of the time, of the first strategy, at the end of the program.
+
+    On its rank 0, if there are several ranks and the job was not short.
+    MPIDIST_BANNER=0 turns it off. Collective: the ranks of all strategies in use.
     """
-    is_wanted = BANNER.read_or_default()
-    if group.num_replicas == 1 or group.replica_id or not is_wanted:
+    works: dict[int, list[float]] = {}
+    for consensus in list(Consensus.in_use):
+        if consensus.broken is None and not consensus.failures.ranks:
+            counters = consensus.recorder.counters
+            work = work_seconds(describe(counters.snapshot()))
+            works[id(counters)] = consensus.gather("the end of the program", work)
+    if _first is None or _first.rank or _first.ranks == 1:
         return
-    if os.getpid() in _ends:
-        return
-    _ends.append(os.getpid())
-    counters, ranks = group.consensus.recorder.counters, group.num_replicas
-    on_node = group.topology.node.Get_size()
+    if BANNER.read_or_default():
+        _print(_first, works.get(id(_first.counters), ()))
 
-    def report() -> None:
-        if is_forked():
-            return
-        found = _describe(counters, 0, ranks)
-        is_long = found["measured_seconds"] >= _LEAST_SECONDS
-        if is_long and found["steps"] >= _LEAST_STEPS:
-            lines = [f"mpidist: {as_text(found)}"]
-            lines += advice(found, *shared_cores(on_node))
-            logs.info("monitor", "\nmpidist: ".join(lines))
 
-    atexit.register(report)
+def _print(first: _First, works: Sequence[float]) -> None:
+    found = _describe(first.counters, 0, first.ranks)
+    is_long = found["measured_seconds"] >= _LEAST_SECONDS
+    if is_long and found["steps"] >= _LEAST_STEPS:
+        lines = [f"mpidist: {as_text(found, works)}"]
+        lines += advice(found, *shared_cores(first.ranks_on_node), works)
+        logs.info("monitor", "\nmpidist: ".join(lines))

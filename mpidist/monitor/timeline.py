@@ -29,7 +29,15 @@ from mpidist.monitor.trace_file import TraceFile, trace_path
 from mpidist.util import tracing, validation
 from mpidist.util.notices import warn
 
-__all__ = ["Timeline", "finish", "start_by_environment", "status_path", "timeline"]
+__all__ = [
+    "Timeline",
+    "end",
+    "finish",
+    "start_by_environment",
+    "status_path",
+    "stride_at",
+    "timeline",
+]
 
 _CALL = "Strategy.timeline"
 _FLUSH_SECONDS = 0.5
@@ -37,8 +45,9 @@ _FLUSH_SECONDS = 0.5
 _MOST_BYTES = 256 << 20
 _MOST_RANK_BYTES = 10 << 20
 _LEAST_RANK_BYTES = 1 << 20
-# The first quarter has all steps; each further sixteenth half as many as before
-_WHOLE_PART, _NEXT_PART = 4, 16
+# The first quarter has all steps; each further 1/32 half as many as before, so that no
+# job is long enough to reach the limit
+_WHOLE_PART, _NEXT_PART = 4, 32
 _STATUS_RANKS = 16  # all ranks together write this many statuses per second
 _FIRST_RUNS = 500  # clocks are compared after this many, twice as many, ... runs
 _END_SECONDS = 5.0
@@ -49,6 +58,12 @@ _current: Timeline | None = None
 def status_path(folder: Path, rank: int) -> Path:
     """Return the file with the progress of a rank of COMM_WORLD."""
     return folder / f"status-{rank:05}.json"
+
+
+def stride_at(size_bytes: int, most_bytes: int) -> int:
+    """Return one of how many steps is recorded when a file has so many bytes."""
+    after = size_bytes - most_bytes // _WHOLE_PART
+    return 1 if after < 0 else 2 << (after // (most_bytes // _NEXT_PART))
 
 
 class Timeline:
@@ -63,8 +78,10 @@ class Timeline:
         self._group, self._folder = group, folder
         self._rank = MPI.COMM_WORLD.Get_rank()
         consensus = group.consensus
-        job = consensus.root_only(_CALL, lambda: (secrets.token_hex(4), time.time()))
-        self._job, self._began = job
+        # On rank 0's clock; before all other events, as viewers drop negative times
+        self._job, self._began, origin = consensus.root_only(
+            _CALL, lambda: (secrets.token_hex(4), time.time(), time.monotonic_ns())
+        )
         self._samples = [compare_clocks(consensus)]
         self._runs, self._next_runs = 0, _FIRST_RUNS
         self.has_ended = False  # on this rank
@@ -73,6 +90,7 @@ class Timeline:
         self._stop = threading.Event()
         self._buffer: tracing.TraceBuffer | None = None
         self._file: TraceFile | None = None
+        self._is_full = False
         per_rank = _MOST_BYTES // group.num_replicas
         self._most_bytes = min(max(per_rank, _LEAST_RANK_BYTES), _MOST_RANK_BYTES)
         self._status_seconds = max(1.0, group.num_replicas / _STATUS_RANKS)
@@ -80,7 +98,6 @@ class Timeline:
         self._thread = threading.Thread(
             target=self._run, name="mpidist-timeline", daemon=True
         )
-        origin = consensus.root_only(_CALL, time.monotonic_ns)
         try:
             self._open(origin + self._samples[0].offset_ns)
         except Exception as error:
@@ -146,8 +163,8 @@ class Timeline:
             self._note_clock(self._samples[-1])
         self.end()
 
-    def end(self) -> None:
-        """Close the files. Not collective."""
+    def end(self, state: str = "ended") -> None:
+        """Close the files, with this state for `top`. Not collective."""
         if self.has_ended:
             return
         self.has_ended = True
@@ -159,28 +176,32 @@ class Timeline:
         if self._thread.is_alive():
             return
         with contextlib.suppress(Exception), self._lock:
-            self._flush(is_end=True)
+            self._flush(state)
 
     def _run(self) -> None:
         while not self._stop.wait(_FLUSH_SECONDS) and self._buffer is not None:
-            try:
-                with self._lock:
-                    self._flush()
-            except Exception as error:  # usually a full disk
-                self._give_up(error)
+            with self._lock:
+                self._flush_or_give_up()
 
-    def _flush(self, is_end: bool = False) -> None:
+    def _flush_or_give_up(self) -> None:
+        try:
+            self._flush()
+        except Exception as error:  # usually a full disk
+            self._give_up(error)
+
+    def _flush(self, end_state: str = "") -> None:
         file, buffer = self._file, self._buffer
         if file is None or buffer is None:
             return
+        file.require_own()
         lines, self._lines = self._lines, []
         file.append(buffer.take(), lines)
         self._limit(file, buffer)
         now = time.monotonic()
-        if is_end or now >= self._status_due:
+        if end_state or now >= self._status_due:
             self._status_due = now + self._status_seconds
-            self._write_status("ended" if is_end else "running")
-        if is_end:
+            self._write_status(end_state or "running")
+        if end_state:
             samples = self._samples
             found = {
                 "clock_error_us": error_ns(samples) / 1e3,
@@ -193,11 +214,18 @@ class Timeline:
 
     def _limit(self, file: TraceFile, buffer: tracing.TraceBuffer) -> None:
         """Record fewer steps as the file grows; none when it has reached its limit."""
+        if self._is_full:
+            return
         if file.size_bytes > self._most_bytes:
-            raise OSError(f"it has reached the limit of {file.size_bytes >> 20} MiB")
-        after = file.size_bytes - self._most_bytes // _WHOLE_PART
-        part = self._most_bytes // _NEXT_PART
-        stride = 1 if after < 0 else 2 << (after // part)
+            self._is_full = True
+            tracing.stop()
+            warn(
+                f"the timeline of rank {self._rank} in {self._folder} records no more "
+                f"events: it has reached its limit of {self._most_bytes / 2**20:.3g} "
+                "MiB; the job continues, and so does its progress there"
+            )
+            return
+        stride = stride_at(file.size_bytes, self._most_bytes)
         if stride > buffer.stride:
             buffer.stride = stride
             text = file.instant(
@@ -275,6 +303,12 @@ def start_by_environment(group: ReplicaGroup) -> None:
     """Start a timeline if MPIDIST_TIMELINE, of any rank, names a folder. Collective."""
     if group.timeline_folder:  # on all ranks
         _start(group, Path(group.timeline_folder), is_asked_for=False)
+
+
+def end() -> None:
+    """End the timeline of this process because of an error. Not collective."""
+    if _current is not None:
+        _current.end("failed")
 
 
 def finish() -> None:

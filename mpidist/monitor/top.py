@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpidist.monitor.page import PARTS
-from mpidist.monitor.report import slowest_rank, step_parts
+from mpidist.monitor.report import how_ended, slowest_rank, step_parts
 from mpidist.monitor.trace_reader import read_statuses
 from mpidist.util.durations import duration
 
@@ -44,8 +44,7 @@ def top(folder: Path, seconds: float | None) -> int:
             return 1
         text = table(statuses, time.time(), columns, lines if is_terminal else None)
         print((_CLEAR if is_terminal and seconds else "") + text, flush=True)
-        has_ended = all(one["state"] == "ended" for one in statuses)
-        if seconds is None or has_ended:
+        if seconds is None or how_ended(statuses):
             return 0
         try:
             time.sleep(seconds)
@@ -69,7 +68,7 @@ def table(
     """
     first = statuses[0]
     slow = slowest_rank(statuses)
-    took = duration(max(one["time"] for one in statuses) - first["began"])
+    took = duration(first["seconds"])  # not of clocks, which may be set
     rate = 1 / mean if (mean := first["step_seconds"]["mean"]) else 0.0
     marks = ", ".join(f"{mark} {name}" for name, mark in _MARKS.items())
     head = (
@@ -106,8 +105,8 @@ def _bar(parts: Mapping[str, float], most: float, columns: int) -> str:
 
 
 def _state(statuses: Sequence[Mapping[str, Any]], now: float) -> str:
-    if all(one["state"] == "ended" for one in statuses):
-        return "ended"
+    if how := how_ended(statuses):
+        return how
     if all(_is_late(one, now) for one in statuses):
         return "silent, perhaps killed"
     missing = statuses[0]["ranks"] - len(statuses)

@@ -35,7 +35,7 @@ class TraceFile:
     """Writes one file. One thread at a time uses it.
 
     Args:
-      path: of the file; an existing file is replaced, a link refused.
+      path: of the file; an existing file or link is replaced.
       rank: in COMM_WORLD, the "process" of all events.
       host: the name of the node.
       origin_ns: time 0 of the file, on this rank's clock.
@@ -46,7 +46,7 @@ class TraceFile:
     """
 
     def __init__(self, path: Path, rank: int, host: str, origin_ns: int, about: Any):
-        self._rank, self._origin_ns = rank, origin_ns
+        self._rank, self._origin_ns, self._path = rank, origin_ns, path
         self._names: dict[str, str] = {}
         self._threads: dict[int, int] = {}
         self._formats: list[Callable[[Sequence[Any]], str]] = [
@@ -54,7 +54,9 @@ class TraceFile:
             self._span,
             self._step,
         ]
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        # A file of its own, as an earlier job may still write into that one
+        path.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._file = os.open(path, flags, 0o666)
         self.size_bytes = 0
         name = {"name": f"rank {rank} on {host}"}
@@ -87,6 +89,15 @@ class TraceFile:
         lines = [formats[event[0]](event) for event in events]
         if lines or more:
             self._write("".join([*named, *lines, *more]))
+
+    def require_own(self) -> None:
+        """Raise an error if another job has replaced the file.
+
+        Raises:
+          OSError: it has, or the file was removed.
+        """
+        if not os.path.samestat(self._path.stat(), os.fstat(self._file)):
+            raise OSError("another job writes into this folder now")
 
     def close(self, last: str = "") -> None:
         """End the array with a last line, and close the file.
@@ -168,6 +179,8 @@ class TraceFile:
     def _step(self, event: Sequence[Any]) -> str:
         _, _, number, begun, ended, stride, *parts = event
         assert event[0] == STEP
+        if begun < self._origin_ns:
+            return ""  # the timeline began within it
         shares = ",".join(
             [f'"{name}":{part / 1e3:.1f}' for name, part in zip(_PARTS, parts)]
         )

@@ -65,7 +65,10 @@ class RankTrace(NamedTuple):
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield all complete events, with times on rank 0's clock."""
-        for event in _events(self.path):
+        return self._events()
+
+    def _events(self, *words: bytes) -> Iterator[dict[str, Any]]:
+        for event in _events(self.path, *words):
             if "ts" in event and self.clock:
                 begun = self._on_common_clock(event["ts"])
                 if "dur" in event:
@@ -80,7 +83,7 @@ class RankTrace(NamedTuple):
     def steps(self) -> list[Step]:
         """Return the recorded steps."""
         found = []
-        for event in self.events():
+        for event in self._events(b'"step"'):
             if event.get("cat") == "step":
                 args = event["args"]
                 parts = [args[name] / 1e6 for name in Step._fields[4:]]
@@ -106,7 +109,8 @@ def read_traces(folder: Path) -> list[RankTrace]:
       DataError: the folder has no timeline, or it cannot be read.
     """
     found = []
-    for path in sorted(folder.glob("timeline-*.json.gz")):
+    paths = folder.glob("timeline-*.json.gz")
+    for path in sorted(path for path in paths if path.is_file()):
         try:
             trace = _read_trace(path)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -125,7 +129,7 @@ def _read_trace(path: Path) -> RankTrace | None:
     about: dict[str, Any] = {}
     end: dict[str, Any] = {}
     clock, rank = [], -1
-    for event in _events(path):
+    for event in _events(path, b'"M"', b'"clock"'):
         if event["ph"] == "M":
             rank = event["pid"]
             if event["name"] == "mpidist":
@@ -139,11 +143,19 @@ def _read_trace(path: Path) -> RankTrace | None:
     return RankTrace(rank, about, clock, end, path) if about else None
 
 
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a file, whose end may be missing."""
+def _events(path: Path, *words: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the events of a file, whose end may be missing.
+
+    Args:
+      path: the file.
+      words: if there are any, events with none of them may be left out, as parsing
+        takes most of the time.
+    """
     for line in _lines(path):
         text = line.strip().rstrip(b",")
         if text in (b"", b"[", b"]"):
+            continue
+        if words and not any(word in text for word in words):
             continue
         try:
             yield json.loads(text)
@@ -176,9 +188,11 @@ def read_statuses(folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted(folder.glob("status-*.json")):
         try:
-            found.append(json.loads(path.read_text()))
+            status = json.loads(path.read_text())
         except (OSError, ValueError):  # perhaps it is being replaced
             continue
+        if isinstance(status, dict) and {"began", "job", "rank"} <= status.keys():
+            found.append(status)
     if not found:
         return []
     job = max(found, key=lambda one: float(one["began"]))["job"]

@@ -25,7 +25,7 @@ from mpidist.context import explain
 from mpidist.device.binding import current_gpu, use_gpu
 from mpidist.errors import DivergenceError, MpidistError, RemoteError
 from mpidist.launch.mpi_defaults import abort_while_importing
-from mpidist.monitor import timeline
+from mpidist.monitor import statistics, timeline
 from mpidist.util import logs
 from mpidist.util.forks import is_forked
 from mpidist.util.settings import hang_seconds
@@ -77,6 +77,8 @@ def _leave(pid: int) -> None:
             consensus.require_same(CallSignature("the end of the program"))
         with contextlib.suppress(Exception):  # all ranks are here
             timeline.finish()
+        with contextlib.suppress(Exception):
+            statistics.report()
         for consensus in list(Consensus.in_use):
             consensus.close()
         if has_failed_ranks():
@@ -133,6 +135,9 @@ def _report_and_abort(
     if not _in_job() or is_forked() or hasattr(sys, "ps1") or sys.flags.interactive:
         sys.__excepthook__(kind, error, trace)
         return
+    if not _is_copy(error):
+        with contextlib.suppress(Exception):
+            timeline.end()
     text = "".join(traceback.format_exception(kind, error, trace))
     _report(text, _is_copy(error))
 

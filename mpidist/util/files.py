@@ -104,7 +104,8 @@ class AtomicFile(io.FileIO):
         self._is_published = False
         unique = f"{os.uname().nodename}.{self._owner}.{secrets.randbits(32)}"
         self.temporary = path.with_name(f"{path.name}.{unique}.tmp")
-        super().__init__(self.temporary, "x+")  # O_CREAT | O_EXCL follows no link
+        # O_CREAT | O_EXCL follows no link
+        super().__init__(os.fspath(self.temporary), "x+")
 
     def write(self, data: Any) -> int:
         """Write all of `data`; return its size in bytes."""
@@ -214,8 +215,10 @@ def replace_file(path: Path) -> Iterator[AtomicFile]:
     If the block or a write fails, nothing is left and `path` is unchanged.
 
     Raises:
-      OSError: the file cannot be written.
+      OSError: the file cannot be written, or a device, FIFO or directory is there.
     """
+    if path.exists():
+        require_regular(path)
     file = AtomicFile(path)
     try:
         yield file

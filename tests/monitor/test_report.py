@@ -15,7 +15,7 @@ import pytest
 
 from mpidist.errors import DataError
 from mpidist.monitor import charts
-from mpidist.monitor.page import PARTS
+from mpidist.monitor.page import PARTS, figure, page
 from mpidist.monitor.report import report, scaling, slowest_rank, step_parts
 from mpidist.monitor.timeline import status_path
 from mpidist.monitor.top import table
@@ -108,8 +108,8 @@ def test_the_page_of_a_job(folder):
     count = check(page)
     assert count["svg"] == 3
     assert f"<b>{STEPS}</b>" in page
-    assert "rank 0" in page
-    assert "rank 1" in page
+    assert "rank\u00a00" in page
+    assert "rank\u00a01" in page
     assert "all_reduce" in page
 
 
@@ -125,7 +125,7 @@ def test_the_slowest_rank_is_marked(folder):
     statuses = read_statuses(folder)
     assert slowest_rank(statuses) == 1
     page = report(folder)
-    assert '>rank 1<span class="mark">slowest</span>' in page
+    assert '>rank\u00a01<span class="mark">slowest</span>' in page
     assert "takes 3.0 times as long" in page.replace("\n", " ")
     assert "slowest" in table(statuses, statuses[0]["time"]).splitlines()[3]
 
@@ -177,6 +177,20 @@ def test_no_text_overlaps_another_in_a_browser(folder, tmp_path, width, is_dark)
     assert found["loaded"] == []
     assert found["inner"] == 0
     assert found["paper"] == ("rgb(20, 24, 29)" if is_dark else "rgb(255, 255, 255)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [9_999, 87_654, 765_432, 36_000_000])
+def test_large_numbers_have_room(tmp_path, count):
+    if chromium.find() is None:
+        pytest.skip("Chromium is not installed")
+    shown = [
+        charts.histogram("steps", [(0.001, 0.002, 7), (0.002, 0.004, count)]),
+        charts.stacked("steps", [1, count // 2, count], [("input", [1e-3, 1.7])]),
+        charts.lines("ranks", [1, 4096], [("ideal", [1.0, count])], 1, "speed by now"),
+    ]
+    text = page("numbers", "", "".join(figure("one", "", chart) for chart in shown))
+    assert chromium.look(text, tmp_path, 360)["wrong"] == []
 
 
 @pytest.mark.slow
@@ -243,6 +257,9 @@ def test_top_of_a_job_that_runs(folder):
         one["state"] = "running"
     assert "2 ranks, running;" in table(statuses, now)
     assert "silent, perhaps killed" in table(statuses, now + 1000)
+    statuses[0]["began"] += 7200  # the clock was set back an hour or two
+    statuses[0]["seconds"] = 90.0
+    assert f"{STEPS} steps in 90 s" in table(statuses, now)
     assert "1 not seen yet" in table(statuses[:1], now)
     assert len(table(statuses, now, 60, 6).splitlines()) == 3
     for line in table(statuses, now, 60).splitlines()[2:]:
@@ -259,7 +276,13 @@ def test_files_of_an_earlier_job_are_left_out(folder):
 def test_a_damaged_folder(folder):
     trace_path(folder, 0).write_bytes(b"no gzip")
     check(report(folder))
+    status_path(folder, 7).write_text("[1]")
+    status_path(folder, 8).write_text('{"a": 1}')
+    check(report(folder))
     trace_path(folder, 1).write_bytes(gzip.compress(b'[\n{"a": 1},\n'))
+    with pytest.raises(DataError, match="has no timeline"):
+        report(folder)
+    trace_path(folder, 1).write_bytes(gzip.compress(b'[\n{"name": "clock"},\n'))
     with pytest.raises(DataError, match="is not a timeline"):
         report(folder)
 
@@ -270,6 +293,21 @@ def test_a_damaged_folder(folder):
 )
 def test_quantities(number, text):
     assert charts.quantity(number) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (0.25, "0.25"),
+        (900, "900"),
+        (1500, "1.5k"),
+        (36e6, "36M"),
+        (2e9, "2G"),
+    ],
+)
+def test_numbers_at_ticks_are_short(number, text):
+    assert charts.tick_text(number) == text
 
 
 @pytest.mark.parametrize("most", [0.0, 1e-9, 0.31, 1.0, 7.2, 999, 12345.6])

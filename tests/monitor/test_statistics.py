@@ -199,7 +199,15 @@ def test_advice():
     balanced = make([0.9, 0.1, 0.0, 0.0])
     assert module.advice(balanced, 2, 2, 4) == []
     [small] = module.advice(make([0.1, 0.9, 0.0, 0.0]), 2, 2, 4)
-    assert "too small to gain from more ranks" in small
+    assert small.startswith("on one rank a step would take about 4 ms: it is too small")
+    waiting = make([0.1, 0.9, 0.0, 0.0], 0.5, {"1": 0.5}) | {"ranks": 2}
+    assert module.advice(waiting) == []
+    assert "for rank 1" in module.as_text(waiting)
+    [small] = module.advice(waiting, works=[0.1, 0.1])
+    assert "about 2 ms: it is too small" in small
+    assert "for rank" not in module.as_text(waiting, [0.1, 0.1])
+    assert module.advice(waiting, works=[0.1, 0.95]) == []
+    assert "for rank 1" in module.as_text(waiting, [0.1, 0.95])
     [cache] = module.advice(make([0.6, 0.1, 0.3, 0.0], epochs=2), 2, 2, 4)
     assert "cache()" in cache
     [more] = module.advice(

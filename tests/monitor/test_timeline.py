@@ -16,7 +16,8 @@ from mpidist.monitor import timeline as module
 from mpidist.monitor.clock_samples import ClockSample, drift_ppm, offset_at
 from mpidist.monitor.clocks import compare_clocks
 from mpidist.monitor.timeline import status_path
-from mpidist.monitor.trace_file import trace_path
+from mpidist.monitor.top import table
+from mpidist.monitor.trace_file import TraceFile, trace_path
 from mpidist.monitor.trace_reader import merge, read_statuses, read_traces
 from mpidist.util import tracing
 
@@ -226,6 +227,74 @@ def test_long_jobs_record_fewer_steps(comm, strategy, folder, monkeypatch):
     comm.Barrier()
 
 
+def test_a_full_file_takes_no_more_events_and_progress_is_still_shown(
+    comm, strategy, folder, monkeypatch
+):
+    monkeypatch.setattr(module, "_MOST_RANK_BYTES", 1000)
+    monkeypatch.setattr(module, "_LEAST_RANK_BYTES", 1000)
+    with strategy.timeline(folder):
+        made = strategy.extended.timeline
+        with made._lock:
+            train(strategy, 100)
+            with pytest.warns(RuntimeWarning, match="limit"):
+                made._flush()
+        size = trace_path(folder, comm.rank).stat().st_size
+        train(strategy, 100)
+        with made._lock:
+            made._flush()
+    comm.Barrier()
+    assert trace_path(folder, comm.rank).stat().st_size < size + 500
+    for status in read_statuses(folder):
+        assert status["state"] == "ended"
+        assert status["steps"] > 100
+    comm.Barrier()
+
+
+def test_ten_hours_of_short_steps_fill_no_file():
+    """Of a millisecond, with seven events, in 175 bytes."""
+    most, size, steps = module._MOST_RANK_BYTES, 0, 0
+    while steps < 36_000_000:
+        stride = module.stride_at(size, most)
+        size += 100 * 175
+        steps += stride * 100
+    assert size < most
+
+
+def test_a_later_job_takes_the_folder_over(comm, strategy, folder):
+    with strategy.timeline(folder):
+        made = strategy.extended.timeline
+        path = trace_path(folder, comm.rank)
+        with made._lock:
+            train(strategy)
+            made._flush()
+            later = TraceFile(
+                path, comm.rank, "host", 0, {"job": "later", "began": 4e9}
+            )
+            later.close()
+            data = path.read_bytes()
+            train(strategy)
+            with pytest.warns(RuntimeWarning, match="another job"):
+                made._flush_or_give_up()
+    comm.Barrier()
+    assert path.read_bytes() == data
+    assert [trace.about["job"] for trace in read_traces(folder)] == [
+        "later"
+    ] * comm.size
+    comm.Barrier()
+
+
+def test_a_timeline_that_begins_within_a_step(comm, strategy, folder):
+    train(strategy)
+    with strategy.timeline(folder):
+        train(strategy)
+    comm.Barrier()
+    for trace in read_traces(folder):
+        events = list(trace.events())
+        assert min(event["ts"] for event in events if "ts" in event) >= 0
+        assert trace.steps()[0].number == 7
+    comm.Barrier()
+
+
 def test_there_is_one_timeline_at_a_time(comm, strategy, folder):
     with strategy.timeline(folder):
         made = strategy.extended.timeline
@@ -334,16 +403,33 @@ def test_by_the_environment(mpirun, tmp_path):
     assert all(len(trace.clock) == 2 for trace in traces)
 
 
+def test_an_error_that_ends_the_job_is_in_the_timeline(mpirun, tmp_path):
+    fail = """
+if strategy.extended.replica_id == 1:
+    with mpidist.span("the last"):
+        1 // 0
+strategy.barrier()
+"""
+    job = mpirun(2, JOB + fail, MPIDIST_TIMELINE=str(tmp_path))
+    assert job.returncode != 0
+    trace = next(trace for trace in read_traces(tmp_path) if trace.rank == 1)
+    assert trace.end
+    names = [event["name"] for event in trace.events()]
+    assert names.count("the last") == 1
+    statuses = read_statuses(tmp_path)
+    assert statuses[-1]["state"] == "failed"
+    assert "2 ranks, ended by an error of rank 1;" in table(statuses, 0.0)
+
+
 def test_after_a_kill(mpirun, tmp_path):
     wait = """
 from mpidist.monitor.timeline import status_path
 from pathlib import Path
 folder = Path(os.environ["MPIDIST_TIMELINE"])
 path = status_path(folder, strategy.extended.replica_id)
-while not path.exists() or b'"steps": 0,' in path.read_bytes():
-    strategy.barrier()
-    if all(strategy.gather_objects(path.exists())):
-        break
+is_written = False
+while not all(strategy.gather_objects(is_written)):
+    is_written = path.exists() and b'"steps": 0,' not in path.read_bytes()
 if strategy.extended.replica_id == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 strategy.barrier()
@@ -355,7 +441,7 @@ strategy.barrier()
     assert not traces[1].end
     for trace in traces:
         check(trace.events())
-    assert {one["state"] for one in read_statuses(tmp_path)} == {"running"}
+    assert read_statuses(tmp_path)[1]["state"] == "running"
 
 
 def test_a_folder_without_a_timeline(tmp_path):

@@ -87,6 +87,17 @@ def test_a_block_that_fails_leaves_what_was_there(tmp_path):
     assert os.listdir(tmp_path) == ["x"]
 
 
+def test_what_is_no_regular_file_is_not_replaced(tmp_path):
+    fifo, link = tmp_path / "fifo", tmp_path / "link"
+    os.mkfifo(fifo)
+    link.symlink_to(fifo)  # as /dev/stdout may be
+    for path, error in (fifo, "a FIFO"), (link, "a FIFO"), (tmp_path, "directory"):
+        with pytest.raises(OSError, match=error), replace_file(path):
+            pass
+    assert stat.S_ISFIFO(fifo.stat().st_mode)
+    assert sorted(tmp_path.iterdir()) == [fifo, link]
+
+
 def test_permissions_are_those_of_new_files(tmp_path, monkeypatch):
     layout = Layout("MPICH", (2,), "CPU")
     old = os.umask(0o027)
