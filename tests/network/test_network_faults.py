@@ -81,7 +81,8 @@ def test_jobs_end_with_a_name_and_leave_nothing(network, tmp_path):
         ended, files = started[name].result()
         assert ended.returncode != 0, (name, ended.stdout)
         said = (
-            rf"rank \d of {NODES} has waited .* in ({fault.call}) \(call .*{JOB.name}"
+            rf"rank [02] of {NODES} has waited .* in ({fault.call}) \(call .*{JOB.name}"
+            ".*: rank 1 (did not arrive|no longer answered)"
         )
         assert re.search(said, ended.stdout), (name, ended.stdout)
         assert files == [], name

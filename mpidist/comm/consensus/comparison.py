@@ -110,7 +110,10 @@ class Comparison(Protocol):
         """
 
     def missing(self) -> list[int] | None:
-        """Return the ranks for which this one waits; None if unknown. Any thread."""
+        """Return the ranks for which this one waits. Any thread.
+
+        None if unknown, or if this rank does not wait in a comparison.
+        """
 
     def close(self) -> None:
         """Free MPI resources, before the communicator is freed."""
@@ -153,7 +156,7 @@ class MaximumComparison:
         mine[:] = number, -number, address, -address, state == FAILED, away
         # Never a blocking call: it would not match one of a rank with a deadline
         request = self._comm.Iallreduce(mine, highest, MPI.MAX)
-        self._waiting.wait(request, deadline, self._calls, yield_cpu)
+        self._waiting.wait(request, deadline, 2 * self._calls, yield_cpu)
         self._left_ns = time.monotonic_ns()
         # A rank that arrived earlier may have left since; later calls would wait for it
         self._departures.require_none()
@@ -299,7 +302,7 @@ class GatherComparison(PayloadComparison):
         else:
             # Never a blocking call: it would not match one of a rank with a deadline
             request = self._comm.Iallgather(self._send, self._received)
-        self._waiting.wait(request, deadline, self._calls, yield_cpu)
+        self._waiting.wait(request, deadline, 2 * self._calls, yield_cpu)
         self._is_idle = True
         self._left_ns = time.monotonic_ns()
         # A rank that arrived earlier may have left since; later calls would wait for it
@@ -353,7 +356,7 @@ class SharedMemoryComparison(PayloadComparison):
 
     def missing(self) -> list[int] | None:
         """See `Comparison.missing`."""
-        return self._barrier.missing()
+        return self._barrier.missing() or None
 
     def late(self) -> int:
         """See `Comparison.late`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,11 +22,18 @@ from mpi4py import MPI
 
 from mpidist.errors import CollectiveError, DeadlineError
 
-__all__ = ["Departures", "RequestWaiter", "Requests", "WaitTimeoutError", "abandon"]
+__all__ = [
+    "Departures",
+    "RequestWaiter",
+    "Requests",
+    "RollCall",
+    "WaitTimeoutError",
+    "abandon",
+]
 
 Requests = MPI.Request | list[MPI.Request]
 
-_TAG = 2  # the announcements of `RequestWaiter` use another tag
+_TAG, _HERE_TAG = 2, 1  # of departures, and of the announcements of `RollCall`
 _MOST_BYTES = 2000  # so small a message is sent eagerly
 _MOST_DIRECT = 16
 
@@ -61,6 +69,7 @@ class Departures:
         self.yields_cpu = False
         self._comm = comm
         self._sent: list[Any] = []  # MPI may still read these
+        self._announced: list[tuple[Any, list[MPI.Request]]] = []
         self._found: str | None = None
         self._lock = threading.Lock()
 
@@ -100,17 +109,39 @@ class Departures:
             kind = DeadlineError if self._found[0] == "1" else CollectiveError
             raise kind(f"this strategy cannot communicate any more: {reason}")
 
+    def send_announcement(self, data: Any) -> None:
+        """Send where ranks wait, see `RollCall`. Any thread."""
+        receivers = _receivers(self._comm.Get_rank(), self._comm.Get_size())
+        with self._lock:
+            requests = [self._comm.Isend(data, rank, _HERE_TAG) for rank in receivers]
+            sent = [s for s in self._announced if not MPI.Request.Testall(s[1])]
+            self._announced = [*sent, (data, requests)]
+            self.sent_to[receivers] += 1
 
-_HERE_TAG = 1
+    def receive_announcement(self) -> Any:
+        """Return what a rank has announced, or None. Any thread."""
+        status = MPI.Status()
+        with self._lock:
+            message = self._comm.Improbe(tag=_HERE_TAG, status=status)
+            if message is None:
+                return None
+            data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            message.Recv(data)
+            self.received += 1
+        return data
+
+
 # Before a rank sleeps, it polls this often whether the others have arrived. Between
 # polls it yields its core, perhaps to the ranks that it waits for: about a millisecond
 _LOOKS = 2000
-# After this time, a rank announces to the others which call it has reached
+# After this time, a rank announces to the others which call it has reached, and again
+# so long as it waits, each time after so long a part of what it has waited
 _ANNOUNCE_SECONDS = 1.0
+_ANNOUNCE_PART = 8
 # Minimum interval between forwarded announcements
 _PASS_ON_SECONDS = 0.25
 _COLLECT_CALLS = 1000
-_LAST_CALL = -1  # a call without announcements
+_LAST_PLACE = sys.maxsize  # after all others: a wait without announcements
 _PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time waited so far
 # Abandoned requests with their buffers: a late rank may still complete them, so MPI may
 # write there until the process ends
@@ -124,6 +155,83 @@ def abandon(request: Requests) -> None:
 
 class WaitTimeoutError(Exception):
     """A deadline was missed; the argument is the list of ranks that did not arrive."""
+
+
+class RollCall:
+    """Exchanges with the other ranks, during a long wait, where each one waits.
+
+    A rank that waits further on in the program has arrived here. One that still waits
+    before has not, but waits for another rank itself, so it is not to blame.
+
+    Args:
+      comm: the communicator.
+      departures: of its ranks.
+      place: of the wait, equal on all ranks and growing: twice the number of the call;
+        one more after the comparison of the ranks' calls.
+      first_seconds: after this time the first announcement is due.
+      pass_on_seconds: the shortest time between two announcements.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        departures: Departures,
+        place: int,
+        first_seconds: float = _ANNOUNCE_SECONDS,
+        pass_on_seconds: float = _PASS_ON_SECONDS,
+    ):
+        self.place = place
+        self._departures = departures
+        self._pass_on = pass_on_seconds
+        self._begun = time.monotonic()
+        self._due = self._begun + first_seconds
+        self._told_at = -math.inf
+        self._told = 0
+        self._is_large = comm.Get_size() > _MOST_DIRECT
+        self._arrived = np.zeros(comm.Get_size(), np.bool_)
+        self._behind = self._arrived.copy()
+        self._arrived[comm.Get_rank()] = True
+
+    def exchange(self, now: float) -> None:
+        """Receive all announcements, and send one if it is due."""
+        self.collect()
+        known = int(np.count_nonzero(self._arrived))
+        is_news = known > max(self._told, 1) and (self._is_large or not self._told)
+        if now > self._due or (is_news and now > self._told_at + self._pass_on):
+            self._told, self._told_at = known, now
+            again = max(_ANNOUNCE_SECONDS, (now - self._begun) / _ANNOUNCE_PART)
+            self._due = now + again
+            packed = np.packbits(self._arrived)
+            self._departures.send_announcement(np.concatenate([self._head(), packed]))
+
+    def collect(self) -> None:
+        """Receive all announcements."""
+        head, size = self._head(), self._arrived.size
+        while (data := self._departures.receive_announcement()) is not None:
+            if data.size < head.size or not np.array_equal(data[:8], head[:8]):
+                continue  # of a communicator that was freed
+            waiting = np.unpackbits(data[16:], count=size).view(np.bool_)
+            place = int(data[8:16].view(np.int64)[0])
+            if place >= self.place:
+                self._arrived |= waiting
+            elif self._told:  # else it may be an old one, of a rank that died since
+                self._behind |= waiting
+
+    def missing(self) -> list[int] | None:
+        """Return the ranks that do not wait; None before the first announcement."""
+        if not self._told:
+            return None
+        silent = ~(self._arrived | self._behind)
+        found: list[int] = np.flatnonzero(
+            silent if silent.any() else ~self._arrived
+        ).tolist()
+        return found
+
+    def _head(self) -> Any:
+        """Return the header of an announcement: communicator and place."""
+        return np.concatenate(
+            [self._departures.channel, np.array([self.place]).view(np.uint8)]
+        )
 
 
 class RequestWaiter:
@@ -142,28 +250,26 @@ class RequestWaiter:
     def __init__(self, comm: MPI.Intracomm, departures: Departures):
         self._comm = comm
         self._departures = departures
-        self._rank = comm.Get_rank()
-        self._sent: list[tuple[Any, list[MPI.Request]]] = []
-        self._arrived: Any = None  # by rank, during a long wait
+        self._roll_call: RollCall | None = None  # during a long wait
 
     def missing(self) -> list[int] | None:
-        """Return the ranks that have not arrived, during a long wait."""
-        arrived = self._arrived
-        return None if arrived is None else _missing(arrived)
+        """Return the ranks that do not wait as this one does; None if unknown."""
+        roll_call = self._roll_call
+        return None if roll_call is None else roll_call.missing()
 
     def wait(
         self,
         request: Requests,
         deadline: float | None,
-        call: int,
+        place: int,
         yield_cpu: bool = False,
     ) -> None:
         """Wait for a request, or several, until `deadline`, on time.monotonic's clock.
 
         Args:
-          request: the requests of this call.
+          request: the requests of this wait.
           deadline: may differ between ranks; None for no deadline.
-          call: its number, the same on all ranks.
+          place: see `RollCall`.
           yield_cpu: whether to yield the processor at once.
 
         Raises:
@@ -171,8 +277,8 @@ class RequestWaiter:
             afterwards.
           CollectiveError: see `Departures.require_none`.
         """
-        if call % _COLLECT_CALLS == 0:  # also on a rank that never waits
-            self._collect(self._nobody(), call)
+        if place // 2 % _COLLECT_CALLS == 0:  # also on a rank that never waits
+            RollCall(self._comm, self._departures, place).collect()
         try:
             test: Callable[[], bool]
             if isinstance(request, MPI.Request):
@@ -184,45 +290,29 @@ class RequestWaiter:
                 if test():
                     return
                 os.sched_yield()
-            self._wait_long(test, math.inf if deadline is None else deadline, call)
+            self._wait_long(test, math.inf if deadline is None else deadline, place)
         except BaseException:
             abandon(request)
             raise
         finally:
-            self._arrived = None
+            self._roll_call = None
 
-    def _wait_long(self, test: Callable[[], bool], deadline: float, call: int) -> None:
+    def _wait_long(self, test: Callable[[], bool], deadline: float, place: int) -> None:
         start = now = time.monotonic()
-        announce = start + min((deadline - start) / 2, _ANNOUNCE_SECONDS)
-        if call == _LAST_CALL:
-            announce = math.inf
-        pause = min((deadline - start) / 20, _PASS_ON_SECONDS)
-        arrived, told = self._nobody(), 0
-        arrived[self._rank] = True
+        first = min((deadline - start) / 2, _ANNOUNCE_SECONDS)
+        roll_call = RollCall(
+            *(self._comm, self._departures, place),
+            math.inf if place == _LAST_PLACE else first,
+            min((deadline - start) / 20, _PASS_ON_SECONDS),
+        )
+        self._roll_call = roll_call
         while not test():
-            self._collect(arrived, call)
-            known = int(np.count_nonzero(arrived))
-            is_news = told == 0 or (known > told and arrived.size > _MOST_DIRECT)
-            if is_news and (now > announce or (told == 0 and known > 1)):
-                self._announce(call, arrived)
-                self._arrived, told, announce = arrived, known, now + pause
+            roll_call.exchange(now)
             if now > deadline:
-                raise WaitTimeoutError(_missing(arrived))
+                raise WaitTimeoutError(roll_call.missing())
             self._departures.require_none()
             time.sleep(min((now - start) / 4, _PAUSE_SECONDS))
             now = time.monotonic()
-
-    def _nobody(self) -> Any:
-        return np.zeros(self._comm.Get_size(), np.bool_)
-
-    def _announce(self, call: int, arrived: Any) -> None:
-        """Send the known waiting ranks of a call to other ranks."""
-        data = np.concatenate([self._headline(call), np.packbits(arrived)])
-        receivers = _receivers(self._rank, arrived.size)
-        requests = [self._comm.Isend(data, rank, _HERE_TAG) for rank in receivers]
-        self._sent = [s for s in self._sent if not MPI.Request.Testall(s[1])]
-        self._sent.append((data, requests))
-        self._departures.sent_to[receivers] += 1
 
     def drain(self) -> bool:
         """Receive all that ranks have announced; return whether none left. Collective.
@@ -235,29 +325,10 @@ class RequestWaiter:
         try:
             self._departures.require_none()
             request = self._comm.Ireduce_scatter_block(sent_to, expected, MPI.SUM)
-            self.wait(request, None, _LAST_CALL)
+            self.wait(request, None, _LAST_PLACE)
         except (CollectiveError, DeadlineError):
             return False
+        roll_call = RollCall(self._comm, self._departures, _LAST_PLACE)
         while self._departures.received < expected[0]:
-            self._collect(self._nobody(), _LAST_CALL)
+            roll_call.collect()
         return True
-
-    def _collect(self, arrived: Any, call: int) -> None:
-        """Record the waiting ranks that others have announced for this call."""
-        status = MPI.Status()
-        while self._comm.Iprobe(tag=_HERE_TAG, status=status):
-            data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-            self._comm.Recv(data, status.Get_source(), _HERE_TAG)
-            self._departures.received += 1
-            if np.array_equal(data[:16], self._headline(call)):
-                arrived |= np.unpackbits(data[16:], count=arrived.size).view(np.bool_)
-
-    def _headline(self, call: int) -> Any:
-        """Return the header of an announcement: communicator and call."""
-        number = np.array([call]).view(np.uint8)
-        return np.concatenate([self._departures.channel, number])
-
-
-def _missing(arrived: Any) -> list[int]:
-    found: list[int] = np.flatnonzero(~arrived).tolist()
-    return found

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 
 import mpidist
+from mpidist.comm.consensus import waiting
 
 BEGIN = """
 import os, signal, sys, time
@@ -386,3 +388,24 @@ for n in (3, 100_000):
 def test_misaligned_arrays_of_one_rank_are_reduced(mpirun, ranks_per_node):
     ended = mpirun(2, MISALIGNED, MPIDIST_RANKS_PER_NODE=ranks_per_node)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("most_direct", [16, 1])  # 1: as between more than 16 ranks
+def test_ranks_that_wait_elsewhere_are_not_missing(comm, monkeypatch, most_direct):
+    """Only rank 1, which waits nowhere: the last is further on, the others behind."""
+    if comm.size < 3:
+        pytest.skip("needs three ranks")
+    monkeypatch.setattr(waiting, "_ANNOUNCE_SECONDS", 0.01)
+    monkeypatch.setattr(waiting, "_MOST_DIRECT", most_direct)
+    own = comm.Dup()
+    departures = waiting.Departures(own)
+    last = comm.size - 1
+    roll_call = waiting.RollCall(own, departures, 4 + 2 * (comm.rank == last), 0.0, 0.0)
+    while comm.rank != 1 and roll_call.missing() != [1]:
+        roll_call.exchange(time.monotonic())
+    everyone = comm.Ibarrier()
+    while not everyone.Test():
+        if comm.rank != 1:
+            roll_call.exchange(time.monotonic())
+    assert waiting.RequestWaiter(own, departures).drain()
+    own.Free()
