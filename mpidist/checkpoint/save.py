@@ -34,7 +34,7 @@ from mpidist.device import arrays
 from mpidist.device.memory import Pinned
 from mpidist.errors import CheckpointError, RankLostError
 from mpidist.strategy.strategy import Strategy
-from mpidist.util.files import AtomicFile
+from mpidist.util.files import AtomicFile, lateness
 
 __all__ = ["Saver", "Saving", "finish_all", "finish_lost", "require_visible"]
 
@@ -221,9 +221,10 @@ def require_visible(
     files = group.consensus.root_only(operation, find)
 
     def look() -> None:
-        deadline = time.monotonic() + _LOOK_SECONDS
+        begun = time.monotonic()
         # One rank of each node looks: the others would ask the same client.
         for path in files if group.topology.local_rank == 0 else []:
+            deadline = begun + lateness(path.parent, _LOOK_SECONDS)
             while not path.exists():
                 if time.monotonic() > deadline:
                     raise CheckpointError(

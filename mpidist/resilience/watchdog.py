@@ -138,7 +138,7 @@ class Watch(threading.Thread):
         silent = None
         is_long = waited > min(_EXCHANGE_SECONDS, self._limit / 4)
         if is_long and missing is None and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
-            silent = consensus.missing(entry.number)
+            silent = consensus.waiting.silent(2 * entry.number + 1)
         if waited > self._limit:
             end_job(_hang_text(consensus, entry, waited, _reason(missing, silent)))
         self._look_for_departure(consensus, entry)

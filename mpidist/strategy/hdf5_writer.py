@@ -32,6 +32,7 @@ from mpidist.util import validation
 from mpidist.util.files import (
     SHARD_PATTERN,
     AtomicHdf5File,
+    lateness,
     shard_name,
     sync_directory,
 )
@@ -302,7 +303,7 @@ def _check_path(path: str | os.PathLike[str]) -> Path:
 
 def _require_visible(directory: Path, names: Sequence[str]) -> None:
     """Raise unless this rank sees the files of all ranks in the directory."""
-    deadline = time.monotonic() + _VISIBLE_SECONDS
+    deadline = time.monotonic() + lateness(directory, _VISIBLE_SECONDS)
     for rank, name in enumerate(names):
         while not (directory / name).exists():
             if time.monotonic() > deadline:

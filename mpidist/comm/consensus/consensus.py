@@ -41,7 +41,6 @@ from mpidist.comm.consensus.waiting import (
     Departures,
     Requests,
     RequestWaiter,
-    RollCall,
     WaitTimeoutError,
 )
 from mpidist.errors import CollectiveError, DeadlineError, MpidistError
@@ -90,8 +89,7 @@ class Consensus:
         self.broken: str | None = None
         self.pids: dict[int, int] = {}  # of ranks that can be monitored
         self._agreed_id = 0  # of an error raised on all ranks
-        self._waiting = RequestWaiter(comm, self.departures)
-        self._roll_call: RollCall | None = None  # of the watchdog
+        self.waiting = RequestWaiter(comm, self.departures)
         self.recorder = Recorder(channel, comm)
         self._begin, self._note = self.recorder.begin, self.recorder.note_arrivals
         check = self.failures.check if self.failures.is_needed else None
@@ -115,21 +113,7 @@ class Consensus:
 
     def drain(self) -> bool:
         """Return whether `comm` can be freed: see `RequestWaiter.drain`. Collective."""
-        return self.broken is None and (self.size == 1 or self._waiting.drain())
-
-    def missing(self, call: int) -> list[int] | None:
-        """Return the ranks that no longer answer, when all have arrived in a call.
-
-        None if unknown. For a thread that calls it repeatedly while another one waits
-        for them, perhaps inside MPI, which needs MPI_THREAD_MULTIPLE.
-        """
-        place = 2 * call + 1
-        if self._roll_call is None or self._roll_call.place != place:
-            self._roll_call = RollCall(self.comm, self.departures, place, 0.0)
-        if (missing := self._waiting.missing()) is None:
-            self._roll_call.exchange(time.monotonic())
-            missing = self._roll_call.missing()
-        return missing
+        return self.broken is None and (self.size == 1 or self.waiting.drain())
 
     @classmethod
     def look_at_all(cls, look: Callable[[Consensus], None]) -> None:
@@ -457,7 +441,7 @@ class Consensus:
         """
         start = time.monotonic()
         try:
-            self._waiting.wait(request, deadline, 2 * self.calls + 1)
+            self.waiting.wait(request, deadline, 2 * self.calls + 1)
         except WaitTimeoutError as late:
             self._break_off(late, operation, (deadline or start) - start)
 

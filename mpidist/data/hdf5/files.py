@@ -28,7 +28,7 @@ import numpy.typing as npt
 from mpidist.data.hdf5.index import FileState, state_of
 from mpidist.errors import DataError
 from mpidist.util.buffers import Buffers
-from mpidist.util.files import open_regular
+from mpidist.util.files import LOCAL_FILE_SYSTEMS, file_system, lateness, open_regular
 
 __all__ = ["GAP_BYTES", "Map", "RawFile", "wait_until_seen"]
 
@@ -41,10 +41,6 @@ Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 _BYTE = np.dtype(np.uint8)
 
-# File systems that only this kernel writes to, so leases exclude all writers
-_LOCAL_FILE_SYSTEMS = frozenset(
-    ["btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"]
-)
 # On a network file system, `fstat` costs a message to the servers
 _CHECK_SECONDS = 60.0
 # How long it may show a node what another one has changed
@@ -107,7 +103,7 @@ class RawFile:
     def _find_change(self, expected: FileState) -> DataError | None:
         """Return an error message if the open file differs from the expected one."""
         self.state = state_of(self._path, self._descriptor)
-        self._is_local = _file_system(self.state.device) in _LOCAL_FILE_SYSTEMS
+        self._is_local = file_system(self.state.device) in LOCAL_FILE_SYSTEMS
         changes = expected.changes_to(self.state, not self._is_local)
         if not changes:
             return None
@@ -342,26 +338,7 @@ def _lateness(state: FileState) -> float:
     """Return for how many seconds this node may not see that state of a file."""
     if state.node == os.uname().nodename:
         return 0.0
-    try:
-        device = state.path.parent.stat().st_dev
-    except OSError:  # it does not see the folder either
-        return 0.0
-    return 0.0 if _file_system(device) in _LOCAL_FILE_SYSTEMS else _LATE_SECONDS
-
-
-def _file_system(device: int) -> str:
-    """Return the type of the file system of a device number; "" if unknown."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8") as mounts:
-            for line in mounts:
-                # ID, parent, device, root, mount point, options... - type, source
-                mount, _, kind = line.partition(" - ")
-                if mount.split()[2] == number:
-                    return kind.split()[0]
-    except OSError:
-        return ""
-    return ""
+    return lateness(state.path.parent, _LATE_SECONDS)
 
 
 def _copy_rows(

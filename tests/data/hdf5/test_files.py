@@ -28,7 +28,7 @@ SIZE = 3_000_000
 def way(request, monkeypatch):
     """Read as on a local file system, on another, and where a lease is refused."""
     if request.param == "read":
-        monkeypatch.setattr(files, "_LOCAL_FILE_SYSTEMS", frozenset())
+        monkeypatch.setattr(files, "LOCAL_FILE_SYSTEMS", frozenset())
     if request.param == "refused lease":
         monkeypatch.setattr(RawFile, "_lease", lambda self, kind: False)
     return request.param
@@ -84,7 +84,7 @@ def test_rows_side_by_side(way, path, size, monkeypatch):
 
 
 def test_a_kernel_that_reads_little_at_a_time(path, monkeypatch):
-    monkeypatch.setattr(files, "_LOCAL_FILE_SYSTEMS", frozenset())
+    monkeypatch.setattr(files, "LOCAL_FILE_SYSTEMS", frozenset())
     data, preadv = np.frombuffer(path.read_bytes(), np.uint8), os.preadv
     monkeypatch.setattr(
         os, "preadv", lambda fd, to, at: preadv(fd, [to[0][: 1 + len(to[0]) // 2]], at)
@@ -95,7 +95,7 @@ def test_a_kernel_that_reads_little_at_a_time(path, monkeypatch):
 
 
 def test_far_rows_are_read_in_more_calls_than_near_ones(path, monkeypatch):
-    monkeypatch.setattr(files, "_LOCAL_FILE_SYSTEMS", frozenset())
+    monkeypatch.setattr(files, "LOCAL_FILE_SYSTEMS", frozenset())
     calls, file = [], open_file(path)
 
     def note(name, size_of, read):
@@ -195,7 +195,7 @@ def test_a_change_is_noticed(way, path, monkeypatch):
 
 
 def test_a_network_file_system_is_asked_now_and_then(path, monkeypatch):
-    monkeypatch.setattr(files, "_LOCAL_FILE_SYSTEMS", frozenset())
+    monkeypatch.setattr(files, "LOCAL_FILE_SYSTEMS", frozenset())
     file, fstat, calls = open_file(path), os.fstat, []
     monkeypatch.setattr(os, "fstat", lambda fd: calls.append(fd) or fstat(fd))
     for _ in range(100):
