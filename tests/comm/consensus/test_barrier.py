@@ -58,13 +58,14 @@ def test_memory_that_is_used_later_is_there_from_the_beginning(comm):
     slot_bytes = 1 << 20
     barrier = NodeBarrier(comm, 100, slot_bytes)
     first = barrier.slots[0][comm.rank].__array_interface__["data"][0]
+    last = barrier.slots[-1][comm.rank].__array_interface__["data"][0]
     resident, is_here = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
             start, stop = (int(text, 16) for text in found.groups())
-            is_here = start <= first < stop
+            is_here = start < last + slot_bytes and first < stop
         elif is_here and line.startswith("Rss:"):
-            resident = int(line.split()[1]) << 10
+            resident += int(line.split()[1]) << 10
     assert resident >= len(barrier.slots) * slot_bytes
     barrier.close()
 
