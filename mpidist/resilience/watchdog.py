@@ -34,9 +34,6 @@ _LOOK_FOR_DEAD_SECONDS = 0.02
 _SLOW_SECONDS = 5.0
 _SLOW_TIMES = 20
 _SAY_AGAIN_SECONDS = 600.0
-# After this time, ranks that wait inside MPI tell each other that they do
-_EXCHANGE_SECONDS = 2.0
-_UNKNOWN = "it is not known which ranks did not arrive, or died in the call"
 _ABORT_SECONDS = 5.0
 _LAUNCHER_SECONDS = 2.0
 _SAY_SECONDS = 1.0
@@ -126,7 +123,7 @@ class Watch(threading.Thread):
         if waited > self._limit:
             who = f"rank {pending.rank} of {pending.size}"
             what = f"{pending.operation} (at {pending.site})"
-            end_job(_limit_text(who, waited, what, _UNKNOWN))
+            end_job(_limit_text(who, waited, what, None))
 
     def look(self, consensus: Consensus, now: float) -> None:
         """Check the current wait of a communicator, if any."""
@@ -135,12 +132,8 @@ class Watch(threading.Thread):
             return
         waited = self.waited(entry.begun, now)
         missing = consensus.comparison.missing()
-        silent = None
-        is_long = waited > min(_EXCHANGE_SECONDS, self._limit / 4)
-        if is_long and missing is None and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
-            silent = consensus.waiting.silent(2 * entry.number + 1)
         if waited > self._limit:
-            end_job(_hang_text(consensus, entry, waited, _reason(missing, silent)))
+            end_job(_hang_text(consensus, entry, waited, missing))
         self._look_for_departure(consensus, entry)
         former = consensus.recorder.before_last()
         busy = 0.0 if former is None else entry.begun - (former.ended or former.begun)
@@ -217,33 +210,25 @@ def _left_text(consensus: Consensus, entry: Entry, reason: str) -> str:
     )
 
 
-def _hang_text(consensus: Consensus, entry: Entry, waited: float, reason: str) -> str:
+def _hang_text(
+    consensus: Consensus, entry: Entry, waited: float, missing: list[int] | None
+) -> str:
     who = f"rank {consensus.rank} of {consensus.size}"
     what = f"{entry.operation} (call {entry.number}, at {entry.site})"
-    return _limit_text(who, waited, what, reason)
+    return _limit_text(who, waited, what, missing)
 
 
-def _limit_text(who: str, waited: float, what: str, reason: str) -> str:
+def _limit_text(who: str, waited: float, what: str, missing: list[int] | None) -> str:
+    if missing:
+        reason = f"{name_ranks(missing)} did not arrive"
+    elif missing is None:
+        reason = "it is not known which ranks did not arrive, or died in the call"
+    else:
+        reason = "all ranks had arrived; one may have died or been stopped in the call"
     return (
         f"mpidist: {who} has waited {waited:.1f} s in {what}, more than "
         f"{HANG_SECONDS.name} allows: {reason}. The job ends"
     )
-
-
-def _reason(missing: list[int] | None, silent: list[int] | None) -> str:
-    """Return why a rank waits.
-
-    Args:
-      missing: the ranks that have not arrived; None if that is unknown, or all have.
-      silent: then, those that no longer answer; None if unknown.
-    """
-    if missing:
-        return f"{name_ranks(missing)} did not arrive"
-    if silent:
-        return f"{name_ranks(silent)} no longer answered: died, stopped or cut off"
-    if missing is None and silent is None:
-        return _UNKNOWN
-    return "all ranks had arrived; one may have died or been stopped in the call"
 
 
 def end_job(text: str) -> None:

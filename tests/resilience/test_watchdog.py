@@ -100,25 +100,6 @@ def test_a_job_that_would_hang_ends_and_says_why(mpirun, case, collective, nodes
         assert "KeyError: 'the reason'" in ended.stderr
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_rank_that_stops_inside_a_call_is_named(mpirun, nodes):
-    """All have arrived, and the others wait inside MPI."""
-    script = f"""{PROLOGUE}{LIMITED}
-from mpidist.comm.transports.mpi import MpiTransport
-
-if rank == 1:
-    MpiTransport._allreduce = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
-options = mpidist.CommunicationOptions(implementation="MPI")
-value = np.ones(1000)
-strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", value, options))
-"""
-    environment = {"MPIDIST_RANKS_PER_NODE": "1"} if nodes > 1 else {}
-    ended = mpirun(2, script, **environment)
-    assert ended.returncode != 0
-    assert "rank 0 of 2 has waited" in ended.stderr
-    assert "rank 1 no longer answered: died, stopped or cut off" in ended.stderr
-
-
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux tells")
 def test_a_process_that_has_ended_is_noticed(monkeypatch):
     command = [sys.executable, "-c", "input()"]

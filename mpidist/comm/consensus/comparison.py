@@ -110,10 +110,7 @@ class Comparison(Protocol):
         """
 
     def missing(self) -> list[int] | None:
-        """Return the ranks for which this one waits. Any thread.
-
-        None if unknown, or if this rank does not wait in a comparison.
-        """
+        """Return the ranks for which this one waits; None if unknown. Any thread."""
 
     def close(self) -> None:
         """Free MPI resources, before the communicator is freed."""
@@ -356,7 +353,7 @@ class SharedMemoryComparison(PayloadComparison):
 
     def missing(self) -> list[int] | None:
         """See `Comparison.missing`."""
-        return self._barrier.missing() or None
+        return self._barrier.missing()
 
     def late(self) -> int:
         """See `Comparison.late`."""

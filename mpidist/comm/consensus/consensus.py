@@ -89,7 +89,7 @@ class Consensus:
         self.broken: str | None = None
         self.pids: dict[int, int] = {}  # of ranks that can be monitored
         self._agreed_id = 0  # of an error raised on all ranks
-        self.waiting = RequestWaiter(comm, self.departures)
+        self._waiting = RequestWaiter(comm, self.departures)
         self.recorder = Recorder(channel, comm)
         self._begin, self._note = self.recorder.begin, self.recorder.note_arrivals
         check = self.failures.check if self.failures.is_needed else None
@@ -113,7 +113,7 @@ class Consensus:
 
     def drain(self) -> bool:
         """Return whether `comm` can be freed: see `RequestWaiter.drain`. Collective."""
-        return self.broken is None and (self.size == 1 or self.waiting.drain())
+        return self.broken is None and (self.size == 1 or self._waiting.drain())
 
     @classmethod
     def look_at_all(cls, look: Callable[[Consensus], None]) -> None:
@@ -441,7 +441,7 @@ class Consensus:
         """
         start = time.monotonic()
         try:
-            self.waiting.wait(request, deadline, 2 * self.calls + 1)
+            self._waiting.wait(request, deadline, 2 * self.calls + 1)
         except WaitTimeoutError as late:
             self._break_off(late, operation, (deadline or start) - start)
 

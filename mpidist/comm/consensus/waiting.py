@@ -251,25 +251,11 @@ class RequestWaiter:
         self._comm = comm
         self._departures = departures
         self._roll_call: RollCall | None = None  # during a long wait
-        self._inside: RollCall | None = None  # of another thread, see `silent`
 
     def missing(self) -> list[int] | None:
         """Return the ranks that do not wait as this one does; None if unknown."""
         roll_call = self._roll_call
         return None if roll_call is None else roll_call.missing()
-
-    def silent(self, place: int) -> list[int] | None:
-        """Return the ranks that do not wait, while this one waits, perhaps inside MPI.
-
-        None if unknown. For another thread, which calls it repeatedly during the wait
-        at `place`; needs MPI_THREAD_MULTIPLE.
-        """
-        if (missing := self.missing()) is not None:
-            return missing
-        if self._inside is None or self._inside.place != place:
-            self._inside = RollCall(self._comm, self._departures, place, 0.0)
-        self._inside.exchange(time.monotonic())
-        return self._inside.missing()
 
     def wait(
         self,
