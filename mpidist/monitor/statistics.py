@@ -106,9 +106,10 @@ def report() -> None:
     works: dict[int, list[float]] = {}
     for consensus in list(Consensus.in_use):
         if consensus.broken is None and not consensus.failures.ranks:
-            counters = consensus.recorder.counters
-            work = work_seconds(describe(counters.snapshot()))
-            works[id(counters)] = consensus.gather("the end of the program", work)
+            counters, call = consensus.recorder.counters, "the end of the program"
+            # An error of one rank must not let the others wait
+            found = consensus.guard(call, lambda c=counters: describe(c.snapshot()))
+            works[id(counters)] = consensus.gather(call, work_seconds(found))
     if _first is None or _first.rank or _first.ranks == 1:
         return
     if BANNER.read_or_default():
