@@ -209,8 +209,8 @@ class ReplicaGroup:
         _Resources.free_dropped([dropped for _, dropped, _ in found])
         everyone = [place for place, _, _ in found]
         self.timeline_folder = next((folder for *_, folder in found if folder), "")
-        self.topology.devices = tuple(device for device, _, _ in everyone)
-        sizes = sorted(size for _, rank, size in everyone if rank == 0)
+        self.topology.devices = tuple([device for device, _, _ in everyone])
+        sizes = sorted([size for _, rank, size in everyone if rank == 0])
         self.topology.node_sizes = tuple(sizes)
         if self._gpu_index is not None:
             request = gpu_request or GpuRequest()
