@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import launching
+import pytest
 
 JOB = Path(__file__).parents[1] / "jobs" / "node_faults_job.py"
 NODES = 3
@@ -103,3 +104,19 @@ def test_a_job_goes_on_when_a_cable_is_mended(network, tmp_path):
     for node in nodes.nodes:
         node.wait_until_idle()
         assert node.shared_memory == node.temporary_files == []
+
+
+@pytest.mark.skipif(not launching.is_open_mpi(), reason="this MPI ends the job")
+def test_the_others_go_on_when_all_ranks_of_a_node_die(network, tmp_path):
+    """The node lives, and with it the daemon that has started the ranks."""
+    nodes = network(NODES)
+    command = [sys.executable, str(JOB), "elastic", str(tmp_path)]
+    job = nodes.start(2, command, ("--with-ft", "ulfm"))
+    job.wait_for("a step", 3)
+    nodes[1].kill(f"{sys.executable} {JOB}")
+    job.wait_for("a step", job.output.count("a step") + 100)
+    (tmp_path / "enough").touch()
+    ended = job.wait()
+    assert ended.stdout.count("of 4 ends well") == 4, ended.stdout
+    for node in nodes.nodes:
+        node.wait_until_idle()

@@ -163,6 +163,10 @@ class Node:
             assert time.monotonic() < end, f"{self.name} still runs {self.processes}"
             time.sleep(0.05)
 
+    def kill(self, text: str) -> None:
+        """Kill the node's processes in whose command line there is a text."""
+        self.run("pkill", "--signal=KILL", "--full", text)
+
     @property
     def shared_memory(self) -> list[str]:
         """The names of the files in the node's /dev/shm."""
