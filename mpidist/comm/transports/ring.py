@@ -41,10 +41,11 @@ class RingTransport(MpiTransport):
         super().__init__(consensus)
         nodes = consensus.gather("RingTransport", MPI.Get_processor_name())
         # The lowest rank of a node identifies it.
-        self._nodes = [nodes.index(name) for name in nodes]
+        lowest: dict[str, int] = {}
+        self._nodes = [lowest.setdefault(name, r) for r, name in enumerate(nodes)]
         # Ranks of a node are neighbours in the ring, so each node is entered and left
         # once.
-        ring = sorted(range(consensus.size), key=lambda r: (self._nodes[r], r))
+        ring = [r for _, r in sorted(zip(self._nodes, range(consensus.size)))]
         place = ring.index(consensus.rank)
         # To the ranks before this one; for the last rank of a node, to the next in the
         # ring

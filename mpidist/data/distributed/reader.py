@@ -103,9 +103,8 @@ class ReadPlan:
     @functools.cached_property
     def may_put_fail(self) -> bool:
         """Whether `device_put` may fail on any replica; equal on all replicas."""
-        devices = self.extended.topology.devices
-        is_asked_for = self.options.experimental_fetch_to_device
-        return is_asked_for and not all(name.startswith("CPU") for name in devices)
+        kinds = {name.partition(":")[0] for name in self.extended.topology.devices}
+        return self.options.experimental_fetch_to_device and kinds != {"CPU"}
 
 
 class LocalBatch(NamedTuple):
