@@ -50,6 +50,9 @@ class Perceptron:
             (slice(stop - a.size, stop), a.shape)
             for stop, a in zip(stops, first, strict=True)
         ]
+        # Of each step, in the same memory: new memory costs time
+        self.sums = np.empty(stops[-1] + 2, like=self.weights.value())
+        self.gradients = self.layers(self.sums)
 
     def layers(self, vector: Any) -> list[Any]:
         """Return weights, biases, weights, biases: views of a vector of all."""
@@ -60,7 +63,7 @@ class Perceptron:
         w1, b1, w2, b2 = layers
         x = pixels / digits.BRIGHTEST
         hidden = x @ w1
-        hidden += b1  # in place: new memory in each step costs time
+        hidden += b1  # in place
         np.maximum(hidden, 0, out=hidden)
         log_p = hidden @ w2
         log_p += b2
@@ -69,7 +72,10 @@ class Perceptron:
         return x, hidden, log_p
 
     def differentiate(self, pixels: Any, y: Any) -> Any:
-        """Return sums over the rows as one vector: gradients, losses, and rows."""
+        """Return sums over the rows as one vector: gradients, losses, and rows.
+
+        The next call overwrites it.
+        """
         layers = self.layers(self.weights.value())
         x, hidden, log_p = self.forward(layers, pixels)
         target = one_hot(y)
@@ -77,14 +83,13 @@ class Perceptron:
         d_logits -= target
         d_hidden = d_logits @ layers[2].T
         d_hidden *= hidden > 0
-        sums = np.empty(self.weights.shape[0] + 2, like=x)
-        d_w1, d_b1, d_w2, d_b2 = self.layers(sums)
+        d_w1, d_b1, d_w2, d_b2 = self.gradients
         np.matmul(x.T, d_hidden, out=d_w1)
         d_hidden.sum(axis=0, out=d_b1)
         np.matmul(hidden.T, d_logits, out=d_w2)
         d_logits.sum(axis=0, out=d_b2)
-        sums[-2], sums[-1] = -(log_p * target).sum(), len(y)
-        return sums
+        self.sums[-2], self.sums[-1] = -(log_p * target).sum(), len(y)
+        return self.sums
 
     def scores(self, pixels: Any, y: Any) -> tuple[Any, Any, Any]:
         """Return each row's loss, 1.0 where the likeliest class is `y`, and 1.0."""
@@ -105,19 +110,24 @@ class Momentum:
         self.weights, self.learning_rate = weights, learning_rate
         self.velocity = mpidist.Variable(0.0 * weights)
 
-    def apply(self, strategy: mpidist.Strategy, gradient: Any) -> None:
-        """Change the weights by the mean gradient. In cross-replica context."""
-        strategy.extended.update(self.weights, self.descend, (self.velocity, gradient))
+    def apply(self, strategy: mpidist.Strategy, gradient: Any, rows: Any) -> None:
+        """Change the weights, given a sum of gradients. In cross-replica context."""
+        given = self.velocity, gradient, rows
+        strategy.extended.update(self.weights, self.descend, given)
 
     def descend(
-        self, weights: mpidist.Variable, velocity: mpidist.Variable, gradient: Any
+        self,
+        weights: mpidist.Variable,
+        velocity: mpidist.Variable,
+        gradient: Any,
+        rows: Any,
     ) -> None:
         """Change this replica's copies of the weights and of the velocity."""
         change = 0.9 * velocity
-        change += gradient
-        velocity.assign(change)  # which copies it
-        change *= self.learning_rate
-        weights.assign_sub(change)
+        gradient *= self.learning_rate / rows
+        change -= gradient
+        velocity.assign(change)
+        weights.assign_add(change)
 
 
 class Trainer:
@@ -126,21 +136,20 @@ class Trainer:
     def __init__(self, options: argparse.Namespace):
         self.model = Perceptron(options.hidden, options.seed)
         self.optimizer = Momentum(self.model.weights, options.learning_rate)
-        self.sums = np.zeros(2)  # of losses, and of rows
+        # Of losses, and of rows; where the weights are, so that no step waits for them
+        self.sums = np.zeros(2, like=self.model.weights.value())
 
     def step(self, pixels: Any, y: Any) -> None:
         """Train on a global batch, of which this replica has these rows."""
         context = mpidist.get_replica_context()
         # The rows are summed, too, as the last replicas may have fewer
         sums = context.all_reduce("SUM", self.model.differentiate(pixels, y))
-        gradient = sums[:-2]
-        gradient /= sums[-1]
-        context.merge_call(self.optimizer.apply, args=(gradient,))
-        self.sums += float(sums[-2]), float(sums[-1])
+        context.merge_call(self.optimizer.apply, args=(sums[:-2], sums[-1]))
+        self.sums += sums[-2:]
 
     def end_epoch(self) -> float:
         """Return the mean loss of the epoch's rows; the next begins."""
-        loss, rows = self.sums
+        loss, rows = self.sums.tolist()
         self.sums[:] = 0
         return float(loss / rows)
 
@@ -157,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     history, rows, seconds = [], 0.0, 0.0
     for _ in tqdm(range(options.epochs), disable=not is_first, unit="epoch"):
         seconds += train_epoch(strategy, trainer, train)
-        rows += trainer.sums[1]
+        rows += float(trainer.sums[1])
         scores = evaluate(strategy, trainer.model, test)
         history.append([trainer.end_epoch(), *scores])
     ranks = strategy.num_replicas_in_sync

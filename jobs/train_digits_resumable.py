@@ -74,7 +74,7 @@ def train(options: argparse.Namespace, strategy: mpidist.Strategy) -> None:
         tqdm(initial=done, total=epochs, disable=not is_first, unit="epoch") as bar,
     ):
         while len(history.epochs) < epochs:
-            start, before = time.perf_counter(), trainer.sums[1]
+            start, before = time.perf_counter(), float(trainer.sums[1])
             for batch in checkpoint.batches:
                 strategy.run(trainer.step, args=batch)
                 # Here `batches` has given what the weights have learned, and no more
@@ -83,7 +83,7 @@ def train(options: argparse.Namespace, strategy: mpidist.Strategy) -> None:
                 if steps % options.save_every == 0:
                     manager.save()
             seconds += time.perf_counter() - start
-            rows += trainer.sums[1] - before
+            rows += float(trainer.sums[1]) - before
             scores = train_digits.evaluate(strategy, trainer.model, test_rows)
             history.epochs.append([trainer.end_epoch(), *scores])
             checkpoint.batches = iter(training_rows)
