@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -202,37 +203,17 @@ class Batch(MapTransformation):
     ) -> Iterator[Any]:
         if self._parent.is_mapped:  # one step at a time, to attribute errors to steps
             return super().local_batches(epoch, steps, replicas, replica)
-        positions, sizes = self._positions(steps, replicas, replica)
+        positions, cuts = _positions(
+            self._parent.length, self._batch_size, steps, replicas, replica
+        )
         # One read for all steps of the group; the batches are cut out as views.
         rows = self._parent.elements(epoch, positions)
         leaves = _leaves(rows)
-        edges = itertools.pairwise(itertools.accumulate(sizes, initial=0))
-        cuts = list(itertools.starmap(slice, edges))
         batches = zip(*[map(leaf.__getitem__, cuts) for leaf in leaves], strict=True)
         if leaves is rows:  # a flat tuple, the usual case
             return batches
         spec = nest.flatten(rows)[1]
         return (nest.unflatten(spec, batch) for batch in batches)
-
-    def _positions(
-        self, steps: range, replicas: int, replica: int
-    ) -> tuple[Positions, list[int]]:
-        """Return a replica's positions in the parent, and their number per batch."""
-        rows, size = self._parent.length, self._batch_size
-        # The number of batches that are full, as far as `steps` goes.
-        whole = steps.stop if rows is None else min(rows // size, steps.stop)
-        whole = max(whole, steps.start)
-        # One row per full batch, of which all have the same slice.
-        own = sharding.replica_slice(size, replicas, replica)
-        firsts = size * np.arange(steps.start, whole)
-        full = (firsts[:, np.newaxis] + np.arange(own.start, own.stop)).reshape(-1)
-        sizes = [own.stop - own.start] * firsts.size
-        if whole == steps.stop:
-            return full, sizes
-        # The last batch is short.
-        last = self._slice(rows, whole, replicas, replica)
-        sizes.append(len(last))
-        return np.concatenate([full, np.arange(last.start, last.stop)]), sizes
 
     def positions(self, epoch: Epoch, i: int, replicas: int, replica: int) -> range:
         """Return the positions in the parent of a replica's slice of batch `i`."""
@@ -246,6 +227,38 @@ class Batch(MapTransformation):
     def example(self, epoch: Epoch) -> Any:
         row = self._parent.example(epoch)
         return nest.map_leaves(lambda a: np.stack([a] * self._batch_size), row)
+
+
+@functools.lru_cache(maxsize=4)  # they are the same in each epoch
+def _positions(
+    rows: int | None, size: int, steps: range, replicas: int, replica: int
+) -> tuple[Positions, list[slice]]:
+    """Return a replica's positions among rows, and where those of each batch are.
+
+    Args:
+      rows: their number; None if they are endless.
+      size: of a batch.
+      steps: the batches.
+      replicas: that share each batch.
+      replica: the one in question.
+    """
+    # The number of batches that are full, as far as `steps` goes.
+    whole = steps.stop if rows is None else min(rows // size, steps.stop)
+    whole = max(whole, steps.start)
+    # One row per full batch, of which all have the same slice.
+    own = sharding.replica_slice(size, replicas, replica)
+    firsts = size * np.arange(steps.start, whole)
+    positions = (firsts[:, np.newaxis] + np.arange(own.start, own.stop)).reshape(-1)
+    sizes = [own.stop - own.start] * firsts.size
+    if whole < steps.stop:  # the last batch is short
+        assert rows is not None
+        last = sharding.replica_slice(rows - whole * size, replicas, replica)
+        sizes.append(last.stop - last.start)
+        rest = whole * size + np.arange(last.start, last.stop)
+        positions = np.concatenate([positions, rest])
+    positions.flags.writeable = False
+    edges = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    return positions, list(itertools.starmap(slice, edges))
 
 
 def _leaves(value: Any) -> Sequence[Any]:
