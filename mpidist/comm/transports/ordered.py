@@ -19,9 +19,12 @@ from mpidist.comm.transports.mpi import MpiTransport
 
 __all__ = ["OrderedTransport"]
 
-# Bytes received from one rank at a time, and from all: two blocks are in memory
-_PART_BYTES = 256 << 10
-_BLOCK_BYTES = 4 << 20
+# The network is idle while the first block is added up, and the last one: there should
+# be many. Each block also takes a fixed time, so they should be large. These are bytes
+# received from one rank, and from all: two blocks are in memory
+_BLOCKS = 32
+_PART_BYTES = range(64 << 10, 256 << 10)
+_MOST_BYTES = 4 << 20
 _LEAST_PART_BYTES = 32 << 10
 
 
@@ -30,7 +33,7 @@ class OrderedTransport(MpiTransport):
 
     Args:
       consensus: of all ranks.
-      block_bytes: the block size; None for a size that suits networks.
+      block_bytes: the block size; None for sizes that suit networks.
     """
 
     name = "ordered"
@@ -39,11 +42,6 @@ class OrderedTransport(MpiTransport):
 
     def __init__(self, consensus: Consensus, block_bytes: int | None = None):
         super().__init__(consensus)
-        if block_bytes is None:
-            # Parts of at least 32 KiB, so that latency does not dominate with many
-            # ranks.
-            part_bytes = min(_PART_BYTES, _BLOCK_BYTES // consensus.size)
-            block_bytes = max(part_bytes, _LEAST_PART_BYTES) * consensus.size
         self._block_bytes = block_bytes
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
@@ -77,7 +75,9 @@ class OrderedTransport(MpiTransport):
             self._consensus.wait, deadline=deadline, operation="all_reduce"
         )
         send, receive = send.reshape(-1), receive.reshape(-1)
-        step = max(1, self._block_bytes // wire.itemsize)
+        size_bytes, ranks = receive.size * wire.itemsize, self._consensus.size
+        block_bytes = self._block_bytes or _block_bytes_for(size_bytes, ranks)
+        step = max(1, block_bytes // wire.itemsize)
         begun: BlockSum | None = None
         shared: BlockSum | None = None
         # One turn more than blocks: the last turn shares the last block.
@@ -95,3 +95,11 @@ class OrderedTransport(MpiTransport):
             begun, shared = following, begun
         if shared is not None:
             shared.end(wait)
+
+
+def _block_bytes_for(size_bytes: int, ranks: int) -> int:
+    """Return the block size for an array that is sent in `size_bytes`."""
+    least, most = _PART_BYTES.start, _PART_BYTES.stop
+    part = min(max(size_bytes // (_BLOCKS * ranks), least), most, _MOST_BYTES // ranks)
+    # With many ranks, too, messages should not be so short that only latency counts
+    return max(part, _LEAST_PART_BYTES) * ranks

@@ -452,3 +452,16 @@ def test_memory_of_all_blocks_that_are_given_up_is_kept(comm, monkeypatch):
     kept = sum(part() is not None for part in given_up)
     # Two blocks were on their way, and of each the parts that others send
     assert kept >= (2 * (comm.size - 1) if comm.rank == 0 else 0)
+
+
+@pytest.mark.parametrize("parts", [1, 3, 32, 50])
+def test_blocks_of_every_size_are_added(comm, parts):
+    """Few small blocks, and many larger ones; the last one has one element."""
+    count = parts * comm.size * (64 << 10) // 8 + 1
+    everyone = [np.random.default_rng(rank).random(count) for rank in range(comm.size)]
+    expected = functools.reduce(np.add, everyone)
+    consensus = Consensus(comm.Dup())
+    total = np.empty(count)
+    OrderedTransport(consensus).allreduce_sum(everyone[comm.rank], total, None)
+    consensus.close()
+    np.testing.assert_array_equal(total, expected)
