@@ -20,8 +20,9 @@ from mpidist.comm.transports.mpi import MpiTransport
 __all__ = ["OrderedTransport"]
 
 # The network is idle while the first block is added up, and the last one: there should
-# be many. Each block also takes a fixed time, so they should be large. These are bytes
-# received from one rank, and from all: two blocks are in memory
+# be many. Each block also takes a fixed time of a core: where that is needed for other
+# work they should be large. These are bytes received from one rank, and from all: two
+# blocks are in memory
 _BLOCKS = 32
 _PART_BYTES = range(64 << 10, 256 << 10)
 _MOST_BYTES = 4 << 20
@@ -75,8 +76,9 @@ class OrderedTransport(MpiTransport):
             self._consensus.wait, deadline=deadline, operation="all_reduce"
         )
         send, receive = send.reshape(-1), receive.reshape(-1)
+        blocks = 1 if self._consensus.departures.yields_cpu else _BLOCKS
         size_bytes, ranks = receive.size * wire.itemsize, self._consensus.size
-        block_bytes = self._block_bytes or _block_bytes_for(size_bytes, ranks)
+        block_bytes = self._block_bytes or _block_bytes(size_bytes // blocks, ranks)
         step = max(1, block_bytes // wire.itemsize)
         begun: BlockSum | None = None
         shared: BlockSum | None = None
@@ -97,9 +99,9 @@ class OrderedTransport(MpiTransport):
             shared.end(wait)
 
 
-def _block_bytes_for(size_bytes: int, ranks: int) -> int:
-    """Return the block size for an array that is sent in `size_bytes`."""
+def _block_bytes(wanted: int, ranks: int) -> int:
+    """Return the size of a block, near the one that is wanted."""
     least, most = _PART_BYTES.start, _PART_BYTES.stop
-    part = min(max(size_bytes // (_BLOCKS * ranks), least), most, _MOST_BYTES // ranks)
+    part = min(max(wanted // ranks, least), most, _MOST_BYTES // ranks)
     # With many ranks, too, messages should not be so short that only latency counts
     return max(part, _LEAST_PART_BYTES) * ranks
