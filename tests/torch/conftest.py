@@ -34,9 +34,12 @@ def tensors_pass_for_cuda(monkeypatch):
     def as_array(tensor):
         return cupy.asarray(tensor.detach().resolve_conj().resolve_neg().numpy())
 
+    def place_of(tensor):
+        return "META:0" if tensor.is_meta else f"GPU:{cupy.cuda.Device().id}"
+
     patches = {
-        "is_on_gpu": lambda tensor: True,
-        "place_of": lambda tensor: f"GPU:{cupy.cuda.Device().id}",
+        "is_on_gpu": lambda tensor: not tensor.is_meta,
+        "place_of": place_of,
         "as_array": as_array,
         "as_tensor": lambda array: torch.from_numpy(array.get()),
         "on_stream_of": lambda tensor: cupy.cuda.get_current_stream(),
