@@ -191,6 +191,7 @@ class ReductionToOneDevice(MpiAllReduce):
         # symmetric.
         everyone = np.empty((consensus.size, *host.shape), host.dtype)
         if consensus.size > 1:
+            consensus.departures.require_none()
             consensus.comm.Gather(host, everyone, self._root)
         else:
             everyone[0] = host

@@ -40,7 +40,8 @@ FAILED = 1  # it cannot continue
 LARGE = 2  # its payload has integers so large that their sums may overflow
 Words = tuple[int, int, int]
 _MOST_GATHERED = 16  # ranks; with more, what each gets takes longer than the latency
-# Within this time after its arrival no rank gives up waiting
+# Only a rank that comes later than this looks whether others have given up: others need
+# time to wait, and to tell it. Who blocks in MPI looks again before that
 _LATE_NS = 100_000
 # A message of this size between nodes takes about as long as an empty one
 GATHERED_BYTES = 256
