@@ -191,8 +191,8 @@ class ReductionToOneDevice(MpiAllReduce):
         # symmetric.
         everyone = np.empty((consensus.size, *host.shape), host.dtype)
         if consensus.size > 1:
-            consensus.departures.require_none()
-            consensus.comm.Gather(host, everyone, self._root)
+            request = consensus.comm.Igather(host, everyone, self._root)
+            consensus.wait(request, None, "ReductionToOneDevice")
         else:
             everyone[0] = host
 

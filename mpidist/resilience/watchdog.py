@@ -34,6 +34,7 @@ _LOOK_FOR_DEAD_SECONDS = 0.02
 _SLOW_SECONDS = 5.0
 _SLOW_TIMES = 20
 _SAY_AGAIN_SECONDS = 600.0
+_UNKNOWN = "it is not known which ranks did not arrive, or died in the call"
 _ABORT_SECONDS = 5.0
 _LAUNCHER_SECONDS = 2.0
 _SAY_SECONDS = 1.0
@@ -123,7 +124,7 @@ class Watch(threading.Thread):
         if waited > self._limit:
             who = f"rank {pending.rank} of {pending.size}"
             what = f"{pending.operation} (at {pending.site})"
-            end_job(_limit_text(who, waited, what, None))
+            end_job(_limit_text(who, waited, what, _UNKNOWN))
 
     def look(self, consensus: Consensus, now: float) -> None:
         """Check the current wait of a communicator, if any."""
@@ -133,7 +134,7 @@ class Watch(threading.Thread):
         waited = self.waited(entry.begun, now)
         missing = consensus.comparison.missing()
         if waited > self._limit:
-            end_job(_hang_text(consensus, entry, waited, missing))
+            end_job(_hang_text(consensus, entry, waited, _reason(consensus)))
         self._look_for_departure(consensus, entry)
         former = consensus.recorder.before_last()
         busy = 0.0 if former is None else entry.begun - (former.ended or former.begun)
@@ -210,21 +211,26 @@ def _left_text(consensus: Consensus, entry: Entry, reason: str) -> str:
     )
 
 
-def _hang_text(
-    consensus: Consensus, entry: Entry, waited: float, missing: list[int] | None
-) -> str:
+def _reason(consensus: Consensus) -> str:
+    """Return why this rank waits."""
+    if missing := consensus.comparison.missing():
+        return f"{name_ranks(missing)} did not arrive"
+    # All have arrived, and this rank waits for their data
+    silent = consensus.silent() or process_monitor.stopped(consensus.pids)
+    if silent:
+        return f"{name_ranks(silent)} no longer answered: died, stopped or cut off"
+    if missing is None:
+        return _UNKNOWN
+    return "all ranks had arrived; one may have died or been stopped in the call"
+
+
+def _hang_text(consensus: Consensus, entry: Entry, waited: float, reason: str) -> str:
     who = f"rank {consensus.rank} of {consensus.size}"
     what = f"{entry.operation} (call {entry.number}, at {entry.site})"
-    return _limit_text(who, waited, what, missing)
+    return _limit_text(who, waited, what, reason)
 
 
-def _limit_text(who: str, waited: float, what: str, missing: list[int] | None) -> str:
-    if missing:
-        reason = f"{name_ranks(missing)} did not arrive"
-    elif missing is None:
-        reason = "it is not known which ranks did not arrive, or died in the call"
-    else:
-        reason = "all ranks had arrived; one may have died or been stopped in the call"
+def _limit_text(who: str, waited: float, what: str, reason: str) -> str:
     return (
         f"mpidist: {who} has waited {waited:.1f} s in {what}, more than "
         f"{HANG_SECONDS.name} allows: {reason}. The job ends"

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 
@@ -100,6 +101,25 @@ def test_a_job_that_would_hang_ends_and_says_why(mpirun, case, collective, nodes
         assert "KeyError: 'the reason'" in ended.stderr
 
 
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_rank_that_stops_inside_a_call_is_named(mpirun, nodes):
+    """All have arrived, and the others wait inside MPI."""
+    script = f"""{PROLOGUE}{LIMITED}
+from mpidist.comm.transports.mpi import MpiTransport
+
+if rank == 1:
+    MpiTransport._allreduce = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+options = mpidist.CommunicationOptions(implementation="MPI")
+value = np.ones(1000)
+strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", value, options))
+"""
+    environment = {"MPIDIST_RANKS_PER_NODE": "1"} if nodes > 1 else {}
+    ended = mpirun(2, script, **environment)
+    assert ended.returncode != 0
+    assert "rank 0 of 2 has waited" in ended.stderr
+    assert "rank 1 no longer answered: died, stopped or cut off" in ended.stderr
+
+
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux tells")
 def test_a_process_that_has_ended_is_noticed(monkeypatch):
     command = [sys.executable, "-c", "input()"]
@@ -113,6 +133,18 @@ def test_a_process_that_has_ended_is_noticed(monkeypatch):
         monkeypatch.setattr(process_monitor, "_is_stopped", True)
         assert process_monitor.ended({3: process.pid}) == []
     os.close(descriptor)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_a_process_that_is_stopped_is_known():
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        pids = {2: os.getpid(), 3: process.pid}
+        assert process_monitor.stopped(pids) == []
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        assert process_monitor.stopped(pids) == [3]
+        process.kill()
+    assert process_monitor.stopped(pids) == []  # there is no such process
 
 
 def test_ranks_know_the_processes_of_their_node(comm, strategy):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,12 +110,18 @@ class NodeBarrier:
         memory: Any = self._window.Shared_query(rank)[0]
         return np.frombuffer(memory, np.uint8, size)
 
-    def wait(self, deadline: float | None = None, yield_cpu: bool = False) -> None:
+    def wait(
+        self,
+        deadline: float | None = None,
+        yield_cpu: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Wait until all ranks have arrived. Collective.
 
         Args:
           deadline: on time.monotonic's clock; may differ between ranks.
           yield_cpu: whether to yield the core to other threads while waiting.
+          meanwhile: called repeatedly during longer waits.
 
         Raises:
           WaitTimeoutError: the deadline has passed; its argument is the list of missing
@@ -130,11 +136,16 @@ class NodeBarrier:
         for name, count in self._others:
             if count[0] < epoch:
                 self.late = name  # all before it have arrived
-                self._wait(count, epoch, deadline, yield_cpu)
+                self._wait(count, epoch, deadline, yield_cpu, meanwhile)
         self._window.Sync()
 
     def _wait(
-        self, count: Any, epoch: int, deadline: float | None, yield_cpu: bool
+        self,
+        count: Any,
+        epoch: int,
+        deadline: float | None,
+        yield_cpu: bool,
+        meanwhile: Callable[[], None] | None,
     ) -> None:
         # Spin first: if every rank has a core, the others arrive within microseconds
         for _ in range(0 if yield_cpu else self._spins):
@@ -149,6 +160,8 @@ class NodeBarrier:
             else:
                 time.sleep(min((now - start) / 4, _PAUSE_SECONDS))
                 self._let_mpi_work()
+                if meanwhile is not None:
+                    meanwhile()
             now = time.monotonic()
             if deadline is not None and now > deadline:
                 raise WaitTimeoutError(self._missing(epoch))

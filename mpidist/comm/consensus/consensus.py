@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NoReturn, TypeVar
 
+import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm.consensus import diagnostics
@@ -26,6 +27,7 @@ from mpidist.comm.consensus.comparison import (
     Payload,
     PayloadComparison,
     Proposal,
+    SharedMemoryComparison,
     comparison_by_mpi,
 )
 from mpidist.comm.consensus.failures import FailureDetector
@@ -100,6 +102,18 @@ class Consensus:
         if self.size > 1:
             Consensus.made = channel + 1
             Consensus.in_use.append(self)
+
+    @property
+    def is_on_one_node(self) -> bool:
+        """Whether all ranks share the memory of one node."""
+        return isinstance(self.comparison, SharedMemoryComparison)
+
+    def silent(self) -> list[int] | None:
+        """Return ranks whose data this one waits for, and that do not wait themselves.
+
+        None if unknown. Any thread.
+        """
+        return self._waiting.missing()
 
     def close(self) -> None:
         """Unregister this object, before its communicator is freed."""
@@ -418,10 +432,10 @@ class Consensus:
                 error = caught
         with self.lock:
             self.require_same(CallSignature(operation, (("root", root),)), error)
+            data = payload
             if self.size > 1:
-                self.departures.require_none()
-                payload = self.comm.bcast(payload, root)
-        return pickle.loads(payload)  # type: ignore[no-any-return]
+                data = self._broadcast(operation, payload, root)
+        return pickle.loads(data)  # type: ignore[no-any-return]
 
     def gather(self, operation: str, value: T) -> list[T]:
         """Return the list of all ranks' `value`, small pickled objects. Collective."""
@@ -430,18 +444,46 @@ class Consensus:
             self.require_same(CallSignature(operation))
             if self.size == 1:
                 return [value]
-            self.departures.require_none()
-            return [pickle.loads(data) for data in self.comm.allgather(payload)]
+            everyone = self._all_gather(operation, payload)
+        return [pickle.loads(data) for data in everyone]
 
-    def wait(self, request: Requests, deadline: float | None, operation: str) -> None:
+    def _broadcast(self, operation: str, payload: bytes, root: int) -> Any:
+        """Return the bytes of rank `root`, as an array. Collective."""
+        size, data = np.array([len(payload)]), np.frombuffer(payload, np.uint8)
+        self.wait(self.comm.Ibcast(size, root), None, operation)
+        if self.rank != root:
+            data = np.empty(size[0], np.uint8)
+        self.wait(self.comm.Ibcast([data, MPI.BYTE], root), None, operation)
+        return data
+
+    def _all_gather(self, operation: str, payload: bytes) -> list[Any]:
+        """Return the bytes of all ranks, as arrays. Collective."""
+        comm, sizes = self.comm, np.empty(self.size, np.int64)
+        self.wait(comm.Iallgather(np.array([len(payload)]), sizes), None, operation)
+        ends = np.cumsum(sizes)
+        data = np.empty(ends[-1], np.uint8)
+        spec = [data, sizes.tolist(), MPI.BYTE]
+        self.wait(comm.Iallgatherv([payload, MPI.BYTE], spec), None, operation)
+        return np.split(data, ends[:-1])
+
+    def wait(
+        self,
+        request: Requests,
+        deadline: float | None,
+        operation: str,
+        busy_seconds: float = 0.0,
+    ) -> None:
         """Wait for requests of MPI until `deadline`, on time.monotonic's clock.
+
+        `busy_seconds`: see `RequestWaiter.wait`.
 
         Raises:
           DeadlineError: names the missing ranks; the communicator is unusable then.
         """
         start = time.monotonic()
         try:
-            self._waiting.wait(request, deadline, 2 * self.calls + 1)
+            place = 2 * self.calls + 1
+            self._waiting.wait(request, deadline, place, busy_seconds=busy_seconds)
         except WaitTimeoutError as late:
             self._break_off(late, operation, (deadline or start) - start)
 
@@ -450,10 +492,18 @@ class Consensus:
     ) -> None:
         """Like `wait`, at a barrier of this node."""
         start = time.monotonic() if deadline else 0.0
+        # Ranks of other nodes should know that this one waits, too
+        meanwhile = None if barrier.size == self.size else self._call_roll
         try:
-            barrier.wait(deadline)
+            barrier.wait(deadline, meanwhile=meanwhile)
         except WaitTimeoutError as late:
             self._break_off(late, operation, (deadline or start) - start)
+        finally:
+            if meanwhile is not None:
+                self._waiting.end_roll_call()
+
+    def _call_roll(self) -> None:
+        self._waiting.call_roll(2 * self.calls + 1)
 
     def give_up(self, operation: str, deadline: float) -> NoReturn:
         """Raise a DeadlineError if the missing ranks are unknown; see `wait`."""
@@ -473,8 +523,8 @@ class Consensus:
         depth = self._thread.depth
         counts = self.progress.describe()
         record = diagnostics.report_of(proposal, counts, self.rank, depth)
-        self.departures.require_none()
-        records = self.comm.allgather(record)
+        payloads = self._all_gather(proposal.call.operation, pickle.dumps(record))
+        records = [pickle.loads(payload) for payload in payloads]
         if any(r.thread != records[0].thread for r in records):
             return str(records[0].thread)
         try:

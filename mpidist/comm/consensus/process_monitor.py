@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+from pathlib import Path
 
 from mpi4py import MPI
 
-__all__ = ["ended", "monitor_processes", "expect_exits"]
+__all__ = ["ended", "expect_exits", "monitor_processes", "stopped"]
 
 _NAMESPACE = "/proc/self/ns/pid"
 _descriptors: dict[int, int] = {}  # by process id
@@ -58,6 +59,18 @@ def ended(pids: dict[int, int]) -> list[int]:
     for descriptor in ranks:
         poll.register(descriptor, select.POLLIN)
     return sorted(ranks[descriptor] for descriptor, _ in poll.poll(0))
+
+
+def stopped(pids: dict[int, int]) -> list[int]:
+    """Return the ranks whose processes are stopped, by SIGSTOP or a debugger."""
+    found = []
+    for rank, pid in pids.items():
+        with contextlib.suppress(OSError):
+            # The state follows the name, which may contain anything: proc(5)
+            state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            if state and state[0] in (b"T", b"t"):
+                found.append(rank)
+    return sorted(found)
 
 
 def expect_exits() -> None:

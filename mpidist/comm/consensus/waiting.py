@@ -234,6 +234,15 @@ class RollCall:
         )
 
 
+def _comes(test: Callable[[], bool], looks: int) -> bool:
+    """Return whether `test` becomes true, polled so often."""
+    for _ in range(looks):
+        if test():
+            return True
+        os.sched_yield()
+    return False
+
+
 class RequestWaiter:
     """Waits for the requests of collective calls on one communicator.
 
@@ -257,12 +266,26 @@ class RequestWaiter:
         roll_call = self._roll_call
         return None if roll_call is None else roll_call.missing()
 
+    def call_roll(self, place: int) -> None:
+        """Exchange with the other ranks, repeatedly, while this one waits elsewhere.
+
+        See `RollCall`; `end_roll_call` follows.
+        """
+        if self._roll_call is None:
+            self._roll_call = RollCall(self._comm, self._departures, place)
+        self._roll_call.exchange(time.monotonic())
+
+    def end_roll_call(self) -> None:
+        """Note that this rank waits no more."""
+        self._roll_call = None
+
     def wait(
         self,
         request: Requests,
         deadline: float | None,
         place: int,
         yield_cpu: bool = False,
+        busy_seconds: float = 0.0,
     ) -> None:
         """Wait for a request, or several, until `deadline`, on time.monotonic's clock.
 
@@ -271,6 +294,7 @@ class RequestWaiter:
           deadline: may differ between ranks; None for no deadline.
           place: see `RollCall`.
           yield_cpu: whether to yield the processor at once.
+          busy_seconds: how long to poll without sleeping, if more than a millisecond.
 
         Raises:
           WaitTimeoutError: the deadline has passed. The communicator cannot be used
@@ -285,12 +309,16 @@ class RequestWaiter:
                 test = request.Test
             else:
                 test = functools.partial(MPI.Request.Testall, request)
-            looks = not (yield_cpu or self._departures.yields_cpu)
-            for _ in range(_LOOKS if looks else 1):
-                if test():
+            yields = yield_cpu or self._departures.yields_cpu
+            if _comes(test, 1 if yields else _LOOKS):
+                return
+            begun = time.monotonic()
+            limit = math.inf if deadline is None else deadline
+            busy_until = min(begun + busy_seconds, (begun + limit) / 2)
+            while not yields and time.monotonic() < busy_until:
+                if _comes(test, _LOOKS):
                     return
-                os.sched_yield()
-            self._wait_long(test, math.inf if deadline is None else deadline, place)
+            self._wait_long(test, limit, place)
         except BaseException:
             abandon(request)
             raise

@@ -53,6 +53,13 @@ def make_limited(consensus):
     return MpiTransport(consensus, most_bytes=100), lambda: None
 
 
+def make_mpi_of_a_node(consensus):
+    """Calls of MPI block there."""
+    transport = MpiTransport(consensus)
+    transport._blocks = True
+    return transport, lambda: None
+
+
 def make_ordered(consensus):
     return OrderedTransport(consensus), lambda: None
 
@@ -178,6 +185,7 @@ GPU_MAKERS = {
 MAKERS = {
     "mpi": make_mpi,
     "mpi, limited": make_limited,
+    "mpi, of a node": make_mpi_of_a_node,
     "ordered": make_ordered,
     "ordered in blocks": make_ordered_in_blocks,
     "ordered, many ranks": make_ordered_of_many,
