@@ -216,7 +216,7 @@ def _reason(consensus: Consensus) -> str:
     if missing := consensus.comparison.missing():
         return f"{name_ranks(missing)} did not arrive"
     # All have arrived, and this rank waits for their data
-    silent = consensus.silent() or process_monitor.stopped(consensus.pids)
+    silent = consensus.waiting.missing() or process_monitor.stopped(consensus.pids)
     if silent:
         return f"{name_ranks(silent)} no longer answered: died, stopped or cut off"
     if missing is None:

@@ -176,7 +176,7 @@ class MaximumComparison:
         """See `Comparison.close`: there is nothing to free."""
 
 
-class PayloadComparison(abc.ABC):
+class PayloadComparison:  # not an abc.ABC, for which isinstance is slow
     """Compares pages of all ranks; all ranks get all pages.
 
     Args:

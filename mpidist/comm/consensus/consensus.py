@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-import numpy as np
 from mpi4py import MPI
 
-from mpidist.comm.consensus import diagnostics
+from mpidist.comm.consensus import diagnostics, messages
 from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.comparison import (
     FAILED,
@@ -27,7 +26,6 @@ from mpidist.comm.consensus.comparison import (
     Payload,
     PayloadComparison,
     Proposal,
-    SharedMemoryComparison,
     comparison_by_mpi,
 )
 from mpidist.comm.consensus.failures import FailureDetector
@@ -82,8 +80,7 @@ class Consensus:
         with Pending("making a communicator's consensus", comm):
             channel = comm.allreduce(Consensus.made, MPI.MAX)
         self.departures = Departures(comm, channel)
-        self.rank = comm.Get_rank()
-        self.size = comm.Get_size()
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
         if comparison is None:
             comparison = comparison_by_mpi(comm, self.departures)
         self.comparison = comparison
@@ -91,7 +88,7 @@ class Consensus:
         self.broken: str | None = None
         self.pids: dict[int, int] = {}  # of ranks that can be monitored
         self._agreed_id = 0  # of an error raised on all ranks
-        self._waiting = RequestWaiter(comm, self.departures)
+        self.waiting = RequestWaiter(comm, self.departures)
         self.recorder = Recorder(channel, comm)
         self._begin, self._note = self.recorder.begin, self.recorder.note_arrivals
         check = self.failures.check if self.failures.is_needed else None
@@ -102,18 +99,6 @@ class Consensus:
         if self.size > 1:
             Consensus.made = channel + 1
             Consensus.in_use.append(self)
-
-    @property
-    def is_on_one_node(self) -> bool:
-        """Whether all ranks share the memory of one node."""
-        return isinstance(self.comparison, SharedMemoryComparison)
-
-    def silent(self) -> list[int] | None:
-        """Return ranks whose data this one waits for, and that do not wait themselves.
-
-        None if unknown. Any thread.
-        """
-        return self._waiting.missing()
 
     def close(self) -> None:
         """Unregister this object, before its communicator is freed."""
@@ -127,7 +112,7 @@ class Consensus:
 
     def drain(self) -> bool:
         """Return whether `comm` can be freed: see `RequestWaiter.drain`. Collective."""
-        return self.broken is None and (self.size == 1 or self._waiting.drain())
+        return self.broken is None and (self.size == 1 or self.waiting.drain())
 
     @classmethod
     def look_at_all(cls, look: Callable[[Consensus], None]) -> None:
@@ -432,10 +417,10 @@ class Consensus:
                 error = caught
         with self.lock:
             self.require_same(CallSignature(operation, (("root", root),)), error)
-            data = payload
             if self.size > 1:
-                data = self._broadcast(operation, payload, root)
-        return pickle.loads(data)  # type: ignore[no-any-return]
+                given = self.comm, payload, root
+                payload = messages.broadcast(*given, self.wait, operation)
+        return pickle.loads(payload)  # type: ignore[no-any-return]
 
     def gather(self, operation: str, value: T) -> list[T]:
         """Return the list of all ranks' `value`, small pickled objects. Collective."""
@@ -444,46 +429,18 @@ class Consensus:
             self.require_same(CallSignature(operation))
             if self.size == 1:
                 return [value]
-            everyone = self._all_gather(operation, payload)
+            everyone = messages.all_gather(self.comm, payload, self.wait, operation)
         return [pickle.loads(data) for data in everyone]
 
-    def _broadcast(self, operation: str, payload: bytes, root: int) -> Any:
-        """Return the bytes of rank `root`, as an array. Collective."""
-        size, data = np.array([len(payload)]), np.frombuffer(payload, np.uint8)
-        self.wait(self.comm.Ibcast(size, root), None, operation)
-        if self.rank != root:
-            data = np.empty(size[0], np.uint8)
-        self.wait(self.comm.Ibcast([data, MPI.BYTE], root), None, operation)
-        return data
-
-    def _all_gather(self, operation: str, payload: bytes) -> list[Any]:
-        """Return the bytes of all ranks, as arrays. Collective."""
-        comm, sizes = self.comm, np.empty(self.size, np.int64)
-        self.wait(comm.Iallgather(np.array([len(payload)]), sizes), None, operation)
-        ends = np.cumsum(sizes)
-        data = np.empty(ends[-1], np.uint8)
-        spec = [data, sizes.tolist(), MPI.BYTE]
-        self.wait(comm.Iallgatherv([payload, MPI.BYTE], spec), None, operation)
-        return np.split(data, ends[:-1])
-
-    def wait(
-        self,
-        request: Requests,
-        deadline: float | None,
-        operation: str,
-        busy_seconds: float = 0.0,
-    ) -> None:
+    def wait(self, request: Requests, deadline: float | None, operation: str) -> None:
         """Wait for requests of MPI until `deadline`, on time.monotonic's clock.
-
-        `busy_seconds`: see `RequestWaiter.wait`.
 
         Raises:
           DeadlineError: names the missing ranks; the communicator is unusable then.
         """
         start = time.monotonic()
         try:
-            place = 2 * self.calls + 1
-            self._waiting.wait(request, deadline, place, busy_seconds=busy_seconds)
+            self.waiting.wait(request, deadline, 2 * self.calls + 1)
         except WaitTimeoutError as late:
             self._break_off(late, operation, (deadline or start) - start)
 
@@ -492,18 +449,13 @@ class Consensus:
     ) -> None:
         """Like `wait`, at a barrier of this node."""
         start = time.monotonic() if deadline else 0.0
-        # Ranks of other nodes should know that this one waits, too
-        meanwhile = None if barrier.size == self.size else self._call_roll
         try:
-            barrier.wait(deadline, meanwhile=meanwhile)
+            if barrier.size == self.size:
+                barrier.wait(deadline)
+            else:  # ranks of other nodes should know that this one waits
+                self.waiting.wait_at(barrier, deadline, 2 * self.calls + 1)
         except WaitTimeoutError as late:
             self._break_off(late, operation, (deadline or start) - start)
-        finally:
-            if meanwhile is not None:
-                self._waiting.end_roll_call()
-
-    def _call_roll(self) -> None:
-        self._waiting.call_roll(2 * self.calls + 1)
 
     def give_up(self, operation: str, deadline: float) -> NoReturn:
         """Raise a DeadlineError if the missing ranks are unknown; see `wait`."""
@@ -520,11 +472,10 @@ class Consensus:
 
     def _resolve(self, proposal: Proposal) -> str:
         """Return the thread whose turn it is, or raise on differing calls."""
-        depth = self._thread.depth
-        counts = self.progress.describe()
+        depth, counts = self._thread.depth, self.progress.describe()
         record = diagnostics.report_of(proposal, counts, self.rank, depth)
-        payloads = self._all_gather(proposal.call.operation, pickle.dumps(record))
-        records = [pickle.loads(payload) for payload in payloads]
+        given = self.comm, pickle.dumps(record), self.wait, proposal.call.operation
+        records = list(map(pickle.loads, messages.all_gather(*given)))
         if any(r.thread != records[0].thread for r in records):
             return str(records[0].thread)
         try:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -23,6 +23,7 @@ from mpi4py import MPI
 from mpidist.errors import CollectiveError, DeadlineError
 
 __all__ = [
+    "Barrier",
     "Departures",
     "RequestWaiter",
     "Requests",
@@ -143,6 +144,9 @@ _PASS_ON_SECONDS = 0.25
 _COLLECT_CALLS = 1000
 _LAST_PLACE = sys.maxsize  # after all others: a wait without announcements
 _PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time waited so far
+# If all ranks have arrived, and this one waits for their data, it polls so long without
+# sleeping: MPI sends the next piece of a large array when it is called
+_DATA_SECONDS = 0.5
 # Abandoned requests with their buffers: a late rank may still complete them, so MPI may
 # write there until the process ends
 _abandoned: list[Requests] = []
@@ -151,6 +155,18 @@ _abandoned: list[Requests] = []
 def abandon(request: Requests) -> None:
     """Keep the buffers of abandoned requests."""
     _abandoned.append(request)
+
+
+class Barrier(Protocol):
+    """A barrier of some of the ranks: see `NodeBarrier.wait`."""
+
+    def wait(
+        self,
+        deadline: float | None = None,
+        yield_cpu: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Wait until all ranks have arrived; call `meanwhile` in longer waits."""
 
 
 class WaitTimeoutError(Exception):
@@ -234,12 +250,15 @@ class RollCall:
         )
 
 
-def _comes(test: Callable[[], bool], looks: int) -> bool:
-    """Return whether `test` becomes true, polled so often."""
-    for _ in range(looks):
-        if test():
-            return True
-        os.sched_yield()
+def _comes(test: Callable[[], bool], deadline: float) -> bool:
+    """Return whether `test` becomes true soon, and well before a deadline."""
+    now = time.monotonic()
+    end = min(now + _DATA_SECONDS, (now + deadline) / 2)
+    while time.monotonic() < end:
+        for _ in range(_LOOKS):
+            if test():
+                return True
+            os.sched_yield()
     return False
 
 
@@ -266,26 +285,12 @@ class RequestWaiter:
         roll_call = self._roll_call
         return None if roll_call is None else roll_call.missing()
 
-    def call_roll(self, place: int) -> None:
-        """Exchange with the other ranks, repeatedly, while this one waits elsewhere.
-
-        See `RollCall`; `end_roll_call` follows.
-        """
-        if self._roll_call is None:
-            self._roll_call = RollCall(self._comm, self._departures, place)
-        self._roll_call.exchange(time.monotonic())
-
-    def end_roll_call(self) -> None:
-        """Note that this rank waits no more."""
-        self._roll_call = None
-
     def wait(
         self,
         request: Requests,
         deadline: float | None,
         place: int,
         yield_cpu: bool = False,
-        busy_seconds: float = 0.0,
     ) -> None:
         """Wait for a request, or several, until `deadline`, on time.monotonic's clock.
 
@@ -294,7 +299,6 @@ class RequestWaiter:
           deadline: may differ between ranks; None for no deadline.
           place: see `RollCall`.
           yield_cpu: whether to yield the processor at once.
-          busy_seconds: how long to poll without sleeping, if more than a millisecond.
 
         Raises:
           WaitTimeoutError: the deadline has passed. The communicator cannot be used
@@ -310,18 +314,30 @@ class RequestWaiter:
             else:
                 test = functools.partial(MPI.Request.Testall, request)
             yields = yield_cpu or self._departures.yields_cpu
-            if _comes(test, 1 if yields else _LOOKS):
-                return
-            begun = time.monotonic()
-            limit = math.inf if deadline is None else deadline
-            busy_until = min(begun + busy_seconds, (begun + limit) / 2)
-            while not yields and time.monotonic() < busy_until:
-                if _comes(test, _LOOKS):
+            for _ in range(1 if yields else _LOOKS):
+                if test():
                     return
-            self._wait_long(test, limit, place)
+                os.sched_yield()
+            limit = math.inf if deadline is None else deadline
+            is_for_data = place & 1
+            if yields or not (is_for_data and _comes(test, limit)):
+                self._wait_long(test, limit, place)
         except BaseException:
             abandon(request)
             raise
+        finally:
+            self._roll_call = None
+
+    def wait_at(self, barrier: Barrier, deadline: float | None, place: int) -> None:
+        """Like `wait`, at a barrier of some of the ranks; raises what that raises."""
+
+        def exchange() -> None:
+            if self._roll_call is None:
+                self._roll_call = RollCall(self._comm, self._departures, place)
+            self._roll_call.exchange(time.monotonic())
+
+        try:
+            barrier.wait(deadline, meanwhile=exchange)
         finally:
             self._roll_call = None
 

@@ -10,6 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm import packing
+from mpidist.comm.consensus.comparison import SharedMemoryComparison
 from mpidist.comm.consensus.consensus import Consensus
 
 __all__ = ["MpiTransport", "bytes_of"]
@@ -17,8 +18,6 @@ __all__ = ["MpiTransport", "bytes_of"]
 # MPI libraries before MPI-4 count in 32 bits, and some fail far below that limit
 _MOST_BYTES = 1 << 30
 _TAG = 3  # `consensus.waiting` uses others
-# MPI sends the next piece of a large array when it is called: until then ranks poll
-_BUSY_SECONDS = 0.5
 
 
 class MpiTransport:
@@ -43,7 +42,8 @@ class MpiTransport:
     def __init__(self, consensus: Consensus, most_bytes: int | None = None):
         self._consensus = consensus
         self._comm = consensus.comm
-        self._blocks = self.device or consensus.is_on_one_node
+        is_one_node = isinstance(consensus.comparison, SharedMemoryComparison)
+        self._blocks = self.device or is_one_node
         self.most_bytes = _MOST_BYTES if most_bytes is None else most_bytes
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
@@ -201,7 +201,7 @@ class MpiTransport:
     def _wait(
         self, request: MPI.Request, deadline: float | None, operation: str
     ) -> None:
-        self._consensus.wait(request, deadline, operation, _BUSY_SECONDS)
+        self._consensus.wait(request, deadline, operation)
 
 
 def bytes_of(array: Any) -> Any:

@@ -293,7 +293,7 @@ def test_all_that_ranks_announce_is_received_before_a_strategy_ends(
         departures = strategy.extended.consensus.departures
         for _ in range(5):
             call(strategy, "all_reduce", "SUM", np.ones(5), options)
-            waiter = strategy.extended.consensus._waiting
+            waiter = strategy.extended.consensus.waiting
             request = strategy.extended.consensus.comm.Ibarrier()
             waiter.wait(request, None, step)
         strategy.experimental_finalize()
