@@ -144,9 +144,7 @@ _PASS_ON_SECONDS = 0.25
 _COLLECT_CALLS = 1000
 _LAST_PLACE = sys.maxsize  # after all others: a wait without announcements
 _PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time waited so far
-# If all ranks have arrived, and this one waits for their data, it polls so long without
-# sleeping: MPI sends the next piece of a large array when it is called
-_DATA_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 # Abandoned requests with their buffers: a late rank may still complete them, so MPI may
 # write there until the process ends
 _abandoned: list[Requests] = []
@@ -250,18 +248,6 @@ class RollCall:
         )
 
 
-def _comes(test: Callable[[], bool], deadline: float) -> bool:
-    """Return whether `test` becomes true soon, and well before a deadline."""
-    now = time.monotonic()
-    end = min(now + _DATA_SECONDS, (now + deadline) / 2)
-    while time.monotonic() < end:
-        for _ in range(_LOOKS):
-            if test():
-                return True
-            os.sched_yield()
-    return False
-
-
 class RequestWaiter:
     """Waits for the requests of collective calls on one communicator.
 
@@ -284,6 +270,29 @@ class RequestWaiter:
         """Return the ranks that do not wait as this one does; None if unknown."""
         roll_call = self._roll_call
         return None if roll_call is None else roll_call.missing()
+
+    def poll(self, request: MPI.Request, deadline: float | None) -> bool:
+        """Return whether a request completes soon; poll for it without sleeping.
+
+        `wait` follows if it does not. Many MPI libraries send the next piece of a large
+        array only when they are called.
+        """
+        if self._departures.yields_cpu:
+            return False
+        now = time.monotonic()
+        end = now + _POLL_SECONDS
+        if deadline is not None:
+            end = min(end, (now + deadline) / 2)
+        try:
+            while time.monotonic() < end:
+                for _ in range(_LOOKS):
+                    if request.Test():
+                        return True
+                    os.sched_yield()
+        except BaseException:
+            abandon(request)
+            raise
+        return False
 
     def wait(
         self,
@@ -313,15 +322,12 @@ class RequestWaiter:
                 test = request.Test
             else:
                 test = functools.partial(MPI.Request.Testall, request)
-            yields = yield_cpu or self._departures.yields_cpu
-            for _ in range(1 if yields else _LOOKS):
+            looks = not (yield_cpu or self._departures.yields_cpu)
+            for _ in range(_LOOKS if looks else 1):
                 if test():
                     return
                 os.sched_yield()
-            limit = math.inf if deadline is None else deadline
-            is_for_data = place & 1
-            if yields or not (is_for_data and _comes(test, limit)):
-                self._wait_long(test, limit, place)
+            self._wait_long(test, math.inf if deadline is None else deadline, place)
         except BaseException:
             abandon(request)
             raise

@@ -201,7 +201,8 @@ class MpiTransport:
     def _wait(
         self, request: MPI.Request, deadline: float | None, operation: str
     ) -> None:
-        self._consensus.wait(request, deadline, operation)
+        if not self._consensus.waiting.poll(request, deadline):
+            self._consensus.wait(request, deadline, operation)
 
 
 def bytes_of(array: Any) -> Any:
