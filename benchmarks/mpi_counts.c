@@ -14,6 +14,7 @@
     X(Send) X(Isend) X(Recv) X(Iprobe) X(Improbe) X(Mrecv) X(Test) X(Barrier)           \
     X(Ibarrier) X(Bcast) X(Ibcast) X(Reduce) X(Allreduce) X(Iallreduce) X(Scan)         \
     X(Exscan) X(Gather) X(Gatherv) X(Allgather) X(Iallgather) X(Allgatherv)             \
+    X(Iallgatherv) X(Igather) X(Igatherv) X(Ialltoallv)                                 \
     X(Scatter) X(Scatterv) X(Alltoall) X(Alltoallv) X(Reduce_scatter) X(Comm_dup)       \
     X(Comm_split) X(Comm_split_type) X(Comm_create_group) X(Win_allocate_shared)        \
     X(Win_create)
@@ -92,6 +93,10 @@ BOTH(Iallgather, IEACH, (b, n, t, o, m, u, c, q), m * size_of(c), u)
     (const void *b, I n, MPI_Datatype t, void *o, I m, MPI_Datatype u, int r, MPI_Comm c)
 BOTH(Gather, ATROOT, (b, n, t, o, m, u, r, c), n, t)
 BOTH(Scatter, ATROOT, (b, n, t, o, m, u, r, c), m, u)
+#define IATROOT(I)                                                                      \
+    (const void *b, I n, MPI_Datatype t, void *o, I m, MPI_Datatype u, int r, MPI_Comm c,\
+     MPI_Request *q)
+BOTH(Igather, IATROOT, (b, n, t, o, m, u, r, c, q), n, t)
 
 ONE(Iprobe, (int r, int g, MPI_Comm c, int *f, MPI_Status *s), (r, g, c, f, s))
 ONE(Improbe, (int r, int g, MPI_Comm c, int *f, MPI_Message *m, MPI_Status *s),
@@ -128,6 +133,13 @@ static int64_t sum_of_c(MPI_Comm comm, const MPI_Count *counts) {
         return PMPI_##name(b, n, t, o, m, d, u, c);                                     \
     }
 ALLV(Allgatherv, , int, int)
+#define IALLV(name, suffix, I, D)                                                       \
+    int MPI_##name(const void *b, I n, MPI_Datatype t, void *o, const I m[], const D d[],\
+                   MPI_Datatype u, MPI_Comm c, MPI_Request *q) {                        \
+        note(kIallgatherv, sum_of##suffix(c, m), u);                                     \
+        return PMPI_##name(b, n, t, o, m, d, u, c, q);                                  \
+    }
+IALLV(Iallgatherv, , int, int)
 #define GATHERV(name, I, D)                                                             \
     int MPI_##name(const void *b, I n, MPI_Datatype t, void *o, const I m[], const D d[],\
                    MPI_Datatype u, int r, MPI_Comm c) {                                 \
@@ -135,6 +147,13 @@ ALLV(Allgatherv, , int, int)
         return PMPI_##name(b, n, t, o, m, d, u, r, c);                                  \
     }
 GATHERV(Gatherv, int, int)
+#define IGATHERV(name, I, D)                                                            \
+    int MPI_##name(const void *b, I n, MPI_Datatype t, void *o, const I m[], const D d[],\
+                   MPI_Datatype u, int r, MPI_Comm c, MPI_Request *q) {                 \
+        note(kIgatherv, n, t);                                                          \
+        return PMPI_##name(b, n, t, o, m, d, u, r, c, q);                               \
+    }
+IGATHERV(Igatherv, int, int)
 #define EACHV(name, suffix, I, D)                                                       \
     int MPI_##name(const void *b, const I n[], const D e[], MPI_Datatype t, void *o,     \
                    const I m[], const D d[], MPI_Datatype u, MPI_Comm c) {              \
@@ -142,9 +161,20 @@ GATHERV(Gatherv, int, int)
         return PMPI_##name(b, n, e, t, o, m, d, u, c);                                  \
     }
 EACHV(Alltoallv, , int, int)
+#define IEACHV(name, suffix, I, D)                                                      \
+    int MPI_##name(const void *b, const I n[], const D e[], MPI_Datatype t, void *o,     \
+                   const I m[], const D d[], MPI_Datatype u, MPI_Comm c,                \
+                   MPI_Request *q) {                                                    \
+        note(kIalltoallv, sum_of##suffix(c, n), t);                                      \
+        return PMPI_##name(b, n, e, t, o, m, d, u, c, q);                               \
+    }
+IEACHV(Ialltoallv, , int, int)
 
 #ifndef OPEN_MPI
 ALLV(Allgatherv_c, _c, MPI_Count, MPI_Aint)
 GATHERV(Gatherv_c, MPI_Count, MPI_Aint)
 EACHV(Alltoallv_c, _c, MPI_Count, MPI_Aint)
+IALLV(Iallgatherv_c, _c, MPI_Count, MPI_Aint)
+IGATHERV(Igatherv_c, MPI_Count, MPI_Aint)
+IEACHV(Ialltoallv_c, _c, MPI_Count, MPI_Aint)
 #endif
