@@ -15,15 +15,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpidist.errors import CollectiveError, DeadlineError
 
+if TYPE_CHECKING:
+    from mpidist.comm.consensus.barrier import NodeBarrier
+
 __all__ = [
-    "Barrier",
     "Departures",
     "RequestWaiter",
     "Requests",
@@ -153,18 +155,6 @@ _abandoned: list[Requests] = []
 def abandon(request: Requests) -> None:
     """Keep the buffers of abandoned requests."""
     _abandoned.append(request)
-
-
-class Barrier(Protocol):
-    """A barrier of some of the ranks: see `NodeBarrier.wait`."""
-
-    def wait(
-        self,
-        deadline: float | None = None,
-        yield_cpu: bool = False,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> None:
-        """Wait until all ranks have arrived; call `meanwhile` in longer waits."""
 
 
 class WaitTimeoutError(Exception):
@@ -334,7 +324,7 @@ class RequestWaiter:
         finally:
             self._roll_call = None
 
-    def wait_at(self, barrier: Barrier, deadline: float | None, place: int) -> None:
+    def wait_at(self, barrier: NodeBarrier, deadline: float | None, place: int) -> None:
         """Like `wait`, at a barrier of some of the ranks; raises what that raises."""
 
         def exchange() -> None:
