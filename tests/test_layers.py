@@ -191,7 +191,7 @@ def test_public_names_have_docstrings():
 def test_modules_and_functions_are_short():
     for name, tree in MODULES.items():
         lines = tree.body[-1].end_lineno
-        assert lines <= 500, f"{name}: {lines} lines"
+        assert lines <= 1000, f"{name}: {lines} lines"
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 length = node.end_lineno - node.body[0].lineno
