@@ -85,6 +85,7 @@ class Header:
       job: the job that saved it, for humans; empty in shards and in older files.
       preserved: of the manager that saved it: serial and time of the latest checkpoint
         that was preserved for its hours; None in older files and of other saves.
+      milliseconds: how long the save took; 0 in shards and in older files.
     """
 
     serial: int
@@ -94,6 +95,7 @@ class Header:
     shards: tuple[Shard, ...] = ()
     job: str = ""
     preserved: tuple[int, float] | None = None
+    milliseconds: int = 0
 
 
 def header_bytes(data: int, shards: list[str]) -> int:
@@ -168,6 +170,7 @@ def parse(data: bytes) -> Header:
         ),
         str(found.get("job", "")),
         _preserved(found.get("preserved")),
+        _integer(found.get("milliseconds", 0)),
     )
     _require_order(header, length)
     # Of what is left besides header and arrays.

@@ -243,7 +243,9 @@ def write_file(
         for offset, part in image.solid(plan.header_bytes, holes):
             checked_write(descriptor, offset, part)
             crc32 = zlib.crc32(part, crc32)
-        # The header holds all checksums, so it is written last.
+        # The header holds all checksums, and how long the rest took, so it is written
+        # last.
+        os.fsync(descriptor)
         header = make_header(image.size, crc32, data)
         checked_write(descriptor, 0, render(header, plan.header_bytes))
         # Extend the file over bytes at its end that were never written.

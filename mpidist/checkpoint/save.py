@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import secrets
 import threading
@@ -108,6 +109,7 @@ class Saver:
         )
         # Collective, so ranks agree to wait before they agree on the new save.
         self.wait()
+        mine = id(self), time.monotonic()
         # The token is random, so shards of two saves never have one name.
         token, serial = extended.consensus.root_only(operation, lambda: _begin(index))
         rank, ranks = extended.replica_id, extended.num_replicas
@@ -124,9 +126,8 @@ class Saver:
             # those that never change in place.
             self._copies.replace(partition, rank == 0, is_needed_later=is_background)
             about = attributes | {"ranks": ranks}
-            return Saving(
-                index, token, serial, partition, rank, about, preserved, after, id(self)
-            )
+            found = index, token, serial, partition, rank, about, preserved, after
+            return Saving(*found, *mine)
 
         saving = extended.run_collectively(CallSignature(operation), prepare)
         self._require_shared(operation, saving)
@@ -291,6 +292,7 @@ class Saving:
       preserved: see `Header`.
       after: called on rank 0 once the checkpoint is complete.
       owner: who releases its lock, see `directory.hold`.
+      begun: when the save began, on `time.monotonic`'s clock.
     """
 
     index: Path
@@ -302,6 +304,7 @@ class Saving:
     preserved: tuple[int, float] | None
     after: Callable[[], None] | None
     owner: int
+    begun: float
 
     in_use: ClassVar[set[str]] = set()  # tokens of this process
 
@@ -405,13 +408,13 @@ class Saving:
         """
         names = self.partition.shard_names
         # Sizes and checksums of all shards are in the index: it refuses foreign ones.
-        make_header = functools.partial(
-            Header,
-            self.serial,
-            shards=tuple(self._wait_for_shard(name) for name in names),
-            job=directories.JOB,
-            preserved=self.preserved,
-        )
+        shards = tuple(self._wait_for_shard(name) for name in names)
+
+        def make_header(size: int, crc32: int, data: Any) -> Header:
+            took = math.ceil(1000 * (time.monotonic() - self.begun))
+            found = self.serial, size, crc32, data
+            return Header(*found, shards, directories.JOB, self.preserved, took)
+
         tree = self.partition.index
         # Renamed into place when complete: only then the checkpoint exists.
         write_file(self.index, tree, self.attributes, make_header, names, self._locks)

@@ -92,7 +92,8 @@ def _run_one(command: list[str], environ: Mapping[str, str]) -> str:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         start_new_session=True,
     )
     try:

@@ -19,6 +19,7 @@ from mpidist.launch.slurm import (
 )
 from mpidist.util import validation
 from mpidist.util.representation import one_line
+from mpidist.util.settings import decimal
 
 __all__ = ["ClusterSpec", "SlurmClusterResolver", "below_srun"]
 
@@ -231,8 +232,8 @@ class _Gpus(NamedTuple):
         per_task = validation.optional_integer("gpus_per_task", per_task)
         text = os.environ.get(_VISIBLE, "")
         visible = [name.strip() for name in text.split(",") if name.strip()]
-        given = os.environ.get("SLURM_GPUS_ON_NODE", "")
-        on_node = int(given) if given.isdecimal() else len(visible)
+        on_node = decimal(os.environ.get("SLURM_GPUS_ON_NODE", ""))
+        on_node = len(visible) if on_node is None else on_node
         are_bound = 0 < len(visible) < on_node
         if per_node is None:
             per_node = on_node

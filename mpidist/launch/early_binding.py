@@ -17,7 +17,7 @@ import ctypes
 import importlib.util
 from collections.abc import Mapping
 
-from mpidist.util.settings import BIND_GPU
+from mpidist.util.settings import BIND_GPU, decimal
 
 __all__ = ["choose_early"]
 
@@ -66,8 +66,8 @@ def _is_wanted(environ: Mapping[str, str], library: str) -> bool:
 
 
 def _local_rank(environ: Mapping[str, str]) -> int | None:
-    found = (environ.get(name, "") for name in _LOCAL_RANKS)
-    return next((int(text) for text in found if text.isdecimal()), None)
+    found = (decimal(environ.get(name, "")) for name in _LOCAL_RANKS)
+    return next((number for number in found if number is not None), None)
 
 
 def _make_current(driver: ctypes.CDLL, local_rank: int) -> int | None:

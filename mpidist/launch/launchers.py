@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpidist.errors import LaunchError
-from mpidist.util.settings import ALLOW_SINGLETON
+from mpidist.util.settings import ALLOW_SINGLETON, decimal
 
 __all__ = [
     "NO_MPI",
@@ -155,16 +155,15 @@ def find_launcher(environ: Mapping[str, str]) -> _Launched | None:
     if not _in_batch_script(environ):
         candidates.append(("srun", "SLURM_STEP_NUM_TASKS"))
     for launcher, variable in [*candidates, hydra]:
-        text = environ.get(variable, "")
-        if text.isdecimal():
-            return _Launched(launcher, variable, int(text))
+        processes = decimal(environ.get(variable, ""))
+        if processes is not None:
+            return _Launched(launcher, variable, processes)
     return None
 
 
 def _in_batch_script(environ: Mapping[str, str]) -> bool:
     """Return whether this is Slurm's batch or interactive step, not one of srun's."""
-    step = environ.get("SLURM_STEP_ID", "")
-    return step.isdecimal() and int(step) >= 0xFFFFFFF0
+    return (decimal(environ.get("SLURM_STEP_ID", "")) or 0) >= 0xFFFFFFF0
 
 
 def _is_plain_mpich(library: str) -> bool:

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from mpidist.errors import LaunchError
 from mpidist.launch.launchers import NO_MPI, find_launcher, protocol_of
-from mpidist.util.settings import PREFIX
+from mpidist.util import programs
+from mpidist.util.settings import PREFIX, decimal
 
 __all__ = ["Library", "Request", "find_library", "program", "start_command"]
 
@@ -33,7 +34,7 @@ maps = open("/proc/self/maps", errors="surrogateescape").read()
 pattern = r"^\\S+ r\\S+ .*?(/\\S*/libmpi(?:_cray|ch|_abi)?\\.so[.\\d]*)$"
 found = re.search(pattern, maps, re.MULTILINE)
 answer = [MPI.Get_library_version(), found and found[1]]
-sys.stdout.write("\\n" + json.dumps(answer) + "\\n")
+sys.stdout.write("\\nmpidist: " + json.dumps(answer) + "\\n")
 """
 # Text in the version of an mpirun, and in the version of its library
 _FAMILIES = {
@@ -87,21 +88,15 @@ def find_library() -> Library:
       LaunchError: mpi4py is not there, or finds no library.
     """
     try:
-        ended = subprocess.run(
-            [sys.executable, "-c", _ASK],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-        )
+        ended = programs.run([sys.executable, "-c", _ASK], _SECONDS)
     except subprocess.TimeoutExpired:
         raise LaunchError(f"importing mpi4py took longer than {_SECONDS} s") from None
-    lines = ended.stdout.splitlines()
-    if ended.returncode or not lines:
+    # Other packages may print, too
+    answer = re.search(r"^mpidist: (.*)$", ended.stdout, re.MULTILINE)
+    if ended.returncode or answer is None:
         said = (ended.stderr.strip() or "nothing on stderr").splitlines()[-1]
         raise LaunchError(f"mpi4py finds no MPI library ({said}): {NO_MPI}")
-    version, path = json.loads(lines[-1])
+    version, path = json.loads(answer[1])
     return Library(version, None if path is None else Path(path))
 
 
@@ -183,8 +178,8 @@ def _mpirun(
     request: Request, library: Library, environ: Mapping[str, str], notes: list[str]
 ) -> list[str]:
     ranks, is_open_mpi = request.ranks, library.family == "Open MPI"
-    if ranks is None and environ.get("SLURM_NTASKS", "").isdecimal():
-        ranks = int(environ["SLURM_NTASKS"])
+    if ranks is None:
+        ranks = decimal(environ.get("SLURM_NTASKS", ""))
     if ranks is None:
         raise LaunchError("give the number of ranks: -n 4")
     command = [str(_find_mpirun(library))]
@@ -242,14 +237,7 @@ def _find_mpirun(library: Library) -> Path:
 def _output_of(*command: str) -> str:
     """Return the output of a program; "" if it cannot be run."""
     try:
-        ended = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-        )
+        ended = programs.run(command, _SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return ended.stdout + ended.stderr

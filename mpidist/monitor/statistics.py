@@ -36,7 +36,7 @@ from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.monitor.summary import advice, as_text, describe, work_seconds
 from mpidist.util import logs
 from mpidist.util.counters import Counters
-from mpidist.util.settings import BANNER
+from mpidist.util.settings import BANNER, decimal
 
 __all__ = ["report", "report_at_end", "statistics"]
 
@@ -72,7 +72,7 @@ def shared_cores(ranks_on_node: int) -> tuple[int, int, int]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     sharing = ranks_on_node if cores == os.cpu_count() else 1
     named = os.environ.get("OMP_NUM_THREADS") or os.environ.get("OPENBLAS_NUM_THREADS")
-    threads = int(named) if named and named.isdecimal() else cores
+    threads = decimal((named or "").partition(",")[0].strip()) or cores
     return sharing, threads, cores
 
 

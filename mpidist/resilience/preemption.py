@@ -6,21 +6,24 @@ import dataclasses
 import math
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from mpidist.checkpoint.checkpoint import Checkpoint
+from mpidist.checkpoint.format import read_header
 from mpidist.checkpoint.manager import CheckpointManager, latest_checkpoint
 from mpidist.errors import ArgumentTypeError, ContextError
-from mpidist.util import validation
+from mpidist.launch.slurm import TimeLimit, time_limit
+from mpidist.util import logs, validation
+from mpidist.util.durations import duration
 from mpidist.util.representation import one_line
 
 __all__ = ["PreemptionCheckpointHandler", "RESTART_EXIT_CODE", "TerminationConfig"]
@@ -31,10 +34,12 @@ RESTART_EXIT_CODE = 99
 _CALL = "PreemptionCheckpointHandler"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _WATCH_SECONDS = 1.0
-# Safety margins for the durations of a save and a step
+# Safety margins for the durations of a save and a step, and what they count where one
+# is not known
 _CAUTION = 1.5
 _MARGIN_SECONDS = 10.0
-_UNKNOWN_SAVE_SECONDS = 60.0
+_UNKNOWN_SECONDS = 60.0
+_EVER_SECONDS = 1e9  # longer ones, too, are no limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +88,11 @@ class PreemptionCheckpointHandler:
 
     After SIGTERM or SIGUSR1 on any rank, all ranks save after the same step and exit.
     The same happens near the end of the job's time if Slurm reports it
-    (`SLURM_JOB_END_TIME`, or scontrol): from the durations of steps and saves, it saves
-    after the last step that leaves enough time. This takes one small all-reduce per
-    step, a few microseconds on one node.
+    (`SLURM_JOB_END_TIME`, or squeue): from the durations of steps and saves, it saves
+    after the last step that leaves enough time. How long a save took is in the
+    checkpoint, so the next job knows; until then, 60 s count. Each job
+    makes at least one step, however little time it has. The log says why a job ends.
+    This takes one small all-reduce per step, a few microseconds on one node.
 
     Args:
       cluster_resolver: as in TensorFlow; not used, may be None.
@@ -138,11 +145,12 @@ class PreemptionCheckpointHandler:
         self._checkpoint = checkpoint
         self._former: dict[int, Any] = {}
         self._asked_at: float | None = None
-        self._step_seconds = 0.0
+        self._durations = _Durations(0.0, 0.0)
         self._edge: float | None = None
+        self._checks = 0  # whether to end
         self._is_closed = False
-        self._end_time: float = self._group.consensus.root_only(
-            _CALL, lambda: job_end_time(os.environ)
+        self._limit: TimeLimit = self._group.consensus.root_only(
+            _CALL, lambda: time_limit(os.environ)
         )
         if self._manager is None and self._config.save_fn is None:
             assert checkpoint_dir is not None
@@ -152,6 +160,10 @@ class PreemptionCheckpointHandler:
         counted = Checkpoint(strategy=checkpoint.strategy, total_run_calls=0)
         if path is not None:
             counted.restore(path, is_partial=True)
+            milliseconds = self._group.consensus.root_only(
+                _CALL, lambda: read_header(Path(path)).milliseconds
+            )
+            self._durations = _Durations(0.0, milliseconds / 1000)
         checkpoint.total_run_calls = counted.total_run_calls
         self._listen()
 
@@ -228,7 +240,7 @@ class PreemptionCheckpointHandler:
 
         If the job is about to be ended, saves and exits before the step.
         """
-        self.save_checkpoint_if_preempted()
+        self._before_step()
         result = distributed_train_function(*args, **kwargs)
         self._checkpoint.total_run_calls = self.total_run_calls + 1
         return result
@@ -242,13 +254,23 @@ class PreemptionCheckpointHandler:
 
         Raises, on all ranks: what saving raises.
         """
+        self._end_if_due(True, *args, **kwargs)
+
+    def _before_step(self) -> None:
+        """Save and exit if the job is about to be ended, but make one step at least."""
+        self._end_if_due(self._checks > 0)
+
+    def _end_if_due(self, counts_limit: bool, *args: Any, **kwargs: Any) -> None:
         now = time.monotonic()
         if self._edge is not None:
-            self._step_seconds = max(self._step_seconds, now - self._edge)
+            step = max(self._durations.step, now - self._edge)
+            self._durations = self._durations._replace(step=step)
         self._edge = now
-        mine = np.array([self._must_end(now)], np.int64)
-        if not self._group.reduce(_CALL, "SUM", mine)[0]:
+        self._checks += 1
+        left, is_asked = self._agree(now, counts_limit)
+        if left >= self._durations.needed():
             return
+        self._log_end(left, is_asked)
         self._group.consensus.run_in_scope(_CALL, lambda: self._save(*args, **kwargs))
         if self._config.exit_fn is None:
             # A late signal must not end this rank differently while it exits
@@ -273,25 +295,44 @@ class PreemptionCheckpointHandler:
         All ranks enter and leave it.
         """
         former = self._group.before_run
-        self._group.before_run = self.save_checkpoint_if_preempted
+        self._group.before_run = self._before_step
         try:
             yield
         finally:
             self._group.before_run = former
 
-    def _must_end(self, now: float) -> bool:
-        """Return whether this rank must not begin the next step."""
-        needed = _CAUTION * (self._step_seconds + self._longest_save())
-        if self._asked_at is not None:
-            grace = self._config.grace_period or 0.0
-            return now + needed + _MARGIN_SECONDS > self._asked_at + grace
-        if self._group.replica_id > 0 or math.isinf(self._end_time):
-            return False
-        return time.time() + needed + _MARGIN_SECONDS > self._end_time
+    def _agree(self, now: float, counts_limit: bool) -> tuple[float, bool]:
+        """Return the seconds left, and whether a rank was signalled. Collective.
 
-    def _longest_save(self) -> float:
-        seconds = 0.0 if self._manager is None else self._manager.longest_save_seconds
-        return seconds or _UNKNOWN_SAVE_SECONDS
+        The durations become the longest of all ranks, and only rank 0 knows the limit.
+        """
+        left = math.inf
+        if self._asked_at is not None:
+            left = self._asked_at + (self._config.grace_period or 0.0) - now
+        if counts_limit and self._group.replica_id == 0:
+            left = min(left, self._limit.end - time.time())
+        step, save = self._durations
+        if self._manager is not None:
+            save = max(save, self._manager.longest_save_seconds)
+        mine = [_milliseconds(x) for x in (-left, step, save)]
+        mine.append(self._asked_at is not None)
+        found = self._group.reduce(_CALL, "MAX", np.array(mine, np.int64)).tolist()
+        self._durations = _Durations(found[1] / 1000, found[2] / 1000)
+        return -found[0] / 1000, bool(found[3])
+
+    def _log_end(self, left: float, is_asked: bool) -> None:
+        if self._group.replica_id > 0:
+            return
+        what = "a signal or the watcher of a rank asks for it"
+        if not is_asked:
+            seconds = f"{max(0.0, left):.0f} s"
+            what = f"its time limit ({self._limit.source}) is reached in {seconds}"
+        text = f"{_CALL} saves and ends the job: {what}; {self._durations}"
+        if self._checks > 2 or is_asked:
+            logs.info("resilience", text)
+        else:
+            advice = "It has made one step at most: give the job more time"
+            logs.warning("resilience", f"{text}. {advice}")
 
     def close(self) -> None:
         """Stop handling signals; a second call does nothing. Not collective."""
@@ -302,26 +343,25 @@ class PreemptionCheckpointHandler:
                 signal.signal(number, former)
 
 
-def job_end_time(environ: Mapping[str, str]) -> float:
-    """Return when Slurm will end this job, on time.time's clock; math.inf if unknown.
+class _Durations(NamedTuple):
+    """The longest step, and the longest save, in seconds; 0 if unknown."""
 
-    Args:
-      environ: the environment variables of this process.
-    """
-    text = environ.get("SLURM_JOB_END_TIME", "")
-    if text.isdecimal() and int(text) > 0:
-        return float(text)
-    job = environ.get("SLURM_JOB_ID", "")
-    if not job.isdecimal():
-        return math.inf
-    try:
-        shown = subprocess.run(
-            ["squeue", "--noheader", f"--jobs={job}", "--format=%e"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        ).stdout.strip()
-        return time.mktime(time.strptime(shown, "%Y-%m-%dT%H:%M:%S"))
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return math.inf
+    step: float
+    save: float
+
+    def needed(self) -> float:
+        """Return the time that a step and a save need, with a margin."""
+        unknown = 0.0 if self.step and self.save else _UNKNOWN_SECONDS
+        return _CAUTION * (self.step + self.save + unknown) + _MARGIN_SECONDS
+
+    def __str__(self) -> str:
+        step, save = (duration(seconds) if seconds else "unknown" for seconds in self)
+        return (
+            f"a step ({step}) and a save ({save}) need {duration(self.needed())} with "
+            "a margin"
+        )
+
+
+def _milliseconds(seconds: float) -> int:
+    """Return a duration rounded up, for comparison by all ranks."""
+    return math.ceil(1000 * min(max(seconds, -_EVER_SECONDS), _EVER_SECONDS))

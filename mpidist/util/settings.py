@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ __all__ = [
     "Setting",
     "TIMELINE",
     "TRANSPORTS",
+    "decimal",
     "hang_seconds",
     "require_settings",
     "resolve",
@@ -42,7 +44,6 @@ __all__ = [
 ]
 
 PREFIX = "MPIDIST_"
-_MOST_DIGITS = 10  # Python refuses to read numbers of some thousand digits
 T = TypeVar("T")
 
 
@@ -175,10 +176,17 @@ def _seconds(text: str) -> float:
     return seconds or math.inf
 
 
+def decimal(text: str) -> int | None:
+    """Return the number in a variable of the environment; None if it is not one."""
+    # Not str.isdecimal, which takes digits of all alphabets, and any number of them
+    return int(text) if re.fullmatch(r"[0-9]{1,15}", text) else None
+
+
 def _count(text: str) -> int:
-    if not text.isdecimal() or len(text) >= _MOST_DIGITS or int(text) == 0:
+    number = decimal(text)
+    if not number or number >= 1 << 31:
         raise ValueError
-    return int(text)
+    return number
 
 
 def _log(text: str) -> LogChoice:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.resilience.preemption import RESTART_EXIT_CODE, job_end_time
+from mpidist.launch.slurm import time_limit
+from mpidist.resilience.preemption import RESTART_EXIT_CODE
 
 PROLOGUE = """
 import os, signal, sys, threading, time
@@ -141,7 +142,8 @@ def test_the_end_of_the_jobs_time_is_enough(comm, make, monkeypatch):
     w, _, handler = make(exit_fn=lambda: exits.append(int(w.numpy())))
     for _ in range(3):
         handler.run(w.assign_add, 1)
-    handler._end_time = time.time() + (30 if comm.rank == 0 else 1e6)
+    end = time.time() + (30 if comm.rank == 0 else 1e6)
+    handler._limit = handler._limit._replace(end=end)
     handler.run(w.assign_add, 1)
     assert exits == [3]
 
@@ -232,20 +234,97 @@ def test_bad_configurations_are_refused(arguments, message):
         mpidist.TerminationConfig(**arguments)
 
 
+def test_a_job_with_little_time_makes_a_step(comm, make, monkeypatch, caplog):
+    """And the next one knows how long the save took."""
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 90))
+    exits = []
+    w, manager, handler = make(exit_fn=lambda: exits.append(int(w.numpy())))
+    with caplog.at_level("INFO", "mpidist"):
+        while not exits:
+            handler.run(w.assign_add, 1)
+    assert exits == [1]
+    assert len(manager.checkpoints) == 1
+    said = [r.getMessage() for r in caplog.records if "time limit" in r.getMessage()]
+    assert len(said) == (comm.rank == 0)
+    assert all("SLURM_JOB_END_TIME" in text and "one step" in text for text in said)
+    w, _, again = make(exit_fn=lambda: exits.append(int(w.numpy())))
+    for _ in range(5):
+        again.run(w.assign_add, 1)
+    assert int(w.numpy()) == 6
+    seconds = comm.allgather(again._durations.save)
+    assert seconds == [seconds[0]] * comm.size
+    assert 0 < seconds[0] < 60
+    assert len(exits) == 1
+
+
+def test_a_signal_of_another_rank_counts_what_saves_take_on_rank_0(comm, make):
+    exits = []
+    w, manager, handler = make(grace_period=60.0, exit_fn=lambda: exits.append(1))
+    handler.run(w.assign_add, 1)
+    manager.save()
+    if comm.rank == comm.size - 1:
+        signal.raise_signal(signal.SIGTERM)
+    for _ in range(3):
+        handler.run(w.assign_add, 1)
+    assert (exits, int(w.numpy())) == ([], 4)
+
+
+SQUEUE = """#!/bin/sh
+printf '{text}'
+exit {status}
+"""
+END = "2026-03-29T01:30:00", 1774747800.0
+
+
 @pytest.mark.parametrize(
-    ("environ", "expected"),
+    ("environ", "text", "end", "warning"),
     [
-        ({}, math.inf),
-        ({"SLURM_JOB_END_TIME": "1700000000"}, 1.7e9),
-        ({"SLURM_JOB_END_TIME": "0"}, math.inf),
-        ({"SLURM_JOB_END_TIME": "soon"}, math.inf),
-        ({"SLURM_JOB_ID": "x"}, math.inf),
-        ({"SLURM_JOB_ID": "1", "PATH": ""}, math.inf),
+        ({}, END[0], math.inf, ""),
+        ({"SLURM_JOB_END_TIME": "1700000000"}, "", 1.7e9, ""),
+        ({"SLURM_JOB_END_TIME": "0"}, "", math.inf, ""),
+        ({"SLURM_JOB_END_TIME": "soon"}, "", math.inf, "'soon' is not a number"),
+        ({"SLURM_JOB_END_TIME": "9" * 5000}, "", math.inf, "is not a number"),
+        ({"SLURM_JOB_ID": "7"}, END[0], END[1], ""),
+        ({"SLURM_JOB_ID": "7"}, f"{END[0]}\n2027-01-01T00:00:00\n", END[1], ""),
+        ({"SLURM_JOB_ID": "7"}, f"old options\n{END[0]}\n", END[1], "'old options'"),
+        ({"SLURM_JOB_ID": "7"}, "N/A\n", math.inf, ""),
+        ({"SLURM_JOB_ID": "7"}, "", math.inf, "no such job"),
+        ({"SLURM_JOB_ID": "7"}, "13:05", math.inf, "'13:05' is not a time"),
+        ({"SLURM_JOB_ID": "7"}, "2026-02-30T00:00:00", math.inf, "day is out of range"),
+        ({"SLURM_JOB_ID": "7"}, r"\377", math.inf, "is not a time"),
+        ({"SLURM_JOB_ID": "7"}, None, math.inf, "squeue"),
     ],
 )
-def test_when_a_job_ends(environ, expected, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert job_end_time(environ) == expected
+def test_when_a_job_ends(environ, text, end, warning, tmp_path, caplog):
+    if text is not None:
+        program = tmp_path / "squeue"
+        program.write_text(SQUEUE.format(text=text, status=0))
+        program.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", **environ}
+    assert time_limit(environ).end == end
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == bool(warning)
+    assert all(warning in text for text in texts)
+
+
+def test_the_users_options_of_squeue_do_not_matter(tmp_path, monkeypatch):
+    program = tmp_path / "squeue"
+    program.write_text(
+        '#!/bin/sh\n[ "$SLURM_TIME_FORMAT$SQUEUE_STATES" = standard ] || exit 3\n'
+        '[ "$2" = --jobs=7_3 ] || exit 4\n'
+        "date -d @1774747800 +%Y-%m-%dT%H:%M:%S\n"
+    )
+    program.chmod(0o755)
+    environ = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "TZ": "Europe/Berlin",
+        "SLURM_TIME_FORMAT": "relative",
+        "SQUEUE_STATES": "PENDING",
+        "SLURM_JOB_ID": "9",
+        "SLURM_ARRAY_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_ID": "3",
+    }
+    assert time_limit(environ).end == END[1]
 
 
 def test_a_step_costs_one_small_reduction(comm, strategy, make):

@@ -17,7 +17,7 @@ from mpidist.tools.doctor.results import (
     name_ranks,
 )
 from mpidist.util.available_memory import as_text, free_bytes
-from mpidist.util.settings import ALLOW_SINGLETON, RANKS_PER_NODE
+from mpidist.util.settings import ALLOW_SINGLETON, RANKS_PER_NODE, decimal
 
 __all__ = [
     "LaunchFacts",
@@ -105,12 +105,10 @@ def find_launched(environ: Mapping[str, str]) -> list[Launched]:
     """Read the variables of launchers, the most reliable first."""
     found = []
     for by, names in _LAUNCHERS.items():
-        rank, size = (environ.get(name, "") for name in names)
-        if all(t.isascii() and t.isdecimal() and len(t) < 10 for t in (rank, size)):
-            text = " ".join(
-                f"{n}={v}" for n, v in zip(names, (rank, size), strict=True)
-            )
-            found.append(Launched(by, int(rank), int(size), text))
+        rank, size = (decimal(environ.get(name, "")) for name in names)
+        if rank is not None and size is not None:
+            text = " ".join(f"{name}={environ[name]}" for name in names)
+            found.append(Launched(by, rank, size, text))
     return found
 
 
@@ -195,7 +193,7 @@ def check_nodes(facts: Mapping[int, LaunchFacts]) -> list[CheckResult]:
     shown = "; ".join(texts[:8]) + "; ..." * (len(texts) > 8)
     found = f"{len(nodes)} node{'s' * (len(nodes) > 1)} ({shown})"
     pretended = {fact.pretended for fact in facts.values()} - {""}
-    wrong = {text for text in pretended if not text.isdecimal() or int(text) < 1}
+    wrong = {text for text in pretended if not decimal(text)}
     if wrong:
         remedy = "unset it: strategies refuse it"
         return [
@@ -361,9 +359,8 @@ def _threads(fact: NodeFacts) -> int:
     name, value = fact.thread_variable
     if not name:
         return len(fact.cores)
-    first = value.partition(",")[0].strip()  # one number for each level of nesting
-    is_number = first.isascii() and first.isdecimal()
-    return int(first) if is_number and len(first) < 9 else 0
+    # One number for each level of nesting
+    return decimal(value.partition(",")[0].strip()) or 0
 
 
 def check_memory(
