@@ -168,34 +168,31 @@ class Exchanges:
             rows = map(_rows_first, given, plan.axes)
             return list(map(_Piece, rows, divided))
 
-        # One lock for both exchanges: a collective of another thread in between would
-        # pair with another call on other ranks.
-        with consensus.lock:
-            pieces = consensus.guard(operation, prepare)
-            own = list(itertools.chain.from_iterable(p.lengths for p in pieces))
-            everyone, readers = self._counts.exchange(
-                counts, own, [piece.rows for piece in pieces]
-            )
-            # No readers: the arrays were too large to travel with the counts.
-            if readers is None:
-                # By leaf, of each rank how many rows it sends to each rank
-                table = np.array(everyone, np.int64).reshape(ranks, len(pieces), ranks)
-                by_leaf = list(table.swapaxes(0, 1))
-                deadline = deadline_of(plan.options)
-                received = self._receive(plan, pieces, by_leaf, deadline)
-            else:
-                # The arrays were sent along: each reader has all rows of a rank, for
-                # all ranks.
-                received = []
-                for j, (rows, _) in enumerate(pieces):
-                    parts = []
-                    for reader, row_counts in zip(readers, everyone):
-                        to = row_counts[j * ranks : (j + 1) * ranks]
-                        sent = reader.next((sum(to), *rows.shape[1:]), rows.dtype)
-                        # Rows for ranks before this one come first in what rank r sent.
-                        begin = sum(to[:rank])
-                        parts.append(sent[begin : begin + to[rank]])
-                    received.append(np.concatenate(parts))
+        pieces = consensus.guard(operation, prepare)
+        own = list(itertools.chain.from_iterable(p.lengths for p in pieces))
+        everyone, readers = self._counts.exchange(
+            counts, own, [piece.rows for piece in pieces]
+        )
+        # No readers: the arrays were too large to travel with the counts.
+        if readers is None:
+            # By leaf, of each rank how many rows it sends to each rank
+            table = np.array(everyone, np.int64).reshape(ranks, len(pieces), ranks)
+            by_leaf = list(table.swapaxes(0, 1))
+            deadline = deadline_of(plan.options)
+            received = self._receive(plan, pieces, by_leaf, deadline)
+        else:
+            # The arrays were sent along: each reader has all rows of a rank, for
+            # all ranks.
+            received = []
+            for j, (rows, _) in enumerate(pieces):
+                parts = []
+                for reader, row_counts in zip(readers, everyone):
+                    to = row_counts[j * ranks : (j + 1) * ranks]
+                    sent = reader.next((sum(to), *rows.shape[1:]), rows.dtype)
+                    # Rows for ranks before this one come first in what rank r sent.
+                    begin = sum(to[:rank])
+                    parts.append(sent[begin : begin + to[rank]])
+                received.append(np.concatenate(parts))
         return list(map(_axis_back, received, plan.axes))
 
     def reduce_scatter(
@@ -285,31 +282,30 @@ class Exchanges:
             parts = list(rows.reshape(consensus.size, *shape))
             return _combine(op, parts, f"{name} on rank {consensus.rank}")
 
-        with consensus.lock:
-            pieces = consensus.guard(plan.call.operation, prepare)
-            consensus.compare(plan.call, plan.number, timeout=timeout)
-            # Each rank sends the same number of rows to this rank: rows of the table
-            # are equal.
-            by_leaf = [np.array([p.lengths] * consensus.size) for p in pieces]
-            deadline = deadline_of(plan.options)
-            received = self._receive(plan, pieces, by_leaf, deadline)
+        pieces = consensus.guard(plan.call.operation, prepare)
+        consensus.compare(plan.call, plan.number, timeout=timeout)
+        # Each rank sends the same number of rows to this rank: rows of the table
+        # are equal.
+        by_leaf = [np.array([p.lengths] * consensus.size) for p in pieces]
+        deadline = deadline_of(plan.options)
+        received = self._receive(plan, pieces, by_leaf, deadline)
 
-            # Integers may not fit on one rank alone
-            def combine_all() -> list[Any]:
-                return check_each(received, plan.structure.spec, combine)
+        # Integers may not fit on one rank alone
+        def combine_all() -> list[Any]:
+            return check_each(received, plan.structure.spec, combine)
 
-            # Only sums and products of integers can fail after the exchange. Such an
-            # error is on one rank alone (each has another part), so the ranks must
-            # agree once more.
-            if op is not ReduceOp.PRODUCT and not arithmetic.is_integer_sum(
-                op, plan.out
-            ):
-                totals = combine_all()
-            else:
-                totals = consensus.guard(plan.call.operation, combine_all)
-                consensus.require_same(
-                    CallSignature(plan.call.operation, (("step", "checking"),))
-                )
+        # Only sums and products of integers can fail after the exchange. Such an
+        # error is on one rank alone (each has another part), so the ranks must
+        # agree once more.
+        if op is not ReduceOp.PRODUCT and not arithmetic.is_integer_sum(
+            op, plan.out
+        ):
+            totals = combine_all()
+        else:
+            totals = consensus.guard(plan.call.operation, combine_all)
+            consensus.require_same(
+                CallSignature(plan.call.operation, (("step", "checking"),))
+            )
         results = []
         for total, dtype, i in zip(totals, plan.out, plan.axes, strict=True):
             if op is ReduceOp.MEAN:

@@ -115,27 +115,26 @@ class Gathers:
     def execute(self, plan: GatherPlan, given: Sequence[Any]) -> list[Any]:
         """Return the concatenated arrays of all ranks. Collective.
 
-        The lengths, and small arrays, are sent with the comparison of the calls. For
+        This thread must hold the lock. The lengths, and small arrays, are sent with the comparison of the calls. For
         large results the ranks then check that all have allocated memory.
 
         Raises, on all ranks: see `Consensus.require_same`.
         """
         lengths = [a.shape[i] for a, i in zip(given, plan.axes)]
-        with self._consensus.lock:
-            everyone, readers = self._counts.exchange(plan.counts, lengths, given)
-            # Arrays were too large to travel: only lengths are known so far.
-            if readers is None:
-                return self._gather(plan, given, np.array(everyone, np.int64))
-            # They travelled with the lengths: cut them out of what each rank published.
-            results = []
-            for j, (array, axis) in enumerate(zip(given, plan.axes)):
-                before, behind = array.shape[:axis], array.shape[axis + 1 :]
-                parts = [
-                    reader.next((*before, lengths[j], *behind), array.dtype)
-                    for reader, lengths in zip(readers, everyone)
-                ]
-                results.append(np.concatenate(parts, axis))
-            return results
+        everyone, readers = self._counts.exchange(plan.counts, lengths, given)
+        # Arrays were too large to travel: only lengths are known so far.
+        if readers is None:
+            return self._gather(plan, given, np.array(everyone, np.int64))
+        # They travelled with the lengths: cut them out of what each rank published.
+        results = []
+        for j, (array, axis) in enumerate(zip(given, plan.axes)):
+            before, behind = array.shape[:axis], array.shape[axis + 1 :]
+            parts = [
+                reader.next((*before, lengths[j], *behind), array.dtype)
+                for reader, lengths in zip(readers, everyone)
+            ]
+            results.append(np.concatenate(parts, axis))
+        return results
 
     def _gather(
         self, plan: GatherPlan, given: Sequence[Any], lengths: Any

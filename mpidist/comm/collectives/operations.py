@@ -123,12 +123,14 @@ class Collectives:
             detail = reduce_op if options is None else detail_of(reduce_op, options)
         if detail is not None:
             # A nest may raise when it is read, perhaps on this rank alone
-            key, plan, leaves = self.consensus.guard(
+            key, plan, leaves, spec = self.consensus.guard(
                 operation, self._plans.find, operation, detail, value, kind_of
             )
             # Fast path for repeated all-reduces: skip the checks that already passed.
             if plan is not None:
-                return plan.structure.give_back(self._execute(plan, leaves), leaves)
+                with self.consensus.lock:
+                    results = self._execute(plan, leaves)
+                return plan.structure.give_back(results, leaves, spec)
         # Sparse leaves are looked for only where no plan was found: a plan exists for
         # dense values alone.
         if key is None and self.consensus.guard(operation, lambda: has_slices(value)):
@@ -153,12 +155,12 @@ class Collectives:
                 may_pack=reduce_arrays is None,
             )
 
-        # Held over plan and execution: two threads of a rank must not interleave.
-        with self.consensus.lock:
-            plan, leaves, given = self.consensus.guard(operation, make)
-            results = self._execute(plan, given, reduce_arrays)
-        self._plans.keep(key, plan, leaves, given)
-        return plan.structure.give_back(results, leaves)
+        return self._plans.run_first(
+            operation,
+            key,
+            make,
+            lambda plan, given: self._execute(plan, given, reduce_arrays),
+        )
 
     def _plan(
         self,
@@ -193,21 +195,18 @@ class Collectives:
           given: arrays, or numbers if the plan was known.
           reduce_arrays: the reduction to use instead of transports.
         """
-        with self.consensus.lock:
-            # Small: the numbers are sent with the comparison of signatures, in one
-            # round.
-            if plan.packs:
-                return self._packed.reduce(plan, given)
-            # Plain numbers become arrays only here: the packed path takes them as they
-            # are.
-            values = [a if hasattr(a, "dtype") else np.asarray(a) for a in given]
-            if reduce_arrays is None:
-                return self.reduce_large(
-                    plan.call, plan.number, plan.op, values, plan.options
-                )
-            timeout = plan.options.timeout_seconds
-            self.consensus.compare(plan.call, plan.number, timeout=timeout)
-            return reduce_arrays(plan.op, values, plan.options)
+        # Small: the numbers are sent with the comparison of signatures, in one round.
+        if plan.packs:
+            return self._packed.reduce(plan, given)
+        # Plain numbers become arrays only here: the packed path takes them as they are.
+        values = [a if hasattr(a, "dtype") else np.asarray(a) for a in given]
+        if reduce_arrays is None:
+            return self.reduce_large(
+                plan.call, plan.number, plan.op, values, plan.options
+            )
+        timeout = plan.options.timeout_seconds
+        self.consensus.compare(plan.call, plan.number, timeout=timeout)
+        return reduce_arrays(plan.op, values, plan.options)
 
     def _take(
         self, value: Any, options: CommunicationOptions = _DEFAULT

@@ -208,25 +208,24 @@ class AxisReductions:
                 packs = self._sums.reserve(found.sent, options)
             return found
 
-        with consensus.lock:
-            # A reduction of this rank's rows may fail (memory): all learn that before
-            # the exchange.
-            found = consensus.guard(plan.call.operation, prepare)
-            if plan.gather is not None:
-                gathered = self._gathers.execute(plan.gather, found.sent)
-                results = self._combine(plan, gathered, found.rough)
+        # A reduction of this rank's rows may fail (memory): all learn that before
+        # the exchange.
+        found = consensus.guard(plan.call.operation, prepare)
+        if plan.gather is not None:
+            gathered = self._gathers.execute(plan.gather, found.sent)
+            results = self._combine(plan, gathered, found.rough)
+        else:
+            if plan.packed is not None:
+                totals = self._packed.reduce(plan.packed, found.sent)
             else:
-                if plan.packed is not None:
-                    totals = self._packed.reduce(plan.packed, found.sent)
+                timeout = options.timeout_seconds
+                consensus.compare(plan.call, plan.number, timeout=timeout)
+                if packs:
+                    totals = self._sums.sum_packs(packs, options)
                 else:
-                    timeout = options.timeout_seconds
-                    consensus.compare(plan.call, plan.number, timeout=timeout)
-                    if packs:
-                        totals = self._sums.sum_packs(packs, options)
-                    else:
-                        sum_arrays = sum_arrays or self._sums.sum_arrays
-                        totals = sum_arrays(found.sent, options)
-                results = self._finish(plan, totals, found.rough)
+                    sum_arrays = sum_arrays or self._sums.sum_arrays
+                    totals = sum_arrays(found.sent, options)
+            results = self._finish(plan, totals, found.rough)
         # As NumPy's sum does, give an array scalar where no dimension is left
         return [result[()] for result in results]
 

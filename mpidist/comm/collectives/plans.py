@@ -34,13 +34,16 @@ _NUMBERS = {float, complex, np.float32, np.float64, np.complex64, np.complex128}
 _FLAT = (list, tuple)
 _DISTRIBUTED = {PerReplica, Mirrored}
 Kind = Callable[[Any], Any]
+Make = Callable[[], tuple[Any, Sequence[Any], Sequence[Any]]]
+Execute = Callable[[Any, Sequence[Any]], list[Any]]
 
 
 class Structure(NamedTuple):
     """How to return results: with the structure and the leaf types of the value.
 
     Args:
-      spec: the structure.
+      spec: the structure of the first value of a plan. Later ones may have the keys of
+        a mapping in another order: such specs are equal.
       kind: list or tuple if its members are the leaves, None if it is the only leaf,
         else `nest.Spec`.
       strangers: the numbers of the leaves that are no arrays of NumPy.
@@ -62,8 +65,16 @@ class Structure(NamedTuple):
         is_flat = is_flat and spec.num_nodes == count + 1
         return cls(spec, spec.type if is_flat else nest.Spec, strangers)
 
-    def give_back(self, results: list[Any], leaves: Sequence[Any]) -> Any:
-        """Return results with the structure and the leaf types of the value."""
+    def give_back(
+        self, results: list[Any], leaves: Sequence[Any], spec: nest.Spec | None = None
+    ) -> Any:
+        """Return results with the structure and the leaf types of the value.
+
+        Args:
+          results: NumPy or CuPy arrays.
+          leaves: of the value.
+          spec: of the value; None if it has no mappings, or is the plan's first.
+        """
         # Results are NumPy arrays; leaves of another library get theirs back.
         for i in self.strangers:
             results[i] = arrays.like(results[i], leaves[i])
@@ -71,7 +82,7 @@ class Structure(NamedTuple):
             return results[0]
         if self.kind in _FLAT:
             return results if self.kind is list else tuple(results)
-        return nest.unflatten(self.spec, results)
+        return nest.unflatten(self.spec if spec is None else spec, results)
 
 
 class PlanCache:
@@ -83,8 +94,8 @@ class PlanCache:
 
     def find(
         self, operation: str, detail: Any, value: Any, kind: Kind
-    ) -> tuple[Any, Any, Sequence[Any]]:
-        """Return the key of a call, its plan, and the leaves of its value.
+    ) -> tuple[Any, Any, Sequence[Any], nest.Spec | None]:
+        """Return the key of a call, its plan, its leaves, and see `give_back`: its spec.
 
         The key is None if type and shape of the leaves do not determine the result.
         Then, and for a new key, there is no plan.
@@ -102,7 +113,7 @@ class PlanCache:
         if type(value) is np.ndarray:
             found = kind(value)
             key = None if found is None else (operation, detail, found)
-            return key, self._known.get(key), (value,)
+            return key, self._known.get(key), (value,), None
         structure: Any = type(value)
         if structure in _FLAT:
             leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in value]
@@ -111,14 +122,14 @@ class PlanCache:
             # up.
             if None not in kinds:
                 key = operation, detail, (structure, kinds)
-                return key, self._known.get(key), leaves
-        leaves, structure = nest.flatten(value)
+                return key, self._known.get(key), leaves, None
+        leaves, spec = nest.flatten(value)
         leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in leaves]
         kinds = tuple(map(kind, leaves))
         if None in kinds:
-            return None, None, leaves
-        key = operation, detail, (structure, kinds)
-        return key, self._known.get(key), leaves
+            return None, None, leaves, spec
+        key = operation, detail, (spec, kinds)
+        return key, self._known.get(key), leaves, spec
 
     def keep(
         self, key: Any, plan: Any, leaves: Sequence[Any], given: Sequence[Any]
@@ -141,8 +152,8 @@ class PlanCache:
         detail: Any,
         value: Any,
         kind: Kind,
-        make: Callable[[], tuple[Any, Sequence[Any], Sequence[Any]]],
-        execute: Callable[[Any, Sequence[Any]], list[Any]],
+        make: Make,
+        execute: Execute,
     ) -> Any:
         """Find or create the plan of a collective; execute it and return the results.
 
@@ -152,19 +163,28 @@ class PlanCache:
           value: the nest that the user passed.
           kind: see `find`.
           make: returns the plan, the leaves, and these as arrays; not collective.
-          execute: given a plan and arrays, returns the results. Collective.
+          execute: given a plan and arrays, returns the results; this thread holds the
+            lock. Collective.
         """
         key, consensus = None, self._consensus
         if detail is not None:
             # A nest may raise when it is read, perhaps on this rank alone
-            key, plan, leaves = consensus.guard(
+            key, plan, leaves, spec = consensus.guard(
                 operation, self.find, operation, detail, value, kind
             )
             if plan is not None:
-                return plan.structure.give_back(execute(plan, leaves), leaves)
+                with consensus.lock:
+                    results = execute(plan, leaves)
+                return plan.structure.give_back(results, leaves, spec)
+        return self.run_first(operation, key, make, execute)
+
+    def run_first(
+        self, operation: str, key: Any, make: Make, execute: Execute
+    ) -> Any:
+        """Like `run`, for a call without a plan; keep its plan under `key`."""
         # Held over plan and execution: two threads of a rank must not interleave.
-        with consensus.lock:
-            plan, leaves, given = consensus.guard(operation, make)
+        with self._consensus.lock:
+            plan, leaves, given = self._consensus.guard(operation, make)
             results = execute(plan, given)
         # Cached only after execution: after a failed call the plan is created again, so
         # that the same error is found again.

@@ -175,8 +175,9 @@ class Consensus:
     ) -> bool:
         """Like `require_same`, for a call whose digest is `number`. Collective.
 
-        Faster, for repeated calls.
+        Faster, for repeated calls. This thread must hold the lock.
         """
+        assert self.lock.is_held(), call
         if timeout is not None or self.size == 1 or not self._is_plain():
             return self.require_same(call, timeout=timeout, address=address)
         self.calls += 1
@@ -206,6 +207,7 @@ class Consensus:
         Raises, on all ranks: what `payload.fill` raises; see also `require_same`.
         """
         comparison = self.comparison
+        assert self.lock.is_held(), call
         assert isinstance(comparison, PayloadComparison)
         if timeout is not None or not self._is_plain():
             self.require_same(call, timeout=timeout, payload=payload)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpidist.errors import ContextError
+from mpidist.util.float_errors import IGNORED, handling, set_handling
 from mpidist.util.hashing import hash62
 
 __all__ = ["PerThread", "ProgressCounters", "ThreadState", "ThreadOrderedLock"]
@@ -31,6 +32,9 @@ ByThread = dict[int, dict[str, Any]]
 
 class ThreadOrderedLock:
     """A lock that can be passed to a given thread; acquired for each collective.
+
+    NumPy ignores floating-point errors in the thread that holds it: an exception or a
+    warning on one rank, after the ranks have agreed, would leave the others waiting.
 
     Args:
       on_end: called at the end of each collective.
@@ -60,6 +64,12 @@ class ThreadOrderedLock:
         self._condition = threading.Condition(threading.RLock())
         self._next: str | None = None
         self._entered = 0
+        self._holder = 0
+        self._handling: Any = None  # of floating-point errors, outside the lock
+
+    def is_held(self) -> bool:
+        """Return whether this thread holds the lock."""
+        return self._entered > 0 and self._holder == _get_ident()
 
     def thread(self) -> str:
         """Return this thread's name, the same on all ranks; "" for the first thread."""
@@ -119,12 +129,17 @@ class ThreadOrderedLock:
 
     def __enter__(self) -> None:
         self._condition.acquire()
+        state = handling()
         try:
             if self._next is not None:
                 while not self._entered and self._next not in (None, self.thread()):
                     self._condition.wait()
+            if not self._entered:
+                self._holder, self._handling = _get_ident(), state
+                set_handling(IGNORED)
             self._entered += 1
         except BaseException as error:  # of a signal handler
+            set_handling(state)
             if self._on_error is not None:
                 self._on_error(error)
             self._condition.release()
@@ -143,6 +158,8 @@ class ThreadOrderedLock:
                     self._next = None
                     self._condition.notify_all()
         finally:  # also when a signal handler raises here
+            if self._entered == 1:
+                set_handling(self._handling)
             self._entered -= 1
             self._condition.release()
         if self._check is not None:
@@ -158,6 +175,7 @@ class ThreadOrderedLock:
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         entered, self._entered = self._entered, 0
+        mine = self._holder, self._handling
         self._next = thread
         self._condition.notify_all()
         try:
@@ -168,6 +186,7 @@ class ThreadOrderedLock:
                 self._condition.wait(_LOOK_AGAIN_SECONDS)
         finally:
             self._entered = entered
+            self._holder, self._handling = mine
         return True
 
     def _can_come(self, thread: str) -> bool:

@@ -1,0 +1,224 @@
+"""What holds for every collective: on its first call, and on those that repeat it."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import threading
+import warnings
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist.util import nest
+from mpidist.values import local_component
+
+SIZES = [4, 60_000]  # sent with the comparison of the calls, and after it
+
+
+def local(result):
+    """Return this rank's components."""
+    return nest.map_leaves(local_component, result)
+
+
+def in_replica(fn):
+    """Return a collective of the replica context, called in `strategy.run`."""
+
+    def call(strategy, value):
+        result = strategy.run(lambda: (fn(mpidist.get_replica_context(), value),))[0]
+        return local(result)
+
+    return call
+
+
+def to_devices(fn):
+    """Return a collective of `strategy.extended`, of one value to all devices."""
+
+    def call(strategy, value):
+        result = fn(strategy.extended, value, strategy.extended.worker_devices)
+        return local(result)
+
+    return call
+
+
+def in_buckets(strategy, value):
+    buckets = strategy.gradient_buckets([value], "SUM")
+    with buckets:
+        buckets.put(0, value)
+    result = buckets.result[0]
+    buckets.close()
+    return result
+
+
+COLLECTIVES = {
+    "reduce SUM": lambda s, x: s.reduce("SUM", x),
+    "reduce MEAN": lambda s, x: s.reduce("MEAN", x),
+    "reduce MIN": lambda s, x: s.reduce("MIN", x),
+    "reduce PRODUCT": lambda s, x: s.reduce("PRODUCT", x),
+    "reduce SUM over axis": lambda s, x: s.reduce("SUM", x, axis=0),
+    "reduce MEAN over axis": lambda s, x: s.reduce("MEAN", x, axis=0),
+    "reduce MAX over axis": lambda s, x: s.reduce("MAX", x, axis=0),
+    "gather": lambda s, x: s.gather(x, axis=0),
+    "all_reduce": in_replica(lambda c, x: c.all_reduce("SUM", x)),
+    "all_gather": in_replica(lambda c, x: c.all_gather(x, axis=0)),
+    "all_to_all": in_replica(lambda c, x: c.all_to_all(x, axis=0)),
+    "reduce_scatter SUM": in_replica(lambda c, x: c.reduce_scatter("SUM", x, axis=0)),
+    "reduce_scatter MEAN": in_replica(lambda c, x: c.reduce_scatter("MEAN", x, axis=0)),
+    "reduce_scatter PRODUCT": in_replica(
+        lambda c, x: c.reduce_scatter("PRODUCT", x, axis=0)
+    ),
+    "reduce_to": to_devices(lambda e, x, to: e.reduce_to("SUM", x, to)),
+    "batch_reduce_to": to_devices(
+        lambda e, x, to: e.batch_reduce_to("SUM", [(x, to)])[0]
+    ),
+    "broadcast_to": to_devices(lambda e, x, to: e.broadcast_to(x, to)),
+    "broadcast": lambda s, x: s.broadcast(x),
+    "broadcast_object": lambda s, x: s.broadcast_object(x),
+    "gather_objects": lambda s, x: s.gather_objects(x)[0],
+    "gradient_buckets": in_buckets,
+}
+OBJECTS = [
+    COLLECTIVES[name] for name in ("broadcast", "broadcast_object", "gather_objects")
+]
+NESTS = {
+    "dict": lambda items: dict(items),
+    "OrderedDict": lambda items: collections.OrderedDict(items),
+    "defaultdict": lambda items: collections.defaultdict(list, items),
+    "Counter": lambda items: collections.Counter(dict(items)),
+    "nested": lambda items: [{"x": dict(items)}, *dict(items).values()],
+}
+
+
+@pytest.fixture(params=COLLECTIVES)
+def collective(request):
+    return COLLECTIVES[request.param]
+
+
+@pytest.fixture
+def rank(strategy):
+    return strategy.extended.replica_id
+
+
+def same(found, expected):
+    np.testing.assert_array_equal(found, expected, strict=True)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_call_ends_and_is_counted(strategy, rank, collective, size):
+    consensus = strategy.extended.consensus
+
+    def count():
+        operations = strategy.statistics()["operations"].values()
+        return sum(operation["calls"] for operation in operations)
+
+    counts, entries = [], []
+    for _ in range(3):
+        before = count()
+        collective(strategy, np.full(size, rank + 1.0))
+        counts.append(count() - before)
+        assert not consensus.lock.is_held()
+        entries.append(consensus.recorder.last())
+    assert counts[0] == counts[1] == counts[2]
+    if strategy.num_replicas_in_sync > 1:
+        assert all(entry.ended is not None for entry in entries)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("calls", [0, 1])
+def test_an_exception_of_a_signal_handler_is_announced(
+    strategy, rank, collective, size, calls, monkeypatch
+):
+    consensus, last = strategy.extended.consensus, strategy.num_replicas_in_sync - 1
+    if not last:
+        pytest.skip("one rank waits for nobody")
+    value = np.full(size, rank + 1.0)
+    for _ in range(calls):
+        collective(strategy, value)
+
+    def agrees(*_):
+        raise ZeroDivisionError  # as a handler does while this rank waits
+
+    if rank == last:
+        monkeypatch.setattr(consensus.comparison, "agrees", agrees)
+        with pytest.raises(ZeroDivisionError):
+            collective(strategy, value)
+        monkeypatch.undo()
+    for _ in range(2 if rank == last else 3):
+        with pytest.raises(mpidist.CollectiveError):
+            collective(strategy, value)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_two_threads_get_their_own_results(strategy, rank, collective, size):
+    values = [np.full(size, i + rank + 1.0) for i in range(4)]
+    expected = [collective(strategy, value) for value in values]
+    totals, errors = [], []
+
+    def other():
+        try:
+            with strategy.scope():
+                totals.extend(strategy.reduce("SUM", i + 1.0) for i in range(20))
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=other, name="other")
+    thread.start()
+    found = [collective(strategy, value) for value in values * 3]
+    thread.join()
+    for one, result in zip(found, expected * 3, strict=True):
+        same(one, result)
+    n = strategy.num_replicas_in_sync
+    assert errors == []
+    assert totals == [n * (i + 1.0) for i in range(20)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_results_have_the_order_of_their_argument(strategy, rank, collective, size):
+    leaves = {name: np.full(size, rank + i + 1.0) for i, name in enumerate("abc")}
+    expected = {name: collective(strategy, leaf) for name, leaf in leaves.items()}
+    for nest, order in itertools.product(NESTS, ("abc", "cab", "bca")):
+        value = NESTS[nest]((name, leaves[name]) for name in order)
+        if collective in OBJECTS and type(value) not in (dict, list):
+            continue  # an object of this type is refused
+        found = collective(strategy, value)
+        assert type(found) is type(value)
+        inner = found[0]["x"] if isinstance(found, list) else found
+        assert list(inner) == list(order)
+        for name, result in inner.items():
+            same(result, expected[name])
+        if isinstance(value, collections.defaultdict):
+            assert found.default_factory is list
+
+
+def test_keys_in_another_order_on_each_rank_are_paired(strategy, rank, collective):
+    names = "abc" if rank % 2 else "cba"
+    expected = collective(strategy, np.full(4, 2.0))
+    for _ in range(2):
+        found = collective(strategy, {name: np.full(4, 2.0) for name in names})
+        for result in found.values():
+            same(result, expected)
+
+
+EXTREME = {
+    "opposite infinities": lambda rank, _: [-np.inf, np.inf][rank % 2],
+    "nan": lambda rank, _: [np.nan, 1.0][rank % 2],
+    "too large": lambda _, limits: limits.max,
+    "too small": lambda _, limits: limits.tiny,
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_traps_of_one_rank_do_not_matter(strategy, rank, collective, size):
+    mode = ["raise", "warn"][rank % 2]
+    for dtype, case in itertools.product(["f2", "f4", "f8"], EXTREME):
+        value = np.ones(size, dtype)
+        value[-1] = EXTREME[case](rank, np.finfo(dtype))
+        with np.errstate(all="ignore"):
+            expected = collective(strategy, value)
+        with np.errstate(all=mode), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                same(collective(strategy, value), expected)
+            # Outside of collectives they are the program's own
+            assert set(np.geterr().values()) == {mode}
