@@ -7,6 +7,7 @@ entering `np.errstate` takes. NumPy 1 has `np.seterr`, for each thread.
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,12 @@ def _find_variable() -> tuple[contextvars.ContextVar[Any], Any] | None:
 
 
 _found = contextvars.Context().run(_find_variable)
+# `handling()` returns what `set_handling` takes
+handling: Callable[[], Any]
+set_handling: Callable[[Any], Any]
 if _found is None:
     IGNORED: Any = dict.fromkeys(("divide", "over", "under", "invalid"), "ignore")
-    handling: Any = np.geterr
-
-    def set_handling(state: Any) -> None:
-        """Set what `handling` returned, or `IGNORED`."""
-        np.seterr(**state)
-
+    handling, set_handling = np.geterr, lambda state: np.seterr(**state)
 else:
     _variable, IGNORED = _found
     handling, set_handling = _variable.get, _variable.set

@@ -297,9 +297,7 @@ class Exchanges:
         # Only sums and products of integers can fail after the exchange. Such an
         # error is on one rank alone (each has another part), so the ranks must
         # agree once more.
-        if op is not ReduceOp.PRODUCT and not arithmetic.is_integer_sum(
-            op, plan.out
-        ):
+        if op is not ReduceOp.PRODUCT and not arithmetic.is_integer_sum(op, plan.out):
             totals = combine_all()
         else:
             totals = consensus.guard(plan.call.operation, combine_all)

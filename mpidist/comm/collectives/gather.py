@@ -115,8 +115,9 @@ class Gathers:
     def execute(self, plan: GatherPlan, given: Sequence[Any]) -> list[Any]:
         """Return the concatenated arrays of all ranks. Collective.
 
-        This thread must hold the lock. The lengths, and small arrays, are sent with the comparison of the calls. For
-        large results the ranks then check that all have allocated memory.
+        This thread must hold the lock. The lengths, and small arrays, are sent with the
+        comparison of the calls. For large results the ranks then check that all have
+        allocated memory.
 
         Raises, on all ranks: see `Consensus.require_same`.
         """

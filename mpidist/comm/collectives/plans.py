@@ -95,7 +95,7 @@ class PlanCache:
     def find(
         self, operation: str, detail: Any, value: Any, kind: Kind
     ) -> tuple[Any, Any, Sequence[Any], nest.Spec | None]:
-        """Return the key of a call, its plan, its leaves, and see `give_back`: its spec.
+        """Return a call's key, plan, leaves, and the spec that `give_back` takes.
 
         The key is None if type and shape of the leaves do not determine the result.
         Then, and for a new key, there is no plan.
@@ -178,9 +178,7 @@ class PlanCache:
                 return plan.structure.give_back(results, leaves, spec)
         return self.run_first(operation, key, make, execute)
 
-    def run_first(
-        self, operation: str, key: Any, make: Make, execute: Execute
-    ) -> Any:
+    def run_first(self, operation: str, key: Any, make: Make, execute: Execute) -> Any:
         """Like `run`, for a call without a plan; keep its plan under `key`."""
         # Held over plan and execution: two threads of a rank must not interleave.
         with self._consensus.lock:

@@ -177,8 +177,8 @@ def test_two_threads_get_their_own_results(strategy, rank, collective, size):
 def test_results_have_the_order_of_their_argument(strategy, rank, collective, size):
     leaves = {name: np.full(size, rank + i + 1.0) for i, name in enumerate("abc")}
     expected = {name: collective(strategy, leaf) for name, leaf in leaves.items()}
-    for nest, order in itertools.product(NESTS, ("abc", "cab", "bca")):
-        value = NESTS[nest]((name, leaves[name]) for name in order)
+    for make, order in itertools.product(NESTS.values(), ("abc", "cab", "bca")):
+        value = make((name, leaves[name]) for name in order)
         if collective in OBJECTS and type(value) not in (dict, list):
             continue  # an object of this type is refused
         found = collective(strategy, value)
