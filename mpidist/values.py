@@ -28,7 +28,6 @@ __all__ = [
     "local_component",
     "make_read_only",
     "regroup",
-    "regroup_results",
     "local_arguments",
     "select_replica",
 ]
@@ -395,9 +394,9 @@ def local_component(value: Any) -> Any:
 
 
 # The types of most arguments; they have no structure
-_COMMON = {np.ndarray, np.float64, float, int, PerReplica, Mirrored}
 _WITH_COMPONENT = {PerReplica, Mirrored}
-_PLAIN = _COMMON | {type(None), np.float32, np.bool_, bool, str}
+_COMMON = _WITH_COMPONENT | {np.ndarray, float, int, bool, str}
+_COMMON |= {np.float64, np.float32, np.bool_}
 
 
 def regroup(value: Any, replica_id: int, num_replicas: int) -> Any:
@@ -413,24 +412,6 @@ def regroup(value: Any, replica_id: int, num_replicas: int) -> Any:
     if kind is tuple and all(map(_is_leaf, value)):
         return tuple([_wrap(leaf, replica_id) for leaf in value])
     return nest.map_leaves(lambda leaf: _wrap(leaf, replica_id), value)
-
-
-def regroup_results(value: Any, replica_id: int, num_replicas: int) -> Any:
-    """Return what `regroup` returns, for the result of a replica function.
-
-    Each ON_READ variable is replaced by this replica's copy: a value per replica.
-    """
-    if type(value) in _PLAIN:
-        return value if num_replicas == 1 else _wrap(value, replica_id)
-    own = nest.map_leaves(_own_copy, value)
-    return regroup(own, replica_id, num_replicas)
-
-
-def _own_copy(leaf: Any) -> Any:
-    if isinstance(leaf, DistributedValues) and leaf.is_variable:
-        variable: Any = leaf
-        return variable.local if variable.on_read else variable
-    return leaf
 
 
 def _wrap(leaf: Any, replica_id: int) -> Any:

@@ -13,7 +13,6 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import deflate
 import numpy as np
 
 from mpidist.checkpoint.state_dicts import has_state, read_state
@@ -63,7 +62,6 @@ __all__ = [
 ]
 
 OBJECT, GENERATOR, VARIABLE = "object", "generator", "variable"
-_STEP_BYTES = 16 << 20  # copied from a GPU at a time
 
 
 class Tracked:
@@ -395,25 +393,8 @@ def _describe_leaf(leaf: Leaf, compares: bool) -> str:
     if leaf.is_frozen or not leaf.size_bytes or not compares:
         return text
     if leaf.kind == "array" or leaf.kind in TEXTS:
-        return f"{text} crc {_crc32(leaf.array):08x}"
+        return f"{text} checksum {arrays.checksum(leaf.array)}"
     return f"{leaf.kind} {arrays.value_bytes(leaf.array).tobytes().hex()}"
-
-
-def _crc32(array: Any) -> int:
-    """Return the CRC-32 of an array."""
-    found = 0
-    for data in _steps(array):
-        found = deflate.crc32(data, found)
-    return found
-
-
-def _steps(array: Any) -> Iterator[Any]:
-    """Yield the bytes of an array, some at a time."""
-    # (GPU arrays are copied to the host piece by piece.)
-    flat = array.reshape(-1)
-    count = max(1, _STEP_BYTES // flat.dtype.itemsize)
-    for start in range(0, flat.size, count):
-        yield arrays.value_bytes(flat[start : start + count]).reshape(-1)
 
 
 def _digest(node: Node) -> bytes:
@@ -422,10 +403,7 @@ def _digest(node: Node) -> bytes:
     for path, leaf in leaves(node):
         hashed.update(repr((path, leaf.kind, str(leaf.dtype), leaf.shape)).encode())
         if leaf.size_bytes:
-            for data in _steps(leaf.array):
-                # Two checksums: a collision of one alone would go unnoticed.
-                sums = deflate.crc32(data), deflate.adler32(data)
-                hashed.update(repr(sums).encode())
+            hashed.update(arrays.checksum(leaf.array).encode())
     # Types of containers count as well.
     hashed.update(_kinds(node).encode())
     return hashed.digest()

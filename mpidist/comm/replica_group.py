@@ -8,7 +8,6 @@ import gc
 import itertools
 import os
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -48,7 +47,6 @@ __all__ = ["Channel", "ReplicaGroup"]
 
 
 T = TypeVar("T")
-_SAMPLED_BYTES = 1 << 16
 _COLLECT_AT = 64
 # The number of a communicator and its members: the same on all of its ranks
 _Key = tuple[int, tuple[int, ...]]
@@ -365,12 +363,17 @@ class ReplicaGroup:
     def require_equal(self, operation: str, value: Any) -> None:
         """Raise if the arrays of `value` are not equal on all replicas. Collective.
 
-        For large arrays, a sample is compared.
+        Checksums of all their bytes are compared.
         """
         self.topology.require_open()
         leaves, spec = nest.flatten(value)
-        # A checksum stands for the data, so that one small comparison is enough.
-        described = tuple((a.dtype.name, a.shape, f"crc {_sample(a)}") for a in leaves)
+        described = self.consensus.guard(
+            operation,
+            lambda: tuple(
+                (a.dtype.name, a.shape, f"checksum {arrays.checksum(a)}")
+                for a in leaves
+            ),
+        )
         self.consensus.require_same(CallSignature(operation, (), spec, described))
 
     def _sum(self, values: Sequence[Any], options: CommunicationOptions) -> list[Any]:
@@ -378,15 +381,6 @@ class ReplicaGroup:
         if isinstance(ops, MpiAllReduce):
             return ops.sum_arrays(values, options)
         return ops.reduce_checked(ReduceOp.SUM, values, options)
-
-
-def _sample(array: Any) -> str:
-    """Return a checksum of an array, or of evenly spaced elements of a large one."""
-    flat = array.reshape(-1)
-    # Evenly spaced, so that a difference in any large region is found.
-    step = max(1, flat.nbytes // _SAMPLED_BYTES)
-    data = arrays.value_bytes(flat[::step]).tobytes()
-    return f"{zlib.crc32(data):08x}"
 
 
 # Payload limits for all ranks of a node in total, and for each rank: with more ranks,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,6 @@ from mpidist.values import (
     local_arguments,
     local_component,
     regroup,
-    regroup_results,
     select_replica,
 )
 
@@ -186,7 +184,7 @@ class StrategyExtended(ReplicaGroup):
         given, named = local_arguments(args, kwargs)
         with self._in_replica:
             result = fn(*given, **named)
-        return regroup_results(result, self.replica_id, self.num_replicas)
+        return regroup(result, self.replica_id, self.num_replicas)
 
     def merge_call(
         self,
@@ -416,7 +414,7 @@ _CALL = "audit_variables"
 def audit_variables(group: ReplicaGroup) -> None:
     """Raise a MismatchError on all replicas if a variable differs. Collective."""
     mirrored = {i: v for i, v in group.variables.items() if not v.on_read}
-    sums = {i: _checksum(variable.local) for i, variable in mirrored.items()}
+    sums = {i: arrays.checksum(variable.local) for i, variable in mirrored.items()}
     everyone = group.consensus.gather(_CALL, sums)
     # Some processes may have dropped a variable already
     for i in sorted(set.intersection(*map(set, everyone))):
@@ -424,11 +422,7 @@ def audit_variables(group: ReplicaGroup) -> None:
             _report(group, mirrored[i], [sums[i] for sums in everyone])
 
 
-def _checksum(array: Any) -> int:
-    return zlib.crc32(arrays.value_bytes(array).tobytes())
-
-
-def _report(group: ReplicaGroup, variable: Any, sums: list[int]) -> None:
+def _report(group: ReplicaGroup, variable: Any, sums: list[str]) -> None:
     differing = [rank for rank, checksum in enumerate(sums) if checksum != sums[0]]
     mine = np.ascontiguousarray(arrays.to_host(variable.local))
     first = arrays.to_host(group.broadcast_from_first(_CALL, variable.local))

@@ -124,9 +124,8 @@ class Strategy(AnyContextMethods):
           options: accepted for TensorFlow compatibility.
 
         Returns:
-          The result of `fn`, with each leaf as a `PerReplica`. None and ON_WRITE
-          variables are returned unchanged; an ON_READ variable gives each replica's
-          copy. With one replica, the bare result.
+          The result of `fn`, with each leaf as a `PerReplica`. None and variables are
+          returned unchanged. With one replica, the bare result.
 
         Raises, on all replicas:
           ArgumentError, ArgumentTypeError: an invalid fn, args, kwargs or options.

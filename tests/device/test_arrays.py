@@ -222,3 +222,28 @@ def test_a_gpu_that_is_not_there_is_an_error_by_name():
         mpidist.LaunchError, match=f"GPU:{count} cannot be used: CuPy sees"
     ):
         binding.use_gpu(count)
+
+
+def layouts(values):
+    """The same elements in other memory layouts."""
+    return [
+        np.asfortranarray(values),
+        np.repeat(values, 2, axis=-1)[..., ::2],
+        values[::-1].copy()[::-1],
+        read_only(values),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["f8", "i2", "U3", "M8[s]", "f4,i2", "g", BFLOAT16])
+def test_a_checksum_covers_every_element_in_any_layout(dtype, monkeypatch):
+    monkeypatch.setattr(arrays, "_SUMMED_BYTES", 64)
+    values = np.arange(60).reshape(12, 5).astype("i8").astype(dtype)
+    expected = arrays.checksum(values)
+    assert [arrays.checksum(other) for other in layouts(values)] == [expected] * 4
+    sums = {expected}
+    for index in np.ndindex(values.shape):
+        changed = values.copy()
+        changed[index] = values[index[0] - 1, index[1]]
+        sums.add(arrays.checksum(changed))
+    assert len(sums) == 61
+    assert arrays.checksum(values[:0]) == arrays.checksum(values[:, :0])

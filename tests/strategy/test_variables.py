@@ -156,13 +156,38 @@ def test_a_per_replica_value_is_refused_in_cross_replica_context(strategy):
         w.assign(value)
 
 
+DIFFERING = {
+    "assign": lambda w, value: w.assign(value),
+    "assign_add": lambda w, value: w.assign_add(value),
+    "a transposed view": lambda w, value: w.assign(value.reshape(-1, 2).T.reshape(-1)),
+    "a part": lambda w, value: w[...].assign(value),
+    "scatter_update": lambda w, value: w.scatter_update(
+        mpidist.IndexedSlices(value, np.arange(len(value)))
+    ),
+    "scatter_nd_add": lambda w, value: w.scatter_nd_add(
+        np.arange(len(value))[:, None], value
+    ),
+    "indices": lambda w, value: w.scatter_add(
+        mpidist.IndexedSlices(np.ones(len(value)), value.astype(int))
+    ),
+    "a mean of numbers": lambda w, value: w.distribute_strategy.run(
+        lambda: w.assign(float(value.max()))
+    ),
+}
+
+
 @pytest.mark.mpi(min_size=2)
-def test_values_that_differ_between_ranks_are_refused_on_all(strategy):
-    w = make(strategy)
-    rank = strategy.extended.replica_id
-    with pytest.raises(ValueError, match=r"assign of .*differ"):
-        w.assign(np.array([1.0, rank]))
-    np.testing.assert_array_equal(w, [0, 0])
+@pytest.mark.parametrize("change", DIFFERING)
+def test_values_that_differ_in_one_element_are_refused_on_all(strategy, change):
+    is_number = change == "a mean of numbers"
+    shape = () if is_number else (100_000,)
+    w = make(strategy, np.zeros(shape), MEAN if is_number else NONE)
+    for element in (0, 7, 50_001, 99_998):
+        value = np.zeros(100_000)
+        value[element] = strategy.extended.replica_id
+        with pytest.raises(mpidist.MismatchError, match=r"of Variable.*differ"):
+            DIFFERING[change](w, value)
+        np.testing.assert_array_equal(w, np.zeros(shape))
 
 
 def test_update_runs_on_each_copy(strategy):
