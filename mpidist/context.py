@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Scope",
+    "default_strategy",
     "enter",
     "experimental_set_strategy",
     "explain",
@@ -69,6 +70,11 @@ def set_default_strategy(strategy: Strategy, replica: ReplicaContext) -> None:
     _default[:] = [strategy]
     _default_replica[:] = [replica]
     _default_frame[:] = [_Frame(strategy, replica)]
+
+
+def default_strategy() -> Strategy:
+    """Return the default strategy."""
+    return _default[0]
 
 
 def get_strategy() -> Strategy:

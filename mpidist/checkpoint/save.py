@@ -183,6 +183,7 @@ class Saver:
         """
         saving = self._pending
         if saving is None:  # on all ranks
+            self._extended.topology.require_open()
             return
         with self._extended.consensus.recorder.counters.checkpointing("wait"):
             self._finish(saving)

@@ -91,13 +91,14 @@ class CrossDeviceOps:
         """The collectives of the strategy that this object belongs to.
 
         Raises:
-          ContextError: it belongs to no strategy.
+          ContextError: it belongs to no strategy, or to a finalized one.
         """
         if self._collectives is None:
             raise ContextError(
                 f"give this {type(self).__name__} to a strategy first: "
                 "MirroredStrategy(cross_device_ops=...)"
             )
+        self._collectives.consensus.require_open()
         return self._collectives
 
     def reduce(

@@ -227,6 +227,18 @@ class ReplicaGroup:
         self._resources.ops = self.cross_device_ops
         self._resources.register()
 
+    @staticmethod
+    def end_all(kept: ReplicaGroup) -> None:
+        """End all strategies but one at the end of MPI. Not collective.
+
+        Communicators stay, but no thread uses them or memory of the node any more.
+        """
+        for found in list(_Resources.in_use.values()):
+            if found.owner() is not kept and not found.topology.closed:
+                found.node_memory.release()
+                found.consensus.close()
+                found.topology.closed = True
+
     def recorders_beside(self) -> list[Recorder]:
         """Return the recorders of other threads' communicators. Not collective."""
         return [] if self.sides is None else list(self.sides.recorders())

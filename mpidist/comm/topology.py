@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import cast
 
 from mpi4py import MPI
 
+from mpidist.comm.consensus.consensus import FINALIZED
 from mpidist.comm.consensus.failures import FailureDetector
 from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.process_monitor import monitor_processes
@@ -32,6 +34,7 @@ _DEVICE = re.compile(
 )
 
 
+@functools.cache  # MPI no longer says it once it was finalized
 def job_size() -> int:
     """Return how many ranks the job has."""
     return MPI.COMM_WORLD.Get_size()
@@ -142,12 +145,14 @@ class Topology:
         Raises:
           ArgumentError, ArgumentTypeError: `communicator` is not a communicator, or was
             freed.
-          ContextError: this process was forked from a rank.
+          ContextError: this process was forked from a rank; MPI was finalized.
           LaunchError: MPI sees one process, but the launcher started several; on all
             ranks: MPIDIST_RANKS_PER_NODE is not a positive number, or differs.
         """
         if is_forked():
             raise ContextError(FORKED)
+        if MPI.Is_finalized():
+            raise ContextError("MPI was finalized, and a strategy needs it")
         if communicator is None:
             communicator = MPI.COMM_WORLD
             library = MPI.Get_library_version()
@@ -198,7 +203,7 @@ class Topology:
     def require_open(self) -> None:
         """Raise a ContextError if `close` was called."""
         if self.closed:
-            raise ContextError("the strategy was finalized and cannot be used any more")
+            raise ContextError(FINALIZED)
 
     def close(self, can_free: bool = True) -> None:
         """Free the communicators; a second call does nothing. Collective.

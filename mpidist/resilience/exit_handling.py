@@ -21,7 +21,8 @@ from mpidist.comm.consensus import process_monitor
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.failures import FailureDetector, has_failed_ranks, is_last
 from mpidist.comm.consensus.signatures import CallSignature
-from mpidist.context import explain
+from mpidist.comm.replica_group import ReplicaGroup
+from mpidist.context import default_strategy, explain
 from mpidist.device.binding import current_gpu, use_gpu
 from mpidist.errors import DivergenceError, MpidistError, RemoteError
 from mpidist.launch.mpi_defaults import abort_while_importing
@@ -42,6 +43,7 @@ _LOOK_SECONDS = 0.02
 # after, so that other ranks with the same error stay silent
 _REPORT_SECONDS = 0.3
 _FINALIZE_SECONDS = 3.0
+_has_left = False
 
 
 def abort_on_exception() -> None:
@@ -62,14 +64,39 @@ def leave_together() -> None:
     If a rank ends while others wait for it in a collective, they raise an error that
     says so, instead of waiting for ever. It also waits for checkpoints that are being
     saved. `import mpidist` calls it.
+
+    A program may call MPI.Finalize itself, which first deletes the attributes of
+    COMM_SELF, while MPI still works (MPI-4.1, section 11.2.4).
     """
-    atexit.register(_leave, os.getpid())
+    atexit.register(_leave_at_exit, os.getpid())
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        key = MPI.Comm.Create_keyval(delete_fn=_leave_before_finalize)
+        MPI.COMM_SELF.Set_attr(key, os.getpid())
 
 
-def _leave(pid: int) -> None:
-    if os.getpid() != pid or MPI.Is_finalized():  # a forked child is not a rank
+def _leave_at_exit(pid: int) -> None:
+    if os.getpid() == pid and not MPI.Is_finalized():  # a forked child is not a rank
+        _leave()
+        if has_failed_ranks():
+            _finalize_in_time()
+        else:
+            _limit_the_end()
+
+
+def _leave_before_finalize(_: MPI.Comm, __: int, pid: int) -> None:
+    # MPI would ignore an error of this function
+    if os.getpid() == pid:
+        _leave()
+
+
+def _leave() -> None:
+    """End saves, timelines and strategies; a second call does nothing. Collective."""
+    global _has_left
+    if _has_left:
         return
+    _has_left = True
     process_monitor.expect_exits()
+    handled = sys.exc_info()[1]  # what the program handles while it calls MPI.Finalize
     try:
         if (save := sys.modules.get("mpidist.checkpoint.save")) is not None:
             save.finish_all()
@@ -79,13 +106,12 @@ def _leave(pid: int) -> None:
             timeline.finish()
         with contextlib.suppress(Exception):
             statistics.report()
-        for consensus in list(Consensus.in_use):
+        ReplicaGroup.end_all(kept=default_strategy().extended)
+        for consensus in list(Consensus.in_use):  # those of threads
             consensus.close()
-        if has_failed_ranks():
-            _finalize_in_time()
-        else:
-            _limit_the_end()
-    except MpidistError as error:
+    except BaseException as error:
+        if handled is not None or not isinstance(error, MpidistError):
+            _report("".join(traceback.format_exception(error)), is_others=False)
         # If other ranks are in another collective, they raise the same error
         _report(
             f"{type(error).__name__}: {error}",

@@ -168,6 +168,7 @@ class Hdf5Writer:
         """
         if self._closed or self._shard is None:
             raise ContextError(f"{self._path}: append was called on a closed writer")
+        self._extended.topology.require_open()
         is_mapping = isinstance(rows, Mapping)
         self._shard.append(rows if is_mapping else {self._dataset: rows})
 

@@ -12,6 +12,7 @@ from mpidist.comm.banner import show_banner
 from mpidist.comm.cross_device_ops import CrossDeviceOps
 from mpidist.comm.device_info import GpuRequest
 from mpidist.comm.packing import Axis
+from mpidist.comm.topology import job_size
 from mpidist.context import set_default_strategy
 from mpidist.monitor.statistics import report_at_end
 from mpidist.monitor.timeline import start_by_environment
@@ -134,6 +135,4 @@ class _DefaultStrategy(StrategyV1):
 
 
 _default = _DefaultStrategy()
-set_default_strategy(
-    _default, DefaultReplicaContext(_default, MPI.COMM_WORLD.Get_size())
-)
+set_default_strategy(_default, DefaultReplicaContext(_default, job_size()))

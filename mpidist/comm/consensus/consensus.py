@@ -43,12 +43,13 @@ from mpidist.comm.consensus.waiting import (
     RequestWaiter,
     WaitTimeoutError,
 )
-from mpidist.errors import CollectiveError, DeadlineError, MpidistError
+from mpidist.errors import CollectiveError, ContextError, DeadlineError, MpidistError
 from mpidist.util.forks import FORKED, call_in_child
 from mpidist.util.tracebacks import fold
 
-__all__ = ["Consensus"]
+__all__ = ["FINALIZED", "Consensus"]
 
+FINALIZED = "the strategy was finalized and cannot be used any more"
 T = TypeVar("T")
 
 
@@ -86,6 +87,7 @@ class Consensus:
         self.comparison = comparison
         self.calls = 0
         self.broken: str | None = None
+        self._can_drain = False  # see `close`
         self.pids: dict[int, int] = {}  # of ranks that can be monitored
         self._agreed_id = 0  # of an error raised on all ranks
         self.waiting = RequestWaiter(comm, self.departures)
@@ -101,7 +103,10 @@ class Consensus:
             Consensus.in_use.append(self)
 
     def close(self) -> None:
-        """Unregister this object, before its communicator is freed."""
+        """Unregister this object, before its communicator is freed.
+
+        Any later call raises a ContextError.
+        """
         with Consensus._looking:
             if self in Consensus.in_use:
                 Consensus.in_use.remove(self)
@@ -109,10 +114,16 @@ class Consensus:
         self.recorder.close(self.broken is not None or self.failures.ranks != ())
         if self._own_failures is not None:
             self._own_failures.close()
+        self._can_drain, self.broken = self.broken is None, FINALIZED
+
+    def require_open(self) -> None:
+        """Raise a ContextError if `close` was called."""
+        if self.broken is FINALIZED:
+            raise ContextError(FINALIZED)
 
     def drain(self) -> bool:
         """Return whether `comm` can be freed: see `RequestWaiter.drain`. Collective."""
-        return self.broken is None and (self.size == 1 or self.waiting.drain())
+        return self._can_drain and (self.size == 1 or self.waiting.drain())
 
     @classmethod
     def look_at_all(cls, look: Callable[[Consensus], None]) -> None:
@@ -153,8 +164,8 @@ class Consensus:
         if self._thread.unwinding is not None:
             raise self._thread.unwinding[1]
         if self.size == 1:
-            if error is not None:
-                raise error
+            if error is not None or self.broken is not None:
+                raise error or ContextError(FINALIZED)
             return address != 0
         with self.lock:
             thread = self.lock.thread()
@@ -251,6 +262,8 @@ class Consensus:
         """
         if self.failures.ranks:
             raise self.failures.error() from proposal.error
+        if self.broken is FINALIZED:
+            raise proposal.error or ContextError(FINALIZED)
         if self.broken is not None:
             raise proposal.error or CollectiveError(
                 f"this strategy cannot communicate any more: {self.broken}"
@@ -354,6 +367,7 @@ class Consensus:
 
     def enter_scope(self) -> None:
         """Enter a collective scope; `leave_scope` leaves it."""
+        self.require_open()
         self._thread.depth += 1
 
     def leave_scope(

@@ -151,6 +151,11 @@ class NodeMemory:
         while self._shares:
             self._shares.pop(min(self._shares)).free()
 
+    def release(self) -> None:
+        """Wait until no thread uses a storage, and let none begin. Not collective."""
+        for share in self._shares.values():
+            share.storage.close()
+
     def _abandon(self) -> None:
         """Return memory to the system if ranks have died: windows cannot be freed."""
         while self._shares:

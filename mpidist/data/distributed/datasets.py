@@ -309,7 +309,6 @@ class DistributedDataset:
           10
         """
         consensus, call = self._plan.extended.consensus, "DistributedDataset.reduce"
-        self._plan.extended.topology.require_open()
         # Checked on all ranks alike: cardinality is common.
         require_end(self.cardinality, call)
         iterator = iter(self)
@@ -335,6 +334,7 @@ class DistributedDataset:
         return require_length(self.cardinality)
 
     def __iter__(self) -> DistributedIterator:
+        self._plan.extended.topology.require_open()
         return DistributedIterator(self._plan, self._epochs)
 
 
