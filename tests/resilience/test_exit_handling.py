@@ -1,0 +1,76 @@
+"""A program that calls MPI.Finalize itself ends as one that does not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+PROLOGUE = """
+import atexit, sys
+from mpi4py import MPI
+import numpy as np
+import mpidist
+
+strategy = mpidist.MirroredStrategy(["CPU:0"])
+folder, rank = sys.argv[1], strategy.extended.replica_id
+data = mpidist.Dataset.range(64).batch(4).cache()
+next(iter(strategy.experimental_distribute_dataset(data)))
+with strategy.scope():
+    w = mpidist.Variable(np.ones(3))
+checkpoint = mpidist.Checkpoint(w=w)
+manager = mpidist.CheckpointManager(checkpoint, folder + "/run", 2, is_background=True)
+timeline = strategy.timeline(folder + "/timeline")
+timeline.__enter__()
+"""
+GOOD = {
+    "at once": "manager.save(); MPI.Finalize()",
+    "at exit": "atexit.register(MPI.Finalize); manager.save()",
+    "handling": """
+try:
+    raise StopIteration
+except StopIteration:
+    manager.save()
+    MPI.Finalize()
+""",
+}
+BAD = {
+    "the save fails": (
+        "from mpidist.checkpoint import save\n"
+        "def fail(*_, **__): raise OSError('the disk is broken')\n"
+        "save.write_file = fail\n"
+        "manager.save(); MPI.Finalize()",
+        "OSError: the disk is broken",
+    ),
+    "one rank alone": (
+        "MPI.Finalize() if rank else strategy.reduce('SUM', 1.0)",
+        "the end of the program at <string>:",
+    ),
+    "an exception of one rank": (
+        "try:\n"
+        "    1 / rank\n"
+        "    strategy.reduce('SUM', 1.0)\n"
+        "finally:\n"
+        "    MPI.Finalize()",
+        "ZeroDivisionError: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_all_is_complete_before_mpi_is_finalized(mpirun, tmp_path, case):
+    dumps = tmp_path / "dumps"
+    ended = mpirun(2, PROLOGUE + GOOD[case], str(tmp_path), MPIDIST_DUMPS=str(dumps))
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "run" / "ckpt-1.h5").exists()
+    assert list(dumps.glob("**/channel-*")) == []
+    statuses = [json.loads(p.read_text()) for p in tmp_path.glob("timeline/status-*")]
+    assert [status["state"] for status in statuses] == ["ended", "ended"]
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_an_error_at_the_end_is_not_ignored(mpirun, tmp_path, case):
+    script, said = BAD[case]
+    ended = mpirun(2, PROLOGUE + script, str(tmp_path))
+    assert ended.returncode != 0
+    assert said in ended.stderr
