@@ -78,7 +78,8 @@ def index_path(path: str | os.PathLike[str], argument: str) -> Path:
       ArgumentError, ArgumentTypeError: not a path; the message names the argument.
     """
     text = validation.path(argument, path)
-    return Path(text if text.endswith(SUFFIX) else text + SUFFIX).absolute()
+    text = text if text.endswith(SUFFIX) else text + SUFFIX
+    return validation.absolute(argument, text)
 
 
 def require_name(name: str) -> str:

@@ -55,7 +55,7 @@ def latest_checkpoint(
       >>> mpidist.latest_checkpoint("runs") == path
       True
     """
-    directory = Path(validation.path("checkpoint_dir", checkpoint_dir)).absolute()
+    directory = validation.absolute("checkpoint_dir", checkpoint_dir)
     # TensorFlow's argument, whose only sensible value here is its default.
     if latest_filename is not None:
         raise ArgumentError(
@@ -156,7 +156,7 @@ class CheckpointManager:
             if hours is not None:
                 validation.number("keep_checkpoint_every_n_hours", hours, "> 0")
             directories.require_name(checkpoint_name)
-            self._directory = Path(validation.path("directory", directory)).absolute()
+            self._directory = validation.absolute("directory", directory)
             if not (callable(step_counter) or isinstance(step_counter, Variable)):
                 also = ", a variable, a function or None"
                 validation.optional_integer("step_counter", step_counter, None, also)

@@ -23,7 +23,7 @@ from mpidist.device.binding import (
 )
 from mpidist.errors import LaunchError
 from mpidist.util import validation
-from mpidist.util.files import replace_file
+from mpidist.util.files import read_regular, replace_file, user_directory
 from mpidist.util.settings import ALLOW_SHARED_GPU, CUDA_AWARE, resolve
 
 __all__ = [
@@ -282,23 +282,28 @@ def _cached_trial(key: str, index: int) -> Support:
     return Support(is_aware, why)
 
 
-def cache_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the file of stored results; it may be deleted at any time."""
-    cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "mpidist", "cuda_aware.json")
+def cache_path(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the file of stored results, if the user has a place for it.
+
+    It may be deleted at any time.
+    """
+    cache = user_directory("XDG_CACHE_HOME", ".cache", environ)
+    return None if cache is None else cache / "mpidist" / "cuda_aware.json"
 
 
-def _read(path: Path) -> dict[str, tuple[bool, str]]:
-    """Return the stored results; none if the file is invalid."""
+def _read(path: Path | None) -> dict[str, tuple[bool, str]]:
+    """Return the stored results; none if the file is invalid, or not there."""
     try:
-        content = json.loads(path.read_text())
+        content = {} if path is None else json.loads(read_regular(path))
         return {str(key): (bool(a), str(why)) for key, (a, why) in content.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
 
 
-def _write(path: Path, outcomes: Mapping[str, object]) -> None:
+def _write(path: Path | None, outcomes: Mapping[str, object]) -> None:
     """Store results; if that fails, the next job tests again."""
+    if path is None:
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path) as file:

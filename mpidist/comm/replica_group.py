@@ -30,9 +30,9 @@ from mpidist.comm.topology import Topology
 from mpidist.comm.transports.selector import TransportSelector
 from mpidist.comm.transports.tuning_file import (
     Layout,
-    find_table,
     short_name,
     table_path,
+    tables_in_use,
 )
 from mpidist.device import arrays
 from mpidist.device.binding import use_gpu
@@ -458,7 +458,7 @@ class Channel:
             # Rank 0 reads the file for all: tables that differed would let ranks choose
             # different transports, and wait for each other for ever.
             table = consensus.root_only(
-                operation, lambda: find_table(table_path(), self.layout)
+                operation, lambda: dict(tables_in_use()).get(self.layout)
             )
         if consensus.rank == 0 and consensus.size > 1:
             source = "default" if table is None else f"tuning file {table_path()}"

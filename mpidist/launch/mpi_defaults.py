@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from types import TracebackType
+from typing import Any
 
 from mpidist.errors import LaunchError
 from mpidist.launch import early_binding, launchers
@@ -125,7 +126,14 @@ if "mpi4py.MPI" not in sys.modules:
         _start_in_time(limit)
     else:
         _start_mpi()
-if sys.modules["mpi4py.MPI"].Is_initialized():
-    logs.start(sys.modules["mpi4py.MPI"].COMM_WORLD.Get_rank())
+_MPI: Any = sys.modules["mpi4py.MPI"]
+if not _MPI.Is_initialized() or _MPI.Is_finalized():
+    done = "ended" if _MPI.Is_initialized() else "not begun"
+    raise LaunchError(
+        f"MPI has {done}, so mpidist cannot be imported. It starts MPI unless "
+        "mpi4py.rc.initialize (or MPI4PY_RC_INITIALIZE) is false. Then the program "
+        "must do so before: MPI.Init_thread(MPI.THREAD_MULTIPLE), `import mpidist`"
+    )
+logs.start(_MPI.COMM_WORLD.Get_rank())
 if sys.excepthook is sys.__excepthook__:
     sys.excepthook = abort_while_importing

@@ -11,6 +11,7 @@ import contextlib
 import math
 import os
 import re
+import secrets
 import socket
 import time
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["ScalarWriter"]
 
 _OPEN = "ScalarWriter"
+_STEP = "step"  # its gauge
 _LEAST_SECONDS = 1.0  # between two versions of a Prometheus textfile
 _NO_PACKAGE = "{0} needs {1}, which is not installed: pip install {1}"
 
@@ -62,7 +64,7 @@ class ScalarWriter:
         name ends in ".prom"; it is replaced atomically, at most once a second. The
         scalar "loss/train" is the gauge
         `mpidist_loss_train{name="loss/train", job="..."}`, and `mpidist_step` is the
-        last step.
+        last step; a scalar "step" is the gauge `mpidist_scalar_step`.
       job: a label of all gauges.
 
     Raises, on all ranks:
@@ -122,8 +124,13 @@ class ScalarWriter:
 
         Raises, on the ranks that call it:
           ArgumentTypeError: a value is not a number, or a name is not text.
+          ArgumentError: a name that is not valid Unicode.
         """
-        step = validation.integer("step", step)
+        step = validation.integer("step", step, -validation.LARGEST)
+        if not isinstance(scalars, Mapping):
+            raise ArgumentTypeError(
+                f"scalars must be a dict of numbers, not {validation.shown(scalars)}"
+            )
         numbers = {_name(name): _number(name, x) for name, x in scalars.items()}
         for exporter in list(self._exporters):
             try:
@@ -163,26 +170,30 @@ class ScalarWriter:
 
 
 def _path(argument: str, value: Any) -> Path | None:
-    if value is not None and not isinstance(value, (str, os.PathLike)):
-        raise ArgumentTypeError(
-            f"{argument} must be a path, not {validation.shown(value)}"
-        )
-    return None if value is None else Path(value)
+    return None if value is None else validation.absolute(argument, value)
 
 
 def _name(name: Any) -> str:
     if not isinstance(name, str):
         raise ArgumentTypeError(f"names must be text, not {validation.shown(name)}")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ArgumentError(f"{name!r} cannot be the name of a scalar") from None
     return name
 
 
 def _number(name: str, value: Any) -> float:
+    """Return a number, or the element of an array or tensor, as a float."""
     try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ArgumentTypeError(
-            f"{name!r} must be a number, not {validation.shown(value)}"
-        ) from None
+        if not isinstance(value, str | bytes):  # float("1") is 1.0
+            return float(value.item() if hasattr(value, "item") else value)
+    except Exception:  # libraries of tensors raise errors of many types
+        pass
+    raise ArgumentTypeError(
+        f"{name!r} must be a number, or an array of one element, not "
+        f"{validation.shown(value)}"
+    )
 
 
 class _TensorBoard:
@@ -200,7 +211,9 @@ class _TensorBoard:
             text = _NO_PACKAGE.format("TensorBoard's format", "tensorboardX")
             raise UnsupportedError(text) from None
         folder.mkdir(parents=True, exist_ok=True)
-        unique = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        # Not to be guessed by others, who could put a link there
+        where = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
+        unique = f"{time.time():.0f}.{where}"
         self._records = RecordWriter(str(folder / f"events.out.tfevents.{unique}"))
         self._Event, self._Summary = event_pb2.Event, summary_pb2.Summary
         self._append(wall_time=time.time(), file_version="brain.Event:2")
@@ -239,8 +252,9 @@ class _Prometheus:
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         for name, x in scalars.items():
-            self._gauge(name).labels(name=name, job=self._job).set(x)
-        self._gauge("step").labels(name="step", job=self._job).set(step)
+            gauge = self._gauge(f"scalar_{_STEP}" if name == _STEP else name)
+            gauge.labels(name=name, job=self._job).set(x)
+        self._gauge(_STEP).labels(name=_STEP, job=self._job).set(step)
         if time.monotonic() - self._written >= _LEAST_SECONDS:
             self._write_file()
 

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from mpi4py import MPI
 
 from mpidist.context import get_strategy, has_strategy
+from mpidist.errors import ArgumentTypeError
 from mpidist.util import logs, nest, validation
 from mpidist.util.counters import Counters
 from mpidist.util.representation import one_line
@@ -40,7 +41,8 @@ def progress(
       unit: the name of an item.
 
     Raises:
-      ArgumentTypeError, ArgumentError: `total` is not a number >= 0.
+      ArgumentTypeError, ArgumentError: `total` is not a number >= 0, `unit` is not
+        text, or `iterable` not iterable; on all ranks if it is a distributed dataset.
 
     Example:
       >>> rows = mpidist.Dataset.range(8).batch(4)
@@ -48,8 +50,6 @@ def progress(
       >>> sum(1 for batch in mpidist.progress(data))
       2
     """
-    if total is not None:
-        total = validation.integer("total", total, least=0)
     return Progress(iterable, total, unit)
 
 
@@ -64,9 +64,22 @@ class Progress(Generic[T]):
 
     def __init__(self, iterable: Iterable[T], total: int | None, unit: str):
         self._iterable = iterable
-        self._total = total
-        self._unit = unit
         self._group = getattr(getattr(iterable, "_plan", None), "extended", None)
+
+        def check() -> tuple[int | None, str]:
+            if not hasattr(iterable, "__iter__") and not hasattr(
+                iterable, "__getitem__"
+            ):
+                what = validation.shown(iterable)
+                raise ArgumentTypeError(f"progress needs an iterable, not {what}")
+            also = validation.instance("unit", unit, str)
+            return validation.optional_integer("total", total, least=0), also
+
+        # If all ranks iterate together, all raise
+        if self._group is None:
+            self._total, self._unit = check()
+        else:
+            self._total, self._unit = self._group.consensus.guard("progress", check)
         if self._group is None and has_strategy():
             self._group = get_strategy().extended
 
@@ -93,7 +106,7 @@ class Progress(Generic[T]):
     def _find_total(self) -> int | None:
         try:
             return len(self)
-        except TypeError:
+        except Exception:  # of the user's object, and on this rank only
             return None
 
 

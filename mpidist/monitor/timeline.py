@@ -27,6 +27,7 @@ from mpidist.monitor.clocks import compare_clocks
 from mpidist.monitor.statistics import statistics
 from mpidist.monitor.trace_file import TraceFile, trace_path
 from mpidist.util import tracing, validation
+from mpidist.util.files import replace_file
 from mpidist.util.notices import warn
 
 __all__ = [
@@ -105,6 +106,7 @@ class Timeline:
         group.closing.append(self.stop)
 
     def _open(self, origin_ns: int) -> None:
+        self._folder = self._folder.absolute()  # the program may change its own later
         self._folder.mkdir(parents=True, exist_ok=True)
         about = {
             "format": 1,
@@ -245,9 +247,8 @@ class Timeline:
             "one_of_steps": self._buffer.stride,
         }
         path = status_path(self._folder, self._rank)
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps(found))
-        new.replace(path)
+        with replace_file(path, is_durable=False) as file:
+            file.write(json.dumps(found).encode())
 
     def _give_up(self, error: Exception) -> None:
         """Continue without a timeline."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpidist.errors import ArgumentError
 from mpidist.statistics.statistic import CountStatistic, host_rows
+from mpidist.util import validation
 
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
@@ -48,12 +49,13 @@ class Histogram(CountStatistic):
     Numbers outside the bins are counted too.
 
     Args:
-      bins: the number of bins of equal width, or the edges.
+      bins: the number of bins of equal width, or the edges: at least two, ascending;
+        equal ones and infinite ones are allowed, as in NumPy.
       range: the first and the last edge, if `bins` is a number.
       strategy: see `Statistic`.
 
     Raises:
-      ArgumentError: NumPy refuses the bins or edges; `range` is missing.
+      ArgumentError: there are no such bins; `range` is missing.
 
     Example:
       >>> ages = mpidist.statistics.Histogram(4, (0, 80), strategy=strategy)
@@ -69,18 +71,9 @@ class Histogram(CountStatistic):
         range: tuple[float, float] | None = None,
         strategy: Strategy | None = None,
     ):
-        if range is None and np.ndim(bins) == 0:
-            raise ArgumentError(
-                "Histogram needs a range: the minimum and maximum over all ranks are "
-                "not known in advance"
-            )
-        try:
-            edges = np.histogram_bin_edges(np.zeros(0), bins, range)
-        except (TypeError, ValueError) as error:
-            raise ArgumentError(f"Histogram: {error}") from error
-        self._bins: Any = bins if np.ndim(bins) == 0 else edges
+        self._edges = _edges(bins, range)
+        self._bins: Any = bins if np.ndim(bins) == 0 else self._edges
         self._range = range
-        self._edges = edges
         super().__init__(strategy)
 
     def reset_state(self) -> None:
@@ -119,3 +112,30 @@ class Histogram(CountStatistic):
         below, above, nan = self._counts[-3:].tolist()
         counts = self._counts[:-3].copy()
         return HistogramResult(counts, self._edges.copy(), below, above, nan)
+
+
+def _edges(bins: Any, range: tuple[float, float] | None) -> Any:
+    """Return the edges of all bins.
+
+    Raises:
+      ArgumentError: see `Histogram`.
+    """
+    if np.ndim(bins) == 0:
+        if range is None:
+            raise ArgumentError(
+                "Histogram needs a range: the minimum and maximum over all ranks are "
+                "not known in advance"
+            )
+        bins = validation.integer("bins", bins, 1)
+    try:
+        with np.errstate(all="ignore"):  # a wide range overflows to nan
+            edges = np.histogram_bin_edges(np.zeros(0), bins, range)
+    except (TypeError, ValueError, OverflowError, MemoryError) as error:
+        raise ArgumentError(f"Histogram: {error}") from error
+    if edges.dtype.kind not in "biuf" or len(edges) < 2 or np.isnan(edges).any():
+        where = "" if range is None else f" in a range of {validation.shown(range)}"
+        raise ArgumentError(
+            "bins must be a number, or at least two edges, which are numbers, not "
+            f"{validation.shown(bins)}{where}"
+        )
+    return edges.astype(np.float64)

@@ -41,7 +41,8 @@ class Description:
         inf if one is inf; nan without rows.
       variance: float64, rounded once; nan if a number is not finite.
       std: the square root of the variance.
-      minimum: in the dtype of the rows; nan if a number is nan, or without rows.
+      minimum: in the dtype of the rows; nan if a number is nan, or without rows. A zero
+        has no sign.
       maximum: likewise.
 
     Example:
@@ -144,8 +145,14 @@ class Moments(Statistic):
         self._most = np.full(columns, least, number)
 
     def _widen(self, flat: Any) -> None:
-        np.minimum(self._least, flat.min(axis=0), out=self._least)
-        np.maximum(self._most, flat.max(axis=0), out=self._most)
+        least, most = flat.min(axis=0), flat.max(axis=0)
+        if flat.dtype.kind == "f":
+            # Signs of zeros and bits of nan would depend on the order of the rows
+            least, most = (
+                np.where(np.isnan(each), np.nan, each + 0) for each in (least, most)
+            )
+        np.minimum(self._least, least, out=self._least)
+        np.maximum(self._most, most, out=self._most)
 
     def _count_others(self, flat: Any) -> None:
         self._others[_NAN] += np.isnan(flat).sum(axis=0)

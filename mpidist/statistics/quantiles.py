@@ -126,14 +126,19 @@ class Quantiles(Statistic):
           ArgumentError: a q that is not between 0 and 1.
           MismatchError: see `Statistic.result`.
         """
-        wanted = np.asarray(q, float)
         guard = self.distribute_strategy.extended.consensus.guard
 
-        def check() -> None:
+        def check() -> Any:
+            try:
+                wanted = np.asarray(q, np.float64)
+            except (TypeError, ValueError):
+                wanted = np.array(np.nan)
             if not ((wanted >= 0) & (wanted <= 1)).all():
-                raise ArgumentError(f"q must be between 0 and 1, not {q}")
+                what = validation.shown(q)
+                raise ArgumentError(f"q must be between 0 and 1, not {what}")
+            return wanted
 
-        guard("Quantiles.result", check)
+        wanted = guard("Quantiles.result", check)
         whole = self._of_all_ranks()
         sketch = whole._describe()
         found = [whole._quantile(sketch, one) for one in wanted.ravel().tolist()]

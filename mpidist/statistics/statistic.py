@@ -107,14 +107,15 @@ class Statistic(abc.ABC):
         Raises, on all ranks, ArgumentError: the settings differ.
         """
         kind = type(self).__name__, self._settings()
-        if (state["kind"], state["settings"]) != kind:
+        other = state.get("kind"), state.get("settings")
+        if other != kind:
             raise ArgumentError(
-                f"the state is of {state['kind']}({state['settings']}), not of "
-                f"{kind[0]}({kind[1]})"
+                f"the state is of {other[0]}({other[1]}), not of {kind[0]}({kind[1]})"
             )
         self.reset_state()
-        if self.distribute_strategy.extended.replica_id == 0:
-            self._from_state(state)
+        self._from_state(state)  # on all ranks, as its errors are to be
+        if self.distribute_strategy.extended.replica_id > 0:
+            self.reset_state()
 
     def __repr__(self) -> str:
         settings = f" ({self._settings()})" if self._settings() else ""

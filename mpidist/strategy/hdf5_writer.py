@@ -121,20 +121,20 @@ class Hdf5Writer:
         self._index: AtomicHdf5File | None = None
         self._closed = False
 
-        def check() -> tuple[Path, str, StorageOptions]:
+        def check() -> tuple[Path, Path, str, StorageOptions]:
             self._overwrite = validation.switch("overwrite", overwrite)
             storage = StorageOptions(
                 chunk_rows, compression, compression_level, shuffle
             )
-            return _check_path(path), clean_name(dataset), storage
+            named = _check_path(path)
+            whole = validation.absolute("path", path)
+            return named, whole, clean_name(dataset), storage
 
         consensus = self._extended.consensus
-        checked = consensus.guard(_OPEN, check)
-        self._path, self._dataset, storage = checked
-        where = (("path", str(self._path)), ("dataset", self._dataset))
+        named, self._path, self._dataset, storage = consensus.guard(_OPEN, check)
+        where = (("path", str(named)), ("dataset", self._dataset))
         how = (("storage", str(storage)), ("overwrite", str(self._overwrite)))
         consensus.require_same(CallSignature(_OPEN, where + how))
-        self._path = self._path.absolute()
         consensus.root_only(_OPEN, self._checked(self._require_free))
         self._or_discard(lambda: self._create(storage))
 

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ __all__ = [
     "is_abandoned",
     "lateness",
     "open_regular",
+    "read_regular",
     "replace_file",
     "require_regular",
     "shard_name",
     "sync_directory",
+    "user_directory",
 ]
 
 # File systems that only this kernel writes to, so leases exclude all writers
@@ -77,6 +79,36 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+      OSError: see `open_regular`.
+    """
+    with open(open_regular(path), "rb") as file:
+        return file.read()
+
+
+def user_directory(
+    variable: str, default: str, environ: Mapping[str, str] = os.environ
+) -> Path | None:
+    """Return a directory of this user for files of one kind; None if there is none.
+
+    Args:
+      variable: names it, such as "XDG_CONFIG_HOME"; a relative path does not count.
+      default: its path in the home directory.
+      environ: the environment variables.
+    """
+    named = Path(environ.get(variable) or ".")
+    if named.is_absolute():
+        return named
+    try:
+        home = Path.home()
+    except (RuntimeError, KeyError):  # a user who is in no list of users
+        return None
+    return home / default if home.is_absolute() else None
 
 
 def _require_mode(mode: int, path: str | os.PathLike[str]) -> None:
@@ -216,10 +248,14 @@ class AtomicHdf5File(AtomicFile):
 
 
 @contextlib.contextmanager
-def replace_file(path: Path) -> Iterator[AtomicFile]:
-    """Yield a file to write; publish it, durably, at the end of the block.
+def replace_file(path: Path, *, is_durable: bool = True) -> Iterator[AtomicFile]:
+    """Yield a file to write; publish it at the end of the block.
 
     If the block or a write fails, nothing is left and `path` is unchanged.
+
+    Args:
+      path: of the file; a link there is replaced, not followed.
+      is_durable: whether it is on the disk at the end of the block.
 
     Raises:
       OSError: the file cannot be written, or a device, FIFO or directory is there.
@@ -229,9 +265,12 @@ def replace_file(path: Path) -> Iterator[AtomicFile]:
     file = AtomicFile(path)
     try:
         yield file
-        file.complete()
+        if is_durable:
+            file.complete()
+        file.close()
         file.publish()
-        sync_directory(path.parent)
+        if is_durable:
+            sync_directory(path.parent)
     except BaseException:
         file.discard()
         raise

@@ -12,6 +12,7 @@ import operator
 import os
 import reprlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from mpidist.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
     "LARGEST",
+    "absolute",
     "call_arguments",
     "dtype",
     "function",
@@ -119,9 +121,10 @@ def switch(name: str, value: Any) -> bool:
 
 
 def instance(name: str, value: Any, kind: type[T]) -> T:
-    """Return an object of `kind`, a public class of mpidist."""
+    """Return an object of `kind`, a public class of mpidist, or of Python."""
     if not isinstance(value, kind):
-        what = f"mpidist.{kind.__name__}"
+        room = "" if kind.__module__ == "builtins" else "mpidist."
+        what = f"{room}{kind.__name__}"
         raise ArgumentTypeError(f"{name} must be {what}, not {shown(value)}")
     return value
 
@@ -168,6 +171,18 @@ def path(name: str, value: Any) -> str:
             f"not {shown(value)}"
         )
     return text
+
+
+def absolute(name: str, value: Any) -> Path:
+    """Return a path that stays the same when the program changes its folder."""
+    text = path(name, value)
+    try:
+        return Path(text).absolute()
+    except OSError as error:  # it was removed, or is on a disk that is gone
+        raise ArgumentError(
+            f"{name} must be an absolute path, not {shown(text)}, because the current "
+            f"folder cannot be found: {error}"
+        ) from None
 
 
 def dtype(name: str, value: Any) -> np.dtype[Any]:

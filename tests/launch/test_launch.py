@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import launching
 import pytest
@@ -178,6 +179,56 @@ def test_ctrl_c_while_mpi_starts_is_not_put_off(mpirun):
     """Python would only see it behind MPI_Init, which waits for the other ranks."""
     out = mpirun(1, HANDLERS).stdout
     assert "while MPI starts: <Handlers.SIG_DFL: 0>\nbehind it: True" in out
+
+
+WITHOUT_MPI = """
+import mpi4py
+mpi4py.rc.initialize = False
+try:
+    import mpidist
+except RuntimeError as error:
+    print(type(error).__name__, "Init_thread" in str(error))
+from mpi4py import MPI
+MPI.Init_thread(MPI.THREAD_MULTIPLE)
+import mpidist
+print(mpidist.MirroredStrategy(["CPU:0"]).reduce("SUM", 1.0))
+MPI.Finalize()
+"""
+
+
+def test_mpi_that_the_program_starts_later(mpirun):
+    """MPI itself would end the process at the first call."""
+    ended = mpirun(1, WITHOUT_MPI)
+    assert ended.stdout.split() == ["LaunchError", "True", "1.0"], ended.stderr
+    assert ended.returncode == 0
+
+
+NO_HOME = """
+import os, pwd, shutil, sys, tempfile
+def missing(*_):
+    raise KeyError("uid not found")
+pwd.getpwuid = missing
+for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+    os.environ.pop(name, None)
+    if sys.argv[1] != "none":
+        os.environ[name] = sys.argv[1]
+import mpidist
+from mpidist.comm.device_info import cache_path, _read, _write
+_write(cache_path(), _read(cache_path()))
+os.chdir(folder := tempfile.mkdtemp())
+os.rmdir(folder)
+print(mpidist.MirroredStrategy(["CPU:0"]).reduce("SUM", 1.0))
+"""
+
+
+@pytest.mark.parametrize("home", ["/dev/null", "none", "", "/nonexistent", "x", "loop"])
+def test_a_home_that_cannot_be_used_hurts_no_job(mpirun, tmp_path, home):
+    """Nor does a folder that was removed."""
+    if home == "loop":
+        home = str(tmp_path / "loop")
+        Path(home).symlink_to(home)
+    ended = mpirun(2, NO_HOME, home)
+    assert ended.stdout.split() == ["2.0", "2.0"], ended.stderr
 
 
 @pytest.mark.slow

@@ -63,6 +63,58 @@ def test_rank_0_writes_what_others_read(comm, strategy, tmp_path):
     assert [path.name for path in gauges.parent.iterdir()] == ["job.prom"]
 
 
+def test_a_scalar_named_like_the_step(comm, strategy, tmp_path):
+    path = comm.bcast(tmp_path) / "job.prom"
+    with ScalarWriter(strategy, prometheus=path) as scalars:
+        scalars.write({"step": 0.5, "scalar/step": 1}, step=7)
+    comm.Barrier()
+    assert read_gauges(path) == {
+        ("mpidist_step", "step", ""): 7,
+        ("mpidist_scalar_step", "step", ""): 0.5,
+        ("mpidist_scalar_step", "scalar/step", ""): 1,
+    }
+
+
+def test_arrays_of_one_element_are_numbers(strategy, tmp_path):
+    values = [np.ones(1), np.ones((1, 1), np.float32), np.array(1), np.bool_(True), 1]
+    with ScalarWriter(strategy, prometheus=tmp_path / "x.prom") as scalars:
+        scalars.write({f"n{i}": value for i, value in enumerate(values)}, step=1)
+        for wrong in ("1", b"1", np.ones(2), np.ones(0), 1j, [1.0], 10**400):
+            with pytest.raises(mpidist.ArgumentTypeError, match="'n' must be a num"):
+                scalars.write({"n": wrong}, step=1)
+        with pytest.raises(mpidist.ArgumentError, match="name of a scalar"):
+            scalars.write({"\ud800": 1}, step=1)
+
+
+def test_files_stay_where_they_were_named(comm, strategy, tmp_path, monkeypatch):
+    """Whatever folder the program changes to afterwards."""
+    first, second = comm.bcast((tmp_path / "first", tmp_path / "second"))
+    if comm.rank == 0:
+        first.mkdir()
+        second.mkdir()
+    comm.Barrier()
+    monkeypatch.chdir(first)
+    manager = mpidist.CheckpointManager(
+        mpidist.Checkpoint(strategy=strategy, step=1), "runs", 2
+    )
+    with (
+        strategy.timeline("timeline"),
+        ScalarWriter(strategy, prometheus="job.prom", tensorboard="events") as scalars,
+        mpidist.Hdf5Writer(strategy, "rows.h5") as rows,
+    ):
+        comm.Barrier()
+        monkeypatch.chdir(second)
+        scalars.write({"loss": 0.5}, step=3)
+        rows.append(np.ones(2))
+        manager.save()
+    comm.Barrier()
+    assert not [*second.iterdir()]
+    assert read_gauges(first / "job.prom")["mpidist_step", "step", ""] == 3
+    assert len([*(first / "timeline").iterdir()]) == 2 * comm.size
+    assert mpidist.latest_checkpoint(first / "runs")
+    comm.Barrier()
+
+
 def test_only_rank_0_has_files(comm, strategy, tmp_path):
     """Though all call it, with paths of their own here."""
     with ScalarWriter(strategy, prometheus=tmp_path / "x.prom") as scalars:

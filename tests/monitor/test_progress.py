@@ -120,3 +120,23 @@ def test_errors_pass(comm, often):
 def test_wrong_totals(total):
     with pytest.raises((mpidist.ArgumentError, mpidist.ArgumentTypeError)):
         mpidist.progress(range(3), total)
+
+
+@pytest.mark.parametrize("arguments", [{"total": -1}, {"unit": 3}])
+def test_wrong_arguments_of_one_rank_are_an_error_on_all(comm, strategy, arguments):
+    rows = mpidist.Dataset.range(8).batch(4)
+    data = strategy.experimental_distribute_dataset(rows)
+    own = arguments if comm.rank == comm.size - 1 else {}
+    with pytest.raises((mpidist.ArgumentError, mpidist.ArgumentTypeError)):
+        list(mpidist.progress(data, **own))
+    assert strategy.reduce("SUM", 1) == comm.size
+    with pytest.raises(mpidist.ArgumentTypeError, match="needs an iterable"):
+        mpidist.progress(3)
+
+
+def test_a_length_that_raises_hurts_nobody():
+    class Endless(list):
+        def __len__(self):
+            raise ValueError("no length")
+
+    assert [x for x in mpidist.progress(Endless([1, 2]))] == [1, 2]  # noqa: C416

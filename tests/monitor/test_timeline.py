@@ -186,6 +186,22 @@ def test_a_folder_that_cannot_be_written_hurts_nobody(comm, strategy, tmp_path):
     assert strategy.reduce("SUM", 1.0) == comm.size
 
 
+def test_links_in_the_folder_are_not_followed(comm, strategy, folder, tmp_path):
+    victim = tmp_path / "precious"
+    victim.write_text("precious")
+    folder.mkdir(exist_ok=True)
+    rank = comm.rank
+    for name in (f"status-{rank:05}.json", f"status-{rank:05}.new"):
+        (folder / name).symlink_to(victim)
+    with strategy.timeline(folder):
+        strategy.reduce("SUM", 1.0)
+    comm.Barrier()
+    assert victim.read_text() == "precious"
+    assert not (folder / f"status-{rank:05}.json").is_symlink()
+    assert [*folder.glob("*.tmp")] == []
+    comm.Barrier()
+
+
 def test_a_full_disk_ends_the_timeline_alone(comm, strategy, folder, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

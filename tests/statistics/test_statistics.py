@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import ml_dtypes
@@ -109,6 +110,30 @@ def test_numbers_that_are_not_finite(comm, strategy):
     np.testing.assert_array_equal(found.maximum, rows.max(axis=0))
 
 
+@pytest.mark.parametrize("dtype", ["f8", "f4", "f2", ml_dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [[-0.0, 0.0], [0.0, -0.0], [-0.0, -0.0]])
+def test_the_order_of_zeros_does_not_matter(comm, strategy, dtype, rows):
+    """Nor which rank has them, or in which update they come."""
+    rows = np.array(rows, dtype)
+    for parts in ([rows], [rows[:1], rows[1:]], [rows[comm.rank % 2 :][:1]]):
+        moments = Moments(strategy=strategy)
+        for part in parts:
+            moments.update_state(part)
+        found = moments.result()
+        for number in (found.minimum, found.maximum, found.mean):
+            assert number == 0
+            assert not np.signbit(number)
+
+
+def test_nan_has_the_same_bits_wherever_it_comes_from(comm, strategy):
+    others = np.array([0xFFF8000000000001, 0x7FF8000000000002], "u8").view("f8")
+    moments = Moments(strategy=strategy)
+    moments.update_state(np.roll(others, comm.rank))
+    found = moments.result()
+    bits = {number.tobytes() for number in (found.minimum, found.maximum, found.mean)}
+    assert bits == {np.float64(np.nan).tobytes()}
+
+
 def test_without_rows(comm, strategy):
     found = Moments(strategy=strategy).result()
     assert (found.count, np.isnan(found.mean)) == (0, True)
@@ -177,6 +202,50 @@ def test_histograms_need_bins(strategy):
         Histogram(3, strategy=strategy)
     with pytest.raises(ArgumentError, match="monotonically"):
         Histogram([1, 0], strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("bins", "range"),
+    [
+        ([0.0, math.nan, 1.0], None),
+        ([math.nan, math.nan], None),
+        ([0.0], None),
+        ([], None),
+        ([1.0, 0.0], None),
+        ([[0.0, 1.0]], None),
+        (["a", "b"], None),
+        ([0, 1j], None),
+        ([10**400, 10**401], None),
+        (0, (0, 1)),
+        ("auto", (0, 1)),
+        (3, (0, math.nan)),
+        (3, (-1e308, 1e308)),
+        (10**15, (0, 1)),
+    ],
+)
+def test_edges_that_make_no_bins(strategy, bins, range):
+    with np.errstate(all="raise"), pytest.raises((ArgumentError, ArgumentTypeError)):
+        Histogram(bins, range, strategy)
+
+
+def test_equal_and_infinite_edges_are_numpys(comm, strategy):
+    edges = [-math.inf, 0.0, 0.0, 1.0, math.inf]
+    rows = np.array([-math.inf, -1.0, -0.0, 0.5, 1.0, math.inf, math.nan])
+    histogram = Histogram(edges, strategy=strategy)
+    with np.errstate(all="raise"):
+        histogram.update_state(rows)
+    found = histogram.result()
+    assert found.counts.tolist() == (comm.size * np.histogram(rows, edges)[0]).tolist()
+    assert (found.below, found.above, found.nan) == (0, 0, comm.size)
+
+
+@pytest.mark.parametrize("q", ["a", None, 2, [0.5, "x"], math.nan])
+def test_a_wrong_quantile_of_one_rank_is_an_error_on_all(comm, strategy, q):
+    quantiles = Quantiles(strategy=strategy)
+    quantiles.update_state([1.0])
+    with pytest.raises(ArgumentError, match="q must be between 0 and 1"):
+        quantiles.result(q if comm.rank == comm.size - 1 else 0.5)
+    assert quantiles.result() == pytest.approx(1.0, rel=0.01)
 
 
 @pytest.mark.parametrize("error", [0.01, 0.2, 1e-3])

@@ -78,6 +78,7 @@ class FlightFiles:
     def __init__(
         self, folder: Path, channel: int, rank: int, header: Mapping[str, Any]
     ):
+        folder = folder.absolute()  # the program may change its own later
         self._ring_path = ring_path(folder, channel, rank)
         self._text_path = calls_path(folder, channel, rank)
         self._new_path = self._text_path.with_suffix(".new")

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpidist.errors import LaunchError
-from mpidist.util.files import replace_file
+from mpidist.util import logs
+from mpidist.util.files import read_regular, replace_file, user_directory
 from mpidist.util.settings import TRANSPORTS
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "read_tables",
     "short_name",
     "table_path",
+    "tables_in_use",
     "write_table",
 ]
 
@@ -55,13 +57,37 @@ def short_name(library: str) -> str:
     return " ".join(line.replace("\0", " ").split())
 
 
-def table_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the tuning file: MPIDIST_TRANSPORTS, or a file in the user's settings."""
+def table_path(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the tuning file: MPIDIST_TRANSPORTS, or a file in the user's settings.
+
+    None if there is no place for the latter.
+    """
     named = TRANSPORTS.read(environ)
     if named is not None:
         return named
-    settings = environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(settings, "mpidist", "transports.json")
+    settings = user_directory("XDG_CONFIG_HOME", ".config", environ)
+    return None if settings is None else settings / "mpidist" / "transports.json"
+
+
+def tables_in_use(
+    environ: Mapping[str, str] = os.environ,
+) -> list[tuple[Layout, Table]]:
+    """Return all tables of the tuning file that strategies use.
+
+    Only what a setting names must be readable: else the file does not count, as if it
+    were not there, and the log says so.
+
+    Raises:
+      LaunchError: see `find_table`; for the file that MPIDIST_TRANSPORTS names.
+    """
+    path = table_path(environ)
+    try:
+        return [] if path is None else read_tables(path)
+    except LaunchError as error:
+        if TRANSPORTS.text(environ):
+            raise
+        logs.info("comm", f"the default transports are used: {error}")
+        return []
 
 
 def find_table(path: Path, layout: Layout) -> Table | None:
@@ -85,7 +111,7 @@ def write_table(path: Path, layout: Layout, table: Table, note: Any) -> None:
     entries = []
     if path.exists():
         read_tables(path)
-        former = json.loads(path.read_text())["tables"]
+        former = json.loads(read_regular(path))["tables"]
         entries = [entry for entry in former if _layout(entry) != layout]
     entries.append({**layout._asdict(), "table": table, **note})
     text = json.dumps({"format": _FORMAT, "tables": entries}, indent=1) + "\n"
@@ -101,9 +127,7 @@ def read_tables(path: Path) -> list[tuple[Layout, Table]]:
       LaunchError: see `find_table`.
     """
     try:
-        if path.exists() and not path.is_file():
-            raise OSError("it is not a regular file")  # and may be one that never ends
-        return _parse(path.read_text())
+        return _parse(read_regular(path))
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -122,7 +146,7 @@ def _said_by(path: Path) -> str:
     return f" ({TRANSPORTS.name})" if TRANSPORTS.read() == path else ""
 
 
-def _parse(text: str) -> list[tuple[Layout, Table]]:
+def _parse(text: bytes) -> list[tuple[Layout, Table]]:
     content = json.loads(text)
     if content["format"] != _FORMAT:
         raise ValueError(f"format {content['format']}, not {_FORMAT}")
@@ -130,7 +154,11 @@ def _parse(text: str) -> list[tuple[Layout, Table]]:
 
 
 def _layout(entry: Mapping[str, Any]) -> Layout:
-    return Layout(entry["mpi"], tuple(entry["node_sizes"]), entry["device"])
+    layout = Layout(entry["mpi"], tuple(entry["node_sizes"]), entry["device"])
+    kinds = [type(layout.mpi), type(layout.device), *map(type, layout.node_sizes)]
+    if kinds[:2] != [str, str] or {*kinds[2:]} - {int}:
+        raise TypeError(f"{layout} is not the layout of a job")
+    return layout
 
 
 def _table(rows_of: Mapping[str, Any]) -> Table:

@@ -22,17 +22,17 @@ def list_files(
     """Return the files of a path, a pattern or several paths."""
     if not isinstance(files, str | bytes | os.PathLike):
         several = _listed("files must be a path, a pattern or a list of paths", files)
-        paths = [Path(validation.path("each of files", f)).absolute() for f in several]
+        paths = [validation.absolute("each of files", file) for file in several]
         if not paths:
             raise ArgumentError("files must name at least one file, not []")
         return paths
     pattern = validation.path("files", files)
     if not glob.has_magic(pattern) or os.path.exists(pattern):
-        return [Path(pattern).absolute()]
+        return [validation.absolute("files", pattern)]
     matches = sorted(glob.glob(pattern))
     if not matches:
         raise DataError(f"no file matches {pattern!r}")
-    return [Path(file).absolute() for file in matches]
+    return [validation.absolute("files", file) for file in matches]
 
 
 def check_names(

@@ -128,12 +128,14 @@ def _shown(value: Any) -> str:
 
 def _tuned(given: Path | None, environ: Mapping[str, str]) -> list[Row]:
     """Return a row for each table of the tuning file, or one on the default."""
-    from mpidist.comm.transports.tuning_file import read_tables, table_path
+    from mpidist.comm.transports.tuning_file import table_path, tables_in_use
     from mpidist.util.available_memory import as_text
 
-    path = given or table_path(environ)
+    if given is not None:
+        environ = {**environ, TRANSPORTS.name: str(given)}
+    path = table_path(environ)
     try:
-        tables = read_tables(path)
+        tables = tables_in_use(environ)
     except LaunchError as error:
         return [Row("transports", str(path), "error", str(error))]
     rows = []

@@ -66,6 +66,9 @@ def _tune(given: argparse.Namespace) -> int:
 
     exit_handling.abort_on_exception()
     path = given.output or table_path()
+    if path is None:
+        arguments.complain("tune", "there is no home directory: name a file, --output")
+        return 2
     found = tune(path, given.largest_bytes, given.repetitions)
     if "table" not in found:
         arguments.complain(

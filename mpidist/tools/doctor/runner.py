@@ -41,6 +41,7 @@ from mpidist.tools.doctor.results import (
     to_text,
     worst,
 )
+from mpidist.util.files import replace_file
 
 __all__ = ["Request", "run"]
 
@@ -260,7 +261,8 @@ class _Runner:
                     sys.stdout.reconfigure(errors="backslashreplace")
                 print(text, flush=True)
             else:
-                Path(str(path)).write_text(f"{text}\n")
+                with replace_file(Path(str(path))) as file:
+                    file.write(f"{text}\n".encode())
         except OSError as error:
             print(f"python -m mpidist doctor: error: {error}", file=sys.stderr)
             status = 1
