@@ -54,7 +54,7 @@ def tick_text(number: float) -> str:
 
 def _ticks(most: float, count: int = 5) -> list[float]:
     """Return round numbers from 0 to a little more than `most`."""
-    if most <= 0:
+    if most < 1e-200:  # it may have come from a file
         return [0.0, 1.0]
     rough = most / count
     power = 10.0 ** math.floor(math.log10(rough))

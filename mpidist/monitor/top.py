@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpidist.errors import DataError
 from mpidist.monitor.page import PARTS
 from mpidist.monitor.report import how_ended, slowest_rank, step_parts
 from mpidist.monitor.trace_reader import read_statuses
@@ -22,34 +23,33 @@ _MARKS = dict(zip(PARTS, "#+=.*"))
 _LEAST_COLUMNS, _MOST_COLUMNS = 8, 50
 
 
-def top(folder: Path, seconds: float | None) -> int:
+def top(folder: Path, seconds: float | None) -> None:
     """Print a table of the ranks, again and again until the job has ended.
 
     Args:
       folder: of the timeline.
       seconds: interval of updates; None prints once.
 
-    Returns: the exit status.
+    Raises:
+      DataError: the folder has no timeline, or it cannot be read.
     """
     is_terminal = sys.stdout.isatty()
     while True:
         statuses = read_statuses(folder)
         columns, lines = shutil.get_terminal_size()
         if not statuses:
-            print(
-                f"python -m mpidist top: {folder} has no timeline of a job; run it "
-                f"with MPIDIST_TIMELINE={folder}",
-                file=sys.stderr,
+            raise DataError(
+                f"{folder} has no timeline of a job; run it with "
+                f"MPIDIST_TIMELINE={folder}"
             )
-            return 1
         text = table(statuses, time.time(), columns, lines if is_terminal else None)
         print((_CLEAR if is_terminal and seconds else "") + text, flush=True)
         if seconds is None or how_ended(statuses):
-            return 0
+            return
         try:
             time.sleep(seconds)
         except KeyboardInterrupt:
-            return 0
+            return
 
 
 def table(

@@ -11,11 +11,59 @@ from typing import Any, NamedTuple
 
 from mpidist.errors import DataError
 from mpidist.monitor.clock_samples import ClockSample, drift_ppm, error_ns, offset_at
-from mpidist.util.files import replace_file
+from mpidist.util.files import open_regular, read_regular, replace_file
+from mpidist.util.schemas import COUNT, INTEGER, SECONDS, SIGNED, Number, conform
+from mpidist.util.settings import decimal
 
 __all__ = ["RankTrace", "Step", "merge", "read_statuses", "read_traces"]
 
 _GZIP = 16 + zlib.MAX_WBITS
+_PIECE_BYTES = 1 << 20
+_MOST_LINE_BYTES = 64 << 20  # of one event
+# What may be wrong with a file
+_DAMAGE = (OSError, ValueError, RecursionError)
+
+_RANK = Number(0, 1 << 31)
+_RANKS = Number(1, 1 << 31)
+_POSITIVE = Number(1e-12, 1e11, is_integer=False)
+_ABOUT = {"began": SECONDS, "job": str}
+_CLOCK = {"offset_ns": INTEGER, "error_ns": COUNT}
+_STEP = {
+    "step": COUNT,
+    "one_of": Number(1, COUNT.most),
+    **dict.fromkeys(("input", "communication", "waiting", "checkpoint"), SIGNED),
+}
+# Of `Timeline`'s status: what `top` and the report use of `Strategy.statistics`
+_STATUS = {
+    **_ABOUT,
+    "rank": _RANK,
+    "ranks": _RANKS,
+    "state": str,
+    "time": SECONDS,
+    "one_of_steps": Number(1, COUNT.most),
+    "host": str,
+    "seconds": SECONDS,
+    "steps": COUNT,
+    "epochs": COUNT,
+    "has_cache": bool,
+    "first_step_seconds": SECONDS,
+    "step_seconds": {"mean": SECONDS},
+    "step_histogram": [(_POSITIVE, _POSITIVE, COUNT)],
+    "measured_seconds": SECONDS,
+    "parts": dict.fromkeys(
+        ("compute", "communication", "input", "checkpoint"), SECONDS
+    ),
+    "waiting_seconds": SECONDS,
+    "waiting_for": {str: SECONDS},
+    "operations": {
+        str: {
+            "calls": COUNT,
+            "seconds": SECONDS,
+            "waiting_seconds": SECONDS,
+            "bytes": {str: COUNT},
+        }
+    },
+}
 
 
 class Step(NamedTuple):
@@ -85,7 +133,7 @@ class RankTrace(NamedTuple):
         found = []
         for event in self._events(b'"step"'):
             if event.get("cat") == "step":
-                args = event["args"]
+                args = _conform(self.path, event.get("args"), _STEP)
                 parts = [args[name] / 1e6 for name in Step._fields[4:]]
                 when, took = event["ts"] / 1e6, event["dur"] / 1e6
                 found.append(Step(args["step"], when, took, args["one_of"], *parts))
@@ -109,19 +157,15 @@ def read_traces(folder: Path) -> list[RankTrace]:
       DataError: the folder has no timeline, or it cannot be read.
     """
     found = []
-    paths = folder.glob("timeline-*.json.gz")
-    for path in sorted(path for path in paths if path.is_file()):
-        try:
-            trace = _read_trace(path)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path} is not a timeline: {error!r}") from None
+    for path in sorted(folder.glob("timeline-*.json.gz")):
+        trace = _read_trace(path)
         if trace is not None:
             found.append(trace)
     if not found:
         raise DataError(
             f"{folder} has no timeline; run the job with MPIDIST_TIMELINE={folder}"
         )
-    last = max(found, key=lambda trace: float(trace.about["began"])).about["job"]
+    last = max(found, key=lambda trace: trace.about["began"]).about["job"]
     return [trace for trace in found if trace.about["job"] == last]
 
 
@@ -130,17 +174,29 @@ def _read_trace(path: Path) -> RankTrace | None:
     end: dict[str, Any] = {}
     clock, rank = [], -1
     for event in _events(path, b'"M"', b'"clock"'):
+        args = event.get("args")
         if event["ph"] == "M":
             rank = event["pid"]
             if event["name"] == "mpidist":
-                about = event["args"]
+                about = _conform(path, args, _ABOUT)
             elif event["name"] == "mpidist_end":
-                end = event["args"]
-        elif event["name"] == "clock":
-            args = event["args"]
-            sample = round(1e3 * event["ts"]), args["offset_ns"], args["error_ns"]
-            clock.append(ClockSample(*sample))
-    return RankTrace(rank, about, clock, end, path) if about else None
+                end = _conform(path, args, {"one_of_steps": COUNT, "dropped": COUNT})
+        elif event["name"] == "clock" and "ts" in event:
+            found = _conform(path, args, _CLOCK)
+            when = round(1e3 * event["ts"])
+            clock.append(ClockSample(when, found["offset_ns"], found["error_ns"]))
+    return RankTrace(rank, about, sorted(clock), end, path) if about else None
+
+
+def _conform(path: Path, value: Any, schema: Any) -> Any:
+    try:
+        return conform(value, schema)
+    except ValueError as error:
+        raise _not_a_timeline(path, error) from None
+
+
+def _not_a_timeline(path: Path, error: object) -> DataError:
+    return DataError(f"{path} is not a timeline: {error}")
 
 
 def _events(path: Path, *words: bytes) -> Iterator[dict[str, Any]]:
@@ -151,54 +207,89 @@ def _events(path: Path, *words: bytes) -> Iterator[dict[str, Any]]:
       words: if there are any, events with none of them may be left out, as parsing
         takes most of the time.
     """
-    for line in _lines(path):
-        text = line.strip().rstrip(b",")
-        if text in (b"", b"[", b"]"):
-            continue
-        if words and not any(word in text for word in words):
-            continue
-        try:
-            yield json.loads(text)
-        except ValueError:  # cut off
-            return
+    try:
+        for line in _lines(path):
+            text = line.strip().rstrip(b",")
+            if text in (b"", b"[", b"]"):
+                continue
+            if words and not any(word in text for word in words):
+                continue
+            try:
+                event = json.loads(text)
+            except (ValueError, RecursionError):  # cut off
+                return
+            if not _is_event(event):
+                raise _not_a_timeline(path, "a line is no event")
+            yield event
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def _is_event(event: Any) -> bool:
+    """Return whether this is an event; a trace has too many of them for `conform`."""
+    if type(event) is not dict or type(event.get("pid")) is not int:
+        return False
+    if type(event.get("ph")) is not str or type(event.get("name")) is not str:
+        return False
+    times = [event[key] for key in ("ts", "dur") if key in event]
+    return all(
+        type(time) in (int, float) and abs(time) <= SIGNED.most for time in times
+    ) and (len(times) == 2 or event["ph"] != "X")
 
 
 def _lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of compressed blocks, as far as they can be read."""
     rest = b""
-    with path.open("rb") as file:
+    with open(open_regular(path), "rb") as file:
         inflate = zlib.decompressobj(_GZIP)
-        data = file.read(1 << 20)
-        while data:
+        data = file.read(_PIECE_BYTES)
+        while data and len(rest) < _MOST_LINE_BYTES:
             try:
-                text = rest + inflate.decompress(data)
+                text = rest + inflate.decompress(data, _PIECE_BYTES)
             except zlib.error:
                 break
             *lines, rest = text.split(b"\n")
             yield from lines
-            data = inflate.unused_data
+            data = inflate.unconsumed_tail
             if inflate.eof:
+                data = inflate.unused_data
                 inflate = zlib.decompressobj(_GZIP)
-            data = data or file.read(1 << 20)
+            data = data or file.read(_PIECE_BYTES)
     yield rest
 
 
 def read_statuses(folder: Path) -> list[dict[str, Any]]:
-    """Return the progress of each rank of the last job; empty if there is none."""
-    found = []
-    for path in sorted(folder.glob("status-*.json")):
-        try:
-            status = json.loads(path.read_text())
-        except (OSError, ValueError):  # perhaps it is being replaced
-            continue
-        if isinstance(status, dict) and {"began", "job", "rank"} <= status.keys():
-            found.append(status)
+    """Return the progress of each rank of the last job; empty if there is none.
+
+    Raises:
+      DataError: a file with the name of one is damaged, or of something else.
+    """
+    read = map(_read_status, sorted(folder.glob("status-*.json")))
+    found = [status for status in read if status is not None]
     if not found:
         return []
-    job = max(found, key=lambda one: float(one["began"]))["job"]
-    return sorted(
-        (one for one in found if one["job"] == job), key=lambda one: int(one["rank"])
-    )
+    job = max(found, key=lambda one: one["began"])["job"]
+    by_rank = {one["rank"]: one for one in found if one["job"] == job}
+    if len(by_rank) < sum(one["job"] == job for one in found):
+        raise DataError(f"{folder} has two statuses of one rank")
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def _read_status(path: Path) -> dict[str, Any] | None:
+    """Return the content of a file; None if it has gone, or is not of a timeline."""
+    try:
+        found = json.loads(read_regular(path))
+        if type(found) is not dict or not {"began", "job", "rank"} <= found.keys():
+            return None
+        status: dict[str, Any] = conform(found, _STATUS)
+        for rank in [str(status["rank"]), *status["waiting_for"]]:
+            if (number := decimal(rank)) is None or number >= status["ranks"]:
+                raise ValueError(f"there is no rank {rank}")
+    except FileNotFoundError:
+        return None
+    except _DAMAGE as error:
+        raise DataError(f"{path} is not the status of a rank: {error}") from None
+    return status
 
 
 def merge(folder: Path, output: Path) -> int:

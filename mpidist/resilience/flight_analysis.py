@@ -21,10 +21,26 @@ from mpidist.comm.consensus.flight_files import (
 )
 from mpidist.comm.consensus.signatures import group_by_rank, name_ranks
 from mpidist.errors import DataError
+from mpidist.util.files import read_regular
+from mpidist.util.schemas import COUNT, INTEGER, SECONDS, Number, conform
 
 __all__ = ["Flight", "compare", "read_flights"]
 
 _SUFFIX = ".jsonl"
+_HEADER = {
+    "channel": COUNT,
+    "rank": COUNT,
+    "members": [COUNT],
+    "time": SECONDS,
+    "monotonic_ns": INTEGER,
+}
+_KIND = {
+    "kind": COUNT,
+    "operation": str,
+    "site": str,
+    "agreed": {str: str},
+    "digest": Number(-(1 << 64), 1 << 64),
+}
 
 
 class Recorded(NamedTuple):
@@ -104,22 +120,22 @@ def _files_of(path: Path) -> list[Path]:
 
 def _read(path: Path) -> Flight:
     try:
-        header, *lines = _lines(path.read_text())
-        if header["format"] != FORMAT:
-            raise ValueError(f"format {header['format']}, not {FORMAT}")
-        kinds = {int(line["kind"]): line for line in lines}
-        for kind in lines:
-            kind["operation"], kind["site"], kind["agreed"].items(), kind["digest"]
-        offset = float(header["time"]) - header["monotonic_ns"] / 1e9
-        words = np.fromfile(path.with_suffix(".ring"), np.int64)
+        first, *others = [*_lines(read_regular(path).decode())] or [None]
+        number = conform(first, {"format": COUNT})["format"]
+        if number != FORMAT:
+            raise ValueError(f"format {number}, not {FORMAT}")
+        header = conform(first, _HEADER)
+        lines = [conform(line, _KIND) for line in others]
+        kinds = {line["kind"]: line for line in lines}
+        offset = header["time"] - header["monotonic_ns"] / 1e9
+        words = np.frombuffer(read_regular(path.with_suffix(".ring")), np.int64)
         calls = dict(_calls(words.reshape(-1, WORDS), kinds, offset))
-        members = tuple(map(int, header["members"]))
-        channel, rank = int(header["channel"]), int(header["rank"])
-        return Flight(channel, rank, members, kinds, calls)
+        members = tuple(header["members"])
+        return Flight(header["channel"], header["rank"], members, kinds, calls)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise DataError(f"{path} is not a flight recorder dump: {error!r}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not a flight recorder dump: {error}") from None
 
 
 def _lines(text: str) -> Iterator[Any]:

@@ -1,10 +1,10 @@
-"""One-line reprs, of what is known without reading files or communicating."""
+"""One-line reprs, of what is known without reading files; text for terminals."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["MOST_CHARACTERS", "counted", "one_line"]
+__all__ = ["MOST_CHARACTERS", "counted", "one_line", "printable"]
 
 MOST_CHARACTERS = 120
 
@@ -26,6 +26,19 @@ def one_line(thing: object, describe: Callable[[], str]) -> str:
     if len(text) > most:
         text = f"{text[: most - 3]}..."
     return f"<{name}: {text}>"
+
+
+def printable(text: str, kept: str = "") -> str:
+    """Return text for a terminal: control characters, other than `kept`, are escaped.
+
+    So are characters that change the direction of text, or are not valid Unicode.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c in kept or c.isprintable() else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 def counted(number: int, word: str, plural: str = "") -> str:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from mpidist.errors import LaunchError
 from mpidist.util import logs
 from mpidist.util.files import read_regular, replace_file, user_directory
+from mpidist.util.schemas import COUNT, conform
 from mpidist.util.settings import TRANSPORTS
 
 __all__ = [
@@ -32,9 +33,17 @@ __all__ = [
 Table = Mapping[str, Sequence[tuple[int, str]]]
 
 _FORMAT = 1
-# Errors of parsing an invalid file
-_NO_TABLES = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 METHODS = ("allreduce", "allgatherv", "broadcast")
+_CONTENT = {
+    "tables": [
+        {
+            "mpi": str,
+            "node_sizes": [COUNT],
+            "device": str,
+            "table": {method: [(COUNT, str)] for method in METHODS},
+        }
+    ]
+}
 
 
 class Layout(NamedTuple):
@@ -134,9 +143,9 @@ def read_tables(path: Path) -> list[tuple[Layout, Table]]:
         raise LaunchError(
             f"the tuning file {path} cannot be read{_said_by(path)}: {error}"
         ) from None
-    except (*_NO_TABLES, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise LaunchError(
-            f"{path}{_said_by(path)} is not a tuning file ({error!r}); delete it, or "
+            f"{path}{_said_by(path)} is not a tuning file ({error}); delete it, or "
             "write it again with `python -m mpidist tune`"
         ) from None
 
@@ -148,24 +157,19 @@ def _said_by(path: Path) -> str:
 
 def _parse(text: bytes) -> list[tuple[Layout, Table]]:
     content = json.loads(text)
-    if content["format"] != _FORMAT:
-        raise ValueError(f"format {content['format']}, not {_FORMAT}")
-    return [(_layout(entry), _table(entry["table"])) for entry in content["tables"]]
+    number = conform(content, {"format": COUNT})["format"]
+    if number != _FORMAT:
+        raise ValueError(f"format {number}, not {_FORMAT}")
+    entries = conform(content, _CONTENT)["tables"]
+    return [(_layout(entry), _table(entry["table"])) for entry in entries]
 
 
 def _layout(entry: Mapping[str, Any]) -> Layout:
-    layout = Layout(entry["mpi"], tuple(entry["node_sizes"]), entry["device"])
-    kinds = [type(layout.mpi), type(layout.device), *map(type, layout.node_sizes)]
-    if kinds[:2] != [str, str] or {*kinds[2:]} - {int}:
-        raise TypeError(f"{layout} is not the layout of a job")
-    return layout
+    return Layout(entry["mpi"], tuple(entry["node_sizes"]), entry["device"])
 
 
 def _table(rows_of: Mapping[str, Any]) -> Table:
-    table = {
-        method: [(int(edge), str(name)) for edge, name in rows_of[method]]
-        for method in METHODS
-    }
+    table = {m: [(edge, name) for edge, name in rows_of[m]] for m in METHODS}
     for method, rows in table.items():
         edges = [edge for edge, _ in rows]
         if not edges or edges[0] != 0 or edges != sorted(set(edges)):

@@ -8,19 +8,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpidist.util.representation import printable
+
 __all__ = [
     "Commands",
     "add_command",
     "complain",
+    "integer",
     "is_console_script",
-    "not_negative",
     "of_files",
     "path",
-    "positive",
     "program_name",
     "seconds",
 ]
 
+LARGEST = (1 << 63) - 1  # of the integers in arrays
 Commands = Any  # argparse has no public name for what `add_subparsers` returns
 # As shtab's FILE, for which it need not be there
 _FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
@@ -70,7 +72,8 @@ def add_command(
 
 def complain(command: str, error: object) -> None:
     """Write the error of a command to stderr."""
-    print(f"{program_name()} {command}: error: {error}", file=sys.stderr)
+    text = printable(str(error), "\n")
+    print(f"{program_name()} {command}: error: {text}", file=sys.stderr)
 
 
 def of_files(action: argparse.Action) -> None:
@@ -93,18 +96,15 @@ def seconds(text: str) -> float:
     return number
 
 
-def positive(text: str) -> int:
-    """Return an integer from 1 on."""
-    return _at_least(1, text)
+def integer(least: int, most: int = LARGEST) -> Callable[[str], int]:
+    """Return a function that returns an integer between two bounds."""
 
+    def parse(text: str) -> int:
+        number = int(text)
+        if not least <= number <= most:
+            bound = f">= {least}" if number < least else f"<= {most}"
+            raise argparse.ArgumentTypeError(f"must be {bound}, not {text}")
+        return number
 
-def not_negative(text: str) -> int:
-    """Return an integer from 0 on."""
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    number = int(text)
-    if number < least:
-        raise argparse.ArgumentTypeError(f"must be >= {least}, not {number}")
-    return number
+    parse.__name__ = "integer"  # in argparse's messages
+    return parse

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from mpidist.errors import LaunchError
 from mpidist.tools.cli import arguments
+from mpidist.util.representation import printable
 from mpidist.util.settings import SETTINGS, TRANSPORTS, Setting, resolve, unknown_names
 
 __all__ = ["Row", "add", "make_rows", "manual_page"]
@@ -85,7 +86,7 @@ def _config(given: argparse.Namespace) -> int:
         print(
             json.dumps([row._asdict() for row in rows], indent=1)
             if given.json
-            else _as_text(rows)
+            else printable(_as_text(rows), "\n")
         )
     return int(any(row.source == "error" for row in rows))
 

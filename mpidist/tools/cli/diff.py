@@ -41,7 +41,7 @@ def _diff(given: argparse.Namespace) -> int:
 
     try:
         lines, is_same = compare(read_flights(given.dumps))
-    except DataError as error:
+    except (DataError, OSError) as error:
         arguments.complain("diff", error)
         return 2
     print("\n".join(lines))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 
 from mpidist.tools.cli import arguments
+from mpidist.util.representation import printable
 
 __all__ = ["add"]
+
+_MOST_RANKS = 1 << 17  # each takes some 50 us
 
 _PLAN = """Show what each rank of a job will read: rows, bytes, files, steps.
 
@@ -42,17 +45,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--batch",
-        type=arguments.positive,
+        type=arguments.integer(1),
         required=True,
         metavar="N",
         help="global batch size",
     )
     add(
         "--ranks",
-        type=arguments.positive,
+        type=arguments.integer(1, _MOST_RANKS),
         required=True,
         metavar="R",
-        help="of the job",
+        help=f"of the job, up to {_MOST_RANKS:,}",
     )
     add(
         "--datasets",
@@ -72,13 +75,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, metavar="SEED", help="of the shuffle")
     add(
         "--window-chunks",
-        type=arguments.not_negative,
+        type=arguments.integer(0),
         metavar="CHUNKS",
         help="see Dataset.shuffle; 0 permutes exactly",
     )
     add(
         "--ranks-per-node",
-        type=arguments.positive,
+        type=arguments.integer(1),
         metavar="K",
         help="adds a line on nodes",
     )
@@ -110,8 +113,9 @@ def _plan(given: argparse.Namespace) -> int:
     )
     try:
         plan = make_plan(request)
-    except (ArgumentError, DataError) as error:
+    except (ArgumentError, DataError, OSError) as error:
         arguments.complain("plan", error)
-        return 1 if isinstance(error, DataError) else 2
-    print(to_json(plan) if given.json else to_text(plan))
+        return 2 if isinstance(error, ArgumentError) else 1
+    # Names in the files may have control characters
+    print(to_json(plan) if given.json else printable(to_text(plan), "\n"))
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from mpidist.tools.cli import arguments
@@ -30,6 +31,7 @@ def add(commands: arguments.Commands) -> None:
         ["mpidist report timeline -o report.html --trace trace.json.gz"],
         _REPORT_END,
     )
+    parser.set_defaults(usage_error=parser.error)
     add = parser.add_argument
     arguments.of_files(add("folder", type=Path, metavar="FOLDER", help="of a timeline"))
     arguments.of_files(
@@ -52,8 +54,21 @@ def add(commands: arguments.Commands) -> None:
     )
 
 
+def _require_free(given: argparse.Namespace) -> None:
+    """Refuse outputs that would overwrite each other, or the timeline."""
+    outputs = [path for path in (given.output, given.trace) if path is not None]
+    whole = [Path(os.path.realpath(path)) for path in outputs]
+    if len({*whole}) < len(whole):
+        given.usage_error("--output and --trace name the same file")
+    for path in whole:
+        is_inside = path.parent == Path(os.path.realpath(given.folder))
+        if is_inside and any(map(path.match, ("status-*.json", "timeline-*.json.gz"))):
+            given.usage_error(f"{path} is a file of the timeline")
+
+
 def _report(given: argparse.Namespace) -> int:
     """Write the page, and return the exit status."""
+    _require_free(given)
     from mpidist.errors import DataError
     from mpidist.monitor.report import report
     from mpidist.monitor.trace_reader import merge

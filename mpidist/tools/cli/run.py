@@ -38,7 +38,7 @@ def add(commands: arguments.Commands) -> None:
     add(
         "-n",
         "--ranks",
-        type=arguments.positive,
+        type=arguments.integer(1, (1 << 31) - 1),
         metavar="N",
         help="number of ranks; in Slurm by default the allocated tasks",
     )

@@ -39,6 +39,12 @@ def add(commands: arguments.Commands) -> None:
 
 def _top(given: argparse.Namespace) -> int:
     """Show a job until it ends, and return the exit status."""
+    from mpidist.errors import DataError
     from mpidist.monitor.top import top
 
-    return top(given.folder, None if given.once else given.seconds)
+    try:
+        top(given.folder, None if given.once else given.seconds)
+    except (DataError, OSError) as error:
+        arguments.complain("top", error)
+        return 1
+    return 0

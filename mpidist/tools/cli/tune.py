@@ -43,14 +43,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--largest-bytes",
-        type=arguments.positive,
+        type=arguments.integer(1, 1 << 40),
         default=64 << 20,
         metavar="N",
         help="largest size to measure (default 64 MiB)",
     )
     add(
         "--repetitions",
-        type=arguments.positive,
+        type=arguments.integer(1, 1_000_000),
         default=9,
         metavar="N",
         help="(default 9)",
