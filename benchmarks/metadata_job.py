@@ -26,7 +26,7 @@ from input_files import NAME
 from mpi4py import MPI
 
 import mpidist
-from mpidist.data.hdf5 import files
+from mpidist.util import mounts
 
 
 def with_mpidist(
@@ -34,9 +34,9 @@ def with_mpidist(
 ) -> Iterator[Any]:
     """Yield this rank's rows of each batch, by this library. Collective.
 
-    Read as on a network file system: not by memory maps, which are for local ones.
+    Read as on a network file system, where states of files are looked at less often.
     """
-    files._LOCAL_FILE_SYSTEMS = frozenset()
+    mounts.LOCAL_FILE_SYSTEMS = frozenset()
     data = mpidist.Dataset.from_hdf5(options.folder / "*.h5", NAME).shuffle(seed=0)
     yield from each_batch(strategy, data, options)
 

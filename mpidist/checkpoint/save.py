@@ -35,7 +35,8 @@ from mpidist.device import arrays
 from mpidist.device.memory import Pinned
 from mpidist.errors import CheckpointError, RankLostError
 from mpidist.strategy.strategy import Strategy
-from mpidist.util.files import AtomicFile, lateness
+from mpidist.util.files import AtomicFile
+from mpidist.util.mounts import lateness
 
 __all__ = ["Saver", "Saving", "finish_all", "finish_lost", "require_visible"]
 

@@ -178,6 +178,8 @@ class Dataset(Transformations, metaclass=_DatasetType):
     def from_hdf5(
         files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         datasets: str | Sequence[str] | Mapping[str, str],
+        *,
+        allow_short_external: bool = False,
     ) -> Dataset:
         """Return a dataset of the rows of HDF5 datasets, file after file.
 
@@ -187,14 +189,18 @@ class Dataset(Transformations, metaclass=_DatasetType):
           datasets: the name of an HDF5 dataset `(rows, *shape)` gives arrays; a list of
             names gives tuples, a dict of names gives dicts. The datasets of a file have
             the same number of rows; dtypes and row shapes are equal in all files.
+          allow_short_external: whether raw files of external storage may end before
+            their rows, which are then zeros; otherwise that is an error.
+
+        Rows of chunks that were never written have the fill value, as in HDF5.
 
         Raises, when the dataset is first used:
           DataError: a file or a dataset is missing, cannot be read, or does not match
             the other files.
         """
-        return Dataset(
-            SourceMapDataset(Hdf5Rows(list_files(files), check_names(datasets)))
-        )
+        allow = validation.switch("allow_short_external", allow_short_external)
+        rows = Hdf5Rows(list_files(files), check_names(datasets), allow)
+        return Dataset(SourceMapDataset(rows))
 
     @staticmethod
     def zip(*args: Any, datasets: Any = None, name: str | None = None) -> Dataset:

@@ -32,10 +32,10 @@ from mpidist.util import validation
 from mpidist.util.files import (
     SHARD_PATTERN,
     AtomicHdf5File,
-    lateness,
     shard_name,
     sync_directory,
 )
+from mpidist.util.mounts import lateness
 from mpidist.util.representation import one_line
 
 __all__ = ["Hdf5Writer"]

@@ -18,13 +18,10 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "LOCAL_FILE_SYSTEMS",
     "SHARD_PATTERN",
     "AtomicFile",
     "AtomicHdf5File",
-    "file_system",
     "is_abandoned",
-    "lateness",
     "open_regular",
     "read_regular",
     "replace_file",
@@ -34,10 +31,6 @@ __all__ = [
     "user_directory",
 ]
 
-# File systems that only this kernel writes to, so leases exclude all writers
-LOCAL_FILE_SYSTEMS = frozenset(
-    ["btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"]
-)
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -321,33 +314,3 @@ SHARD_PATTERN = r"-\d{5,}-of-\d{5,}"
 def shard_name(stem: str, rank: int, ranks: int, suffix: str) -> str:
     """Return the name of one rank's file of an output that `ranks` ranks write."""
     return f"{stem}-{rank:05}-of-{ranks:05}{suffix}"
-
-
-def lateness(directory: Path, most_seconds: float) -> float:
-    """Return for how many seconds this node may not see what others have written.
-
-    Args:
-      directory: of the files.
-      most_seconds: what network file systems may take. Those of this node alone never
-        show what others write; nor does a directory that is not there.
-    """
-    try:
-        device = directory.stat().st_dev
-    except OSError:
-        return 0.0
-    return 0.0 if file_system(device) in LOCAL_FILE_SYSTEMS else most_seconds
-
-
-def file_system(device: int) -> str:
-    """Return the type of the file system of a device number; "" if unknown."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8") as mounts:
-            for line in mounts:
-                # ID, parent, device, root, mount point, options... - type, source
-                mount, _, kind = line.partition(" - ")
-                if mount.split()[2] == number:
-                    return kind.split()[0]
-    except OSError:
-        return ""
-    return ""

@@ -1,4 +1,4 @@
-"""What iterating over files leaves behind: no thread, no open file, no memory map."""
+"""What iterating over files leaves behind: no thread, no open file."""
 
 from __future__ import annotations
 

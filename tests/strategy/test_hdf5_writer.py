@@ -17,7 +17,8 @@ import mpidist
 from mpidist import Dataset, Hdf5Writer
 from mpidist.data.hdf5.shard_writer import BLOCK_BYTES
 from mpidist.device import binding
-from mpidist.util.files import AtomicHdf5File, file_system
+from mpidist.util import mounts
+from mpidist.util.files import AtomicHdf5File
 
 
 @pytest.fixture
@@ -784,10 +785,9 @@ def test_a_folder_that_the_ranks_do_not_share_is_an_error(
 ):
     if comm.size == 1:
         pytest.skip("one rank shares its folder with itself")
-    device = tmp_path.stat().st_dev
-    # Which no network shows: not waited for
-    local = {file_system(device)}
-    monkeypatch.setattr("mpidist.util.files.LOCAL_FILE_SYSTEMS", local)
+    # A folder that no network shows is not waited for
+    local = {mount.kind for mount in mounts.read_mounts()}
+    monkeypatch.setattr(mounts, "LOCAL_FILE_SYSTEMS", local)
     monkeypatch.setattr("mpidist.strategy.hdf5_writer._VISIBLE_SECONDS", math.inf)
     monkeypatch.chdir(tmp_path)  # another one on each rank
     message = r"rank 0 does not see features-00001.*\.tmp, which rank 1 wrote"

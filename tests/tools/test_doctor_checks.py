@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mpidist.tools.doctor import file_systems
 from mpidist.tools.doctor.children import Child, run_checks
 from mpidist.tools.doctor.evaluate import RankFacts, evaluate
-from mpidist.tools.doctor.file_systems import Mount, PathFacts, find_mount, look, write
+from mpidist.tools.doctor.file_systems import PathFacts, look, write
 from mpidist.tools.doctor.gpu_checks import (
     GpuChoice,
     GpuFacts,
@@ -51,6 +51,7 @@ from mpidist.tools.doctor.results import (
     name_ranks,
     to_text,
 )
+from mpidist.util.mounts import Mount
 
 OK, WARN, FAIL = Status.OK, Status.WARN, Status.FAIL
 GIB = 1 << 30
@@ -76,36 +77,6 @@ def test_values_by_rank():
     assert by_rank({0: "a", 1: "b", 2: "b"}) == "rank 0: a; ranks 1-2: b"
     assert name_each({3: "a"}) == "rank 3: a"
     assert by_rank(dict(enumerate("abcdefgh"))).endswith("; and 2 more")
-
-
-MOUNTS = r"""21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
-30 21 0:40 / /scratch rw,noatime - lustre 10.0.0.1@o2ib:/fs rw,flock,lazystatfs
-31 21 0:41 / /home\040of/all rw - nfs4 server:/home rw,vers=4.2,local_lock=none
-32 30 0:42 / /scratch/tmp rw - tmpfs tmpfs rw
-33 30 0:43 / /scratch/tmp ro - xfs /dev/sdb ro
-garbage
-"""
-
-
-@pytest.mark.parametrize(
-    ("path", "kind", "option"),
-    [
-        ("/", "ext4", "relatime"),
-        ("/scratchy/x", "ext4", "rw"),
-        ("/scratch/a/b", "lustre", "flock"),
-        ("/home of/all/x", "nfs4", "vers=4.2"),
-        ("/scratch/tmp/x", "xfs", "ro"),
-    ],
-)
-def test_the_mount_of_a_path(path, kind, option):
-    mount = find_mount(MOUNTS, path)
-    assert mount.kind == kind
-    assert option in mount.options
-
-
-@given(st.text(max_size=200))
-def test_any_table_of_mounts(table):
-    find_mount(table, "/x")
 
 
 def test_looking_and_writing(tmp_path):

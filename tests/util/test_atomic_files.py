@@ -15,7 +15,6 @@ from mpi4py import MPI
 import mpidist
 from mpidist.comm import device_info
 from mpidist.comm.transports.tuning_file import Layout, find_table, write_table
-from mpidist.util import files
 from mpidist.util.files import (
     SHARD_PATTERN,
     AtomicFile,
@@ -134,13 +133,3 @@ def test_names_of_shards_are_recognised(rank, ranks):
     name = shard_name("x.v1", rank, ranks, ".h5")
     assert re.fullmatch(rf"x\.v1{SHARD_PATTERN}\.h5", name)
     assert f"{rank:05}-of-{ranks:05}" in name
-
-
-def test_only_network_file_systems_show_files_late(tmp_path, monkeypatch):
-    kind = files.file_system(tmp_path.stat().st_dev)
-    assert kind
-    monkeypatch.setattr(files, "LOCAL_FILE_SYSTEMS", {kind})
-    assert files.lateness(tmp_path, 10.0) == 0.0
-    monkeypatch.setattr(files, "LOCAL_FILE_SYSTEMS", {"another"})
-    assert files.lateness(tmp_path, 10.0) == 10.0
-    assert files.lateness(tmp_path / "missing", 10.0) == 0.0

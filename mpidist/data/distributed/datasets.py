@@ -5,10 +5,11 @@ Construction is collective: if the replicas' datasets do not match, all replicas
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpidist.comm.banner import show_input
@@ -416,12 +417,10 @@ def index_own_files(
 
     def index() -> None:
         # Errors name the rank, as other ranks do not have this file.
-        for source in _sources(pipeline):
-            try:
+        with _naming(consensus.rank):
+            for source in _sources(pipeline):
                 files = source.inspect(range(source.file_count))
                 source.adopt(files, consensus.rank, threads)
-            except DataError as error:
-                raise _with_rank(error, consensus.rank) from error
 
     consensus.guard(call, index)
 
@@ -437,32 +436,27 @@ def _share(
 ) -> None:
     """Index every size-th file, and exchange the indexes with all ranks. Collective."""
     consensus, count = extended.consensus, source.file_count
-    own_files = range(consensus.rank, count, consensus.size)
-    # Errors are sent as values: if a rank raised here, the other ranks would wait in
-    # the gather. Round-robin, so the metadata server sees each file once
-    by_rank = consensus.gather(
-        call, [_inspect_one(source, file, consensus.rank) for file in own_files]
-    )
+
+    def inspect() -> list[Any]:
+        # Round-robin, so the metadata server sees each file once
+        with _naming(consensus.rank):
+            return source.inspect(range(consensus.rank, count, consensus.size))
+
+    by_rank = consensus.gather(call, consensus.guard(call, inspect))
     # Restore the order of the files: rank r has indexed r, r + size, ...
     files = [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(count)]
-    for file in files:
-        if isinstance(file, DataError):  # all ranks raise the first file's error
-            raise file
     consensus.guard(call, lambda: source.adopt(files, consensus.rank, threads))
 
 
-def _with_rank(error: DataError, rank: int) -> DataError:
-    named = DataError(f"{error} (on rank {rank})")
-    named.origin_rank = rank  # type: ignore[attr-defined]  # as agree.py has it
-    return named
-
-
-def _inspect_one(source: IndexedSource, file: int, rank: int) -> Any:
-    """Return the index of a file, or the error of reading it."""
+@contextlib.contextmanager
+def _naming(rank: int) -> Iterator[None]:
+    """Name this rank in DataErrors of the block."""
     try:
-        return source.inspect([file])[0]
+        yield
     except DataError as error:
-        return _with_rank(error, rank)
+        named = DataError(f"{error} (on rank {rank})")
+        named.origin_rank = rank  # type: ignore[attr-defined]  # as agree.py has it
+        raise named from error
 
 
 def _threads(extended: ReplicaGroup) -> int:

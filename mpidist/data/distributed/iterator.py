@@ -394,11 +394,15 @@ class DistributedIterator:
 
         In the first step, replicas exchange the specs of their batches.
         """
-        is_first = self._template is None
-        sent: Any = local_batch is not None and (
-            not is_first or BatchSpec.of(local_batch.template)
-        )
-        everyone = self._plan.extended.consensus.gather(_NEXT, (where, sent))
+        is_first, consensus = self._template is None, self._plan.extended.consensus
+
+        def describe() -> Any:
+            return local_batch is not None and (
+                not is_first or BatchSpec.of(local_batch.template)
+            )
+
+        sent = where, consensus.guard(_NEXT, describe)
+        everyone = consensus.gather(_NEXT, sent)
         require_equal(_NEXT, "the place", [place for place, _ in everyone])
         specs = [spec for _, spec in everyone]
         if not any(specs):

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.data.hdf5.chunks import decode
-from mpidist.data.hdf5.files import GAP_BYTES, Map, RawFile, wait_until_seen
+from mpidist.data.hdf5.files import Map, RawFile, wait_until_seen
 from mpidist.data.hdf5.index import (
     DatasetIndex,
     FileIndex,
@@ -78,10 +78,6 @@ def _gather(
 ) -> Any:
     """Return the bytes of the rows, in the order of the chunks across a row."""
     size_bytes, step = index.chunk_row_bytes, index.chunk[0]
-    # Contiguous data: the place of a row is offset + row * size.
-    if not index.is_chunked and not index.fill:
-        offset = int(index.offsets[0])
-        return file.take(offset, size_bytes, rows, buffers, parallel)
     # Several chunks side by side make up a row; `across` is how many.
     across = math.prod(index.grid[1:])
     chunks, inside = np.divmod(rows, step)
@@ -167,15 +163,13 @@ def _chunk(index: DatasetIndex, file: RawFile, number: int) -> Any:
     # Equal sizes may also mean that compression saved nothing: then HDF5 decides.
     if is_edge and stored == size_bytes and not skipped:
         return None
+    data = file.read(int(index.offsets[number]), stored)
+    decoded = decode(data, index.filters, skipped, size_bytes)
+    return decoded.view(index.dtype).reshape(index.chunk)
 
-    def read_chunk(data: Any) -> Any:
-        decoded = decode(data, index.filters, skipped, size_bytes)
-        # The buffer is only valid during this call
-        is_view = np.may_share_memory(decoded, np.frombuffer(data, np.uint8))
-        return decoded.copy() if is_view else decoded
 
-    data = file.read(int(index.offsets[number]), stored, read_chunk)
-    return data.view(index.dtype).reshape(index.chunk)
+# A call of HDF5 costs as much as reading this much
+_GAP_BYTES = 32 << 10
 
 
 def read_by_h5py(dataset: h5py.Dataset, index: DatasetIndex, rows: Rows) -> Any:
@@ -185,7 +179,7 @@ def read_by_h5py(dataset: h5py.Dataset, index: DatasetIndex, rows: Rows) -> Any:
     result = np.empty((wanted.size, *index.row_shape), index.native)
     row_bytes = max(1, index.row_bytes)
     # Small gaps are read along: one call costs more than a few unwanted bytes.
-    gaps = np.flatnonzero((np.diff(wanted) - 1) * row_bytes > GAP_BYTES) + 1
+    gaps = np.flatnonzero((np.diff(wanted) - 1) * row_bytes > _GAP_BYTES) + 1
     for first, last in itertools.pairwise([0, *gaps.tolist(), wanted.size]):
         if first < last:
             start, stop = int(wanted[first]), int(wanted[last - 1]) + 1
@@ -341,7 +335,7 @@ class OpenFiles:
     def close(self) -> None:
         """Close all files; a read of bytes in another thread still completes."""
         with self._lock:
-            # Maps of raw files stay alive as long as readers hold them.
+            # Raw files stay open as long as readers hold them.
             self._raw.clear()
             while self._hdf5:
                 self._hdf5.popitem()[1].close()

@@ -1,26 +1,19 @@
-"""Raw access to the bytes of a file, by memory map or by `pread`.
+"""Raw access to the bytes of a file, by `preadv`.
 
-On a local file system rows are copied from a memory map. If the file were truncated
-during the copy, SIGBUS would kill the process. So the process holds a read lease while
-it copies (fcntl(2), F_SETLEASE; 1 microsecond): until it is released, the kernel blocks
-any process that opens the file for writing or truncates it. Where the kernel grants no
-lease (another user's file, a file open for writing, a network file system), `pread` is
-used.
+A memory map would be faster for short rows in random order, but a disk error or a file
+that is truncated meanwhile would kill the process by SIGBUS; a read returns an error.
 """
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import itertools
-import mmap
 import os
-import signal
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,14 +21,15 @@ import numpy.typing as npt
 from mpidist.data.hdf5.index import FileState, state_of
 from mpidist.errors import DataError
 from mpidist.util.buffers import Buffers
-from mpidist.util.files import LOCAL_FILE_SYSTEMS, file_system, lateness, open_regular
+from mpidist.util.files import open_regular
+from mpidist.util.mounts import is_local, lateness
 
-__all__ = ["GAP_BYTES", "Map", "RawFile", "wait_until_seen"]
+__all__ = ["Map", "RawFile", "wait_until_seen"]
 
 
-T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
+Spans = npt.NDArray[np.int64]  # `(2, spans)`
 # `map`, or a parallel version of it
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
@@ -46,15 +40,12 @@ _CHECK_SECONDS = 60.0
 # How long it may show a node what another one has changed
 _LATE_SECONDS = 10.0
 _LATE_PAUSE_SECONDS = 0.05
-# Shorter rows: one read and a copy are cheaper than a vector of buffers for the kernel
-_VECTOR_BYTES = 32 << 10
 # Waking a thread costs as much as copying 0.5 MB
 _PIECE_BYTES = 2 << 20
-# For longer rows, copying outweighs the cost of a Python loop
+# A call costs as much as copying this much
+_GAP_BYTES = 8 << 10
+# A call for each longer row costs less than copying them to their places
 _LONG_BYTES = 64 << 10
-# Ranges with smaller gaps are merged into one read of at most _CALL_BYTES
-GAP_BYTES = 32 << 10
-_CALL_BYTES = 8 << 20
 
 
 class RawFile:
@@ -76,9 +67,6 @@ class RawFile:
         self._size_bytes = self.state.size_bytes
         self._identity = _identity(os.fstat(self._descriptor))
         self._checked = time.monotonic()
-        self._lock = threading.Lock()
-        self._map = self._map_bytes() if self._is_local else None
-        self._map_users = 0
 
     def _open(self, expected: FileState) -> None:
         """Open the file, as it was when its index was read.
@@ -89,11 +77,13 @@ class RawFile:
         end = time.monotonic() + _lateness(expected)
         while True:
             try:
-                self._descriptor = open_regular(self._path)
-                error: Exception | None = self._find_change(expected)
-                if error is None:
-                    return
-                os.close(self._descriptor)
+                with contextlib.ExitStack() as closing:
+                    self._descriptor = open_regular(self._path)
+                    closing.callback(os.close, self._descriptor)
+                    error: Exception | None = self._find_change(expected)
+                    if error is None:
+                        closing.pop_all()
+                        return
             except FileNotFoundError as missing:
                 error = missing
             if time.monotonic() >= end:
@@ -103,7 +93,7 @@ class RawFile:
     def _find_change(self, expected: FileState) -> DataError | None:
         """Return an error message if the open file differs from the expected one."""
         self.state = state_of(self._path, self._descriptor)
-        self._is_local = file_system(self.state.device) in LOCAL_FILE_SYSTEMS
+        self._is_local = is_local(self.state.device)
         changes = expected.changes_to(self.state, not self._is_local)
         if not changes:
             return None
@@ -123,54 +113,36 @@ class RawFile:
           size_bytes: of each row.
           buffers: allocates the result.
           parallel: `map`, or a parallel version of it.
+
+        Raises:
+          DataError: they are not within the file, or it was changed.
+          OSError: they cannot be read.
         """
         if offsets.size:
             self._require_inside(int(offsets.max()), size_bytes)
-        destination: Bytes = buffers.empty((offsets.size, size_bytes), _BYTE)
-        if (mapped := self._acquire_map()) is None:
-            self._read_rows(offsets, destination, parallel)
-            return destination
-        try:
-            _copy_rows(mapped, offsets, destination, parallel)
-            return destination
-        finally:
-            self._release_map()
+        rows: Bytes = buffers.empty((offsets.size, size_bytes), _BYTE)
+        order = np.argsort(offsets, kind="stable")
+        ordered = offsets[order]
 
-    def take(
-        self,
-        offset: int,
-        size_bytes: int,
-        rows: Offsets,
-        buffers: Buffers,
-        parallel: Map = map,
-    ) -> Bytes:
-        """Return rows of `size_bytes` of an array that starts at `offset`.
+        def fill(piece: slice) -> None:
+            self._fill(rows, order[piece], ordered[piece])
 
-        Faster than `gather`, for contiguous datasets.
+        list(parallel(fill, _pieces(offsets.size, size_bytes)))
+        self._check_periodically()
+        return rows
+
+    def read(self, offset: int, size_bytes: int) -> bytearray:
+        """Return the bytes at `offset`.
+
+        Raises:
+          DataError: they are not within the file, or it was changed.
+          OSError: they cannot be read.
         """
-        last = int(rows.max()) if rows.size else 0
-        self._require_inside(offset + last * size_bytes, size_bytes)
-        stop = offset + (last + 1) * size_bytes
-        destination: Bytes = buffers.empty((rows.size, size_bytes), _BYTE)
-        if (mapped := self._acquire_map()) is None:
-            self._read_rows(offset + rows * size_bytes, destination, parallel)
-            return destination
-        try:
-            _take_rows(mapped[:stop], offset, rows, destination, parallel)
-            return destination
-        finally:
-            self._release_map()
-
-    def read(self, offset: int, size_bytes: int, use: Callable[[Any], T]) -> T:
-        """Return `use(buffer)` of the bytes at `offset`. `use` must not keep it."""
         self._require_inside(offset, size_bytes)
-        if (mapped := self._acquire_map()) is None:
-            self._check_periodically()
-            return use(self._pread(offset, size_bytes))
-        try:
-            return use(mapped[offset : offset + size_bytes])
-        finally:
-            self._release_map()
+        data = bytearray(size_bytes)
+        self._read_into(memoryview(data), offset)
+        self._check_periodically()
+        return data
 
     def _require_inside(self, offset: int, size_bytes: int) -> None:
         if offset + size_bytes > self._size_bytes:
@@ -192,44 +164,6 @@ class RawFile:
         if _identity(status) != self._identity:
             raise DataError(f"{self._path}: {self._change(status)}")
 
-    def _acquire_map(self) -> Bytes | None:
-        """Acquire the lease and return the map; return None if that is not safe."""
-        if self._map is None:
-            return None
-        with self._lock:
-            if self._map_users == 0 and not self._lease(fcntl.F_RDLCK):
-                return None
-            if fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
-                # The lease is being broken: a writer waits, so start no more reads
-                if self._map_users == 0:
-                    self._lease(fcntl.F_UNLCK)
-                return None
-            self._map_users += 1
-        try:
-            self._check_periodically()  # the lease keeps it unchanged from here on
-        except DataError:
-            self._release_map()
-            raise
-        return self._map
-
-    def _release_map(self) -> None:
-        with self._lock:
-            self._map_users -= 1
-            if self._map_users == 0:
-                self._lease(fcntl.F_UNLCK)
-
-    def _lease(self, kind: int) -> bool:
-        """Acquire or release the lease; return whether that succeeded."""
-        try:
-            # The kernel reports a waiting writer by SIGIO, which kills the process.
-            # Choose a harmless signal, each time: releasing the lease resets it
-            if kind == fcntl.F_RDLCK:
-                fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)
-            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, kind)
-        except OSError:
-            return False
-        return True
-
     def _change(self, status: os.stat_result) -> str:
         advice = "a file must not change while it is read"
         if status.st_nlink == 0:
@@ -239,58 +173,29 @@ class RawFile:
             f"{self._size_bytes} and a different modification time; {advice}"
         )
 
-    def _map_bytes(self) -> Bytes | None:
-        """Map the file; return None if it is empty."""
-        if not self._size_bytes:
-            return None
-        length = self._size_bytes
-        return np.frombuffer(
-            mmap.mmap(self._descriptor, length, prot=mmap.PROT_READ), np.uint8
-        )
+    def _fill(self, rows: Bytes, places: Offsets, starts: Offsets) -> None:
+        """Fill the rows at `places` with the bytes at `starts`, which ascend."""
+        size_bytes, flat = rows.shape[1], rows.reshape(-1).data
+        in_order, mixed = _spans_of(places, starts, size_bytes)
+        first, count = in_order
+        where = starts[first], places[first] * size_bytes, count * size_bytes
+        for start, at, length in zip(*(n.tolist() for n in where), strict=True):
+            self._read_into(flat[at : at + length], start)
+        items = rows.view(np.dtype((np.void, size_bytes))).reshape(-1)
+        for first, count in zip(*(n.tolist() for n in mixed), strict=True):
+            some = slice(first, first + count)
+            inside = starts[some] - starts[first]
+            data = bytearray(int(inside[-1]) + size_bytes)
+            self._read_into(memoryview(data), int(starts[first]))
+            items[places[some]] = _items_of(data, size_bytes)[inside]
 
-    def _read_rows(self, offsets: Offsets, destination: Bytes, parallel: Map) -> None:
-        """Fill `destination` with the rows at `offsets`, by few reads in file order."""
-        self._check_periodically()
-        order = np.argsort(offsets, kind="stable")
-        ordered, size_bytes = offsets[order], destination.shape[1]
-        whole = destination.view(np.dtype((np.void, size_bytes))).reshape(-1)
-
-        def read(span: tuple[int, int]) -> None:
-            starts, places = ordered[slice(*span)], order[slice(*span)]
-            start = int(starts[0])
-            if (views := _side_by_side(destination, starts, places)) is not None:
-                self._read_into(views, start)
-                return
-            data = self._pread(start, int(starts[-1]) + size_bytes - start)
-            items = _items_of(np.frombuffer(data, np.uint8), size_bytes)
-            whole[places] = items[starts - start]
-
-        list(parallel(read, _spans_of(ordered, size_bytes)))
-
-    def _read_into(self, views: list[memoryview], offset: int) -> None:
-        """Fill buffers with the bytes from `offset` on."""
-        while views:
-            count = os.preadv(self._descriptor, views, offset)
+    def _read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer with the bytes from `offset` on."""
+        while (count := os.preadv(self._descriptor, [buffer], offset)) < len(buffer):
             if not count:
+                self.require_unchanged()
                 raise self._truncated(offset)
-            offset += count
-            while views and count >= len(views[0]):
-                count -= len(views.pop(0))
-            if count:  # a short read: a signal, or the limit of one call
-                views[0] = views[0][count:]
-
-    def _pread(self, offset: int, size_bytes: int) -> bytes | bytearray:
-        data = os.pread(self._descriptor, size_bytes, offset)
-        if len(data) == size_bytes:
-            return data
-        parts = bytearray(data)  # a short read: a signal, or the limit of one call
-        while data and len(parts) < size_bytes:
-            missing = size_bytes - len(parts)
-            data = os.pread(self._descriptor, missing, offset + len(parts))
-            parts += data
-        if len(parts) < size_bytes:
-            raise self._truncated(offset + len(parts))
-        return parts
+            buffer, offset = buffer[count:], offset + count  # the call was interrupted
 
     def _truncated(self, end: int) -> DataError:
         return DataError(
@@ -302,29 +207,6 @@ class RawFile:
 def _identity(status: os.stat_result) -> tuple[int, ...]:
     # The link count is 0 once the file was removed or replaced
     return status.st_size, status.st_mtime_ns, min(status.st_nlink, 1)
-
-
-def _side_by_side(
-    destination: Bytes, starts: Offsets, places: Offsets
-) -> list[memoryview] | None:
-    """Return the destinations of consecutive rows of a file, for one vectored read.
-
-    None if they are not consecutive, or too short for that.
-
-    Args:
-      destination: array `(rows, bytes)` to fill.
-      starts: offsets of rows, ascending.
-      places: numbers of the same rows in `destination`.
-    """
-    if starts.size == 1:
-        return [destination[places[0]].data]
-    if (np.diff(starts) != destination.shape[1]).any():
-        return None
-    if (np.diff(places) == 1).all():
-        return [destination[places[0] : places[-1] + 1].reshape(-1).data]
-    if destination.shape[1] < _VECTOR_BYTES:
-        return None
-    return [destination[place].data for place in places.tolist()]
 
 
 def wait_until_seen(state: FileState) -> None:
@@ -341,60 +223,6 @@ def _lateness(state: FileState) -> float:
     return lateness(state.path.parent, _LATE_SECONDS)
 
 
-def _copy_rows(
-    source: Bytes, offsets: Offsets, destination: Bytes, parallel: Map
-) -> None:
-    """Fill row i of `destination` with the bytes at `offsets[i]` of `source`."""
-    rows, size_bytes = destination.shape
-    if size_bytes >= _LONG_BYTES:
-        _copy_long(source, offsets, destination, parallel)
-        return
-    items = _items_of(source, size_bytes)
-    whole = destination.view(items.dtype).reshape(-1)
-
-    def copy(piece: slice) -> None:
-        whole[piece] = items[offsets[piece]]
-
-    list(parallel(copy, _pieces(rows, size_bytes)))
-
-
-def _take_rows(
-    source: Bytes, offset: int, rows: Offsets, destination: Bytes, parallel: Map
-) -> None:
-    """Fill `destination` with rows of the array from `offset` to the end of `source`.
-
-    Faster than `_copy_rows`, for contiguous datasets.
-    """
-    size_bytes = destination.shape[1]
-    if not rows.size or size_bytes >= _LONG_BYTES:
-        _copy_long(source, offset + rows * size_bytes, destination, parallel)
-        return
-    table = source[offset:].reshape(-1, size_bytes)
-
-    def copy(piece: slice) -> None:
-        # mode="clip": `take` writes to `out` without a buffer; no row is clipped
-        table.take(rows[piece], axis=0, out=destination[piece], mode="clip")
-
-    list(parallel(copy, _pieces(rows.size, size_bytes)))
-
-
-def _copy_long(
-    source: Bytes, offsets: Offsets, destination: Bytes, parallel: Map
-) -> None:
-    """Copy long rows one by one; very long ones in parts."""
-    rows, size_bytes = destination.shape
-    starts = offsets.tolist()
-
-    def copy(piece: tuple[slice, slice]) -> None:
-        some, part = piece
-        for row, start in zip(destination[some, part], starts[some], strict=True):
-            row[:] = source[start + part.start : start + part.stop]
-
-    parts = _pieces(size_bytes, 1)
-    several = _pieces(rows, size_bytes) if len(parts) == 1 else _pieces(rows, 1 << 62)
-    list(parallel(copy, itertools.product(several, parts)))
-
-
 def _pieces(count: int, size_bytes: int) -> list[slice]:
     """Split `count` items of `size_bytes` into pieces that are worth a thread each."""
     pieces = max(1, min(count, round(count * size_bytes / _PIECE_BYTES)))
@@ -402,26 +230,36 @@ def _pieces(count: int, size_bytes: int) -> list[slice]:
     return [slice(*edge) for edge in itertools.pairwise(edges)]
 
 
-def _items_of(data: Bytes, size_bytes: int) -> npt.NDArray[np.void]:
+def _items_of(data: bytearray, size_bytes: int) -> npt.NDArray[np.void]:
     """Return a view of the items that start at each byte of `data` (they overlap)."""
-    count = max(0, data.size - size_bytes + 1)
-    items: npt.NDArray[np.void] = np.ndarray(
-        (count,), np.dtype((np.void, size_bytes)), data, strides=(1,)
-    )
+    count, item = len(data) - size_bytes + 1, np.dtype((np.void, size_bytes))
+    items: npt.NDArray[np.void] = np.ndarray((count,), item, data, strides=(1,))
     return items
 
 
-def _spans_of(ordered: Offsets, size_bytes: int) -> list[tuple[int, int]]:
-    """Split ascending offsets at wide gaps, and where one read would be too long."""
-    if not ordered.size:
-        return []
-    is_far = np.diff(ordered) - size_bytes > GAP_BYTES
-    cuts = [0, *(np.flatnonzero(is_far) + 1).tolist(), ordered.size]
-    spans = []
-    for first, last in itertools.pairwise(cuts):
-        while first < last:
-            reach = int(ordered[first]) + max(_CALL_BYTES, size_bytes) - size_bytes
-            stop = min(last, int(np.searchsorted(ordered, reach, "right")))
-            spans.append((first, stop))
-            first = stop
-    return spans
+def _spans_of(places: Offsets, starts: Offsets, size_bytes: int) -> tuple[Spans, Spans]:
+    """Divide rows into spans of the file that are read in one call each.
+
+    Args:
+      places: numbers of the rows in memory.
+      starts: their offsets in the file, ascending.
+      size_bytes: of each row.
+
+    Returns: the spans whose rows lie side by side in memory as in the file, and the
+      others, as numbers of their first rows and of their rows.
+    """
+    steps = np.diff(starts)
+    # Rows after which the next one does not follow both in the file and in memory
+    turns = np.flatnonzero((steps != size_bytes) | (np.diff(places) != 1))
+    # Rows that are near each other are read with the gap and copied to their places
+    before, after = starts[turns], starts[turns + 1]
+    is_far = before // _PIECE_BYTES != after // _PIECE_BYTES
+    is_far |= after - before > size_bytes + _GAP_BYTES
+    cuts = turns[is_far] if size_bytes < _LONG_BYTES else turns
+    first = np.append(0, cuts + 1)[: starts.size]
+    count = np.diff(first, append=starts.size)
+    # Spans without a turn
+    edges = np.searchsorted(turns, [first, first + count - 1])
+    is_in_order = edges[0] == edges[1]
+    spans = np.stack([first, count])
+    return spans[:, is_in_order], spans[:, ~is_in_order]

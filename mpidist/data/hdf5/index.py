@@ -15,7 +15,7 @@ import functools
 import math
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from mpidist.data.hdf5.chunks import Filter
 from mpidist.data.hdf5.linked_files import (
     check_sources,
     find_linked,
-    find_storage,
     open_hdf5,
 )
 from mpidist.errors import DataError
@@ -213,34 +212,38 @@ class FileIndex:
         return self.state.path
 
 
-def index_file(path: Path, names: Sequence[str]) -> FileIndex:
+def index_file(
+    path: Path, names: Sequence[str], allow_short_external: bool = False
+) -> FileIndex:
     """Index the named datasets of a file.
+
+    Args:
+      path: of the file.
+      names: of its datasets.
+      allow_short_external: whether external storage may end before its rows.
 
     Raises:
       DataError: the file or a dataset cannot be read, or the numbers of rows differ.
     """
-    # Opened without HDF5 first: HDF5 would block on a FIFO and print its own errors.
-    try:
+    with _explain(path, "cannot be opened as HDF5"), contextlib.ExitStack() as opened:
+        # Opened without HDF5 first: HDF5 would block on a FIFO and print its own errors
         descriptor = open_regular(path)
-        try:
-            state = state_of(path, descriptor)
-        finally:
-            os.close(descriptor)
-        with open_hdf5(path) as file:
-            others: list[str] = []
-            # All datasets before any index: an error names a missing dataset first.
-            datasets = [_dataset(path, file, name, others) for name in names]
-            missing = check_sources(datasets, others)
+        opened.callback(os.close, descriptor)
+        state = state_of(path, descriptor)
+        file = opened.enter_context(open_hdf5(path))
+        others: list[str] = []
+        # All datasets before any index: an error names a missing dataset first.
+        datasets = [_dataset(path, file, name, others) for name in names]
+        with _explain(path, f"the files of {', '.join(names)} cannot be read"):
+            missing = check_sources(datasets, others, allow_short_external)
             # In the order in which they were found, each once.
             states = tuple(state_of(Path(other)) for other in dict.fromkeys(others))
-            indexes = tuple(
-                map(functools.partial(_index_dataset, path, file), names, datasets)
+        if missing:
+            raise DataError(
+                f"{path}: sources of its rows are missing: {'; '.join(missing)}"
             )
-    except (OSError, RuntimeError) as error:
-        raise DataError(f"{path}: cannot be opened as HDF5: {error}") from error
-    if missing:
-        raise DataError(
-            f"{path}: sources of its rows are missing: {'; '.join(missing)}"
+        indexes = tuple(
+            map(functools.partial(_index_dataset, path, file), names, datasets)
         )
     lengths = [index.shape[0] for index in indexes]
     if len(set(lengths)) > 1:
@@ -248,6 +251,17 @@ def index_file(path: Path, names: Sequence[str]) -> FileIndex:
         raise DataError(f"{path}: the datasets have unequal rows: {pairs}")
     is_being_written = _is_being_written(path)
     return FileIndex(state, lengths[0], indexes, is_being_written, states)
+
+
+@contextlib.contextmanager
+def _explain(path: Path, problem: str) -> Iterator[None]:
+    """Raise errors of the block as a DataError; a damaged file can cause any."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path}: {problem}: {error}") from error
 
 
 def choose_datasets(path: Path) -> tuple[list[str], list[str]]:
@@ -277,12 +291,10 @@ def choose_datasets(path: Path) -> tuple[list[str], list[str]]:
         names[shape[0]].append(name)
         sizes[name] = item.size * dtype.itemsize
 
-    try:
+    with _explain(path, "cannot be opened as HDF5"):
         os.close(open_regular(path))  # a shorter error message than HDF5's
         with open_hdf5(path) as file:
             file.visititems(visit)
-    except (OSError, RuntimeError) as error:
-        raise DataError(f"{path}: cannot be opened as HDF5: {error}") from error
     if not names:
         raise DataError(f"{path}: has no dataset with rows")
     # Take the datasets with equal numbers of rows that have most bytes
@@ -312,30 +324,33 @@ def state_of(path: Path, descriptor: int | None = None) -> FileState:
 
 
 def _dataset(path: Path, file: h5py.File, name: str, others: list[str]) -> h5py.Dataset:
-    """Return a dataset; append the other files that store it, which must be regular."""
-    others += find_linked(file, name)
-    dataset = file.get(name)
+    """Return a dataset; append the files to which links on its path lead."""
+    with _explain(path, f"dataset {name!r} cannot be opened"):
+        others += find_linked(file, name)
+        dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
         raise DataError(
             f"{path}: there is no dataset {name!r}; there are: "
             f"{', '.join(sorted(file)) or 'none'} (a group or a broken link is not a "
             "dataset)"
         )
-    others += find_storage(dataset)
     return dataset
 
 
 def _index_dataset(
     path: Path, file: h5py.File, name: str, dataset: h5py.Dataset
 ) -> DatasetIndex:
+    with _explain(path, f"dataset {name!r} cannot be read"):
+        return _index_readable(path, file, name, dataset)
+
+
+def _index_readable(
+    path: Path, file: h5py.File, name: str, dataset: h5py.Dataset
+) -> DatasetIndex:
     if dataset.ndim == 0 or dataset.shape is None:
         raise DataError(f"{path}: dataset {name!r} is a scalar, without rows")
-    try:
+    with _explain(path, f"dataset {name!r} has a type that NumPy lacks"):
         kind = kind_of(dataset)
-    except TypeError as error:
-        raise DataError(
-            f"{path}: dataset {name!r} has a type that NumPy lacks: {error}"
-        ) from error
     by_h5py = DatasetIndex(
         name,
         *kind,

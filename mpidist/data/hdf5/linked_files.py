@@ -2,7 +2,8 @@
 
 HDF5 follows external links, the sources of virtual datasets (VDS) and external storage
 to other files without checking their type, and opening a FIFO would block. Rows of a
-source that is missing are silently read as fill values. So they are checked here.
+source that is missing are silently read as fill values, and external storage that ends
+too early as zeros. So they are checked here.
 """
 
 from __future__ import annotations
@@ -81,8 +82,14 @@ def find_linked(file: h5py.File, name: str, links: int = _MOST_LINKS) -> list[st
     return []
 
 
-def check_sources(datasets: Sequence[h5py.Dataset], existing: list[str]) -> list[str]:
-    """Return what is missing of the sources of virtual datasets: files, datasets, rows.
+def check_sources(
+    datasets: Sequence[h5py.Dataset],
+    existing: list[str],
+    allow_short_external: bool = False,
+) -> list[str]:
+    """Return what is missing of the files of datasets: sources, external storage.
+
+    Of the sources of virtual datasets: files, datasets, rows.
 
     A source may be virtual, too. Sources with a number in their name (%b) may be
     missing, and those that grow (an unlimited selection) may have any length.
@@ -90,23 +97,55 @@ def check_sources(datasets: Sequence[h5py.Dataset], existing: list[str]) -> list
     Args:
       datasets: those that are not virtual have no sources.
       existing: the paths of existing files are appended.
+      allow_short_external: whether external storage may end before its rows.
 
     Raises:
       OSError: one is not a regular file.
     """
     missing: dict[str, None] = {}
-    pending = [dataset for dataset in datasets if dataset.is_virtual]
+    pending = list(datasets)
     seen = {(dataset.file.filename, dataset.name) for dataset in pending}
     with contextlib.ExitStack() as files:
-        for dataset in pending:  # sources that are virtual are appended
+        for dataset in pending:  # sources are appended
+            existing += find_storage(dataset)
+            missing.update(
+                dict.fromkeys(_check_external(dataset, allow_short_external))
+            )
+            if not dataset.is_virtual:
+                continue
             for source, problem in _look_up(dataset, existing, files):
                 if problem:
                     missing[problem] = None
-                elif source.is_virtual:
-                    place = source.file.filename, source.name
-                    pending += [source] if place not in seen else []
+                elif (place := (source.file.filename, source.name)) not in seen:
+                    pending.append(source)
                     seen.add(place)
     return list(missing)
+
+
+def _check_external(dataset: h5py.Dataset, allow_short: bool) -> Iterator[str]:
+    """Yield what is missing of the external storage of a dataset, if it has any."""
+    missing = (dataset.size or 0) * dataset.id.get_type().get_size()
+    for name, start, size in dataset.external or ():
+        count, path = min(size, missing), _storage_path(name, dataset.file)
+        missing -= count
+        try:
+            present = os.stat(path).st_size
+        except OSError as error:
+            yield f"external storage {path} cannot be read: {error.strerror}"
+            continue
+        if present < start + count and not allow_short:
+            yield (
+                f"external storage {path} has {present} bytes, and rows of "
+                f"{dataset.name!r} need {start + count} (HDF5 reads zeros there; "
+                "allow_short_external=True accepts that)"
+            )
+
+
+def _storage_path(name: str, file: h5py.File) -> str:
+    """Return the path at which HDF5 opens external storage of a dataset in `file`."""
+    origin = str(Path(file.filename).parent)
+    prefix = os.environ.get(_STORAGE, "").replace("${ORIGIN}", origin)
+    return os.path.abspath(os.path.join(prefix, name))
 
 
 def _look_up(
@@ -129,14 +168,13 @@ def _look_up(
             if _is_numbered(escaped):
                 continue
             name = escaped.replace("%%", "%")
-            existing += find_linked(file, name)
-            source = file.get(name)
-            problem = _problem(source, shape)
-            if problem:
-                problem = f"{name!r} of {file_name} {problem}"
-            else:
-                existing += find_storage(source)
-            yield source, problem
+            try:
+                existing += find_linked(file, name)
+                source = file.get(name)
+                problem = _problem(source, shape)
+            except (KeyError, RuntimeError, ValueError) as error:
+                source, problem = None, f"cannot be read: {error}"
+            yield source, problem and f"{name!r} of {file_name} {problem}"
 
 
 def _open_source(
@@ -222,7 +260,10 @@ def find_storage(dataset: h5py.Dataset) -> list[str]:
     """
     files = []
     for name, _, _ in dataset.external or ():
-        files += _find(name, dataset.file, _STORAGE)[:1]
+        path = _storage_path(name, dataset.file)
+        if os.path.exists(path):
+            require_regular(path)
+            files.append(path)
     if dataset.is_virtual:
         for name in _sources_of(dataset):
             if _is_numbered(name):

@@ -41,6 +41,7 @@ class Hdf5Rows:
     Args:
       paths: of the files.
       names: name of an HDF5 dataset, or a tuple or dict of names.
+      allow_short_external: see `Dataset.from_hdf5`.
       threads: how many read and decode concurrently; None for one per available core.
     """
 
@@ -48,12 +49,14 @@ class Hdf5Rows:
         self,
         paths: Sequence[Path],
         names: str | tuple[str, ...] | Mapping[str, str],
+        allow_short_external: bool = False,
         threads: int | None = None,
     ):
         self._paths = list(paths)
         self._names, self._spec = nest.flatten(names)
         # Kept for `describe` when this object is one worker's share of the files.
         self._all_paths = self._paths
+        self._allow_short_external = allow_short_external
         self._threads = threads
         self._file_map: FileMap | None = None
         self._on_rank = ""
@@ -94,8 +97,9 @@ class Hdf5Rows:
     def shard_files(self, workers: int, worker: int) -> Hdf5Rows:
         """See `FileSource.shard_files`."""
         names = nest.unflatten(self._spec, self._names)
-        # The same names and threads; only files differ.
-        share = Hdf5Rows(self._paths[worker::workers], names, self._threads)
+        # Only files differ.
+        paths, allow_short = self._paths[worker::workers], self._allow_short_external
+        share = Hdf5Rows(paths, names, allow_short, self._threads)
         share._all_paths = self._paths
         return share
 
@@ -114,7 +118,9 @@ class Hdf5Rows:
 
     def identify(self) -> str:
         """Return the names of files and datasets, without opening a file."""
-        return f"from_hdf5({[path.name for path in self._paths]}, {self._names})"
+        option = ", allow_short_external=True" if self._allow_short_external else ""
+        files = [path.name for path in self._paths]
+        return f"from_hdf5({files}, {self._names}{option})"
 
     def inspect(self, files: Iterable[int]) -> list[FileIndex]:
         """Return the indexes of some files, reading them if necessary.
@@ -125,7 +131,8 @@ class Hdf5Rows:
         # Known already, perhaps from another rank.
         if self._file_map is not None:
             return [self._file_map.files[i] for i in files]
-        return [index_file(self._paths[i], self._names) for i in files]
+        allow = self._allow_short_external
+        return [index_file(self._paths[i], self._names, allow) for i in files]
 
     def adopt(
         self,

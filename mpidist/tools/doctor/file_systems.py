@@ -14,7 +14,6 @@ import errno
 import fcntl
 import mmap
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,15 +21,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpidist.tools.doctor.children import cleanups
+from mpidist.util.mounts import Mount, find_mount, read_mounts
 
 __all__ = [
     "HELD",
     "HIDDEN",
     "KINDS",
     "MISSED",
-    "Mount",
     "PathFacts",
-    "find_mount",
     "hold",
     "look",
     "open_hdf5",
@@ -47,22 +45,6 @@ HELD, MISSED, HIDDEN = "held", "missed", "hidden"
 # Other nodes see a new file when their caches of the folder have expired
 _VISIBLE_SECONDS = 4.0
 _TAKEN = (errno.EAGAIN, errno.EACCES)
-
-
-class Mount(NamedTuple):
-    """A line of /proc/self/mountinfo.
-
-    Args:
-      point: the folder on which it is mounted.
-      kind: the type of the file system, such as "nfs4".
-      source: the device or server.
-      options: of the mount and of the file system.
-    """
-
-    point: str
-    kind: str
-    source: str
-    options: frozenset[str]
 
 
 class PathFacts(NamedTuple):
@@ -103,52 +85,21 @@ def look(path: str) -> PathFacts:
         ValueError,
     ) as error:  # RuntimeError: links in a ring
         return PathFacts(getattr(error, "strerror", None) or str(error))
-    with contextlib.suppress(OSError):
-        table = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
-        mount = find_mount(table, str(found))
-        block = status.f_frsize
-        return PathFacts(
-            "",
-            str(folder),
-            is_file,
-            is_hdf5,
-            mount,
-            status.f_blocks * block,
-            status.f_bavail * block,
-        )
-    return PathFacts("", str(folder), is_file, is_hdf5)
+    block = status.f_frsize
+    return PathFacts(
+        "",
+        str(folder),
+        is_file,
+        is_hdf5,
+        find_mount(read_mounts(), str(found)),
+        status.f_blocks * block,
+        status.f_bavail * block,
+    )
 
 
 def _starts_as_hdf5(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(len(_SIGNATURE)) == _SIGNATURE
-
-
-def find_mount(table: str, path: str) -> Mount | None:
-    """Return the mount of a path.
-
-    Args:
-      table: the text of /proc/self/mountinfo.
-      path: absolute, without symbolic links.
-    """
-    best: Mount | None = None
-    for line in table.splitlines():
-        left, _, right = line.partition(" - ")
-        fields, after = left.split(" "), right.split(" ")
-        if len(fields) < 6 or len(after) < 3:
-            continue
-        point = _unescape(fields[4])
-        options = frozenset(f"{fields[5]},{after[2]}".split(","))
-        # The last mount at a point hides the others
-        if Path(path).is_relative_to(point) and (
-            best is None or len(point) >= len(best.point)
-        ):
-            best = Mount(point, after[0], _unescape(after[1]), options)
-    return best
-
-
-def _unescape(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def open_hdf5(path: str) -> str:

@@ -1,17 +1,28 @@
-"""The bytes of a file: by a memory map under a lease, and by reads."""
+"""The bytes of a file: any rows, few calls, changes, and errors of the disk."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import fcntl
+import itertools
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import h5py
 import numpy as np
 import pytest
+from hdf5_damage import (
+    RECIPES,
+    divide,
+    mine,
+    on_root,
+    require_names,
+    require_rank,
+    slice_of,
+    steps_until_error,
+    wide,
+    write_wide,
+)
 from hdf5_files import require_same
 
 import mpidist
@@ -22,16 +33,6 @@ from mpidist.data.hdf5.index import state_of
 from mpidist.util.buffers import Buffers
 
 SIZE = 3_000_000
-
-
-@pytest.fixture(params=["mapped", "read", "refused lease"])
-def way(request, monkeypatch):
-    """Read as on a local file system, on another, and where a lease is refused."""
-    if request.param == "read":
-        monkeypatch.setattr(files, "LOCAL_FILE_SYSTEMS", frozenset())
-    if request.param == "refused lease":
-        monkeypatch.setattr(RawFile, "_lease", lambda self, kind: False)
-    return request.param
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def open_file(path):
 
 @pytest.mark.parametrize("size", [1, 3, 4096, 100_000])
 @pytest.mark.parametrize("count", [0, 1, 7, 300])
-def test_rows_at_any_offset(way, path, size, count):
+def test_rows_at_any_offset(path, size, count):
     data, random = path.read_bytes(), np.random.default_rng(count)
     offsets = random.integers(0, SIZE - size + 1, count)
     if count > 2:
@@ -63,66 +64,60 @@ def test_rows_at_any_offset(way, path, size, count):
     "size",
     [1, 3, 4096, 50_000, 100_000, pytest.param(1_499_000, marks=pytest.mark.slow)],
 )
-def test_rows_side_by_side(way, path, size, monkeypatch):
+def test_rows_side_by_side(path, size, monkeypatch):
     monkeypatch.setattr(files, "_PIECE_BYTES", 60_000)  # as with larger files
     data = np.frombuffer(path.read_bytes(), np.uint8)[101:]
     table = data[: len(data) // size * size].reshape(-1, size)
     rows = np.random.default_rng(0).integers(0, len(table), 200)
     last, some = len(table) - 1, np.arange(len(table))[:40]
+    wanted = [rows, np.sort(rows), rows[:0], np.array([last]), some, some[::-1]]
+    wanted.append(np.concatenate([some, some[:3], some[::-1], some + last - some[-1]]))
     with ThreadPoolExecutor(3) as pool:
-        for wanted in [
-            rows,
-            np.sort(rows),
-            rows[:0],
-            np.array([last]),
-            some,
-            some[::-1],
-        ]:
-            for parallel in [map, pool.map]:
-                found = open_file(path).take(101, size, wanted, Buffers(), parallel)
-                assert found.tobytes() == table[wanted].tobytes()
+        for rows, parallel in itertools.product(wanted, [map, pool.map]):
+            found = open_file(path).gather(101 + rows * size, size, Buffers(), parallel)
+            assert found.tobytes() == table[rows].tobytes()
 
 
 def test_a_kernel_that_reads_little_at_a_time(path, monkeypatch):
-    monkeypatch.setattr(files, "LOCAL_FILE_SYSTEMS", frozenset())
     data, preadv = np.frombuffer(path.read_bytes(), np.uint8), os.preadv
     monkeypatch.setattr(
         os, "preadv", lambda fd, to, at: preadv(fd, [to[0][: 1 + len(to[0]) // 2]], at)
     )
-    for rows in [np.arange(30), np.arange(30)[::-1]]:
-        found = open_file(path).take(0, 100_000, rows, Buffers())
-        assert found.tobytes() == data.reshape(30, -1)[rows].tobytes()
+    for size in [10_000, 100_000]:
+        for rows in [np.arange(30), np.arange(30)[::-1]]:
+            found = open_file(path).gather(rows * size, size, Buffers())
+            expected = data[: 30 * size].reshape(30, -1)[rows]
+            assert found.tobytes() == expected.tobytes()
+    assert open_file(path).read(7, 50_000) == data[7:50_007].tobytes()
 
 
 def test_far_rows_are_read_in_more_calls_than_near_ones(path, monkeypatch):
-    monkeypatch.setattr(files, "LOCAL_FILE_SYSTEMS", frozenset())
-    calls, file = [], open_file(path)
+    calls, file, preadv = [], open_file(path), os.preadv
 
-    def note(name, size_of, read):
-        monkeypatch.setattr(
-            os, name, lambda fd, to, at: calls.append(size_of(to)) or read(fd, to, at)
-        )
+    def note(descriptor, to, at):
+        calls.append(sum(map(len, to)))
+        return preadv(descriptor, to, at)
 
-    note("pread", int, os.pread)
-    note("preadv", lambda views: sum(map(len, views)), os.preadv)
-    file.gather(np.arange(0, 30_000, 100), 10, Buffers())
-    assert calls == [29_910]
-    calls.clear()
-    file.gather(np.array([300, 100, 200, 400]), 100, Buffers())
-    assert calls == [400]
-    calls.clear()
-    file.gather(np.array([2_000_000, 0, 1_000_000]), 10, Buffers())
-    assert calls == [10, 10, 10]
+    monkeypatch.setattr(os, "preadv", note)
+    for offsets, size, expected in [
+        (np.arange(0, 30_000, 100), 10, [29_910]),
+        (np.arange(0, 2_000_000, 1000)[::-1], 1000, [2_000_000]),
+        (np.arange(0, 2_000_000, 100_000), 100_000, [2_000_000]),
+        (np.array([300_000, 100_000, 200_000]), 100_000, [200_000, 100_000]),
+        (np.array([300, 100, 200, 400]), 100, [400]),
+        (np.array([2_000_000, 0, 1_000_000]), 10, [10, 10, 10]),
+    ]:
+        file.gather(offsets, size, Buffers())
+        assert calls == expected
+        calls.clear()
 
 
-def test_what_lies_beyond_the_end_is_an_error(way, path):
+def test_what_lies_beyond_the_end_is_an_error(path):
     file = open_file(path)
     with pytest.raises(DataError, match=f"bytes: has {SIZE} bytes, but its data"):
         file.gather(np.array([0, SIZE - 3]), 4, Buffers())
     with pytest.raises(DataError, match="bytes, but its data"):
-        file.take(0, 1000, np.array([1, SIZE // 1000]), Buffers())
-    with pytest.raises(DataError, match="bytes, but its data"):
-        file.read(1 << 60, 4, bytes)
+        file.read(1 << 60, 4)
 
 
 def test_another_file_of_the_same_name_is_not_read(path):
@@ -176,7 +171,7 @@ def test_copies_of_a_file_are_known_by_size_and_beginning(path):
     assert "modified" in here.changes_to(same, is_shared=True)[0]
 
 
-def test_a_change_is_noticed(way, path, monkeypatch):
+def test_a_change_is_noticed(path, monkeypatch):
     monkeypatch.setattr(files, "_CHECK_SECONDS", 0)
     for change, message in [
         (lambda: os.truncate(path, SIZE - 1), "was changed"),
@@ -188,55 +183,48 @@ def test_a_change_is_noticed(way, path, monkeypatch):
         change()
         for read in [
             lambda f=file: f.gather(np.array([0]), 4, Buffers()),
-            lambda f=file: f.read(0, 4, bytes),
+            lambda f=file: f.read(0, 4),
         ]:
             with pytest.raises(DataError, match=f"bytes: {message}"):
                 read()
 
 
 def test_a_network_file_system_is_asked_now_and_then(path, monkeypatch):
-    monkeypatch.setattr(files, "LOCAL_FILE_SYSTEMS", frozenset())
+    monkeypatch.setattr(files, "is_local", lambda device: False)
     file, fstat, calls = open_file(path), os.fstat, []
     monkeypatch.setattr(os, "fstat", lambda fd: calls.append(fd) or fstat(fd))
     for _ in range(100):
         file.gather(np.array([5]), 4, Buffers())
     assert calls == []
     os.truncate(path, 6)
-    with pytest.raises(DataError, match=r"truncated.*ends after 6 bytes"):
+    with pytest.raises(DataError, match=r"was changed: it has 6 bytes"):
         file.gather(np.array([5]), 4, Buffers())
 
 
-def test_writers_need_not_wait_when_nobody_reads(path):
-    file = open_file(path)
-    file.gather(np.array([5]), 4, Buffers())
-    assert fcntl.fcntl(file._descriptor, fcntl.F_GETLEASE) == fcntl.F_UNLCK
-    with open(path, "r+b"):
-        assert file._acquire_map() is None  # but reading goes on
-        assert len(file.gather(np.array([5]), 4, Buffers())) == 1
-
-
-def test_a_writer_waits_until_nobody_copies(path):
-    """And then nobody new may start, so that it need not wait for ever."""
-    file, data = open_file(path), path.read_bytes()
-    code = f"import os; os.truncate({str(path)!r}, 0)"
-
-    mapped = file._acquire_map()
-    assert mapped is not None
-    with subprocess.Popen([sys.executable, "-c", code]) as writer:
-        while fcntl.fcntl(file._descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK:
-            assert writer.poll() is None  # it has not got so far yet
-        assert file._acquire_map() is None
-        assert bytes(mapped) == data  # all pages are there
-        assert writer.poll() is None
-        file._release_map()
-        assert writer.wait() == 0
-    with pytest.raises(DataError, match="was changed"):
-        file.gather(np.array([0]), 4, Buffers())
+@pytest.mark.parametrize("layout", ["contiguous", "chunks", "gzip", "lzf"])
+def test_an_error_of_the_disk(strategy, comm, mpi_tmp_path, layout):
+    """The kernel's own: this process has no memory where the file has rows."""
+    path, data = mpi_tmp_path / "a.h5", wide(64)
+    on_root(comm, write_wide, path, RECIPES[layout], data)
+    iterator = iter(divide(strategy, Dataset.from_hdf5(path, "x"), 8))
+    require_same(mine(strategy, next(iterator)), slice_of(data, strategy, 0, 8))
+    if comm.rank == comm.size - 1:
+        with open("/proc/self/mem", "rb") as memory:
+            for descriptor in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/self/fd/{descriptor}") == str(path):
+                        os.dup2(memory.fileno(), int(descriptor), inheritable=False)
+    comm.Barrier()
+    _, error = steps_until_error(strategy, comm, iterator, data, 8, first=1)
+    require_rank(error, comm.size - 1)
+    require_names(error, path, "x", range(8, 64))
+    assert comm.allgather("nput/output error" in str(error)) == [True] * comm.size
+    iterator.close()
 
 
 @pytest.mark.parametrize("chunks", [None, (7, 5), (7, 2)])
 @pytest.mark.parametrize("compression", [None, "gzip"])
-def test_datasets_are_read_the_same_way_or_another(way, tmp_path, chunks, compression):
+def test_datasets_are_read_the_same_way_or_another(tmp_path, chunks, compression):
     if compression and not chunks:
         pytest.skip("compressed datasets have chunks")
     data = np.arange(500).reshape(100, 5).astype(">i4")
@@ -249,7 +237,7 @@ def test_datasets_are_read_the_same_way_or_another(way, tmp_path, chunks, compre
 
 
 def test_a_distributed_dataset_is_read_the_same_way_or_another(
-    way, strategy, comm, mpi_tmp_path
+    strategy, comm, mpi_tmp_path
 ):
     path = mpi_tmp_path / "a.h5"
     if comm.rank == 0:

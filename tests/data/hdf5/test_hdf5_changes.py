@@ -88,7 +88,7 @@ def test_a_file_that_is_cut_while_it_is_read(
 
 @pytest.mark.parametrize("depth", [0, 1, 5])
 def test_a_large_file_that_is_emptied(strategy, comm, mpi_tmp_path, depth):
-    """Of 256 MiB, mostly a hole: a memory map of it would lose all its pages."""
+    """Of 256 MiB, mostly a hole."""
     path, ones = mpi_tmp_path / "a.h5", np.broadcast_to(np.int32(1), (16 << 10, 4096))
     sparse = Recipe(allocate="early", is_filled=False, written=(np.s_[:64],))
     on_root(comm, write_wide, path, sparse, ones)
