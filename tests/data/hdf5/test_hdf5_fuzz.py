@@ -6,16 +6,12 @@ random; bytes of rows are not, which a file has no checksum of.
 
 from __future__ import annotations
 
-import os
-
 import h5py
 import numpy as np
 import pytest
 from hdf5_damage import divide, mine, numbered, on_root, require_usable, slice_of
-from hdf5_files import require_same
 
-from mpidist import Dataset
-from mpidist.errors import MpidistError
+from mpidist import DataError, Dataset
 
 ROWS = 32
 DATA = numbered(ROWS, 10)
@@ -28,14 +24,9 @@ def plain(file, **options):
 
 def linked(file):
     plain(file)
-    file["y"], file["g/x"].attrs["a"] = h5py.SoftLink("/g/x"), np.arange(5)
-    file["g/z"] = file["g/x"]
     file.move("g/x", "g/w")
-    file["g/x"] = h5py.SoftLink("../y")
-    file.move("y", "g/y")
-    file["y"] = h5py.SoftLink("/g/w")
-    del file["g/x"]
-    file["g/x"] = h5py.SoftLink("/y")
+    file["y"], file["g/x"] = h5py.SoftLink("/g/w"), h5py.SoftLink("/y")
+    file["g/w"].attrs["a"] = np.arange(5)
 
 
 def virtual(file):
@@ -67,8 +58,9 @@ def metadata_of(path, content):
     is_metadata = np.frombuffer(content, np.uint8) >= 0
     with h5py.File(path) as file:
         places = []
-        for name in {"x", "w", "z"} & set(file["g"]) | {"/source"} & set(file):
-            dataset = file["g"][name]
+        for dataset in [*file["g"].values(), file.get("source")]:
+            if not isinstance(dataset, h5py.Dataset):
+                continue
             if dataset.chunks:
                 dataset.id.chunk_iter(lambda c: places.append((c.byte_offset, c.size)))
             elif not dataset.external and not dataset.is_virtual:
@@ -90,34 +82,32 @@ def write_damaged(path, make, libver, random):
 
 
 def read_by_h5py(path):
-    """Return the rows that plain h5py reads, or those before the damage."""
+    """Return the first rows that plain h5py reads; those before the damage if none."""
     try:
-        with h5py.File(path, "r") as file:
-            return file["g/x"][...]
-    except Exception:
+        with h5py.File(path, "r", locking=False) as file:
+            rows = file["g/x"][:ROWS]
+            return rows.astype(rows.dtype.newbyteorder("="))
+    except (OSError, KeyError, RuntimeError, ValueError):
         return DATA
 
 
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_damaged_metadata(strategy, comm, mpi_tmp_path, layout, libver):
-    random = np.random.default_rng(0)  # used by rank 0
-    for trial in range(int(os.environ.get("TRIALS", 12))):
-        paths = [mpi_tmp_path / f"{trial}-{i}.h5" for i in range(2)]
-        for path in paths:
-            on_root(comm, write_damaged, path, LAYOUTS[layout], libver, random)
-        dataset = Dataset.from_hdf5(paths[:: random.choice([1, -1])], "g/x")
-        for path in paths:
-            try:
-                divided = divide(strategy, Dataset.from_hdf5(path, "g/x"), ROWS)
-                (rows,) = [mine(strategy, batch) for batch in divided]
-                error = None
-            except MpidistError as caught:
-                error = caught
-            assert len(set(comm.allgather(type(error)))) == 1, error
-            if error is None:
-                expected = comm.bcast(read_by_h5py(path) if comm.rank == 0 else None)
-                require_same(rows, slice_of(expected, strategy, 0, ROWS))
-            else:
-                assert str(path) in str(error)
-            require_usable(strategy)
+    random = np.random.default_rng(0)  # rank 0 uses it
+    for trial in range(12):
+        path = mpi_tmp_path / f"{trial}.h5"
+        on_root(comm, write_damaged, path, LAYOUTS[layout], libver, random)
+        error = None
+        try:
+            iterator = iter(divide(strategy, Dataset.from_hdf5(path, "g/x"), ROWS))
+            found = mine(strategy, next(iterator)).tobytes()
+        except DataError as caught:
+            error = caught
+            assert str(path) in str(error)
+        assert len(set(comm.allgather(type(error)))) == 1, error
+        require_usable(strategy)
+        if error is None:  # what HDF5 does not find can still be there
+            expected = comm.bcast(read_by_h5py(path) if comm.rank == 0 else None)
+            allowed = [slice_of(rows, strategy, 0, ROWS) for rows in (expected, DATA)]
+            assert found in [rows.tobytes() for rows in allowed]
