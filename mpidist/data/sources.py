@@ -103,7 +103,11 @@ class IndexedSource(RowSource, Protocol):
         """Return the indexes of some files, which can be sent to other ranks."""
 
     def adopt(
-        self, files: Sequence[Any], rank: int | None = None, threads: int | None = None
+        self,
+        files: Sequence[Any],
+        rank: int | None = None,
+        threads: int | None = None,
+        most_kept_bytes: int = 0,
     ) -> None:
         """Use the indexes that `inspect` returned, perhaps on other ranks.
 
@@ -111,6 +115,7 @@ class IndexedSource(RowSource, Protocol):
           files: the index of each file.
           rank: of this process, for error messages.
           threads: the largest number of concurrent reads.
+          most_kept_bytes: of short rows that may stay in memory.
         """
 
 

@@ -23,9 +23,10 @@ from mpidist.data.hdf5.shard_writer import (
 from mpidist.errors import (
     ArgumentError,
     ArgumentTypeError,
+    CollectiveError,
     ContextError,
     DataError,
-    MpidistError,
+    RemoteError,
 )
 from mpidist.strategy.strategy import Strategy
 from mpidist.util import validation
@@ -231,7 +232,6 @@ class Hdf5Writer:
         write = functools.partial(self._write_index, parts, fields)
         consensus.root_only(_CLOSE, self._checked(write))
         self._publish()
-        consensus.root_only(_CLOSE, self._checked(self._publish_index))
 
     def _finish(self) -> _Part:
         assert self._shard is not None
@@ -247,20 +247,29 @@ class Hdf5Writer:
         _remove_output(self._path)
 
     def _publish(self) -> None:
+        """Rename the shards, then the index; if that fails, remove all of them."""
         assert self._shard is not None
-        call = CallSignature(_CLOSE)
+        consensus = self._extended.consensus
         try:
-            self._extended.run_collectively(call, self._shard.publish)
-        except MpidistError:
-            # The error was raised on all ranks, so there will be no index
-            self._shard.withdraw()
+            publish = CallSignature(_CLOSE), self._shard.publish
+            self._extended.run_collectively(*publish)
+            consensus.root_only(_CLOSE, self._checked(self._publish_index))
+        except Exception as error:
+            # A rank that is lost may have published the index, which needs the shards
+            is_lost = isinstance(error, CollectiveError)
+            if not is_lost or isinstance(error, RemoteError):
+                self._shard.withdraw()
             raise
 
     def _publish_index(self) -> None:
         assert self._index is not None
-        sync_directory(self._path.parent)
-        self._index.publish()
-        sync_directory(self._path.parent)
+        try:
+            sync_directory(self._path.parent)
+            self._index.publish()
+            sync_directory(self._path.parent)
+        except BaseException:
+            self._index.withdraw()
+            raise
 
     def _require_free(self) -> None:
         if not self._overwrite:

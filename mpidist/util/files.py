@@ -138,6 +138,8 @@ class AtomicFile(io.FileIO):
         self.temporary = path.with_name(f"{path.name}.{unique}.tmp")
         # O_CREAT | O_EXCL follows no link
         super().__init__(os.fspath(self.temporary), "x+")
+        status = os.fstat(self.fileno())
+        self._identity = status.st_dev, status.st_ino
 
     def write(self, data: Any) -> int:
         """Write all of `data`; return its size in bytes."""
@@ -165,9 +167,13 @@ class AtomicFile(io.FileIO):
         self._is_published = True
 
     def withdraw(self) -> None:
-        """Remove the file if it was published; errors are ignored."""
-        if self._is_published:
-            with contextlib.suppress(OSError):
+        """Remove the file if it has its final name; errors are ignored.
+
+        A rename that reported an error may have taken place on the server.
+        """
+        with contextlib.suppress(OSError):
+            status = self.path.stat(follow_symlinks=False)
+            if (status.st_dev, status.st_ino) == self._identity:
                 self.path.unlink()
 
     def discard(self) -> None:

@@ -34,6 +34,7 @@ from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.options import AutoShardPolicy, InputOptions
 from mpidist.util import near_misses, nest, validation
+from mpidist.util.available_memory import free_bytes
 from mpidist.util.representation import one_line
 from mpidist.util.tracebacks import fold
 
@@ -47,6 +48,11 @@ __all__ = [
     "share_indexes",
     "summarize",
 ]
+
+# A rank keeps short rows of at most this size in memory, and the ranks of a node take
+# at most this part of its free memory for them
+_KEPT_BYTES = 256 << 20
+_MEMORY_SHARE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -399,9 +405,9 @@ def share_indexes(
     # Compare the names first, or ranks would exchange indexes of different files.
     same = tuple(("dataset", source.identify()) for source in sources)
     consensus.require_same(CallSignature(call, same))
-    threads = _threads(extended)
+    limits = _threads(extended), _kept_bytes(extended)
     for source in sources:
-        _share(extended, source, call, threads)
+        _share(extended, source, call, limits)
 
 
 def index_own_files(
@@ -413,14 +419,14 @@ def index_own_files(
       DataError: a file of any rank is missing, damaged, or does not fit the others.
     """
     consensus = extended.consensus
-    threads = _threads(extended)
+    limits = _threads(extended), _kept_bytes(extended)
 
     def index() -> None:
         # Errors name the rank, as other ranks do not have this file.
         with _naming(consensus.rank):
             for source in _sources(pipeline):
                 files = source.inspect(range(source.file_count))
-                source.adopt(files, consensus.rank, threads)
+                source.adopt(files, consensus.rank, *limits)
 
     consensus.guard(call, index)
 
@@ -432,7 +438,7 @@ def _sources(pipeline: MapDataset | IterDataset) -> list[IndexedSource]:
 
 
 def _share(
-    extended: ReplicaGroup, source: IndexedSource, call: str, threads: int
+    extended: ReplicaGroup, source: IndexedSource, call: str, limits: tuple[int, int]
 ) -> None:
     """Index every size-th file, and exchange the indexes with all ranks. Collective."""
     consensus, count = extended.consensus, source.file_count
@@ -445,7 +451,7 @@ def _share(
     by_rank = consensus.gather(call, consensus.guard(call, inspect))
     # Restore the order of the files: rank r has indexed r, r + size, ...
     files = [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(count)]
-    consensus.guard(call, lambda: source.adopt(files, consensus.rank, threads))
+    consensus.guard(call, lambda: source.adopt(files, consensus.rank, *limits))
 
 
 @contextlib.contextmanager
@@ -462,6 +468,12 @@ def _naming(rank: int) -> Iterator[None]:
 def _threads(extended: ReplicaGroup) -> int:
     """Return the number of reading threads: one core is left for the computation."""
     return max(1, int(extended.topology.core_share) - 1)
+
+
+def _kept_bytes(extended: ReplicaGroup) -> int:
+    """Return how much memory this rank may use to keep short rows."""
+    free = min(free_bytes(is_shared=False).values(), default=0)
+    return min(_KEPT_BYTES, free // (_MEMORY_SHARE * extended.topology.node_sizes[-1]))
 
 
 def summarize(plan: ReadPlan) -> str:

@@ -43,7 +43,7 @@ _LATE_PAUSE_SECONDS = 0.05
 # Waking a thread costs as much as copying 0.5 MB
 _PIECE_BYTES = 2 << 20
 # A call costs as much as copying this much
-_GAP_BYTES = 8 << 10
+_GAP_BYTES = 4 << 10
 # A call for each longer row costs less than copying them to their places
 _LONG_BYTES = 64 << 10
 
@@ -121,7 +121,7 @@ class RawFile:
         if offsets.size:
             self._require_inside(int(offsets.max()), size_bytes)
         rows: Bytes = buffers.empty((offsets.size, size_bytes), _BYTE)
-        order = np.argsort(offsets, kind="stable")
+        order = np.argsort(offsets)
         ordered = offsets[order]
 
         def fill(piece: slice) -> None:

@@ -60,6 +60,7 @@ class Hdf5Rows:
         self._threads = threads
         self._file_map: FileMap | None = None
         self._on_rank = ""
+        self._kept_bytes = 0
         self._start()
 
     def _start(self) -> None:
@@ -72,9 +73,10 @@ class Hdf5Rows:
         self._open_files = OpenFiles()
         self.buffers = Buffers()
         self._scratch = Buffers()
+        self._kept: dict[tuple[int, int], Any] = {}  # by file and dataset
         # Until `adopt` says how many cores this rank has.
         threads = self._threads or len(os.sched_getaffinity(0))
-        self._blocks = BlockCache(threads, KEPT_BYTES)
+        self._blocks = BlockCache(threads, KEPT_BYTES + self._kept_bytes)
 
     def __len__(self) -> int:
         return self.file_map().rows
@@ -139,6 +141,7 @@ class Hdf5Rows:
         files: Sequence[FileIndex],
         rank: int | None = None,
         threads: int | None = None,
+        most_kept_bytes: int = 0,
     ) -> None:
         """See `IndexedSource.adopt`.
 
@@ -147,6 +150,10 @@ class Hdf5Rows:
         """
         self._on_rank = "" if rank is None else f" on rank {rank}"
         self._file_map = FileMap.of(files)
+        self._kept_bytes = self._file_map.bytes_to_keep(
+            max(KEPT_BYTES, most_kept_bytes)
+        )
+        self._blocks.capacity_bytes = KEPT_BYTES + self._kept_bytes
         # A value set by the user is kept.
         if threads is not None and self._threads is None:
             self._threads = threads
@@ -159,7 +166,8 @@ class Hdf5Rows:
 
     def reserve_cache(self, rows: int) -> None:
         """Size the cache for random reads among so many rows."""
-        self._blocks.capacity_bytes = self.file_map().cache_bytes_for(rows)
+        cached_bytes = self.file_map().cache_bytes_for(rows)
+        self._blocks.capacity_bytes = cached_bytes + self._kept_bytes
 
     def read(self, rows: Rows) -> Any:
         """Return the rows with the given numbers, in that order.
@@ -172,7 +180,7 @@ class Hdf5Rows:
             self._start()
         parts = list(file_map.cut(rows))
         # Decode all needed chunks first, in threads
-        needed = list(file_map.blocks_in(parts))
+        needed = list(file_map.blocks_in(parts, self._kept_bytes > 0))
         blocks = self._blocks.get(needed, self._load_block) if needed else {}
         indexes = file_map.files[0].datasets
         # One file: read into the result at once.
@@ -219,6 +227,8 @@ class Hdf5Rows:
         self.buffers.clear()
         self._scratch.clear()
         self._blocks.clear()
+        with self._lock:
+            self._kept = {}
 
     def file_map(self) -> FileMap:
         """Return the map of all files; the first call indexes them.
@@ -240,7 +250,7 @@ class Hdf5Rows:
     ) -> Any:
         """Return rows of one dataset of one file, perhaps in a buffer."""
         index = self._index(part.file, field)
-        if index.is_in_blocks:
+        if _rows_per_block(index, self._kept_bytes > 0):
             return self._pick(part, field, blocks, buffers)
 
         def read() -> Any:
@@ -264,10 +274,16 @@ class Hdf5Rows:
         index = self._index(part.file, field)
         if not part.rows.size:
             return np.empty((0, *index.row_shape), index.native)
-        numbers, inside = np.divmod(part.rows, index.chunk[0])
+        step = _rows_per_block(index, self._kept_bytes > 0)
+        numbers, inside = np.divmod(part.rows, step)
         # Each decoded block once, however many of its rows are wanted.
         distinct = np.unique(numbers)
         wanted = [blocks[part.file, field, number] for number in distinct.tolist()]
+        everything = wanted[0].base
+        if not index.is_in_blocks and all(b.base is everything for b in wanted):
+            result = buffers.empty((part.rows.size, *index.row_shape), index.native)
+            # mode="clip": `take` writes to `out` without a buffer; no row is clipped
+            return everything.take(part.rows, axis=0, out=result, mode="clip")
         which = np.searchsorted(distinct, numbers)
         return pick_rows(wanted, which, inside, buffers)
 
@@ -275,7 +291,8 @@ class Hdf5Rows:
         """Return all rows of a block."""
         file, field, block = key
         index = self._index(file, field)
-        rows = dataset_reader.block_rows(index, block)
+        step = _rows_per_block(index, self._kept_bytes > 0)
+        rows = range(block * step, min((block + 1) * step, index.shape[0]))
 
         def by_h5py(region: tuple[slice, ...]) -> Any:
             return self._by_h5py(file, field, lambda dataset: dataset[region])
@@ -283,11 +300,24 @@ class Hdf5Rows:
         def load() -> Any:
             if index.method is ReadMethod.H5PY_CHUNKS:
                 return by_h5py((slice(rows.start, rows.stop),))
-            return dataset_reader.read_chunks(
-                index, self._raw_file(file), by_h5py, block
-            )
+            raw = self._raw_file(file)
+            if index.method is ReadMethod.BYTES:
+                return self._keep(file, field, raw, rows)
+            return dataset_reader.read_chunks(index, raw, by_h5py, block)
 
         return self._explain(file, field, rows, load)
+
+    def _keep(self, file: int, field: int, raw: RawFile, rows: range) -> Any:
+        """Read a block of short rows to its place in the array of all of them."""
+        index = self._index(file, field)
+        shape = (index.shape[0], *index.row_shape)
+        with self._lock:
+            if (file, field) not in self._kept:
+                self._kept[file, field] = np.empty(shape, index.native)
+            block = self._kept[file, field][rows.start : rows.stop]
+        numbers = np.arange(rows.start, rows.stop)
+        block[...] = dataset_reader.read_bytes(index, raw, numbers, self._scratch, map)
+        return block
 
     def _explain(
         self, file: int, field: int, rows: Any, read: Callable[[], Any]
@@ -320,7 +350,7 @@ class Hdf5Rows:
 
     def __getstate__(self) -> dict[str, Any]:
         # Without the state of this process, which `__setstate__` creates again.
-        own = {"_open_files", "buffers", "_scratch", "_blocks", "_lock"}
+        own = {"_open_files", "buffers", "_scratch", "_blocks", "_kept", "_lock"}
         own |= {"_owner", "_users"}
         return {k: v for k, v in self.__dict__.items() if k not in own}
 
@@ -334,6 +364,7 @@ RowNumbers = npt.NDArray[np.int64]
 # Capacity of the cache of decoded chunks, unless `reserve_cache` sets another one
 KEPT_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20  # of rows that are not in chunks
+_SHORT_BYTES = 16 << 10
 
 
 class FileRows(NamedTuple):
@@ -392,13 +423,26 @@ class FileMap(NamedTuple):
             inside = ordered[first:last] - starts[file]
             yield FileRows(file, inside, order[first:last])
 
-    def blocks_in(self, parts: Iterable[FileRows]) -> Iterator[tuple[int, ...]]:
-        """Yield the keys of the blocks to decode: file, field, number."""
+    def blocks_in(
+        self, parts: Iterable[FileRows], keeps_short: bool = False
+    ) -> Iterator[tuple[int, ...]]:
+        """Yield the keys of the blocks to read: file, field, number."""
         for part in parts:
             for field, index in enumerate(self.files[part.file].datasets):
-                if index.is_in_blocks and part.rows.size:
-                    for block in np.unique(part.rows // index.chunk[0]).tolist():
+                step = _rows_per_block(index, keeps_short)
+                if step and part.rows.size:
+                    for block in np.unique(part.rows // step).tolist():
                         yield part.file, field, block
+
+    def bytes_to_keep(self, most_bytes: int) -> int:
+        """Return the size of all short rows that are not in chunks to decode.
+
+        0 if that is more than `most_bytes`.
+        """
+        indexes = [index for file in self.files for index in file.datasets]
+        short = [index for index in indexes if _is_short(index)]
+        size_bytes = sum(index.row_bytes * index.shape[0] for index in short)
+        return size_bytes if size_bytes <= most_bytes else 0
 
     def cache_bytes_for(self, rows: int) -> int:
         """Return the cache size for reading so many rows in random order."""
@@ -408,6 +452,18 @@ class FileMap(NamedTuple):
             for index in self.files[0].datasets
             if index.is_in_blocks
         )
+
+
+def _is_short(index: DatasetIndex) -> bool:
+    """Return whether a read of each row would take longer than copying it."""
+    return index.method is ReadMethod.BYTES and 0 < index.row_bytes < _SHORT_BYTES
+
+
+def _rows_per_block(index: DatasetIndex, keeps_short: bool) -> int:
+    """Return how many rows are read and kept together; 0 if rows are read alone."""
+    if index.is_in_blocks:
+        return index.chunk[0]
+    return _block_size(index)[1] if keeps_short and _is_short(index) else 0
 
 
 def _require_like(file: FileIndex, first: FileIndex) -> None:

@@ -281,8 +281,14 @@ class ShardWriter:
         self._storage = storage
         self._datasets: list[_Dataset] = []
         self._atomic = self._checked("created", lambda: AtomicHdf5File(path))
-        # Chunks are written whole, once: HDF5 needs no cache of them
-        self._hdf5 = h5py.File(self._atomic, "w", rdcc_nbytes=0)
+        try:
+            # Chunks are written whole, once: HDF5 needs no cache of them
+            self._hdf5 = self._checked(
+                "created", lambda: h5py.File(self._atomic, "w", rdcc_nbytes=0)
+            )
+        except BaseException:
+            self._atomic.discard()
+            raise
         # Also runs at exit, before HDF5 loses its Python file
         self.discard = weakref.finalize(self, _discard, self._hdf5, self._atomic)
 
@@ -340,7 +346,7 @@ class ShardWriter:
             self.discard()
 
     def withdraw(self) -> None:
-        """Remove the file if it was published."""
+        """Remove the file if it was renamed."""
         self._atomic.withdraw()
 
     def _require_whole(self) -> None:
@@ -443,8 +449,10 @@ class _Dataset:
 
 
 def _discard(file: h5py.File, atomic: AtomicHdf5File) -> None:
-    file.close()
-    atomic.discard()
+    try:
+        file.close()
+    finally:
+        atomic.discard()
 
 
 def write_vds(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 import tempfile
 import time
@@ -115,7 +114,7 @@ def open_hdf5(path: str) -> str:
 
 
 def write(folder: str) -> tuple[int, str]:
-    """Write, fsync, rename, map and remove a file, as checkpoints do.
+    """Write, fsync, rename and remove a file, as checkpoints do.
 
     Returns: errno and text of the error, or 0; errno is negative if no file could be
     created at all.
@@ -136,9 +135,6 @@ def write(folder: str) -> tuple[int, str]:
         Path(name).rename(renamed)
         step = "fsync of the folder"
         _sync_folder(folder)
-        step = "mapping a file into memory"
-        with open(renamed, "rb") as file:
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ).close()
     except OSError as error:
         return error.errno or errno.EIO, f"{step}: {error.strerror or error}"
     finally:

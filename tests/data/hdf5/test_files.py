@@ -30,6 +30,7 @@ from mpidist import DataError, Dataset
 from mpidist.data.hdf5 import files
 from mpidist.data.hdf5.files import RawFile
 from mpidist.data.hdf5.index import state_of
+from mpidist.data.hdf5.rows import FileMap
 from mpidist.util.buffers import Buffers
 
 SIZE = 3_000_000
@@ -222,9 +223,17 @@ def test_an_error_of_the_disk(strategy, comm, mpi_tmp_path, layout):
     iterator.close()
 
 
+@pytest.fixture(params=[True, False], ids=["kept", "not kept"])
+def kept(request, monkeypatch):
+    """Short rows stay in memory, or are too many for that."""
+    if not request.param:
+        monkeypatch.setattr(FileMap, "bytes_to_keep", lambda self, most_bytes: 0)
+
+
+@pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("chunks", [None, (7, 5), (7, 2)])
 @pytest.mark.parametrize("compression", [None, "gzip"])
-def test_datasets_are_read_the_same_way_or_another(tmp_path, chunks, compression):
+def test_rows_of_a_dataset(tmp_path, chunks, compression):
     if compression and not chunks:
         pytest.skip("compressed datasets have chunks")
     data = np.arange(500).reshape(100, 5).astype(">i4")
@@ -236,9 +245,8 @@ def test_datasets_are_read_the_same_way_or_another(tmp_path, chunks, compression
     require_same(found[np.argsort(found[:, 0])], data)
 
 
-def test_a_distributed_dataset_is_read_the_same_way_or_another(
-    strategy, comm, mpi_tmp_path
-):
+@pytest.mark.usefixtures("kept")
+def test_rows_of_a_distributed_dataset(strategy, comm, mpi_tmp_path):
     path = mpi_tmp_path / "a.h5"
     if comm.rank == 0:
         with h5py.File(path, "w") as file:

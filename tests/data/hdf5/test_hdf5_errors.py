@@ -346,15 +346,10 @@ def opaque_of_unknown_tag(file):
     made.write(h5s.ALL, h5s.ALL, np.zeros(24, "V3"), mtype=kind)
 
 
-def external_storage_that_is_gone(file):
-    file.create_dataset("x", (24,), "i4", external=[("gone.bin", 0, 96)])
-
-
 UNREADABLE = [
     undefined_fill,
     unknown_filter,
     opaque_of_unknown_tag,
-    external_storage_that_is_gone,
 ]
 
 
@@ -372,6 +367,49 @@ def test_datasets_that_h5py_cannot_read(strategy, comm, mpi_tmp_path, make):
         error = failure_of(strategy, comm, lambda: next(iter(divided)))
         require_names(error, path, "x", range(24))
         require_origin(error, comm, comm.rank)
+
+
+@pytest.mark.parametrize("name", ["x", "virtual", "link"])
+def test_external_storage_that_is_cut(strategy, comm, mpi_tmp_path, name):
+    """HDF5 itself gives zeros."""
+    data, path = numbered(24), mpi_tmp_path / "a.h5"
+    raw = [mpi_tmp_path / f"{i}.bin" for i in range(2)]
+
+    def write_one():
+        parts = [(str(raw[0]), 100, 1000), (str(raw[1]), 0, h5py.h5f.UNLIMITED)]
+        with h5py.File(mpi_tmp_path / "source.h5", "w") as file:
+            file.create_dataset("x", data.shape, "i4", external=parts)[...] = data
+        layout = h5py.VirtualLayout(data.shape, data.dtype)
+        layout[...] = h5py.VirtualSource("source.h5", "x", data.shape)
+        with h5py.File(path, "w") as file:
+            file["x"] = file["link"] = h5py.ExternalLink("source.h5", "x")
+            file.create_virtual_dataset("virtual", layout)
+
+    def divided(allow):
+        dataset = Dataset.from_hdf5(path, name, allow_short_external=allow)
+        return divide(strategy, dataset, 24)
+
+    def require_rows(allow):
+        (batch,) = divided(allow)
+        require_same(mine(strategy, batch), slice_of(data, strategy, 0, 24))
+
+    def require_error(message):
+        error = failure_of(strategy, comm, lambda: divided(False))
+        require_names(error, path, "/x")
+        assert message in str(error)
+
+    on_root(comm, write_one)
+    require_rows(False)
+    require_rows(True)
+    for number, size, last in [(1, data.nbytes - 1000, -1), (0, 1100, 999)]:
+        on_root(comm, os.truncate, raw[number], size - 1)
+        require_error(
+            f"{raw[number]} has {size - 1} bytes, and rows of '/x' need {size}"
+        )
+        data.reshape(-1).view(np.uint8)[last] = 0
+        require_rows(True)
+    on_root(comm, raw[0].unlink)
+    require_error(f"{raw[0]} cannot be read: No such file")
 
 
 SHORT_CHUNKS = {
