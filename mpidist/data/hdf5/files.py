@@ -128,7 +128,7 @@ class RawFile:
             self._fill(rows, order[piece], ordered[piece])
 
         list(parallel(fill, _pieces(offsets.size, size_bytes)))
-        self._check_periodically()
+        self.check()
         return rows
 
     def read(self, offset: int, size_bytes: int) -> bytearray:
@@ -141,7 +141,7 @@ class RawFile:
         self._require_inside(offset, size_bytes)
         data = bytearray(size_bytes)
         self._read_into(memoryview(data), offset)
-        self._check_periodically()
+        self.check()
         return data
 
     def _require_inside(self, offset: int, size_bytes: int) -> None:
@@ -151,8 +151,8 @@ class RawFile:
                 f"at {offset}..{offset + size_bytes - 1}"
             )
 
-    def _check_periodically(self) -> None:
-        """Check for changes: always if that is cheap, else once a minute."""
+    def check(self) -> None:
+        """Raise a DataError if the file has changed, seen at once or within a minute."""
         now = time.monotonic()
         if self._is_local or now >= self._checked + _CHECK_SECONDS:
             self._checked = now

@@ -250,12 +250,16 @@ class Hdf5Rows:
     ) -> Any:
         """Return rows of one dataset of one file, perhaps in a buffer."""
         index = self._index(part.file, field)
-        if _rows_per_block(index, self._kept_bytes > 0):
+        if index.is_in_blocks:
             return self._pick(part, field, blocks, buffers)
 
         def read() -> Any:
             if index.method is ReadMethod.BYTES:
                 file = self._raw_file(part.file)
+                if _rows_per_block(index, self._kept_bytes > 0):
+                    rows = self._pick(part, field, blocks, buffers)
+                    file.check()  # rows that were read before must still be there
+                    return rows
                 return dataset_reader.read_bytes(
                     index, file, part.rows, buffers, self._blocks.parallel
                 )
