@@ -152,7 +152,7 @@ class RawFile:
             )
 
     def check(self) -> None:
-        """Raise a DataError if the file has changed, seen at once or within a minute."""
+        """Raise a DataError if the file has changed; maybe a minute late."""
         now = time.monotonic()
         if self._is_local or now >= self._checked + _CHECK_SECONDS:
             self._checked = now
