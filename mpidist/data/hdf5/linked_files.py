@@ -128,6 +128,8 @@ def _check_external(dataset: h5py.Dataset, allow_short: bool) -> Iterator[str]:
     for name, start, size in dataset.external or ():
         count, path = min(size, missing), _storage_path(name, dataset.file)
         missing -= count
+        if not count:  # HDF5 creates a file when it writes to it
+            continue
         try:
             present = os.stat(path).st_size
         except OSError as error:
