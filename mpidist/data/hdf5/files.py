@@ -24,7 +24,7 @@ from mpidist.util.buffers import Buffers
 from mpidist.util.files import open_regular
 from mpidist.util.mounts import is_local, lateness
 
-__all__ = ["Map", "RawFile", "wait_until_seen"]
+__all__ = ["Map", "RawFile", "pieces_of", "wait_until_seen"]
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -127,7 +127,7 @@ class RawFile:
         def fill(piece: slice) -> None:
             self._fill(rows, order[piece], ordered[piece])
 
-        list(parallel(fill, _pieces(offsets.size, size_bytes)))
+        list(parallel(fill, pieces_of(offsets.size, size_bytes)))
         self.check()
         return rows
 
@@ -223,7 +223,7 @@ def _lateness(state: FileState) -> float:
     return lateness(state.path.parent, _LATE_SECONDS)
 
 
-def _pieces(count: int, size_bytes: int) -> list[slice]:
+def pieces_of(count: int, size_bytes: int) -> list[slice]:
     """Split `count` items of `size_bytes` into pieces that are worth a thread each."""
     pieces = max(1, min(count, round(count * size_bytes / _PIECE_BYTES)))
     edges = [count * i // pieces for i in range(pieces + 1)]

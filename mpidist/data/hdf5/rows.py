@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mpidist.data.hdf5 import dataset_reader as dataset_reader
 from mpidist.data.hdf5.dataset_reader import BlockCache, OpenFiles, pick_rows
-from mpidist.data.hdf5.files import RawFile
+from mpidist.data.hdf5.files import RawFile, pieces_of
 from mpidist.data.hdf5.index import DatasetIndex, FileIndex, ReadMethod, index_file
 from mpidist.data.shuffling import ChunkLayout
 from mpidist.errors import DataError
@@ -279,17 +279,24 @@ class Hdf5Rows:
         if not part.rows.size:
             return np.empty((0, *index.row_shape), index.native)
         step = _rows_per_block(index, self._kept_bytes > 0)
-        numbers, inside = np.divmod(part.rows, step)
-        # Each decoded block once, however many of its rows are wanted.
+        numbers = part.rows // step
+        # Each block once, however many of its rows are wanted.
         distinct = np.unique(numbers)
         wanted = [blocks[part.file, field, number] for number in distinct.tolist()]
         everything = wanted[0].base
-        if not index.is_in_blocks and all(b.base is everything for b in wanted):
-            result = buffers.empty((part.rows.size, *index.row_shape), index.native)
+        if index.is_in_blocks or any(b.base is not everything for b in wanted):
+            which = np.searchsorted(distinct, numbers)
+            return pick_rows(wanted, which, part.rows - numbers * step, buffers)
+        # The blocks are parts of one array
+        result = buffers.empty((part.rows.size, *index.row_shape), index.native)
+
+        def take(piece: slice) -> None:
             # mode="clip": `take` writes to `out` without a buffer; no row is clipped
-            return everything.take(part.rows, axis=0, out=result, mode="clip")
-        which = np.searchsorted(distinct, numbers)
-        return pick_rows(wanted, which, inside, buffers)
+            rows, out = part.rows[piece], result[piece]
+            everything.take(rows, axis=0, out=out, mode="clip")
+
+        list(self._blocks.parallel(take, pieces_of(len(result), index.row_bytes)))
+        return result
 
     def _load_block(self, key: tuple[int, ...]) -> Any:
         """Return all rows of a block."""
