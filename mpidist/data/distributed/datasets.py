@@ -188,6 +188,9 @@ class DistributedDataset:
         extended.consensus.require_same(agreed)
         if policy is AutoShardPolicy.FILE:
             return cls._of_own_batches(extended, pipeline, options, call)
+        origin = extended.run_collectively(
+            agreed, lambda: Origin.of(pipeline, each_reads_all=not is_global(policy))
+        )
         # Drawn by rank 0 for all: an order must not differ between ranks.
         entropy = _draw(extended, pipeline.needs_entropy)
         # All ranks iterate over all of a generator; only indexed datasets are read in
@@ -200,7 +203,7 @@ class DistributedDataset:
             is_global=is_global(policy),
             is_batched=True,
             cardinality=pipeline.cardinality,
-            origin=Origin.of(pipeline, each_reads_all=not is_global(policy)),
+            origin=origin,
             options=options or InputOptions(),
             # The number of collective calls is the same on all ranks, so it names the
             # dataset.
