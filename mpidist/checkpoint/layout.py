@@ -201,6 +201,7 @@ def _part(leaf: Leaf, start: int, stop: int) -> Leaf:
 # Arrays up to this size are part of the structure; others have checksums per block
 INLINE_BYTES = 32 << 10
 BLOCK_BYTES = 16 << 20
+_LARGE_BYTES = 64 << 20
 _ALIGNMENT = 4096
 _LIBVER = ("v108", "v110")  # what HDF5 1.10 can read
 
@@ -244,8 +245,9 @@ def write_file(
             checked_write(descriptor, offset, part)
             crc32 = zlib.crc32(part, crc32)
         # The header holds all checksums, and how long the rest took, so it is written
-        # last.
-        os.fsync(descriptor)
+        # last. Of a small file, what the disk takes does not count.
+        if image.size > _LARGE_BYTES:
+            os.fsync(descriptor)
         header = make_header(image.size, crc32, data)
         checked_write(descriptor, 0, render(header, plan.header_bytes))
         # Extend the file over bytes at its end that were never written.

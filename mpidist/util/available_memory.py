@@ -37,10 +37,11 @@ def free_bytes(is_shared: bool, root: Path = Path("/")) -> dict[str, int]:
     """
     free = {}
     if is_shared:  # MPI libraries create shared memory as files there
-        folder = root / "dev" / "shm"
-        folder = folder if folder.is_dir() else Path(tempfile.gettempdir())
-        status = os.statvfs(folder)
-        free[str(folder)] = status.f_bavail * status.f_frsize
+        with contextlib.suppress(OSError):  # or there is no folder at all
+            folder = root / "dev" / "shm"
+            folder = folder if folder.is_dir() else Path(tempfile.gettempdir())
+            status = os.statvfs(folder)
+            free[str(folder)] = status.f_bavail * status.f_frsize
     with contextlib.suppress(OSError, KeyError):
         free["the machine"] = _read_table(root / "proc/meminfo")["MemAvailable"] << 10
     for folder, *names in _memory_groups(root):

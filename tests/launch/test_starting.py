@@ -52,6 +52,18 @@ def test_the_library_is_the_one_that_this_process_has():
     assert found.family in MPI.Get_library_version()
 
 
+def test_what_else_is_printed_does_not_matter(folder, tmp_path, monkeypatch):
+    """By packages that are imported at the start; and not in this locale's encoding."""
+    noise = "import atexit\natexit.register(print, 'bye')\nprint('hello')\n"
+    monkeypatch.setattr(starting, "_ASK", noise + starting._ASK)
+    assert starting.find_library().version == MPI.Get_library_version()
+    program = folder / "bin" / "mpirun"
+    make(program, VERSIONS["MPICH"])
+    program.write_bytes(program.read_bytes().replace(b"HYDRA", b"\xe9\n$LC_ALL HYDRA"))
+    library = MPICH._replace(path=folder / "lib" / "libmpi.so")
+    assert start_command(Request(["x"], 2), library, {})[0][0] == str(program)
+
+
 def test_without_a_library_it_is_said(monkeypatch):
     monkeypatch.setattr(
         starting, "_ASK", "raise RuntimeError('cannot load MPI library')"
