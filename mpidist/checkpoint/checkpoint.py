@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpidist._version import __version__
-from mpidist.checkpoint.directory import SUFFIX, index_path
+from mpidist.checkpoint.directory import SUFFIX, Known, index_path
 from mpidist.checkpoint.restore import LoadStatus, restore
 from mpidist.checkpoint.save import Saver
 from mpidist.checkpoint.state import (
@@ -254,6 +254,7 @@ class Checkpoint(Tracked):
         *,
         is_background: bool = False,
         preserved: tuple[int, float] | None = None,
+        known: Known | None = None,
         after: Callable[[], None] | None = None,
     ) -> str:
         """Implement `write` for other public calls; see `Saver.save`."""
@@ -276,6 +277,7 @@ class Checkpoint(Tracked):
                     "mpidist": __version__,
                 },
                 preserved=preserved,
+                known=known,
                 after=after,
             )
         return str(index)
@@ -326,6 +328,7 @@ class Checkpoint(Tracked):
         counters = self.strategy.extended.consensus.recorder.counters
         with counters.checkpointing("restore"):
             found = restore(self.strategy, operation, index, self, is_partial)
+        self.saver.restored = index
         return LoadStatus(str(index), found.missing, found.unused)
 
     def __setattr__(self, name: str, value: Any) -> None:

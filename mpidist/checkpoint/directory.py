@@ -15,11 +15,12 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from mpidist.checkpoint.format import is_begun, read_header
+from mpidist.checkpoint.format import MissingError, is_begun, read_header
+from mpidist.checkpoint.reading import read_tree
 from mpidist.errors import ArgumentError, CheckpointError
 from mpidist.util import validation
 from mpidist.util.files import (
@@ -29,14 +30,17 @@ from mpidist.util.files import (
     shard_name,
     sync_directory,
 )
+from mpidist.util.mounts import lateness
 from mpidist.util.notices import warn
 
 __all__ = [
     "JOB",
     "SUFFIX",
+    "Known",
     "Saved",
     "find",
     "find_names",
+    "find_undamaged",
     "hold",
     "index_path",
     "is_locked",
@@ -57,8 +61,24 @@ __all__ = [
 
 
 SUFFIX = ".h5"
+# How long a network file system may show a node an old list of a directory
+LOOK_SECONDS = 10.0
 _LONGEST = 128  # bytes of a name: shards and temporary files add to it
 _SHARD = rf"-(?P<token>[0-9a-f]{{8}}){SHARD_PATTERN}"
+
+
+class Known(NamedTuple):
+    """The state that a manager continues from, for its first save.
+
+    Args:
+      serial: of the latest checkpoint that there was when it looked for one.
+      path: of the checkpoint that was restored last.
+      is_restored: whether it looked in order to restore one.
+    """
+
+    serial: int
+    path: Path | None
+    is_restored: bool
 
 
 class Saved(NamedTuple):
@@ -120,27 +140,87 @@ def find_names(directory: Path) -> set[str]:
     }
 
 
-def find(directory: Path, name: str, *, warns: bool = False) -> list[Saved]:
+def _ignore(error: Exception) -> None:
+    """Skip a damaged checkpoint without a warning."""
+
+
+def find(
+    directory: Path, name: str, on_skip: Callable[[Exception], None] = _ignore
+) -> list[Saved]:
     """Return the checkpoints `name-<number>.h5` in the order of saving.
 
-    Checkpoints with damaged headers are skipped, with a warning if `warns`.
+    Args:
+      directory: where they are.
+      name: the first part of their names.
+      on_skip: called for each with a damaged header, which is skipped.
     """
-    found = []
     pattern = re.compile(rf"{re.escape(name)}-(\d+){re.escape(SUFFIX)}")
-    for file in _names(directory):
-        if match := pattern.fullmatch(file):
-            path = directory / file
+    deadline: float | None = None
+    while True:
+        files = filter(None, map(pattern.fullmatch, _names(directory)))
+        found, errors = [], {}
+        for match in files:
             try:
-                header = read_header(path)
-                modified = path.stat().st_mtime
+                found.append(_inspect(directory / match[0], int(match[1])))
             except (CheckpointError, OSError) as error:
-                if warns:
-                    warn_skipped(error)
-            else:
-                number = int(match[1])
-                saved = Saved(header.serial, number, path, modified, header.preserved)
-                found.append(saved)
+                errors[match[0]] = error
+        # If another job has removed some meanwhile, it has also saved new ones
+        gone = {n for n, e in errors.items() if isinstance(e, MissingError)}
+        if deadline is None and gone:
+            deadline = time.monotonic() + lateness(directory, LOOK_SECONDS)
+        is_listed = gone <= _names(directory)
+        if not gone or (is_listed and time.monotonic() >= (deadline or 0.0)):
+            break
+        if is_listed:  # this node's list is old, or it is a link to nothing
+            time.sleep(_POLL_SECONDS)
+    for skipped in errors.values():
+        on_skip(skipped)
     return sorted(found)
+
+
+def _inspect(path: Path, number: int) -> Saved:
+    header = read_header(path)
+    try:
+        modified = path.stat().st_mtime
+    except FileNotFoundError as error:
+        raise MissingError(f"{path}: there is no such file") from error
+    return Saved(header.serial, number, path, modified, header.preserved)
+
+
+def find_undamaged(
+    directory: Path,
+    name: str,
+    on_skip: Callable[[Exception], None],
+    damaged: Container[Saved] = (),
+) -> tuple[list[Saved], int]:
+    """Return the checkpoints up to the last undamaged one, and the latest serial.
+
+    Large arrays are not checked.
+
+    Args:
+      directory: where they are.
+      name: the first part of their names.
+      on_skip: called for each that is damaged.
+      damaged: those that are known to be damaged.
+    """
+    unreadable: set[Saved] = set()
+    while True:
+        every = find(directory, name, on_skip)
+        found = list(every)
+        while found and (found[-1] in damaged or found[-1] in unreadable):
+            del found[-1]
+        serial = every[-1].serial if every else 0
+        if not found:
+            return [], serial
+        try:
+            read_tree(found[-1].path)
+        except CheckpointError as error:
+            # If it was removed meanwhile, there are others now
+            if found[-1].path.exists():
+                on_skip(error)
+                unreadable.add(found[-1])
+        else:
+            return found, serial
 
 
 def warn_skipped(error: Exception) -> None:
@@ -154,26 +234,38 @@ def name_of(index: Path) -> str:
     return name if name and number.isdecimal() else index.stem
 
 
-def next_serial(index: Path) -> int:
+def next_serial(index: Path, owner: int, known: Known | None = None) -> int:
     """Return the serial of the next checkpoint of this name and directory.
 
+    Args:
+      index: the checkpoint to be saved.
+      owner: id of the Saver.
+      known: what its manager continues from; None after its first save.
+
     Raises:
-      CheckpointError: another job saves under that name there.
+      CheckpointError: another job saves under that name there, or has saved a newer
+        state than this one continues from.
     """
     name = name_of(index)
-    newest: Path | None = None
-    if name != index.stem:
-        found = find(index.parent, name)
-        newest = found[-1].path if found else None
-    elif index.exists():
-        newest = index
-    try:
-        header = read_header(newest) if newest is not None else None
-    except CheckpointError:  # damaged, or just removed
-        header = None
-    serial = 0 if header is None else header.serial
-    job = "" if header is None else header.job
-    _require_alone(index, newest, serial, job)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        newest: Path | None = None
+        if name != index.stem:
+            found = find(index.parent, name)
+            newest = found[-1].path if found else None
+        elif index.exists():
+            newest = index
+        try:
+            header = read_header(newest) if newest is not None else None
+        except CheckpointError:  # damaged, or just removed
+            header = None
+        serial = 0 if header is None else header.serial
+        job = "" if header is None else header.job
+        # What the other job has saved until it ended counts as well
+        if newest is None or not _wait_for_lock(index, newest, job, deadline):
+            break
+    if newest is not None:
+        _require_newest(index, newest, serial, job, owner, known)
     return serial + 1 if name != index.stem else 1
 
 
@@ -374,29 +466,63 @@ def release(owner: int) -> None:
         os.close(_held.pop(key).descriptor)
 
 
-def _require_alone(index: Path, newest: Path | None, serial: int, job: str) -> None:
-    """Raise if another job saves under the same name in the same directory.
+def _wait_for_lock(index: Path, newest: Path, job: str, deadline: float) -> bool:
+    """Wait until the job that saved the latest checkpoint has ended, or saved another.
 
     Args:
       index: the checkpoint to be saved.
-      newest: the latest checkpoint, if there is one.
-      serial: of that checkpoint.
+      newest: the latest checkpoint.
       job: description of the job that saved it, from its header.
+      deadline: when to give up, unless this job has saved before: then at once.
+
+    Returns:
+      Whether it had to wait.
 
     Raises:
-      CheckpointError: that job is still running, or saved after this job's last save.
+      CheckpointError: that job is still running.
     """
-    if newest is None or _is_held(newest):
-        return
-    own = _held.get(_key(index))
-    patience = 0.0 if own is not None else _PATIENCE_SECONDS
-    deadline = time.monotonic() + patience
+    if _is_held(newest) or not is_locked(newest):
+        return False
     while is_locked(newest):
-        if time.monotonic() >= deadline:
+        if _key(index) in _held or time.monotonic() >= deadline:
             _refuse(index, newest, job, "is running")
         time.sleep(_POLL_SECONDS)
-    if own is not None and serial >= own.serial and job != JOB:
-        _refuse(index, newest, job, "saved it after this job's last save")
+    return True
+
+
+def _require_newest(
+    index: Path, newest: Path, serial: int, job: str, owner: int, known: Known | None
+) -> None:
+    """Raise if the latest checkpoint is newer than what this job continues from.
+
+    Args:
+      index: the checkpoint to be saved.
+      newest: the latest checkpoint.
+      serial: of that checkpoint.
+      job: description of the job that saved it, from its header.
+      owner: id of the Saver.
+      known: see `next_serial`.
+
+    Raises:
+      CheckpointError: it was saved after this job's last save or restore.
+    """
+    own = _held.get(_key(index))
+    if known is None:
+        if own is not None and serial >= own.serial and job != JOB:
+            _refuse(index, newest, job, "saved it after this job's last save")
+        return
+    if serial <= known.serial or newest == known.path:
+        return
+    # Several managers of one job may save in turn, unless they restored another state
+    if job == JOB and (not known.is_restored or (own and own.owner == owner)):
+        return
+    since = f"restored {known.path.name}" if known.path else "looked for checkpoints"
+    raise CheckpointError(
+        f"{index}: {newest.name} was saved by {job or 'a job of an older version'} "
+        f"after this job {since}, and a checkpoint of this job would hide it. Restore "
+        "again (restore_or_initialize takes the latest), or save under another name or "
+        "in another directory"
+    )
 
 
 def _refuse(index: Path, newest: Path, job: str, why: str) -> NoReturn:

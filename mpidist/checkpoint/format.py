@@ -270,6 +270,10 @@ class DamagedError(CheckpointError):
     """A file is missing or damaged; an earlier checkpoint may be used instead."""
 
 
+class MissingError(DamagedError):
+    """A file is missing; perhaps another job has just removed it."""
+
+
 @contextlib.contextmanager
 def unwritable(path: Path) -> Iterator[None]:
     """Raise an OSError of a write as a CheckpointError."""
@@ -287,7 +291,7 @@ def damage(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except FileNotFoundError:
-        raise DamagedError(f"{path}: there is no such file") from None
+        raise MissingError(f"{path}: there is no such file") from None
     except PermissionError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     except Exception as error:  # damaged files make HDF5 raise almost anything

@@ -12,9 +12,8 @@ from typing import Any
 
 from mpidist.checkpoint import directory as directories
 from mpidist.checkpoint.checkpoint import Checkpoint
-from mpidist.checkpoint.directory import Saved
+from mpidist.checkpoint.directory import Known, Saved
 from mpidist.checkpoint.format import DamagedError, read_header, unwritable
-from mpidist.checkpoint.reading import read_tree
 from mpidist.checkpoint.save import Saving, require_visible
 from mpidist.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from mpidist.strategy.variables import Variable
@@ -67,8 +66,11 @@ def latest_checkpoint(
     # Each name is a series of its own; the newest file of all is the latest.
     else:
         names = {directories.require_name(checkpoint_name)}
-    lists = [_find_undamaged(directory, name) for name in sorted(names)]
-    latest = [found[-1] for found in lists if found]
+    warn = directories.warn_skipped
+    lists = [
+        directories.find_undamaged(directory, name, warn) for name in sorted(names)
+    ]
+    latest = [found[-1] for found, _ in lists if found]
     return str(max(latest, key=lambda saved: saved.modified).path) if latest else None
 
 
@@ -78,7 +80,8 @@ class CheckpointManager:
     Creating one is collective and removes leftovers of killed jobs. An old checkpoint
     is removed when the new one is complete. The end of a `with` block is collective and
     waits for a save in the background. Any number of jobs may restore from a directory,
-    but only one job at a time may save there under a name: see `Checkpoint.write`.
+    but only one job at a time may save there under a name: see `Checkpoint.write`. The
+    first save raises if another job has saved since this manager restored.
 
     Args:
       checkpoint: the `Checkpoint`.
@@ -172,11 +175,14 @@ class CheckpointManager:
         self._init_fn = init_fn
         self._is_background = is_background
         # Only rank 0 touches the directory; the others get what it found.
+        self._damaged: set[Saved] = set()
+        self._warned: set[str] = set()  # on rank 0
+        self._found: list[Saved]
+        self._preserved: tuple[int, float]
         found = self._consensus.root_only(_CALL, self._clean_up)
-        self._found: list[Saved] = found[0]
-        self._preserved: tuple[int, float] = found[1]
-        # Set by `save`, and reset by `_update` when the list is known again.
-        self._last_saved: Path | None = None
+        self._found, serial, self._preserved = found
+        # For the first save; later ones continue from the one before
+        self._known: Known | None = Known(serial, None, is_restored=False)
         self._save_began = 0.0
         self._longest_save_seconds = 0.0
 
@@ -204,14 +210,19 @@ class CheckpointManager:
     def checkpoints(self) -> list[str]:
         """The paths of complete checkpoints, in the order of saving.
 
-        Excludes those preserved by `keep_checkpoint_every_n_hours`. As of the last
-        collective call of this manager; equal on all ranks.
+        Collective: rank 0 lists the directory, in which another job may save. Excludes
+        those preserved by `keep_checkpoint_every_n_hours`.
         """
+        self._list(f"{_CALL}.checkpoints")
         return [str(s.path) for s in self._found if not self._is_preserved(s)]
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the checkpoint saved last; None if there is none."""
+        """The path of the checkpoint saved last; None if there is none.
+
+        Collective: rank 0 lists the directory, in which another job may save.
+        """
+        self._list(f"{_CALL}.latest_checkpoint")
         return str(self._found[-1].path) if self._found else None
 
     def save(
@@ -249,8 +260,8 @@ class CheckpointManager:
         # The same on all ranks: the counter is saved, and compared.
         if number is None:
             number = self._checkpoint.save_counter + 1
-        if self._keep_hours is not None:
-            self._update()  # times of files: those set by users count
+        # Without reading them: damaged ones are removed like the others
+        self._list(call, lambda: (directories.find(self._directory, self._name), 0))
         # Decided before the save and carried out after it: a failed save removes
         # nothing.
         preserved, outdated = self._plan_removal(number)
@@ -260,14 +271,12 @@ class CheckpointManager:
             number=number,
             is_background=self._is_background,
             preserved=preserved,
+            known=self._known
+            and self._known._replace(path=self._checkpoint.saver.restored),
             after=functools.partial(self._end_save, outdated),
         )
         # Only now: a failed save does not count as one.
-        self._last_step = step
-        self._last_saved = Path(path)
-        # In the background the file is not there yet; `wait` updates the list.
-        if not self._is_background:
-            self._update()
+        self._last_step, self._known = step, None
         if self._strategy.extended.replica_id == 0:
             done = "saving" if self._is_background else "saved"
             logs.debug("checkpoint", f"{done} {path}")
@@ -280,38 +289,43 @@ class CheckpointManager:
           CheckpointError: it failed; earlier checkpoints are unchanged.
         """
         self._checkpoint.saver.wait()
-        if self._last_saved is not None:
-            self._update()
 
     sync = wait
 
     def restore_or_initialize(self) -> str | None:
         """Restore the latest undamaged checkpoint; return its path. Collective.
 
-        If there is none, call `init_fn` and return None. Damaged ones are skipped with
-        a warning.
+        Rank 0 lists the directory anew, in which another job may have saved. If there
+        is none, call `init_fn` and return None. Damaged ones are skipped with a
+        warning.
 
         Raises, on all ranks:
           CheckpointError: the objects do not match the checkpoint, or a node does not
             see it.
           What `Checkpoint.restore` or `init_fn` raises.
         """
-        # The list must contain complete checkpoints only.
+        call = f"{_CALL}.restore_or_initialize"
+        # A save of this job must be complete.
         self.wait()
         # From the newest backwards until one is undamaged.
-        while self._found:
-            path = str(self._found[-1].path)
+        while True:
+            # The first save must not hide what is newer
+            self._known = Known(self._list(call), None, is_restored=True)
+            if not self._found:
+                break
+            newest = self._found[-1]
+            path = str(newest.path)
             try:
                 self._checkpoint.restore(path)
             except DamagedError as error:  # on all ranks, without changes
-                # What a node does not see is not damaged, and must not be skipped
-                files = functools.partial(_files_of, path)
-                call = f"{_CALL}.restore_or_initialize"
-                require_visible(self._strategy.extended, call, files)
-                # `_found` is equal on all ranks, and the error was raised on all.
-                self._found = self._found[:-1]
-                if self._strategy.extended.replica_id == 0:
-                    directories.warn_skipped(error)
+                # What another job has just removed is not damaged: list again
+                if self._consensus.root_only(call, newest.path.exists):
+                    # Nor is what a node does not see, and it must not be skipped
+                    files = functools.partial(_files_of, path)
+                    require_visible(self._strategy.extended, call, files)
+                    self._damaged.add(newest)
+                    if self._strategy.extended.replica_id == 0:
+                        self._warn(error)
             else:
                 # So that the interval counts from the restored step.
                 self._last_step = self._step()
@@ -346,19 +360,19 @@ class CheckpointManager:
         else:
             self.wait()
 
-    def _clean_up(self) -> tuple[list[Saved], tuple[int, float]]:
-        """Remove leftovers; return the checkpoints, and which one was preserved last.
+    def _clean_up(self) -> tuple[list[Saved], int, tuple[int, float]]:
+        """Remove leftovers, and list the checkpoints. On rank 0.
 
-        On rank 0.
+        Returns the checkpoints, the latest serial, and which was preserved last.
         """
         with unwritable(self._directory):
             directories.make_directory(self._directory)
         # Leftovers of killed jobs; those of running jobs hold a lock.
         directories.remove_leftovers(self._directory, self._name, Saving.in_use)
-        found = _find_undamaged(self._directory, self._name)
+        found, latest = self._find_undamaged()
         serial, seconds = _last_preserved(found) or self._guess_preserved(found)
         # The clock may have been set back
-        return found, (serial, min(seconds, time.time()))
+        return found, latest, (serial, min(seconds, time.time()))
 
     def _guess_preserved(self, found: list[Saved]) -> tuple[int, float]:
         """Return which checkpoint was preserved last, where none has a record of it."""
@@ -367,16 +381,34 @@ class CheckpointManager:
             return outside[-1].serial, outside[-1].modified
         return 0, found[0].modified if found else time.time()
 
-    def _update(self) -> None:
-        """Update the list of checkpoints. Collective."""
-        # Rank 0 lists the directory: others may see it later, or differently.
-        self._found = self._consensus.root_only(
-            f"{_CALL}.save", lambda: directories.find(self._directory, self._name)
+    def _find_undamaged(self) -> tuple[list[Saved], int]:
+        return directories.find_undamaged(
+            self._directory, self._name, self._warn, self._damaged
         )
-        if self._last_saved is not None:
-            # What another job preserved counts as well.
-            self._preserved = _last_preserved(self._found) or self._preserved
-        self._last_saved = None
+
+    def _warn(self, error: Exception) -> None:
+        """Warn once that a checkpoint is skipped. On rank 0."""
+        if str(error) not in self._warned:
+            self._warned.add(str(error))
+            directories.warn_skipped(error)
+
+    def _list(
+        self, call: str, find: Callable[[], tuple[list[Saved], int]] | None = None
+    ) -> int:
+        """List the checkpoints again; return the latest serial. Collective.
+
+        Args:
+          call: the public call, for messages.
+          find: lists them, on rank 0; by default up to the last undamaged one.
+        """
+        # Rank 0 lists the directory: others may see it later, or differently.
+        found = self._consensus.root_only(call, find or self._find_undamaged)
+        self._found, serial = found
+        # What another job preserved counts as well.
+        record = _last_preserved(self._found)
+        if record is not None and record[0] > self._preserved[0]:
+            self._preserved = record
+        return serial
 
     def _is_preserved(self, saved: Saved) -> bool:
         """Return whether a checkpoint is preserved for its hours."""
@@ -453,20 +485,3 @@ def _files_of(index: str) -> list[Path]:
     except CheckpointError:
         return []
     return [path for name in names if (path := Path(index).with_name(name)).exists()]
-
-
-def _find_undamaged(directory: Path, name: str) -> list[Saved]:
-    """Return the checkpoints up to the last undamaged one; warn of damaged ones.
-
-    Large arrays are not checked.
-    """
-    found = directories.find(directory, name, warns=True)
-    while found:
-        try:
-            read_tree(found[-1].path)
-        except CheckpointError as error:
-            directories.warn_skipped(error)
-            del found[-1]
-        else:
-            break
-    return found

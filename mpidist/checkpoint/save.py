@@ -45,8 +45,6 @@ _WAIT = "waiting for a checkpoint"
 _POLL_SECONDS = 0.02
 # How long a network file system may take to show one node's file to another
 VISIBLE_SECONDS = 60.0
-# The same, of a file in a directory that nodes are not yet known to share
-_LOOK_SECONDS = 10.0
 
 
 class Saver:
@@ -62,6 +60,7 @@ class Saver:
         self._extended = strategy.extended
         self._strategy = strategy
         self._pending: Saving | None = None
+        self.restored: Path | None = None  # by the same Checkpoint, the last time
         # Memory for copies is kept from save to save: page faults cost more than
         # copying.
         self._copies = Copies()
@@ -84,6 +83,7 @@ class Saver:
         is_background: bool,
         attributes: dict[str, Any],
         preserved: tuple[int, float] | None = None,
+        known: directories.Known | None = None,
         after: Callable[[], None] | None = None,
     ) -> None:
         """Save objects as a checkpoint. Collective.
@@ -96,6 +96,7 @@ class Saver:
           is_background: whether to return once the arrays were copied.
           attributes: of the file, for humans.
           preserved: see `Header`.
+          known: see `directory.next_serial`.
           after: called by rank 0 when the checkpoint is complete, perhaps in a thread.
 
         Raises, on all ranks:
@@ -112,7 +113,9 @@ class Saver:
         self.wait()
         mine = id(self), time.monotonic()
         # The token is random, so shards of two saves never have one name.
-        token, serial = extended.consensus.root_only(operation, lambda: _begin(index))
+        token, serial = extended.consensus.root_only(
+            operation, lambda: _begin(index, id(self), known)
+        )
         rank, ranks = extended.replica_id, extended.num_replicas
         names = functools.partial(directories.shard_names, index, token)
         tree, own = gather_state(
@@ -227,7 +230,7 @@ def require_visible(
         begun = time.monotonic()
         # One rank of each node looks: the others would ask the same client.
         for path in files if group.topology.local_rank == 0 else []:
-            deadline = begun + lateness(path.parent, _LOOK_SECONDS)
+            deadline = begun + lateness(path.parent, directories.LOOK_SECONDS)
             while not path.exists():
                 if time.monotonic() > deadline:
                     raise CheckpointError(
@@ -272,12 +275,12 @@ def finish_lost() -> None:
                 saver.wait()
 
 
-def _begin(index: Path) -> tuple[str, int]:
+def _begin(index: Path, owner: int, known: directories.Known | None) -> tuple[str, int]:
     """Return a token and a serial for a save, after making its directory."""
     directories.removal.wait()  # space of earlier checkpoints may be needed
     with unwritable(index):
         directories.make_directory(index.parent)
-        return secrets.token_hex(4), directories.next_serial(index)
+        return secrets.token_hex(4), directories.next_serial(index, owner, known)
 
 
 @dataclasses.dataclass

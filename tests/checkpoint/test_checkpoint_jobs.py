@@ -62,7 +62,8 @@ if "kill" in rest:
 def make(strategy, folder, **options):
     x = np.zeros(300_000)
     checkpoint = mpidist.Checkpoint(strategy=strategy, shard_bytes=1, x=x)
-    return mpidist.CheckpointManager(checkpoint, folder, 3, **options)
+    options = {"max_to_keep": 3} | options
+    return mpidist.CheckpointManager(checkpoint, folder, **options)
 
 
 def save(manager, value):
@@ -192,8 +193,92 @@ def test_a_job_that_was_started_again_waits_for_the_old_one(
 
         monkeypatch.setattr(directories, "is_locked", look)
     save(manager, 2)
-    assert len(looks) == (3 if comm.rank == 0 else 0)
+    assert len(looks) == (4 if comm.rank == 0 else 0)  # it lists again, and looks
     require(manager, 2)
+    comm.Barrier()
+
+
+@pytest.mark.parametrize("max_to_keep", [9, 2])
+def test_restoring_takes_what_was_saved_since(strategy, mpi_tmp_path, max_to_keep):
+    training = make(strategy, mpi_tmp_path, max_to_keep=max_to_keep)
+    paths = [save(training, 1), save(training, 2)]
+    started = []
+    evaluation = make(strategy, mpi_tmp_path, init_fn=lambda: started.append(1))
+    require(evaluation, 2)
+    paths += [save(training, value) for value in (3, 4, 5)]
+    assert evaluation.checkpoints == paths[-max_to_keep:]
+    assert evaluation.latest_checkpoint == paths[-1]
+    paths.append(save(training, 6))
+    require(evaluation, 6)
+    assert not started
+
+
+@pytest.mark.parametrize(
+    "place", ["directory.read_header", "directory.read_tree", "restore.read_tree"]
+)
+def test_checkpoints_removed_between_listing_and_opening(
+    strategy, comm, mpi_tmp_path, monkeypatch, place
+):
+    training = make(strategy, mpi_tmp_path)
+    for value in range(1, 4):
+        save(training, value)
+    comm.Barrier()
+    stash = mpi_tmp_path / "stash"
+    started = []
+    evaluation = make(strategy, mpi_tmp_path, init_fn=lambda: started.append(1))
+    if comm.rank == 0:
+        stash.mkdir()
+        for path in mpi_tmp_path.glob("ckpt-3*.h5"):
+            path.rename(stash / path.name)
+        module, _, name = f"mpidist.checkpoint.{place}".rpartition(".")
+        read = getattr(sys.modules[module], name)
+
+        def replace(path):
+            if new := list(stash.iterdir()):
+                for old in mpi_tmp_path.glob("ckpt-*.h5"):
+                    old.unlink()
+            for file in new:
+                file.rename(mpi_tmp_path / file.name)
+            return read(path)
+
+        monkeypatch.setattr(sys.modules[module], name, replace)
+    require(evaluation, 3)
+    assert not started
+    comm.Barrier()
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+@pytest.mark.parametrize("job", ["the same", "another"])
+@pytest.mark.parametrize("restores", [True, False])
+def test_the_first_save_does_not_hide_a_newer_state(
+    strategy, comm, mpi_tmp_path, impatient, monkeypatch, restores, job, is_background
+):
+    first = make(strategy, mpi_tmp_path)
+    save(first, 1)
+    second = make(strategy, mpi_tmp_path, is_background=is_background)
+    if restores:
+        require(second, 1)
+    save(first, 2)
+    if job == "another":
+        directories.release(id(first.checkpoint.saver))
+        monkeypatch.setattr(directories, "JOB", "Slurm job 17")
+    comm.Barrier()
+    before = sorted(os.listdir(mpi_tmp_path))
+    if job == "another" or restores:
+        since = "restored ckpt-1.h5" if restores else "looked for checkpoints"
+        with pytest.raises(CheckpointError, match=f"ckpt-2.h5 was saved .*{since}"):
+            save(second, 3)
+        assert sorted(os.listdir(mpi_tmp_path)) == before
+        assert second.latest_checkpoint.endswith("ckpt-2.h5")
+        if restores:
+            require(second, 2)
+        else:
+            second.checkpoint.restore(second.latest_checkpoint)
+    save(second, 3)
+    second.wait()
+    save(second, 4)
+    second.wait()
+    require(make(strategy, mpi_tmp_path), 4)
     comm.Barrier()
 
 
