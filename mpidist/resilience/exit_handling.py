@@ -24,7 +24,12 @@ from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.context import default_strategy, explain
 from mpidist.device.binding import current_gpu, use_gpu
-from mpidist.errors import DivergenceError, MpidistError, RemoteError
+from mpidist.errors import (
+    CollectiveError,
+    DivergenceError,
+    MpidistError,
+    RemoteError,
+)
 from mpidist.launch.mpi_defaults import abort_while_importing
 from mpidist.monitor import statistics, timeline
 from mpidist.util import logs
@@ -86,11 +91,17 @@ def _leave_at_exit(pid: int) -> None:
 def _leave_before_finalize(_: MPI.Comm, __: int, pid: int) -> None:
     # MPI would ignore an error of this function
     if os.getpid() == pid:
-        _leave()
+        _leave(has_handled_errors=True)
+        if _limit_the_end():
+            threading.Thread(target=_end_the_limit, daemon=True).start()
 
 
-def _leave() -> None:
-    """End saves, timelines and strategies; a second call does nothing. Collective."""
+def _leave(has_handled_errors: bool = False) -> None:
+    """End saves, timelines and strategies; a second call does nothing. Collective.
+
+    Args:
+      has_handled_errors: whether ranks may have left strategies by errors before.
+    """
     global _has_left
     if _has_left:
         return
@@ -101,7 +112,7 @@ def _leave() -> None:
         if (save := sys.modules.get("mpidist.checkpoint.save")) is not None:
             save.finish_all()
         for consensus in list(Consensus.in_use):
-            consensus.require_same(CallSignature("the end of the program"))
+            _leave_together(consensus, has_handled_errors)
         with contextlib.suppress(Exception):  # all ranks are here
             timeline.finish()
         with contextlib.suppress(Exception):
@@ -119,17 +130,38 @@ def _leave() -> None:
         )
 
 
-def _limit_the_end() -> None:
-    """Let the system end this process if MPI_Finalize hangs.
+def _leave_together(consensus: Consensus, may_be_broken: bool) -> None:
+    try:
+        consensus.require_same(CallSignature("the end of the program"))
+    except CollectiveError as error:
+        is_broken = type(error) is CollectiveError and consensus.broken is not None
+        if not (may_be_broken and is_broken):
+            raise
 
-    MPI_Finalize runs after the end of Python, so no thread could do it. Not done in
-    programs that use SIGALRM.
+
+def _limit_the_end() -> bool:
+    """Let the system end this process if MPI_Finalize hangs; return whether it will.
+
+    MPI_Finalize runs after the end of Python, or holds Python's lock, so no thread
+    could do it. Not done in programs that use SIGALRM.
     """
     limit = hang_seconds(os.environ)
     is_free = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
     is_free = is_free and not signal.getitimer(signal.ITIMER_REAL)[0]
-    if _in_job() and is_free and limit < threading.TIMEOUT_MAX:
+    is_limited = _in_job() and is_free and limit < threading.TIMEOUT_MAX
+    if is_limited:
         signal.setitimer(signal.ITIMER_REAL, limit)
+    return is_limited
+
+
+def _end_the_limit() -> None:
+    """Undo `_limit_the_end` after MPI_Finalize, if the program has set no timer."""
+    end = time.monotonic() + signal.getitimer(signal.ITIMER_REAL)[0]
+    while not MPI.Is_finalized():
+        time.sleep(_LOOK_SECONDS)
+    left = signal.getitimer(signal.ITIMER_REAL)[0]
+    if left and abs(time.monotonic() + left - end) < _REPORT_SECONDS:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _finalize_in_time() -> None:

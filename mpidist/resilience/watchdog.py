@@ -1,9 +1,10 @@
 """The watchdog: a thread that periodically checks the waits of this rank.
 
 It reports slow ranks, and ends the job if a rank has died, was stopped or never
-arrives. It adds no work to the calls and sends no messages: it reads the flight
-recorder, the ranks that have arrived in the call, and other waits (`pending`). If MPI
-continues without dead ranks (see `failures`), it asks MPI which ranks have died.
+arrives. It adds no work to the calls: it reads the flight recorder, the ranks that have
+arrived in the call, and other waits (`pending`). If MPI continues without dead ranks
+(see `failures`), it asks MPI which ranks have died. It sends messages only while a rank
+waits for more than a second: see `deadlocks`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from mpi4py import MPI
 
 from mpidist.comm.consensus import process_monitor
 from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.diagnostics import missing_threads
 from mpidist.comm.consensus.failures import FailureDetector, can_survive, is_last
 from mpidist.comm.consensus.flight_recorder import Entry
 from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.signatures import name_ranks
+from mpidist.resilience.deadlocks import DeadlockDetector
 from mpidist.util import logs
 from mpidist.util.notices import warn
 from mpidist.util.settings import HANG_SECONDS, hang_seconds
@@ -74,6 +77,7 @@ class Watch(threading.Thread):
         self._left: set[tuple[Consensus, int]] = set()
         self._looked = time.monotonic()
         self._stops: list[tuple[float, float]] = []  # when they ended, and how long
+        self._deadlocks = DeadlockDetector()
 
     def run(self) -> None:
         """Check all communicators until the program ends."""
@@ -100,6 +104,8 @@ class Watch(threading.Thread):
                 self.look_for_ended(consensus, time.monotonic())
 
         Consensus.look_at_all(look)
+        if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            self._deadlocks.look(time.monotonic())
 
     def note_stop(self, pause: float, now: float) -> None:
         """Record how long this process was stopped since the last check, if it was.
@@ -213,6 +219,8 @@ def _left_text(consensus: Consensus, entry: Entry, reason: str) -> str:
 
 def _reason(consensus: Consensus) -> str:
     """Return why this rank waits."""
+    if consensus.by_threads:
+        return missing_threads(consensus.by_threads)
     if missing := consensus.comparison.missing():
         return f"{name_ranks(missing)} did not arrive"
     # All have arrived, and this rank waits for their data

@@ -46,6 +46,11 @@ BAD = {
         "MPI.Finalize() if rank else strategy.reduce('SUM', 1.0)",
         "the end of the program at <string>:",
     ),
+    "another strategy": (
+        "other = mpidist.MirroredStrategy(['CPU:0'])\n"
+        "MPI.Finalize() if rank else other.reduce('SUM', 1.0)",
+        "rank 1 waits in the end of the program",
+    ),
     "an exception of one rank": (
         "try:\n"
         "    1 / rank\n"

@@ -101,6 +101,27 @@ def test_a_job_that_would_hang_ends_and_says_why(mpirun, case, collective, nodes
         assert "KeyError: 'the reason'" in ended.stderr
 
 
+def test_a_thread_that_never_arrives_is_named(mpirun):
+    """Who knows when the main thread of rank 1 will go on?"""
+    script = (
+        PROLOGUE
+        + LIMITED
+        + """
+def work():
+    strategy.reduce("SUM", 1)
+
+if rank == 1:
+    threading.Thread(target=work, name="evaluation").start()
+    threading.Event().wait()
+strategy.reduce("SUM", 1)
+"""
+    )
+    ended = mpirun(2, script)
+    assert ended.returncode != 0
+    assert "thread 'evaluation' did not arrive on rank 0" in ended.stderr
+    assert "reduce at <string>:" in ended.stderr
+
+
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_that_stops_inside_a_call_is_named(mpirun, nodes):
     """All have arrived, and the others wait inside MPI."""

@@ -9,6 +9,7 @@ Stores and loads are ordered by MPI_Win_sync (MPI-4.1, section 12.7).
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -152,21 +153,25 @@ class NodeBarrier:
             if count[0] >= epoch:
                 return
         start = now = time.monotonic()
-        while count[0] < epoch:
-            # Let other threads on this core run, then MPI, which may have messages to
-            # forward
-            if self._has_cores and now - start < _YIELD_SECONDS:
-                os.sched_yield()  # no sleep is as short
-            else:
-                time.sleep(min((now - start) / 4, _PAUSE_SECONDS))
-                self._let_mpi_work()
-                if meanwhile is not None:
-                    meanwhile()
-            now = time.monotonic()
-            if deadline is not None and now > deadline:
-                raise WaitTimeoutError(self._missing(epoch))
+        try:
+            while count[0] < epoch:
+                # Let other threads on this core run, then MPI, which may have messages
+                # to forward
+                if self._has_cores and now - start < _YIELD_SECONDS:
+                    os.sched_yield()  # no sleep is as short
+                else:
+                    time.sleep(min((now - start) / 4, _PAUSE_SECONDS))
+                    self._let_mpi_work(is_endless=deadline is None)
+                    if meanwhile is not None:
+                        meanwhile()
+                now = time.monotonic()
+                if deadline is not None and now > deadline:
+                    raise WaitTimeoutError(self._missing(epoch))
+        finally:
+            if self._departures is not None:
+                self._departures.waiter = 0
 
-    def _let_mpi_work(self) -> None:
+    def _let_mpi_work(self, is_endless: bool) -> None:
         """Let MPI make progress; raise if a rank has died or has left a collective."""
         if self._failures is not None:
             self._failures.require_none()
@@ -174,6 +179,7 @@ class NodeBarrier:
             self._comm.Iprobe()
         else:
             self._departures.require_none()
+            self._departures.waiter = threading.get_ident() if is_endless else 0
 
     def missing(self) -> list[int]:
         """Return the ranks that have not arrived at the last barrier. Any thread."""

@@ -31,7 +31,12 @@ from mpidist.comm.consensus.comparison import (
 from mpidist.comm.consensus.failures import FailureDetector
 from mpidist.comm.consensus.flight_recorder import Recorder
 from mpidist.comm.consensus.pending import Pending
-from mpidist.comm.consensus.signatures import CallSignature, bare_signature, digest
+from mpidist.comm.consensus.signatures import (
+    CallReport,
+    CallSignature,
+    bare_signature,
+    digest,
+)
 from mpidist.comm.consensus.thread_order import (
     ProgressCounters,
     ThreadOrderedLock,
@@ -86,6 +91,8 @@ class Consensus:
             comparison = comparison_by_mpi(comm, self.departures)
         self.comparison = comparison
         self.calls = 0
+        # The ranks' last calls while they wait for different threads
+        self.by_threads: Sequence[CallReport] = ()
         self.broken: str | None = None
         self._can_drain = False  # see `close`
         self.pids: dict[int, int] = {}  # of ranks that can be monitored
@@ -253,6 +260,7 @@ class Consensus:
                 proposal = proposal._replace(thread=first, error=error)
             proposal = self._ready(proposal)
             is_agreed = self._is_agreed(proposal)
+        self.by_threads = ()
 
     def _ready(self, proposal: Proposal) -> Proposal:
         """Write the payload; return the proposal, with the error if that failed.
@@ -489,11 +497,16 @@ class Consensus:
     def _resolve(self, proposal: Proposal) -> str:
         """Return the thread whose turn it is, or raise on differing calls."""
         depth, counts = self._thread.depth, self.progress.describe()
-        record = diagnostics.report_of(proposal, counts, self.rank, depth)
+        others = self.lock.others()
+        record = diagnostics.report_of(proposal, counts, self.rank, depth, others)
         given = self.comm, pickle.dumps(record), self.wait, proposal.call.operation
         records = list(map(pickle.loads, messages.all_gather(*given)))
+        self.by_threads = ()
         if any(r.thread != records[0].thread for r in records):
-            return str(records[0].thread)
+            first = diagnostics.first_thread(records)
+            if first is not None:
+                self.by_threads = records
+                return first
         try:
             diagnostics.raise_difference(records, proposal.error, self.rank, self.calls)
         except Exception as raised:

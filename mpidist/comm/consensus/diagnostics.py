@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +26,10 @@ from mpidist.comm.consensus.signatures import (
 from mpidist.errors import DivergenceError, MismatchError, RemoteError
 
 __all__ = [
+    "first_thread",
     "forget_locals",
     "left",
+    "missing_threads",
     "no_such_thread",
     "not_arrived",
     "not_finished",
@@ -38,7 +41,11 @@ _FOLDER = str(Path(__file__).parent) + os.sep
 
 
 def report_of(
-    proposal: Proposal, places: dict[str, str], rank: int, depth: int
+    proposal: Proposal,
+    places: dict[str, str],
+    rank: int,
+    depth: int,
+    others: tuple[frozenset[str], bool],
 ) -> CallReport:
     """Return the record that a rank sends to the others after a mismatch.
 
@@ -47,6 +54,7 @@ def report_of(
       places: progress counters, which must be equal on all ranks.
       rank: this one.
       depth: the number of scopes it is in.
+      others: see `ThreadOrderedLock.others`.
     """
     call, error = proposal.call, proposal.error
     return CallReport(
@@ -58,6 +66,7 @@ def report_of(
         getattr(error, "origin_rank", rank),
         depth,
         proposal.thread,
+        *others,
     )
 
 
@@ -74,12 +83,17 @@ def raise_difference(
 
     Raises:
       The error of a rank that failed: this rank's own, or a copy of the first one's.
-      DivergenceError: the operations differ.
+      DivergenceError: the operations, or the threads, differ.
       MismatchError: the operations agree, but not the rest of the call.
     """
     # A failure explains the difference: the rank that failed makes another call.
     if any(r.error is not None for r in records):
         _raise_failure(records, error, rank)
+    if len({r.thread for r in records}) > 1:
+        raise DivergenceError(
+            f"the calls are of different threads, and {missing_threads(records)}. "
+            "Every replica must make the same calls in threads of the same names"
+        )
     if len({r.operation for r in records}) > 1:
         calls = group_by_rank([f"{r.operation} at {r.site}" for r in records])
         raise DivergenceError(
@@ -91,6 +105,26 @@ def raise_difference(
         f"{records[0].operation}: the replicas' arguments differ: "
         f"{differences(records)}"
     )
+
+
+def first_thread(records: Sequence[CallReport]) -> str | None:
+    """Return the thread that is to call first; None if none can on all ranks."""
+    able = (r.thread for r in records if all(o.can_run(r.thread) for o in records))
+    return next(able, None)
+
+
+def missing_threads(records: Sequence[CallReport]) -> str:
+    """Say which ranks wait in a thread that did not call on others."""
+    texts = []
+    for name in dict.fromkeys(r.thread for r in records):
+        ranks = [rank for rank, r in enumerate(records) if r.thread != name]
+        texts.append(f"{_thread(name)} did not arrive on {name_ranks(ranks)}")
+    calls = [f"{r.operation} at {r.site} in {_thread(r.thread)}" for r in records]
+    return f"{', '.join(texts)}: {group_by_rank(calls)}"
+
+
+def _thread(name: str) -> str:
+    return f"thread {name!r}" if name else "the thread that created the strategy"
 
 
 def _raise_failure(
@@ -125,10 +159,10 @@ def left(rank: int, error: BaseException, last: Entry | None) -> str:
 
 def no_such_thread(call: CallSignature, rank: int, thread: str) -> DivergenceError:
     """Return the error of a rank without the thread of the other ranks' call."""
-    name = f"thread {thread!r}" if thread else "the thread that created the strategy"
     return DivergenceError(
-        f"rank {rank} is in {call.operation} at {call_site()} and has no thread for "
-        f"the call that other ranks make in {name}"
+        f"rank {rank} is in {call.operation} at {call_site()}, in thread "
+        f"{threading.current_thread().name!r}, and has no thread for the call that "
+        f"other ranks make in {_thread(thread)}"
     )
 
 

@@ -103,6 +103,13 @@ class CallReport(NamedTuple):
     origin: int  # the rank on which the error came up first
     depth: int  # how many collective scopes the rank is in
     thread: str  # which of the rank's threads makes the call
+    others: frozenset[str]  # threads that may call as well
+    may_start_more: bool  # whether these may start threads
+
+    def can_run(self, thread: str) -> bool:
+        """Return whether a thread of the rank calls, or may call later."""
+        is_later = thread in self.others or (thread != "" and self.may_start_more)
+        return thread == self.thread or is_later
 
 
 def dump_error(error: Exception | None) -> bytes | None:

@@ -12,16 +12,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures.thread import _WorkItem
+from types import FrameType
 from typing import Any
 
 from mpidist.errors import ContextError
 from mpidist.util.float_errors import IGNORED, handling, set_handling
 from mpidist.util.hashing import hash62
 
-__all__ = ["PerThread", "ProgressCounters", "ThreadState", "ThreadOrderedLock"]
+__all__ = [
+    "PerThread",
+    "ProgressCounters",
+    "ThreadOrderedLock",
+    "ThreadState",
+    "joined_threads",
+    "may_start_threads",
+]
 
 
 _LOOK_AGAIN_SECONDS = 0.05
@@ -65,6 +76,7 @@ class ThreadOrderedLock:
         self._next: str | None = None
         self._entered = 0
         self._holder = 0
+        self._yielding: dict[int, str | None] = {}  # see `awaited_by`
         self._handling: Any = None  # of floating-point errors, outside the lock
 
     def is_held(self) -> bool:
@@ -177,29 +189,108 @@ class ThreadOrderedLock:
         entered, self._entered = self._entered, 0
         mine = self._holder, self._handling
         self._next = thread
+        self._yielding[_get_ident()] = thread if timeout is None else None
         self._condition.notify_all()
         try:
             while self._next == thread:
-                if not self._can_come(thread) or time.monotonic() > end:
+                if not self.can_come(thread) or time.monotonic() > end:
                     self._next = None
                     return False
                 self._condition.wait(_LOOK_AGAIN_SECONDS)
         finally:
+            self._yielding.pop(_get_ident())
             self._entered = entered
             self._holder, self._handling = mine
         return True
 
-    def _can_come(self, thread: str) -> bool:
-        others = [
-            t for t in threading.enumerate() if t is not threading.current_thread()
-        ]
-        if thread == "":
-            return any(t.ident == self._creator for t in others)
-        # Daemons, and our own readers, start no threads that communicate
-        return any(
-            t.name == thread or not (t.daemon or t.name.startswith("mpidist-"))
-            for t in others
+    def awaited_by(self, thread: int) -> str | None:
+        """Return which thread a thread waits for in `let_run`, without a timeout."""
+        return self._yielding.get(thread)
+
+    def can_come(self, thread: str) -> bool:
+        """Return whether another thread of this name may call now or later."""
+        names, may_start_more = self.others()
+        return thread in names or (thread != "" and may_start_more)
+
+    def others(self) -> tuple[frozenset[str], bool]:
+        """Return which other threads may call, and whether they may start more.
+
+        By their names; threads that wait for this one cannot.
+        """
+        this = threading.current_thread()
+        others = [t for t in threading.enumerate() if not _is_or_awaits(t, this)]
+        names = ("" if t.ident == self._creator else t.name for t in others)
+        return frozenset(names), any(map(may_start_threads, others))
+
+
+def may_start_threads(thread: threading.Thread) -> bool:
+    """Return whether a thread may start others that communicate.
+
+    Daemons, and our own readers, do not.
+    """
+    return not (thread.daemon or thread.name.startswith("mpidist-"))
+
+
+def joined_threads(thread: int | None) -> list[threading.Thread]:
+    """Return the threads whose end a thread waits for, without a limit.
+
+    By `Thread.join`, by `Future.result`, or as Python's end waits for threads.
+
+    Args:
+      thread: the identifier of the waiting thread.
+    """
+    frames = sys._current_frames()
+    for frame in _callers(frames.get(thread or 0)):
+        code, found = frame.f_code, frame.f_locals
+        if code is threading.Thread.join.__code__ and found.get("timeout") is None:
+            return [found["self"]]
+        if code is Future.result.__code__ and found.get("timeout") is None:
+            return _threads_that_run(found["self"], frames)
+        if code is _shutdown_code:
+            main = threading.main_thread()
+            return [t for t in threading.enumerate() if not t.daemon and t is not main]
+    return []
+
+
+def _is_or_awaits(
+    thread: threading.Thread, other: threading.Thread, depth: int = 10
+) -> bool:
+    return thread is other or (
+        depth > 0
+        and any(
+            _is_or_awaits(joined, other, depth - 1)
+            for joined in joined_threads(thread.ident)
         )
+    )
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        # Locals are a copy that is made when they are read: only of a known function
+        if frame.f_code in _waiting_codes:
+            yield frame
+        frame = frame.f_back
+
+
+def _threads_that_run(
+    future: Any, frames: Mapping[int, FrameType]
+) -> list[threading.Thread]:
+    return [
+        thread
+        for thread in threading.enumerate()
+        for frame in _callers(frames.get(thread.ident or 0))
+        if frame.f_code is _WorkItem.run.__code__
+        and frame.f_locals["self"].future is future
+    ]
+
+
+_shutdown_code = threading._shutdown.__code__  # type: ignore[attr-defined]  # private
+_waiting_codes = {
+    threading.Thread.join.__code__,
+    Future.result.__code__,
+    _WorkItem.run.__code__,
+    _shutdown_code,
+}
 
 
 class PerThread(threading.local):

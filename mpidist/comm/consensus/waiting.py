@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from mpidist.errors import CollectiveError, DeadlineError
+from mpidist.errors import CollectiveError, DeadlineError, DivergenceError
 
 if TYPE_CHECKING:
     from mpidist.comm.consensus.barrier import NodeBarrier
@@ -36,7 +36,8 @@ __all__ = [
 
 Requests = MPI.Request | list[MPI.Request]
 
-_TAG, _HERE_TAG = 2, 1  # of departures, and of the announcements of `RollCall`
+# Of departures, of the announcements of `RollCall`, and of `resilience.deadlocks`
+_TAG, _HERE_TAG, _PROBE_TAG = 2, 1, 3
 _MOST_BYTES = 2000  # so small a message is sent eagerly
 _MOST_DIRECT = 16
 
@@ -70,6 +71,9 @@ class Departures:
         # Whether other threads of this process compute: a waiting thread yields the
         # core
         self.yields_cpu = False
+        # The identifier of a thread that sleeps and has no deadline; else 0
+        self.waiter = 0
+        self.deadlock: str | None = None
         self._comm = comm
         self._sent: list[Any] = []  # MPI may still read these
         self._announced: list[tuple[Any, list[MPI.Request]]] = []
@@ -88,6 +92,8 @@ class Departures:
 
     def find(self) -> str | None:
         """Return why a rank has left, if any has. Any thread."""
+        if self.deadlock is not None:
+            return self.deadlock
         with self._lock:
             while not self._found and (message := self._comm.Improbe(tag=_TAG)):
                 data = np.zeros(8 + _MOST_BYTES, np.uint8)
@@ -104,9 +110,12 @@ class Departures:
 
         Raises:
           DeadlineError: the rank's deadline had passed.
+          DivergenceError: `deadlock` is set.
           CollectiveError: the rank left for another reason.
         """
         reason = self.find()
+        if self.deadlock is not None:
+            raise DivergenceError(self.deadlock)
         if reason is not None:
             assert self._found is not None
             kind = DeadlineError if self._found[0] == "1" else CollectiveError
@@ -115,17 +124,35 @@ class Departures:
     def send_announcement(self, data: Any) -> None:
         """Send where ranks wait, see `RollCall`. Any thread."""
         receivers = _receivers(self._comm.Get_rank(), self._comm.Get_size())
+        self._send_counted(data, receivers, _HERE_TAG)
+
+    def receive_announcement(self) -> Any:
+        """Return what a rank has announced, or None. Any thread."""
+        return self._receive_counted(_HERE_TAG)
+
+    def send_probe(self, data: bytes, receivers: list[int]) -> None:
+        """Send a message of `resilience.deadlocks`. Any thread."""
+        both = np.concatenate([self.channel, np.frombuffer(data, np.uint8)])
+        self._send_counted(both, receivers, _PROBE_TAG)
+
+    def receive_probe(self) -> bytes | None:
+        """Return a message of `resilience.deadlocks`, or None. Any thread."""
+        while (data := self._receive_counted(_PROBE_TAG)) is not None:
+            if np.array_equal(data[:8], self.channel):
+                return bytes(data[8:])
+        return None
+
+    def _send_counted(self, data: Any, receivers: list[int], tag: int) -> None:
         with self._lock:
-            requests = [self._comm.Isend(data, rank, _HERE_TAG) for rank in receivers]
+            requests = [self._comm.Isend(data, rank, tag) for rank in receivers]
             sent = [s for s in self._announced if not MPI.Request.Testall(s[1])]
             self._announced = [*sent, (data, requests)]
             self.sent_to[receivers] += 1
 
-    def receive_announcement(self) -> Any:
-        """Return what a rank has announced, or None. Any thread."""
+    def _receive_counted(self, tag: int) -> Any:
         status = MPI.Status()
         with self._lock:
-            message = self._comm.Improbe(tag=_HERE_TAG, status=status)
+            message = self._comm.Improbe(tag=tag, status=status)
             if message is None:
                 return None
             data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
@@ -323,6 +350,7 @@ class RequestWaiter:
             raise
         finally:
             self._roll_call = None
+            self._departures.waiter = 0
 
     def wait_at(self, barrier: NodeBarrier, deadline: float | None, place: int) -> None:
         """Like `wait`, at a barrier of some of the ranks; raises what that raises."""
@@ -351,6 +379,8 @@ class RequestWaiter:
             if now > deadline:
                 raise WaitTimeoutError(roll_call.missing())
             self._departures.require_none()
+            if math.isinf(deadline):
+                self._departures.waiter = threading.get_ident()
             time.sleep(min((now - start) / 4, _PAUSE_SECONDS))
             now = time.monotonic()
 
@@ -371,4 +401,5 @@ class RequestWaiter:
         roll_call = RollCall(self._comm, self._departures, _LAST_PLACE)
         while self._departures.received < expected[0]:
             roll_call.collect()
+            self._departures.receive_probe()
         return True

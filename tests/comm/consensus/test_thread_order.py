@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -82,14 +83,56 @@ def test_an_error_in_one_thread_is_not_the_others(strategy):
     assert strategy.reduce("SUM", 1) == n
 
 
+def run_in_pool(jobs):
+    """Like `run_all`, in threads of a pool, with names of its own."""
+    results = {}
+    with ThreadPoolExecutor(1, "pool") as pool:
+        for name, job in jobs.items():
+            try:
+                results[name] = pool.submit(job).result()
+            except Exception as error:
+                results[name] = error
+    return results
+
+
 @pytest.mark.mpi(min_size=2)
-def test_a_thread_that_other_ranks_do_not_have_is_an_error_on_all(strategy):
+@pytest.mark.parametrize("run", [run_all, run_in_pool])
+@pytest.mark.parametrize("others", ["the main thread", "another thread"])
+def test_a_thread_that_other_ranks_do_not_have_is_an_error_on_all(
+    strategy, run, others
+):
+    """At once: the main thread of each rank waits for the thread that calls."""
+    n = strategy.num_replicas_in_sync
+
+    def reduce():
+        return strategy.reduce("SUM", 1)
+
     if strategy.extended.replica_id == 0:
-        result = run_all({"lonely": lambda: strategy.reduce("SUM", 1)})["lonely"]
-        assert isinstance(result, mpidist.DivergenceError)
+        error = run({"lonely": reduce})["lonely"]
+    elif others == "the main thread":
+        with pytest.raises(mpidist.DivergenceError) as caught:
+            reduce()
+        error = caught.value
     else:
-        with pytest.raises(mpidist.DivergenceError, match="has no thread"):
-            strategy.reduce("SUM", 1)
+        error = run_all({"other": reduce})["other"]
+    assert isinstance(error, mpidist.DivergenceError)
+    assert "did not arrive on rank" in str(error) or "has no thread" in str(error)
+    assert "thread 'lonely'" in str(error) or "thread 'pool_0'" in str(error)
+    assert reduce() == n
+
+
+def test_the_thread_that_all_ranks_have_goes_first(strategy):
+    """Rank 0 reduces in its main thread before the others' main threads can."""
+    n = strategy.num_replicas_in_sync
+    job = {"shared": lambda: strategy.reduce("SUM", 2)}
+    if strategy.extended.replica_id == 0:
+        thread = threading.Thread(target=job["shared"], name="shared")
+        thread.start()
+        assert strategy.reduce("SUM", 1) == n
+        thread.join()
+    else:
+        assert run_all(job) == {"shared": 2 * n}
+        assert strategy.reduce("SUM", 1) == n
 
 
 @pytest.mark.mpi(min_size=2)

@@ -1,0 +1,226 @@
+"""Detection of deadlocks: ranks that wait for each other in different communicators.
+
+Two strategies that are called in another order on two ranks let each rank wait for the
+other, in a call of the one and of the other strategy. Each such wait is a step: ranks
+have arrived in a call, and need a certain thread of the others. A rank whose watchdog
+receives the steps that led to it, and whose thread has not arrived there because it
+waits in another communicator, appends that step and sends all to the ranks that it
+needs. If a step comes twice, none of its threads can ever continue. (This is the
+edge-chasing algorithm of Chandy, Misra and Haas for waits that need all.)
+
+There are no false alarms. A thread that is needed and computes answers nothing. Neither
+does one that waits with a deadline. And a thread that waits continues only when the
+threads that it needs arrive, whatever other threads of their ranks do: the ranks agree
+on the thread that makes each call.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import threading
+from typing import NamedTuple
+
+from mpi4py import MPI
+
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.signatures import name_ranks
+from mpidist.comm.consensus.thread_order import joined_threads, may_start_threads
+from mpidist.util.hashing import hash62
+
+__all__ = ["DeadlockDetector"]
+
+# A rank asks after so long a wait, and again after this part of what it has waited
+_FIRST_SECONDS = 1.0
+_AGAIN_PART = 8
+_MOST_ASKED = 8  # ranks at a time
+_MOST_STEPS = 32
+
+
+class _Step(NamedTuple):
+    """The wait of some ranks in a call.
+
+    Args:
+      communicator: a number that is the same on its ranks alone.
+      call: the number of the call.
+      text: for the error.
+    """
+
+    communicator: int
+    call: int
+    text: str
+
+
+class _Probe(NamedTuple):
+    """A question to the ranks that the last step needs.
+
+    Args:
+      thread: which thread they need, by its name in `ThreadOrderedLock`.
+      steps: of which each one is needed by the one before it.
+    """
+
+    thread: str
+    steps: list[_Step]
+
+
+class _Verdict(NamedTuple):
+    """A deadlock that was found.
+
+    Args:
+      reason: for the error.
+      communicators: those of its steps.
+    """
+
+    reason: str
+    communicators: set[int]
+
+
+class DeadlockDetector:
+    """Exchanges probes with the watchdogs of other ranks. One thread may use it."""
+
+    def __init__(self) -> None:
+        self._due: dict[tuple[Consensus, int], float] = {}
+
+    def look(self, now: float) -> None:
+        """Answer the probes of other ranks, and send those that are due."""
+        Consensus.look_at_all(self._receive)
+        former, self._due = self._due, {}
+        Consensus.look_at_all(lambda c: self._ask(c, former, now))
+
+    def _ask(
+        self,
+        consensus: Consensus,
+        former: dict[tuple[Consensus, int], float],
+        now: float,
+    ) -> None:
+        """Send a probe if this is the first rank that waits in a call."""
+        entry, missing = consensus.recorder.last(), consensus.comparison.missing()
+        if entry is None or not consensus.departures.waiter or not missing:
+            return
+        waited = now - entry.begun
+        call = consensus, entry.number
+        due = former.get(call, entry.begun + _FIRST_SECONDS)
+        come = set(range(consensus.size)) - set(missing)
+        if now >= due and min(come) == consensus.rank:
+            _send(consensus, [])
+            due = now + max(_FIRST_SECONDS, waited / _AGAIN_PART)
+        self._due[call] = due
+
+    def _receive(self, consensus: Consensus) -> None:
+        while (data := consensus.departures.receive_probe()) is not None:
+            message = pickle.loads(data)
+            if isinstance(message, _Verdict):
+                _condemn(consensus, message, is_sent=False)
+            else:
+                _answer(consensus, message)
+
+
+def _answer(consensus: Consensus, probe: _Probe) -> None:
+    """Pass on a probe if the thread that is needed here waits elsewhere."""
+    last = probe.steps[-1]
+    where = _find_wait(_ident_of(consensus, probe.thread), [])
+    if where is None or where is consensus or consensus.calls >= last.call:
+        return
+    this = _key(where), where.calls
+    known = [(step.communicator, step.call) for step in probe.steps]
+    if this in known:
+        cycle = probe.steps[known.index(this) :]
+        reason = (
+            f"the ranks wait for each other for ever: "
+            f"{'; '.join(step.text for step in cycle)}. Every rank must call its "
+            "strategies in the same order"
+        )
+        _condemn(where, _Verdict(reason, {step.communicator for step in cycle}))
+    elif len(known) < _MOST_STEPS:
+        _send(where, probe.steps)
+
+
+def _condemn(consensus: Consensus, verdict: _Verdict, is_sent: bool = True) -> None:
+    """Raise a DivergenceError in all threads that wait in communicators of a cycle."""
+    if consensus.departures.deadlock is not None:
+        return
+    if is_sent:
+        others = [rank for rank in range(consensus.size) if rank != consensus.rank]
+        consensus.departures.send_probe(pickle.dumps(verdict), others)
+    consensus.broken = consensus.broken or verdict.reason
+    consensus.departures.deadlock = verdict.reason
+    for other in Consensus.in_use:
+        if _key(other) in verdict.communicators:
+            _condemn(other, verdict)
+
+
+def _send(consensus: Consensus, steps: list[_Step]) -> None:
+    """Send the steps, and the wait in this communicator, to ranks that it needs."""
+    entry, missing = consensus.recorder.last(), consensus.comparison.missing()
+    thread = _name_of(consensus, consensus.departures.waiter)
+    if (
+        entry is None
+        or not missing
+        or thread is None
+        or entry.number != consensus.calls
+    ):
+        return
+    come = [rank for rank in range(consensus.size) if rank not in missing]
+    text = (
+        f"{_named(consensus, come)} waits in {entry.operation} at {entry.site} "
+        f"(call {entry.number} of strategy {consensus.recorder.channel}) for "
+        f"{_named(consensus, missing)}"
+    )
+    step = _Step(_key(consensus), entry.number, text)
+    asked = random.sample(missing, min(len(missing), _MOST_ASKED))
+    consensus.departures.send_probe(pickle.dumps(_Probe(thread, [*steps, step])), asked)
+
+
+def _find_wait(thread: int | None, seen: list[int]) -> Consensus | None:
+    """Return the communicator in which a thread waits, or a thread that it waits for.
+
+    Args:
+      thread: its identifier.
+      seen: the threads that wait for it.
+    """
+    if thread is None or thread in seen:
+        return None
+    for consensus in Consensus.in_use:
+        if consensus.departures.waiter == thread:
+            return consensus
+        if (name := consensus.lock.awaited_by(thread)) is not None:
+            return _find_wait(_ident_of(consensus, name), [*seen, thread])
+    found = (_find_wait(t.ident, [*seen, thread]) for t in joined_threads(thread))
+    return next(filter(None, found), None)
+
+
+def _ident_of(consensus: Consensus, name: str) -> int | None:
+    """Return the identifier of the thread that a communicator knows by this name.
+
+    Or of the one that alone could start it; None if there are several.
+    """
+    if name == "":
+        return consensus.lock.creator
+    threads = threading.enumerate()
+    if named := [t.ident for t in threads if t.name == name]:
+        return named[0]
+    starters = [t.ident for t in threads if may_start_threads(t)]
+    return starters[0] if len(starters) == 1 else None
+
+
+def _name_of(consensus: Consensus, ident: int) -> str | None:
+    """Return the inverse of `_ident_of`."""
+    if ident == consensus.lock.creator:
+        return ""
+    return next((t.name for t in threading.enumerate() if t.ident == ident), None)
+
+
+def _key(consensus: Consensus) -> int:
+    return hash62(repr((consensus.recorder.channel, _members(consensus))))
+
+
+def _members(consensus: Consensus) -> list[int]:
+    group = consensus.comm.group
+    members: list[int] = group.Translate_ranks(None, MPI.COMM_WORLD.group)
+    return members
+
+
+def _named(consensus: Consensus, ranks: list[int]) -> str:
+    """Name ranks of a communicator by their number in the job."""
+    members = _members(consensus)
+    return name_ranks([members[rank] for rank in ranks])
