@@ -74,8 +74,7 @@ class _Resources:
 
     def register(self) -> None:
         """Free these resources when all ranks have dropped the strategy."""
-        members = self.topology.comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
-        key = self.consensus.recorder.channel, tuple(members)
+        key = self.consensus.recorder.channel, self.consensus.members
         _Resources.in_use[key] = self
 
     def free(self) -> None:

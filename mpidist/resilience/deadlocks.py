@@ -21,8 +21,6 @@ import random
 import threading
 from typing import NamedTuple
 
-from mpi4py import MPI
-
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.signatures import name_ranks
 from mpidist.comm.consensus.thread_order import joined_threads, may_start_threads
@@ -63,6 +61,20 @@ class _Probe(NamedTuple):
     steps: list[_Step]
 
 
+class _Wait(NamedTuple):
+    """A wait of a thread of this rank.
+
+    Args:
+      step: see there.
+      thread: see `_Probe`.
+      missing: the ranks that it needs.
+    """
+
+    step: _Step
+    thread: str
+    missing: list[int]
+
+
 class _Verdict(NamedTuple):
     """A deadlock that was found.
 
@@ -94,81 +106,91 @@ class DeadlockDetector:
         now: float,
     ) -> None:
         """Send a probe if this is the first rank that waits in a call."""
-        entry, missing = consensus.recorder.last(), consensus.comparison.missing()
-        if entry is None or not consensus.departures.waiter or not missing:
+        entry, wait = consensus.recorder.last(), _describe_wait(consensus)
+        if entry is None or wait is None:
             return
-        waited = now - entry.begun
-        call = consensus, entry.number
+        call = consensus, wait.step.call
         due = former.get(call, entry.begun + _FIRST_SECONDS)
-        come = set(range(consensus.size)) - set(missing)
-        if now >= due and min(come) == consensus.rank:
-            _send(consensus, [])
-            due = now + max(_FIRST_SECONDS, waited / _AGAIN_PART)
+        if now >= due and _is_first(consensus.rank, wait.missing):
+            _send(consensus, wait, [])
+            due = now + max(_FIRST_SECONDS, (now - entry.begun) / _AGAIN_PART)
         self._due[call] = due
 
     def _receive(self, consensus: Consensus) -> None:
         while (data := consensus.departures.receive_probe()) is not None:
             message = pickle.loads(data)
             if isinstance(message, _Verdict):
-                _condemn(consensus, message, is_sent=False)
+                _condemn(message, known_by=consensus)
             else:
                 _answer(consensus, message)
 
 
+def _is_first(rank: int, missing: list[int]) -> bool:
+    """Return whether a rank is the first of those that have arrived."""
+    return all(lower in missing for lower in range(rank))
+
+
 def _answer(consensus: Consensus, probe: _Probe) -> None:
     """Pass on a probe if the thread that is needed here waits elsewhere."""
-    last = probe.steps[-1]
+    calls = {other: other.calls for other in Consensus.in_use}
     where = _find_wait(_ident_of(consensus, probe.thread), [])
-    if where is None or where is consensus or consensus.calls >= last.call:
+    wait = None if where is None else _describe_wait(where)
+    if where is None or wait is None or wait.step.call != calls[where]:
+        return  # it does not wait, or did so in another call a moment ago
+    # Only now, while it is known to wait: has it not arrived before?
+    if consensus.calls >= probe.steps[-1].call:
         return
-    this = _key(where), where.calls
-    known = [(step.communicator, step.call) for step in probe.steps]
-    if this in known:
-        cycle = probe.steps[known.index(this) :]
+    known = [step[:2] for step in probe.steps]
+    if wait.step[:2] in known:
+        cycle = probe.steps[known.index(wait.step[:2]) :]
         reason = (
             f"the ranks wait for each other for ever: "
             f"{'; '.join(step.text for step in cycle)}. Every rank must call its "
             "strategies in the same order"
         )
-        _condemn(where, _Verdict(reason, {step.communicator for step in cycle}))
+        _condemn(_Verdict(reason, {step.communicator for step in cycle}))
     elif len(known) < _MOST_STEPS:
-        _send(where, probe.steps)
+        _send(where, wait, probe.steps)
 
 
-def _condemn(consensus: Consensus, verdict: _Verdict, is_sent: bool = True) -> None:
-    """Raise a DivergenceError in all threads that wait in communicators of a cycle."""
-    if consensus.departures.deadlock is not None:
-        return
-    if is_sent:
-        others = [rank for rank in range(consensus.size) if rank != consensus.rank]
-        consensus.departures.send_probe(pickle.dumps(verdict), others)
-    consensus.broken = consensus.broken or verdict.reason
-    consensus.departures.deadlock = verdict.reason
-    for other in Consensus.in_use:
-        if _key(other) in verdict.communicators:
-            _condemn(other, verdict)
+def _condemn(verdict: _Verdict, known_by: Consensus | None = None) -> None:
+    """Raise a DivergenceError in all threads that wait in communicators of a cycle.
+
+    Args:
+      verdict: what to raise.
+      known_by: the communicator whose ranks all know of it.
+    """
+    found = [c for c in Consensus.in_use if _key(c) in verdict.communicators]
+    found = [c for c in found if c.departures.deadlock is None]
+    for consensus in found:  # before a thread of this rank raises
+        consensus.broken = consensus.broken or verdict.reason
+    for consensus in found:
+        consensus.departures.deadlock = verdict.reason
+        if consensus is not known_by:
+            others = [rank for rank in range(consensus.size) if rank != consensus.rank]
+            consensus.departures.send_probe(pickle.dumps(verdict), others)
 
 
-def _send(consensus: Consensus, steps: list[_Step]) -> None:
-    """Send the steps, and the wait in this communicator, to ranks that it needs."""
-    entry, missing = consensus.recorder.last(), consensus.comparison.missing()
+def _describe_wait(consensus: Consensus) -> _Wait | None:
+    """Return the wait of a thread of this rank; None if it has ended."""
     thread = _name_of(consensus, consensus.departures.waiter)
-    if (
-        entry is None
-        or not missing
-        or thread is None
-        or entry.number != consensus.calls
-    ):
-        return
+    entry, missing = consensus.recorder.last(), consensus.comparison.missing()
+    if thread is None or entry is None or not missing:
+        return None
     come = [rank for rank in range(consensus.size) if rank not in missing]
     text = (
         f"{_named(consensus, come)} waits in {entry.operation} at {entry.site} "
         f"(call {entry.number} of strategy {consensus.recorder.channel}) for "
         f"{_named(consensus, missing)}"
     )
-    step = _Step(_key(consensus), entry.number, text)
-    asked = random.sample(missing, min(len(missing), _MOST_ASKED))
-    consensus.departures.send_probe(pickle.dumps(_Probe(thread, [*steps, step])), asked)
+    return _Wait(_Step(_key(consensus), entry.number, text), thread, missing)
+
+
+def _send(consensus: Consensus, wait: _Wait, steps: list[_Step]) -> None:
+    """Send the steps, and this one, to ranks that it needs."""
+    asked = random.sample(wait.missing, min(len(wait.missing), _MOST_ASKED))
+    probe = _Probe(wait.thread, [*steps, wait.step])
+    consensus.departures.send_probe(pickle.dumps(probe), asked)
 
 
 def _find_wait(thread: int | None, seen: list[int]) -> Consensus | None:
@@ -211,16 +233,9 @@ def _name_of(consensus: Consensus, ident: int) -> str | None:
 
 
 def _key(consensus: Consensus) -> int:
-    return hash62(repr((consensus.recorder.channel, _members(consensus))))
-
-
-def _members(consensus: Consensus) -> list[int]:
-    group = consensus.comm.group
-    members: list[int] = group.Translate_ranks(None, MPI.COMM_WORLD.group)
-    return members
+    return hash62(repr((consensus.recorder.channel, consensus.members)))
 
 
 def _named(consensus: Consensus, ranks: list[int]) -> str:
     """Name ranks of a communicator by their number in the job."""
-    members = _members(consensus)
-    return name_ranks([members[rank] for rank in ranks])
+    return name_ranks([consensus.members[rank] for rank in ranks])

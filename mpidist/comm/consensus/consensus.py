@@ -9,6 +9,7 @@ and all raise. If all agree, the cost is one latency.
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import threading
 import time
@@ -122,6 +123,12 @@ class Consensus:
         if self._own_failures is not None:
             self._own_failures.close()
         self._can_drain, self.broken = self.broken is None, FINALIZED
+
+    @functools.cached_property
+    def members(self) -> tuple[int, ...]:
+        """The ranks in COMM_WORLD."""
+        group = self.comm.group
+        return tuple(group.Translate_ranks(None, MPI.COMM_WORLD.group))
 
     def require_open(self) -> None:
         """Raise a ContextError if `close` was called."""
