@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +28,7 @@ from mpidist.context import (
 )
 from mpidist.errors import ArgumentTypeError, ContextError, UnsupportedError
 from mpidist.strategy.replica_context import DefaultReplicaContext
+from mpidist.util.frames import current_frames
 
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
@@ -145,7 +145,7 @@ def _as_dispatcher(strategy: Strategy, operation: str) -> Iterator[None]:
     if lock.is_creator():
         yield
         return
-    frame = sys._current_frames().get(lock.creator)
+    frame = current_frames().get(lock.creator)
     is_waiting = frame is not None and frame.f_code.co_filename.startswith(_JAX_FOLDER)
     del frame
     consensus = extended.consensus

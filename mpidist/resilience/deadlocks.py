@@ -24,6 +24,7 @@ from typing import NamedTuple
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.signatures import name_ranks
 from mpidist.comm.consensus.thread_order import joined_threads, may_start_threads
+from mpidist.util.frames import current_frames
 from mpidist.util.hashing import hash62
 
 __all__ = ["DeadlockDetector"]
@@ -207,7 +208,8 @@ def _find_wait(thread: int | None, seen: list[int]) -> Consensus | None:
             return consensus
         if (name := consensus.lock.awaited_by(thread)) is not None:
             return _find_wait(_ident_of(consensus, name), [*seen, thread])
-    found = (_find_wait(t.ident, [*seen, thread]) for t in joined_threads(thread))
+    joined = joined_threads(thread, current_frames())
+    found = (_find_wait(t.ident, [*seen, thread]) for t in joined)
     return next(filter(None, found), None)
 
 
@@ -219,7 +221,8 @@ def _ident_of(consensus: Consensus, name: str) -> int | None:
     if name == "":
         return consensus.lock.creator
     threads = threading.enumerate()
-    if named := [t.ident for t in threads if t.name == name]:
+    named = [t.ident for t in threads if consensus.lock.name_of(t) == name]
+    if named:
         return named[0]
     starters = [t.ident for t in threads if may_start_threads(t)]
     return starters[0] if len(starters) == 1 else None
@@ -229,7 +232,8 @@ def _name_of(consensus: Consensus, ident: int) -> str | None:
     """Return the inverse of `_ident_of`."""
     if ident == consensus.lock.creator:
         return ""
-    return next((t.name for t in threading.enumerate() if t.ident == ident), None)
+    threads = (t for t in threading.enumerate() if t.ident == ident)
+    return next(map(consensus.lock.name_of, threads), None)
 
 
 def _key(consensus: Consensus) -> int:

@@ -263,7 +263,7 @@ class Consensus:
             first, timeout = self._resolve(proposal), proposal.timeout
             if first != proposal.thread and not self.lock.let_run(first, timeout):
                 # Join in place of the missing thread, to report that it is missing
-                error = diagnostics.no_such_thread(proposal.call, self.rank, first)
+                error = diagnostics.late_thread(proposal.call, self.rank, first)
                 proposal = proposal._replace(thread=first, error=error)
             proposal = self._ready(proposal)
             is_agreed = self._is_agreed(proposal)

@@ -23,14 +23,14 @@ from mpidist.comm.consensus.signatures import (
     name_ranks,
     report_error,
 )
-from mpidist.errors import DivergenceError, MismatchError, RemoteError
+from mpidist.errors import DeadlineError, DivergenceError, MismatchError, RemoteError
 
 __all__ = [
     "first_thread",
     "forget_locals",
+    "late_thread",
     "left",
     "missing_threads",
-    "no_such_thread",
     "not_arrived",
     "not_finished",
     "raise_difference",
@@ -157,12 +157,12 @@ def left(rank: int, error: BaseException, last: Entry | None) -> str:
     return f"rank {rank} left {operation} (called at {site}) by {reason}"
 
 
-def no_such_thread(call: CallSignature, rank: int, thread: str) -> DivergenceError:
-    """Return the error of a rank without the thread of the other ranks' call."""
-    return DivergenceError(
+def late_thread(call: CallSignature, rank: int, thread: str) -> DeadlineError:
+    """Return the error of a rank on which the thread of the others' call is late."""
+    return DeadlineError(
         f"rank {rank} is in {call.operation} at {call_site()}, in thread "
-        f"{threading.current_thread().name!r}, and has no thread for the call that "
-        f"other ranks make in {_thread(thread)}"
+        f"{threading.current_thread().name!r}, and {_thread(thread)} did not arrive "
+        "there in time, as on other ranks"
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from typing import Any
 
 from mpidist.errors import ContextError
 from mpidist.util.float_errors import IGNORED, handling, set_handling
+from mpidist.util.frames import current_frames
 from mpidist.util.hashing import hash62
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
 
 
 _LOOK_AGAIN_SECONDS = 0.05
+_NAMELESS = "a thread without a name"
 _BITS = (1 << 62) - 1
 _get_ident = threading.get_ident
 ByThread = dict[int, dict[str, Any]]
@@ -87,7 +88,7 @@ class ThreadOrderedLock:
         """Return this thread's name, the same on all ranks; "" for the first thread."""
         if _get_ident() == self._creator:
             return ""
-        return threading.current_thread().name or "a thread without a name"
+        return threading.current_thread().name or _NAMELESS
 
     def is_creator(self) -> bool:
         """Return whether this is the first thread."""
@@ -180,10 +181,10 @@ class ThreadOrderedLock:
                 raise found from error
 
     def let_run(self, thread: str, timeout: float | None = None) -> bool:
-        """Release the lock until `thread` has held it; return False if it never can.
+        """Release the lock until `thread` has held it, or cannot any more.
 
-        False means: no such thread exists and no other thread could start it, or
-        `timeout` seconds have passed. The caller holds the lock before and after.
+        It cannot if it does not exist and no other thread could start it. Returns False
+        if `timeout` seconds have passed. The caller holds the lock before and after.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         entered, self._entered = self._entered, 0
@@ -192,12 +193,14 @@ class ThreadOrderedLock:
         self._yielding[_get_ident()] = thread if timeout is None else None
         self._condition.notify_all()
         try:
-            while self._next == thread:
-                if not self.can_come(thread) or time.monotonic() > end:
-                    self._next = None
+            while self._next == thread and self.can_come(thread):
+                if time.monotonic() > end:
                     return False
                 self._condition.wait(_LOOK_AGAIN_SECONDS)
         finally:
+            if self._next == thread:
+                self._next = None
+                self._condition.notify_all()
             self._yielding.pop(_get_ident())
             self._entered = entered
             self._holder, self._handling = mine
@@ -217,10 +220,15 @@ class ThreadOrderedLock:
 
         By their names; threads that wait for this one cannot.
         """
-        this = threading.current_thread()
-        others = [t for t in threading.enumerate() if not _is_or_awaits(t, this)]
-        names = ("" if t.ident == self._creator else t.name for t in others)
-        return frozenset(names), any(map(may_start_threads, others))
+        this, frames = threading.current_thread(), current_frames()
+        threads = threading.enumerate()
+        others = [t for t in threads if not _is_or_awaits(t, this, frames)]
+        names = frozenset(map(self.name_of, others))
+        return names, any(map(may_start_threads, others))
+
+    def name_of(self, thread: threading.Thread) -> str:
+        """Return the name of any thread, as `thread` does of this one."""
+        return "" if thread.ident == self._creator else thread.name or _NAMELESS
 
 
 def may_start_threads(thread: threading.Thread) -> bool:
@@ -231,15 +239,17 @@ def may_start_threads(thread: threading.Thread) -> bool:
     return not (thread.daemon or thread.name.startswith("mpidist-"))
 
 
-def joined_threads(thread: int | None) -> list[threading.Thread]:
+def joined_threads(
+    thread: int | None, frames: Mapping[int, FrameType]
+) -> list[threading.Thread]:
     """Return the threads whose end a thread waits for, without a limit.
 
     By `Thread.join`, by `Future.result`, or as Python's end waits for threads.
 
     Args:
       thread: the identifier of the waiting thread.
+      frames: see `current_frames`.
     """
-    frames = sys._current_frames()
     for frame in _callers(frames.get(thread or 0)):
         code, found = frame.f_code, frame.f_locals
         if code is threading.Thread.join.__code__ and found.get("timeout") is None:
@@ -253,15 +263,15 @@ def joined_threads(thread: int | None) -> list[threading.Thread]:
 
 
 def _is_or_awaits(
-    thread: threading.Thread, other: threading.Thread, depth: int = 10
+    thread: threading.Thread,
+    other: threading.Thread,
+    frames: Mapping[int, FrameType],
+    depth: int = 10,
 ) -> bool:
-    return thread is other or (
-        depth > 0
-        and any(
-            _is_or_awaits(joined, other, depth - 1)
-            for joined in joined_threads(thread.ident)
-        )
-    )
+    if thread is other or depth == 0:
+        return thread is other
+    joined = joined_threads(thread.ident, frames)
+    return any(_is_or_awaits(t, other, frames, depth - 1) for t in joined)
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:
