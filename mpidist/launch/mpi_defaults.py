@@ -19,7 +19,7 @@ from mpidist.launch import early_binding, launchers
 from mpidist.util import logs
 from mpidist.util.settings import hang_seconds
 
-__all__ = ["abort_while_importing"]
+__all__ = ["abort_while_importing", "is_alarm_free"]
 
 _START_SECONDS = 300.0
 
@@ -94,16 +94,25 @@ def _start_mpi() -> None:
 
 def _start_in_time(limit: float) -> None:
     """Start MPI, and end this process with its stack if that takes too long."""
-    # MPI may be started while Python's lock is held, so no thread of Python could do it
+    # A signal: MPI may be started while Python's lock is held, so no thread of Python
+    # could do it, and the program may use faulthandler's only timer
     with open(os.devnull, "w") as nowhere:
         try:
-            faulthandler.dump_traceback_later(limit, exit=True)
+            faulthandler.register(signal.SIGALRM, chain=True)
         except (AttributeError, OSError, RuntimeError, ValueError):  # no stderr
-            faulthandler.dump_traceback_later(limit, exit=True, file=nowhere)
+            faulthandler.register(signal.SIGALRM, nowhere, chain=True)
         try:
+            signal.setitimer(signal.ITIMER_REAL, limit)
             _start_mpi()
         finally:
-            faulthandler.cancel_dump_traceback_later()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            faulthandler.unregister(signal.SIGALRM)
+
+
+def is_alarm_free() -> bool:
+    """Return whether the program does not use SIGALRM."""
+    is_default = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    return is_default and not signal.getitimer(signal.ITIMER_REAL)[0]
 
 
 def abort_while_importing(
@@ -122,7 +131,7 @@ def abort_while_importing(
 if "mpi4py.MPI" not in sys.modules:
     launchers.leave_job(os.environ)
     limit = _limit_seconds()
-    if limit < threading.TIMEOUT_MAX:
+    if limit < threading.TIMEOUT_MAX and is_alarm_free():
         _start_in_time(limit)
     else:
         _start_mpi()

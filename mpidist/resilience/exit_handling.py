@@ -30,7 +30,7 @@ from mpidist.errors import (
     MpidistError,
     RemoteError,
 )
-from mpidist.launch.mpi_defaults import abort_while_importing
+from mpidist.launch.mpi_defaults import abort_while_importing, is_alarm_free
 from mpidist.monitor import statistics, timeline
 from mpidist.util import logs
 from mpidist.util.forks import is_forked
@@ -146,9 +146,7 @@ def _limit_the_end() -> bool:
     could do it. Not done in programs that use SIGALRM.
     """
     limit = hang_seconds(os.environ)
-    is_free = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
-    is_free = is_free and not signal.getitimer(signal.ITIMER_REAL)[0]
-    is_limited = _in_job() and is_free and limit < threading.TIMEOUT_MAX
+    is_limited = _in_job() and is_alarm_free() and limit < threading.TIMEOUT_MAX
     if is_limited:
         signal.setitimer(signal.ITIMER_REAL, limit)
     return is_limited

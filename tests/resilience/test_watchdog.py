@@ -317,7 +317,6 @@ import mpidist
 """
     ended = mpirun(2, script, MPIDIST_HANG_SECONDS="4")
     assert ended.returncode != 0
-    assert "Timeout (0:00:04)!" in ended.stderr
     assert 'File "<string>", line 8 in <module>' in ended.stderr
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import select
 import signal
 import subprocess
+from pathlib import Path
 
 import launching
 import pytest
@@ -32,6 +34,7 @@ from mpidist.tools.doctor.node_checks import (
     check_mpi,
     check_nodes,
     check_threads,
+    count_left,
     find_launched,
     is_silent,
 )
@@ -141,10 +144,38 @@ def test_locks_are_seen_by_another_process_and_given_back(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fcntl", "flock"]
 
 
-def node(cores, machine=8, variable=("", ""), shared=4 * GIB, siblings=None):
+def node(
+    cores, machine=8, variable=("", ""), shared=4 * GIB, siblings=None, left=(0, 0)
+):
     return NodeFacts(
-        tuple(cores), machine, tuple(siblings or cores), variable, shared, shared, {}
+        tuple(cores),
+        machine,
+        tuple(siblings or cores),
+        variable,
+        shared,
+        shared,
+        left,
+        {},
     )
+
+
+def test_files_that_mpi_has_left_are_counted(tmp_path):
+    """Those that no process has open; the rest is somebody else's, or in use."""
+    for name in ("mpich_shm_1_0", "sm_segment.a.0", "mpich_shm_2_0", "others"):
+        (tmp_path / name).write_bytes(bytes(8192))
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / "mpich_shm_3_0").write_bytes(b"a job starts")
+    assert count_left(tmp_path, Path("/proc"))[0] == 3
+    with (tmp_path / "mpich_shm_1_0").open("r+b") as file:
+        assert count_left(tmp_path, Path("/proc"))[0] == 2
+        mapped = mmap.mmap(file.fileno(), 0)
+    assert count_left(tmp_path, Path("/proc")) == (2, 2 * 8192)
+    mapped.close()
+    rows = check_memory({0: node([0], left=(3, 5 * GIB))}, [[0]])
+    (row,) = [row for row in rows if row.what == "left by MPI"]
+    assert row.status is WARN
+    assert row.found == "5.0 GiB in 3 files of ended jobs in /dev/shm"
+    assert "fuser" in row.remedy
 
 
 @pytest.mark.parametrize(

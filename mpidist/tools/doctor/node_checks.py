@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +32,7 @@ __all__ = [
     "check_mpi",
     "check_nodes",
     "check_threads",
+    "count_left",
     "find_launched",
     "find_node",
     "is_hydra",
@@ -46,6 +50,9 @@ _LAUNCHERS = {
 }
 _THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 _SHARED_FOLDER = "/dev/shm"
+# What MPICH, and Open MPI and its UCX, name there
+_MPI_FILES = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "ucx_shm_posix_*")
+_STARTING_SECONDS = 60.0  # a job may be making newer ones
 # Shared memory that a rank's transports and the MPI library need, per rank
 _LEAST_BYTES = 16 << 20
 _GOOD_BYTES = 64 << 20
@@ -225,6 +232,7 @@ class NodeFacts(NamedTuple):
       thread_variable: name and value of the variable that limits the threads of
         NumPy's linear algebra; empty without.
       shared_bytes, shared_free_bytes: of /dev/shm; negative where there is none.
+      left: how many files of MPI of ended jobs are there, and their bytes.
       free: free bytes of all that limits memory, by name.
     """
 
@@ -234,6 +242,7 @@ class NodeFacts(NamedTuple):
     thread_variable: tuple[str, str]
     shared_bytes: int
     shared_free_bytes: int
+    left: tuple[int, int]
     free: dict[str, int]
 
 
@@ -252,8 +261,44 @@ def find_node() -> NodeFacts:
         (variable, os.environ.get(variable, "")),
         size,
         free,
+        count_left(Path(_SHARED_FOLDER), Path("/proc")),
         free_bytes(is_shared=False),
     )
+
+
+def count_left(folder: Path, processes: Path) -> tuple[int, int]:
+    """Return how many of MPI's files no process uses, and their bytes.
+
+    MPI libraries remove their files when all ranks have opened them, or at the end. A
+    job that is killed before leaves them. Only this user's count: who uses those of
+    others cannot be seen.
+
+    Args:
+      folder: of shared memory.
+      processes: like /proc.
+    """
+    sizes = {}
+    for path in (path for pattern in _MPI_FILES for path in folder.glob(pattern)):
+        with contextlib.suppress(OSError):  # just removed
+            status = path.stat()
+            is_old = time.time() - status.st_mtime > _STARTING_SECONDS
+            if status.st_uid == os.getuid() and is_old:
+                sizes[path] = status.st_blocks * 512
+    used = set(chain(*map(_open_files, processes.glob("[0-9]*")))) if sizes else ()
+    left = [size for path, size in sizes.items() if str(path) not in used]
+    return len(left), sum(left)
+
+
+def _open_files(process: Path) -> list[str]:
+    """Return the paths of the files that a process has open or mapped."""
+    names = []
+    with contextlib.suppress(OSError):  # of another user, or ended
+        maps = (process / "maps").read_text(errors="replace")
+        names = [line.split(maxsplit=5)[-1] for line in maps.splitlines()]
+        for link in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):  # just closed
+                names.append(os.readlink(link))
+    return names
 
 
 def _first_sibling(core: int) -> int:
@@ -363,6 +408,10 @@ def _threads(fact: NodeFacts) -> int:
     return decimal(value.partition(",")[0].strip()) or 0
 
 
+def _name_left(files: int, size_bytes: int) -> str:
+    return f"{as_text(size_bytes)} in {files} files of ended jobs in {_SHARED_FOLDER}"
+
+
 def check_memory(
     facts: Mapping[int, NodeFacts], nodes: Iterable[list[int]]
 ) -> list[CheckResult]:
@@ -388,6 +437,14 @@ def check_memory(
             "" if status is Status.OK else remedy,
         )
     )
+    left = {ranks[0]: facts[ranks[0]].left for ranks in _known(nodes, facts)}
+    found = {rank: _name_left(*kept) for rank, kept in left.items() if kept[0]}
+    if found:
+        remedy = (
+            f"remove them: cd {_SHARED_FOLDER} && for f in {' '.join(_MPI_FILES)}; "
+        )
+        remedy += 'do fuser -s "$f" || rm -f "$f"; done'
+        rows.append(CheckResult(Status.WARN, "left by MPI", by_rank(found), remedy))
     limits = {}
     for ranks in _known(nodes, facts):
         free_of = facts[ranks[0]].free
