@@ -164,7 +164,8 @@ class Topology:
             )
         if communicator == MPI.COMM_NULL:
             raise ArgumentError("communicator must not be MPI.COMM_NULL, or freed")
-        with Pending("making a strategy", communicator):
+        members = communicator.group.Translate_ranks(None, MPI.COMM_WORLD.group)
+        with Pending("making a strategy", communicator, members):
             return cls._of_duplicate(communicator)
 
     @classmethod

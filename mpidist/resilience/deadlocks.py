@@ -19,11 +19,19 @@ from __future__ import annotations
 import pickle
 import random
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from mpi4py import MPI
+
 from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.signatures import name_ranks
-from mpidist.comm.consensus.thread_order import joined_threads, may_start_threads
+from mpidist.comm.consensus.thread_order import (
+    is_only_thread,
+    joined_threads,
+    may_start_threads,
+)
 from mpidist.util.frames import current_frames
 from mpidist.util.hashing import hash62
 
@@ -55,11 +63,27 @@ class _Probe(NamedTuple):
 
     Args:
       thread: which thread they need, by its name in `ThreadOrderedLock`.
+      sender: the rank that asks.
       steps: of which each one is needed by the one before it.
     """
 
     thread: str
+    sender: int
     steps: list[_Step]
+
+
+class _Making(NamedTuple):
+    """The answer of a rank whose thread waits in MPI, where a strategy is made.
+
+    Args:
+      call: see `_Step`, of the rank that has asked.
+      members: the ranks in COMM_WORLD that it needs.
+      text: for the error.
+    """
+
+    call: int
+    members: Sequence[int]
+    text: str
 
 
 class _Wait(NamedTuple):
@@ -122,6 +146,8 @@ class DeadlockDetector:
             message = pickle.loads(data)
             if isinstance(message, _Verdict):
                 _condemn(message, known_by=consensus)
+            elif isinstance(message, _Making):
+                _compare(consensus, message)
             else:
                 _answer(consensus, message)
 
@@ -134,24 +160,46 @@ def _is_first(rank: int, missing: list[int]) -> bool:
 def _answer(consensus: Consensus, probe: _Probe) -> None:
     """Pass on a probe if the thread that is needed here waits elsewhere."""
     calls = {other: other.calls for other in Consensus.in_use}
-    where = _find_wait(_ident_of(consensus, probe.thread), [])
+    thread, last = _ident_of(consensus, probe.thread), probe.steps[-1]
+    for pending in (p for p in Pending.in_use if p.thread == thread and p.members):
+        here = f"rank {MPI.COMM_WORLD.Get_rank()} waits in {pending.operation} at "
+        making = _Making(last.call, pending.members, here + pending.site)
+        if consensus.calls < last.call:
+            consensus.departures.send_probe(pickle.dumps(making), [probe.sender])
+    where = _find_wait(thread, [])
     wait = None if where is None else _describe_wait(where)
     if where is None or wait is None or wait.step.call != calls[where]:
         return  # it does not wait, or did so in another call a moment ago
     # Only now, while it is known to wait: has it not arrived before?
-    if consensus.calls >= probe.steps[-1].call:
+    if consensus.calls >= last.call:
         return
     known = [step[:2] for step in probe.steps]
     if wait.step[:2] in known:
         cycle = probe.steps[known.index(wait.step[:2]) :]
-        reason = (
-            f"the ranks wait for each other for ever: "
-            f"{'; '.join(step.text for step in cycle)}. Every rank must call its "
-            "strategies in the same order"
-        )
+        reason = _describe([step.text for step in cycle])
         _condemn(_Verdict(reason, {step.communicator for step in cycle}))
     elif len(known) < _MOST_STEPS:
         _send(where, wait, probe.steps)
+
+
+def _compare(consensus: Consensus, making: _Making) -> None:
+    """Raise if a rank that this one needs waits until this one makes a strategy, too.
+
+    Only its thread that waits could, if all others wait for that one.
+    """
+    wait, rank = _describe_wait(consensus), consensus.members[consensus.rank]
+    if wait is None or wait.step.call != making.call or rank not in making.members:
+        return
+    if is_only_thread(consensus.departures.waiter):
+        reason = _describe([wait.step.text, making.text])
+        _condemn(_Verdict(reason, {wait.step.communicator}))
+
+
+def _describe(waits: list[str]) -> str:
+    return (
+        f"the ranks wait for each other for ever: {'; '.join(waits)}. Every rank must "
+        "make and call its strategies in the same order"
+    )
 
 
 def _condemn(verdict: _Verdict, known_by: Consensus | None = None) -> None:
@@ -190,7 +238,7 @@ def _describe_wait(consensus: Consensus) -> _Wait | None:
 def _send(consensus: Consensus, wait: _Wait, steps: list[_Step]) -> None:
     """Send the steps, and this one, to ranks that it needs."""
     asked = random.sample(wait.missing, min(len(wait.missing), _MOST_ASKED))
-    probe = _Probe(wait.thread, [*steps, wait.step])
+    probe = _Probe(wait.thread, consensus.rank, [*steps, wait.step])
     consensus.departures.send_probe(pickle.dumps(probe), asked)
 
 

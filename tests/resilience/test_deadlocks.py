@@ -124,6 +124,15 @@ def test_all_ranks_are_told_of_a_deadlock(mpirun, case, nodes):
     assert "at <string>:" in ended.stdout
 
 
+def test_a_rank_that_makes_a_strategy_instead_is_named(mpirun):
+    """It waits inside MPI, so only the others can raise."""
+    script = "first.reduce('SUM', x) if rank else mpidist.MirroredStrategy()"
+    ended = mpirun(2, PROLOGUE + TWO + script)
+    assert ended.returncode != 0
+    assert "rank 1 waits in reduce at <string>:" in ended.stderr
+    assert "; rank 0 waits in making a strategy at <string>:" in ended.stderr
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("case", GOOD)
 def test_ranks_that_will_go_on_are_waited_for(mpirun, case, nodes):

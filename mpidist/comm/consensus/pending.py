@@ -6,7 +6,9 @@ that would detect missing ranks.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Sequence
 from typing import ClassVar
 
 from mpi4py import MPI
@@ -25,15 +27,22 @@ class Pending:
     Args:
       operation: what it is, for messages.
       comm: the ranks that do it.
+      members: their numbers in COMM_WORLD, if it needs them all, and not only those
+        that are known to be here.
 
     Attributes:
       in_use: the entered contexts of all threads.
+      thread: the identifier of the thread that has entered.
     """
 
     in_use: ClassVar[list[Pending]] = []
 
-    def __init__(self, operation: str, comm: MPI.Intracomm):
+    def __init__(
+        self, operation: str, comm: MPI.Intracomm, members: Sequence[int] = ()
+    ):
         self.operation = operation
+        self.members = members
+        self.thread = 0
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.site = ""
         self.begun = 0.0
@@ -41,6 +50,7 @@ class Pending:
     def __enter__(self) -> None:
         if self.size > 1:
             self.site = call_site()
+            self.thread = threading.get_ident()
             self.begun = time.monotonic()
             Pending.in_use.append(self)
 

@@ -30,6 +30,7 @@ __all__ = [
     "ProgressCounters",
     "ThreadOrderedLock",
     "ThreadState",
+    "is_only_thread",
     "joined_threads",
     "may_start_threads",
 ]
@@ -237,6 +238,14 @@ def may_start_threads(thread: threading.Thread) -> bool:
     Daemons, and our own readers, do not.
     """
     return not (thread.daemon or thread.name.startswith("mpidist-"))
+
+
+def is_only_thread(ident: int) -> bool:
+    """Return whether all threads that may call anything wait for this one."""
+    threads, frames = threading.enumerate(), current_frames()
+    this = next((t for t in threads if t.ident == ident), None)
+    free = filter(may_start_threads, threads)
+    return this is not None and all(_is_or_awaits(t, this, frames) for t in free)
 
 
 def joined_threads(
