@@ -59,6 +59,10 @@ class Checkpoint(Tracked):
     which needs the same number of ranks. Random generators are an exception: surplus
     states are ignored, and new ranks get states seeded by all saved ones and the rank.
 
+    An object, or memory, may stand at several places. If the saved values of these
+    places fit together, it stays one object. If not, an array, a generator or a
+    container is replaced at the later places; another object is an error.
+
     A checkpoint is one HDF5 file, whose groups and datasets are named like the objects.
     If large arrays exceed `shard_bytes`, each rank writes a part of them to its own
     file, and virtual datasets of the first file join the parts. A file gets its name
@@ -227,8 +231,9 @@ class Checkpoint(Tracked):
 
         Raises, on all ranks, without changes:
           CheckpointError: the file is missing or damaged; an object is missing, or has
-            another shape or dtype; per-rank state of another number of ranks. The
-            message names the file, the object, and what was expected and found.
+            another shape or dtype; per-rank state of another number of ranks; one
+            object at two places, for which the file has different values. The message
+            names the file, the object, and what was expected and found.
           MismatchError: the arguments differ between ranks.
           ArgumentTypeError, ArgumentError: not a path; is_partial is not a bool.
           ContextError: a variable of another strategy; called in replica context.

@@ -157,6 +157,7 @@ def _compute(plan: RestorePlan, index: Path) -> None:
         except Exception as error:
             where = f"{index}: {readable(deferred.path)}"
             raise CheckpointError(f"{where}: {error or repr(error)}") from error
+    plan.separate()
 
 
 def _set_states(

@@ -8,6 +8,8 @@ computed.
 from __future__ import annotations
 
 import collections
+import copy
+import dataclasses
 import hashlib
 import random
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -15,17 +17,19 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from mpidist.checkpoint.overlaps import Write, conflicts, write_to
 from mpidist.checkpoint.reading import decode
 from mpidist.checkpoint.state import (
     GENERATOR,
     OBJECT,
     Tracked,
     children_of,
+    identity,
     is_generator,
     require_strategy,
     state_of,
 )
-from mpidist.checkpoint.state_dicts import has_state
+from mpidist.checkpoint.state_dicts import has_state, memory_of
 from mpidist.checkpoint.tree import (
     DEEPEST,
     SCALARS,
@@ -85,6 +89,10 @@ class RestorePlan:
         self.deferred: list[Deferred] = []
         # Those with set_state, and their new states
         self.objects: list[tuple[Path, Any, Deferred]] = []
+        # Objects that change in place, by id, with the first place where each stands
+        self._places: dict[int, tuple[Any, Path, Node]] = {}
+        # Arrays that change in place, and what replaces one that must not
+        self._separated: list[tuple[Write, Deferred]] = []
         self.missing: list[str] = []
         self.unused: list[str] = []
 
@@ -94,6 +102,85 @@ class RestorePlan:
         Raises:
           CheckpointError: they do not match.
         """
+        owner = identity(value)
+        if owner is None:
+            return self._match(value, node, path)
+        _, first, there = self._places.setdefault(id(owner), (owner, path, node))
+        if first == path:
+            return self._match(value, node, path)
+        return self._match_again(value, node, path, first, there)
+
+    def _match_again(
+        self, value: Any, node: Node, path: Path, first: Path, there: Node
+    ) -> Change:
+        """Match an object that stands at another place, too: `first`, with `there`.
+
+        It stays one object if its values at both places are the same. Else a container
+        or generator is replaced here; other objects are refused.
+        """
+        is_same = self._defer(path, lambda: self._is_same(node, there))
+        twin = _twin_of(value)
+        if twin is not None:
+            change = self._match(twin, node, path)
+            return lambda: value if is_same.value else change()
+
+        def require() -> None:
+            if not is_same.value:
+                raise CheckpointError(
+                    f"{self._file}: {readable(first)} and {readable(path)} are one "
+                    "object in this program, but differ in the checkpoint; create one "
+                    "for each"
+                )
+
+        self._defer(path, require)
+        return self._match(value, node, path)
+
+    def _is_same(self, a: Node, b: Node) -> bool:
+        """Return whether two nodes have the same values, as far as they were read."""
+        if isinstance(a, Leaf) and isinstance(b, Leaf):
+            if (a.kind, a.dtype, a.shape) != (b.kind, b.dtype, b.shape):
+                return False
+            values = [self.values.get(id(x), x.array) for x in (a, b)]
+            if any(value is None for value in values):
+                return True
+            return np.array_equal(*map(arrays.value_bytes, values))
+        if not (isinstance(a, Group) and isinstance(b, Group)):
+            return False
+        names = a.children.keys() & b.children.keys()
+        # A RandomState has more than the bit generator that it shares with a Generator
+        is_fit = names == a.children.keys() | b.children.keys() or a.role == GENERATOR
+        return (
+            is_fit
+            and (a.kind, a.role, a.type) == (b.kind, b.role, b.type)
+            and all(self._is_same(a.children[n], b.children[n]) for n in names)
+        )
+
+    def separate(self) -> None:
+        """Find values that would overwrite each other, once they were read.
+
+        Raises:
+          CheckpointError: one of them cannot be put elsewhere.
+        """
+        fixed = [
+            dataclasses.replace(write, path=(*path, *write.path))
+            for path, value, new in self.objects
+            for write in memory_of(value, new.value)
+        ]
+        plain = [write for write, _ in self._separated]
+        for write, other in conflicts([*fixed, *plain]):
+            write.has_conflict = True
+            if write.is_fixed:
+                raise CheckpointError(
+                    f"{self._file}: {readable(other.path)} and {readable(write.path)} "
+                    "share memory in this program, but differ in the checkpoint; "
+                    "create an array for each"
+                )
+        for write, deferred in self._separated:
+            if write.has_conflict:
+                deferred.compute()
+
+    def _match(self, value: Any, node: Node, path: Path) -> Change:
+        """Match one place; see `match`."""
         # The order matters: several of these tests may hold for one value.
         if isinstance(value, Variable):
             return self._variable(value, node, path)
@@ -153,7 +240,14 @@ class RestorePlan:
             return lambda: new.value
         new = self._defer(path, lambda: arrays.to_device_like(self._value(leaf), array))
 
+        write = write_to(array, path, lambda: np.asarray(self._value(leaf)))
+        # Only for one that would overwrite an array at another place
+        other = Deferred(path, lambda: arrays.like(new.value.copy(), value))
+        self._separated.append((write, other))
+
         def change() -> Any:
+            if write.has_conflict:
+                return other.value
             array[...] = new.value
             return value
 
@@ -322,6 +416,14 @@ class RestorePlan:
             f"{self._file}: {readable(path)}: expected {expected}, found "
             f"{_describe(node)}"
         )
+
+
+def _twin_of(value: Any) -> Any:
+    """Return another object to restore a second place to; None if there can be none."""
+    if is_generator(value):
+        return _fresh(value, 0)
+    is_known = isinstance(value, dict | list | collections.deque)
+    return copy.copy(value) if is_known else None
 
 
 def _describe(node: Node | None) -> str:

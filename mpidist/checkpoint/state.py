@@ -5,12 +5,13 @@ Reading the state of an object can communicate, so all ranks do it in the same o
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import inspect
 import random
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ __all__ = [
     "children_of",
     "gather_state",
     "has_attributes",
+    "identity",
     "is_generator",
     "require_saveable",
     "require_strategy",
@@ -102,14 +104,14 @@ class Attributes(Tracked):
     """
 
     def __init__(self, owner: Any, above: tuple[Any, ...] = ()):
-        self._owner = owner
+        self.owner = owner
         # Objects on the way from the root: a circle would be endless.
         self._above = (*above, owner)
 
     @property
     def objects(self) -> dict[str, Any]:
         """The members by name, or position."""
-        owner, keys = self._owner, {}
+        owner, keys = self.owner, {}
         if isinstance(owner, Mapping):
             # Keys by escaped name, to find the original key again when writing.
             keys = {as_name(key, ()): key for key in owner}
@@ -167,6 +169,24 @@ def has_attributes(value: Any) -> bool:
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray) or arrays.is_device_array(value)
+
+
+def identity(value: Any) -> Any:
+    """Return the object that a restore changes in place; None if there is none.
+
+    Arrays are not told by identity but by their memory: see `overlaps`.
+    """
+    if isinstance(value, Attributes):
+        return value.owner
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator  # which two generators may share
+    if isinstance(value, np.random.RandomState):
+        return value._bit_generator
+    if isinstance(value, Mirrored | np.ndarray):
+        return None
+    kinds = (Variable, Tracked, MutableMapping, list, collections.deque)
+    is_changed = isinstance(value, kinds) or is_generator(value) or has_state(value)
+    return value if is_changed else None
 
 
 @dataclasses.dataclass(frozen=True)

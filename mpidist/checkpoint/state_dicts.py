@@ -5,16 +5,19 @@ PyTorch is not imported here: a program with such objects has imported it.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from mpidist.checkpoint.overlaps import Write
 from mpidist.device import arrays
 from mpidist.errors import CheckpointError
 from mpidist.util import nest
 
-__all__ = ["has_state", "read_state", "write_state"]
+__all__ = ["has_state", "memory_of", "read_state", "write_state"]
 
 _PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
@@ -58,6 +61,40 @@ def write_state(value: Any, state: Any) -> None:
         value.load_state_dict(state)
     except (ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"the state does not match: {error}") from error
+
+
+def memory_of(value: Any, state: Any) -> Iterator[Write]:
+    """Yield what `write_state` writes into memory that it does not choose.
+
+    That is, into the tensors of a PyTorch module, which other places may share.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.nn.Module):
+        return
+    named = {"remove_duplicate": False}
+    for name, tensor in [
+        *value.named_parameters(**named),
+        *value.named_buffers(**named),
+    ]:
+        new = state.get(name) if isinstance(state, dict) else None
+        is_plain = not torch.nn.parameter.is_lazy(tensor) and (
+            type(tensor.detach()) is torch.Tensor and tensor.layout is torch.strided
+        )
+        if not is_plain or not isinstance(new, np.ndarray) or not tensor.data_ptr():
+            continue
+        shape, item_bytes = tuple(tensor.shape), tensor.element_size()
+        if (new.shape, new.itemsize) == (shape, item_bytes):
+            strides = tuple(step * item_bytes for step in tensor.stride())
+            address = tensor.data_ptr()
+            yield Write(
+                (name,),
+                functools.partial(np.asarray, new),
+                address,
+                shape,
+                strides,
+                item_bytes,
+                True,
+            )
 
 
 def _is_tensor(value: Any) -> bool:

@@ -139,3 +139,33 @@ def test_checkpoints_restore_jax_arrays(comm, strategy, mpi_tmp_path):
         assert isinstance(got, jax.Array)
         assert got.dtype == expected.dtype
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("kind", ["lbfgs", "adam", "sgd"])
+def test_states_of_optax(strategy, mpi_tmp_path, kind):
+    """An initial state has one tree of zeros in several places."""
+    optax = pytest.importorskip("optax")
+    optimizer = {
+        "lbfgs": lambda: optax.lbfgs(0.1, memory_size=3, linesearch=None),
+        "adam": lambda: optax.adam(0.1),
+        "sgd": lambda: optax.sgd(0.1, momentum=0.9),
+    }[kind]()
+    start = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(0.5)}
+
+    def steps(params, state, n):
+        for _ in range(n):
+            gradient = jax.grad(lambda p: (p["w"] ** 4).sum() + p["b"] ** 2)(params)
+            update, state = optimizer.update(gradient, state, params)
+            params = optax.apply_updates(params, update)
+        return params, state
+
+    def checkpoint_of(params, state):
+        return mpidist.Checkpoint(strategy=strategy, params=params, state=state)
+
+    first = steps(start, optimizer.init(start), 4)
+    path = checkpoint_of(*first).save(mpi_tmp_path / "ckpt")
+    later = checkpoint_of(dict(start), optimizer.init(start))
+    later.restore(path)
+    got, want = steps(later.params, later.state, 3), steps(*first, 3)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -163,3 +163,63 @@ def test_a_thread_saves_what_was_when_it_was_asked_to(strategy, mpi_tmp_path):
     again.checkpoint.restore(path or manager.latest_checkpoint)
     for got, want in zip(again.weights(), saved):
         assert torch.equal(got, want)
+
+
+def pair(is_tied):
+    """A model with two layers, of one weight or of two."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    if is_tied:
+        model[1].weight = model[0].weight
+    return model
+
+
+TIES = {
+    "one model": lambda is_tied: {"model": pair(is_tied)},
+    "two models": lambda is_tied: dict(zip("ab", pair(is_tied))),
+    "a view": lambda is_tied: {
+        "model": (model := pair(True)),
+        "w": model[0].weight.detach().t() if is_tied else torch.ones(3, 3),
+    },
+    "tensors": lambda is_tied: {
+        "a": (base := torch.arange(6.0))[:4],
+        "b": base[2:] if is_tied else torch.ones(4),
+    },
+}
+
+
+def tensors(checkpoint):
+    """The tensors of modules, and other tensors, as lists."""
+    found = []
+    for value in checkpoint.objects.values():
+        if isinstance(value, nn.Module):
+            found += [tensor.tolist() for tensor in value.state_dict().values()]
+        elif isinstance(value, torch.Tensor):
+            found.append(value.tolist())
+    return found
+
+
+@pytest.mark.parametrize("tie", TIES)
+def test_tied_tensors(strategy, mpi_tmp_path, tie):
+    torch.manual_seed(0)
+    saved = {}
+    for is_tied in (True, False):
+        checkpoint = mpidist.Checkpoint(strategy=strategy, **TIES[tie](is_tied))
+        path = checkpoint.save(mpi_tmp_path / str(is_tied))
+        saved[is_tied] = path, tensors(checkpoint)
+    torch.manual_seed(1)
+    checkpoint = mpidist.Checkpoint(strategy=strategy, **TIES[tie](True))
+    before = tensors(checkpoint)
+    path, expected = saved[False]
+    if "model" in tie:
+        with pytest.raises(mpidist.CheckpointError, match="share memory"):
+            checkpoint.restore(path)
+        assert tensors(checkpoint) == before
+    else:  # a tensor of its own takes the place
+        checkpoint.restore(path)
+        assert tensors(checkpoint) == expected
+    checkpoint = mpidist.Checkpoint(strategy=strategy, **TIES[tie](True))
+    objects = dict(checkpoint.objects)
+    path, expected = saved[True]
+    checkpoint.restore(path)
+    assert tensors(checkpoint) == expected
+    assert all(checkpoint.objects[n] is x for n, x in objects.items() if n.isalpha())
