@@ -235,10 +235,15 @@ class RestorePlan:
         is_device = arrays.is_device_array(array)
         # Read-only or converted arrays cannot change in place: another one replaces
         # them.
-        if not is_device and not (array.flags.writeable and _is_view(array, value)):
-            new = self._defer(path, lambda: arrays.like(self._value(leaf), value))
+        is_writable = is_device or array.flags.writeable
+
+        def read() -> Any:
+            return arrays.to_device_like(self._value(leaf), array)
+
+        if not (is_writable and _is_view(array, value)):
+            new = self._defer(path, lambda: arrays.like(read(), value))
             return lambda: new.value
-        new = self._defer(path, lambda: arrays.to_device_like(self._value(leaf), array))
+        new = self._defer(path, read)
 
         write = write_to(array, path, lambda: np.asarray(self._value(leaf)))
         # Only for one that would overwrite an array at another place
@@ -469,8 +474,9 @@ def _is_same_container(value: Any, node: Node) -> bool:
 
 
 def _is_view(array: Any, value: Any) -> bool:
-    """Return whether writing to the NumPy `array` changes `value`."""
-    return array is value or not isinstance(value, np.generic | Mirrored)
+    """Return whether writing to `array` changes `value`."""
+    is_copy = isinstance(value, np.generic | Mirrored) or arrays.is_lazy(value)
+    return array is value or not is_copy
 
 
 def update_in_place(value: Any, new: Any) -> Any:

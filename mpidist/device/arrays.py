@@ -26,6 +26,7 @@ __all__ = [
     "is_float16",
     "is_jax_array",
     "is_floating",
+    "is_lazy",
     "like",
     "like_foreign",
     "mean_dtype",
@@ -80,6 +81,10 @@ def to_array(value: Any, name: str = "value") -> Any:
             raise DTypeError(f"{name} is {validation.shown(value)}: more than 64 bits")
     elif is_device_array(value):
         return value
+    elif hasattr(value, "resolve_neg"):
+        array = _from_torch(value, name)
+        if is_device_array(array):
+            return array
     elif is_jax_array(value) and _require_readable(value, name) == "cpu":
         array = np.asarray(value)  # a read-only view: JAX arrays are immutable
     elif _is_on_gpu(value):
@@ -258,14 +263,8 @@ def _to_cupy(value: Any, name: str) -> Any:
             "cupy-cuda13x"
         ) from None
     try:
-        if not hasattr(value, "__dlpack__"):
-            return cupy.asarray(value)
-        if str(getattr(value, "dtype", "")) == "torch.bfloat16":
-            import ml_dtypes
-
-            bits = cupy.from_dlpack(value.view(sys.modules["torch"].int16))
-            return bits.view(ml_dtypes.bfloat16)
-        return cupy.from_dlpack(value)
+        has_dlpack = hasattr(value, "__dlpack__")
+        return cupy.from_dlpack(value) if has_dlpack else cupy.asarray(value)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise _copy_needed(value, name, error) from error
 
@@ -324,14 +323,37 @@ def mean_dtype(dtype: np.dtype[Any], name: str = "value") -> np.dtype[Any]:
 
 def _from_dlpack(value: Any, name: str) -> Any:
     try:
-        if str(getattr(value, "dtype", "")) == "torch.bfloat16":
-            import ml_dtypes
-
-            bits = value.view(sys.modules["torch"].int16)
-            return np.from_dlpack(bits).view(ml_dtypes.bfloat16)
         return np.from_dlpack(value)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise _copy_needed(value, name, error) from error
+
+
+def is_lazy(value: Any) -> bool:
+    """Return whether `to_array` copies a PyTorch tensor: see `_from_torch`."""
+    return hasattr(value, "resolve_neg") and bool(value.is_neg() or value.is_conj())
+
+
+def _from_torch(tensor: Any, name: str) -> Any:
+    """Convert a PyTorch tensor, without a copy unless its memory holds other numbers.
+
+    That of `z.conj()` or `z.conj().imag` does: PyTorch keeps a bit in their place,
+    which NumPy, CuPy and DLPack do not know.
+    """
+    torch, convert = sys.modules["torch"], _from_dlpack
+    if _is_on_gpu(tensor):
+        convert = _to_cupy
+    try:
+        tensor = tensor.resolve_conj().resolve_neg()
+        is_bfloat16 = tensor.dtype is torch.bfloat16  # DLPack of NumPy lacks it
+        bits = tensor.view(torch.int16) if is_bfloat16 else tensor
+    except RuntimeError as error:
+        raise _copy_needed(tensor, name, error) from error
+    array = convert(bits, name)
+    if is_bfloat16:
+        import ml_dtypes
+
+        array = array.view(ml_dtypes.bfloat16)
+    return array
 
 
 def _copy_needed(value: Any, name: str, error: Exception) -> ArgumentTypeError:

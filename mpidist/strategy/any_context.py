@@ -27,16 +27,18 @@ class AnyContextMethods:
         ignored, so they need not know the structure.
 
         Args:
-          value: on replica `root` an array, a number, a variable, a str, bytes, a bool
-            or None, or a nest of them (dict, list, tuple). Arrays may have any size.
+          value: on replica `root` an array, a number, a variable, a str, bytes, a
+            bytearray, a bool or None, or a nest of them (dict, list, tuple). Arrays may
+            have any size.
           root: a replica, the same number on all replicas.
 
         Returns:
           The nest, with new arrays: NumPy's, or CuPy's if `root` has those.
 
         Raises, on all replicas:
-          ArgumentTypeError: an unsupported type in the value, such as a subclass of
-            dict, list or tuple; `root` is not an integer.
+          ArgumentTypeError: an unsupported type in the value, such as an enum, a
+            memoryview, or a subclass of dict, list, tuple or ndarray; `root` is not an
+            integer.
           ArgumentError: no such replica.
           MismatchError: replicas pass different roots.
           ContextError: called under another strategy.

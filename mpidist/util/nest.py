@@ -8,12 +8,14 @@ included, is a leaf.
 from __future__ import annotations
 
 import collections
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import optree
 
 from mpidist.errors import ArgumentError
+from mpidist.util.forks import call_in_child
 
 __all__ = ["Nest", "Spec", "flatten", "leaf_names", "map_leaves", "unflatten"]
 
@@ -25,6 +27,9 @@ _STRUCTURES = (Mapping, list, tuple)
 # Known types of leaves: `isinstance(leaf, Mapping)` is slow
 _leaf_types: set[type] = set()
 _MOST_LEAF_TYPES = 1000
+# Two threads may use a class for the first time at once
+_registered: set[type] = set()
+_registering = threading.RLock()
 
 
 def flatten(nest: Any) -> tuple[list[Any], Spec]:
@@ -43,8 +48,10 @@ def flatten(nest: Any) -> tuple[list[Any], Spec]:
         if len(_leaf_types) < _MOST_LEAF_TYPES:
             _leaf_types.update(unknown)
         return leaves, spec
-    for cls in strangers:
-        _register(cls)
+    with _registering:
+        for cls in strangers - _registered:
+            _register(cls)
+            _registered.add(cls)
     return flatten(nest)
 
 
@@ -123,3 +130,12 @@ def _flatten_mapping(
 ) -> tuple[tuple[Any, ...], _Keys, tuple[Any, ...]]:
     keys = _Keys(mapping)
     return tuple(mapping[key] for key in keys.sorted), keys, keys.sorted
+
+
+def _disown() -> None:
+    """Release the lock in a forked process, where its holder does not exist."""
+    global _registering
+    _registering = threading.RLock()
+
+
+call_in_child(_disown)

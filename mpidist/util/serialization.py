@@ -5,8 +5,11 @@ Unlike unpickling, decoding looks up no classes and runs no code.
 
 from __future__ import annotations
 
+import array
 import base64
+import ctypes
 import json
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,15 +21,18 @@ from mpidist.util import validation
 __all__ = ["decode", "dtype_of", "encode", "text_of"]
 
 _PLAIN = {bool, int, float, str, type(None)}
+# A subclass of these would come back as the base class, and a buffer as an array
+_BASES = dict, list, tuple, set, frozenset, str, bytes, int, float, complex
+_BUFFERS = bytearray, memoryview, array.array, mmap.mmap, ctypes.Array
 
 
 def encode(value: Any, take: Callable[[Any, str], Any], name: str = "value") -> str:
     """Encode an object as JSON text, for `decode`.
 
     Args:
-      value: None, a bool, number, str or bytes; a nested dict, list or tuple; or
-        anything that `take` accepts. No subclasses of these: decoding would return the
-        base class.
+      value: None, a bool, number, str, bytes or bytearray; a nested dict, list or
+        tuple; or anything that `take` accepts. No subclasses of these: decoding would
+        return the base class.
       take: called as `take(leaf, name)` for objects of other types, such as arrays;
         returns a JSON-compatible object, or raises.
       name: what error messages call the value.
@@ -40,8 +46,8 @@ def _encode(value: Any, take: Callable[[Any, str], Any], name: str) -> Any:
         return value
     if kind is complex:
         return ["complex", value.real, value.imag]
-    if kind is bytes:
-        return ["bytes", base64.b64encode(value).decode()]
+    if kind in (bytes, bytearray):
+        return [kind.__name__, base64.b64encode(value).decode()]
     if kind in (list, tuple):
         parts = [_encode(v, take, f"{name}[{i}]") for i, v in enumerate(value)]
         return [kind.__name__, parts]
@@ -56,11 +62,12 @@ def _encode(value: Any, take: Callable[[Any, str], Any], name: str) -> Any:
             there = _encode(part, take, f"{name}[{validation.shown(key)}]")
             pairs.append([_encode(key, take, name), there])
         return ["dict", pairs]
-    if isinstance(value, dict | list | tuple | str | bytes | set | frozenset):
+    is_number = isinstance(value, np.number)  # float64 is a float, too
+    if isinstance(value, _BASES + _BUFFERS) and not is_number:
         raise ArgumentTypeError(
             f"{name} is {validation.shown(value)} of type {kind.__qualname__}, which "
             "would come back as another type on other replicas; convert it to a dict, "
-            "list, tuple or str"
+            "list, tuple, str, bytes, number or array"
         )
     return ["leaf", take(value, name)]
 
@@ -81,8 +88,9 @@ def _decode(part: Any, give: Callable[[Any], Any]) -> Any:
     kind, *rest = part
     if kind == "complex":
         return complex(*rest)
-    if kind == "bytes":
-        return base64.b64decode(rest[0])
+    if kind in ("bytes", "bytearray"):
+        data = base64.b64decode(rest[0])
+        return data if kind == "bytes" else bytearray(data)
     if kind == "dict":
         return {_decode(key, give): _decode(value, give) for key, value in rest[0]}
     if kind == "leaf":

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
+import contextlib
+import threading
 import types
 
 import pytest
@@ -163,3 +166,22 @@ def test_map_leaves_takes_leaves_at_the_same_place():
 def test_map_leaves_refuses_another_structure(other):
     with pytest.raises(mpidist.ArgumentError, match="structures differ"):
         nest.map_leaves(lambda x, y: x, [1, 2], other)
+
+
+class SlowToHash(type):
+    """The metaclass of classes at whose registration threads meet."""
+
+    met = threading.Barrier(2)
+
+    def __hash__(cls):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            SlowToHash.met.wait(0.01)
+        return super().__hash__()
+
+
+def test_two_threads_may_use_a_class_for_the_first_time_at_once():
+    for i in range(10):
+        batch = SlowToHash(f"Batch{i}", (dict,), {})(b=1, a=2)
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(nest.flatten, [batch, batch]))
+        assert [leaves for leaves, _ in found] == [[2, 1], [2, 1]]

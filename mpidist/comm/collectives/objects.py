@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
-from mpidist.errors import ArgumentError
+from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import CommunicationOptions
 from mpidist.util import validation
 from mpidist.util.serialization import decode, dtype_of, encode, text_of
@@ -97,18 +96,28 @@ class Objects:
             own = consensus.guard(operation, prepare)
             plan = self._gathers.plan(CallSignature(operation), own, [0, 0], _DEFAULT)
             payloads, sizes = self._gathers.execute(plan, own)
-        found, start = [], 0
-        for header, size in sizes.reshape(-1, 2).tolist():
-            payload = payloads[start : start + size]
-            found.append(_decode_with_arrays(payload, header))
-            start += size
-        return found
+
+            def read() -> list[Any]:
+                found, start = [], 0
+                for header, size in sizes.reshape(-1, 2).tolist():
+                    payload = payloads[start : start + size]
+                    found.append(_decode_with_arrays(payload, header))
+                    start += size
+                return found
+
+            return consensus.guard_last(operation, read)
 
     def _encode(self, value: Any) -> tuple[str, list[Any]]:
         """Return JSON text, and the arrays in a value."""
         given: list[Any] = []
 
         def take(leaf: Any, name: str) -> Any:
+            is_plain = type(leaf) in (np.ndarray, np.memmap)
+            if isinstance(leaf, np.ndarray) and not is_plain:
+                raise ArgumentTypeError(
+                    f"{name} is a {type(leaf).__qualname__}, which would come back as "
+                    "a plain array; pass numpy.asarray of it"
+                )
             array = arrays.to_array(leaf, name)
             if arrays.is_device_array(array):
                 self._transports.require_reachable(array, name)
@@ -149,11 +158,9 @@ def _decode_with_arrays(payload: Any, header: int) -> Any:
     def give(kind: Any) -> Any:
         nonlocal place
         _, text, shape = kind
-        dtype = dtype_of(text)
-        stop = place + math.prod(shape) * dtype.itemsize
         # Copied: a slice of bytes need not be aligned for its dtype.
-        array = payload[place:stop].copy().view(dtype).reshape(shape)
-        place = stop
+        array = np.ndarray(shape, dtype_of(text), payload, place).copy()
+        place += array.nbytes
         return _as_given(array, kind)
 
     return decode(payload[:header].tobytes(), give)

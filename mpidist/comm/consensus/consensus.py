@@ -435,6 +435,15 @@ class Consensus:
             self.leave(error)
             raise
 
+    def guard_last(self, operation: str, fn: Callable[..., T], *args: Any) -> T:
+        """Like `guard`, for work after data have moved; ranks agree on it. Collective.
+
+        It takes one more comparison: where that matters, reserve memory before.
+        """
+        result = self.guard(operation, fn, *args)
+        self.require_same(CallSignature(operation, (("step", "finishing"),)))
+        return result
+
     def root_only(self, operation: str, fn: Callable[[], T], root: int = 0) -> T:
         """Return the result of `fn()`, called on rank `root` only. Collective.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import enum
 import math
 
 import ml_dtypes
@@ -54,7 +56,12 @@ VALUES = [
     {"a": [1, (2.5, None)], 3: {"b": b"x"}, (1, "t"): [True], None: "n", 2.5: 1},
     np.arange(6.0).reshape(2, 3),
     np.float32(1.5),
+    bytearray(b"\0\xff"),
     np.zeros((0, 3), "i2"),
+    np.zeros((2, 3), "V0"),
+    np.zeros((), "V0")[()],
+    np.zeros(3, np.dtype([("a", "S0"), ("b", "V0")])),
+    np.zeros(0, "U0"),
     np.array(7, "u1"),
     np.array([True, False]),
     np.array(["a", "bcd"]),
@@ -111,6 +118,8 @@ def test_distributed_values_and_variables_are_their_values(strategy, comm):
 
 
 Point = collections.namedtuple("Point", "x y")
+Color = enum.IntEnum("Color", "RED")
+Name = enum.Enum("Name", {"A": "a"}, type=str)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +130,14 @@ Point = collections.namedtuple("Point", "x y")
         ({"a": Point(1, 2)}, r"value\['a'\] is .* of type Point"),
         ({Point(1, 2): 1}, "keys must be"),
         (collections.OrderedDict(a=1), "of type OrderedDict"),
+        (memoryview(b"x"), "of type memoryview"),
+        (array.array("i", [1]), "of type array"),
+        ([Color.RED], r"value\[0\] is .* of type Color"),
+        ({"a": Name.A}, r"value\['a'\] is .* of type Name"),
+        (enum.IntFlag("Flag", "A")(1), "of type Flag"),
+        (type("Length", (float,), {})(1.0), "of type Length"),
+        ({Color.RED: 1}, "keys must be"),
+        (np.rec.array([(1, 2.0)]), "is a recarray"),
         (np.array([None]), "object"),
         (lambda: 0, "value must be"),
     ],
