@@ -73,7 +73,8 @@ class Checkpoint(Tracked):
       root: a Checkpoint, a dict, or another object with state in its attributes, such
         as a model with variables, at any depth. Its objects at the time of saving are
         saved as if given by name. (Numbers, text, functions and names that begin with
-        "_" are not saved; give those by name.)
+        "_" are not saved; give those by name. Saving raises ArgumentTypeError if a
+        number has become an array since, or an array a number.)
       strategy: the strategy whose ranks save and restore; by default the current one,
         or that of the variables.
       shard_bytes: the minimum number of bytes that each rank writes.
@@ -115,6 +116,9 @@ class Checkpoint(Tracked):
             strategy = get_strategy()
         self._root = root
         self._find_objects_of_root = _finder(root)
+        is_object = not isinstance(root, MutableMapping) and has_attributes(root)
+        self._attributes = Attributes(root) if is_object else None
+        self._kinds = dict(self._attributes.kinds()) if self._attributes else {}
         self._strategy = strategy
         self._shard_bytes = validation.integer("shard_bytes", shard_bytes, 1)
         self._saver: Saver | None = None
@@ -268,8 +272,13 @@ class Checkpoint(Tracked):
         require_cross_replica(self.strategy, operation)
         now = datetime.datetime.now(datetime.timezone.utc)
         prepare = self.strategy.extended.consensus.guard
-        # An invalid path on one rank raises on all, before anything is written.
-        index = prepare(operation, lambda: index_path(file_prefix, "file_prefix"))
+
+        def check() -> Path:
+            self._require_kinds()
+            return index_path(file_prefix, "file_prefix")
+
+        # What is invalid on one rank raises on all, before anything is written.
+        index = prepare(operation, check)
         with self.strategy.extended.consensus.recorder.counters.checkpointing("save"):
             self.saver.save(
                 operation,
@@ -310,6 +319,15 @@ class Checkpoint(Tracked):
         except BaseException:
             self._objects[_COUNTER] = before
             raise
+
+    def _require_kinds(self) -> None:
+        """Raise if an attribute that was saved before is not any more, or reverse."""
+        if self._attributes is not None:
+            self._attributes.require_kinds(self._kinds)
+            self._kinds = {**dict(self._attributes.kinds()), **self._kinds}
+        for value in (self._root, *self._objects.values()):
+            if isinstance(value, Checkpoint):
+                value._require_kinds()
 
     @property
     def saver(self) -> Saver:

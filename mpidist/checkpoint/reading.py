@@ -34,13 +34,17 @@ from mpidist.checkpoint.tree import (
     DEEPEST,
     FACTORIES,
     FAMILIES,
+    METADATA,
+    NDARRAY,
     SCALARS,
     STORED_AS_TEXT,
+    TENSOR,
     ContainerType,
     Group,
     Leaf,
     Node,
     Piece,
+    Typed,
     is_container,
     original_dtype,
     unescape,
@@ -49,7 +53,7 @@ from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.data.hdf5.index import contiguous_offset
 from mpidist.strategy.extended import StrategyExtended
 
-__all__ = ["decode", "load", "read_tree"]
+__all__ = ["decode", "load", "read_tree", "versions_of"]
 
 _GROUP_KINDS = ("dict", "dict of int", "list", "tuple", "ranks")
 _DEEPEST = DEEPEST + 1  # with the ranks of a state
@@ -284,6 +288,8 @@ def _container_type(group: h5py.Group, kind: str) -> ContainerType | None:
         raise ValueError(f"group {group.name!r} is a {kind} with type {name!r}")
     if not all(type(text) is str for text in details):
         raise ValueError(f"group {group.name!r} has type {name!r} with {details!r}")
+    if name == "state_dict" and type(json.loads(details[0])) is not dict:
+        raise ValueError(f"group {group.name!r} has no versions of modules")
     return ContainerType(name, tuple(details))
 
 
@@ -323,8 +329,8 @@ def decode(node: Node, values: Mapping[int, Any], similar: Any = None) -> Any:
     if isinstance(node, Leaf):
         return decode_leaf(node, values)
     names = list(node.children)
-    if node.type is not None and node.type.name == "OrderedDict":
-        names = list(node.type.details)
+    if node.type is not None and node.type.name in ("OrderedDict", "state_dict"):
+        names = list(node.type.details[node.type.name == "state_dict" :])
         if sorted(names) != sorted(node.children):
             raise ValueError("the saved order of keys does not match the keys")
     children = {}
@@ -364,6 +370,10 @@ def _dict(node: Group, children: dict[Any, Any], similar: Any) -> Any:
         return children
     if node.type.name == "OrderedDict":
         return collections.OrderedDict(children)
+    if node.type.name == "state_dict":
+        made = collections.OrderedDict(children)
+        setattr(made, METADATA, versions_of(node))
+        return made
     if node.type.name == "Counter":
         return collections.Counter(children)
     # A factory is a function; only built-in ones have names, others come from
@@ -372,6 +382,13 @@ def _dict(node: Group, children: dict[Any, Any], similar: Any) -> Any:
     if isinstance(similar, collections.defaultdict):
         factory = similar.default_factory
     return collections.defaultdict(factory, children)
+
+
+def versions_of(group: Group) -> Any:
+    """Return the versions of modules in a state_dict; None of another group."""
+    if group.type is None or group.type.name != "state_dict":
+        return None
+    return collections.OrderedDict(json.loads(group.type.details[0]))
 
 
 def _sequence(node: Group, children: list[Any], similar: Any) -> Any:
@@ -407,7 +424,8 @@ def decode_leaf(leaf: Leaf, values: Mapping[int, Any]) -> Any:
     if leaf.kind == "None":
         return None
     if leaf.kind == "array":
-        return array
+        is_typed = leaf.role in (TENSOR, NDARRAY)
+        return Typed(array, leaf.role) if is_typed else array
     if leaf.kind == "array scalar":
         return array[()]
     if leaf.kind in ("bytes", "np.bytes_"):

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpidist.checkpoint.overlaps import Write, conflicts, write_to
-from mpidist.checkpoint.reading import decode
+from mpidist.checkpoint.reading import decode, versions_of
 from mpidist.checkpoint.state import (
     GENERATOR,
     OBJECT,
@@ -32,6 +32,7 @@ from mpidist.checkpoint.state import (
 from mpidist.checkpoint.state_dicts import has_state, memory_of
 from mpidist.checkpoint.tree import (
     DEEPEST,
+    METADATA,
     SCALARS,
     Group,
     Leaf,
@@ -39,6 +40,7 @@ from mpidist.checkpoint.tree import (
     Path,
     as_name,
     is_container,
+    keep_versions,
     leaves,
     readable,
 )
@@ -362,7 +364,15 @@ class RestorePlan:
         # Reported by assert_consumed; not an error by itself.
         extra = [name for name in node.children if name not in children]
         self.unused += [readable((*path, name)) for name in extra]
-        return lambda: change_children(value, changes)
+        versions = versions_of(node)
+
+        def change() -> Any:
+            new = change_children(value, changes)
+            if versions is not None and isinstance(new, collections.OrderedDict):
+                setattr(new, METADATA, versions)
+            return new
+
+        return change
 
     def _plain(self, value: Any, node: Node, path: Path) -> Change:
         """Match numbers and text, or a nest of them, which is replaced as a whole."""
@@ -486,6 +496,7 @@ def update_in_place(value: Any, new: Any) -> Any:
             del value[key]
         for key, child in new.items():
             value[key] = child
+        keep_versions(new, value)
         return value
     is_sequence = isinstance(new, list | tuple | collections.deque)
     if isinstance(value, list) and is_sequence:

@@ -111,32 +111,66 @@ class Attributes(Tracked):
     @property
     def objects(self) -> dict[str, Any]:
         """The members by name, or position."""
-        owner, keys = self.owner, {}
-        if isinstance(owner, Mapping):
-            # Keys by escaped name, to find the original key again when writing.
-            keys = {as_name(key, ()): key for key in owner}
-            members = {name: owner[key] for name, key in keys.items()}
-        elif is_container(owner):
-            keys = {str(i): i for i in range(len(owner))}
-            members = {name: owner[i] for name, i in keys.items()}
-        else:
-            found = vars(owner).items()
-            # Private attributes are implementation details of the user's class.
-            members = {n: member for n, member in found if not n.startswith("_")}
+        owner = self.owner
+        members = members_of(owner)
 
         def write(name: str, value: Any) -> None:
             if isinstance(value, Attributes):
                 return  # its members are written, where they are
-            if name in keys:
-                owner[keys[name]] = value
+            if is_container(owner):
+                owner[members[name][0]] = value
             else:
-                setattr(owner, name, value)
+                try:
+                    setattr(owner, name, value)
+                except AttributeError:  # a frozen dataclass, whose arrays change, too
+                    vars(owner)[name] = value
 
-        children = {name: self._child(member) for name, member in members.items()}
+        children = {name: self.child(member) for name, (_, member) in members.items()}
         kept = {name: child for name, child in children.items() if child is not None}
         return WrittenThrough(kept, write)
 
-    def _child(self, value: Any) -> Any:
+    def kinds(self, path: Path = ()) -> Iterator[tuple[Path, bool]]:
+        """Yield the paths of numbers, and of what has state; and whether it has."""
+        for name, (_, member) in members_of(self.owner).items():
+            child, below = self.child(member), (*path, name)
+            if isinstance(child, Attributes):
+                yield from child.kinds(below)
+            elif child is not None:
+                yield from ((found, True) for found, _ in walk(child, below))
+            elif isinstance(member, bool | int | float | complex | np.generic):
+                yield below, False
+
+    def require_kinds(self, kinds: Mapping[Path, bool]) -> None:
+        """Raise if a number has become an array or other state, or the reverse.
+
+        Args:
+          kinds: what they were before; see `kinds`.
+
+        Raises:
+          ArgumentTypeError: one has; a new job could not restore it.
+        """
+        for path, had_state in kinds.items():
+            value = self._at(path)
+            if value is None or (self.child(value) is not None) == had_state:
+                continue
+            now, before = (("is not", "was"), ("is", "was not"))[not had_state]
+            raise ArgumentTypeError(
+                f"{readable(path)} of root {before} saved before, but {now} any more: "
+                f"it has become {validation.shown(value)}. Of the attributes of an "
+                "object, a Checkpoint saves arrays and other state, but no numbers: "
+                "keep its type (root.x[...] = value), or give it by name"
+            )
+
+    def _at(self, path: Path) -> Any:
+        """Return the member at a path, or what stands in its way; None if nothing."""
+        value = self.owner
+        for name in path:
+            if not is_container(value) and not has_attributes(value):
+                return value
+            _, value = members_of(value).get(name, (None, None))
+        return value
+
+    def child(self, value: Any) -> Any:
         """Return what a checkpoint saves of a member; None for one without state."""
         is_value = isinstance(value, DistributedValues | Tracked) or is_generator(value)
         if is_value or has_state(value) or _is_array(value):
@@ -146,7 +180,7 @@ class Attributes(Tracked):
             return None
         if is_container(value):
             members = value.values() if isinstance(value, Mapping) else value
-            children = [self._child(member) for member in members]
+            children = [self.child(member) for member in members]
             if all(child is None for child in children):
                 # Containers without any state are left out; numbers alone are no state
                 # of a model.
@@ -160,6 +194,17 @@ class Attributes(Tracked):
         return child if child.objects else None
 
 
+def members_of(owner: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the members of an object or container by name, each with its key."""
+    if isinstance(owner, Mapping):
+        return {as_name(key, ()): (key, member) for key, member in owner.items()}
+    if is_container(owner):
+        return {str(i): (i, member) for i, member in enumerate(owner)}
+    # Private attributes are implementation details of the user's class.
+    found = vars(owner).items()
+    return {name: (name, value) for name, value in found if not name.startswith("_")}
+
+
 def has_attributes(value: Any) -> bool:
     """Return whether `value` is an object whose attributes may have state."""
     is_code = isinstance(value, type | types.ModuleType) or inspect.isroutine(value)
@@ -168,7 +213,11 @@ def has_attributes(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray) or arrays.is_device_array(value)
+    """Return whether `value` is an array of any library, and no number."""
+    if isinstance(value, np.generic | type):
+        return False
+    is_other = hasattr(value, "__dlpack__") or arrays.is_jax_array(value)
+    return isinstance(value, np.ndarray) or is_other
 
 
 def identity(value: Any) -> Any:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from mpidist.checkpoint.overlaps import Write
+from mpidist.checkpoint.tree import METADATA, NDARRAY, TENSOR, Typed, keep_versions
 from mpidist.device import arrays
 from mpidist.errors import CheckpointError
 from mpidist.util import nest
@@ -36,9 +37,13 @@ def read_state(value: Any) -> Any:
     if _has(value, _PAIRS[0]):
         return value.get_state()
     state = value.state_dict()
-    if not _is_of_torch(value, state):
-        return state
-    return nest.map_leaves(lambda a: _to_array(a) if _is_tensor(a) else a, state)
+    return _map(_to_typed, state) if _is_of_torch(value, state) else state
+
+
+def _map(fn: Callable[[Any], Any], state: Any) -> Any:
+    made = nest.map_leaves(fn, state)
+    keep_versions(state, made)
+    return made
 
 
 def write_state(value: Any, state: Any) -> None:
@@ -48,14 +53,15 @@ def write_state(value: Any, state: Any) -> None:
       CheckpointError: a name, shape or dtype does not match.
       What `set_state` or `load_state_dict` raises.
     """
+    is_typed = any(isinstance(leaf, Typed) for leaf in nest.flatten(state)[0])
     if _has(value, _PAIRS[0]):
-        value.set_state(state)
+        value.set_state(_map(_to_plain, state) if is_typed else state)
         return
     now = value.state_dict()
-    if _is_of_torch(value, now):
-        torch = sys.modules["torch"]
-        state = nest.map_leaves(_to_tensor, state)
-        if isinstance(value, torch.nn.Module):
+    if is_typed or _is_of_torch(value, now):
+        state = _map(_from_typed, state)
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.nn.Module):
             _require_fit(now, state)
     try:
         value.load_state_dict(state)
@@ -76,7 +82,7 @@ def memory_of(value: Any, state: Any) -> Iterator[Write]:
         *value.named_parameters(**named),
         *value.named_buffers(**named),
     ]:
-        new = state.get(name) if isinstance(state, dict) else None
+        new = _to_plain(state.get(name)) if isinstance(state, dict) else None
         is_plain = not torch.nn.parameter.is_lazy(tensor) and (
             type(tensor.detach()) is torch.Tensor and tensor.layout is torch.strided
         )
@@ -109,20 +115,44 @@ def _is_of_torch(value: Any, state: Any) -> bool:
     return is_of_torch or any(map(_is_tensor, nest.flatten(state)[0]))
 
 
-def _to_array(tensor: Any) -> Any:
+def _to_typed(leaf: Any) -> Any:
     """Return a tensor as an array that shares its memory, if it is in C order."""
-    return arrays.to_array(tensor.detach().contiguous())
+    if _is_tensor(leaf):
+        return Typed(arrays.to_array(leaf.detach().contiguous()), TENSOR)
+    return Typed(leaf, NDARRAY) if _is_array(leaf) else leaf
 
 
-def _to_tensor(leaf: Any) -> Any:
-    if not isinstance(leaf, np.ndarray) and not arrays.is_device_array(leaf):
+def _from_typed(leaf: Any) -> Any:
+    """Undo `_to_typed`, with a copy that no other code changes.
+
+    Older versions did not save what an array was: most were tensors.
+    """
+    plain = _to_plain(leaf)
+    if not _is_array(plain):
         return leaf
-    # A copy that no other code changes, because an optimizer keeps it
-    return arrays.like(leaf.copy(), sys.modules["torch"].empty(0))
+    is_tensor = "torch" in sys.modules and getattr(leaf, "role", TENSOR) == TENSOR
+    # An optimizer keeps it
+    like = sys.modules["torch"].empty(0) if is_tensor else plain
+    return arrays.like(plain.copy(), like)
+
+
+def _to_plain(leaf: Any) -> Any:
+    return leaf.array if isinstance(leaf, Typed) else leaf
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or arrays.is_device_array(value)
 
 
 def _require_fit(now: Any, state: Any) -> None:
-    """Raise unless two states of a module have the same names, shapes and dtypes."""
+    """Raise unless two states of a module have the same names, shapes and dtypes.
+
+    Extra states are the module's own. Of modules of another version, PyTorch decides:
+    they may convert older states.
+    """
+    here, saved = (getattr(s, METADATA, {}) for s in (now, state))
+    if any(here[name] != saved[name] for name in here.keys() & saved.keys()):
+        return
     for what, names in (
         ("lacks", now.keys() - state.keys()),
         ("has names that the model lacks:", state.keys() - now.keys()),
@@ -130,7 +160,7 @@ def _require_fit(now: Any, state: Any) -> None:
         if names:
             raise CheckpointError(f"the checkpoint {what} {sorted(names)[:5]}")
     for name, tensor in now.items():
-        if not _is_tensor(tensor):
+        if not _is_tensor(tensor) or name.rpartition(".")[2] == "_extra_state":
             continue
         found = state[name]
         kinds = [

@@ -7,6 +7,7 @@
     list, tuple                  Group "list", "tuple"; the names are 0, 1, ...
     OrderedDict, deque, ...      the same, with a ContainerType
     None, bool, int, float, ...  Leaf of that kind; large integers and text are bytes
+    a module's state_dict        the same, with the versions of modules
     NumPy's scalars              Leaf "array scalar"
     arrays                       Leaf "array"
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import json
 import re
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
@@ -48,8 +50,12 @@ __all__ = [
     "Path",
     "Piece",
     "SCALARS",
+    "METADATA",
+    "NDARRAY",
     "STORED_AS_TEXT",
+    "TENSOR",
     "TEXTS",
+    "Typed",
     "as_name",
     "child_names",
     "container_type",
@@ -59,6 +65,7 @@ __all__ = [
     "is_container",
     "leaf_of_array",
     "is_native",
+    "keep_versions",
     "leaves",
     "nodes_below",
     "original_dtype",
@@ -109,7 +116,7 @@ class Leaf:
       dtype, shape: of the array; those of its bytes for text.
       array: of NumPy or CuPy; None if it is in `pieces`, or empty.
       pieces: its bytes in files, if it was not read yet.
-      role: "variable", or empty.
+      role: "variable"; of an array in a PyTorch state "tensor" or "ndarray"; or empty.
       is_frozen: whether `array` never changes in place.
     """
 
@@ -127,6 +134,18 @@ class Leaf:
         return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
 
 
+TENSOR, NDARRAY = "tensor", "ndarray"
+METADATA = "_metadata"  # of a PyTorch state_dict
+
+
+@dataclasses.dataclass(frozen=True)
+class Typed:
+    """An array of a PyTorch state, with what it is restored as: `Leaf.role`."""
+
+    array: Any
+    role: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Link:
     """A node that is in a shard, at the same path."""
@@ -139,7 +158,8 @@ class ContainerType(NamedTuple):
 
     Args:
       name: one of `FAMILIES`.
-      details: names of an OrderedDict's keys, in order; name of a defaultdict's
+      details: names of an OrderedDict's keys, in order, for a state_dict after the
+        versions of its modules as JSON; name of a defaultdict's
         factory, if built-in; maxlen of a deque, if any; names of a namedtuple's class
         and fields.
     """
@@ -169,6 +189,7 @@ Node = Leaf | Group
 
 FAMILIES: dict[str, str] = {  # the kinds of their groups
     "OrderedDict": "dict",
+    "state_dict": "dict",
     "defaultdict": "dict",
     "Counter": "dict",
     "deque": "list",
@@ -224,12 +245,37 @@ def container_type(container: Any, path: Path) -> ContainerType | None:
         return ContainerType("deque", limit)
     if type(container) is collections.OrderedDict:
         keys = tuple(as_name(key, path) for key in container)
-        return ContainerType("OrderedDict", keys)
+        versions = getattr(container, METADATA, None)
+        if versions is None:
+            return ContainerType("OrderedDict", keys)
+        return ContainerType("state_dict", (_versions_text(versions, path), *keys))
     if type(container) is collections.defaultdict:
         known = [n for n, f in FACTORIES.items() if f is container.default_factory]
         return ContainerType("defaultdict", tuple(known))
     is_counter = type(container) is collections.Counter
     return ContainerType("Counter") if is_counter else None
+
+
+def _versions_text(versions: Any, path: Path) -> str:
+    """Return the `_metadata` of a PyTorch state_dict as JSON."""
+    with contextlib.suppress(TypeError, ValueError):
+        text = json.dumps(versions)
+        if json.loads(text) == versions:
+            return text
+    raise ArgumentTypeError(
+        f"the _metadata of the state_dict {readable(path)} cannot be saved: it must "
+        f"hold numbers and text only, not {shown(versions)}"
+    )
+
+
+def keep_versions(old: Any, new: Any) -> None:
+    """Give a copy of a state the versions of modules in it, which copies lose."""
+    if not is_container(old):
+        return
+    if hasattr(old, METADATA) and isinstance(new, collections.OrderedDict):
+        setattr(new, METADATA, getattr(old, METADATA))
+    for key in old if isinstance(old, Mapping) else range(len(old)):
+        keep_versions(old[key], new[key])
 
 
 def require_depth(path: Path) -> None:
@@ -271,6 +317,8 @@ def _encode_leaf(value: Any, path: Path) -> Leaf:
         return _bytes_leaf("bytes" if type(value) is bytes else "np.bytes_", value)
     if type(value) in (bool, float, complex):
         return _array_leaf(kind, np.asarray(value, _NUMBERS[kind]))
+    if isinstance(value, Typed):
+        return dataclasses.replace(leaf_of_array(value.array, path), role=value.role)
     if isinstance(value, np.generic):
         stored_as(value.dtype, (), readable(path))
         return _array_leaf("array scalar", np.asarray(value))

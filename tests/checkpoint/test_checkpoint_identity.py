@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import types
 
 import ml_dtypes
@@ -205,3 +206,60 @@ def test_a_state_that_contains_itself_is_refused(strategy, mpi_tmp_path):
         mpidist.Checkpoint(strategy=strategy, rows=rows).restore(path)
     assert len(rows) == 2
     assert rows[1] is rows
+
+
+CHANGES = {
+    "0-d": (lambda root: np.zeros(()), lambda old: old + 1, r"'x' of root was saved"),
+    "array": (lambda root: np.zeros(2), lambda old: 3.0, "'x' of root was saved"),
+    "list": (lambda root: np.zeros(2), lambda old: old.tolist(), "'x' of root was"),
+    "int": (lambda root: 0, lambda old: np.array(old + 1), "'x' .* was not saved"),
+    "NumPy's": (lambda root: np.float32(0), np.asarray, "'x' .* was not saved"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("when", ["before the first save", "later"])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_attributes_that_change_their_kind(strategy, mpi_tmp_path, change, when, depth):
+    make, changed, message = CHANGES[change]
+    inner = types.SimpleNamespace(w=np.zeros(2))
+    inner.x = make(inner)
+    root = types.SimpleNamespace(layers=[np.zeros(1), inner]) if depth else inner
+    checkpoint = mpidist.Checkpoint(root, strategy=strategy)
+    if when == "later":
+        checkpoint.save(mpi_tmp_path / "a")
+    inner.x = changed(inner.x)
+    if depth:
+        message = message.replace("'x'", "'layers/1/x'")
+    outer = mpidist.Checkpoint(strategy=strategy, inner=checkpoint)
+    for each in (checkpoint, outer):
+        with pytest.raises(mpidist.ArgumentTypeError, match=message):
+            each.save(mpi_tmp_path / "a")
+    assert len(list(mpi_tmp_path.iterdir())) == (when == "later")
+    inner.x = make(inner)
+    checkpoint.save(mpi_tmp_path / "a")
+
+
+def test_attributes_may_come_and_go(strategy, mpi_tmp_path):
+    root = types.SimpleNamespace(a=np.zeros(1), b=np.zeros(1), rows=[np.zeros(1)] * 2)
+    root.n, root.later = 0, None
+    checkpoint = mpidist.Checkpoint(root, strategy=strategy)
+    del root.a, root.rows[1]
+    root.b, root.n, root.later = None, np.int64(3), np.zeros(3)
+    checkpoint.save(mpi_tmp_path / "a")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    w: object
+    n: int = 0
+
+
+def test_members_of_a_frozen_dataclass(strategy, mpi_tmp_path):
+    read_only = np.zeros(2)
+    read_only.flags.writeable = False
+    root = types.SimpleNamespace(layer=Frozen(np.ones(2)), last=np.ones(1))
+    path = mpidist.Checkpoint(root, strategy=strategy).save(mpi_tmp_path / "a")
+    root = types.SimpleNamespace(layer=Frozen(read_only), last=np.zeros(1))
+    mpidist.Checkpoint(root, strategy=strategy).restore(path)
+    assert root.layer.w.tolist() + root.last.tolist() == [1, 1, 1]

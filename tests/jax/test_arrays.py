@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import numpy as np
 import pytest
 
@@ -150,12 +152,13 @@ def test_states_of_optax(strategy, mpi_tmp_path, kind):
         "adam": lambda: optax.adam(0.1),
         "sgd": lambda: optax.sgd(0.1, momentum=0.9),
     }[kind]()
+    update_of = jax.jit(optimizer.update)
     start = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(0.5)}
 
     def steps(params, state, n):
         for _ in range(n):
             gradient = jax.grad(lambda p: (p["w"] ** 4).sum() + p["b"] ** 2)(params)
-            update, state = optimizer.update(gradient, state, params)
+            update, state = update_of(gradient, state, params)
             params = optax.apply_updates(params, update)
         return params, state
 
@@ -169,3 +172,21 @@ def test_states_of_optax(strategy, mpi_tmp_path, kind):
     got, want = steps(later.params, later.state, 3), steps(*first, 3)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("library", ["jax", "torch"])
+def test_arrays_of_other_libraries_in_a_root(strategy, mpi_tmp_path, library):
+    make = pytest.importorskip("torch").full if library == "torch" else jnp.full
+
+    def root(n):
+        model = types.SimpleNamespace(w=make((2,), n), rows=[make((1,), n)])
+        model.inner = types.SimpleNamespace(b=make((), n))
+        return model
+
+    path = mpidist.Checkpoint(root(2.0), strategy=strategy).save(mpi_tmp_path / "a")
+    model = root(0.0)
+    before = repr(type(model.w))
+    mpidist.Checkpoint(model, strategy=strategy).restore(path)
+    assert model.w.tolist() + model.rows[0].tolist() == [2, 2, 2]
+    assert float(model.inner.b) == 2.0
+    assert repr(type(model.w)) == before

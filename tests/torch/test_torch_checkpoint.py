@@ -223,3 +223,118 @@ def test_tied_tensors(strategy, mpi_tmp_path, tie):
     checkpoint.restore(path)
     assert tensors(checkpoint) == expected
     assert all(checkpoint.objects[n] is x for n, x in objects.items() if n.isalpha())
+
+
+class Logarithm(nn.Module):
+    """Version 1 stored the logarithm, as "log_scale"."""
+
+    def __init__(self, version):
+        super().__init__()
+        name = "scale" if version > 1 else "log_scale"
+        self.register_parameter(name, nn.Parameter(torch.tensor([1.0, 2.0, 3.0])))
+        self._version = version
+
+    def _load_from_state_dict(self, state, prefix, local_metadata, *others):
+        if local_metadata.get("version", 1) < self._version:
+            state[prefix + "scale"] = state.pop(prefix + "log_scale").exp()
+        super()._load_from_state_dict(state, prefix, local_metadata, *others)
+
+
+class Trainer:
+    """Has the state of a model within its own."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def state_dict(self):
+        return {"models": [self.model.state_dict()], "step": 3}
+
+    def load_state_dict(self, state):
+        self.model.load_state_dict(state["models"][0])
+
+
+class Getter(Trainer):
+    def get_state(self):
+        return {"models": [arrays_of(self.model.state_dict())]}
+
+    def set_state(self, state):
+        (found,) = state["models"]
+        tensors = {name: torch.from_numpy(a) for name, a in found.items()}
+        state = type(found)(tensors)
+        state._metadata = found._metadata
+        self.model.load_state_dict(state)
+
+
+def arrays_of(state):
+    made = type(state)({name: tensor.numpy() for name, tensor in state.items()})
+    made._metadata = state._metadata
+    return made
+
+
+@pytest.mark.parametrize("holder", [lambda model: model, Trainer, Getter])
+@pytest.mark.parametrize("saved", [1, 2])
+def test_versions_of_modules(strategy, mpi_tmp_path, holder, saved):
+    def model(version):
+        return nn.Sequential(nn.Linear(3, 3), Logarithm(version))
+
+    old, new = model(saved), model(2)
+    path = mpidist.Checkpoint(x=holder(old), strategy=strategy).save(mpi_tmp_path / "c")
+    new[1].scale.data.zero_()
+    mpidist.Checkpoint(x=holder(new), strategy=strategy).restore(path)
+    start = torch.tensor([1.0, 2.0, 3.0])
+    assert torch.equal(new[1].scale, start.exp() if saved == 1 else start)
+    assert torch.equal(new[0].weight, old[0].weight)
+
+
+def test_a_state_dict_in_a_checkpoint_keeps_versions(strategy, mpi_tmp_path):
+    state = nn.BatchNorm1d(3).state_dict()
+    path = mpidist.Checkpoint(state=state, strategy=strategy).save(mpi_tmp_path / "c")
+    other = nn.BatchNorm1d(3).state_dict()
+    other._metadata = {"": {"version": 1}}
+    checkpoint = mpidist.Checkpoint(state=other, strategy=strategy)
+    checkpoint.restore(path)
+    assert checkpoint.state._metadata == state._metadata
+
+
+def test_versions_that_cannot_be_saved_are_named(strategy, mpi_tmp_path):
+    model = nn.Linear(2, 2)
+    model._register_state_dict_hook(
+        lambda module, state, *_: state._metadata.update({"": {"made": object()}})
+    )
+    checkpoint = mpidist.Checkpoint(model=model, strategy=strategy)
+    with pytest.raises(mpidist.ArgumentTypeError, match=r"_metadata .*'model'.*made"):
+        checkpoint.save(mpi_tmp_path / "c")
+
+
+class Extra(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.inner = nn.Linear(1, 1)
+        self.value = value
+
+    def get_extra_state(self):
+        return self.value
+
+    def set_extra_state(self, state):
+        self.value = state
+
+
+EXTRAS = {
+    "tensor": torch.arange(3),
+    "longer": torch.arange(9),
+    "another dtype": torch.ones(3, dtype=torch.bfloat16),
+    "array": np.arange(3.0),
+    "number": np.float32(2.5),
+    "nest": {"a": [torch.ones(2), np.ones(2)], "n": 1},
+    "None": None,
+}
+
+
+@pytest.mark.parametrize("saved", EXTRAS)
+@pytest.mark.parametrize("fresh", EXTRAS)
+def test_extra_states_come_back_as_they_were(strategy, mpi_tmp_path, saved, fresh):
+    old, new = (nn.Sequential(Extra(EXTRAS[name])) for name in (saved, fresh))
+    path = mpidist.Checkpoint(x=old, strategy=strategy).save(mpi_tmp_path / "c")
+    mpidist.Checkpoint(x=new, strategy=strategy).restore(path)
+    assert repr(new[0].value) == repr(old[0].value)
+    assert torch.equal(new[0].inner.weight, old[0].inner.weight)
