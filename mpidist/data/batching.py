@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from mpidist.data import sharding
+from mpidist.data.elements import from_lists, owned, plain_array, stack
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.ordering import FullBatches
 from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
-from mpidist.data.sources import Positions, from_lists, owned, stack
+from mpidist.data.sources import Positions
 from mpidist.data.spec import batch_of
 from mpidist.errors import ArgumentError
 from mpidist.util import nest
@@ -43,6 +44,11 @@ class Map(MapTransformation):
     @property
     def has_known_spec(self) -> bool:
         return False
+
+    @property
+    def captured(self) -> Any:
+        """The dataset of another library that the function reads, or None."""
+        return getattr(self._fn, "captured", None)
 
     def describe(self) -> str:
         return f"{self._parent.describe()}.map"
@@ -79,18 +85,16 @@ class Map(MapTransformation):
         # dtypes.
         if positions.size == 0:
             if self._none is None:
-                example = self.example(epoch)
-                self._none = nest.map_leaves(lambda a: np.stack([a])[:0], example)
+                example = stack([self.example(epoch)])
+                self._none = nest.map_leaves(lambda a: a[:0], example)
             return self._none
-        inputs, spec = nest.flatten(self._parent.elements(epoch, positions))
-        rows = list(zip(*inputs, strict=True))
+        return stack(self.element_list(epoch, positions))
 
-        # Elements are rebuilt one by one: the function sees single elements, not
-        # stacks.
-        def call(row: Any) -> Any:
-            return self._call(nest.unflatten(spec, row))
-
-        return stack(call_all(call, rows, self._threads))
+    def element_list(self, epoch: Epoch, positions: Positions) -> list[Any]:
+        if positions.size == 0:
+            return []
+        elements = self._parent.element_list(epoch, positions)
+        return call_all(self._call, elements, self._threads)
 
     def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
         return self._map_batch(
@@ -112,7 +116,7 @@ class Map(MapTransformation):
         # The function may fail for zero rows: call it with some, and drop the result's
         if self._empty is None:
             result = self._call_by_row(self._parent.example(epoch))
-            self._empty = nest.map_leaves(lambda a: np.asarray(a)[:0], result)
+            self._empty = nest.map_leaves(lambda a: plain_array(a)[:0], result)
         return self._empty
 
     def example(self, epoch: Epoch) -> Any:
@@ -182,7 +186,10 @@ class Batch(MapTransformation):
         if positions.size == 0:
             example = self.example(epoch)
             return nest.map_leaves(lambda a: a[None][:0], example)
-        return stack([self.element(epoch, int(i)) for i in positions])
+        return stack(self.element_list(epoch, positions))
+
+    def element_list(self, epoch: Epoch, positions: Positions) -> list[Any]:
+        return [self.element(epoch, int(i)) for i in positions]
 
     def batch_rows(self, epoch: Epoch, i: int) -> int:
         return self._count(self._parent.length, i)
@@ -225,8 +232,7 @@ class Batch(MapTransformation):
         return range(start + own.start, start + own.stop)
 
     def example(self, epoch: Epoch) -> Any:
-        row = self._parent.example(epoch)
-        return nest.map_leaves(lambda a: np.stack([a] * self._batch_size), row)
+        return stack([self._parent.example(epoch)] * self._batch_size)
 
 
 @functools.lru_cache(maxsize=4)  # they are the same in each epoch

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpidist.data import sharding
+from mpidist.data.elements import is_plain, one_dtype, split, stack
 from mpidist.data.iter_dataset import IterDataset, IterTransformation
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.shuffling import ChunkLayout
-from mpidist.data.sources import Positions, stack, take_rows
+from mpidist.data.sources import Positions, take_rows
 from mpidist.data.spec import TensorSpec
-from mpidist.errors import ArgumentError
+from mpidist.errors import ArgumentError, MpidistError
 from mpidist.util import nest
 from mpidist.util.buffers import Buffers, Field, Storage, make_arrays
 
@@ -75,6 +76,17 @@ class CachedEpoch:
             if store(self.table) is not None:
                 self.table = _as_cells(self.table, rows or 0)
                 store(self.table)
+
+    def store_each(
+        self, numbers: Positions, elements: Sequence[Any], rows: int
+    ) -> None:
+        """Store elements that fit no table of `rows` rows."""
+        with self._lock:
+            if not isinstance(self.table, ElementCells):
+                table = self.table
+                self.table = ElementCells() if table is None else _as_cells(table, rows)
+            for number, element in zip(numbers.tolist(), elements, strict=True):
+                self.table.store_element(number, element)
 
 
 class CacheMemory:
@@ -184,21 +196,46 @@ class Cache(CacheBase):
 
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
         kept = self._kept(epoch)
-        # Positions that this process has not read before.
-        missing = positions[~kept.contains(positions)]
-        if missing.size == 0 and positions.size:
-            # All there: neither the parent nor its files are touched.
-            assert kept.table is not None
-            return kept.table.rows(positions)
-        read = self._parent.elements(kept.epoch, missing)
         # Positions are empty: the parent gives arrays without rows.
-        if missing.size == 0:
-            return read
-        kept.store(read, self._rows(), lambda table: table.store_rows(missing, read))
+        if positions.size == 0:
+            return self._parent.elements(kept.epoch, positions)
+        missing, read = self._fill(kept, positions)
         # Return what was read instead of copying it out of the table again.
-        if missing.size == positions.size:
+        if read is not None and missing == positions.size:
             return read
-        return kept.table.rows(positions) if kept.table else read
+        assert kept.table is not None
+        return kept.table.rows(positions)
+
+    def element_list(self, epoch: Epoch, positions: Positions) -> list[Any]:
+        kept = self._kept(epoch)
+        if positions.size == 0:
+            return []
+        self._fill(kept, positions)
+        assert kept.table is not None
+        return kept.table.element_list(positions)
+
+    def _fill(self, kept: CachedEpoch, positions: Positions) -> tuple[int, Any]:
+        """Read the elements that this process has not read before, and store them.
+
+        Returns:
+          Their number, and the elements, stacked; None if they cannot be stacked.
+        """
+        missing = positions[~kept.contains(positions)]
+        # All there: neither the parent nor its files are touched.
+        if missing.size == 0:
+            return 0, None
+        if not self._parent.is_mapped:
+            read = self._parent.elements(kept.epoch, missing)
+        else:
+            elements = self._parent.element_list(kept.epoch, missing)
+            try:
+                with one_dtype():
+                    read = stack(elements)
+            except MpidistError:  # raised by `batch`, unless a map comes before it
+                kept.store_each(missing, elements, self._rows() or 0)
+                return missing.size, None
+        kept.store(read, self._rows(), lambda table: table.store_rows(missing, read))
+        return missing.size, read
 
     def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
         own = sharding.replica_slice(self.batch_rows(epoch, i), replicas, replica)
@@ -272,7 +309,7 @@ def replace_caches(steps: Any, change: Callable[[Any, Any], Any]) -> Any:
 
 
 def _one_row(leaf: Any) -> Any:
-    return np.asarray(leaf)[None] if isinstance(leaf, np.ndarray | np.generic) else leaf
+    return np.asarray(leaf)[None] if is_plain(leaf) else leaf
 
 
 _KINDS = "biufcSUmMV"  # dtype kinds of a fixed size
@@ -317,6 +354,10 @@ class RowTable:
             leaves = [take_rows(column, numbers, self._buffers) for column in columns]
         return self._make(leaves)
 
+    def element_list(self, numbers: Positions) -> list[Any]:
+        """Return copies of stored rows, one by one."""
+        return split(self.rows(numbers))
+
     def element(self, number: int) -> Any:
         """Return a copy of a stored row."""
         return nest.map_leaves(lambda a: a[0], self.rows(np.array([number])))
@@ -339,7 +380,7 @@ class RowTable:
     def store_element(self, number: int, element: Any) -> str | None:
         """Store a copy of an element; return the reason if it does not fit."""
         leaves, structure = nest.flatten(element)
-        if not all(map(_is_numpy, leaves)):
+        if not all(map(is_plain, leaves)):
             return "some leaves are not NumPy arrays"
         row = nest.unflatten(structure, [np.asarray(leaf)[None] for leaf in leaves])
         return self.store_rows(np.array([number]), row)
@@ -349,7 +390,7 @@ class RowTable:
             return f"the structure is {structure}, but it was {self._structure} before"
         names = nest.leaf_names(structure, "element")
         for name, leaf, spec in zip(names, leaves, self._leaf_specs, strict=True):
-            if not _is_numpy(leaf):
+            if not is_plain(leaf):
                 return f"{name} is not a NumPy array but {_type_name(leaf)}"
             if leaf.shape[:1] != (rows,):
                 return f"{name} has shape {leaf.shape} instead of {rows} rows"
@@ -374,6 +415,10 @@ class ElementCells:
     def rows(self, numbers: Positions) -> Any:
         """Return copies of stored elements, stacked."""
         return stack([self._elements[i] for i in numbers.tolist()])
+
+    def element_list(self, numbers: Positions) -> list[Any]:
+        """Return copies of stored elements."""
+        return [self.element(i) for i in numbers.tolist()]
 
     def element(self, number: int) -> Any:
         """Return a copy of a stored element."""
@@ -418,15 +463,11 @@ def why_not_storable(rows: Any) -> str | None:
     if not leaves:
         return "it contains no array"
     for name, leaf in zip(nest.leaf_names(structure, "element"), leaves, strict=True):
-        if not _is_numpy(leaf):
+        if not is_plain(leaf):
             return f"{name} is not a NumPy array but {_type_name(leaf)}"
         if leaf.dtype.kind not in _KINDS or leaf.dtype.hasobject:
             return f"{name} has dtype {leaf.dtype}, which has no fixed size"
     return None
-
-
-def _is_numpy(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray | np.generic)
 
 
 def _type_name(leaf: Any) -> str:

@@ -129,6 +129,14 @@ class Zip(MapDataset):
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
         return self._join(lambda c, epoch: c.elements(epoch, positions), epoch)
 
+    def element_list(self, epoch: Epoch, positions: Positions) -> list[Any]:
+        columns = [
+            component.element_list(epoch_of_component(epoch, i), positions)
+            for i, component in enumerate(self._components)
+        ]
+        rows = zip(*columns, strict=True)
+        return [nest.unflatten(self._spec, row) for row in rows]
+
     def batch_rows(self, epoch: Epoch, i: int) -> int:
         rows = [
             component.batch_rows(epoch_of_component(epoch, k), i)
@@ -206,7 +214,16 @@ class Enumerate(MapTransformation):
         return np.int64(self._start + i), self._parent.element(epoch, i)
 
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
-        return positions + self._start, self._parent.elements(epoch, positions)
+        return self._numbers(positions), self._parent.elements(epoch, positions)
+
+    def element_list(self, epoch: Epoch, positions: Positions) -> list[Any]:
+        elements = self._parent.element_list(epoch, positions)
+        return list(zip(self._numbers(positions), elements, strict=True))
+
+    def _numbers(self, positions: Positions) -> Positions:
+        if positions.size:
+            np.int64(self._start + int(positions.max()))  # OverflowError, not a wrap
+        return positions + self._start
 
     def example(self, epoch: Epoch) -> Any:
         return np.int64(self._start), self._parent.example(epoch)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from mpidist.data.elements import as_element, stack
 from mpidist.data.hdf5.names import check_names, list_files
 from mpidist.data.hdf5.rows import Hdf5Rows
 from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, GeneratorDataset, IterDataset
@@ -25,7 +26,7 @@ from mpidist.data.iterator import (
 )
 from mpidist.data.iterator_state import EpochCounter
 from mpidist.data.map_dataset import INFINITE_CARDINALITY, MapDataset, SourceMapDataset
-from mpidist.data.sources import ArrayRows, RangeRows, as_element, from_lists
+from mpidist.data.sources import ArrayRows, RangeRows
 from mpidist.data.transformations import Transformations, check_name
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import MOST_BUFFERED, AutoShardPolicy, Options
@@ -116,9 +117,12 @@ class Dataset(Transformations, metaclass=_DatasetType):
 
     @staticmethod
     def from_tensors(tensors: Any, name: str | None = None) -> Dataset:
-        """Return a dataset of one element: an array, or a tuple or dict of arrays."""
+        """Return a dataset of one element: a copy of an array, or of a nest of arrays.
+
+        Tuples and dicts are structure.
+        """
         check_name(name)
-        rows = nest.map_leaves(lambda a: a[None], as_element(tensors))
+        rows = stack([as_element(tensors)])
         return Dataset(SourceMapDataset(ArrayRows(rows, "from_tensors")))
 
     @staticmethod
@@ -130,7 +134,7 @@ class Dataset(Transformations, metaclass=_DatasetType):
           output_type: the dtype of the numbers.
 
         Raises:
-          ArgumentError: a step of 0.
+          ArgumentError: a step of 0, or numbers that `output_type` does not hold.
           ArgumentTypeError: `args` is not one to three integers, or `output_type` not a
             dtype.
         """
@@ -165,14 +169,19 @@ class Dataset(Transformations, metaclass=_DatasetType):
         Args:
           tensors: arrays (or lists of numbers) with equal first dimensions
             `(rows, *shape)`; tuples and dicts are structure. Every rank passes all
-            rows.
+            rows. Arrays are not copied, unlike in TensorFlow: do not change them while
+            the dataset is in use.
           name: accepted for TensorFlow compatibility.
 
         Raises:
-          ArgumentError: unequal numbers of rows, or a scalar.
+          ArgumentError: unequal numbers of rows, or a scalar; a masked array, a sparse
+            matrix, a ragged list, or Python objects.
+        Raises on all replicas, when it is distributed:
+          MismatchError: the ranks' arrays differ. All bytes are compared, or, of more
+            than 2 GiB, 4,096 rows of each array.
         """
         check_name(name)
-        return Dataset(SourceMapDataset(ArrayRows(from_lists(tensors))))
+        return Dataset(SourceMapDataset(ArrayRows(tensors)))
 
     @staticmethod
     def from_hdf5(

@@ -13,8 +13,8 @@ import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from typing import Any
 
+from mpidist.data.elements import as_element, take_element
 from mpidist.data.map_dataset import Epoch, MapDataset, OpenSources
-from mpidist.data.sources import as_element, take_element
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.util import nest, validation

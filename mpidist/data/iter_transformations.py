@@ -15,6 +15,7 @@ import numpy as np
 from mpidist.data import sharding
 from mpidist.data.batching import call_function, call_mapped
 from mpidist.data.combining import epoch_of_component
+from mpidist.data.elements import as_element, stack
 from mpidist.data.iter_dataset import (
     IterDataset,
     IterTransformation,
@@ -23,7 +24,6 @@ from mpidist.data.iter_dataset import (
 )
 from mpidist.data.map_dataset import Epoch, MapDataset
 from mpidist.data.ordering import epoch_of_repetition
-from mpidist.data.sources import as_element, stack
 from mpidist.data.spec import batch_of, require_like, spec_of
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.util import nest, validation

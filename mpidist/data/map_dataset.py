@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from mpidist.data.elements import plain_array, split
 from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 from mpidist.data.sources import (
     BufferedSource,
@@ -170,7 +171,14 @@ class MapDataset(abc.ABC):
 
     @abc.abstractmethod
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
-        """Return several elements, stacked along a new first dimension."""
+        """Return several elements, stacked along a new first dimension.
+
+        For `batch` and `cache`, where rows of sources come as whole blocks.
+        """
+
+    def element_list(self, epoch: Epoch, positions: Positions) -> list[Any]:
+        """Return several elements, each as the last transformation returned it."""
+        return split(self.elements(epoch, positions))
 
     def batch_rows(self, epoch: Epoch, i: int) -> int:
         """Return the number of rows of batch `i`."""
@@ -199,7 +207,7 @@ class MapDataset(abc.ABC):
         if self._empty is None:
             example = self.example(epoch)
             # [:0] keeps dtype and the other dimensions.
-            self._empty = nest.map_leaves(lambda a: np.asarray(a)[:0], example)
+            self._empty = nest.map_leaves(lambda a: plain_array(a)[:0], example)
         return self._empty
 
 
@@ -207,13 +215,13 @@ class SourceMapDataset(MapDataset):
     """The rows of a source, in their own order."""
 
     def __init__(self, source: RowSource):
-        self._source = source
+        self.source = source
         # Checking a protocol at each read would be slow
         self._chunked = source if has_chunks(source) else None
 
     @property
     def length(self) -> int:
-        return len(self._source)
+        return len(self.source)
 
     @property
     def batch_size(self) -> None:
@@ -225,7 +233,7 @@ class SourceMapDataset(MapDataset):
 
     @property
     def file_count(self) -> int:
-        return self._source.file_count if isinstance(self._source, FileSource) else 0
+        return self.source.file_count if isinstance(self.source, FileSource) else 0
 
     @property
     def has_known_spec(self) -> bool:
@@ -234,14 +242,14 @@ class SourceMapDataset(MapDataset):
 
     @property
     def sources(self) -> list[RowSource]:
-        return [self._source]
+        return [self.source]
 
     @property
     def row_bytes(self) -> int | None:
         if self._chunked:
             return self._chunked.chunk_layout().row_bytes
         # A source of a user's own may not say how large rows are.
-        return getattr(self._source, "row_bytes", None)
+        return getattr(self.source, "row_bytes", None)
 
     def chunk_layout(self) -> ChunkLayout | None:
         return self._chunked.chunk_layout() if self._chunked else None
@@ -251,14 +259,14 @@ class SourceMapDataset(MapDataset):
             self._chunked.reserve_cache(elements)
 
     def describe(self) -> str:
-        return self._source.describe()
+        return self.source.describe()
 
     def describe_source(self) -> str:
-        return f"{self.length} rows of {self._source.describe()}"
+        return f"{self.length} rows of {self.source.describe()}"
 
     def shard_files(self, workers: int, worker: int) -> MapDataset:
-        assert isinstance(self._source, FileSource)
-        return SourceMapDataset(self._source.shard_files(workers, worker))
+        assert isinstance(self.source, FileSource)
+        return SourceMapDataset(self.source.shard_files(workers, worker))
 
     def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
         return self
@@ -267,14 +275,14 @@ class SourceMapDataset(MapDataset):
         return self
 
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
-        return self._source.read(positions)
+        return self.source.read(positions)
 
     def example(self, epoch: Epoch) -> Any:
         if self.length:
             return self.element(epoch, 0)
         # Reading no rows gives the dtypes, and opens a file at most
         return nest.map_leaves(
-            lambda a: np.zeros(a.shape[1:], a.dtype), self._source.read(np.arange(0))
+            lambda a: np.zeros(a.shape[1:], a.dtype), self.source.read(np.arange(0))
         )
 
 
@@ -356,6 +364,9 @@ class MapTransformation(MapDataset):
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
         return self._parent.elements(epoch, self.locate(epoch, positions))
 
+    def element_list(self, epoch: Epoch, positions: Positions) -> list[Any]:
+        return self._parent.element_list(epoch, self.locate(epoch, positions))
+
     def batch_rows(self, epoch: Epoch, i: int) -> int:
         return self._parent.batch_rows(*self.locate_one(epoch, i))
 
@@ -380,7 +391,7 @@ class OpenSources:
 
     def __init__(self, pipeline: MapDataset):
         sources = pipeline.sources
-        self._sources = [s for s in sources if has_chunks(s)]
+        self.sources = [s for s in sources if has_chunks(s)]
         self._buffers = [
             s.buffers
             for s in sources
@@ -391,7 +402,7 @@ class OpenSources:
         self._active_reads = 0
         self._is_closed = False
         self._kept_open: list[ChunkedSource] = []
-        for source in self._sources:
+        for source in self.sources:
             # Sources count their users: two iterators share open files.
             source.retain()
 
@@ -426,7 +437,7 @@ class OpenSources:
         with self._lock:
             if not self._is_closed or self._active_reads:
                 return
-            sources, self._sources = self._sources, []
+            sources, self.sources = self.sources, []
             if keep_files:
                 self._kept_open = list(sources)
         for source in sources:

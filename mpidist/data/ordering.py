@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from mpidist.data import sharding
+from mpidist.data.elements import concatenate, merge
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 from mpidist.data.sources import Positions, RowSource
 from mpidist.data.spec import require_like
-from mpidist.errors import ArgumentError, DataError
+from mpidist.errors import ArgumentError
 from mpidist.util import nest
 
 __all__ = [
@@ -241,26 +242,32 @@ class Repeat(MapTransformation):
             first_epoch, range(first, last + 1), replicas, replica
         )
 
-    def elements(self, epoch: Epoch, positions: Positions) -> Any:
+    def _parts(
+        self, epoch: Epoch, positions: Positions
+    ) -> tuple[list[tuple[Epoch, Positions]], Positions]:
+        """Return what to read of each repetition, and each position's part."""
         whole = self._parent.length
         # Without rows there is nothing to divide; the parent shows the dtypes.
         if whole is None or positions.size == 0:
-            return self._parent.elements(
-                epoch_of_repetition(epoch, self._count, 0), positions
-            )
+            first = epoch_of_repetition(epoch, self._count, 0)
+            return [(first, positions)], np.zeros(positions.size, np.int64)
         repetitions, positions = np.divmod(positions, whole)
-        distinct = np.unique(repetitions).tolist()
-        # Read one repetition at a time, then restore the requested order
-        parts = [
-            self._parent.elements(
-                epoch_of_repetition(epoch, self._count, repetition),
-                positions[repetitions == repetition],
-            )
-            for repetition in distinct
+        distinct, origins = np.unique(repetitions, return_inverse=True)
+        epochs = [
+            epoch_of_repetition(epoch, self._count, repetition)
+            for repetition in distinct.tolist()
         ]
-        if len(parts) == 1:
-            return parts[0]
-        return _interleave(parts, repetitions)
+        return [
+            (part, positions[origins == i]) for i, part in enumerate(epochs)
+        ], origins
+
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
+        parts, origins = self._parts(epoch, positions)
+        return _interleave([self._parent.elements(*p) for p in parts], origins)
+
+    def element_list(self, epoch: Epoch, positions: Positions) -> list[Any]:
+        parts, origins = self._parts(epoch, positions)
+        return merge([self._parent.element_list(*p) for p in parts], origins)
 
 
 class Concatenate(MapDataset):
@@ -370,19 +377,28 @@ class Concatenate(MapDataset):
         pipeline, i = self._find(i)
         return pipeline.element(epoch, i)
 
-    def elements(self, epoch: Epoch, positions: Positions) -> Any:
+    def _parts(
+        self, positions: Positions
+    ) -> tuple[list[tuple[MapDataset, Positions]], Positions]:
+        """Return what to read of the datasets, and each position's part."""
         self._require_like()
         before = self._first.length
         # Read from one dataset only, where the positions allow it.
         if before is None or positions.size == 0 or positions.max() < before:
-            return self._first.elements(epoch, positions)
+            return [(self._first, positions)], np.zeros(positions.size, np.int64)
         in_second = positions >= before
-        # `before` is known here: positions go beyond the first dataset.
-        second = self._second.elements(epoch, positions[in_second] - before)
+        second = self._second, positions[in_second] - before
         if in_second.all():
-            return second
-        first = self._first.elements(epoch, positions[~in_second])
-        return _interleave([first, second], in_second)
+            return [second], np.zeros(positions.size, np.int64)
+        return [(self._first, positions[~in_second]), second], in_second.astype(int)
+
+    def elements(self, epoch: Epoch, positions: Positions) -> Any:
+        parts, origins = self._parts(positions)
+        return _interleave([part.elements(epoch, own) for part, own in parts], origins)
+
+    def element_list(self, epoch: Epoch, positions: Positions) -> list[Any]:
+        parts, origins = self._parts(positions)
+        return merge([part.element_list(epoch, own) for part, own in parts], origins)
 
     def batch_rows(self, epoch: Epoch, i: int) -> int:
         pipeline, i = self._find(i)
@@ -407,9 +423,8 @@ def epoch_of_repetition(epoch: Epoch, count: int | None, repetition: int) -> Epo
 
 def _interleave(parts: list[Any], origins: Any) -> Any:
     """Merge the rows of `parts`; `origins` has the part of each row of the result."""
+    if len(parts) == 1:
+        return parts[0]
     # The inverse of the stable sort that would group the rows by part
     back = np.argsort(np.argsort(origins, kind="stable"))
-    try:
-        return nest.map_leaves(lambda *xs: np.concatenate(xs)[back], *parts)
-    except ValueError as error:
-        raise DataError(f"elements that differ cannot make a batch: {error}") from error
+    return nest.map_leaves(lambda a: a[back], concatenate(parts))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from mpidist.data.elements import from_lists, plain_array
 from mpidist.data.shuffling import ChunkLayout
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
@@ -28,12 +26,7 @@ __all__ = [
     "Positions",
     "RangeRows",
     "RowSource",
-    "as_element",
-    "from_lists",
     "has_chunks",
-    "owned",
-    "stack",
-    "take_element",
     "take_rows",
 ]
 
@@ -141,21 +134,23 @@ _LARGE_BYTES = 256 << 10
 class ArrayRows:
     """Rows of arrays in memory. `name` is the function named in error messages."""
 
-    def __init__(self, arrays: Any, name: str = "from_tensor_slices"):
-        leaves, _ = nest.flatten(arrays)
-        if not leaves or any(isinstance(leaf, PerReplica) for leaf in leaves):
-            raise ArgumentError(f"{name} needs at least one array, and no PerReplica")
-        shapes = [np.shape(leaf) for leaf in leaves]
+    def __init__(self, tensors: Any, name: str = "from_tensor_slices"):
+        try:
+            self._arrays = nest.map_leaves(_host_array, from_lists(tensors))
+        except DataError as error:
+            raise ArgumentError(f"{name}: {error}") from error
+        self.leaves, _ = nest.flatten(self._arrays)
+        if not self.leaves:
+            raise ArgumentError(f"{name} needs at least one array")
+        shapes = [leaf.shape for leaf in self.leaves]
         if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
             raise ArgumentError(
                 f"{name} needs arrays of equal first dimension, not of "
                 f"shapes {', '.join(map(str, shapes))}"
             )
-        self._arrays = nest.map_leaves(_to_numpy, arrays)
         self._name = name
         self._length = int(shapes[0][0])
-        leaves, _ = nest.flatten(self._arrays)
-        self.row_bytes = sum(a.itemsize * math.prod(a.shape[1:]) for a in leaves)
+        self.row_bytes = sum(a.itemsize * math.prod(a.shape[1:]) for a in self.leaves)
         self.buffers = Buffers()
 
     def __len__(self) -> int:
@@ -164,6 +159,12 @@ class ArrayRows:
     def read(self, rows: Positions) -> Any:
         """See `RowSource.read`."""
         return nest.map_leaves(lambda a: take_rows(a, rows, self.buffers), self._arrays)
+
+    def contents(self) -> list[tuple[str, Any]]:
+        """Return the arrays and their names, for error messages."""
+        _, spec = nest.flatten(self._arrays)
+        names = nest.leaf_names(spec, f"the content of {self._name}")
+        return list(zip(names, self.leaves, strict=True))
 
     def describe(self) -> str:
         """See `RowSource.describe`."""
@@ -221,6 +222,12 @@ class RangeRows:
             len(numbers)
         except OverflowError:
             raise ArgumentError(f"stop is too far from start: {numbers}") from None
+        for number in numbers[:1], numbers[-1:]:
+            if number and not _holds(np.dtype(dtype), number[0]):
+                raise ArgumentError(
+                    f"output_type {np.dtype(dtype)} does not hold all numbers of "
+                    f"{numbers}; use int64 or another dtype"
+                )
         return cls(numbers, dtype)
 
     def __len__(self) -> int:
@@ -236,175 +243,24 @@ class RangeRows:
         return f"{self._numbers} of {self._dtype.name}"
 
 
-def from_lists(value: Any) -> Any:
-    """Return `value` with arrays in place of lists, which are no structure in data.
-
-    But a list that begins with tensors of another library becomes a tuple: PyTorch's
-    DataLoader returns such lists as structure.
-    """
-    if isinstance(value, list):
-        if _begins_with_tensors(value):
-            return tuple(map(from_lists, value))
-        return np.asarray(value)
-    if type(value) is tuple:
-        is_done = {np.ndarray}.issuperset(map(type, value))
-        return value if is_done else tuple(map(from_lists, value))
-    if isinstance(value, dict):
-        return {key: from_lists(item) for key, item in value.items()}
-    return value
-
-
-def _begins_with_tensors(value: Any) -> bool:
-    while isinstance(value, list) and value:
-        value = value[0]
-    return _is_array(value) and not isinstance(value, np.ndarray | np.generic)
-
-
-def as_element(value: Any) -> Any:
-    """Return `value` as a nest of arrays; lists are arrays, not structure.
-
-    Raises:
-      DataError: a leaf is not an array, number or text.
-    """
-    return nest.map_leaves(_as_array, from_lists(value))
-
-
-def take_element(holder: list[Any]) -> Any:
-    """Return `as_element` of a value, with arrays that no other code can change.
-
-    Args:
-      holder: a list with the only reference to the value, which is popped: arrays with
-        other references are copied.
-
-    Raises:
-      DataError: a leaf is not an array, number or text.
-    """
-    holder.append(from_lists(holder.pop()))
-    return owned(holder, convert=_as_array)
-
-
-def _to_numpy(leaf: Any) -> Any:
-    if hasattr(getattr(leaf, "dtype", np.dtype("O")), "kind"):
-        return np.asarray(leaf)
-    return arrays.to_array(leaf, "an array of a dataset")  # of PyTorch
-
-
-def _as_array(leaf: Any) -> Any:
-    array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-    if not hasattr(array.dtype, "kind"):  # of PyTorch
-        return arrays.to_array(leaf, "an element of a dataset")
-    if array.dtype.kind == "O":
-        raise DataError(f"an element of a dataset must hold arrays, not {leaf!r}")
-    return array
-
-
-def stack(elements: Sequence[Any]) -> Any:
-    """Return a nest of arrays that hold the elements along a new first dimension."""
-    try:
-        return nest.map_leaves(lambda *xs: np.stack(xs), *elements)
-    except ValueError as error:
-        raise DataError(f"elements that differ cannot make a batch: {error}") from error
-
-
-_CAN_COUNT = getattr(sys, "_is_gil_enabled", lambda: True)()
-_PLAIN = (np.ndarray, np.generic, int, float, complex, str, bytes)
-
-
-def owned(
-    holder: list[Any],
-    arguments: tuple[Any, ...] = (),
-    convert: Callable[[Any], Any] | None = None,
-) -> Any:
-    """Return a nest, with copies of the arrays that other code may change.
-
-    Args:
-      holder: a list with the only reference to the nest, which is popped: the function
-        counts references to find arrays that nothing else uses.
-      arguments: nests whose arrays the result may alias without a copy.
-      convert: applied to each leaf first.
-    """
-    if type(holder[0]) is np.ndarray and convert is None and _is_new(holder, 0):
-        return holder.pop()
-    leaves, join = _take_apart(holder)
-    if convert is not None:
-        leaves = list(map(convert, leaves))
-    for i in range(len(leaves)):
-        if isinstance(leaves[i], np.ndarray):
-            is_own = _is_new(leaves, i)
-        else:
-            is_own = isinstance(leaves[i], _PLAIN) or not _is_array(leaves[i])
-        if not (is_own or _aliases(leaves[i], arguments)):
-            leaves[i] = _copy(leaves[i])
-    return join(leaves)
-
-
-def _is_array(leaf: Any) -> bool:
-    """Return whether a leaf is an array of another library than NumPy."""
-    return hasattr(leaf, "__dlpack__")
-
-
-def _aliases(array: Any, arguments: tuple[Any, ...]) -> bool:
-    """Return whether an array shares memory with an array in `arguments`."""
-    # The common case, without flattening
-    for argument in arguments:
-        if argument is array:
-            return True
-    memory = _memory(array)
-    return any(memory is _memory(leaf) for leaf in nest.flatten(arguments)[0])
-
-
-def _take_apart(
-    holder: list[Any],
-) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves of a nest, without other references, and a function to join.
-
-    Common results of functions avoid optree, which is many times slower.
-    """
-    value = holder.pop()
-    if type(value) is np.ndarray:
-        return [value], operator.itemgetter(0)
-    if type(value) is tuple and all(isinstance(x, _PLAIN) for x in value):
-        return list(value), tuple
-    if type(value) is dict and all(isinstance(x, _PLAIN) for x in value.values()):
-        keys = tuple(value)
-        return list(value.values()), lambda leaves: dict(zip(keys, leaves, strict=True))
-    leaves, spec = nest.flatten(value)
-    return leaves, functools.partial(nest.unflatten, spec)
-
-
-def _count_references(objects: list[Any], i: int) -> int:
-    return sys.getrefcount(objects[i])
-
-
-# The reference count of an object that is only in a list
-_ALONE = _count_references([np.empty(1)], 0)
-
-
-def _is_new(arrays: list[Any], i: int, views: int = 0) -> bool:
-    """Return whether a list, and `views` views, have the only references to an array.
-
-    An array that owns its memory is new then; a view is if its base is.
-    """
-    if not _CAN_COUNT or _count_references(arrays, i) > _ALONE + views:
+def _holds(dtype: np.dtype[Any], number: int) -> bool:
+    """Return whether a dtype holds all integers from 0 to `number`."""
+    if dtype.kind in "iu":
+        return int(np.iinfo(dtype).min) <= number <= int(np.iinfo(dtype).max)
+    if dtype.kind == "b":
+        return number in (0, 1)
+    if not arrays.is_floating(dtype):
         return False
-    if arrays[i].base is None:
-        return bool(arrays[i].flags.owndata)
-    # The base may be a foreign buffer (mmap, DLPack), which others may change
-    base = [arrays[i].base]
-    return isinstance(base[0], np.ndarray) and _is_new(base, 0, views=1)
+    # All integers up to 2**bits, bits being those of the mantissa
+    one = np.ones(1, dtype)
+    bits = next((b for b in range(1, 64) if (2**b * one) + one == 2**b * one), 64)
+    return bool(abs(number) <= 2**bits)
 
 
-def _memory(leaf: Any) -> Any:
-    """Return the object that owns the memory of an array, perhaps itself."""
-    while isinstance(leaf, np.ndarray) and leaf.base is not None:
-        leaf = leaf.base
-        if not isinstance(leaf, np.ndarray):  # as of np.lib.stride_tricks
-            leaf = getattr(leaf, "base", leaf)
-    return leaf
-
-
-def _copy(array: Any) -> Any:
-    """Return a copy of an array of NumPy or another library."""
-    copy: Callable[[], Any] | None = getattr(array, "clone", None)  # PyTorch
-    copy = copy or getattr(array, "copy", None)
-    return array if copy is None else copy()
+def _host_array(leaf: Any) -> Any:
+    if isinstance(leaf, PerReplica):
+        raise DataError("a PerReplica has no rows in common")
+    array = plain_array(leaf, "an array of a dataset")
+    if arrays.is_device_array(array):
+        raise DataError("an array of a dataset is on a GPU; pass a copy in host memory")
+    return array

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -129,14 +128,17 @@ def from_dataset(dataset: Any, num_parallel_calls: int | None = None) -> Dataset
             f"{validation.shown(dataset)}"
         )
     rows = Dataset.range(len(dataset))
-    return rows.map(_reader(dataset), num_parallel_calls=num_parallel_calls)
+    return rows.map(_Reader(dataset), num_parallel_calls=num_parallel_calls)
 
 
-def _reader(dataset: Any) -> Callable[[Any], Any]:
-    def read(number: Any) -> Any:
-        return _arrays_of(dataset[int(number)])
+class _Reader:
+    """Reads elements of a dataset; ranks compare the arrays that `captured` holds."""
 
-    return read
+    def __init__(self, captured: Any):
+        self.captured = captured
+
+    def __call__(self, number: Any) -> Any:
+        return _arrays_of(self.captured[int(number)])
 
 
 def _arrays_of(element: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -150,19 +151,22 @@ def _submit_next(
         failed.set_exception(error)
         ahead.append(failed)
         return False
-    ahead.append(pool.submit(fn, item))
+    ahead.append(pool.submit(contextvars.copy_context().run, fn, item))
     return True
 
 
 def read_ahead(elements: Iterator[Any], count: int) -> Iterator[Any]:
     """Yield `elements`, reading `count` of them ahead in a thread."""
     reader = ThreadPoolExecutor(1, "mpidist-prefetch")
+
+    def submit() -> Future[Any]:
+        context = contextvars.copy_context()
+        return reader.submit(lambda: context.run(next, elements, _END))
+
     try:
-        ahead: collections.deque[Future[Any]] = collections.deque(
-            reader.submit(next, elements, _END) for _ in range(count)
-        )
+        ahead = collections.deque(submit() for _ in range(count))
         while (element := ahead.popleft().result()) is not _END:
-            ahead.append(reader.submit(next, elements, _END))
+            ahead.append(submit())
             yield element
     finally:
         reader.shutdown(wait=True, cancel_futures=True)

@@ -10,7 +10,7 @@ import pytest
 
 import mpidist
 from mpidist import Dataset
-from mpidist.data import sources
+from mpidist.data import elements
 
 ROWS = 12
 
@@ -157,7 +157,7 @@ def test_replicas_get_their_own_arrays(strategy, depth):
     reason="without a global lock new arrays cannot be told",
 )
 def test_new_arrays_are_not_copied(monkeypatch):
-    monkeypatch.setattr(sources, "_copy", lambda array: pytest.fail("copied"))
+    monkeypatch.setattr(elements, "_copy", lambda array: pytest.fail("copied"))
 
     def generate():
         for i in range(3):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpidist.comm.banner import show_input
 from mpidist.comm.consensus.signatures import CallSignature
+from mpidist.data.contents import describe_contents
 from mpidist.data.dataset import (
     UNKNOWN_CARDINALITY,
     Dataset,
@@ -171,26 +172,27 @@ class DistributedDataset:
         if policy is not AutoShardPolicy.FILE:
             share_indexes(extended, pipeline, call)
 
-        def describe() -> CallSignature:
+        def describe() -> tuple[CallSignature, Origin | None]:
             # With FILE lengths differ, so the common number of steps is found below.
             is_alike = policy is not AutoShardPolicy.FILE
             if is_alike:
                 require_shareable(pipeline)
-            agreed = (
+            agreed: tuple[tuple[str, Any], ...] = (
                 ("auto_shard_policy", policy.name),
                 ("dataset", pipeline.describe()),
                 ("batches", pipeline.cardinality if is_alike else "its own"),
             )
-            return CallSignature(call, agreed)
+            if is_global(policy) and extended.num_replicas > 1:
+                agreed += describe_contents(pipeline, extended.replica_id)
+            reads_all = not is_global(policy)
+            origin = Origin.of(pipeline, reads_all) if is_alike else None
+            return CallSignature(call, agreed), origin
 
         # Replicas that read different data must be an error, not silent
-        agreed = extended.consensus.guard(call, describe)
+        agreed, origin = extended.consensus.guard(call, describe)
         extended.consensus.require_same(agreed)
-        if policy is AutoShardPolicy.FILE:
+        if origin is None:
             return cls._of_own_batches(extended, pipeline, options, call)
-        origin = extended.run_collectively(
-            agreed, lambda: Origin.of(pipeline, each_reads_all=not is_global(policy))
-        )
         # Drawn by rank 0 for all: an order must not differ between ranks.
         entropy = _draw(extended, pipeline.needs_entropy)
         # All ranks iterate over all of a generator; only indexed datasets are read in
@@ -202,7 +204,7 @@ class DistributedDataset:
             share(extended, pipeline, Epoch(0, entropy), slices),
             is_global=is_global(policy),
             is_batched=True,
-            cardinality=pipeline.cardinality,
+            cardinality=origin.cardinality,
             origin=origin,
             options=options or InputOptions(),
             # The number of collective calls is the same on all ranks, so it names the
@@ -406,7 +408,9 @@ def share_indexes(
     if not (sources := _sources(pipeline)):
         return
     # Compare the names first, or ranks would exchange indexes of different files.
-    same = tuple(("dataset", source.identify()) for source in sources)
+    same = consensus.guard(
+        call, lambda: tuple(("dataset", source.identify()) for source in sources)
+    )
     consensus.require_same(CallSignature(call, same))
     limits = _threads(extended), _kept_bytes(extended)
     for source in sources:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from mpidist import context, values
 from mpidist.comm.consensus.signatures import CallSignature, group_by_rank, name_ranks
@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 
+T = TypeVar("T")
 _NEXT = "next of a distributed dataset"
 _SET_STATE = "set_state of a distributed dataset"
 
@@ -357,7 +358,21 @@ class DistributedIterator:
             self._record_progress(self._step + 1)
         if self._step < self._agreed_until:
             return self._read()
-        return self._plan.extended.run_collectively(call, self._read, yield_cpu=True)
+        return self._read_alike(call, self._read)
+
+    def _read_alike(self, call: CallSignature, read: Callable[[], T]) -> T:
+        """Return `read()`; raise on all replicas if it fails on one. Collective.
+
+        Raises:
+          MismatchError: functions make other dtypes on some replicas.
+        """
+        consensus = self._plan.extended.consensus
+        result = consensus.guard(call.operation, read)
+        kinds = self._prefetcher.kinds
+        if kinds is not None and self._plan.is_global:
+            call = call._replace(spec=kinds.spec, leaves=kinds.dtypes)
+        consensus.require_same(call, yield_cpu=True)
+        return result
 
     def _agree_on_group(self, call: CallSignature, group: int) -> None:
         """Agree with all replicas whether a group was read. Collective.
@@ -374,7 +389,7 @@ class DistributedIterator:
                 raise _UnreadError
 
         try:
-            self._plan.extended.run_collectively(call, read, yield_cpu=True)
+            self._read_alike(call, read)
         except _UnreadError:  # on all replicas
             self._per_step_until = step + group
         else:
@@ -412,11 +427,19 @@ class DistributedIterator:
         if is_first:
             texts = [spec.text if spec else "missing" for spec in specs]
             require_equal(_NEXT, "the batch", texts)
-            self._template = next(spec for spec in specs if spec).load()
-        if local_batch is None:
-            return LocalBatch(prefetch.empty_on_device(self._plan, self._template))
-        self._template = local_batch.template
-        return local_batch
+        if local_batch is not None:
+            self._template = local_batch.template
+
+        def fill() -> LocalBatch:
+            if self._template is None:  # on this rank the class may not exist
+                self._template = next(spec for spec in specs if spec).load()
+            return local_batch or LocalBatch(
+                prefetch.empty_on_device(self._plan, self._template)
+            )
+
+        if all(specs):
+            return local_batch
+        return self._plan.extended.run_collectively(CallSignature(_NEXT), fill)
 
     def _require_replaceable(self, specs: Sequence[Any], is_first: bool) -> None:
         """Raise, on all ranks, if ranks that ended cannot get batches without rows."""
@@ -481,7 +504,8 @@ class BatchSpec(NamedTuple):
         text = f"{spec} of {[f'{a.dtype.name} {a.ndim} dimensions' for a in leaves]}"
         try:
             pickled = pickle.dumps(template)
-        except (pickle.PicklingError, AttributeError, TypeError):  # say, a local class
+            pickle.loads(pickled)
+        except Exception:  # say, a local class, or whatever a class raises
             pickled = None
         return cls(text, pickled, _have_rows(template))
 

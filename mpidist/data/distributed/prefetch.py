@@ -9,6 +9,7 @@ from typing import Any
 
 from mpidist.data.distributed.reader import (
     BatchReader,
+    Kinds,
     LocalBatch,
     ReadPlan,
     StepGroup,
@@ -95,6 +96,11 @@ class Prefetcher:
         self._threads = threads if depth else 0
         self._executor: ThreadPoolExecutor | None = None  # started on demand
         self._inline = _InlineReads(threads == 1 and reader.may_change_thread)
+
+    @property
+    def kinds(self) -> Kinds | None:
+        """See `BatchReader.kinds`."""
+        return self._reader.kinds
 
     @property
     def max_group_size(self) -> int:
@@ -255,6 +261,11 @@ class _DeviceReader:
                 group.append(error)
                 break
         return group
+
+    @property
+    def kinds(self) -> Kinds | None:
+        """See `BatchReader.kinds`."""
+        return self._source.kinds
 
     def _copy_to_device(self, local_batch: LocalBatch) -> LocalBatch:
         return local_batch._replace(batch=self._uploads.upload(local_batch.batch))

@@ -15,6 +15,7 @@ import numpy as np
 
 from mpidist.data import sharding
 from mpidist.data.distributed.shared_caches import has_caches
+from mpidist.data.elements import as_element, dtype_text, one_dtype, plain_array
 from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, IterDataset, count_rows
 from mpidist.data.iterator_state import Origin
 from mpidist.data.map_dataset import (
@@ -23,7 +24,6 @@ from mpidist.data.map_dataset import (
     MapDataset,
     OpenSources,
 )
-from mpidist.data.sources import as_element
 from mpidist.errors import ArgumentError, DataError
 from mpidist.options import AutoShardPolicy, InputOptions
 from mpidist.util import nest
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchReader",
+    "Kinds",
     "StepGroup",
     "ReadPlan",
     "LocalBatch",
@@ -121,6 +122,13 @@ class LocalBatch(NamedTuple):
     rows: int | None = None
 
 
+class Kinds(NamedTuple):
+    """The structure and the dtypes of batches that a function has made."""
+
+    spec: nest.Spec
+    dtypes: tuple[str, ...]
+
+
 StepGroup = list[LocalBatch | Exception | None]
 
 
@@ -144,6 +152,10 @@ class BatchReader(Protocol):
     @property
     def may_change_thread(self) -> bool:
         """Whether successive batches may be read by different threads."""
+
+    @property
+    def kinds(self) -> Kinds | None:
+        """Of the batches so far, if functions make them; replicas compare these."""
 
     def read(self, step: int) -> LocalBatch | None:
         """Return the batch of a step; None at the end of the data."""
@@ -184,10 +196,12 @@ class _MapReader:
         self.is_slow_to_start = pipeline.is_mapped
         # User functions may communicate or use thread-local context
         self.may_change_thread = not pipeline.is_mapped
+        self.kinds: Kinds | None = None
 
     def read(self, step: int) -> LocalBatch | None:
         """See `BatchReader.read`."""
-        return self._open_sources.run(lambda: self._read(step))
+        with one_dtype():
+            return self._open_sources.run(lambda: self._read(step))
 
     def read_group(self, step: int, count: int) -> StepGroup:
         """See `BatchReader.read_group`."""
@@ -196,7 +210,8 @@ class _MapReader:
         steps = range(step, stop if length is None else min(stop, length))
         # Open-ended datasets exchange templates at each step, so they read singly.
         if len(steps) > 1 and not self._plan.is_open_ended:
-            return self._open_sources.run(lambda: self._load_group(steps))
+            with one_dtype():
+                return self._open_sources.run(lambda: self._load_group(steps))
         # After the end of this replica's data, `read` returns a batch without rows
         return _read_singly(self, steps or [step])
 
@@ -214,7 +229,7 @@ class _MapReader:
         # Views of one large read; an error of a later step does not lose those before.
         group: StepGroup = []
         try:
-            group.extend(map(LocalBatch, batches))
+            group.extend(LocalBatch(self._alike(batch)) for batch in batches)
         except Exception as error:
             group.append(error)
         return group
@@ -226,10 +241,10 @@ class _MapReader:
         is_over = length is not None and step >= length
         if not plan.is_open_ended:
             batch = self._pipeline.empty_batch(self._epoch) if is_over else None
-            return LocalBatch(batch if is_over else self._load(step))
+            return LocalBatch(self._alike(batch if is_over else self._load(step)))
         if is_over:
             return None
-        batch = self._load(step)
+        batch = self._alike(self._load(step))
         # A replica without data learns from the template what its empty batch looks
         # like.
         return LocalBatch(batch, _template_of(as_element(batch)))
@@ -247,6 +262,22 @@ class _MapReader:
         """See `BatchReader.close`."""
         self._open_sources.close()
 
+    def _alike(self, batch: Any) -> Any:
+        """Return a batch, or raise if functions make another dtype than before.
+
+        A replica's rows must have the dtypes that they have on any number of replicas.
+        """
+        if self._pipeline.is_mapped:
+            kinds = _kinds_of(batch)
+            self.kinds = self.kinds or kinds
+            if kinds != self.kinds:
+                raise DataError(
+                    "the batches of a dataset must be alike, but a function makes "
+                    f"{', '.join(kinds.dtypes)} for one and "
+                    f"{', '.join(self.kinds.dtypes)} for another; convert them in map()"
+                )
+        return batch
+
     def _load(self, step: int) -> Any:
         if not self._plan.is_global:
             return self._pipeline.element(self._epoch, step)
@@ -262,6 +293,7 @@ class _IterReader:
     group_size = 1
     is_slow_to_start = False
     may_change_thread = False
+    kinds = None  # the templates are compared
 
     def __init__(self, plan: ReadPlan, stream: IterDataset, epoch: Epoch):
         self._plan = plan
@@ -271,10 +303,12 @@ class _IterReader:
 
     def read(self, step: int) -> LocalBatch | None:
         """See `BatchReader.read`."""
-        element = next(self._elements, _END)
+        with one_dtype():
+            element = next(self._elements, _END)
         if element is _END:
             return None
         element = as_element(element)
+        _kinds_of(element)  # refuses masks
         template = _template_of(element)
         self._template = (
             template
@@ -350,6 +384,16 @@ def _template_of(element: Any) -> Any:
     return nest.map_leaves(without_rows, element)
 
 
+def _kinds_of(batch: Any) -> Kinds:
+    """Return the kinds of a batch, whose leaves lose nothing as arrays."""
+    leaves, spec = nest.flatten(batch)
+    plain = [
+        a if type(a) is np.ndarray else plain_array(a, "an array of a batch")
+        for a in leaves
+    ]
+    return Kinds(spec, tuple(dtype_text(a.dtype) for a in plain))
+
+
 def _require_like(template: Any, before: Any) -> Any:
     """Return `template`, or raise if structure, dtypes or dimensions have changed."""
     leaves, spec = nest.flatten(template)
@@ -362,7 +406,7 @@ def _require_like(template: Any, before: Any) -> Any:
     names = nest.leaf_names(spec, "batch")
     for name, a, b in zip(names, leaves, leaves_before, strict=True):
         # Lengths may differ, structure may not.
-        if (a.dtype, a.ndim) != (b.dtype, b.ndim):
+        if (dtype_text(a.dtype), a.ndim) != (dtype_text(b.dtype), b.ndim):
             raise DataError(
                 "the batches of a dataset must be alike, but in one that follows the "
                 f"first {name} is {a.dtype.name} of {a.ndim} dimensions instead of "

@@ -22,9 +22,10 @@ from mpidist.data.caching import (
     row_spec,
     why_not_storable,
 )
+from mpidist.data.elements import one_dtype, split, stack
 from mpidist.data.iter_dataset import IterDataset
 from mpidist.data.map_dataset import Epoch, MapDataset, OpenSources
-from mpidist.data.sources import Positions, stack
+from mpidist.data.sources import Positions
 from mpidist.errors import ArgumentError
 from mpidist.util import nest
 from mpidist.util.buffers import Storage
@@ -209,7 +210,8 @@ def _first_rows(parent: MapDataset, epoch: Epoch, slices: int) -> Any:
 
     open_sources = OpenSources(parent)
     try:
-        rows = open_sources.run(read)
+        with one_dtype():
+            rows = open_sources.run(read)
     finally:
         open_sources.close()
     reason = why_not_storable(rows)
@@ -224,9 +226,11 @@ def _first_rows(parent: MapDataset, epoch: Epoch, slices: int) -> Any:
 
 def _pickle(spec: Any) -> bytes | None:
     try:
-        return pickle.dumps(spec)
-    except (pickle.PicklingError, AttributeError, TypeError):  # say, a local class
+        pickled = pickle.dumps(spec)
+        pickle.loads(pickled)
+    except Exception:  # say, a local class, or whatever a class raises
         return None
+    return pickled
 
 
 class NodeCache(CacheBase):
@@ -277,6 +281,9 @@ class NodeCache(CacheBase):
             if missing.size == positions.size:
                 return read
         return table.rows(positions)
+
+    def element_list(self, epoch: Epoch, positions: Positions) -> list[Any]:
+        return split(self.elements(epoch, positions))
 
     def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
         held, table = self._held

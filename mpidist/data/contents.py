@@ -1,0 +1,168 @@
+"""Checksums of arrays in memory, by which ranks see that they have the same rows.
+
+Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import deflate
+import numpy as np
+
+from mpidist.data.batching import Map
+from mpidist.data.map_dataset import SourceMapDataset
+from mpidist.data.sources import ArrayRows
+from mpidist.device import arrays
+from mpidist.errors import MpidistError
+from mpidist.util import logs
+from mpidist.util.hashing import hash62
+
+__all__ = ["describe_contents", "held_arrays"]
+
+# Checksums of so many bytes take about half a second
+_WHOLE_BYTES = 2 << 30
+_SAMPLED_ROWS, _SAMPLED_BYTES = 4096, 16 << 20
+_BLOCK_BYTES = 4 << 20
+_MOST_ITEMS = 100_000  # of a list of arrays or objects
+_MOST_NAMED = 100
+_HINT = (
+    "(if rows were shuffled or split, use a seed that is the same on all ranks; for "
+    "rows of each rank's own, distribute_datasets_from_function)"
+)
+_NUMBERS = (bool, int, float, complex, np.generic)
+
+
+def describe_contents(steps: Any, rank: int) -> tuple[tuple[str, str], ...]:
+    """Return the name and the checksum of each array in memory that a dataset reads.
+
+    The checksums are of all bytes, unless these are more than 2 GiB: then of evenly
+    spaced rows, which rank 0 logs.
+
+    Args:
+      steps: the dataset.
+      rank: of this process.
+    """
+    found = [
+        (f"{name} of dataset {i}" if i else name, array)
+        for i, source in enumerate(_sources(steps))
+        for name, array in source
+    ]
+    # The same array may be read through several datasets
+    distinct = {id(array): array for _, array in found}
+    size_bytes = sum(array.nbytes for array in distinct.values())
+    is_whole = size_bytes <= _WHOLE_BYTES
+    if not is_whole and rank == 0:
+        logs.info(
+            "data",
+            f"mpidist: the dataset has {size_bytes / 2**30:.1f} GiB of arrays in "
+            f"memory: {_SAMPLED_ROWS:,} rows of each are compared between ranks, not "
+            "all",
+        )
+    sums = {
+        key: f"{array.dtype} {array.shape} with checksum {_checksum(array, is_whole)}"
+        for key, array in distinct.items()
+    }
+    named = [(f"{name} {_HINT}", sums[id(array)]) for name, array in found]
+    if rest := named[_MOST_NAMED:]:
+        text = repr([text for _, text in rest])
+        named[_MOST_NAMED:] = [
+            (f"{len(rest):,} more arrays {_HINT}", f"{hash62(text):x}")
+        ]
+    return tuple(named)
+
+
+def _sources(steps: Any) -> list[list[tuple[str, Any]]]:
+    """Return the names and arrays of each source of a dataset that is in memory."""
+    found = []
+    if isinstance(steps, SourceMapDataset) and isinstance(steps.source, ArrayRows):
+        found.append(steps.source.contents())
+    if isinstance(steps, Map) and steps.captured is not None:
+        found.append(list(held_arrays(steps.captured, "dataset")))
+
+    def look(parent: Any) -> Any:
+        found.extend(_sources(parent))
+        return parent
+
+    steps.replace_parents(look)
+    return found
+
+
+def held_arrays(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the names and the arrays that an indexable object holds.
+
+    These are arrays, tensors and lists of numbers in its attributes and items, and in
+    the variables of functions that it holds. GPU arrays are copied to the host.
+    """
+    yield from _held(value, name, set())
+
+
+def _held(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if id(value) in seen or isinstance(value, type):
+        return
+    seen.add(id(value))
+    array = _array_of(value)
+    if array is not None:
+        yield name, array
+        return
+    for inner_name, inner in _parts(value, name):
+        yield from _held(inner, inner_name, seen)
+
+
+def _array_of(value: Any) -> Any:
+    """Return an array, a tensor or a list of numbers as an array of NumPy, or None."""
+    if isinstance(value, np.ndarray):
+        return np.asarray(value)
+    if isinstance(value, list | tuple):
+        is_numbers = bool(value) and all(
+            issubclass(kind, _NUMBERS) for kind in set(map(type, value))
+        )
+        array = np.asarray(value) if is_numbers else None
+        return None if array is None or array.dtype.hasobject else array
+    # Parameters belong to a model, which ranks may initialise later
+    if not hasattr(value, "__dlpack__") or getattr(value, "requires_grad", False):
+        return None
+    try:
+        return arrays.to_host(arrays.to_array(value))
+    except MpidistError:  # such as sparse tensors, which stay uncompared
+        return None
+
+
+def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        items: Any = value.items()
+        yield from ((f"{name}[{key!r}]", item) for key, item in items)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value[:_MOST_ITEMS]):
+            yield f"{name}[{i}]", item
+    elif isinstance(value, functools.partial):
+        yield from _parts((value.func, *value.args, *value.keywords.values()), name)
+    elif isinstance(value, types.MethodType):
+        yield name, value.__self__
+    elif isinstance(value, types.FunctionType):
+        variables = value.__code__.co_freevars
+        for variable, cell in zip(variables, value.__closure__ or (), strict=True):
+            if cell != types.CellType():  # an empty cell has no contents yet
+                yield f"{name}: {variable}", cell.cell_contents
+    elif hasattr(type(value), "__getitem__"):
+        attributes = getattr(value, "__dict__", {})
+        yield from ((f"{name}.{key}", item) for key, item in attributes.items())
+
+
+def _checksum(array: Any, is_whole: bool) -> str:
+    """Return the checksum of an array, or of evenly spaced rows of it."""
+    array = np.atleast_1d(array)
+    if not is_whole:
+        row_bytes = max(1, array.nbytes // max(1, len(array)))
+        rows = min(_SAMPLED_ROWS, 1 + _SAMPLED_BYTES // row_bytes, len(array))
+        array = array[np.linspace(0, len(array) - 1, rows).astype(np.int64)]
+    if array.dtype.hasobject:  # text of NumPy 2, whose bytes are elsewhere
+        return f"{deflate.crc32(repr(array.tolist()).encode()):08x}"
+    found, count = 0, max(1, len(array) * _BLOCK_BYTES // max(1, array.nbytes))
+    for start in range(0, len(array) if array.nbytes else 0, count):
+        data = arrays.value_bytes(array[start : start + count])
+        found = deflate.crc32(np.ascontiguousarray(data).reshape(-1), found)
+    return f"{found:08x}"
