@@ -60,7 +60,8 @@ class Transformations:
     ) -> Dataset:
         """Return a dataset of `map_func(element)`; a tuple is passed as arguments.
 
-        Before `batch` the function gets one row at a time. After `batch` it gets the
+        Before `batch` the function gets one row at a time, as the function before it has
+        returned it (lists become arrays). After `batch` it gets the
         rows of a batch. In a distributed dataset these are only this replica's rows, so
         the function must treat each row separately and return as many rows as it gets.
         (For a generator's dataset it gets whole batches, on every replica.)
@@ -140,12 +141,21 @@ class Transformations:
     ) -> Dataset:
         """Return a dataset of batches: arrays `(batch_size, *shape)`.
 
+        All elements need the same structure, shapes and dtypes; nothing is converted
+        with a loss.
+
         Args:
           batch_size: rows per batch; the last batch of an epoch may have fewer.
           drop_remainder: whether to omit a smaller last batch.
           num_parallel_calls: accepted; the rows of a batch are read in threads anyway.
           deterministic: accepted; the order is always kept.
           name: accepted for TensorFlow compatibility.
+
+        Raises, during iteration:
+          DataError: dtypes or shapes differ (numbers of unlike dtypes only warn if the
+            dataset is not distributed); masked arrays, other subclasses of NumPy's
+            array, Python objects, or text with NULs at its end.
+          ArgumentError: structures differ.
         """
         check_name(name)
         size = validation.integer("batch_size", batch_size, 1)

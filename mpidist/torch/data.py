@@ -102,7 +102,8 @@ def from_dataset(dataset: Any, num_parallel_calls: int | None = None) -> Dataset
     tensors are structure.
 
     Args:
-      dataset: with `__getitem__` and `__len__`, the same on all ranks; or an
+      dataset: with `__getitem__` and `__len__`, the same on all ranks (arrays, tensors
+        and lists of numbers that it holds are compared when it is distributed); or an
         `IterableDataset`, which each rank reads completely.
       num_parallel_calls: the number of threads that call `__getitem__`.
 

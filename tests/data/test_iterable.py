@@ -69,7 +69,7 @@ def test_elements_are_arrays_in_the_structure_of_what_was_yielded():
 
 
 def test_elements_that_are_no_arrays_are_an_error():
-    with pytest.raises(mpidist.DataError, match="not builtins.NoneType"):
+    with pytest.raises(mpidist.DataError, match=r"not builtins\.NoneType"):
         list(Dataset.from_generator([None]))
 
 

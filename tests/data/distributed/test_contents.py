@@ -1,0 +1,176 @@
+"""Ranks that pass unlike arrays in memory learn of it when they distribute them."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import AutoShardPolicy, Dataset, Options
+from mpidist.data import contents
+from tests.support.all_ranks import in_order, on_all_ranks
+
+SAME = np.arange(24.0)
+
+
+def own(comm):
+    """Rows in an order of this rank alone."""
+    return np.random.default_rng(comm.rank).permutation(SAME)
+
+
+def slices(rows):
+    return Dataset.from_tensor_slices(rows)
+
+
+BUILDS = {
+    "array": slices,
+    "dict": lambda rows: slices({"x": SAME, "y": rows}),
+    "list": lambda rows: slices(rows.tolist()),
+    "text": lambda rows: slices(rows.astype(str)),
+    "not contiguous": lambda rows: slices(np.stack([SAME, rows]).T[::2]),
+    "one bit": lambda rows: slices(np.copysign(np.zeros(24), rows - 12)),
+    "from_tensors": lambda rows: Dataset.from_tensors(rows),
+    "zip": lambda rows: Dataset.zip(slices(SAME), slices(rows)),
+    "concatenate": lambda rows: slices(SAME).concatenate(slices(rows)),
+    "transformed": lambda rows: slices(rows).map(lambda x: x).cache().shuffle(seed=1),
+    "filter": lambda rows: slices(rows).filter(lambda x: True),
+    "interleave": lambda rows: slices(rows).interleave(lambda x: slices(SAME)),
+}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_arrays_that_differ_are_an_error_on_all_ranks(strategy, comm, name):
+    if comm.size == 1:
+        pytest.skip("one rank differs from none")
+    dataset = BUILDS[name](own(comm)).batch(4)
+    with pytest.raises(mpidist.MismatchError, match=r"from_tensor.* on rank 0;"):
+        strategy.experimental_distribute_dataset(dataset)
+    list(strategy.experimental_distribute_dataset(slices(SAME).batch(4)))
+
+
+def test_the_error_names_the_array_and_the_ranks(strategy, comm):
+    if comm.size == 1:
+        pytest.skip("one rank differs from none")
+    rows = SAME + (comm.rank == comm.size - 1)
+    with pytest.raises(mpidist.MismatchError) as info:
+        strategy.experimental_distribute_dataset(slices((SAME, rows)).batch(4))
+    assert "from_tensor_slices[1]" in str(info.value)
+    assert f"on rank {comm.size - 1}" in str(info.value)
+
+
+class Indexable:
+    def __init__(self, rows):
+        self.rows = {"nested": [rows]}
+
+    def __len__(self):
+        return len(SAME)
+
+    def __getitem__(self, i):
+        return self.rows["nested"][0][i]
+
+
+class ByFunction(Indexable):
+    def __init__(self, rows):
+        self.rows = None
+        self.read = functools.partial(lambda i: rows[i])
+
+    def __getitem__(self, i):
+        return self.read(i)
+
+
+def torch_dataset(name, comm):
+    data = pytest.importorskip("torch.utils.data")
+    torch = pytest.importorskip("torch")
+    same, rows = torch.tensor(SAME), torch.tensor(own(comm))
+    seed = torch.Generator().manual_seed(comm.rank)
+    return {
+        "tensors": lambda: data.TensorDataset(same, rows),
+        "split": lambda: data.random_split(
+            data.TensorDataset(same), [20, 4], generator=seed
+        )[0],
+        "joined": lambda: data.ConcatDataset(
+            [data.TensorDataset(same), data.TensorDataset(rows)]
+        ),
+        "own class": lambda: Indexable(own(comm)),
+        "function": lambda: ByFunction(own(comm)),
+    }[name]()
+
+
+@pytest.mark.parametrize(
+    "name", ["tensors", "split", "joined", "own class", "function"]
+)
+def test_what_a_dataset_of_pytorch_holds_is_compared(strategy, comm, name):
+    if comm.size == 1:
+        pytest.skip("one rank differs from none")
+    dataset = mpidist.torch.from_dataset(torch_dataset(name, comm))
+    with pytest.raises(mpidist.MismatchError, match="dataset"):
+        strategy.experimental_distribute_dataset(dataset.batch(4))
+
+
+def test_rows_of_each_rank_on_purpose_may_differ(strategy, comm):
+    off = Options(AutoShardPolicy.OFF)
+    dataset = slices(own(comm)).batch(4 * comm.size).with_options(off)
+    for divided in (
+        strategy.experimental_distribute_dataset(dataset),
+        strategy.distribute_datasets_from_function(lambda _: dataset),
+    ):
+        steps = on_all_ranks(strategy, comm, divided)
+        mine = [part[comm.rank] for part in steps]
+        np.testing.assert_array_equal(np.concatenate(mine), own(comm))
+
+
+EQUAL = {
+    "no rows": lambda: np.zeros((0, 3)),
+    "no bytes": lambda: np.zeros((5, 0)),
+    "padding": lambda: np.zeros(5, np.longdouble),
+    "records": lambda: np.zeros(5, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
+    "text": lambda: np.array(["a", "bc"]),
+    "times": lambda: np.arange(5).astype("M8[s]"),
+    "nan": lambda: np.full(5, np.nan),
+    "strides": lambda: np.arange(20).reshape(4, 5)[::-1, ::2],
+    "broadcast": lambda: np.broadcast_to(np.float32(1), (6, 2)),
+}
+
+
+@pytest.mark.parametrize("is_sampled", [False, True])
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_arrays_of_any_kind_are_distributed(
+    strategy, comm, monkeypatch, name, is_sampled
+):
+    if is_sampled:
+        monkeypatch.setattr(contents, "_WHOLE_BYTES", -1)
+    rows = EQUAL[name]()
+    # Bytes between the fields of records are not values
+    if name in ("padding", "records"):
+        rows.view(np.uint8).reshape(len(rows), -1)[:] = comm.rank
+        rows[...] = np.zeros((), rows.dtype)
+    divided = strategy.experimental_distribute_dataset(slices(rows).batch(2))
+    assert len(in_order(on_all_ranks(strategy, comm, divided))) == len(rows)
+
+
+def test_of_large_arrays_rows_are_sampled_and_that_is_logged(
+    strategy, comm, monkeypatch
+):
+    if comm.size == 1:
+        pytest.skip("nothing is compared")
+    lines = []
+    monkeypatch.setattr(contents, "_WHOLE_BYTES", 100)
+    monkeypatch.setattr(contents.logs, "info", lambda _, text: lines.append(text))
+    strategy.experimental_distribute_dataset(slices(SAME).batch(4))
+    with pytest.raises(mpidist.MismatchError):
+        strategy.experimental_distribute_dataset(slices(own(comm)).batch(4))
+    found = ["compared between ranks, not all" in line for line in lines]
+    assert any(found) == (comm.rank == 0)
+
+
+def test_an_array_that_one_rank_changes_is_seen_at_the_next_call(strategy, comm):
+    rows = SAME.copy()
+    dataset = slices(rows).batch(4)
+    list(strategy.experimental_distribute_dataset(dataset))
+    if comm.size == 1:
+        pytest.skip("one rank differs from none")
+    rows[3] += comm.rank
+    with pytest.raises(mpidist.MismatchError):
+        strategy.experimental_distribute_dataset(dataset)
