@@ -60,9 +60,9 @@ class Transformations:
     ) -> Dataset:
         """Return a dataset of `map_func(element)`; a tuple is passed as arguments.
 
-        Before `batch` the function gets one row at a time, as the function before it has
-        returned it (lists become arrays). After `batch` it gets the
-        rows of a batch. In a distributed dataset these are only this replica's rows, so
+        Before `batch` the function gets one row at a time, as the function before it
+        has returned it (lists become arrays). After `batch` it gets the rows of a
+        batch. In a distributed dataset these are only this replica's rows, so
         the function must treat each row separately and return as many rows as it gets.
         (For a generator's dataset it gets whole batches, on every replica.)
 

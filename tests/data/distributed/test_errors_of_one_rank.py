@@ -45,7 +45,7 @@ class Rows:
         self._call("inspect")
         return [f"index of {file}" for file in files]
 
-    def adopt(self, files, rank=None, threads=None):
+    def adopt(self, files, rank=None, *limits):
         self._call("adopt")
 
     def shard_files(self, workers, worker):
