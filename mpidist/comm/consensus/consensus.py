@@ -382,7 +382,8 @@ class Consensus:
 
     def enter_scope(self) -> None:
         """Enter a collective scope; `leave_scope` leaves it."""
-        self.require_open()
+        if self.broken is not None:
+            self.require_open()
         self._thread.depth += 1
 
     def leave_scope(
