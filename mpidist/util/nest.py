@@ -8,6 +8,7 @@ included, is a leaf.
 from __future__ import annotations
 
 import collections
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 import optree
 
 from mpidist.errors import ArgumentError
-from mpidist.util.forks import call_in_child
 
 __all__ = ["Nest", "Spec", "flatten", "leaf_names", "map_leaves", "unflatten"]
 
@@ -138,4 +138,5 @@ def _disown() -> None:
     _registering = threading.RLock()
 
 
-call_in_child(_disown)
+# Not by `forks`, which imports MPI: tools without MPI use this
+os.register_at_fork(after_in_child=_disown)
