@@ -6,7 +6,7 @@ Nothing here communicates.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from mpidist.errors import ArgumentError, DTypeError
 from mpidist.options import ReduceOp
 
 __all__ = [
+    "accumulator_of",
     "add_in_order",
     "bound_bytes",
     "check_product",
@@ -24,6 +25,7 @@ __all__ = [
     "combine_over",
     "contiguous",
     "finish",
+    "in_blocks",
     "is_integer_sum",
     "may_not_fit",
     "may_overflow",
@@ -31,10 +33,12 @@ __all__ = [
     "narrow",
     "require_fit",
     "require_reducible",
+    "reserve_narrow",
     "result_bytes",
     "rough_product",
     "rough_product_over",
     "rough_sum_over",
+    "round_to",
     "sum_over",
     "to_add",
     "wire_dtype",
@@ -42,6 +46,8 @@ __all__ = [
 
 # Given a number of elements, another array, and a dtype
 Empty = Callable[[int, Any, Any], Any]
+# Numbers that are converted or checked at a time, with memory for so many only
+_BLOCK = 8192
 # SUM and MEAN are absent: they go through `add_in_order`, which can widen.
 _COMBINE: dict[ReduceOp, np.ufunc] = {
     ReduceOp.MIN: np.minimum,
@@ -75,39 +81,63 @@ def to_add(
     is_mean = op is ReduceOp.MEAN
     out = [arrays.mean_dtype(a.dtype) if is_mean else a.dtype for a in values]
     keep = compression is not None and not is_narrow
-    # A cast that overflows is what the user asked for with `compression`, so it must
-    # not warn on the one rank whose numbers are large.
-    with np.errstate(over="ignore"):  # numbers too large for float16 become inf
-        return out, [
-            contiguous(a, dtype if keep else wire_dtype(dtype, compression))
-            for a, dtype in zip(values, out)
-        ]
+    return out, [
+        contiguous(a, dtype if keep else wire_dtype(dtype, compression))
+        for a, dtype in zip(values, out)
+    ]
+
+
+def reserve_narrow(
+    partial: Sequence[Any], out: Sequence[np.dtype[Any]], empty: Empty
+) -> list[Any]:
+    """Return memory for the results of `finish`; None for those that are the totals.
+
+    Args:
+      partial: the arrays to add.
+      out: the dtypes of the results.
+      empty: see `Results.empty`.
+    """
+    return [
+        None if accumulator_of(a) == dtype else empty(a.size, a, dtype).reshape(a.shape)
+        for a, dtype in zip(partial, out)
+    ]
+
+
+def accumulator_of(array: Any) -> np.dtype[Any]:
+    """Return the dtype of the total of arrays like this one."""
+    return arrays.accumulator_dtype(array.dtype)
 
 
 def finish(
-    op: ReduceOp,
-    totals: Sequence[Any],
-    out: Sequence[np.dtype[Any]],
-    ranks: int,
-    empty: Empty,
+    op: ReduceOp, totals: Sequence[Any], narrow: Sequence[Any], ranks: int
 ) -> list[Any]:
     """Return reductions of the requested dtypes; changes the totals in place.
 
-    `empty` returns memory for those that are not totals: see `Results.empty`.
+    `narrow` is the result of `reserve_narrow`.
     """
     if op is ReduceOp.MEAN:
         # In place: the totals are ours, so a mean costs no second array.
         # CuPy's own kernels take float32 below 1.2e-38 for 0, NumPy does not
         for total in totals:
             total /= ranks
-    found = []
-    for total, dtype in zip(totals, out):
-        if total.dtype != dtype:
-            narrow = empty(total.size, total, dtype).reshape(total.shape)
-            narrow[...] = total
-            total = narrow
-        found.append(total)
-    return found
+    for total, result in zip(totals, narrow):
+        if result is not None:
+            result[...] = total
+    return [t if n is None else n for t, n in zip(totals, narrow)]
+
+
+def round_to(dtype: np.dtype[Any], array: Any) -> None:
+    """Round numbers, in place, to those of a narrower dtype."""
+    for part in in_blocks([array]):
+        part[0][...] = part[0].astype(dtype)
+
+
+def in_blocks(parts: Sequence[Any]) -> Iterator[list[Any]]:
+    """Yield arrays of one dimension block by block; those on a GPU as they are."""
+    size = parts[0].size
+    step = max(size, 1) if arrays.is_device_array(parts[0]) else _BLOCK
+    for start in range(0, size, step):
+        yield [part[start : start + step] for part in parts]
 
 
 def result_bytes(
@@ -164,14 +194,16 @@ def add_in_order(parts: Sequence[Any], out: Any = None) -> Any:
     return total
 
 
-def combine_in_order(op: ReduceOp, parts: Sequence[Any]) -> Any:
-    """Return MIN, MAX or PRODUCT of arrays; a single array is returned itself."""
+def combine_in_order(op: ReduceOp, parts: Sequence[Any], out: Any = None) -> Any:
+    """Return MIN, MAX or PRODUCT of arrays, new or in `out`.
+
+    A single array is returned itself. A product of integers that overflows is found by
+    `check_product` afterwards.
+    """
     if len(parts) == 1:
         return parts[0]
-    # A product of integers that overflows is found by `check_product` afterwards; a
-    # warning here would be raised on some ranks only where warnings are errors.
-    with np.errstate(over="ignore", invalid="ignore"):
-        found = functools.reduce(_COMBINE[op], parts)
+    combine = functools.partial(_COMBINE[op], out=out)
+    found = functools.reduce(combine, parts)
     return arrays.namespace(parts[0]).asarray(found)  # NumPy's may be a scalar
 
 
@@ -338,9 +370,7 @@ def _wide(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def mean_of(total: Any, length: int, dtype: np.dtype[Any]) -> Any:
     """Return a total divided by the number of elements; nan for none."""
-    # 0 / 0 on the replica without rows gives nan, as documented, without a warning.
-    with np.errstate(invalid="ignore"):
-        mean = total / np.float64(length)
+    mean = total / np.float64(length)
     return mean.astype(arrays.mean_dtype(dtype), copy=False)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.comm.collectives.operations import Collectives
+from mpidist.comm.collectives.operations import Collectives, Prepared
 from mpidist.comm.cross_device_ops import MpiAllReduce
 from mpidist.comm.topology import Topology, parse_devices
 from mpidist.comm.transports.base import Transport
@@ -62,12 +62,12 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
         if transports.default.device and transports.intra_node is not None:
             self._transport = StagingTransport(transports.intra_node)
 
-    def sum_arrays(
+    def prepare_sums(
         self, values: Sequence[Any], options: CommunicationOptions
-    ) -> list[Any]:
-        """See `MpiAllReduce.sum_arrays`."""
+    ) -> Callable[[], list[Any]]:
+        """See `MpiAllReduce.prepare_sums`."""
         options = _with_packs(options, self._num_packs, values)
-        return self.collectives.sums.sum_arrays(values, options, self._transport)
+        return self.collectives.sums.prepare(values, options, self._transport)
 
 
 class NcclAllReduce(MpiAllReduce):
@@ -99,13 +99,13 @@ class NcclAllReduce(MpiAllReduce):
         # All ranks know whether NCCL can be used, so all raise, or none does.
         collectives.transports.require_nccl("NcclAllReduce")
 
-    def sum_arrays(
+    def prepare_sums(
         self, values: Sequence[Any], options: CommunicationOptions
-    ) -> list[Any]:
-        """See `MpiAllReduce.sum_arrays`."""
+    ) -> Callable[[], list[Any]]:
+        """See `MpiAllReduce.prepare_sums`."""
         options = _with_packs(options, self._num_packs, values)
         nccl = self.collectives.transports.by_name["nccl"]
-        return self.collectives.sums.sum_arrays(values, options, nccl)
+        return self.collectives.sums.prepare(values, options, nccl)
 
 
 class ReductionToOneDevice(MpiAllReduce):
@@ -158,51 +158,53 @@ class ReductionToOneDevice(MpiAllReduce):
         super().bind(collectives, topology)
         self._root = _replica_on(self._device, topology.devices)
 
-    def reduce_checked(
+    def prepare(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
-    ) -> list[Any]:
-        """See `CrossDeviceOps.reduce_checked`."""
-        reduce = super().reduce_checked
+    ) -> Prepared:
+        """See `CrossDeviceOps.prepare`."""
+        if not (op.adds or self.is_sum):
+            raise ArgumentError(f"accumulation_fn replaces SUM and MEAN, not {op.name}")
+        _, move = super().prepare(op, values, options)
+        # Errors of `accumulation_fn` are raised on all ranks
+        run = self.collectives.consensus.run_in_scope
+        return 0, lambda is_same: run(type(self).__qualname__, move, is_same)
 
-        def work() -> list[Any]:
-            if not (op.adds or self.is_sum):
-                raise ArgumentError(
-                    f"accumulation_fn replaces SUM and MEAN, not {op.name}"
-                )
-            return reduce(op, values, options)
-
-        # Errors here and in `accumulation_fn` are raised on all ranks
-        return self.collectives.consensus.run_in_scope(type(self).__qualname__, work)
-
-    def sum_arrays(
+    def prepare_sums(
         self, values: Sequence[Any], options: CommunicationOptions
-    ) -> list[Any]:
-        """See `MpiAllReduce.sum_arrays`."""
+    ) -> Callable[[], list[Any]]:
+        """See `MpiAllReduce.prepare_sums`."""
         if options.compression is not None:
             raise ArgumentError(
                 "ReductionToOneDevice does not support compression: omit "
                 f"compression={options.compression!r}"
             )
-        return [self._sum(value) for value in values]
-
-    def _sum(self, value: Any) -> Any:
-        consensus, host = self.collectives.consensus, arrays.to_host(value)
-        # Only the root needs the buffer, but a buffer on all ranks keeps the code
+        hosts = [arrays.to_host(value) for value in values]
+        # Only the root needs the buffers, but buffers on all ranks keep the code
         # symmetric.
-        everyone = np.empty((consensus.size, *host.shape), host.dtype)
+        ranks = self.collectives.consensus.size
+        gathered = [np.empty((ranks, *host.shape), host.dtype) for host in hosts]
+        totals = [np.empty(host.shape, host.dtype) for host in hosts]
+        return lambda: list(map(self._sum, values, hosts, gathered, totals))
+
+    def _sum(self, value: Any, host: Any, everyone: Any, total: Any) -> Any:
+        consensus = self.collectives.consensus
         if consensus.size > 1:
             request = consensus.comm.Igather(host, everyone, self._root)
             consensus.wait(request, None, "ReductionToOneDevice")
         else:
             everyone[0] = host
 
-        # Runs on the root alone; root_only sends its result, or its error, to all.
-        def combine() -> Any:
+        # Runs on the root alone; root_only raises its error on all.
+        def combine() -> None:
             there = [arrays.to_device_like(part, value) for part in everyone]
-            return arrays.to_host(self._combine(there))
+            total[...] = arrays.to_host(self._combine(there))
 
-        total = consensus.root_only("ReductionToOneDevice", combine, self._root)
-        return arrays.to_device_like(np.asarray(total), value)
+        consensus.root_only("ReductionToOneDevice", combine, self._root)
+        if consensus.size > 1:
+            transport = self.collectives.transports.exchange(is_device=False)
+            assert transport is not None
+            transport.broadcast(total, self._root, None)
+        return arrays.to_device_like(total, value)
 
     def _combine(self, values: list[Any]) -> Any:
         if self._accumulate is None:

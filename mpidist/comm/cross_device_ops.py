@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpidist.comm.collectives.operations import Collectives
-from mpidist.comm.consensus.signatures import CallSignature
+from mpidist.comm.collectives.operations import Collectives, Prepared
+from mpidist.comm.consensus.signatures import CallSignature, digest
 from mpidist.comm.topology import Topology
 from mpidist.device import arrays
 from mpidist.errors import (
@@ -41,7 +41,8 @@ class CrossDeviceOps:
     An implementation gets one or several `PerReplica` values with this replica's array,
     and returns the reduced array, or a `Mirrored` of it, on every replica. Structures,
     shapes and dtypes have been compared before. It may call the base class's method,
-    which reduces by MPI. An error on one replica is raised on all.
+    which reduces by MPI. An error on one replica is raised on all. NumPy ignores
+    floating-point errors in it: set `np.errstate` where they matter.
 
     An object belongs to one strategy; before that, its methods raise ContextError.
 
@@ -207,19 +208,17 @@ class CrossDeviceOps:
         call = CallSignature(
             type(self).__qualname__, (("reduce_op", op.name),), spec, described
         )
-        with self.collectives.consensus.lock:
-            # Another replica's implementation may have failed, or call something else
-            self.collectives.consensus.require_same(call)
-            return self.collectives.reduce_arrays(op, values, options)
+        # Another replica's implementation may have failed, or call something else
+        return self.collectives.reduce_large(call, digest(call), op, values, options)
 
-    def reduce_checked(
+    def prepare(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
-    ) -> list[Any]:
-        """Call the implementation for arrays that are known to agree. Collective."""
+    ) -> Prepared:
+        """Return what calls the implementation, once the ranks agree."""
         # An error of a user's implementation on one rank is raised on all.
-        return self.collectives.consensus.run_in_scope(
-            type(self).__qualname__, lambda: self._implement(op, values, options)
-        )
+        run = self.collectives.consensus.run_in_scope
+        name = type(self).__qualname__
+        return 0, lambda _: run(name, self._implement, op, values, options)
 
     def _implement(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
@@ -248,10 +247,8 @@ class CrossDeviceOps:
         values = collectives.consensus.guard(operation, lambda: _values_of(pairs))
         # Our own class needs no call of user code, so its plans can be cached.
         is_plain = type(self) is MpiAllReduce
-        reduce_arrays = None if is_plain else self.reduce_checked
-        results = collectives.all_reduce(
-            operation, reduce_op, values, options, reduce_arrays
-        )
+        prepare = None if is_plain else self.prepare
+        results = collectives.all_reduce(operation, reduce_op, values, options, prepare)
         return [self._mirrored(result) for result in results]
 
     def _mirrored(self, result: Any) -> Any:
@@ -270,21 +267,21 @@ class MpiAllReduce(CrossDeviceOps):
       array([1., 3.])
     """
 
-    is_sum = True  # whether `sum_arrays` only adds arrays
+    is_sum = True  # whether `prepare_sums` only adds arrays
 
-    def reduce_checked(
+    def prepare(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
-    ) -> list[Any]:
-        """See `CrossDeviceOps.reduce_checked`."""
-        return self.collectives.reduce_arrays(
-            op, values, options, self.sum_arrays, self.is_sum
+    ) -> Prepared:
+        """See `Collectives.prepare`."""
+        return self.collectives.prepare(
+            op, values, options, self.prepare_sums, self.is_sum
         )
 
-    def sum_arrays(
+    def prepare_sums(
         self, values: Sequence[Any], options: CommunicationOptions
-    ) -> list[Any]:
-        """Return the sums of contiguous arrays that are known to agree. Collective."""
-        return self.collectives.sums.sum_arrays(values, options)
+    ) -> Callable[[], list[Any]]:
+        """Reserve memory; return what sums contiguous arrays over all replicas."""
+        return self.collectives.sums.prepare(values, options)
 
 
 def _own(array: Any) -> Any:

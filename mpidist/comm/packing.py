@@ -12,6 +12,7 @@ from mpidist.util import validation
 from mpidist.util.validation import shown
 
 __all__ = [
+    "LARGE_BYTES",
     "Axis",
     "edges",
     "groups",
@@ -23,6 +24,9 @@ __all__ = [
     "without",
 ]
 
+# From this size on, ranks agree after they have reserved memory for results whose
+# size they learn late; for less, another round would cost more than it saves
+LARGE_BYTES = 256 << 10
 _LINE_BYTES = 64
 Axis = int | Sequence[int]
 

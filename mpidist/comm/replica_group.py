@@ -218,7 +218,7 @@ class ReplicaGroup:
         self.layout = channel.layout
         self.collectives = channel.collectives
         is_plain = type(self.cross_device_ops) is MpiAllReduce
-        self._reduce_arrays = None if is_plain else self.cross_device_ops.reduce_checked
+        self._prepare = None if is_plain else self.cross_device_ops.prepare
         # All ranks bind the same class, so all can, or none can
         self.consensus.run_in_scope(
             call, lambda: self.cross_device_ops.bind(self.collectives, self.topology)
@@ -284,7 +284,7 @@ class ReplicaGroup:
         if self.topology.closed:
             self.topology.require_open()
         return self.collectives.all_reduce(
-            operation, reduce_op, value, options, self._reduce_arrays
+            operation, reduce_op, value, options, self._prepare
         )
 
     def reduce_over_axis(
@@ -297,7 +297,7 @@ class ReplicaGroup:
             reduce_op,
             value,
             axis,
-            sum_arrays=None if self._reduce_arrays is None else self._sum,
+            prepare_sums=None if self._prepare is None else self._prepare_sums,
         )
 
     def gather(
@@ -387,11 +387,14 @@ class ReplicaGroup:
         )
         self.consensus.require_same(CallSignature(operation, (), spec, described))
 
-    def _sum(self, values: Sequence[Any], options: CommunicationOptions) -> list[Any]:
+    def _prepare_sums(
+        self, values: Sequence[Any], options: CommunicationOptions
+    ) -> Callable[[], list[Any]]:
         ops = self.cross_device_ops
         if isinstance(ops, MpiAllReduce):
-            return ops.sum_arrays(values, options)
-        return ops.reduce_checked(ReduceOp.SUM, values, options)
+            return ops.prepare_sums(values, options)
+        _, move = ops.prepare(ReduceOp.SUM, values, options)
+        return lambda: move(False)
 
 
 # Payload limits for all ranks of a node in total, and for each rank: with more ranks,

@@ -32,12 +32,14 @@ class _Pack(NamedTuple):
       send: these arrays, concatenated.
       received: for a block of all ranks.
       total: for the result, of `send`'s size.
+      results: for each array, in its own dtype; None if it is a part of `total`.
     """
 
     members: Sequence[int]
     send: Any
     received: Any
     total: Any
+    results: Sequence[Any]
 
 
 class Combinations:
@@ -77,7 +79,11 @@ class Combinations:
             step = min(send.size, self._step(send)) * self._consensus.size
             received = self._results.empty(step, send)
             total = self._results.empty(send.size, send)
-            packs.append(_Pack(members, send, received, total))
+            narrow = [
+                None if a.dtype == send.dtype else self._results.empty(a.size, a)
+                for a in (values[j] for j in members)
+            ]
+            packs.append(_Pack(members, send, received, total, narrow))
         return packs
 
     def _step(self, send: Any) -> int:
@@ -104,9 +110,12 @@ class Combinations:
             self._combine_pack(op, pack, options, deadline)
             shapes = [values[j].shape for j in pack.members]
             parts = packing.unpack(pack.total, shapes)
-            for j, part in zip(pack.members, parts, strict=True):
+            for j, part, narrow in zip(pack.members, parts, pack.results, strict=True):
+                results[j] = part
                 # Back from the wider dtype; for MIN and MAX that is exact.
-                results[j] = part.astype(values[j].dtype, copy=False)
+                if narrow is not None:
+                    results[j] = narrow.reshape(part.shape)
+                    results[j][...] = part
         return results
 
     def _combine_pack(
@@ -128,10 +137,24 @@ class Combinations:
                 received = pack.received[: mine.size * ranks]
                 way.allgatherv(mine, received, [mine.size] * ranks, deadline)
                 parts = list(received.reshape(ranks, -1))
-            total = arithmetic.combine_in_order(op, parts)
-            pack.total[start : start + step] = total
-            if op is ReduceOp.PRODUCT:
-                # All ranks have the same parts, so all raise, or none does.
-                with self._consensus.same_on_all():
-                    name = f"value (numbers {start} to {start + mine.size - 1})"
-                    arithmetic.check_product((total, parts), name)
+            total = pack.total[start : start + step]
+            if len(parts) == 1:
+                total[...] = mine
+            arithmetic.combine_in_order(op, parts, out=total)
+            if op is ReduceOp.PRODUCT and total.dtype.kind in "iu":
+                self._check_product(total, parts, start)
+
+    def _check_product(self, total: Any, parts: Sequence[Any], start: int) -> None:
+        """Raise, on all ranks, if integers have overflowed.
+
+        Args:
+          total: the product.
+          parts: of all ranks.
+          start: the number of its first element in the pack.
+        """
+        # All ranks have the same parts, so all raise, or none does.
+        with self._consensus.same_on_all():
+            for block, *others in arithmetic.in_blocks([total, *parts]):
+                name = f"value (numbers {start} to {start + block.size - 1})"
+                arithmetic.check_product((block, others), name)
+                start += block.size

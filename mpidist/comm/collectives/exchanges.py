@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidist.comm import arithmetic
+from mpidist.comm import arithmetic, packing
 from mpidist.comm.collectives.arguments import (
     axis_field,
     check_each,
@@ -41,8 +41,6 @@ from mpidist.util import validation
 
 __all__ = ["Exchanges"]
 
-# Above this size, ranks check that all have allocated memory before data move
-_LARGE_BYTES = 256 << 10
 _DEFAULT = CommunicationOptions()
 
 
@@ -56,6 +54,18 @@ class _Piece(NamedTuple):
 
     rows: Any
     lengths: Sequence[int]
+
+
+class _Place(NamedTuple):
+    """Memory for what this rank receives of one array.
+
+    Args:
+      rows: what all ranks send to it, concatenated.
+      result: what is returned; None if that is `rows`.
+    """
+
+    rows: Any
+    result: Any
 
 
 class ExchangePlan(NamedTuple):
@@ -178,21 +188,35 @@ class Exchanges:
             # By leaf, of each rank how many rows it sends to each rank
             table = np.array(everyone, np.int64).reshape(ranks, len(pieces), ranks)
             by_leaf = list(table.swapaxes(0, 1))
-            deadline = deadline_of(plan.options)
-            received = self._receive(plan, pieces, by_leaf, deadline)
-        else:
-            # The arrays were sent along: each reader has all rows of a rank, for
-            # all ranks.
-            received = []
-            for j, (rows, _) in enumerate(pieces):
-                parts = []
-                for reader, row_counts in zip(readers, everyone):
-                    to = row_counts[j * ranks : (j + 1) * ranks]
-                    sent = reader.next((sum(to), *rows.shape[1:]), rows.dtype)
-                    # Rows for ranks before this one come first in what rank r sent.
-                    begin = sum(to[:rank])
-                    parts.append(sent[begin : begin + to[rank]])
-                received.append(np.concatenate(parts))
+
+            def reserve() -> list[_Place]:
+                return list(map(self._reserve, pieces, by_leaf, plan.axes))
+
+            # Allocating much may fail on one rank, so the ranks agree after it. The
+            # sizes are equal on all ranks, so all take the same branch.
+            sizes = map(_largest, pieces, by_leaf)
+            if ranks > 1 and sum(sizes) >= packing.LARGE_BYTES:
+                places = consensus.guard(operation, reserve)
+                call = CallSignature(operation, (("step", "exchanging"),))
+                consensus.require_same(call, timeout=plan.options.timeout_seconds)
+            else:
+                places = reserve()
+            self._receive(pieces, by_leaf, places, deadline_of(plan.options))
+            return [
+                _put(place.rows, place.result, i)
+                for place, i in zip(places, plan.axes, strict=True)
+            ]
+        # The arrays were sent along: each reader has all rows of a rank, for all ranks.
+        received = []
+        for j, (rows, _) in enumerate(pieces):
+            parts = []
+            for reader, row_counts in zip(readers, everyone):
+                to = row_counts[j * ranks : (j + 1) * ranks]
+                sent = reader.next((sum(to), *rows.shape[1:]), rows.dtype)
+                # Rows for ranks before this one come first in what rank r sent.
+                begin = sum(to[:rank])
+                parts.append(sent[begin : begin + to[rank]])
+            received.append(np.concatenate(parts))
         return list(map(_axis_back, received, plan.axes))
 
     def reduce_scatter(
@@ -270,48 +294,44 @@ class Exchanges:
             return parts
         assert op is not None
 
-        def prepare() -> list[_Piece]:
+        is_risky = arithmetic.may_not_fit(op, plan.out)
+        everyone = [np.array([part] * consensus.size) for part in plan.divided]
+
+        def prepare() -> tuple[list[_Piece], list[_Place]]:
             rows = list(map(_rows_first, given, plan.axes))
             _, wide = arithmetic.to_add(op, rows)
-            return list(map(_Piece, wide, plan.divided))
+            pieces = list(map(_Piece, wide, plan.divided))
+            places = map(self._reserve, pieces, everyone, plan.axes, plan.out)
+            return pieces, list(places)
 
-        def combine(rows: Any, name: str) -> Any:
+        def combine(place: _Place, name: str) -> Any:
             # What was received is one part of each rank, all of the same shape, as
             # every rank sends this rank the same rows.
+            rows = place.rows
             shape = len(rows) // consensus.size, *rows.shape[1:]
             parts = list(rows.reshape(consensus.size, *shape))
-            return _combine(op, parts, f"{name} on rank {consensus.rank}")
-
-        pieces = consensus.guard(plan.call.operation, prepare)
-        consensus.compare(plan.call, plan.number, timeout=timeout)
-        # Each rank sends the same number of rows to this rank: rows of the table
-        # are equal.
-        by_leaf = [np.array([p.lengths] * consensus.size) for p in pieces]
-        deadline = deadline_of(plan.options)
-        received = self._receive(plan, pieces, by_leaf, deadline)
-
-        # Integers may not fit on one rank alone
-        def combine_all() -> list[Any]:
-            return check_each(received, plan.structure.spec, combine)
-
-        # Only sums and products of integers can fail after the exchange. Such an
-        # error is on one rank alone (each has another part), so the ranks must
-        # agree once more.
-        if op is not ReduceOp.PRODUCT and not arithmetic.is_integer_sum(op, plan.out):
-            totals = combine_all()
-        else:
-            totals = consensus.guard(plan.call.operation, combine_all)
-            consensus.require_same(
-                CallSignature(plan.call.operation, (("step", "checking"),))
-            )
-        results = []
-        for total, dtype, i in zip(totals, plan.out, plan.axes, strict=True):
+            total = _combine(op, parts, f"{name} on rank {consensus.rank}")
             if op is ReduceOp.MEAN:
                 # True division, so a mean of integers is a float; no rank divides
                 # before adding.
-                total = total / consensus.size
-            results.append(_axis_back(total.astype(dtype, copy=False), i))
-        return results
+                total /= consensus.size
+            return total
+
+        operation = plan.call.operation
+        pieces, places = consensus.guard(operation, prepare)
+        consensus.compare(plan.call, plan.number, timeout=timeout)
+        self._receive(pieces, everyone, places, deadline_of(plan.options))
+
+        def finish() -> list[Any]:
+            totals = check_each(places, plan.structure.spec, combine)
+            return [
+                _put(total, place.result, i)
+                for total, place, i in zip(totals, places, plan.axes, strict=True)
+            ]
+
+        # Only sums and products of integers can fail after the exchange, and on one
+        # rank alone, as each has another part: the ranks must agree once more.
+        return consensus.guard_last(operation, finish) if is_risky else finish()
 
     def _divide(self, rows: int, lengths: Any) -> list[int]:
         """Return how many rows each rank gets: by default the same, or almost."""
@@ -335,60 +355,52 @@ class Exchanges:
             )
         return found
 
+    def _reserve(
+        self, piece: _Piece, lengths: Any, axis: int, dtype: Any = None
+    ) -> _Place:
+        """Return memory for what this rank receives of an array.
+
+        Args:
+          piece: the array.
+          lengths: `lengths[r, s]` is the number of rows that rank r sends to rank s.
+          axis: where the rows' axis belongs in the result.
+          dtype: of the sum of what all ranks send; None to concatenate it.
+        """
+        send, own = piece.rows, lengths[:, self._consensus.rank].tolist()
+        xp, shape = arrays.namespace(send), send.shape[1:]
+        rows = xp.empty((sum(own), *shape), send.dtype)
+        count = sum(own) if dtype is None else own[0]
+        # A sum is not a view of `rows`, which would keep all of them
+        if dtype is None and not axis:
+            return _Place(rows, None)
+        shape = (*shape[:axis], count, *shape[axis:])
+        return _Place(rows, xp.empty(shape, send.dtype if dtype is None else dtype))
+
     def _receive(
         self,
-        plan: ExchangePlan,
         pieces: Sequence[_Piece],
         everyone: Sequence[Any],
+        places: Sequence[_Place],
         deadline: float | None,
-    ) -> list[Any]:
-        """Return this rank's rows from all ranks, in rank order. Collective.
+    ) -> None:
+        """Receive this rank's rows from all ranks, in rank order. Collective.
 
-        `everyone[j][r, s]` is the number of rows of leaf j that rank r sends to rank s.
+        `everyone[j]`: see `_reserve`, of leaf j.
         """
-        consensus, rank = self._consensus, self._consensus.rank
-
-        def reserve() -> list[Any]:
-            return [
-                arrays.namespace(piece.rows).empty(
-                    (int(lengths[:, rank].sum()), *piece.rows.shape[1:]),
-                    piece.rows.dtype,
-                )
-                for piece, lengths in zip(pieces, everyone, strict=True)
-            ]
-
-        widths = [
-            math.prod(piece.rows.shape[1:]) * piece.rows.dtype.itemsize
-            for piece in pieces
-        ]
-        # The most that any rank sends or gets
-        sizes = [
-            width * int(max(lengths.sum(axis=0).max(), lengths.sum(axis=1).max()))
-            for width, lengths in zip(widths, everyone, strict=True)
-        ]
-        # A copy, as results of several ranks never alias the arguments either.
-        if consensus.size == 1:
-            return [piece.rows.copy() for piece in pieces]
-        # Allocating much may fail on one rank, so the ranks agree after it. For little,
-        # the extra round would cost more than the exchange. `sizes` are equal on all
-        # ranks, so all take the same branch.
-        if sum(sizes) >= _LARGE_BYTES:
-            received = consensus.guard(plan.call.operation, reserve)
-            call = CallSignature(plan.call.operation, (("step", "exchanging"),))
-            consensus.require_same(call, timeout=plan.options.timeout_seconds)
-        else:
-            received = reserve()
-        for piece, lengths, place, size in zip(
-            pieces, everyone, received, sizes, strict=True
-        ):
+        rank = self._consensus.rank
+        for piece, lengths, place in zip(pieces, everyone, places, strict=True):
             # MPI counts elements of the flattened rows.
             width = math.prod(piece.rows.shape[1:])
-            counts = (
-                (lengths[rank] * width).tolist(),
-                (lengths[:, rank] * width).tolist(),
-            )
-            self._move(piece.rows, counts[0], place, counts[1], size, deadline)
-        return received
+            size = _largest(piece, lengths)
+            if self._consensus.size == 1:
+                # A copy, as results of several ranks never alias the arguments either.
+                place.rows[...] = piece.rows
+            elif size:
+                counts_to = (lengths[rank] * width).tolist()
+                counts_from = (lengths[:, rank] * width).tolist()
+                self._move(
+                    piece.rows, counts_to, place.rows, counts_from, size, deadline
+                )
 
     def _move(
         self,
@@ -431,14 +443,32 @@ def _axis_back(rows: Any, axis: int) -> Any:
     return xp.ascontiguousarray(xp.moveaxis(rows, 0, axis))
 
 
+def _largest(piece: _Piece, lengths: Any) -> int:
+    """Return the most bytes that any rank sends or gets; see `Exchanges._reserve`."""
+    width = math.prod(piece.rows.shape[1:]) * piece.rows.dtype.itemsize
+    return int(width * max(lengths.sum(axis=0).max(), lengths.sum(axis=1).max()))
+
+
+def _put(rows: Any, result: Any, axis: int) -> Any:
+    """Return rows in the memory of the result; themselves if there is none."""
+    if result is None:
+        return rows
+    arrays.namespace(result).moveaxis(result, axis, 0)[...] = rows
+    return result
+
+
 def _combine(op: ReduceOp, parts: Sequence[Any], name: str) -> Any:
-    """Return the reduction of parts, without the division of a mean."""
+    """Return the reduction of parts, without the division of a mean.
+
+    Parts that integers do not overflow in are overwritten.
+    """
     if len(parts) == 1:
         return parts[0]
+    is_risky = arithmetic.may_not_fit(op, [parts[0].dtype])
+    out = None if is_risky else parts[0]
     if op.adds:
-        total, check = arithmetic.add_in_order(parts), arithmetic.check_sum
+        total, check = arithmetic.add_in_order(parts, out), arithmetic.check_sum
     else:
-        total = arithmetic.combine_in_order(op, parts)
+        total = arithmetic.combine_in_order(op, parts, out)
         check = arithmetic.check_product
-    is_exact = op in (ReduceOp.MIN, ReduceOp.MAX)
-    return total if is_exact else check((total, parts), name)
+    return check((total, parts), name) if is_risky else total

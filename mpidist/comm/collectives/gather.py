@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,9 +23,6 @@ from mpidist.options import CommunicationOptions
 
 __all__ = ["GatherPlan", "Gathers"]
 
-# From this size on, arrays are gathered alone if parts can be written in place
-_LARGE_BYTES = 256 << 10
-
 
 class _Pack(NamedTuple):
     """Arrays of one dtype that are gathered together, and memory for the result.
@@ -35,12 +32,14 @@ class _Pack(NamedTuple):
       send: these arrays, concatenated.
       received: memory for the arrays of all ranks.
       in_places: whether each rank writes its part directly into the result.
+      results: memory for the results; empty if `received` is the only one.
     """
 
     members: Sequence[int]
     send: Any
     received: Any
     in_places: bool
+    results: Sequence[Any] = ()
 
 
 class GatherPlan(NamedTuple):
@@ -151,14 +150,19 @@ class Gathers:
         deadline = deadline_of(options)
         # Packs must be the same on all ranks, so sizes are those of the results
         lengths = lengths.reshape(self._ranks, len(given))
-        # From here on all decisions follow from `sizes`, which are equal on all ranks.
-        sizes = (lengths.sum(axis=0) * plan.row_bytes).tolist()
+        # From here on all decisions follow from `rows`, which are equal on all ranks.
+        rows = lengths.sum(axis=0)
+        shapes = [
+            packing.with_length(a.shape, i, n)
+            for a, i, n in zip(given, axes, rows.tolist())
+        ]
+        sizes = (rows * plan.row_bytes).tolist()
 
         def reserve() -> list[_Pack]:
-            return self._reserve(given, axes, sizes, options)
+            return self._reserve(given, axes, shapes, sizes, options)
 
         # A large allocation may fail on one rank alone; agree before any data moves.
-        if self._ranks > 1 and sum(sizes) >= _LARGE_BYTES:
+        if self._ranks > 1 and sum(sizes) >= packing.LARGE_BYTES:
             operation = plan.counts.call.operation
             packs = self._consensus.guard(operation, reserve)
             call, number = _gathering(operation)
@@ -171,22 +175,19 @@ class Gathers:
             values = [given[j] for j in members]
             along = [axes[j] for j in members]
             if pack.in_places:
-                (j,) = members
-                results[j] = self._place(
-                    pack, values[0], along[0], lengths[:, j], deadline
-                )
-                continue
-            gathered = self._gather_pack(
-                pack, values, along, lengths[:, members], options, deadline
-            )
-            for j, result in zip(members, gathered, strict=True):
-                results[j] = result
+                self._place(pack, values[0], along[0], lengths[:, members[0]], deadline)
+            else:
+                own = lengths[:, members]
+                self._gather_pack(pack, values, along, own, options, deadline)
+            for j, result in zip(members, pack.results or [pack.received], strict=True):
+                results[j] = result.reshape(shapes[j])
         return results
 
     def _reserve(
         self,
         given: Sequence[Any],
         axes: Sequence[int],
+        shapes: Sequence[tuple[int, ...]],
         sizes: Sequence[int],
         options: CommunicationOptions,
     ) -> list[_Pack]:
@@ -195,16 +196,18 @@ class Gathers:
         Args:
           given: the arrays.
           axes: of each array.
+          shapes: of the results.
           sizes: of the results, in bytes.
           options: see `CommunicationOptions`.
         """
         packs, rest = [], []
+        counts = list(map(math.prod, shapes))
         for j, (value, axis) in enumerate(zip(given, axes, strict=True)):
-            is_large = sizes[j] >= _LARGE_BYTES and _outer(value, axis) > 1
+            is_large = sizes[j] >= packing.LARGE_BYTES and _outer(value, axis) > 1
             # With _outer() == 1 a plain gather puts rows in order already, so that
             # nothing is saved by placing.
             if is_large and self._can_place(value, options):
-                received = self._results.empty(sizes[j] // value.dtype.itemsize, value)
+                received = self._results.empty(counts[j], value)
                 send = arithmetic.contiguous(value, value.dtype)
                 packs.append(_Pack([j], send, received, True))
             else:
@@ -218,9 +221,13 @@ class Gathers:
             members = [rest[k] for k in numbers]
             values = [given[j] for j in members]
             send = packing.pack([arithmetic.contiguous(v, v.dtype) for v in values])
-            size_bytes = sum(sizes[j] for j in members)
-            count = size_bytes // max(send.dtype.itemsize, 1)
-            packs.append(_Pack(members, send, self._results.empty(count, send), False))
+            count = sum(counts[j] for j in members)
+            results: list[Any] = []
+            if len(members) > 1 or _outer(values[0], axes[members[0]]) > 1:
+                xp = arrays.namespace(send)
+                results = [xp.empty(shapes[j], send.dtype) for j in members]
+            received = self._results.empty(count, send)
+            packs.append(_Pack(members, send, received, False, results))
         return packs
 
     def _transport(self, array: Any, options: CommunicationOptions) -> Transport:
@@ -233,13 +240,13 @@ class Gathers:
         # Only ranks that share all memory can write into each other's columns.
         if in_node is None or in_node.name != "shared" or is_direct(options):
             return False
-        return isinstance(value, np.ndarray) and value.dtype.itemsize < _LARGE_BYTES
+        is_small = value.dtype.itemsize < packing.LARGE_BYTES
+        return isinstance(value, np.ndarray) and is_small
 
     def _place(
         self, pack: _Pack, value: Any, axis: int, lengths: Any, deadline: float | None
-    ) -> Any:
-        """Return a gathered array whose parts were written in place."""
-        shape = packing.with_length(value.shape, axis, int(lengths.sum()))
+    ) -> None:
+        """Gather an array whose parts are written in place."""
         received = pack.received
         outer = _outer(value, axis)
         # Elements of one row, which lie together.
@@ -253,7 +260,6 @@ class Gathers:
             (lengths * inner).tolist(),
             deadline,
         )
-        return received.reshape(shape)
 
     def _gather_pack(
         self,
@@ -263,8 +269,8 @@ class Gathers:
         lengths: Any,
         options: CommunicationOptions,
         deadline: float | None,
-    ) -> Iterator[Any]:
-        """Yield the gathered arrays of a pack of one dtype.
+    ) -> None:
+        """Gather the arrays of a pack of one dtype.
 
         `lengths[r, j]` is the length of rank r's array j along `axes[j]`.
         """
@@ -280,25 +286,23 @@ class Gathers:
         else:
             way = self._transport(send, options)
             way.allgatherv(send, received, counts, deadline)
-        if len(values) == 1 and _outer(values[0], axes[0]) == 1:
-            # Already in the order of the result
-            total = int(lengths[:, 0].sum())
-            shape = packing.with_length(values[0].shape, axes[0], total)
-            yield received.reshape(shape)
-            return
+        if not pack.results:
+            return  # already in the order of the result
         # Rank by rank, and within a rank array by array: find where each part begins.
         starts = np.cumsum([0, *counts[:-1]])
         offsets = starts[:, None] + np.cumsum(lengths * widths, axis=1)
         offsets = offsets - lengths * widths
         xp = arrays.namespace(values[0])
-        for j, (value, axis, width) in enumerate(zip(values, axes, widths)):
+        for j, (value, axis, width, result) in enumerate(
+            zip(values, axes, widths, pack.results)
+        ):
             parts = [
                 received[start : start + length * width].reshape(
                     packing.with_length(value.shape, axis, length)
                 )
                 for start, length in zip(offsets[:, j].tolist(), lengths[:, j].tolist())
             ]
-            yield xp.concatenate(parts, axis=axis)
+            xp.concatenate(parts, axis=axis, out=result)
 
 
 @functools.lru_cache(maxsize=64)

@@ -40,7 +40,7 @@ from mpidist.comm.collectives.plans import (
     kind_along,
     kind_of,
 )
-from mpidist.comm.collectives.reduce import Summands, Sums
+from mpidist.comm.collectives.reduce import Sums
 from mpidist.comm.collectives.slices import SliceReductions, has_slices
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.signatures import CallSignature
@@ -51,9 +51,12 @@ from mpidist.device import arrays
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest, validation
 
-__all__ = ["Collectives", "Reduction", "Summation"]
+__all__ = ["Collectives", "Prepared", "Reduction", "Summation"]
 
-Reduction = Callable[[ReduceOp, Sequence[Any], CommunicationOptions], list[Any]]
+# A symmetric address, or 0, and what moves the data once the ranks agree: it is given
+# whether all ranks have passed that address
+Prepared = tuple[int, Callable[[bool], list[Any]]]
+Reduction = Callable[[ReduceOp, Sequence[Any], CommunicationOptions], Prepared]
 _DEFAULT = CommunicationOptions()
 
 
@@ -102,7 +105,7 @@ class Collectives:
         reduce_op: ReduceOp | str,
         value: Any,
         options: CommunicationOptions | None = None,
-        reduce_arrays: Reduction | None = None,
+        prepare: Reduction | None = None,
     ) -> Any:
         """Return the elementwise reduction of `value` over all ranks, on every rank.
 
@@ -112,14 +115,14 @@ class Collectives:
           value: a nest of arrays or numbers, of equal structure, shapes and dtypes; or
             of IndexedSlices, see `SliceReductions`.
           options: see `CommunicationOptions`.
-          reduce_arrays: the reduction after all checks; by default `reduce_arrays`.
+          prepare: prepares the reduction after all checks; by default `prepare`.
 
         Raises, on all ranks: see `Consensus.require_same` and `arrays.to_array`; also
           ArgumentError for a sum of integers that does not fit their dtype.
         """
         key, detail = None, None
         # A custom reduction gets a plan each time: it may not pack.
-        if reduce_arrays is None and isinstance(reduce_op, OP_TYPES):
+        if prepare is None and isinstance(reduce_op, OP_TYPES):
             detail = reduce_op if options is None else detail_of(reduce_op, options)
         if detail is not None:
             # A nest may raise when it is read, perhaps on this rank alone
@@ -140,7 +143,7 @@ class Collectives:
                 value,
                 _DEFAULT if options is None else options,
                 lambda op, dense: self.all_reduce(
-                    operation, op, dense, options, reduce_arrays
+                    operation, op, dense, options, prepare
                 ),
             )
 
@@ -152,14 +155,14 @@ class Collectives:
                 reduce_op,
                 value,
                 _DEFAULT if options is None else options,
-                may_pack=reduce_arrays is None,
+                may_pack=prepare is None,
             )
 
         return self._plans.run_first(
             operation,
             key,
             make,
-            lambda plan, given: self._execute(plan, given, reduce_arrays),
+            lambda plan, given: self._execute(plan, given, prepare),
         )
 
     def _plan(
@@ -186,27 +189,23 @@ class Collectives:
         self,
         plan: ReducePlan,
         given: Sequence[Any],
-        reduce_arrays: Reduction | None = None,
+        prepare: Reduction | None = None,
     ) -> list[Any]:
         """Return the reductions of the leaves, once the ranks agree. Collective.
 
         Args:
           plan: of the call.
           given: arrays, or numbers if the plan was known.
-          reduce_arrays: the reduction to use instead of transports.
+          prepare: prepares the reduction to use instead of transports.
         """
         # Small: the numbers are sent with the comparison of signatures, in one round.
         if plan.packs:
             return self._packed.reduce(plan, given)
         # Plain numbers become arrays only here: the packed path takes them as they are.
         values = [a if hasattr(a, "dtype") else np.asarray(a) for a in given]
-        if reduce_arrays is None:
-            return self.reduce_large(
-                plan.call, plan.number, plan.op, values, plan.options
-            )
-        timeout = plan.options.timeout_seconds
-        self.consensus.compare(plan.call, plan.number, timeout=timeout)
-        return reduce_arrays(plan.op, values, plan.options)
+        return self.reduce_large(
+            plan.call, plan.number, plan.op, values, plan.options, prepare
+        )
 
     def _take(
         self, value: Any, options: CommunicationOptions = _DEFAULT
@@ -220,77 +219,60 @@ class Collectives:
             self.transports.require_implementation(implementation_of(options))
         return leaves, spec, given
 
-    def _summands(
-        self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
-    ) -> Summands:
-        """Return the summands of arrays, and memory for the sums. Not collective."""
-        out, partial = self._to_add(op, values, options)
-        if self.size == 1:
-            return Summands(out, partial)
-        # The flag "may overflow" is added along with the arrays, without an extra
-        # round.
-        if arithmetic.is_integer_sum(op, out):
-            partial.append(self._count_large(partial))
-        place = self.sums.place_of(partial, options)
-        packs = self.sums.reserve(partial, options, is_symmetric=place != 0)
-        return Summands(out, partial, packs, place)
-
-    def _reduce(
-        self,
-        op: ReduceOp,
-        summands: Summands,
-        options: CommunicationOptions,
-        is_symmetric: bool,
-    ) -> list[Any]:
-        """Return the reductions of arrays after the comparison. Collective.
-
-        Args:
-          op: the operation.
-          summands: the arrays.
-          options: see `CommunicationOptions`.
-          is_symmetric: whether all ranks have passed the same symmetric address.
-        """
-        if self.size == 1 or (summands.place and not is_symmetric):
-            # Other ranks have passed other arrays, which are not symmetric to these
-            totals = self.sums.sum_arrays(summands.partial, options)
-        else:
-            totals = self.sums.sum_packs(summands.packs, options)
-        if self.size > 1 and arithmetic.is_integer_sum(op, summands.out):
-            self._check_integers(
-                summands.partial, totals, options, self.sums.sum_arrays
-            )
-            # The flag is not a result
-            del totals[-1]
-        return arithmetic.finish(op, totals, summands.out, self.size, self._empty)
-
-    def reduce_arrays(
+    def prepare(
         self,
         op: ReduceOp,
         values: Sequence[Any],
         options: CommunicationOptions,
-        sum_arrays: Summation | None = None,
+        prepare_sums: Summation | None = None,
         is_sum: bool = True,
-    ) -> list[Any]:
-        """Return the reductions of arrays that were checked before. Collective.
+    ) -> Prepared:
+        """Prepare the reduction of arrays that were checked before. Not collective.
 
-        float16 and bfloat16 are added up in float32, the mean of integers in float64.
+        All memory that it needs is reserved here, where a failure of one rank can still
+        be reported. float16 and bfloat16 are added up in float32, the mean of integers
+        in float64.
 
-        Raises, on all ranks: ArgumentError for integers that do not fit their dtype,
-          unless `sum_arrays` does something else (`is_sum` is False).
+        Args:
+          op: the operation.
+          values: the arrays.
+          options: see `CommunicationOptions`.
+          prepare_sums: replaces transports for SUM and MEAN.
+          is_sum: whether it adds; else the result may be any integers.
+
+        Returns: see `Prepared`. What moves the data raises, on all ranks, ArgumentError
+          for integers that do not fit their dtype.
         """
         if not op.adds:
             packs = self._combinations.reserve(op, values, options)
-            return self._combinations.combine(op, packs, values, options)
+            return 0, lambda _: self._combinations.combine(op, packs, values, options)
         out, partial = self._to_add(op, values, options)
-        sum_arrays = sum_arrays or self.sums.sum_arrays
-        if is_sum and self.size > 1 and arithmetic.is_integer_sum(op, out):
+        narrow = arithmetic.reserve_narrow(partial, out, self._empty)
+        # The flag "may overflow" is added along with the arrays, without an extra
+        # round.
+        is_checked = is_sum and self.size > 1 and arithmetic.is_integer_sum(op, out)
+        if is_checked:
             partial.append(self._count_large(partial))
-            totals = sum_arrays(partial, options)
-            self._check_integers(partial, totals, options, sum_arrays)
-            del totals[-1]
+        prepare, place = prepare_sums or self.sums.prepare, 0
+        if prepare_sums is None and self.size > 1:
+            place = self.sums.place_of(partial, options)
+        if place:
+            sum_here = self.sums.prepare(partial, options, is_symmetric=True)
         else:
-            totals = sum_arrays(partial, options)
-        return arithmetic.finish(op, totals, out, self.size, self._empty)
+            sum_here = prepare(partial, options)
+
+        def move(is_symmetric: bool) -> list[Any]:
+            if place and not is_symmetric:
+                # Other ranks have passed other arrays, which are not symmetric to these
+                totals = prepare(partial, options)()
+            else:
+                totals = sum_here()
+            if is_checked:
+                self._check_integers(partial, totals, options, prepare)
+                del totals[-1]  # the flag is not a result
+            return arithmetic.finish(op, totals, narrow, self.size)
+
+        return place, move
 
     def _to_add(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
@@ -317,7 +299,7 @@ class Collectives:
         partial: Sequence[Any],
         totals: list[Any],
         options: CommunicationOptions,
-        sum_arrays: Summation,
+        prepare: Summation,
     ) -> None:
         """Raise, on all ranks, if sums of integers do not fit. Collective.
 
@@ -327,22 +309,31 @@ class Collectives:
           partial: the summands; the last one is the result of `_count_large`.
           totals: the sums; those of narrow dtypes are replaced by exact ones.
           options: see `CommunicationOptions`.
-          sum_arrays: adds arrays up.
+          prepare: prepares sums of arrays.
         """
         # The total of all ranks' flags: zero on all or none, so all return here
         # together.
         if not totals[-1][0]:
             return
         integers = [j for j, a in enumerate(partial) if a.dtype.kind in "iu"]
-        wide = [partial[j].astype(np.float64) for j in integers]
-        for j, rough in zip(integers, sum_arrays(wide, options), strict=True):
-            dtype = partial[j].dtype
-            if dtype.itemsize < 8:  # exact; Open MPI saturates sums of few bits
-                totals[j] = rough.astype(np.int64).astype(dtype)
-            name = "value" if len(partial) == 2 else f"array {j} of the value"
-            what = f"the sum of {name} over all replicas"
-            with self.consensus.same_on_all():
+        call, consensus = CallSignature("a sum of large integers"), self.consensus
+        sum_wide = consensus.guard(
+            call.operation,
+            lambda: prepare([partial[j].astype(np.float64) for j in integers], options),
+        )
+        consensus.require_same(call)
+        wide = sum_wide()
+
+        def check() -> None:
+            for j, rough in zip(integers, wide, strict=True):
+                dtype = partial[j].dtype
+                if dtype.itemsize < 8:  # exact; Open MPI saturates sums of few bits
+                    totals[j] = rough.astype(np.int64).astype(dtype)
+                name = "value" if len(partial) == 2 else f"array {j} of the value"
+                what = f"the sum of {name} over all replicas"
                 arithmetic.require_fit(totals[j], rough, what)
+
+        consensus.guard_last(call.operation, check)
 
     def reduce_large(
         self,
@@ -351,6 +342,7 @@ class Collectives:
         op: ReduceOp,
         values: Sequence[Any],
         options: CommunicationOptions,
+        prepare: Reduction | None = None,
     ) -> list[Any]:
         """Return the reductions of arrays that were checked before. Collective.
 
@@ -360,25 +352,17 @@ class Collectives:
           op: the operation.
           values: the arrays.
           options: see `CommunicationOptions`.
+          prepare: prepares the reduction; by default `prepare`.
         """
-        timeout = options.timeout_seconds
+        consensus, timeout = self.consensus, options.timeout_seconds
         # Reserve, compare, move: what may fail comes before the comparison, and a
         # failure is reported in it.
-        with self.consensus.lock:
-            if not op.adds:
-                packs = self.consensus.guard(
-                    call.operation,
-                    lambda: self._combinations.reserve(op, values, options),
-                )
-                self.consensus.compare(call, number, timeout=timeout)
-                return self._combinations.combine(op, packs, values, options)
-            summands = self.consensus.guard(
-                call.operation, lambda: self._summands(op, values, options)
+        with consensus.lock:
+            place, move = consensus.guard(
+                call.operation, prepare or self.prepare, op, values, options
             )
-            # `place` is compared with the call: is_symmetric is true if all ranks
-            # passed the same.
-            is_symmetric = self.consensus.compare(call, number, summands.place, timeout)
-            return self._reduce(op, summands, options, is_symmetric)
+            # `place` is compared with the call
+            return move(consensus.compare(call, number, place, timeout))
 
     def reduce_over_axis(
         self,
@@ -387,7 +371,7 @@ class Collectives:
         value: Any,
         axis: Axis,
         options: CommunicationOptions | None = None,
-        sum_arrays: Summation | None = None,
+        prepare_sums: Summation | None = None,
     ) -> Any:
         """Return the reduction over `axis` and over all ranks, on every rank.
 
@@ -396,14 +380,14 @@ class Collectives:
         all lengths, or nan if that is zero. Floating values are added up in double
         precision, integers in 64 bits; the result has the dtype of `value` (a mean of
         integers is float64; as in NumPy, 64-bit integers are added in float64 for it).
-        `sum_arrays` replaces transports for SUM and MEAN.
+        `prepare_sums` replaces transports for SUM and MEAN.
 
         Raises, on all ranks: see `all_reduce`; also ArgumentError for an axis out of
         range, a sum or product of integers that does not fit their dtype, and MIN or
         MAX of no elements; ArgumentTypeError for an axis that is not an integer.
         """
         return self._over_axis.reduce(
-            operation, reduce_op, value, axis, options, sum_arrays
+            operation, reduce_op, value, axis, options, prepare_sums
         )
 
     def all_gather(

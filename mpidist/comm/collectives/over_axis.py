@@ -37,7 +37,8 @@ from mpidist.util import nest
 __all__ = ["AxisReductions", "Summation", "Take"]
 
 _DEFAULT = CommunicationOptions()
-Summation = Callable[[Sequence[Any], CommunicationOptions], list[Any]]
+# Reserves memory, and returns what sums arrays over all ranks
+Summation = Callable[[Sequence[Any], CommunicationOptions], Callable[[], list[Any]]]
 # Returns the leaves of a value, its structure, and the leaves as arrays
 Take = Callable[[Any, CommunicationOptions], tuple[list[Any], nest.Spec, list[Any]]]
 
@@ -55,6 +56,7 @@ class AxisPlan(NamedTuple):
       axes: over which each is reduced.
       packed: the sums formed with the comparison; None for other cases.
       gather: the gather for MIN, MAX and PRODUCT; None for sums.
+      is_large: whether the results are.
     """
 
     call: CallSignature
@@ -66,6 +68,7 @@ class AxisPlan(NamedTuple):
     axes: Sequence[tuple[int, ...]]
     packed: ReducePlan | None = None
     gather: GatherPlan | None = None
+    is_large: bool = False
 
 
 class _Partial(NamedTuple):
@@ -116,22 +119,22 @@ class AxisReductions:
         value: Any,
         axis: Axis,
         options: CommunicationOptions | None = None,
-        sum_arrays: Summation | None = None,
+        prepare_sums: Summation | None = None,
     ) -> Any:
         """See `Collectives.reduce_over_axis`."""
         wanted = _DEFAULT if options is None else options
         kind, detail = kind_along(axis), None
         is_known = kind is not None and isinstance(reduce_op, OP_TYPES)
         # Only checked arguments may be part of a key.
-        if is_known and sum_arrays is None:
+        if is_known and prepare_sums is None:
             detail = detail_of((reduce_op, axis), options)
         return self._plans.run(
             operation,
             detail,
             value,
             kind or kind_of,
-            lambda: self._plan(operation, reduce_op, value, axis, wanted, sum_arrays),
-            lambda plan, given: self._execute(plan, given, sum_arrays),
+            lambda: self._plan(operation, reduce_op, value, axis, wanted, prepare_sums),
+            lambda plan, given: self._execute(plan, given, prepare_sums),
         )
 
     def _plan(
@@ -141,7 +144,7 @@ class AxisReductions:
         value: Any,
         axis: Axis,
         options: CommunicationOptions,
-        sum_arrays: Summation | None,
+        prepare_sums: Summation | None,
     ) -> tuple[AxisPlan, list[Any], list[Any]]:
         """Return the plan of a call, its leaves, and the leaves as arrays."""
         op = ReduceOp.parse(reduce_op)
@@ -151,14 +154,14 @@ class AxisReductions:
             given, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
         )
         # The reduced axis is left out: its length may differ between ranks.
-        described = tuple(
-            describe_as(a, packing.without(a.shape, drop))
-            for a, drop in zip(given, axes)
-        )
+        rest = [packing.without(a.shape, drop) for a, drop in zip(given, axes)]
+        described = tuple(map(describe_as, given, rest))
         agreed = ("reduce_op", op.name), axis_field(axes), *option_fields(options)
         call = CallSignature(operation, agreed, spec, described)
         structure, dtypes = Structure.of(spec, leaves), [a.dtype for a in given]
+        is_large = 8 * sum(map(math.prod, rest)) >= packing.LARGE_BYTES
         plan = AxisPlan(call, digest(call), op, options, structure, dtypes, axes)
+        plan = plan._replace(is_large=is_large)
         # Run once on arrays without rows, which shows dtypes and shapes of what is
         # sent.
         sent = self._reduce_own(plan, list(map(_without_rows, given, axes))).sent
@@ -167,7 +170,7 @@ class AxisReductions:
             # MIN, MAX and PRODUCT: one row per rank is gathered, then combined.
             gather = self._gathers.plan(call, sent, along, options)
             plan = plan._replace(gather=gather)
-        elif sum_arrays is None and self._packed.fits(ReduceOp.SUM, sent, options):
+        elif prepare_sums is None and self._packed.fits(ReduceOp.SUM, sent, options):
             packed = self._packed.plan(
                 call, ReduceOp.SUM, options, structure, sent, packed=True
             )
@@ -193,39 +196,34 @@ class AxisReductions:
         self,
         plan: AxisPlan,
         given: Sequence[Any],
-        sum_arrays: Summation | None = None,
+        prepare_sums: Summation | None = None,
     ) -> list[Any]:
         """Return the reductions of the leaves. Collective."""
         consensus, options = self._consensus, plan.options
-        packs: Sequence[Any] = ()
+        call = plan.call.operation
 
-        def prepare() -> _Partial:
-            # The plan is cached and shared by threads; packs belong to this call.
-            nonlocal packs
-            found = self._reduce_own(plan, given)
-            is_large = plan.op.adds and plan.packed is None and sum_arrays is None
-            if is_large and consensus.size > 1:
-                packs = self._sums.reserve(found.sent, options)
-            return found
+        def prepare() -> tuple[_Partial, Any]:
+            # The plan is cached and shared by threads; memory belongs to this call.
+            found, sum_here = self._reduce_own(plan, given), None
+            if plan.op.adds and plan.packed is None:
+                sum_here = (prepare_sums or self._sums.prepare)(found.sent, options)
+            return found, sum_here
 
         # A reduction of this rank's rows may fail (memory): all learn that before
         # the exchange.
-        found = consensus.guard(plan.call.operation, prepare)
+        found, sum_here = consensus.guard(call, prepare)
         if plan.gather is not None:
-            gathered = self._gathers.execute(plan.gather, found.sent)
-            results = self._combine(plan, gathered, found.rough)
+            totals = self._gathers.execute(plan.gather, found.sent)
+        elif plan.packed is not None:
+            totals = self._packed.reduce(plan.packed, found.sent)
         else:
-            if plan.packed is not None:
-                totals = self._packed.reduce(plan.packed, found.sent)
-            else:
-                timeout = options.timeout_seconds
-                consensus.compare(plan.call, plan.number, timeout=timeout)
-                if packs:
-                    totals = self._sums.sum_packs(packs, options)
-                else:
-                    sum_arrays = sum_arrays or self._sums.sum_arrays
-                    totals = sum_arrays(found.sent, options)
-            results = self._finish(plan, totals, found.rough)
+            consensus.compare(plan.call, plan.number, timeout=options.timeout_seconds)
+            totals = sum_here()
+        finish = self._finish if plan.op.adds else self._combine
+        if plan.is_large:
+            results = consensus.guard_last(call, finish, plan, totals, found.rough)
+        else:
+            results = finish(plan, totals, found.rough)
         # As NumPy's sum does, give an array scalar where no dimension is left
         return [result[()] for result in results]
 
@@ -244,9 +242,9 @@ class AxisReductions:
         return self._narrow(plan, totals[:count], rough, "sum")
 
     def _combine(
-        self, plan: AxisPlan, gathered: Sequence[Any], rough: Sequence[Any]
+        self, plan: AxisPlan, totals: Sequence[Any], rough: Sequence[Any]
     ) -> list[Any]:
-        """Return MIN, MAX or PRODUCT, given the gathered values.
+        """Return MIN, MAX or PRODUCT, given the gathered values as `totals`.
 
         Values of ranks without elements are missing.
         """
@@ -262,12 +260,12 @@ class AxisReductions:
                 return parts.sum(axis=0)
             return arithmetic.combine_in_order(plan.op, list(parts))
 
+        more = iter(totals[count:])
         with self._consensus.same_on_all():
-            totals = check_each(gathered[:count], spec, combine)
+            totals = check_each(totals[:count], spec, combine)
         if plan.op is not ReduceOp.PRODUCT:
             pairs = zip(totals, plan.dtypes)
             return [total.astype(dtype, copy=False) for total, dtype in pairs]
-        more = iter(gathered[count:])
         rough = [
             None if r is None else arithmetic.rough_product(next(more)) for r in rough
         ]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from mpidist.comm import arithmetic, packing
 from mpidist.comm.collectives.arguments import deadline_of, implementation_of, is_direct
@@ -16,7 +15,7 @@ from mpidist.comm.transports.selector import NarrowingTransport, TransportSelect
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions
 
-__all__ = ["Summands", "Sums"]
+__all__ = ["Sums"]
 
 
 class _Pack(NamedTuple):
@@ -35,22 +34,6 @@ class _Pack(NamedTuple):
     total: Any
     transport: Transport | None
     wire: Any = None
-
-
-class Summands(NamedTuple):
-    """The summands of a reduction, prepared before the comparison.
-
-    Args:
-      out: the dtypes of the results.
-      partial: what this rank contributes.
-      packs: of these arrays, see `Sums.reserve`; empty if they are sent otherwise.
-      place: see `Sums.place_of`.
-    """
-
-    out: Sequence[Any]
-    partial: Sequence[Any]
-    packs: Sequence[Any] = ()
-    place: int = 0
 
 
 class Sums:
@@ -94,20 +77,24 @@ class Sums:
             return 0
         return self._symmetric.place_of(given)
 
-    def sum_arrays(
+    def prepare(
         self,
         values: Sequence[Any],
         options: CommunicationOptions,
         transport: Transport | None = None,
-    ) -> list[Any]:
-        """Return the sums over all ranks of contiguous arrays, as arrays of our own.
+        is_symmetric: bool = False,
+    ) -> Callable[[], list[Any]]:
+        """Reserve memory; return what sums contiguous arrays over all ranks.
 
-        float16 and bfloat16 are added up in float32, which the sums have then.
+        The sums are arrays of our own. float16 and bfloat16 are added up in float32,
+        which the sums have then. Arguments and errors: see `reserve`.
         """
         # A copy: results never alias arguments.
         if self._ranks == 1:
-            return [value.copy() for value in values]
-        return self.sum_packs(self.reserve(values, options, transport), options)
+            copies = [value.copy() for value in values]
+            return lambda: copies
+        packs = self.reserve(values, options, transport, is_symmetric)
+        return functools.partial(self.sum_packs, packs, options)
 
     def reserve(
         self,
@@ -141,7 +128,7 @@ class Sums:
                 sends = [given[k] for k in numbers]
                 # Sums of 16-bit floats are accumulated in float32; see
                 # `Transport.allreduce_sum`.
-                dtype = np.float32 if arrays.is_float16(sends[0].dtype) else None
+                dtype = arithmetic.accumulator_of(sends[0])
                 size = sum(send.size for send in sends)
                 total = self._results.empty(size, sends[0], dtype)
                 members = [chosen[k] for k in numbers]
@@ -203,15 +190,14 @@ class Sums:
     ) -> None:
         """Put the sums of arrays of one dtype into their memory."""
         dtype = pack.sends[0].dtype
-        with np.errstate(over="ignore"):  # what is too large for float16 is inf
-            if pack.wire is not None:
-                assert isinstance(transport, NarrowingTransport)
-                self._transports.count(transport.name, pack.total.nbytes)
-                transport.allreduce_narrow(pack.sends, pack.total, pack.wire, deadline)
-                return
-            transport.allreduce_packed(pack.sends, pack.total, deadline)
-            if arrays.is_float16(dtype):  # totals may have been, on the way, so all are
-                pack.total[...] = pack.total.astype(dtype)
+        if pack.wire is not None:
+            assert isinstance(transport, NarrowingTransport)
+            self._transports.count(transport.name, pack.total.nbytes)
+            transport.allreduce_narrow(pack.sends, pack.total, pack.wire, deadline)
+            return
+        transport.allreduce_packed(pack.sends, pack.total, deadline)
+        if arrays.is_float16(dtype):  # totals may have been, on the way, so all are
+            arithmetic.round_to(dtype, pack.total)
 
     def _sum_symmetric(
         self, pairs: Sequence[tuple[Any, Any]], deadline: float | None

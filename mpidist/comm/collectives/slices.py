@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mpidist.comm import packing
 from mpidist.comm.collectives.arguments import describe_but, option_fields
 from mpidist.comm.collectives.gather import Gathers
 from mpidist.comm.consensus.consensus import Consensus
@@ -96,10 +97,17 @@ class SliceReductions:
             call = CallSignature(name, agreed, nest.flatten(given)[1], described)
             plan = self._gathers.plan(call, given, [0] * len(given), options)
             gathered = self._gathers.execute(plan, given)
-        results: list[Any] = list(leaves)
-        # Values and indices of each leaf alternate.
-        for i, values, indices in zip(sparse, gathered[::2], gathered[1::2]):
-            results[i] = self._join(op, leaves[i], values, indices)
+            results: list[Any] = list(leaves)
+
+            def join() -> None:
+                # Values and indices of each leaf alternate.
+                for i, values, indices in zip(sparse, gathered[::2], gathered[1::2]):
+                    results[i] = self._join(op, leaves[i], values, indices)
+
+            if sum(array.nbytes for array in gathered) < packing.LARGE_BYTES:
+                join()
+            else:
+                consensus.guard_last(name, join)
         # Outside of the lock, as this is a collective of its own with a lock of its
         # own.
         dense = [i for i in range(len(leaves)) if i not in set(sparse)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import itertools
+import resource
 import threading
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -222,3 +224,45 @@ def test_traps_of_one_rank_do_not_matter(strategy, rank, collective, size):
                 same(collective(strategy, value), expected)
             # Outside of collectives they are the program's own
             assert set(np.geterr().values()) == {mode}
+
+
+MORE = {
+    "reduce of dict": lambda s, x: s.reduce("SUM", {"a": x, "b": x[:10]}),
+    "reduce of rows": lambda s, x: s.reduce("MEAN", x.reshape(2, -1), axis=0),
+    "reduce of large integers": lambda s, x: s.reduce(
+        "SUM", np.full(x.size, 2**62 // s.num_replicas_in_sync)
+    ),
+    "gather of columns": lambda s, x: s.gather(x.reshape(4, -1), axis=1),
+    "gather of two": lambda s, x: s.gather([x, x], axis=0),
+    "all_to_all of columns": lambda s, x: COLLECTIVES["all_to_all"](
+        s, x.reshape(-1, 4).T
+    ),
+}
+OPS = [None, mpidist.HierarchicalCopyAllReduce, mpidist.ReductionToOneDevice]
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("name", [*COLLECTIVES, *MORE])
+def test_a_lack_of_memory_is_an_error_on_all_ranks(comm, name, ops):
+    if name == "gradient_buckets" or (ops and "reduce" not in name):
+        pytest.skip("starts a thread, or does not use it")
+    strategy = mpidist.MirroredStrategy(
+        ["CPU:0"], cross_device_ops=ops and ops(), communicator=comm
+    )
+    call, former = {**COLLECTIVES, **MORE}[name], resource.getrlimit(resource.RLIMIT_AS)
+    for dtype, arrays in itertools.product(["f2", "f8"], [0.3, 1.3, 2.2, 3.3, 4.6]):
+        value = np.ones(400_000, dtype)
+        used = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = used * resource.getpagesize() + int(arrays * value.nbytes)
+        if comm.rank == comm.size - 1:
+            resource.setrlimit(resource.RLIMIT_AS, (limit, former[1]))
+        try:
+            call(strategy, value)
+            failed = False
+        except MemoryError:
+            failed = True
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, former)
+        assert comm.allgather(failed) == [failed] * comm.size
+        assert strategy.reduce("SUM", 1.0) == comm.size
+    strategy.experimental_finalize()
