@@ -145,9 +145,9 @@ def _as_dispatcher(strategy: Strategy, operation: str) -> Iterator[None]:
     if lock.is_creator():
         yield
         return
-    frame = current_frames().get(lock.creator)
-    is_waiting = frame is not None and frame.f_code.co_filename.startswith(_JAX_FOLDER)
-    del frame
+    with current_frames() as frames:
+        code = frames[lock.creator].f_code if lock.creator in frames else None
+    is_waiting = code is not None and code.co_filename.startswith(_JAX_FOLDER)
     consensus = extended.consensus
     if not is_waiting:
         error = ContextError(

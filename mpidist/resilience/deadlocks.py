@@ -256,7 +256,8 @@ def _find_wait(thread: int | None, seen: list[int]) -> Consensus | None:
             return consensus
         if (name := consensus.lock.awaited_by(thread)) is not None:
             return _find_wait(_ident_of(consensus, name), [*seen, thread])
-    joined = joined_threads(thread, current_frames())
+    with current_frames() as frames:
+        joined = joined_threads(thread, frames)
     found = (_find_wait(t.ident, [*seen, thread]) for t in joined)
     return next(filter(None, found), None)
 

@@ -221,9 +221,9 @@ class ThreadOrderedLock:
 
         By their names; threads that wait for this one cannot.
         """
-        this, frames = threading.current_thread(), current_frames()
-        threads = threading.enumerate()
-        others = [t for t in threads if not _is_or_awaits(t, this, frames)]
+        this, threads = threading.current_thread(), threading.enumerate()
+        with current_frames() as frames:
+            others = [t for t in threads if not _is_or_awaits(t, this, frames)]
         names = frozenset(map(self.name_of, others))
         return names, any(map(may_start_threads, others))
 
@@ -242,10 +242,11 @@ def may_start_threads(thread: threading.Thread) -> bool:
 
 def is_only_thread(ident: int) -> bool:
     """Return whether all threads that may call anything wait for this one."""
-    threads, frames = threading.enumerate(), current_frames()
+    threads = threading.enumerate()
     this = next((t for t in threads if t.ident == ident), None)
     free = filter(may_start_threads, threads)
-    return this is not None and all(_is_or_awaits(t, this, frames) for t in free)
+    with current_frames() as frames:
+        return this is not None and all(_is_or_awaits(t, this, frames) for t in free)
 
 
 def joined_threads(
