@@ -28,7 +28,7 @@ from mpidist.context import (
 )
 from mpidist.errors import ArgumentTypeError, ContextError, UnsupportedError
 from mpidist.strategy.replica_context import DefaultReplicaContext
-from mpidist.util.frames import current_frames
+from mpidist.util.frames import ThreadFrames
 
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
@@ -145,7 +145,7 @@ def _as_dispatcher(strategy: Strategy, operation: str) -> Iterator[None]:
     if lock.is_creator():
         yield
         return
-    with current_frames() as frames:
+    with ThreadFrames() as frames:
         code = frames[lock.creator].f_code if lock.creator in frames else None
     is_waiting = code is not None and code.co_filename.startswith(_JAX_FOLDER)
     consensus = extended.consensus

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 import threading
-from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["current_frames"]
+__all__ = ["ThreadFrames"]
 
 _lock = threading.Lock()
 
 
-@contextlib.contextmanager
-def current_frames() -> Iterator[dict[int, FrameType]]:
-    """Give the innermost frame of each thread in a block.
+class ThreadFrames(dict[int, FrameType]):
+    """By thread, the innermost frame; a context manager.
 
     The frames are forgotten at its end: one of them refers to them, so they would keep
     the objects of all callers until a garbage collection.
+    """
 
-    No garbage is collected while they are listed: until Python 3.12 that would wait for
-    a thread that starts or ends, which waits for this one (CPython's issue 106883).
+    def __init__(self) -> None:
+        super().__init__(_list_frames())
+
+    def __enter__(self) -> ThreadFrames:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+
+def _list_frames() -> dict[int, FrameType]:
+    """Return `sys._current_frames()`, without a garbage collection meanwhile.
+
+    Until Python 3.12 that would wait for a thread that starts or ends, which waits for
+    this one (CPython's issue 106883).
     """
     with _lock:
         is_enabled = gc.isenabled()
         gc.disable()
         try:
-            frames = sys._current_frames()
+            return sys._current_frames()
         finally:
             if is_enabled:
                 gc.enable()
-    try:
-        yield frames
-    finally:
-        frames.clear()
