@@ -202,7 +202,6 @@ def test_copies_and_forks_begin_without_memory(monkeypatch):
         np.arange(60_000).astype(">i4").reshape(300, 2, 100),
         np.ndarray((300, 200), "i8", bytes(range(241)) * 2000, offset=3),
         np.arange(60_000).astype("U5").reshape(300, 200),
-        np.arange(60_000).astype(object).reshape(300, 200),
     ],
 )
 def test_large_batches_of_arrays_in_memory(array):
