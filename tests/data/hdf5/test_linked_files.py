@@ -62,7 +62,8 @@ def write_links(path, target):
         layout = h5py.VirtualLayout((4,), "i4", (None,))
         layout[:] = h5py.VirtualSource(target, "x", (4,))
         file.create_virtual_dataset("virtual", layout)
-        file.create_dataset("storage", (4,), "i4", external=[(target, 0, 16)])
+        storage = str(path.with_name(target))  # else HDF5 looks in the current folder
+        file.create_dataset("storage", (4,), "i4", external=[(storage, 0, 16)])
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -88,7 +89,7 @@ def test_what_is_no_regular_file_is_refused_on_all_ranks(
     for name in NAMES:
         found = [line for line in lines if f"a.h5 {name} " in line]
         assert len(found) == ranks, result.stdout
-        assert all("is a FIFO, and must be a regular file" in line for line in found)
+        assert all("is a FIFO, and must be a regular file" in line for line in found), found
     for name, kind in zip([*others, "/dev/zero"], ["FIFO"] * 2 + ["socket", "device"]):
         found = [line for line in lines if f" {name} x " in line]
         assert len(found) == ranks, result.stdout
