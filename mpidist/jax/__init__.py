@@ -12,9 +12,10 @@
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradient), loss
 
 `value_and_grad` and `grad` are like JAX's, but return the mean over the rows of all
-replicas. `all_reduce`, `all_gather` and `broadcast` work inside `jit`, `grad`, `vmap`,
-`scan` and `cond`, and outside. `jit` is `jax.jit`, but raises the errors of mpidist.
-`as_jax` gives batches as JAX arrays.
+replicas; `mean_over_rows` takes the gradients of other libraries. `all_reduce`,
+`all_gather` and `broadcast` work inside `jit`, `grad`, `vmap`, `scan` and `cond`, and
+outside. `jit` is `jax.jit`, but raises the errors of mpidist. `as_jax` gives batches as
+JAX arrays.
 
 Outside `jit`, all of mpidist accepts JAX arrays too:
 `strategy.reduce("MEAN", gradients)`, `Checkpoint(params=params)`. A `Variable` holds
@@ -28,7 +29,7 @@ device per process.
 from __future__ import annotations
 
 from mpidist.jax.collectives import all_gather, all_reduce, broadcast
-from mpidist.jax.gradients import grad, value_and_grad
+from mpidist.jax.gradients import grad, mean_over_rows, value_and_grad
 from mpidist.jax.input import JaxDataset, JaxIterator, as_jax
 from mpidist.jax.runtime import jit
 
@@ -41,5 +42,6 @@ __all__ = [
     "broadcast",
     "grad",
     "jit",
+    "mean_over_rows",
     "value_and_grad",
 ]

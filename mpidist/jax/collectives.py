@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.core import trace_state_clean  # nothing public says it
 from jax.experimental import io_callback
-from jax.extend.core import Primitive
+from jax.extend.core import Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpidist.comm import arithmetic
@@ -27,7 +27,7 @@ from mpidist.util import validation
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
-__all__ = ["all_gather", "all_reduce", "broadcast"]
+__all__ = ["all_gather", "all_reduce", "broadcast", "has_collective", "is_traced"]
 
 
 class _Call(NamedTuple):
@@ -87,7 +87,7 @@ def all_reduce(
     call = "mpidist.jax.all_reduce"
     strategy = find_strategy(strategy, call)
     leaves, tree = jax.tree.flatten(value)
-    if not _is_traced(leaves):
+    if not is_traced(leaves):
         reduced = strategy.extended.collectives.all_reduce(
             call, reduce_op, leaves, options
         )
@@ -131,7 +131,7 @@ def all_gather(
     call = "mpidist.jax.all_gather"
     strategy = find_strategy(strategy, call)
     leaves, tree = jax.tree.flatten(value)
-    if not _is_traced(leaves):
+    if not is_traced(leaves):
         gathered = strategy.extended.collectives.all_gather(call, leaves, axis, options)
         return jax.tree.unflatten(tree, map(jnp.asarray, gathered))
     _require_options(options)
@@ -175,7 +175,7 @@ def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) ->
     extended = strategy.extended
     leaves, tree = jax.tree.flatten(value)
     size = extended.num_replicas
-    is_traced = _is_traced(leaves)
+    traces = is_traced(leaves)
 
     def check() -> int:
         number = validation.integer("root", root, 0)
@@ -183,7 +183,7 @@ def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) ->
             raise ArgumentError(f"{call}: root must be below {size}, not {number}")
         return number
 
-    if is_traced:
+    if traces:
         bound = _bind(_as_jax(leaves, call), _Call("broadcast", strategy, root=check()))
         return jax.tree.unflatten(tree, bound)
     root = extended.consensus.guard(call, check)
@@ -191,12 +191,28 @@ def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) ->
     return jax.tree.unflatten(tree, map(jnp.asarray, got))
 
 
-def _is_traced(leaves: Sequence[Any]) -> bool:
+def is_traced(leaves: Sequence[Any]) -> bool:
     """Return whether JAX is tracing a computation."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return True
     # A constant inside jit is not a tracer, but a call with it would run only once
     return not trace_state_clean()
+
+
+def has_collective(traced: Any, strategy: Strategy) -> bool:
+    """Return whether a jaxpr has collectives of a strategy, at any depth."""
+    jaxpr = getattr(traced, "jaxpr", traced)  # of a closed one
+    if not isinstance(jaxpr, Jaxpr):
+        return isinstance(traced, tuple | list) and any(
+            has_collective(item, strategy) for item in traced
+        )
+    for equation in jaxpr.eqns:
+        if equation.primitive is _collective_p:
+            if equation.params["call"].strategy is strategy:
+                return True
+        elif has_collective(tuple(equation.params.values()), strategy):
+            return True
+    return False
 
 
 def _as_jax(leaves: Sequence[Any], call: str) -> list[Any]:

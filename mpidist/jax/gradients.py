@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mpidist.errors import ArgumentError, ArgumentTypeError
-from mpidist.jax.collectives import all_reduce
+from mpidist.jax.collectives import all_reduce, has_collective, is_traced
 from mpidist.jax.runtime import find_strategy
 from mpidist.options import CommunicationOptions
 from mpidist.util import validation
@@ -18,7 +18,7 @@ from mpidist.util import validation
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
-__all__ = ["grad", "value_and_grad"]
+__all__ = ["grad", "mean_over_rows", "value_and_grad"]
 
 
 def value_and_grad(
@@ -32,10 +32,11 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Like `jax.value_and_grad`, with value and gradients over all replicas.
 
-    The returned function is collective: it makes one all_reduce, inside or outside
-    `jit`. `fun` returns the mean over this replica's rows. The results are means over
-    the rows of all replicas, weighted by their numbers of rows. Replicas without rows
-    contribute nothing, even if `fun` returns nan there.
+    The returned function is collective: inside `jit` it makes one all_reduce; outside,
+    or if `fun` makes collectives, one more to learn the number of all rows. `fun`
+    returns the mean over this replica's rows. The results are means over the rows of
+    all replicas, weighted by their numbers of rows. Replicas without rows contribute
+    nothing, even if `fun` returns nan there.
 
     Args:
       fun: as in `jax.value_and_grad`; it may use collectives of mpidist.jax.
@@ -74,20 +75,32 @@ def value_and_grad(
             return jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
 
         # `fun` may communicate, so its errors are left to `strategy.run`
-        rows, is_wide = found.extended.consensus.guard(
-            call,
-            lambda: (
-                _count_rows(call, args, numbers, batch),
-                not _has_float16([args[i] for i in numbers]),
-            ),
+        rows = found.extended.consensus.guard(
+            call, lambda: _count_rows(call, args, numbers, batch)
         )
-        scaled = _scale(fun, has_aux, rows if is_wide else None)
+        weight = None
+        if rows is not None and _communicates(fun, args, kwargs, numbers, found):
+            # This replica's gradients then include derivatives of other replicas'
+            # values, which have their weights from the beginning
+            count = jnp.asarray(rows, jnp.result_type(float))
+            total = all_reduce("SUM", count, options, strategy=found)
+            weight = count / total
+        scaled = fun if weight is None else _weighted(fun, has_aux, weight)
         differentiated = jax.value_and_grad(scaled, argnums, has_aux)
         value, gradients = differentiated(*args, **kwargs)
         value, aux = value if has_aux else (value, None)
-        value, gradients = _mean_over_rows(
-            (value, gradients), rows, is_wide, options, found
-        )
+        both = value, gradients
+        if rows is None:
+            both = all_reduce("MEAN", both, options, strategy=found)
+        elif weight is None:
+            both = mean_over_rows(both, rows, options=options, strategy=found)
+        else:
+            if rows == 0:  # means over no rows, which do not count
+                both = jax.tree.map(
+                    lambda x: jnp.where(jnp.isnan(x) & (total > 0), 0, x), both
+                )
+            both = all_reduce("SUM", both, options, strategy=found)
+        value, gradients = both
         return ((value, aux) if has_aux else value), gradients
 
     return differentiate
@@ -129,66 +142,97 @@ def grad(
     return differentiate
 
 
-def _scale(fun: Callable[..., Any], has_aux: bool, rows: int | None) -> Any:
-    """Return `fun` with its value times `rows`.
-
-    Scale before differentiating: if `fun` contains collectives, a replica's gradients
-    include derivatives of other replicas' values, weighted by their rows.
-    """
-    if rows is None:
-        return fun
-
-    @functools.wraps(fun)
-    def scaled(*args: Any, **kwargs: Any) -> Any:
-        result = fun(*args, **kwargs)
-        return (result[0] * rows, result[1]) if has_aux else result * rows
-
-    return scaled
-
-
-def _mean_over_rows(
-    sums: Any,
-    rows: int | None,
-    is_scaled: bool,
-    options: CommunicationOptions | None,
-    strategy: Strategy,
+def mean_over_rows(
+    values: Any,
+    rows: Any,
+    *,
+    options: CommunicationOptions | None = None,
+    strategy: Strategy | None = None,
 ) -> Any:
     """Return the mean of a pytree over the rows of all replicas. Collective.
 
+    For gradients that another library has computed (such as `nnx.grad`), and for
+    running statistics. It makes one all_reduce, inside or outside `jit`.
+
     Args:
-      sums: sums over this replica's rows; means if not `is_scaled`.
-      rows: the number of rows of this replica; None to weight all replicas equally.
-      is_scaled: see `sums`.
+      values: a pytree of means over this replica's rows.
+      rows: the number of this replica's rows. With 0 its values do not count, even if
+        they are nan.
       options: see `CommunicationOptions`.
-      strategy: the strategy of the replicas.
+      strategy: by default the current one.
+
+    Returns:
+      A pytree of the same dtypes; the mean of integers is JAX's default float.
+
+    Raises: see `all_reduce`.
+
+    Example:
+      >>> rank = strategy.extended.replica_id
+      >>> mean = jnp.float32(rank)  # 0 over 3 rows, and 1 over 2
+      >>> print(mpidist.jax.mean_over_rows(mean, 3 - rank, strategy=strategy))
+      0.4
     """
-    if rows is None:
-        return all_reduce("MEAN", sums, options, strategy=strategy)
-    dtypes = jax.tree.map(lambda x: x.dtype, sums)
-    if rows == 0:  # the means are nan
-        sums = jax.tree.map(jnp.zeros_like, sums)
-    if not is_scaled:
-        sums = jax.tree.map(lambda x: _widen(x) * rows, sums)
-    totals, count = all_reduce(
-        "SUM", (sums, jnp.asarray(rows, jnp.float32)), options, strategy=strategy
+    call = "mpidist.jax.mean_over_rows"
+    found = find_strategy(strategy, call)
+    sums, count, dtypes = found.extended.consensus.guard(
+        call, lambda: _sums(values, rows)
     )
-    return _divide(totals, count, dtypes)
-
-
-def _divide(totals: Any, count: Any, dtypes: Any) -> Any:
-    return jax.tree.map(lambda x, d: (_widen(x) / count).astype(d), totals, dtypes)
-
-
-def _widen(x: Any) -> Any:
-    """Return 16-bit floats as float32."""
-    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits == 16 else x
-
-
-def _has_float16(values: Any) -> bool:
-    """Return whether sums over rows may overflow in a leaf's dtype."""
-    return any(
-        getattr(x, "dtype", None) == jnp.float16 for x in jax.tree.leaves(values)
+    sums, total = all_reduce("SUM", (sums, count), options, strategy=found)
+    return jax.tree.map(
+        lambda x, dtype: (x / total.astype(x.dtype)).astype(dtype), sums, dtypes
     )
+
+
+def _sums(means: Any, rows: Any) -> tuple[Any, Any, Any]:
+    """Return sums over rows, the number of rows, and the dtypes of means."""
+
+    def dtype_of(mean: Any) -> Any:
+        is_exact = not jnp.issubdtype(mean.dtype, jnp.inexact)
+        return jnp.result_type(float) if is_exact else mean.dtype
+
+    def sum_of(mean: Any, dtype: Any) -> Any:
+        wide = jnp.promote_types(dtype, jnp.float32)  # 16 bits would overflow
+        return jnp.where(count > 0, mean.astype(wide) * count.astype(wide), 0)
+
+    means = jax.tree.map(jnp.asarray, means)
+    dtypes = jax.tree.map(dtype_of, means)
+    # float64 for means of that: float32 counts up to 2**24
+    count = jnp.asarray(rows, jnp.result_type(float))
+    return jax.tree.map(sum_of, means, dtypes), count, dtypes
+
+
+def _communicates(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    numbers: Sequence[int],
+    strategy: Strategy,
+) -> bool:
+    """Return whether `fun` makes collectives; True outside `jit`, where it may."""
+    if not is_traced(jax.tree.leaves(args)):
+        return True
+
+    def of_differentiated(*given: Any) -> Any:
+        every = list(args)
+        for i, arg in zip(numbers, given):
+            every[i] = arg
+        return jax.tree.leaves(fun(*every, **kwargs))
+
+    traced = jax.make_jaxpr(of_differentiated)(*(args[i] for i in numbers))
+    return has_collective(traced, strategy)
+
+
+def _weighted(fun: Callable[..., Any], has_aux: bool, weight: Any) -> Any:
+    """Return `fun` with its value times `weight`."""
+
+    @functools.wraps(fun)
+    def weighted(*args: Any, **kwargs: Any) -> Any:
+        result = fun(*args, **kwargs)
+        value, aux = result if has_aux else (result, None)
+        value = (value * weight).astype(jnp.result_type(value))
+        return (value, aux) if has_aux else value
+
+    return weighted
 
 
 def _numbers(name: str, value: int | Sequence[int]) -> tuple[int, ...]:

@@ -142,13 +142,18 @@ def _as_dispatcher(strategy: Strategy, operation: str) -> Iterator[None]:
     extended = strategy.extended
     extended.topology.require_open()
     lock = extended.consensus.lock
+    consensus = extended.consensus
     if lock.is_creator():
+        # Plain `jax.jit` keeps the strategy with which it was traced
+        if has_strategy() and not in_replica_of(strategy):
+            consensus.guard(
+                operation, lambda: require_cross_replica(strategy, operation)
+            )
         yield
         return
     with ThreadFrames() as frames:
         code = frames[lock.creator].f_code if lock.creator in frames else None
     is_waiting = code is not None and code.co_filename.startswith(_JAX_FOLDER)
-    consensus = extended.consensus
     if not is_waiting:
         error = ContextError(
             f"{operation} inside jit was called while the thread that created the "
@@ -177,8 +182,8 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., 
       options: those of `jax.jit`.
 
     Returns:
-      A function with the methods of `jax.jit`'s, such as `lower`; `__wrapped__` is what
-      `jax.jit` returned.
+      A function with the methods of `jax.jit`'s, such as `lower`. It is compiled for
+      each strategy that is current when it is called.
 
     Example:
       >>> @mpidist.jax.jit
@@ -189,21 +194,37 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., 
     """
     if fun is None:
         return functools.partial(jit, **options)
-    compiled = jax.jit(fun, **options)
+    given = fun
+    # Compiled code contains the strategy's collectives
+    compiled: dict[Strategy, Any] = {}
+
+    def current() -> Any:
+        strategy = get_strategy()
+        if strategy not in compiled:
+            for old in [s for s in compiled if s.extended.topology.closed]:
+                del compiled[old]
+            # JAX caches by function, so each strategy needs one of its own
+            own = functools.wraps(given)(lambda *args, **kwargs: given(*args, **kwargs))
+            compiled[strategy] = jax.jit(own, **options)
+        return compiled[strategy]
 
     @functools.wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:
+        _errors.clear()  # of calls whose errors nobody asked for
         try:
-            return compiled(*args, **kwargs)
+            return current()(*args, **kwargs)
         except jax.errors.JaxRuntimeError:
             error = take_error()
             if error is None:
                 raise
         raise error
 
-    for name in ("clear_cache", "eval_shape", "lower", "trace"):
-        setattr(call, name, getattr(compiled, name))
-    call.__wrapped__ = compiled
+    def method(name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: getattr(current(), name)(*args, **kwargs)
+
+    for name in ("eval_shape", "lower", "trace"):
+        setattr(call, name, method(name))
+    call.clear_cache = compiled.clear  # type: ignore[attr-defined]  # as jax.jit's
     return call
 
 

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpidist
 from mpidist.errors import (
@@ -267,6 +268,39 @@ def test_without_a_strategy_it_is_the_current_one(comm, strategy):
     assert float(got) == comm.size
     with strategy.scope():
         assert float(mj.all_reduce("SUM", jnp.ones(()))) == comm.size
+
+
+@pytest.mark.mpi(min_size=2)
+def test_compiled_code_is_for_the_current_strategy(comm, strategy):
+    alone = mpidist.MirroredStrategy(["CPU:0"], communicator=MPI.COMM_SELF)
+    total = mj.jit(lambda x: mj.all_reduce("SUM", x))
+    plain = jax.jit(lambda x: mj.all_reduce("SUM", x))
+    with strategy.scope():
+        assert float(plain(1.0)) == comm.size
+    for current, count in [(strategy, comm.size), (alone, 1)] * 2:
+        with current.scope():
+            assert float(total(1.0)) == count
+    with alone.scope(), pytest.raises(jax.errors.JaxRuntimeError, match="Mixing"):
+        plain(1.0)
+    with strategy.scope():
+        assert float(plain(1.0)) == comm.size
+    alone.experimental_finalize()
+
+
+def test_an_earlier_error_does_not_replace_anothers(comm, strategy):
+    def fail(x):
+        raise KeyError("ours")
+
+    def of_user(x):
+        return jax.experimental.io_callback(fail, x, x)
+
+    bad = jax.jit(lambda x: mj.all_reduce("SUM", x, strategy=strategy))
+    first = np.zeros(2 + comm.rank, "f")
+    if comm.size > 1:
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            bad(first)  # nobody takes mpidist's own error
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ours"):
+        mj.jit(of_user)(jnp.ones(()))
 
 
 SCRIPT = """

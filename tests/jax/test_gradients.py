@@ -72,6 +72,110 @@ def test_float16_does_not_overflow_where_the_mean_does_not(comm, strategy):
     assert float(gradient) == pytest.approx(100, rel=0.01)
 
 
+def test_float16_inside_does_not_overflow(comm, strategy):
+    """The loss is not multiplied by its rows before it is differentiated."""
+
+    def loss(w, x):
+        return jnp.mean((x * w.astype("float16")) ** 2).astype("float32")
+
+    x = np.full(20_000 + comm.rank, 30, "float16")
+    step = mj.jit(mj.value_and_grad(loss, strategy=strategy))
+    value, gradient = step(jnp.ones(()), x)
+    assert float(value) == pytest.approx(900, rel=1e-2)
+    assert float(gradient) == pytest.approx(1800, rel=1e-2)
+
+
+def inner(w, sums):
+    """A collective in the loss, deep inside other functions."""
+    scan = jax.lax.scan(lambda c, _: (sums(c), None), w, None, 1)[0]
+    return jax.lax.cond(jnp.ones((), bool), jax.jit(lambda w: w + scan), sums, w)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, mj.jit])
+@pytest.mark.parametrize("first", [None, 1, 0])
+def test_collectives_in_the_loss_with_unequal_rows(comm, strategy, wrap, first):
+    def loss(w, x, sums=lambda w: w * comm.size):
+        total = inner(w, sums) / (comm.size + 1)
+        return jnp.mean(jnp.tanh(x @ total) ** 2) + 0.1 * (total**2).sum()
+
+    def of_part(w, x):
+        return loss(w, x, lambda w: mj.all_reduce("SUM", w, strategy=strategy))
+
+    w = jnp.asarray([0.5, -1.0, 2.0])
+    got = wrap(mj.value_and_grad(of_part, strategy=strategy))(w, X[share(comm, first)])
+    expected = jax.value_and_grad(loss)(w, X)
+    require_close(got[0], expected[0], 1e-5)
+    # Each replica's gradient is that of its copy: together they are the whole
+    require_close(got[1], expected[1], 1e-5)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, mj.jit])
+def test_mean_over_rows(comm, strategy, wrap, enable_x64):
+    rank, rows = comm.rank, comm.rank * 3
+    values = {
+        "f": jnp.float32(rank),
+        "h": jnp.full((2,), 300 * rank, "float16"),
+        "c": jnp.asarray(rank * 1j),
+        "i": jnp.asarray([rank, 1]),
+    }
+    if rows == 0 and comm.size > 1:
+        values = jax.tree.map(
+            lambda x: x * jnp.nan if x.dtype.kind in "fc" else x, values
+        )
+    rows = rows or (comm.size == 1)
+    got = wrap(lambda v: mj.mean_over_rows(v, rows, strategy=strategy))(values)
+    weights = [3 * r for r in range(comm.size)] if comm.size > 1 else [1]
+    mean = np.average(range(comm.size), weights=weights)
+    expected = {"f": mean, "h": np.full(2, 300 * mean), "c": mean * 1j, "i": [mean, 1]}
+    for name, value in expected.items():
+        np.testing.assert_allclose(np.asarray(got[name]), value, rtol=1e-3)
+    assert [got[n].dtype.name for n in "fhci"] == [
+        *("float32", "float16", "complex64", "float32")
+    ]
+    counted = wrap(lambda n: mj.mean_over_rows(n, n, strategy=strategy))
+    assert float(counted(jnp.asarray(2))) == 2  # rows that are computed
+    if comm.size == 2:
+        with enable_x64(True):
+            # More rows than float32 can count
+            many = wrap(
+                lambda v: mj.mean_over_rows(v, 2**24 + 1 - rank, strategy=strategy)
+            )
+            assert float(many(jnp.float64(rank))) == 2**24 / (2**25 + 1)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, mj.jit])
+def test_other_transformations(comm, strategy, wrap):
+    rows = share(comm)
+    step = mj.value_and_grad(loss_of, strategy=strategy)
+    remat = mj.value_and_grad(jax.checkpoint(loss_of), strategy=strategy)
+    expected = jax.value_and_grad(loss_of)(weights(), X, Y)
+    require_close(wrap(remat)(weights(), X[rows], Y[rows]), expected)
+    first = lambda w: step({"w": w, "b": 1.0}, X[rows], Y[rows])[1]["w"]  # noqa: E731
+    whole = lambda w: jax.grad(loss_of)({"w": w, "b": 1.0}, X, Y)["w"]  # noqa: E731
+    w = weights()["w"]
+    hessian = jax.jacfwd(whole)(w)
+    require_close(wrap(jax.jacfwd(first))(w), hessian, 1e-4)
+    # In reverse mode: the derivatives of all replicas' results by this one's weights
+    parts = wrap(jax.jacrev(first))(w)
+    got = mj.all_reduce("MEAN", parts, strategy=strategy)
+    require_close(got, hessian, 1e-4)
+
+
+def test_donation(comm, strategy):
+    step = mj.value_and_grad(loss_of, strategy=strategy)
+
+    def descend(w, x, y):
+        return jax.tree.map(lambda a, b: a - 0.1 * b, w, step(w, x, y)[1])
+
+    donating, plain = mj.jit(descend, donate_argnums=0), mj.jit(descend)
+    rows = share(comm)
+    a, b = weights(), weights()
+    for _ in range(3):
+        given, a, b = a, donating(a, X[rows], Y[rows]), plain(b, X[rows], Y[rows])
+        assert given["w"].is_deleted()
+    require_close(a, b, 0)
+
+
 def test_aux_and_argnums(comm, strategy):
     rows = share(comm)
 
