@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,30 +78,10 @@ def value_and_grad(
         rows = found.extended.consensus.guard(
             call, lambda: _count_rows(call, args, numbers, batch)
         )
-        weight = None
-        if rows is not None and _communicates(fun, args, kwargs, numbers, found):
-            # This replica's gradients then include derivatives of other replicas'
-            # values, which have their weights from the beginning
-            count = jnp.asarray(rows, jnp.result_type(float))
-            total = all_reduce("SUM", count, options, strategy=found)
-            weight = count / total
-        scaled = fun if weight is None else _weighted(fun, has_aux, weight)
-        differentiated = jax.value_and_grad(scaled, argnums, has_aux)
-        value, gradients = differentiated(*args, **kwargs)
-        value, aux = value if has_aux else (value, None)
-        both = value, gradients
-        if rows is None:
-            both = all_reduce("MEAN", both, options, strategy=found)
-        elif weight is None:
-            both = mean_over_rows(both, rows, options=options, strategy=found)
-        else:
-            if rows == 0:  # means over no rows, which do not count
-                both = jax.tree.map(
-                    lambda x: jnp.where(jnp.isnan(x) & (total > 0), 0, x), both
-                )
-            both = all_reduce("SUM", both, options, strategy=found)
-        value, gradients = both
-        return ((value, aux) if has_aux else value), gradients
+        weighs = rows is not None and _communicates(fun, args, kwargs, numbers, found)
+        loss = _Loss(fun, argnums, has_aux, rows, options, found)
+        both, aux = (loss.of_weighted if weighs else loss.of_means)(args, kwargs)
+        return ((both[0], aux), both[1]) if has_aux else both
 
     return differentiate
 
@@ -220,6 +200,56 @@ def _communicates(
 
     traced = jax.make_jaxpr(of_differentiated)(*(args[i] for i in numbers))
     return has_collective(traced, strategy)
+
+
+class _Loss(NamedTuple):
+    """A loss, and how its replicas count.
+
+    Args:
+      fun, argnums, has_aux: see `value_and_grad`.
+      rows: of this replica; None where all replicas have the same weight.
+      options: of the collectives.
+      strategy: of the replicas.
+    """
+
+    fun: Callable[..., Any]
+    argnums: int | Sequence[int]
+    has_aux: bool
+    rows: int | None
+    options: CommunicationOptions | None
+    strategy: Strategy
+
+    def differentiate(self, args: Any, kwargs: Any, weight: Any = None) -> Any:
+        """Return value and gradients of this replica, and auxiliary data."""
+        fun = self.fun if weight is None else _weighted(self.fun, self.has_aux, weight)
+        differentiated = jax.value_and_grad(fun, self.argnums, self.has_aux)
+        value, gradients = differentiated(*args, **kwargs)
+        value, aux = value if self.has_aux else (value, None)
+        return (value, gradients), aux
+
+    def of_means(self, args: Any, kwargs: Any) -> Any:
+        """Return the mean of the replicas' values and gradients. Collective."""
+        both, aux = self.differentiate(args, kwargs)
+        more: Any = {"options": self.options, "strategy": self.strategy}
+        if self.rows is None:
+            return all_reduce("MEAN", both, **more), aux
+        return mean_over_rows(both, self.rows, **more), aux
+
+    def of_weighted(self, args: Any, kwargs: Any) -> Any:
+        """Return the same for a loss that makes collectives. Collective.
+
+        A replica's gradients then include derivatives of other replicas' values, which
+        need their weights from the beginning.
+        """
+        more: Any = {"options": self.options, "strategy": self.strategy}
+        count = jnp.asarray(self.rows, jnp.result_type(float))
+        total = all_reduce("SUM", count, **more)
+        both, aux = self.differentiate(args, kwargs, count / total)
+        if self.rows == 0:  # its own values may be nan, and do not count
+            both = jax.tree.map(
+                lambda x: jnp.where(jnp.isnan(x) & (total > 0), 0, x), both
+            )
+        return all_reduce("SUM", both, **more), aux
 
 
 def _weighted(fun: Callable[..., Any], has_aux: bool, weight: Any) -> Any:
