@@ -89,7 +89,9 @@ def test_what_is_no_regular_file_is_refused_on_all_ranks(
     for name in NAMES:
         found = [line for line in lines if f"a.h5 {name} " in line]
         assert len(found) == ranks, result.stdout
-        assert all("is a FIFO, and must be a regular file" in line for line in found), found
+        assert all("is a FIFO, and must be a regular file" in line for line in found), (
+            found
+        )
     for name, kind in zip([*others, "/dev/zero"], ["FIFO"] * 2 + ["socket", "device"]):
         found = [line for line in lines if f" {name} x " in line]
         assert len(found) == ranks, result.stdout
