@@ -10,7 +10,6 @@ import contextlib
 import contextvars
 import functools
 import operator
-import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, DataError
-from mpidist.util import nest
+from mpidist.util import nest, validation
 from mpidist.util.notices import warn
 
 __all__ = [
@@ -237,7 +236,7 @@ def _why_no_array(leaf: Any, name: str) -> str:
         )
     return (
         f"{what}{kind.__qualname__} of Python objects; convert it, for example with "
-        f"astype(float), astype(str) or map(): {reprlib.repr(leaf)}"
+        f"astype(float), astype(str) or map(): {validation.shown(leaf)}"
     )
 
 
