@@ -202,6 +202,17 @@ def test_keys_in_another_order_on_each_rank_are_paired(strategy, rank, collectiv
             same(result, expected)
 
 
+def test_the_order_of_an_ordered_dict_must_agree(strategy, rank):
+    names = "abc" if rank % 2 else "cba"
+    value = collections.OrderedDict((name, np.full(4, 2.0)) for name in names)
+    for _ in range(2):
+        if strategy.num_replicas_in_sync == 1:
+            assert list(strategy.reduce("SUM", value)) == list(names)
+            continue
+        with pytest.raises(mpidist.errors.MismatchError, match="structure"):
+            strategy.reduce("SUM", value)
+
+
 EXTREME = {
     "opposite infinities": lambda rank, _: [-np.inf, np.inf][rank % 2],
     "nan": lambda rank, _: [np.nan, 1.0][rank % 2],
