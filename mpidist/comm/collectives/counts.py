@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidist.comm.collectives.arguments import deadline_of
-from mpidist.comm.consensus.comparison import Pages, Payload, PayloadComparison
+from mpidist.comm.consensus.comparison import Pages, PayloadComparison
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.signatures import CallSignature, digest
 from mpidist.comm.transports.selector import TransportSelector
@@ -131,8 +131,8 @@ class CountExchange:
                     written.next(array.shape, array.dtype)[...] = array
             return False
 
-        payload, timeout = Payload(plan.pages, fill), plan.options.timeout_seconds
-        parts = consensus.exchange(plan.call, plan.number, payload, timeout)
+        timeout = plan.options.timeout_seconds
+        parts = consensus.exchange(plan.call, plan.number, plan.pages, fill, timeout)
         everyone = [part.tolist() for part in parts[0]]
         # The largest size decides for all, so that every rank takes the same branch
         # next.

@@ -125,9 +125,8 @@ class Collectives:
         if prepare is None and isinstance(reduce_op, OP_TYPES):
             detail = reduce_op if options is None else detail_of(reduce_op, options)
         if detail is not None:
-            # A nest may raise when it is read, perhaps on this rank alone
-            key, plan, leaves, spec = self.consensus.guard(
-                operation, self._plans.find, operation, detail, value, kind_of
+            key, plan, leaves, spec = self._plans.find(
+                operation, detail, value, kind_of
             )
             # Fast path for repeated all-reduces: skip the checks that already passed.
             if plan is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from mpidist.comm import arithmetic
 from mpidist.comm.collectives.arguments import check_each, is_direct
 from mpidist.comm.collectives.plans import Structure
-from mpidist.comm.consensus.comparison import Pages, Payload, PayloadComparison
+from mpidist.comm.consensus.comparison import Pages, PayloadComparison
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.signatures import CallSignature, digest
 from mpidist.device import arrays
@@ -199,8 +199,9 @@ class PackedReductions:
             fill(alone)
             parts: Sequence[Sequence[Any]] = [(a,) for a in alone]
         else:
-            payload = Payload(plan.pages, fill)
-            parts = consensus.exchange(plan.call, plan.number, payload, timeout)
+            parts = consensus.exchange(
+                plan.call, plan.number, plan.pages, fill, timeout
+            )
         results: list[Any] = [None] * len(given)
         # `parts` are views of shared pages, valid until the next exchange: `combine`
         # makes totals of our own.

@@ -106,30 +106,34 @@ class PlanCache:
           value: a nest; components of distributed values are its leaves.
           kind: what leaves with the same plan have in common; None if that is unknown.
         """
-        # Of a distributed value this rank has one component.
-        if type(value) in _DISTRIBUTED:
-            value = value.values[0]
-        # The cheapest way comes first: one array costs no tuple of kinds.
-        if type(value) is np.ndarray:
-            found = kind(value)
-            key = None if found is None else (operation, detail, found)
-            return key, self._known.get(key), (value,), None
-        structure: Any = type(value)
-        if structure in _FLAT:
-            leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in value]
+        try:
+            # Of a distributed value this rank has one component.
+            if type(value) in _DISTRIBUTED:
+                value = value.values[0]
+            # The cheapest way comes first: one array costs no tuple of kinds.
+            if type(value) is np.ndarray:
+                found = kind(value)
+                key = None if found is None else (operation, detail, found)
+                return key, self._known.get(key), (value,), None
+            structure: Any = type(value)
+            if structure in _FLAT:
+                leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in value]
+                kinds = tuple(map(kind, leaves))
+                # A leaf of unknown kind is converted each time, so a plan cannot be
+                # looked up.
+                if None not in kinds:
+                    key = operation, detail, (structure, kinds)
+                    return key, self._known.get(key), leaves, None
+            leaves, spec = nest.flatten(value)
+            leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in leaves]
             kinds = tuple(map(kind, leaves))
-            # A leaf of unknown kind is converted each time, so a plan cannot be looked
-            # up.
-            if None not in kinds:
-                key = operation, detail, (structure, kinds)
-                return key, self._known.get(key), leaves, None
-        leaves, spec = nest.flatten(value)
-        leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in leaves]
-        kinds = tuple(map(kind, leaves))
-        if None in kinds:
-            return None, None, leaves, spec
-        key = operation, detail, (spec, kinds)
-        return key, self._known.get(key), leaves, spec
+            if None in kinds:
+                return None, None, leaves, spec
+            key = operation, detail, (spec, kinds)
+            return key, self._known.get(key), leaves, spec
+        except BaseException as error:
+            # A nest may raise when it is read, perhaps on this rank alone
+            self._consensus.fail(operation, error)
 
     def keep(
         self, key: Any, plan: Any, leaves: Sequence[Any], given: Sequence[Any]
@@ -168,10 +172,7 @@ class PlanCache:
         """
         key, consensus = None, self._consensus
         if detail is not None:
-            # A nest may raise when it is read, perhaps on this rank alone
-            key, plan, leaves, spec = consensus.guard(
-                operation, self.find, operation, detail, value, kind
-            )
+            key, plan, leaves, spec = self.find(operation, detail, value, kind)
             if plan is not None:
                 with consensus.lock:
                     results = execute(plan, leaves)

@@ -24,6 +24,7 @@ from mpidist.comm.consensus.comparison import (
     FAILED,
     LARGE,
     Comparison,
+    Pages,
     Payload,
     PayloadComparison,
     Proposal,
@@ -57,6 +58,7 @@ __all__ = ["FINALIZED", "Consensus"]
 
 FINALIZED = "the strategy was finalized and cannot be used any more"
 T = TypeVar("T")
+_get_ident = threading.get_ident
 
 
 class Consensus:
@@ -202,7 +204,7 @@ class Consensus:
 
         Faster, for repeated calls. This thread must hold the lock.
         """
-        assert self.lock.is_held(), call
+        assert self.lock.holder == _get_ident(), call
         if timeout is not None or self.size == 1 or not self._is_plain():
             return self.require_same(call, timeout=timeout, address=address)
         self.calls += 1
@@ -217,7 +219,8 @@ class Consensus:
         self,
         call: CallSignature,
         number: int,
-        payload: Payload,
+        pages: Pages,
+        fill: Callable[[Sequence[Any]], bool],
         timeout: float | None = None,
     ) -> Sequence[Sequence[Any]]:
         """Like `compare`; also returns the arrays of all ranks. Collective.
@@ -225,36 +228,39 @@ class Consensus:
         Args:
           call: see `compare`.
           number: its digest.
-          payload: this rank's arrays.
+          pages: see `Payload`.
+          fill: see there.
           timeout: see `require_same`.
 
         Returns, for each array, those of all ranks, valid until the next comparison.
-        Raises, on all ranks: what `payload.fill` raises; see also `require_same`.
+        Raises, on all ranks: what `fill` raises; see also `require_same`.
         """
         comparison = self.comparison
-        assert self.lock.is_held(), call
+        assert self.lock.holder == _get_ident(), call
         assert isinstance(comparison, PayloadComparison)
         if timeout is not None or not self._is_plain():
-            self.require_same(call, timeout=timeout, payload=payload)
-            return comparison.payload(payload.pages)
+            self.require_same(call, timeout=timeout, payload=Payload(pages, fill))
+            return comparison.payload(pages)
         try:
-            is_large = payload.fill(comparison.next_page(payload.pages))
+            is_large = fill(comparison.next_page(pages))
         except Exception as error:
             self.require_same(call, error)
             raise
         self.calls += 1
         self._begin(self.calls, call, number)
-        self.recorder.count(comparison.name, payload.pages.size_bytes)
+        self.recorder.count(comparison.name, pages.size_bytes)
         words = number ^ self.progress.digest, LARGE * is_large, 0
         if not self._note(comparison.agrees(words), comparison):
+            payload = Payload(pages, fill)
             self._settle(Proposal(call, payload=payload, is_large=is_large))
-        return comparison.payload(payload.pages)
+        return comparison.payload(pages)
 
     def _is_plain(self) -> bool:
         """Return whether this rank may send the digest of a call at once."""
         if self.broken is not None or self.failures.ranks:
             return False
-        return self._thread.unwinding is None and self.lock.is_creator()
+        lock = self.lock  # this thread holds it
+        return self._thread.unwinding is None and lock.holder == lock.creator
 
     def _settle(self, proposal: Proposal) -> None:
         """Raise on differing calls, or let another thread go first."""
@@ -425,16 +431,22 @@ class Consensus:
         """
         try:
             return fn(*args)
-        except Exception as error:
-            try:
-                self.sync_errors(operation, error)
-            except Exception as raised:
-                diagnostics.forget_locals(raised)
-                raise
-            raise
         except BaseException as error:
-            self.leave(error)
+            self.fail(operation, error)
+
+    def fail(self, operation: str, error: BaseException) -> NoReturn:
+        """Raise this rank's error on all ranks; see `guard`."""
+        try:
+            if isinstance(error, Exception):
+                self.sync_errors(operation, error)
+            else:
+                self.leave(error)
+            raise error
+        except Exception as raised:
+            diagnostics.forget_locals(raised)
             raise
+        finally:
+            del error  # its traceback holds this frame
 
     def guard_last(self, operation: str, fn: Callable[..., T], *args: Any) -> T:
         """Like `guard`, for work after data have moved; ranks agree on it. Collective.

@@ -65,7 +65,7 @@ class ThreadOrderedLock:
         self._on_end = on_end
         self._check = check
         self._on_error = on_error
-        self._creator = threading.get_ident()
+        self.creator = threading.get_ident()  # the first thread
         self.states: tuple[PerThread, ...] = ()  # of all threads: see `stand_in`
         # Names that several threads have had at the same time: they may denote
         # different threads on other ranks, even after all but one have ended
@@ -74,26 +74,24 @@ class ThreadOrderedLock:
 
     def reset(self) -> None:
         """Release the lock in a forked process, where other threads do not exist."""
-        self._condition = threading.Condition(threading.RLock())
+        lock = threading.RLock()
+        self._condition = threading.Condition(lock)
+        self._acquire, self._release = lock.acquire, lock.release
         self._next: str | None = None
         self._entered = 0
-        self._holder = 0
+        self.holder = 0  # the thread that holds it
         self._yielding: dict[int, str | None] = {}  # see `awaited_by`
         self._handling: Any = None  # of floating-point errors, outside the lock
 
-    def is_held(self) -> bool:
-        """Return whether this thread holds the lock."""
-        return self._entered > 0 and self._holder == _get_ident()
-
     def thread(self) -> str:
         """Return this thread's name, the same on all ranks; "" for the first thread."""
-        if _get_ident() == self._creator:
+        if _get_ident() == self.creator:
             return ""
         return threading.current_thread().name or _NAMELESS
 
     def is_creator(self) -> bool:
         """Return whether this is the first thread."""
-        return _get_ident() == self._creator
+        return _get_ident() == self.creator
 
     def ambiguity(self, operation: str) -> ContextError | None:
         """Return an error if the name of this thread does not identify it on all ranks.
@@ -104,7 +102,7 @@ class ThreadOrderedLock:
           operation: the call that this thread makes.
         """
         thread = threading.current_thread()
-        if thread.ident == self._creator:
+        if thread.ident == self.creator:
             return None
         if sum(t.name == thread.name for t in threading.enumerate()) > 1:
             self._ambiguous.add(thread.name)
@@ -118,7 +116,7 @@ class ThreadOrderedLock:
 
     def adopt(self) -> None:
         """Make the calling thread the first one, whose name is ""."""
-        self._creator = threading.get_ident()
+        self.creator = threading.get_ident()
 
     @contextlib.contextmanager
     def stand_in(self) -> Iterator[None]:
@@ -126,7 +124,7 @@ class ThreadOrderedLock:
 
         Changes of `states` apply to the first thread.
         """
-        creator = self._creator
+        creator = self.creator
         with contextlib.ExitStack() as stack:
             for state in self.states:
                 stack.enter_context(state.borrow(creator))
@@ -134,29 +132,25 @@ class ThreadOrderedLock:
             try:
                 yield
             finally:
-                self._creator = creator
-
-    @property
-    def creator(self) -> int:
-        """The identifier of the first thread."""
-        return self._creator
+                self.creator = creator
 
     def __enter__(self) -> None:
-        self._condition.acquire()
+        self._acquire()
         state = handling()
         try:
             if self._next is not None:
                 while not self._entered and self._next not in (None, self.thread()):
                     self._condition.wait()
             if not self._entered:
-                self._holder, self._handling = _get_ident(), state
+                self.holder = _get_ident()
+                self._handling = state
                 set_handling(IGNORED)
             self._entered += 1
         except BaseException as error:  # of a signal handler
             set_handling(state)
             if self._on_error is not None:
                 self._on_error(error)
-            self._condition.release()
+            self._release()
             raise
 
     def __exit__(
@@ -173,9 +167,10 @@ class ThreadOrderedLock:
                     self._condition.notify_all()
         finally:  # also when a signal handler raises here
             if self._entered == 1:
+                self.holder = 0
                 set_handling(self._handling)
             self._entered -= 1
-            self._condition.release()
+            self._release()
         if self._check is not None:
             found = self._check(error)
             if found is not None and found is not error:
@@ -189,7 +184,7 @@ class ThreadOrderedLock:
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         entered, self._entered = self._entered, 0
-        mine = self._holder, self._handling
+        mine = self.holder, self._handling
         self._next = thread
         self._yielding[_get_ident()] = thread if timeout is None else None
         self._condition.notify_all()
@@ -204,7 +199,7 @@ class ThreadOrderedLock:
                 self._condition.notify_all()
             self._yielding.pop(_get_ident())
             self._entered = entered
-            self._holder, self._handling = mine
+            self.holder, self._handling = mine
         return True
 
     def awaited_by(self, thread: int) -> str | None:
@@ -229,7 +224,7 @@ class ThreadOrderedLock:
 
     def name_of(self, thread: threading.Thread) -> str:
         """Return the name of any thread, as `thread` does of this one."""
-        return "" if thread.ident == self._creator else thread.name or _NAMELESS
+        return "" if thread.ident == self.creator else thread.name or _NAMELESS
 
 
 def may_start_threads(thread: threading.Thread) -> bool:

@@ -19,7 +19,6 @@ from mpidist.comm.consensus.comparison import (
     LARGE,
     GatherComparison,
     MaximumComparison,
-    Payload,
     SharedMemoryComparison,
 )
 from mpidist.comm.consensus.consensus import Consensus
@@ -174,7 +173,7 @@ def test_a_broken_strategy_writes_no_payload(comm, barrier):
     for timeout in (None, 10.0):
         error = pytest.raises(mpidist.CollectiveError, match="was interrupted")
         with error, consensus.lock:
-            consensus.exchange(CallSignature("step"), 1, Payload(pages, fill), timeout)
+            consensus.exchange(CallSignature("step"), 1, pages, fill, timeout)
     assert [array.tolist() for array in own] == [[comm.rank] * 3] * 2
     consensus.close()
 
@@ -191,7 +190,7 @@ def test_what_filling_a_payload_raises_is_raised_on_all_ranks(comm, barrier):
 
     for timeout in (None, 1000.0):
         with pytest.raises(ValueError, match="no number"), consensus.lock:
-            consensus.exchange(CallSignature("step"), 1, Payload(pages, fill), timeout)
+            consensus.exchange(CallSignature("step"), 1, pages, fill, timeout)
     consensus.sync_errors("a call", None)
     consensus.close()
 
