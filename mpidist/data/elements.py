@@ -38,6 +38,7 @@ __all__ = [
 
 # Others add something that an array lacks: a mask, units, another `*`
 _LOSSLESS = (np.ndarray, np.memmap, np.recarray)
+_NUMBERS = {bool, int, float, np.bool_, np.int64, np.int32, np.float64, np.float32}
 _LARGEST_EXACT = 2**53  # float64 holds all integers up to it
 
 
@@ -172,10 +173,12 @@ def plain_array(leaf: Any, name: str = "an element of a dataset") -> Any:
     Raises:
       DataError: it is none, or a mask, a byte or a unit would be lost.
     """
-    if isinstance(leaf, np.ndarray):
+    if type(leaf) in _NUMBERS:
+        array: Any = np.asarray(leaf)
+    elif isinstance(leaf, np.ndarray):
         if type(leaf) not in _LOSSLESS:
             raise DataError(_why_not_plain(type(leaf), name))
-        array: Any = leaf
+        array = leaf
     elif isinstance(leaf, str | bytes) and _ends_with_nul(leaf):
         raise DataError(
             f"{name} is {leaf!r}: arrays of text drop NULs at the end; convert it with "
@@ -331,6 +334,7 @@ def _warn_once(text: str) -> None:
         warn(text)
 
 
+@functools.lru_cache(maxsize=256)
 def dtype_text(dtype: np.dtype[Any]) -> str:
     """Return what the dtypes of a batch must have in common, as text.
 

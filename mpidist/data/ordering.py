@@ -252,6 +252,9 @@ class Repeat(MapTransformation):
             first = epoch_of_repetition(epoch, self._count, 0)
             return [(first, positions)], np.zeros(positions.size, np.int64)
         repetitions, positions = np.divmod(positions, whole)
+        if (repetitions == repetitions[0]).all():  # as in most batches
+            only = epoch_of_repetition(epoch, self._count, int(repetitions[0]))
+            return [(only, positions)], np.zeros_like(repetitions)
         distinct, origins = np.unique(repetitions, return_inverse=True)
         epochs = [
             epoch_of_repetition(epoch, self._count, repetition)

@@ -196,7 +196,9 @@ class _MapReader:
         self.is_slow_to_start = pipeline.is_mapped
         # User functions may communicate or use thread-local context
         self.may_change_thread = not pipeline.is_mapped
+        self._is_mapped = pipeline.is_mapped
         self.kinds: Kinds | None = None
+        self._last_dtypes: Any = ()  # of the last batch that was compared
 
     def read(self, step: int) -> LocalBatch | None:
         """See `BatchReader.read`."""
@@ -267,7 +269,7 @@ class _MapReader:
 
         A replica's rows must have the dtypes that they have on any number of replicas.
         """
-        if self._pipeline.is_mapped:
+        if self._is_mapped and (dtypes := _flat_dtypes(batch)) != self._last_dtypes:
             kinds = _kinds_of(batch)
             self.kinds = self.kinds or kinds
             if kinds != self.kinds:
@@ -276,6 +278,7 @@ class _MapReader:
                     f"{', '.join(kinds.dtypes)} for one and "
                     f"{', '.join(self.kinds.dtypes)} for another; convert them in map()"
                 )
+            self._last_dtypes = dtypes or self._last_dtypes
         return batch
 
     def _load(self, step: int) -> Any:
@@ -382,6 +385,15 @@ def _template_of(element: Any) -> Any:
         return np.zeros((0, *a.shape[1:]) if a.ndim else (), a.dtype)
 
     return nest.map_leaves(without_rows, element)
+
+
+def _flat_dtypes(batch: Any) -> Any:
+    """Return the dtypes of an array or a tuple of arrays; None for other batches."""
+    if type(batch) is np.ndarray:
+        return batch.dtype
+    if type(batch) is tuple and {np.ndarray}.issuperset(map(type, batch)):
+        return tuple([a.dtype for a in batch])
+    return None
 
 
 def _kinds_of(batch: Any) -> Kinds:
