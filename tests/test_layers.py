@@ -80,7 +80,7 @@ OUTSIDE = {
         "comm.transports.nccl",
     },
     "h5py": {"data.hdf5", "checkpoint", "tools.doctor"},
-    "deflate": {"data.hdf5.chunks", "data.contents", "checkpoint", "device.arrays"},
+    "deflate": {"data.hdf5.chunks", "checkpoint", "device.arrays"},
     "optree": {"util.nest"},
     "torch": {"torch"},
     "jax": {"jax"},
