@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import h5py
 import numpy as np
 import pytest
@@ -226,3 +228,58 @@ def test_tensors_are_sources_of_rows(strategy):
     for name, got in next(iter(batches)).items():
         assert got.dtype == tensors[name].dtype
         assert torch.equal(got, tensors[name][first : first + 4]), name
+
+
+SAME = np.arange(24.0)
+
+
+def own(comm):
+    """Rows in an order of this rank alone."""
+    return np.random.default_rng(comm.rank).permutation(SAME)
+
+
+class Indexable:
+    def __init__(self, rows):
+        self.rows = {"nested": [rows]}
+
+    def __len__(self):
+        return len(SAME)
+
+    def __getitem__(self, i):
+        return self.rows["nested"][0][i]
+
+
+class ByFunction(Indexable):
+    def __init__(self, rows):
+        self.rows = None
+        self.read = functools.partial(lambda i: rows[i])
+
+    def __getitem__(self, i):
+        return self.read(i)
+
+
+def dataset_that_differs(name, comm):
+    same, rows = torch.tensor(SAME), torch.tensor(own(comm))
+    seed = torch.Generator().manual_seed(comm.rank)
+    return {
+        "tensors": lambda: data.TensorDataset(same, rows),
+        "split": lambda: data.random_split(
+            data.TensorDataset(same), [20, 4], generator=seed
+        )[0],
+        "joined": lambda: data.ConcatDataset(
+            [data.TensorDataset(same), data.TensorDataset(rows)]
+        ),
+        "own class": lambda: Indexable(own(comm)),
+        "function": lambda: ByFunction(own(comm)),
+    }[name]()
+
+
+@pytest.mark.parametrize(
+    "name", ["tensors", "split", "joined", "own class", "function"]
+)
+def test_what_a_dataset_holds_is_compared(strategy, comm, name):
+    if comm.size == 1:
+        pytest.skip("one rank differs from none")
+    dataset = from_dataset(dataset_that_differs(name, comm))
+    with pytest.raises(mpidist.MismatchError, match="dataset"):
+        strategy.experimental_distribute_dataset(dataset.batch(4))

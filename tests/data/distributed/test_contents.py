@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 
@@ -58,55 +56,6 @@ def test_the_error_names_the_array_and_the_ranks(strategy, comm):
         strategy.experimental_distribute_dataset(slices((SAME, rows)).batch(4))
     assert "from_tensor_slices[1]" in str(info.value)
     assert f"on rank {comm.size - 1}" in str(info.value)
-
-
-class Indexable:
-    def __init__(self, rows):
-        self.rows = {"nested": [rows]}
-
-    def __len__(self):
-        return len(SAME)
-
-    def __getitem__(self, i):
-        return self.rows["nested"][0][i]
-
-
-class ByFunction(Indexable):
-    def __init__(self, rows):
-        self.rows = None
-        self.read = functools.partial(lambda i: rows[i])
-
-    def __getitem__(self, i):
-        return self.read(i)
-
-
-def torch_dataset(name, comm):
-    data = pytest.importorskip("torch.utils.data")
-    torch = pytest.importorskip("torch")
-    same, rows = torch.tensor(SAME), torch.tensor(own(comm))
-    seed = torch.Generator().manual_seed(comm.rank)
-    return {
-        "tensors": lambda: data.TensorDataset(same, rows),
-        "split": lambda: data.random_split(
-            data.TensorDataset(same), [20, 4], generator=seed
-        )[0],
-        "joined": lambda: data.ConcatDataset(
-            [data.TensorDataset(same), data.TensorDataset(rows)]
-        ),
-        "own class": lambda: Indexable(own(comm)),
-        "function": lambda: ByFunction(own(comm)),
-    }[name]()
-
-
-@pytest.mark.parametrize(
-    "name", ["tensors", "split", "joined", "own class", "function"]
-)
-def test_what_a_dataset_of_pytorch_holds_is_compared(strategy, comm, name):
-    if comm.size == 1:
-        pytest.skip("one rank differs from none")
-    dataset = mpidist.torch.from_dataset(torch_dataset(name, comm))
-    with pytest.raises(mpidist.MismatchError, match="dataset"):
-        strategy.experimental_distribute_dataset(dataset.batch(4))
 
 
 def test_rows_of_each_rank_on_purpose_may_differ(strategy, comm):
