@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +23,8 @@ from mpidist.util.settings import hang_seconds
 __all__ = ["abort_while_importing", "is_alarm_free"]
 
 _START_SECONDS = 300.0
+# After an abort, launchers may drop output that they have not forwarded yet
+_REPORT_SECONDS = 0.3
 
 # Open MPI warns on stderr about an unusable window component, and uses another
 os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
@@ -125,6 +128,7 @@ def abort_while_importing(
     sys.__excepthook__(kind, error, trace)
     world = sys.modules["mpi4py.MPI"].COMM_WORLD
     if world.Get_size() > 1 and not (hasattr(sys, "ps1") or sys.flags.interactive):
+        time.sleep(_REPORT_SECONDS)
         world.Abort(1)
 
 
