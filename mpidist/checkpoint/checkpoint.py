@@ -21,6 +21,7 @@ from mpidist.checkpoint.state import (
     strategy_of,
 )
 from mpidist.checkpoint.tree import escape
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.topology import job_size
 from mpidist.context import get_strategy, has_strategy, require_cross_replica
 from mpidist.errors import ArgumentError, ArgumentTypeError
@@ -245,6 +246,8 @@ class Checkpoint(Tracked):
         """
         # None is what `latest_checkpoint` returns in a first run.
         if save_path is None:
+            nothing = CallSignature("Checkpoint.restore", (("path", None),))
+            self.strategy.extended.consensus.require_same(nothing)
             return LoadStatus(None)
         return self._restore("Checkpoint.restore", save_path, is_partial)
 

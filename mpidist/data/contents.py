@@ -1,13 +1,17 @@
-"""Checksums of arrays in memory, by which ranks see that they have the same rows.
+"""Checksums of what is in memory, by which ranks see that they have the same rows.
 
 Nothing here communicates.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import math
+import os
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,13 +30,14 @@ __all__ = ["describe_contents", "held_arrays"]
 _WHOLE_BYTES = 2 << 30
 _SAMPLED_ROWS, _SAMPLED_BYTES = 4096, 16 << 20
 _BLOCK_BYTES = 64 << 20
-_MOST_ITEMS = 100_000  # of a list of arrays or objects
+_MOST_ITEMS = 100_000  # of a list of arrays, whose checksums take about a second
 _MOST_NAMED = 100
 _HINT = (
     "(if rows were shuffled or split, use a seed that is the same on all ranks; for "
     "rows of each rank's own, distribute_datasets_from_function)"
 )
 _NUMBERS = (bool, int, float, complex, np.generic)
+_VALUES = (*_NUMBERS, str, bytes, os.PathLike, type(None))
 
 
 def describe_contents(steps: Any, rank: int) -> tuple[tuple[str, str], ...]:
@@ -93,8 +98,9 @@ def _sources(steps: Any) -> list[list[tuple[str, Any]]]:
 def held_arrays(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the names and the arrays that an indexable object holds.
 
-    These are arrays, tensors and lists of numbers in its attributes and items, and in
-    the variables of functions that it holds. GPU arrays are copied to the host.
+    These are arrays, tensors, tables of Pandas and Polars, and lists of numbers, text
+    and paths in its attributes and items, and in the variables of functions that it
+    holds. GPU arrays are copied to the host.
     """
     yield from _held(value, name, set())
 
@@ -112,15 +118,14 @@ def _held(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 
 def _array_of(value: Any) -> Any:
-    """Return an array, a tensor or a list of numbers as an array of NumPy, or None."""
+    """Return arrays, tensors, and lists of values as an array of NumPy; or None."""
+    if type(value).__module__.partition(".")[0] in ("pandas", "polars"):
+        value = np.asarray(value) if hasattr(value, "__array__") else value
     if isinstance(value, np.ndarray):
-        return np.asarray(value)
+        is_list = value.dtype.char == "O"
+        return _list_as_array(value.ravel().tolist()) if is_list else value
     if isinstance(value, list | tuple):
-        is_numbers = bool(value) and all(
-            issubclass(kind, _NUMBERS) for kind in set(map(type, value))
-        )
-        array = np.asarray(value) if is_numbers else None
-        return None if array is None or array.dtype.hasobject else array
+        return _list_as_array(value)
     # Parameters belong to a model, which ranks may initialise later
     if not hasattr(value, "__dlpack__") or getattr(value, "requires_grad", False):
         return None
@@ -130,13 +135,39 @@ def _array_of(value: Any) -> Any:
         return None
 
 
+def _list_as_array(items: Sequence[Any]) -> Any:
+    """Return numbers, text and paths as an array, or None if there are other items.
+
+    The folder that all paths are in is left out: each node may have its own copy.
+    """
+    kinds = set(map(type, items))
+    if not kinds or not all(issubclass(kind, _VALUES) for kind in kinds):
+        return None
+    if all(issubclass(kind, _NUMBERS) for kind in kinds):
+        array = np.asarray(items)
+        if not array.dtype.hasobject:
+            return array
+    texts = [item if isinstance(item, str) else _text_of(item) for item in items]
+    first, last = min(texts), max(texts)
+    equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last))
+    folder = 1 + first.rfind(os.sep, 0, sum(1 for _ in equal))
+    joined = repr([text[folder:] for text in texts])
+    return np.frombuffer(joined.encode("utf-8", "surrogatepass"), np.uint8)
+
+
+def _text_of(item: Any) -> str:
+    is_path = isinstance(item, os.PathLike)
+    return os.fsdecode(item) if is_path else repr(item)
+
+
 def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, np.ndarray):
+        value = value.ravel().tolist()
     if isinstance(value, dict):
         items: Any = value.items()
         yield from ((f"{name}[{key!r}]", item) for key, item in items)
     elif isinstance(value, list | tuple):
-        for i, item in enumerate(value[:_MOST_ITEMS]):
-            yield f"{name}[{i}]", item
+        yield from _parts_of_list(value, name)
     elif isinstance(value, functools.partial):
         yield from _parts((value.func, *value.args, *value.keywords.values()), name)
     elif isinstance(value, types.MethodType):
@@ -149,6 +180,27 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     elif hasattr(type(value), "__getitem__"):
         attributes = getattr(value, "__dict__", {})
         yield from ((f"{name}.{key}", item) for key, item in attributes.items())
+
+
+def _parts_of_list(items: Sequence[Any], name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the columns of a list of records, such as (path, label), or the items."""
+    kinds = set(map(type, items))
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind in (tuple, list, dict) and len(items) > len(items[0]):
+        keys = items[0] if kind is dict else range(len(items[0]))
+        if all(len(item) == len(keys) for item in items):
+            with contextlib.suppress(KeyError):
+                columns = [(key, [item[key] for item in items]) for key in keys]
+                yield from ((f"{name}[:][{key!r}]", column) for key, column in columns)
+                return
+    step = math.ceil(len(items) / _MOST_ITEMS) or 1
+    if step > 1:
+        logs.info(
+            "data",
+            f"mpidist: {name} has {len(items):,} items: one of {step} is compared "
+            "between ranks, not each",
+        )
+    yield from ((f"{name}[{i}]", items[i]) for i in range(0, len(items), step))
 
 
 def _checksum(array: Any, is_whole: bool) -> str:

@@ -594,6 +594,8 @@ def test_unlike_paths_are_refused(strategy, mpi_tmp_path):
         checkpoint.write(mpi_tmp_path / f"x{rank}")
     with pytest.raises(mpidist.MismatchError, match="path is"):
         checkpoint.restore(mpi_tmp_path / f"x{rank}")
+    with pytest.raises(mpidist.MismatchError, match=r"path is.*None"):
+        checkpoint.restore(mpi_tmp_path / "x" if rank else None)
 
 
 def test_saving_by_one_rank_alone_is_an_error(strategy, mpi_tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -13,6 +14,7 @@ import mpidist
 torch = pytest.importorskip("torch")
 data = torch.utils.data
 
+from mpidist.data import contents  # noqa: E402
 from mpidist.torch import as_tensors, from_dataset  # noqa: E402 - after the skip
 from mpidist.torch.data import to_tensors  # noqa: E402
 
@@ -271,15 +273,70 @@ def dataset_that_differs(name, comm):
         ),
         "own class": lambda: Indexable(own(comm)),
         "function": lambda: ByFunction(own(comm)),
+        "paths": lambda: Indexable([Path(f"/data/{x}.png") for x in own(comm)]),
+        "samples": lambda: Indexable([(f"{x}.png", 0) for x in own(comm)]),
+        "labels": lambda: Indexable([("a.png", x) for x in own(comm).tolist()]),
+        "records": lambda: Indexable([{"i": 0, "x": str(x)} for x in own(comm)]),
+        "unlike records": lambda: Indexable([{"i": SAME}, {"x": own(comm)}] * 2),
+        "objects": lambda: Indexable(np.array([*own(comm), None])),
+        "objects with arrays": lambda: Indexable(
+            np.array([None, own(comm), Indexable(0)], dtype=object)
+        ),
+        "bytes": lambda: Indexable([str(x).encode() for x in own(comm)]),
+        "huge integers": lambda: Indexable([2**70 + int(x) for x in own(comm)]),
+        "table": lambda: Indexable(table({"x": own(comm), "y": "a"})),
+        "column": lambda: Indexable(table({"x": own(comm)})["x"]),
     }[name]()
 
 
-@pytest.mark.parametrize(
-    "name", ["tensors", "split", "joined", "own class", "function"]
+def table(columns):
+    return pytest.importorskip("pandas").DataFrame(columns)
+
+
+DIFFER = (
+    "tensors",
+    "split",
+    "joined",
+    "own class",
+    "function",
+    "paths",
+    "samples",
+    "labels",
+    "records",
+    "unlike records",
+    "objects",
+    "objects with arrays",
+    "bytes",
+    "huge integers",
+    "table",
+    "column",
 )
+
+
+@pytest.mark.parametrize("name", DIFFER)
 def test_what_a_dataset_holds_is_compared(strategy, comm, name):
     if comm.size == 1:
         pytest.skip("one rank differs from none")
     dataset = from_dataset(dataset_that_differs(name, comm))
     with pytest.raises(mpidist.MismatchError, match="dataset"):
         strategy.experimental_distribute_dataset(dataset.batch(4))
+
+
+def test_equal_rows_in_a_folder_of_each_node_are_distributed(strategy, comm):
+    samples = [(Path(f"/node{comm.rank}/{x}.png"), x) for x in SAME]
+    strange = np.array([object(), None, SAME], dtype=object)
+    for rows in (samples, [*SAME], [], [()] * 24, [[]], strange, ["", "\ud800"]):
+        strategy.experimental_distribute_dataset(from_dataset(Indexable(rows)).batch(4))
+
+
+def test_of_long_lists_of_arrays_some_are_compared(strategy, comm, monkeypatch):
+    lines = []
+    monkeypatch.setattr(contents, "_MOST_ITEMS", 10)
+    monkeypatch.setattr(contents.logs, "info", lambda _, text: lines.append(text))
+    rows = Indexable([np.full(2, x) for x in range(24)])
+    strategy.experimental_distribute_dataset(from_dataset(rows).batch(4))
+    assert any("24 items: one of 3 is compared" in line for line in lines)
+    if comm.size > 1:
+        rows.rows["nested"][0][21] += comm.rank
+        with pytest.raises(mpidist.MismatchError, match="21"):
+            strategy.experimental_distribute_dataset(from_dataset(rows).batch(4))
