@@ -10,15 +10,19 @@
 from __future__ import annotations
 
 try:
-    import torch as _torch  # noqa: F401
+    import torch as _torch
 except ImportError as error:
     raise ImportError(
         "mpidist.torch needs PyTorch, which is not installed: pip install torch"
     ) from error
 
+from mpidist.torch import process_group as _process_group
 from mpidist.torch.batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from mpidist.torch.data import as_tensors, from_dataset
 from mpidist.torch.data_parallel import DistributedDataParallel
+
+if _torch.distributed.is_available():
+    _process_group.register()
 
 __all__ = [
     "DistributedDataParallel",

@@ -112,14 +112,18 @@ class Consensus:
             Consensus.made = channel + 1
             Consensus.in_use.append(self)
 
+    def retire(self) -> None:
+        """Take no part in the end of the program. Not collective."""
+        with Consensus._looking:
+            if self in Consensus.in_use:
+                Consensus.in_use.remove(self)
+
     def close(self) -> None:
         """Unregister this object, before its communicator is freed.
 
         Any later call raises a ContextError.
         """
-        with Consensus._looking:
-            if self in Consensus.in_use:
-                Consensus.in_use.remove(self)
+        self.retire()
         self.comparison.close()
         self.recorder.close(self.broken is not None or self.failures.ranks != ())
         if self._own_failures is not None:

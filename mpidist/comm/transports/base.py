@@ -13,7 +13,8 @@ class Transport(Protocol):
 
     All ranks of the communicator call the same method with matching arguments, which
     were compared before. Arrays are NumPy arrays, or CuPy arrays where `device` is
-    True. Methods do not change send buffers; send and receive buffers do not overlap.
+    True. Methods do not change send buffers, which do not overlap with receive buffers
+    unless a method says so.
 
     `deadline` is a time on time.monotonic's clock, None to wait for ever. After it,
     methods raise DeadlineError.
@@ -28,7 +29,7 @@ class Transport(Protocol):
 
         Both have the same size and dtype. If `is_ordered`, `receive` may have a wider
         floating dtype, in which the sum is formed. Totals may be sent in the narrower
-        dtype.
+        dtype. On the host `receive` may be `send` itself.
         """
 
     def allreduce_packed(

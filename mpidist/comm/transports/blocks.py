@@ -126,7 +126,8 @@ class BlockSum(InFlight):
             return
         # `share` writes the total to receive[own]. If that is the same memory as
         # `send`, the sum would overwrite its own summand.
-        mine = narrow[own].copy() if narrow is receive else narrow[own]
+        is_same = np.may_share_memory(narrow, receive)
+        mine = narrow[own].copy() if is_same else narrow[own]
         self._parts[self._rank] = mine
         sends = [narrow[part] for part in self._slices]
         self._exchange(_PART_TAG, self._parts, sends)

@@ -48,6 +48,9 @@ class MpiTransport:
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
         """See `Transport.allreduce_sum`."""
+        if send is receive:
+            self._add_in_place(receive.reshape(-1), deadline)
+            return
         if send.nbytes <= self.most_bytes:
             self._allreduce(send, receive, deadline)
             return
@@ -57,6 +60,11 @@ class MpiTransport:
         for start in range(0, send.size, step):
             piece = slice(start, start + step)
             self._allreduce(send[piece], receive[piece], deadline)
+
+    def _add_in_place(self, receive: Any, deadline: float | None) -> None:
+        step = max(1, self.most_bytes // receive.dtype.itemsize)
+        for start in range(0, receive.size, step):
+            self._allreduce(MPI.IN_PLACE, receive[start : start + step], deadline)
 
     def _allreduce(self, send: Any, receive: Any, deadline: float | None) -> None:
         comm = self._comm
@@ -74,10 +82,7 @@ class MpiTransport:
             return
         # Pack into the result, where MPI then adds in place: no separate pack
         np.concatenate([send.reshape(-1) for send in sends], out=receive)
-        step = max(1, self.most_bytes // receive.dtype.itemsize)
-        for start in range(0, receive.size, step):
-            piece = receive[start : start + step]
-            self._allreduce(MPI.IN_PLACE, piece, deadline)
+        self._add_in_place(receive, deadline)
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None

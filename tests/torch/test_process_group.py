@@ -1,0 +1,383 @@
+"""`torch.distributed` over MPI: NumPy and one process of PyTorch are the oracles."""
+
+from __future__ import annotations
+
+import datetime
+
+import numpy as np
+import pytest
+
+import mpidist
+
+torch = pytest.importorskip("torch")
+dist = torch.distributed
+pytestmark = [
+    pytest.mark.comm,
+    # Names that older versions have
+    pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def world():
+    import mpidist.torch  # noqa: F401  # makes the backend known
+
+    dist.init_process_group("mpidist")
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def rank(world):
+    return dist.get_rank()
+
+
+@pytest.fixture
+def ranks(world):
+    return dist.get_world_size()
+
+
+def numbers(rank, size, dtype=torch.float32):
+    """Small whole numbers, so that sums are exact in each dtype."""
+    return ((torch.arange(size) * (rank + 3)) % 5 + rank + 1).to(dtype)
+
+
+def everyone(ranks, size, dtype=torch.float32):
+    return torch.stack([numbers(rank, size, dtype) for rank in range(ranks)])
+
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.complex64,
+]
+# None, one; with the comparison; in place; in several blocks
+SIZES = [0, 1, 5, 40_000, 1_000_003]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", ["SUM", "AVG", "MIN", "MAX", "PRODUCT"])
+def test_all_reduce(rank, ranks, dtype, op):
+    if (dtype.is_complex and op not in ("SUM", "AVG")) or (
+        op == "AVG" and not (dtype.is_floating_point or dtype.is_complex)
+    ):
+        with pytest.raises((mpidist.DTypeError, ValueError)):
+            dist.all_reduce(numbers(rank, 5, dtype), getattr(dist.ReduceOp, op))
+        return
+    for size in SIZES if op in ("SUM", "AVG") and dtype.itemsize == 4 else SIZES[:3]:
+        mine, parts = numbers(rank, size, dtype), everyone(ranks, size, dtype)
+        if op == "PRODUCT":  # that fits
+            mine, parts = mine % 2 + 1, parts % 2 + 1
+        wide = parts if dtype.is_complex else parts.to(torch.float64)
+        if op == "AVG":
+            expected = wide.sum(0) / ranks
+        else:
+            by_torch = {"SUM": "sum", "MIN": "amin", "MAX": "amax", "PRODUCT": "prod"}
+            expected = getattr(wide, by_torch[op])(0)
+        dist.all_reduce(mine, getattr(dist.ReduceOp, op))
+        torch.testing.assert_close(mine, expected.to(dtype), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("op", "by_numpy"),
+    [("BAND", np.bitwise_and), ("BOR", np.bitwise_or), ("BXOR", np.bitwise_xor)],
+)
+def test_bitwise_reductions(rank, ranks, op, by_numpy):
+    mine = numbers(rank, 1000, torch.int32)
+    dist.all_reduce(mine, getattr(dist.ReduceOp, op))
+    assert (mine.numpy() == by_numpy.reduce(everyone(ranks, 1000).int().numpy())).all()
+    with pytest.raises(mpidist.DTypeError, match="float32 cannot be reduced by"):
+        dist.all_reduce(torch.ones(3), getattr(dist.ReduceOp, op))
+
+
+def test_booleans_are_reduced_as_logic(rank, ranks):
+    some, every = torch.tensor([rank == 0, False]), torch.tensor([rank == 0, True])
+    dist.all_reduce(some)
+    dist.all_reduce(every, dist.ReduceOp.MIN)
+    assert some.tolist() == [True, False]
+    assert every.tolist() == [ranks == 1, True]
+
+
+def views(rank):
+    """Tensors of 12 elements that are not contiguous, or have lazy bits."""
+    flat = numbers(rank, 24, torch.complex64) * (1 + 2j)
+    yield flat[::2]
+    yield flat.real[:12]
+    yield flat[:12].conj().imag
+    yield flat[:12].reshape(3, 4).t()
+    yield torch.zeros(1, 12).expand(1, 12) + rank
+
+
+def test_tensors_of_any_layout_are_written_in_place(rank, ranks):
+    for index in range(5):
+        mine = list(views(rank))[index]
+        before = mine._version
+        expected = sum(list(views(r))[index] for r in range(ranks))
+        dist.all_reduce(mine)
+        torch.testing.assert_close(mine, expected)
+        assert mine._version == before  # as if written by C++: no graph notices
+    scalar = torch.tensor(float(rank))
+    dist.all_reduce(scalar)
+    assert scalar == sum(range(ranks))
+
+
+def test_reduce_writes_on_the_root_only(rank, ranks):
+    for size in (5, 100_000):
+        mine = numbers(rank, size)
+        dist.reduce(mine, ranks - 1)
+        expected = everyone(ranks, size)
+        assert torch.equal(
+            mine, expected.sum(0) if rank == ranks - 1 else expected[rank]
+        )
+
+
+MOVED = [*DTYPES, torch.bool, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", MOVED, ids=str)
+def test_what_only_moves_takes_every_dtype(rank, ranks, dtype):
+    def part(r, size=6):
+        return numbers(r, size).to(dtype)
+
+    def same(found, expected):
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+    mine = part(rank)
+    dist.broadcast(mine, ranks - 1)
+    same(mine, part(ranks - 1))
+    # Lengths may differ between ranks in a list
+    places = [torch.empty(r + 1, dtype=dtype) for r in range(ranks)]
+    dist.all_gather(places, part(rank, rank + 1))
+    for r, found in enumerate(places):
+        same(found, part(r, r + 1))
+    whole = torch.empty(6 * ranks, dtype=dtype)
+    dist.all_gather_into_tensor(whole, part(rank))
+    same(whole, torch.cat([part(r) for r in range(ranks)]))
+    places = [torch.empty(6, dtype=dtype) for _ in range(ranks)]
+    dist.gather(part(rank), places if rank == 0 else None)
+    for r, found in enumerate(places if rank == 0 else []):
+        same(found, part(r))
+    own = torch.empty(6, dtype=dtype)
+    dist.scatter(own, [part(r) for r in range(ranks)] if rank == 0 else None)
+    same(own, part(rank))
+    places = [torch.empty(r + 1, dtype=dtype) for r in range(ranks)]
+    dist.all_to_all(places, [part(rank, rank + 1)] * ranks)
+    for r, found in enumerate(places):
+        same(found, part(r, r + 1))
+
+
+def test_all_to_all_single(rank, ranks):
+    mine = torch.arange(3 * ranks * 2.0).reshape(3 * ranks, 2) + 100 * rank
+    found = torch.empty_like(mine)
+    dist.all_to_all_single(found, mine)
+    parts = [
+        (mine - 100 * rank + 100 * r)[3 * rank : 3 * rank + 3] for r in range(ranks)
+    ]
+    assert torch.equal(found, torch.cat(parts))
+    # Rank r sends r rows to each
+    found = torch.empty(sum(range(ranks)), 2)
+    mine = torch.full((rank * ranks, 2), float(rank))
+    dist.all_to_all_single(found, mine, list(range(ranks)), [rank] * ranks)
+    expected = np.repeat(np.arange(ranks), np.arange(ranks))
+    assert found[:, 0].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_reduce_scatter(rank, ranks, dtype, size):
+    whole = everyone(ranks, ranks * size, dtype).sum(0)
+    own = torch.empty(size, dtype=dtype)
+    dist.reduce_scatter_tensor(own, numbers(rank, ranks * size, dtype))
+    assert torch.equal(own, whole[rank * size : (rank + 1) * size])
+    # Lengths may differ between ranks in a list
+    lengths = [size + r for r in range(ranks)]
+    parts = list(numbers(rank, sum(lengths), dtype).split(lengths))
+    own = torch.empty(lengths[rank], dtype=dtype)
+    dist.reduce_scatter(own, parts)
+    total = everyone(ranks, sum(lengths), dtype).sum(0)
+    assert torch.equal(own, total.split(lengths)[rank])
+
+
+def test_messages(rank, ranks):
+    following, previous = (rank + 1) % ranks, (rank - 1) % ranks
+    received = torch.empty(3, 2, dtype=torch.bfloat16)
+    works = [
+        dist.irecv(received, previous, tag=7),
+        dist.isend(torch.full((3, 2), rank, dtype=torch.bfloat16), following, tag=7),
+    ]
+    for work in works:
+        work.wait()
+        assert work.is_completed()
+    assert (received == previous).all()
+    if rank == 0:
+        others = [torch.empty(2) for _ in range(1, ranks)]
+        senders = [dist.recv(tensor) for tensor in others]
+        assert sorted(senders) == list(range(1, ranks))
+        assert all(t[0] == sender for t, sender in zip(others, senders))
+    else:
+        dist.send(torch.full((2,), float(rank)), 0)
+    if ranks > 1 and rank < 2:
+        if rank == 0:
+            dist.send(torch.ones(2), 1)
+        else:
+            with pytest.raises(mpidist.MismatchError, match=r"sent 8 bytes .* has 12"):
+                dist.recv(torch.empty(3), 0)
+
+
+def test_objects_and_coalesced_operations(rank, ranks):
+    found = [None] * ranks
+    dist.all_gather_object(found, {"rank": rank, "text": "x" * rank})
+    assert found == [{"rank": r, "text": "x" * r} for r in range(ranks)]
+    one = [rank]
+    dist.broadcast_object_list(one, 0)
+    assert one == [0]
+    first, second = torch.ones(2), torch.full((3,), float(rank))
+    with dist._coalescing_manager():
+        dist.all_reduce(first)
+        dist.all_reduce(second)
+    assert first[0] == ranks
+    assert second[0] == sum(range(ranks))
+
+
+def test_operations_run_in_the_order_of_their_calls(rank, ranks):
+    total = torch.ones(50_000)
+    works = [dist.all_reduce(total, async_op=True) for _ in range(4)]
+    small = torch.ones(1)
+    dist.all_reduce(small)  # behind them
+    assert works[0].is_completed()
+    futures = [work.get_future().wait() for work in works]
+    assert futures[-1][0] is total
+    assert total[0] == ranks**4
+    assert all(work.wait() and work.is_completed() for work in works)
+
+
+def test_groups_of_some_ranks(rank, ranks):
+    alone = [dist.new_group([r]) for r in range(ranks)][rank]
+    mine = torch.ones(1)
+    dist.all_reduce(mine, group=alone)
+    assert mine == 1
+    last = dist.new_group(list(range(ranks))[-2:])
+    if rank >= ranks - 2:
+        dist.all_reduce(mine, group=last)
+        assert mine == min(ranks, 2)
+        dist.destroy_process_group(last)
+
+
+def calls_that_differ(rank):
+    """One call on rank 0, another one on the others; and what the error says."""
+    first = rank == 0
+    yield lambda: dist.all_reduce(torch.ones(3 if first else 4)), "float32 \\(3,\\)"
+    yield lambda: dist.all_reduce(torch.ones(3 if first else 400_000)), "."
+    yield (
+        lambda: dist.all_reduce(
+            torch.ones(3).to(torch.int32 if first else torch.int64)
+        ),
+        "int32",
+    )
+    yield (
+        lambda: dist.all_reduce(
+            torch.ones(3), dist.ReduceOp.SUM if first else dist.ReduceOp.MAX
+        ),
+        "MAX",
+    )
+    yield lambda: dist.broadcast(torch.ones(3), 0 if first else 1), "root is 0"
+    yield (
+        lambda: dist.barrier() if first else dist.broadcast(torch.ones(3), 0),
+        "barrier.*broadcast|broadcast.*barrier",
+    )
+    sparse = torch.ones(3).to_sparse()
+    yield lambda: dist.all_reduce(sparse if first else torch.ones(3)), "sparse"
+
+
+@pytest.mark.parametrize("case", range(7))
+@pytest.mark.parametrize("is_async", [False, True])
+def test_calls_that_differ_are_an_error_on_all_ranks(rank, ranks, case, is_async):
+    if ranks == 1:
+        return
+    call, message = list(calls_that_differ(rank))[case]
+    if is_async:
+        kwargs = {"async_op": True}
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("all_reduce", "broadcast", "barrier"):
+                plain = getattr(dist, name)
+                patch.setattr(dist, name, lambda *a, f=plain: f(*a, **kwargs))
+            work = call()
+        with pytest.raises(mpidist.MpidistError, match=message):
+            work.wait()
+        with pytest.raises(RuntimeError, match=message):
+            work.get_future().wait()
+        assert work.is_completed()
+    else:
+        with pytest.raises(mpidist.MpidistError, match=message):
+            call()
+    again = torch.ones(2)
+    dist.all_reduce(again)
+    assert again[0] == ranks
+
+
+def test_a_missing_rank_is_named_at_the_timeout(rank, ranks, comm):
+    group = dist.new_group(timeout=datetime.timedelta(seconds=0.5))
+    if ranks > 1 and rank == 0:
+        with pytest.raises(mpidist.DeadlineError, match=r"rank.? 1.* did not arrive"):
+            dist.all_reduce(torch.ones(1), group=group)
+    comm.Barrier()
+    dist.destroy_process_group(group)
+
+
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(300, 200), torch.nn.Tanh(), torch.nn.Linear(200, 3)
+    ).double()
+
+
+def batch(rows):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 300, generator=generator).double()
+
+
+def test_torchs_own_data_parallel_and_fsdp_give_the_gradients_of_one(rank, ranks):
+    rows = batch(4 * ranks)
+    mine = rows[4 * rank : 4 * rank + 4]
+    alone = net()
+    alone(rows).square().mean().backward()
+    model = torch.nn.parallel.DistributedDataParallel(net(), bucket_cap_mb=0.1)
+    model(mine).square().mean().backward()
+    for p, q in zip(model.parameters(), alone.parameters()):
+        torch.testing.assert_close(p.grad, q.grad)
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:  # of an older PyTorch
+        return
+    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+    model = net()
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(mine).square().mean().backward()
+    for p, q in zip(model.parameters(), alone.parameters()):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+def test_an_error_of_one_rank_in_a_hook_reaches_all(rank, ranks):
+    model = torch.nn.parallel.DistributedDataParallel(net())
+    with pytest.raises(RuntimeError, match=r"sparse"):
+        model.register_comm_hook(None, _sparse_on_rank_0)
+        model(batch(2)).sum().backward()
+    dist.barrier()
+
+
+def _sparse_on_rank_0(state, bucket):
+    tensor = bucket.buffer()
+    if dist.get_rank() == 0:
+        tensor = tensor.to_sparse()
+    return (
+        dist.all_reduce(tensor, async_op=True).get_future().then(lambda f: f.value()[0])
+    )
