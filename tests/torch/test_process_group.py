@@ -113,7 +113,7 @@ def test_averages_of_integers_are_rounded_towards_zero(rank, ranks, dtype):
     assert torch.equal(part, expected)
     dist.all_reduce(mine, dist.ReduceOp.AVG)
     assert torch.equal(mine, expected)
-    with pytest.raises(mpidist.DTypeError, match="booleans"):
+    with pytest.raises(mpidist.DTypeError, match="bool cannot"):
         dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG)
 
 
