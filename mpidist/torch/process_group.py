@@ -411,7 +411,7 @@ class Operations:
         options = CommunicationOptions(timeout_seconds=timeout)
         named = f"{name} of {op.name}{''.join(f', {k} {v}' for k, v in fields[1:])}"
         found = self._collectives.all_reduce(named, known, array, options)
-        total.array[...] = found
+        total.array[...] = op.of_sum(found, source, self._size)
 
     def broadcast(self, tensors: Sequence[Any], opts: Any = None) -> Any:
         """Copy tensors of rank `opts.rootRank` to all ranks."""
@@ -546,9 +546,10 @@ class Operations:
         own, known, array, lengths = self._guard(name, prepare)
         options = CommunicationOptions(timeout_seconds=timeout)
         equal = None if len(set(lengths)) == 1 else lengths
-        own.array[...] = self._collectives.reduce_scatter(
+        found = self._collectives.reduce_scatter(
             f"{name} of {op.name}", known, array, 0, equal, options
         )
+        own.array[...] = op.of_sum(found, own, self._size)
         own.store()
 
     def alltoall(
@@ -812,9 +813,21 @@ class _Reduction(NamedTuple):
             name = _OF_BOOLEANS.get(name, name)
         if name not in _REDUCE_OPS:
             raise DTypeError(f"{source.dtype} cannot be reduced by {self.name}")
-        if name == "AVG" and array.dtype.kind in "iub":
-            raise DTypeError(f"integers ({source.dtype}) have no AVG; use SUM")
+        if name == "AVG" and source.tensor.dtype is torch.bool:
+            raise DTypeError("booleans (bool) have no AVG; use SUM")
+        if name == "AVG" and array.dtype.kind in "iu":
+            return ReduceOp.SUM, array
         return _REDUCE_OPS[name], array
+
+    def of_sum(self, found: Any, like: _Flat, ranks: int) -> Any:
+        """Return what was reduced; of integers' AVG, their sum, the quotient.
+
+        Rounded towards zero, as NCCL does.
+        """
+        if self.name != "AVG" or like.array.dtype.kind not in "iu":
+            return found
+        quotient, rest = np.divmod(found, ranks)
+        return quotient + ((rest != 0) & (found < 0))
 
     def reserve(self, source: _Flat, ranks: int) -> Any:
         """Return memory for the arrays of all ranks, for a bitwise reduction."""

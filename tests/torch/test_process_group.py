@@ -65,9 +65,7 @@ SIZES = [0, 1, 5, 40_000, 1_000_003]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", ["SUM", "AVG", "MIN", "MAX", "PRODUCT"])
 def test_all_reduce(rank, ranks, dtype, op):
-    if (dtype.is_complex and op not in ("SUM", "AVG")) or (
-        op == "AVG" and not (dtype.is_floating_point or dtype.is_complex)
-    ):
+    if dtype.is_complex and op not in ("SUM", "AVG"):
         with pytest.raises((mpidist.DTypeError, ValueError)):
             dist.all_reduce(numbers(rank, 5, dtype), getattr(dist.ReduceOp, op))
         return
@@ -77,7 +75,7 @@ def test_all_reduce(rank, ranks, dtype, op):
             mine, parts = mine % 2 + 1, parts % 2 + 1
         wide = parts if dtype.is_complex else parts.to(torch.float64)
         if op == "AVG":
-            expected = wide.sum(0) / ranks
+            expected = wide.sum(0) / ranks  # of integers towards zero, as by NCCL
         else:
             by_torch = {"SUM": "sum", "MIN": "amin", "MAX": "amax", "PRODUCT": "prod"}
             expected = getattr(wide, by_torch[op])(0)
@@ -103,6 +101,20 @@ def test_booleans_are_reduced_as_logic(rank, ranks):
     dist.all_reduce(every, dist.ReduceOp.MIN)
     assert some.tolist() == [True, False]
     assert every.tolist() == [ranks == 1, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8], ids=str)
+def test_averages_of_integers_are_rounded_towards_zero(rank, ranks, dtype):
+    signs = torch.tensor([1, 1 if dtype is torch.uint8 else -1])
+    mine = ((rank + 1) * signs).to(dtype)
+    expected = (signs * (ranks * (ranks + 1) // 2 // ranks)).to(dtype)
+    part = torch.empty(2, dtype=dtype)
+    dist.reduce_scatter_tensor(part, mine.repeat(ranks), dist.ReduceOp.AVG)
+    assert torch.equal(part, expected)
+    dist.all_reduce(mine, dist.ReduceOp.AVG)
+    assert torch.equal(mine, expected)
+    with pytest.raises(mpidist.DTypeError, match="booleans"):
+        dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG)
 
 
 def views(rank):
