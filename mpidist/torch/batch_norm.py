@@ -12,7 +12,7 @@ from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpidist.strategy.mirrored_strategy import MirroredStrategy
 from mpidist.strategy.strategy import Strategy
 from mpidist.torch import devices
-from mpidist.torch.passes import keep_untraced
+from mpidist.torch.c10d import keep_untraced
 from mpidist.util import validation
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "find_strategy"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["may_wait", "name_of", "publish", "register", "seconds_of"]
+__all__ = ["keep_untraced", "may_wait", "name_of", "publish", "register", "seconds_of"]
 
 _c10d = torch._C._distributed_c10d
 _OPS = {
@@ -135,6 +136,7 @@ def publish(operations: Any, options: Any, name: str) -> Any:
     `is_completed` is never true, and `recv` does not know the sender. So a group with
     this backend alone is a `ProcessGroup` itself.
     """
+    keep_untraced()
     rank, size = options.group_rank, options.group_size
     backend = group = None
     if _MpiBackend is not None:
@@ -152,6 +154,16 @@ def publish(operations: Any, options: Any, name: str) -> Any:
             group._register_backend(torch.device("cpu"), kind, backend)
     _published[operations] = backend, group
     return group or backend
+
+
+@functools.cache
+def keep_untraced() -> None:
+    """Exclude this library, which communicates, from what torch.compile traces."""
+    from torch._dynamo import trace_rules  # takes long; optimizers import it, too
+
+    # Older versions of PyTorch trace it, with the same results
+    if hasattr(trace_rules, "add"):
+        trace_rules.add("mpidist")
 
 
 def withdraw(operations: Any) -> None:

@@ -19,8 +19,9 @@ from mpidist.options import CommunicationOptions
 from mpidist.strategy.strategy import Strategy
 from mpidist.torch import devices
 from mpidist.torch.batch_norm import find_strategy
+from mpidist.torch.c10d import keep_untraced
 from mpidist.torch.parameters import CALL, Parameters
-from mpidist.torch.passes import Joining, count_rows, keep_untraced
+from mpidist.torch.passes import Joining, count_rows
 from mpidist.torch.pieces import broadcast
 from mpidist.torch.reducer import Reducer
 from mpidist.util import nest, validation

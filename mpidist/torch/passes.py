@@ -9,7 +9,6 @@ inside it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,7 +29,6 @@ __all__ = [
     "add_rows",
     "count_rows",
     "current_task",
-    "keep_untraced",
     "require_eager_backward",
     "watch",
 ]
@@ -121,16 +119,6 @@ class Backward:
         drop = self._drop()
         if self.is_syncing and not self.is_finished and drop is not None:
             drop()
-
-
-@functools.cache
-def keep_untraced() -> None:
-    """Exclude this library, which communicates, from what torch.compile traces."""
-    from torch._dynamo import trace_rules  # takes long; optimizers import it, too
-
-    # Older versions of PyTorch trace it, with the same results
-    if hasattr(trace_rules, "add"):
-        trace_rules.add("mpidist")
 
 
 def require_eager_backward() -> None:
