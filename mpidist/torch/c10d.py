@@ -12,7 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["keep_untraced", "may_wait", "name_of", "publish", "register", "seconds_of"]
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "all_gather_single",
+    "keep_untraced",
+    "may_wait",
+    "name_of",
+    "publish",
+    "register",
+    "seconds_of",
+]
 
 _c10d = torch._C._distributed_c10d
 _OPS = {
@@ -45,11 +54,12 @@ def seconds_of(opts: Any, of_group: datetime.timedelta | None) -> float | None:
     """
     own = getattr(opts, "timeout", None)
     found = of_group if own is None or own <= _ZERO else own
-    return None if found in (None, _DEFAULT) else found.total_seconds()
+    return None if found in (None, DEFAULT_TIMEOUT) else found.total_seconds()
 
 
 _ZERO = datetime.timedelta()
-_DEFAULT = dist.distributed_c10d.default_pg_timeout
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 
 
 def register(
@@ -66,7 +76,7 @@ def register(
     if getattr(from_environment, "is_by_mpi", False):
         return
 
-    def handler(url: str, timeout: datetime.timedelta = _DEFAULT, **others: Any) -> Any:
+    def handler(url: str, timeout: Any = DEFAULT_TIMEOUT, **others: Any) -> Any:
         if _is_set(os.environ):
             return from_environment(url, timeout=timeout, **others)
         return rendezvous_by_mpi(timeout)

@@ -9,7 +9,7 @@ backward pass.
 
 from __future__ import annotations
 
-import collections
+import contextvars
 import ctypes
 import datetime
 import functools
@@ -18,6 +18,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -41,9 +42,10 @@ from mpidist.errors import (
     UnsupportedError,
 )
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpidist.strategy.strategy import Strategy
 from mpidist.torch import c10d
 
-__all__ = ["Operations", "ProcessGroupOptions", "register"]
+__all__ = ["Operations", "ProcessGroupOptions", "group_of", "register"]
 
 BACKEND = "mpidist"
 _CALL = f"init_process_group({BACKEND!r})"
@@ -777,13 +779,17 @@ class Operations:
     ) -> _Work:
         timeout = c10d.seconds_of(opts, self._timeout)
         work, consensus = _Work(outputs), self._consensus
-        self._calls += 1
+        self._calls, caller = self._calls + 1, threading.get_ident()
 
         def in_turn() -> None:
-            # The operations of a group belong to the thread that runs them now
+            # The operations of a group belong to the thread that runs them now, and
+            # then to the one that will call the next
             consensus.lock.adopt()
-            with consensus.lock:
-                run(timeout)
+            try:
+                with consensus.lock:
+                    run(timeout)
+            finally:
+                consensus.lock.adopt(caller)
 
         self._executor.submit(work, in_turn, c10d.may_wait(opts))
         return work
@@ -981,14 +987,19 @@ def _numpy_of(dtype: Any) -> Any:
 
 
 _numbers = itertools.count()
-_communicators: dict[int, MPI.Intracomm] = collections.OrderedDict()
+_communicators: dict[int, MPI.Intracomm] = {}
+_groups: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()
+# Options of one backend are no options of another one
+_next_world: contextvars.ContextVar[MPI.Intracomm | None] = contextvars.ContextVar(
+    "_next_world", default=None
+)
 
 
 def _create(options: Any, pg_options: Any) -> Any:
     """Return the backend of a new process group. Collective over its ranks."""
     ranks = list(options.global_ranks_in_group)
     if not ranks:
-        asked = pg_options or ProcessGroupOptions()
+        asked = pg_options or ProcessGroupOptions(_next_world.get())
         comm = asked.communicator or MPI.COMM_WORLD
         found = comm.Get_rank(), comm.Get_size()
         if (options.group_rank, options.group_size) != found:
@@ -1006,11 +1017,42 @@ def _create(options: Any, pg_options: Any) -> Any:
     return c10d.publish(operations, options, BACKEND)
 
 
+def group_of(strategy: Strategy) -> Any:
+    """Return a process group of a strategy's ranks. Collective when it is made.
+
+    That is the default group of torch.distributed, which is made if there is none,
+    where it has these ranks in this order.
+    """
+    group = _groups.get(strategy)
+    if group is not None and group in dist.distributed_c10d._world.pg_map:
+        return group
+    comm = strategy.extended.topology.comm
+    if not dist.is_initialized():
+        _init_by(comm, strategy.extended.device)
+    ranks = comm.allgather(dist.get_rank())
+    group = dist.group.WORLD
+    if ranks != list(range(dist.get_world_size())):
+        group = dist.new_group(ranks, use_local_synchronization=True)
+    _groups[strategy] = group
+    return group
+
+
+def _init_by(comm: MPI.Intracomm, device: str) -> None:
+    """Make the default process group of a communicator's ranks. Collective."""
+    is_cpu = device.startswith("CPU") or not torch.cuda.is_available()
+    backend = BACKEND if is_cpu else f"cpu:{BACKEND},cuda:nccl"
+    store, rank, size = next(_rendezvous_by_mpi(c10d.DEFAULT_TIMEOUT, comm))
+    token = _next_world.set(comm)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    finally:
+        _next_world.reset(token)
+
+
 def _rendezvous_by_mpi(
-    timeout: datetime.timedelta,
+    timeout: datetime.timedelta, comm: MPI.Intracomm = MPI.COMM_WORLD
 ) -> Iterator[tuple[Any, int, int]]:
     """Yield a store, this rank and the number of ranks, by MPI. Collective."""
-    comm = MPI.COMM_WORLD
     rank, size = comm.Get_rank(), comm.Get_size()
     is_one_node = len(set(comm.allgather(MPI.Get_processor_name()))) == 1
     store, place = None, ("", 0)
