@@ -12,7 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["keep_untraced", "may_wait", "name_of", "publish", "register", "seconds_of"]
+__all__ = [
+    "finish_all",
+    "keep_untraced",
+    "may_wait",
+    "name_of",
+    "publish",
+    "register",
+    "seconds_of",
+]
 
 _c10d = torch._C._distributed_c10d
 _OPS = {
@@ -169,6 +177,12 @@ def keep_untraced() -> None:
 def withdraw(operations: Any) -> None:
     """Forget operations that were published."""
     _published.pop(operations, None)
+
+
+def finish_all() -> None:
+    """Wait for the operations of all groups."""
+    for operations in list(_published):
+        operations.finish()
 
 
 def _is_alone(name: str) -> bool:

@@ -9,6 +9,7 @@ backward pass.
 
 from __future__ import annotations
 
+import atexit
 import collections
 import ctypes
 import datetime
@@ -302,6 +303,8 @@ class Operations:
         self._executor = _Executor(f"mpidist-process-group-{next(_numbers)}")
         self._timeout = timeout
         self._calls = 0
+        self._creator = threading.get_ident()
+        _finish_at_exit()
 
     # What c10d asks of a backend beside operations
 
@@ -337,9 +340,13 @@ class Operations:
     _set_sequence_number_for_group = setSequenceNumberForGroup
     _get_sequence_number_for_group = getSequenceNumberForGroup
 
-    def shutdown(self) -> None:
+    def finish(self) -> None:
         """Wait for this rank's operations. Not collective."""
         self._executor.close()
+
+    def shutdown(self) -> None:
+        """Wait for this rank's operations, the last ones. Not collective."""
+        self.finish()
         self._consensus.retire()
         c10d.withdraw(self)
 
@@ -780,10 +787,14 @@ class Operations:
         self._calls += 1
 
         def in_turn() -> None:
-            # The operations of a group belong to the thread that runs them now
+            # The operations of a group belong to the thread that runs them now; the
+            # end of the program, to the thread that made the group
             consensus.lock.adopt()
-            with consensus.lock:
-                run(timeout)
+            try:
+                with consensus.lock:
+                    run(timeout)
+            finally:
+                consensus.lock.creator = self._creator
 
         self._executor.submit(work, in_turn, c10d.may_wait(opts))
         return work
@@ -978,6 +989,12 @@ def _numpy_of(dtype: Any) -> Any:
     except TypeError:
         name = str(dtype).removeprefix("torch.")
         raise DTypeError(f"{name} cannot be reduced; it can only be moved") from None
+
+
+@functools.cache
+def _finish_at_exit() -> None:
+    """Let what was issued end before the ranks agree on the end of the program."""
+    atexit.register(c10d.finish_all)  # runs before that, which was registered first
 
 
 _numbers = itertools.count()
