@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import io
 import os
 import signal
 import socket
@@ -216,6 +217,9 @@ def _report(text: str, is_others: bool) -> NoReturn:
     while (claim := _claim_report()) is None and time.monotonic() < end:
         time.sleep(_LOOK_SECONDS)
     time.sleep(_REPORT_SECONDS)
+    if isinstance(sys.stderr, io.StringIO):
+        # The hook of torch.distributed would print it when this function returns
+        sys.stderr = sys.__stderr__
     _write(_head() + text.removesuffix("\n"))
     time.sleep(_REPORT_SECONDS)
     del claim  # held until now

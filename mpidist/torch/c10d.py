@@ -15,6 +15,7 @@ import torch.distributed as dist
 __all__ = [
     "DEFAULT_TIMEOUT",
     "all_gather_single",
+    "finish_all",
     "keep_untraced",
     "may_wait",
     "name_of",
@@ -179,6 +180,12 @@ def keep_untraced() -> None:
 def withdraw(operations: Any) -> None:
     """Forget operations that were published."""
     _published.pop(operations, None)
+
+
+def finish_all() -> None:
+    """Wait for the operations of all groups."""
+    for operations in list(_published):
+        operations.finish()
 
 
 def _is_alone(name: str) -> bool:

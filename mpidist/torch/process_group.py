@@ -9,6 +9,7 @@ backward pass.
 
 from __future__ import annotations
 
+import atexit
 import contextvars
 import ctypes
 import datetime
@@ -304,6 +305,8 @@ class Operations:
         self._executor = _Executor(f"mpidist-process-group-{next(_numbers)}")
         self._timeout = timeout
         self._calls = 0
+        self._creator = threading.get_ident()
+        _finish_at_exit()
 
     # What c10d asks of a backend beside operations
 
@@ -339,9 +342,13 @@ class Operations:
     _set_sequence_number_for_group = setSequenceNumberForGroup
     _get_sequence_number_for_group = getSequenceNumberForGroup
 
-    def shutdown(self) -> None:
+    def finish(self) -> None:
         """Wait for this rank's operations. Not collective."""
         self._executor.close()
+
+    def shutdown(self) -> None:
+        """Wait for this rank's operations, the last ones. Not collective."""
+        self.finish()
         self._consensus.retire()
         c10d.withdraw(self)
 
@@ -779,17 +786,17 @@ class Operations:
     ) -> _Work:
         timeout = c10d.seconds_of(opts, self._timeout)
         work, consensus = _Work(outputs), self._consensus
-        self._calls, caller = self._calls + 1, threading.get_ident()
+        self._calls += 1
 
         def in_turn() -> None:
-            # The operations of a group belong to the thread that runs them now, and
-            # then to the one that will call the next
+            # The operations of a group belong to the thread that runs them now; the
+            # end of the program, to the thread that made the group
             consensus.lock.adopt()
             try:
                 with consensus.lock:
                     run(timeout)
             finally:
-                consensus.lock.adopt(caller)
+                consensus.lock.creator = self._creator
 
         self._executor.submit(work, in_turn, c10d.may_wait(opts))
         return work
@@ -984,6 +991,12 @@ def _numpy_of(dtype: Any) -> Any:
     except TypeError:
         name = str(dtype).removeprefix("torch.")
         raise DTypeError(f"{name} cannot be reduced; it can only be moved") from None
+
+
+@functools.cache
+def _finish_at_exit() -> None:
+    """Let what was issued end before the ranks agree on the end of the program."""
+    atexit.register(c10d.finish_all)  # runs before that, which was registered first
 
 
 _numbers = itertools.count()

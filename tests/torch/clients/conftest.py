@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+
 import pytest
+
+if os.environ.get("GATE_NEED_CLIENTS") == "1":
+    for name in ("torch", "lightning", "accelerate", "transformers"):
+        assert importlib.util.find_spec(name) is not None, f"{name} is not installed"
 
 
 @pytest.fixture

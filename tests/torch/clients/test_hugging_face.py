@@ -153,8 +153,9 @@ def test_trainer(group, rank, ranks, mpi_tmp_path, workers):
         train_dataset=texts(),
         eval_dataset=texts(),
     )
-    loss = trainer.train().training_loss
-    found = loss, trainer.evaluate()["eval_loss"]
+    loss = torch.tensor(trainer.train().training_loss)  # of this rank
+    dist.all_reduce(loss, dist.ReduceOp.AVG)
+    found = loss.item(), trainer.evaluate()["eval_loss"]
     assert found == pytest.approx(train_language_model_alone(transformers), rel=1e-4)
 
 
