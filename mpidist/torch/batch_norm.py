@@ -12,13 +12,19 @@ from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpidist.strategy.mirrored_strategy import MirroredStrategy
 from mpidist.strategy.strategy import Strategy
 from mpidist.torch import devices
-from mpidist.torch.passes import keep_untraced
+from mpidist.torch.c10d import keep_untraced
 from mpidist.util import validation
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "find_strategy"]
 
 _CALL = "SyncBatchNorm"
 _BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+_CONVERTED = (
+    torch.nn.BatchNorm1d,
+    torch.nn.BatchNorm2d,
+    torch.nn.BatchNorm3d,
+    torch.nn.SyncBatchNorm,
+)
 
 
 def find_strategy(strategy: Any) -> Strategy:
@@ -136,16 +142,16 @@ class _Normalise(torch.autograd.Function):
         axes = [i for i in range(wide.dim()) if i != 1]
         channels = wide.shape[1]
         count = wide.numel() // max(channels, 1)
-        own = torch.zeros(2 + 2 * channels, dtype=torch.float64, device=given.device)
-        own[0], own[1] = count, len(wide)
+        own = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=given.device)
+        own[0] = count
         if count:
             variance, mean = torch.var_mean(wide, axes, correction=0)
-            own[2 : 2 + channels], own[2 + channels :] = mean, variance
+            own[1 : 1 + channels], own[1 + channels :] = mean, variance
         with devices.on_stream_of(given):
             array = devices.as_array(own[None])
             gathered = group.collectives.all_gather(_CALL, array, axis=0)
             every = devices.as_tensor(gathered)
-        counts, rows = every[:, 0:1], every[:, 1]
+        counts = every[:, 0:1]
         total = counts.sum()
         with group.consensus.same_on_all():
             if total < 2:
@@ -153,7 +159,7 @@ class _Normalise(torch.autograd.Function):
                     f"{_CALL} needs more than 1 value per channel on all ranks "
                     f"together, not an input of {tuple(given.shape)}"
                 )
-        means, variances = every[:, 2 : 2 + channels], every[:, 2 + channels :]
+        means, variances = every[:, 1 : 1 + channels], every[:, 1 + channels :]
         mean = (counts * means).sum(0) / total
         spread = variances + (means - mean) ** 2
         variance = (counts * spread).sum(0) / total
@@ -162,7 +168,7 @@ class _Normalise(torch.autograd.Function):
         normal = (wide - mean.to(wide.dtype).view(shape)) * scale.view(shape)
         context.save_for_backward(normal, weight, scale)
         context.group, context.axes, context.shape = group, axes, shape
-        context.total, context.rows = float(total), rows
+        context.total = float(total)
         context.dtype, context.trainer = given.dtype, threading.get_ident()
         output = normal
         if weight is not None:
@@ -172,29 +178,26 @@ class _Normalise(torch.autograd.Function):
         return output.to(given.dtype), mean, variance, total
 
     @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(context: Any, gradient: Any, *_: Any) -> Any:
         normal, weight, scale = context.saved_tensors
         axes, shape, group = context.axes, context.shape, context.group
         wide = gradient.to(normal.dtype)
         sums = torch.stack([wide.sum(axes), (wide * normal).sum(axes)])
-        # DistributedDataParallel weights each rank's gradients by its rows. So the
-        # terms of other ranks' losses are multiplied by their rows, and divided by the
-        # rows of this rank, by which its gradients will be multiplied
-        own_rows = float(context.rows[group.replica_id])
+        # DistributedDataParallel has weighed each rank's gradients already
         wider = sums.double()
-        weighed = wider * own_rows if own_rows else torch.zeros_like(wider)
         call = f"the backward pass of {_CALL}"
         with (
             devices.as_trainer(group, gradient, context.trainer, _CALL),
             devices.on_stream_of(gradient),
         ):
-            array = devices.as_array(weighed)
+            array = devices.as_array(wider)
             everyone = devices.as_tensor(
                 group.collectives.all_reduce(call, "SUM", array)
             )
         found = None
         if context.needs_input_grad[0]:
-            means = everyone / (max(own_rows, 1) * context.total)
+            means = everyone / context.total
             first, second = (m.to(wide.dtype).view(shape) for m in means)
             factor = scale if weight is None else scale * weight.to(scale.dtype)
             found = (wide - first - normal * second) * factor.view(shape)
@@ -212,12 +215,12 @@ def convert_sync_batchnorm(module: Any, strategy: Strategy | None = None) -> Any
     `DistributedDataParallel` and the optimizer.
 
     Args:
-      module: changed in place and returned; if it is a BatchNorm layer itself, a new
-        layer is returned.
+      module: changed in place and returned. Its layers stay the same objects.
       strategy: the strategy; None for the current one, or a new one of all ranks.
 
     Raises:
       ArgumentTypeError: not a Module.
+      UnsupportedError: a layer of a subclass of BatchNorm.
 
     Example:
       >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
@@ -229,27 +232,16 @@ def convert_sync_batchnorm(module: Any, strategy: Strategy | None = None) -> Any
         raise ArgumentTypeError(
             f"module must be a torch.nn.Module, not {validation.shown(module)}"
         )
-    return _convert(module, find_strategy(strategy))
-
-
-def _convert(module: Any, strategy: Strategy) -> Any:
-    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-        other = SyncBatchNorm(
-            module.num_features,
-            module.eps,
-            module.momentum,
-            module.affine,
-            module.track_running_stats,
-            strategy,
-        )
-        if module.affine:
-            other.weight, other.bias = module.weight, module.bias
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            setattr(other, name, getattr(module, name))
-        other.training = module.training
-        return other
-    for name, child in module.named_children():
-        converted = _convert(child, strategy)
-        if converted is not child:
-            setattr(module, name, converted)
+    ranks = _Ranks(find_strategy(strategy))
+    layers = [m for m in module.modules() if isinstance(m, _BatchNorm)]
+    for layer in layers:
+        if not isinstance(layer, SyncBatchNorm) and type(layer) not in _CONVERTED:
+            raise UnsupportedError(
+                f"convert_sync_batchnorm: {type(layer).__name__} may compute something "
+                "else than BatchNorm, and is not converted"
+            )
+    for layer in layers:  # they keep their hooks, and all of their places
+        if not isinstance(layer, SyncBatchNorm):
+            layer.__class__ = SyncBatchNorm
+            layer._ranks = ranks
     return module

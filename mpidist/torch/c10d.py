@@ -16,6 +16,9 @@ from mpidist.errors import UnsupportedError
 
 __all__ = [
     "DEFAULT_TIMEOUT",
+    "all_gather_single",
+    "finish_all",
+    "keep_untraced",
     "may_wait",
     "name_of",
     "publish",
@@ -25,6 +28,7 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _OPS = {
     int(op.value) if hasattr(op, "value") else int(op): name
     for name, op in dist.ReduceOp.RedOpType.__members__.items()
@@ -141,6 +145,7 @@ def publish(operations: Any, options: Any, name: str) -> Any:
     `is_completed` is never true, and `recv` does not know the sender. So a group with
     this backend alone is a `ProcessGroup` itself.
     """
+    keep_untraced()
     rank, size = options.group_rank, options.group_size
     kind: Any = type(operations)
     is_alone, backend, group = _is_alone(name), None, None
@@ -164,6 +169,22 @@ def publish(operations: Any, options: Any, name: str) -> Any:
         group.operations = operations
     _published[operations] = backend, group
     return group or backend
+
+
+@functools.cache
+def keep_untraced() -> None:
+    """Exclude this library, which communicates, from what torch.compile traces."""
+    from torch._dynamo import trace_rules  # takes long; optimizers import it, too
+
+    # Older versions of PyTorch trace it, with the same results
+    if hasattr(trace_rules, "add"):
+        trace_rules.add("mpidist")
+
+
+def finish_all() -> None:
+    """Wait for the operations of all groups."""
+    for operations in list(_published):
+        operations.finish()
 
 
 def withdraw(operations: Any) -> None:

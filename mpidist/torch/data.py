@@ -13,6 +13,7 @@ from mpidist.data.distributed.datasets import DistributedDataset
 from mpidist.data.distributed.iterator import DistributedIterator
 from mpidist.device import arrays
 from mpidist.errors import ArgumentTypeError, DataError
+from mpidist.torch.weights import note_batch
 from mpidist.util import nest, validation
 
 __all__ = ["TensorDataset", "TensorIterator", "as_tensors", "from_dataset"]
@@ -23,6 +24,15 @@ class TensorIterator(ConvertedIterator):
 
     def __init__(self, iterator: DistributedIterator):
         super().__init__(iterator, to_tensors)
+
+    def __next__(self) -> Any:
+        """Return this replica's rows of the next batch. Collective.
+
+        `DistributedDataParallel` knows their number.
+        """
+        batch = super().__next__()
+        note_batch(self, batch)
+        return batch
 
 
 class TensorDataset(ConvertedDataset):
@@ -144,8 +154,9 @@ class _Reader:
 
 def _arrays_of(element: Any) -> Any:
     """Convert an element: lists to tuples, and tensors to arrays."""
-    if isinstance(element, list | tuple) and not hasattr(element, "_fields"):
-        return tuple(map(_arrays_of, element))
+    if isinstance(element, list | tuple):
+        parts = map(_arrays_of, element)
+        return type(element)(*parts) if hasattr(element, "_fields") else tuple(parts)
     if isinstance(element, dict):
         return {key: _arrays_of(value) for key, value in element.items()}
     return arrays.to_array(element) if isinstance(element, torch.Tensor) else element

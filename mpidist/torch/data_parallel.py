@@ -1,84 +1,89 @@
-"""DistributedDataParallel: data-parallel training of a PyTorch model."""
+"""DistributedDataParallel: PyTorch's, with weights for ranks with unlike rows."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import inspect
+import math
+import weakref
 import zlib
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from mpidist.comm.consensus.signatures import CallSignature
+from mpidist.context import has_strategy
 from mpidist.errors import (
     ArgumentError,
     ArgumentTypeError,
+    ContextError,
     UnsupportedError,
 )
-from mpidist.options import CommunicationOptions
 from mpidist.strategy.strategy import Strategy
-from mpidist.torch import devices
+from mpidist.torch import devices, weights
 from mpidist.torch.batch_norm import find_strategy
-from mpidist.torch.parameters import CALL, Parameters
-from mpidist.torch.passes import Joining, count_rows, keep_untraced
-from mpidist.torch.pieces import broadcast
-from mpidist.torch.reducer import Reducer
-from mpidist.util import nest, validation
+from mpidist.torch.c10d import keep_untraced
+from mpidist.torch.process_group import group_of
+from mpidist.util import logs, nest, validation
 
 __all__ = ["DistributedDataParallel"]
 
-# Arguments of torch's own that mean nothing here, and what to do instead
-_FOREIGN = {
-    "device_ids": "the model stays where it is, and each rank has one",
-    "output_device": "the output stays where the model makes it",
-    "process_group": "pass strategy=, such as mpidist.MirroredStrategy(communicator=)",
-    "device_mesh": "pass strategy=",
-    "mixed_precision": "use torch.autocast",
-    "delay_all_reduce_named_params": "all gradients are reduced in the same pass",
-    "param_to_hook_all_reduce": "all gradients are reduced in the same pass",
+CALL = "DistributedDataParallel"
+_OF_TORCH = frozenset(
+    inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+) - {"module"}
+# Arguments of earlier versions of this class, and what to do instead
+_FORMER = {
+    "batch_dim": "pass rows=len (called with the inputs), or rows='equal'",
+    "options": "use bucket_cap_mb, and register_comm_hook with PyTorch's "
+    "bf16_compress_hook to send less",
 }
+_NO_ROWS = "Expected more than 1 value per channel"
+_owners: Any = torch.utils.weak.WeakTensorKeyDictionary()
 
 
-class DistributedDataParallel(torch.nn.Module):
-    """A model whose gradients are averaged over all ranks. Collective to create.
+class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
+    """PyTorch's DistributedDataParallel over MPI, exact for unlike numbers of rows.
 
-    Like torch's class of this name: parameters and buffers are copied from rank 0; then
-    train as on one rank. The loss must be the mean over a rank's own rows. When
-    `backward` returns, `.grad` is the mean over the rows of all ranks, so ranks may
-    have batches of different lengths, or no rows. All ranks must call `backward`
-    equally often. What `torch.autograd.grad` returns is of this rank alone.
+    Collective to create. It is PyTorch's own class, over a process group of the
+    strategy's ranks, with one addition: the gradient is the mean over the rows of all
+    ranks, where these may have batches of different lengths, or no rows. The loss must
+    be the mean over a rank's own rows. All ranks must call `backward` equally often.
 
         model = mpidist.torch.DistributedDataParallel(model)
-        for x, y in data:
+        for x, y in mpidist.torch.as_tensors(data):
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
 
+    Rows are those of the batch of `as_tensors`; else what `rows` returns, or what was
+    set by `set_rows`. Without any, ranks weigh the same, which is an error if inputs or
+    outputs of the ranks have unlike first dimensions. Each forward pass has its own
+    weight, in `no_sync`, too. A loss that depends on the model by other ways than
+    `model(...)`, such as a penalty of its weights, counts with equal weights.
+
     Args:
       module: the model, on the replica's device (the CPU, or its GPU: "GPU:1" is
         "cuda:1"), with the same parameters on all ranks.
-      strategy: the strategy; None for the current one, or a new one of all ranks.
-      broadcast_buffers: whether buffers, such as the means of BatchNorm, are copied
-        from rank 0 in each step.
-      bucket_cap_mb: the maximum megabytes of gradients per bucket when gradients are
-        sent during the backward pass; None for mpidist's default.
-      find_unused_parameters: whether a pass may omit parameters; those omitted on all
-        ranks keep their `.grad`.
-      batch_dim: the dimension of the rows in the first tensor that `forward` gets. A
-        rank's gradients are weighted by its number of rows (see `set_rows`); with None
-        all ranks have the same weight.
-      options: see `CommunicationOptions`; compression="bfloat16" sends half as much.
-      gradient_as_bucket_view, static_graph: accepted, without effect.
-      **others: torch's other arguments are refused by name.
+      strategy: whose ranks train it. None for the current one; outside of a strategy,
+        the default process group of torch.distributed, or all ranks.
+      rows: called with the inputs of the model; returns the number of rows of the mean
+        loss, which may be a float, such as a sum of weights. "equal" if ranks weigh the
+        same.
+      reduction: "mean", or "sum" if each rank's loss is a sum that it divides by the
+        size of the global batch, as in TensorFlow: then gradients are summed.
+      **arguments: PyTorch's, such as find_unused_parameters.
 
     Raises, on all ranks:
       MismatchError: names, shapes or dtypes of parameters or buffers differ.
       ArgumentError: no parameter requires a gradient; the model is on another device.
-      ArgumentTypeError: `module` is not a Module; another argument has an invalid type.
+      ArgumentTypeError: an invalid type, or an unknown argument.
+      UnsupportedError: layers whose training would be wrong on several ranks.
 
     Example:
       >>> layer = torch.nn.Linear(1, 1, bias=False)
-      >>> model = mpidist.torch.DistributedDataParallel(layer, strategy)
+      >>> model = mpidist.torch.DistributedDataParallel(layer, strategy, rows=len)
       >>> rank = strategy.extended.replica_id
       >>> x = torch.ones(3 - rank, 1) * (rank + 1.0)  # 3 rows of 1, and 2 rows of 2
       >>> model(x).mean().backward()
@@ -91,200 +96,301 @@ class DistributedDataParallel(torch.nn.Module):
         module: torch.nn.Module,
         strategy: Strategy | None = None,
         *,
-        broadcast_buffers: bool = True,
-        bucket_cap_mb: float | None = None,
-        find_unused_parameters: bool = False,
-        batch_dim: int | None = 0,
-        options: CommunicationOptions | None = None,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        **others: Any,
+        rows: Callable[..., float] | str | None = None,
+        reduction: str = "mean",
+        **arguments: Any,
     ):
-        super().__init__()
+        strategy = _strategy_for(strategy, arguments)
+        check = functools.partial(_check, module, rows, reduction, arguments)
+        if strategy is None:
+            check("")
+        else:
+            group = strategy.extended
+            group.consensus.guard(CALL, check, group.device)
+            settings = {"reduction": reduction, "rows": rows == "equal", **arguments}
+            _require_alike(group.consensus, module, settings)
+            arguments["process_group"] = group_of(strategy)
         keep_untraced()
-        strategy = find_strategy(strategy)
-        group = strategy.extended
-        consensus = group.consensus
-        options = CommunicationOptions() if options is None else options
+        super().__init__(module, **arguments)
+        self._strategy, self._rows = strategy, rows
+        # The weight, where no rows are needed
+        self._weight: float | None = 1.0 if rows == "equal" else None
+        if reduction == "sum":
+            self._weight = float(self.process_group.size())
+        self._watch_gradients()
 
-        def prepare() -> None:
-            _refuse_foreign(others)
-            validation.instance("options", options, CommunicationOptions)
-            if batch_dim is not None:
-                validation.integer("batch_dim", batch_dim)
-            if bucket_cap_mb is not None:
-                validation.number("bucket_cap_mb", bucket_cap_mb, "> 0")
-            _check_module(module, group.device)
+    def _watch_gradients(self) -> None:
+        """Notice gradients that PyTorch's class would not average."""
+        # Whether PyTorch averages the gradients that come, or they add up
+        self._expects = self._accumulates = False
+        self._task = self._gradient_task = 0
+        self._newest: Any = lambda: None  # reference to the newest forward pass
+        self._next_rows: float | None = None
+        self._is_said = False
+        self._watched = self._trained()
+        ignored = self.parameters_to_ignore
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and name not in ignored:
+                _owners.setdefault(parameter, weakref.WeakSet()).add(self)
+                hook = functools.partial(_on_gradient, weakref.ref(self), name)
+                parameter.register_post_accumulate_grad_hook(hook)
 
-        consensus.guard(CALL, prepare)
-        settings = {
-            "broadcast_buffers": bool(broadcast_buffers),
-            "bucket_cap_mb": bucket_cap_mb,
-            "find_unused_parameters": bool(find_unused_parameters),
-            "batch_dim": batch_dim,
-            **vars(options),
-        }
-        _require_alike(consensus, module, settings)
-        broadcast(group, CALL, list(_state(module).values()))
-        self.module = module
-        self.require_backward_grad_sync = True
-        self._strategy, self._batch_dim = strategy, batch_dim
-        buffers = dict(module.named_buffers()) if broadcast_buffers else {}
-        self._has_buffers = bool(buffers)
-        self._reducer = Reducer(
-            group,
-            Parameters(module),
-            buffers,
-            bool(find_unused_parameters),
-            options,
-            None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20),
+    def _trained(self) -> list[int]:
+        """Return what changes if parameters are added, replaced, frozen or thawed."""
+        return [id(p) for p in self.module.parameters() if p.requires_grad]
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Return the output of the model."""
+        if not torch.is_grad_enabled():
+            return super().forward(*inputs, **kwargs)
+        given = list(weights.tensors_in((inputs, kwargs)))
+        passing = self._new_pass(given, inputs, kwargs)
+        if leaving := _with_gradients(given):
+            new = dict(zip(leaving, weights.Leave.apply(passing, *leaving.values())))
+            inputs, kwargs = weights.replace_tensors((inputs, kwargs), new)
+        try:
+            output = super().forward(*inputs, **kwargs)
+        except ValueError as error:
+            if _NO_ROWS not in str(error):
+                raise
+            raise ArgumentError(
+                f"{error}: this rank has one row; use mpidist.torch."
+                "convert_sync_batchnorm(model), or batch(n, drop_remainder=True)"
+            ) from error
+        return self._weighed(passing, output)
+
+    def _new_pass(self, given: list[Any], inputs: Any, kwargs: Any) -> weights.Pass:
+        if self._trained() != self._watched:
+            raise ContextError(
+                f"{CALL}: parameters were added, replaced, frozen or thawed since the "
+                "model was wrapped; wrap it again"
+            )
+        is_synced = self.require_backward_grad_sync
+        self._accumulates = not is_synced
+        self._expects |= is_synced
+        rows, self._next_rows = self._next_rows, None
+        if rows is None and callable(self._rows):
+            rows = _number_of_rows(self._rows(*inputs, **kwargs))
+        if rows is None and self._weight is None:
+            rows = weights.batch_rows(given)
+        passing = weights.Pass(self, is_synced, rows, self._weight)
+        self._newest = weakref.ref(passing)
+        if self._weight is None and rows is None:
+            passing.shapes += [len(tensor) for tensor in given if tensor.dim()]
+        return passing
+
+    def _weighed(self, passing: weights.Pass, output: Any) -> Any:
+        tensors = list(weights.tensors_in(output))
+        entering = _with_gradients(tensors)
+        if not entering:
+            if not tensors and self._weight != 1:
+                raise UnsupportedError(
+                    f"{CALL}: the model returns {validation.shown(output)}, in which "
+                    "no tensors are found; return tensors, tuples, dicts or "
+                    "dataclasses, or pass rows='equal'"
+                )
+            return output
+        if self.find_unused_parameters:
+            passing.outputs += entering.values()
+        passing.shapes += [len(tensor) for tensor in tensors if tensor.dim()]
+        new = weights.Enter.apply(passing, *entering.values())
+        return weights.replace_tensors(output, dict(zip(entering, new)))
+
+    def enter(self, passing: weights.Pass) -> float:
+        """Return the weight of a backward pass that has reached outputs. Collective."""
+        task = weights.current_task()
+        if passing.is_synced and not self._expects and self._task != task:
+            # A second backward pass for one forward pass
+            self.reducer.prepare_for_backward(passing.outputs)
+            self._expects = True
+        self._task = task
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        if passing.weight is not None:
+            return passing.weight
+        is_of_present = self._join_config.enable and not (
+            self._divide_by_initial_world_size
+        )
+        found = weights.exchange_rows(
+            self.process_group, passing.rows, passing.shapes, is_of_present
+        )
+        if found is None and not self._is_said:
+            self._is_said = True
+            logs.info(
+                "torch", f"{CALL} weighs all ranks the same, as rows are not stated"
+            )
+        return 1.0 if found is None else found
+
+    def _end_pass(self) -> None:
+        if self._gradient_task == self._task and self._expects:
+            self._expects = False
+            # After PyTorch's own end of the pass
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._check_reducer_finalized)
+
+    def allows(self, task: int) -> bool:
+        """Return whether gradients of a backward pass are averaged, or add up."""
+        return self._expects or self._accumulates or self._task == task
+
+    def note_gradient(self, name: str, parameter: Any) -> None:
+        """Raise for a gradient that no rank would average."""
+        task = self._gradient_task = weights.current_task()
+        if self.allows(task) or any(m.allows(task) for m in _owners[parameter]):
+            return
+        raise ContextError(
+            f"{CALL}: a backward pass has reached {name}, but not by an output of the "
+            "model, so its gradient would be of this rank alone: call model(...) "
+            "itself, not a method of model.module"
         )
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return the output of the model.
+    def set_rows(self, rows: float) -> None:
+        """Set the number of rows in this step's mean loss.
 
-        Collective if an earlier forward pass without a backward pass has changed
-        buffers.
-        """
-        reducer = self._reducer
-        if self._has_buffers:
-            if reducer.has_stale_buffers and self.require_backward_grad_sync:
-                reducer.broadcast_buffers()
-            reducer.has_stale_buffers |= self.training
-        if not torch.is_grad_enabled():
-            return self.module(*inputs, **kwargs)
-        dim = self._batch_dim
-        rows = -1 if dim is None else count_rows(inputs, kwargs, dim)
-        output = self.module(*inputs, **kwargs)
-        reducer.note_forward(output, rows, self.require_backward_grad_sync)
-        return output
-
-    @property
-    def distribute_strategy(self) -> Strategy:
-        """The strategy whose ranks train the model."""
-        return self._strategy
-
-    def set_rows(self, rows: int) -> None:
-        """Set the number of rows in this step's mean loss; call it after `forward`.
-
-        Use it if that is not the length of the batch, for example tokens without
-        padding. Not collective.
+        Call it between forward and backward, or before forward. Use it if that is not
+        the length of the batch, for example tokens without padding. Not collective.
 
         Raises:
-          ArgumentError: below 0. ArgumentTypeError: not an integer.
+          ArgumentError: below 0. ArgumentTypeError: not a number.
         """
-        self._reducer.set_rows(validation.integer("rows", rows, 0))
+        number = _number_of_rows(rows)
+        passing = self._newest()
+        if passing is None or passing.is_entered:
+            self._next_rows = number
+        else:
+            passing.rows = number
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on each rank in this block, without communication.
+    @property
+    def distribute_strategy(self) -> Strategy | None:
+        """The strategy whose ranks train the model, if it was made with one."""
+        return self._strategy
 
-        The first pass after the block averages the sums. As in torch, the block that
-        contains `forward` counts.
-        """
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
+    # What PyTorch's class calls
 
-    @contextlib.contextmanager
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Iterator[None]:
-        """Allow different numbers of batches on the ranks in this block. Collective.
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
+        found = super()._check_global_requires_backward_grad_sync(is_joined_rank)
+        if is_joined_rank and self._weight is None:
+            weights.exchange_rows(self.process_group, weights.ENDED)
+        return found
 
-        A rank that leaves the block takes part in the other ranks' steps without rows,
-        until all have left. Then all ranks get the parameters of a rank with the most
-        steps (each keeps its own optimizer state). Distributed datasets have the same
-        number of batches on all ranks and do not need it.
+    def _sync_buffers(self) -> None:
+        self._assign_modules_buffers()  # some may have been replaced
+        super()._sync_buffers()
 
-        Args:
-          divide_by_initial_world_size: with batch_dim=None, whether ended ranks count
-            in the mean, with zero gradients; else the mean is over the other ranks.
-          enable: False for a block without effect.
-          throw_on_early_termination: instead raise on all ranks when one has ended.
+    def __getstate__(self) -> Any:
+        state = super().__getstate__()
+        for name in ("_strategy", "_newest"):
+            del state[name]
+        return state
 
-        Raises, on all ranks:
-          ContextError: see `throw_on_early_termination`.
-          DivergenceError: ranks with batches left call other collectives, such as those
-            of SyncBatchNorm.
-        """
-        reducer = self._reducer
-        if not enable:
-            yield
-            return
-        everywhere = bool(throw_on_early_termination)
-        reducer.joining = Joining(bool(divide_by_initial_world_size), everywhere)
-        reducer.steps = 0
-        try:
-            yield
-            reducer.follow()
-        finally:
-            reducer.joining = None
-
-    def register_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Not supported: raises."""
-        raise UnsupportedError(
-            f"{CALL} has no communication hooks; pass options="
-            "mpidist.CommunicationOptions(compression='bfloat16') to send less"
-        )
-
-    def __getstate__(self) -> NoReturn:
-        raise UnsupportedError(
-            f"a {CALL} belongs to its ranks, and cannot be copied or pickled; use its "
-            "`module` or `state_dict()`"
-        )
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self._strategy = None
+        self._watch_gradients()
 
 
-def _refuse_foreign(others: dict[str, Any]) -> None:
-    for name, value in others.items():
-        if name not in _FOREIGN:
+def _strategy_for(strategy: Any, arguments: dict[str, Any]) -> Strategy | None:
+    """Return the strategy; None if PyTorch's arguments or default say the ranks."""
+    kinds = "process_group", "device_mesh"
+    names = [name for name in kinds if arguments.get(name) is not None]
+    if strategy is not None and names:
+        raise ArgumentError(f"{CALL} needs strategy or {names[0]}, not both")
+    if strategy is None and (names or _is_of_torch()):
+        return None
+    return find_strategy(strategy)
+
+
+def _is_of_torch() -> bool:
+    return torch.distributed.is_initialized() and not has_strategy()
+
+
+def _with_gradients(tensors: list[Any]) -> dict[int, Any]:
+    """Return those in the graph, by their ids."""
+    return {id(tensor): tensor for tensor in tensors if tensor.requires_grad}
+
+
+def _number_of_rows(rows: Any) -> float:
+    number = rows.item() if isinstance(rows, torch.Tensor) else rows
+    number = validation.number("rows", number, ">= 0")
+    if not math.isfinite(number):
+        raise ArgumentError(f"rows must be finite, not {number}")
+    return float(number)
+
+
+def _on_gradient(model: Any, name: str, parameter: Any) -> None:
+    if (found := model()) is not None:
+        found.note_gradient(name, parameter)
+
+
+def _check(
+    module: Any, rows: Any, reduction: Any, arguments: dict[str, Any], device: str
+) -> None:
+    """Raise if arguments are wrong; `device` is the replica's, if it is known."""
+    for name in arguments:
+        if name in _FORMER:
+            raise ArgumentTypeError(f"{CALL} has no argument {name!r}: {_FORMER[name]}")
+        if name not in _OF_TORCH:
             raise ArgumentTypeError(f"{CALL} has no argument {name!r}")
-        if value is not None:
-            raise UnsupportedError(
-                f"{CALL}: {name} has no meaning here: {_FOREIGN[name]}"
-            )
-
-
-def _check_module(module: Any, device: str) -> None:
+    if not (rows is None or rows == "equal" or callable(rows)):
+        raise ArgumentTypeError(
+            f"rows must be a function or 'equal', not {validation.shown(rows)}"
+        )
+    if reduction not in ("mean", "sum"):
+        raise ArgumentError(
+            f"reduction must be 'mean' or 'sum', not {validation.shown(reduction)}"
+        )
     if not isinstance(module, torch.nn.Module):
         raise ArgumentTypeError(
             f"module must be a torch.nn.Module, not {validation.shown(module)}"
         )
-    lazy = torch.nn.parameter.UninitializedTensorMixin
-    kind, _, index = device.partition(":")
-    wanted, other = ("CPU:0", "cpu") if kind == "CPU" else (device, f"cuda:{index}")
     for name, tensor in _state(module).items():
-        if isinstance(tensor, lazy):
-            raise ArgumentError(
-                f"{name} is not initialized; call the model once with some rows first"
-            )
-        if tensor.is_sparse:
-            raise ArgumentError(f"{name} is a sparse tensor; a dense one is needed")
-        if devices.place_of(tensor) != wanted:
-            raise ArgumentError(
-                f"{name} is on {tensor.device}, and this replica on {device}: call "
-                f"model.to({other!r}) first, or choose "
-                "the replica's device by mpidist.MirroredStrategy(devices=[...])"
-            )
+        _check_tensor(name, tensor, device)
     for name, layer in module.named_modules():
-        if isinstance(layer, torch.nn.SyncBatchNorm):
-            raise UnsupportedError(
-                f"{name or 'module'} is a torch.nn.SyncBatchNorm, which synchronises "
-                "the ranks of torch.distributed; use "
-                "mpidist.torch.convert_sync_batchnorm(model)"
-            )
+        _check_layer(name or "module", layer, device)
     if not any(p.requires_grad for p in module.parameters()):
         raise ArgumentError(f"{CALL} needs a parameter that requires a gradient")
 
 
+def _check_tensor(name: str, tensor: Any, device: str) -> None:
+    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        raise ArgumentError(
+            f"{name} is not initialized; call the model once with some rows first"
+        )
+    if tensor.is_sparse:
+        raise ArgumentError(f"{name} is a sparse tensor; a dense one is needed")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ArgumentError(
+            f"{name} is a conjugate view; use tensor.resolve_conj().resolve_neg()"
+        )
+    kind, _, index = device.partition(":")
+    wanted, other = ("CPU:0", "cpu") if kind == "CPU" else (device, f"cuda:{index}")
+    if device and devices.place_of(tensor) != wanted:
+        raise ArgumentError(
+            f"{name} is on {tensor.device}, and this replica on {device}: call "
+            f"model.to({other!r}) first, or choose the replica's device by "
+            "mpidist.MirroredStrategy(devices=[...])"
+        )
+
+
+def _check_layer(name: str, layer: Any, device: str) -> None:
+    if isinstance(layer, torch.nn.SyncBatchNorm) and not device.startswith("GPU"):
+        raise UnsupportedError(
+            f"{name} is a torch.nn.SyncBatchNorm, which works on GPUs only; use "
+            "mpidist.torch.convert_sync_batchnorm(model)"
+        )
+    if getattr(layer, "max_norm", None) is not None:
+        raise UnsupportedError(
+            f"{name} has max_norm, by which each rank would change its own rows of the "
+            "weights; clip them after the optimizer's step instead"
+        )
+    if getattr(layer, "sparse", False) is True:
+        raise UnsupportedError(f"{name} has sparse gradients; pass sparse=False")
+
+
 def _state(module: torch.nn.Module) -> dict[str, Any]:
-    """Return parameters and buffers by name."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    """Return parameters and buffers by name, but those that PyTorch's class ignores."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: tensor for name, tensor in state.items() if name not in ignored}
 
 
 def _require_alike(
@@ -301,8 +407,9 @@ def _require_alike(
         )
         for name, tensor in state.items()
     )
+    plain = bool, int, float, str, type(None)
     options = (
-        *settings.items(),
+        *((name, value) for name, value in settings.items() if type(value) in plain),
         ("the number of parameters and buffers", len(state)),
         ("the names of parameters and buffers", _shortened(", ".join(state))),
     )

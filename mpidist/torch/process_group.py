@@ -9,13 +9,16 @@ backward pass.
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import functools
 import itertools
 import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,27 +30,20 @@ from mpidist.comm.consensus.signatures import CallSignature, digest, skip_folder
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.errors import ArgumentError, ContextError, MismatchError, UnsupportedError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpidist.strategy.strategy import Strategy
 from mpidist.torch import c10d
 from mpidist.torch.flat_tensors import BITWISE, FlatTensor, Reduction, concatenate
 from mpidist.torch.works import Executor, Message, Work
 
-__all__ = ["Operations", "ProcessGroupOptions", "init_process_group", "register"]
+__all__ = ["Operations", "group_of", "init_process_group", "register"]
 
 _BACKEND = "mpidist"
 # Larger arrays are reduced where they lie; smaller ones travel with the comparison
 _IN_PLACE_BYTES = 128 << 10
+# Elements of a small bucket, see `c10d.may_wait`
+_FEW = _IN_PLACE_BYTES // 4
 _AUTO = CommunicationImplementation.AUTO
 _options_of = functools.lru_cache(CommunicationOptions)
-
-
-class ProcessGroupOptions(NamedTuple):
-    """Options for `torch.distributed.init_process_group("mpidist", pg_options=...)`.
-
-    Args:
-      communicator: the ranks; None for COMM_WORLD. See `init_process_group`.
-    """
-
-    communicator: MPI.Intracomm | None = None
 
 
 class Operations:
@@ -83,10 +79,11 @@ class Operations:
         self._executor = Executor(f"mpidist-process-group-{next(_numbers)}")
         self._timeout = timeout
         self._seconds: float | None = None  # the timeout of the operation that runs
-        self._calls = 0
         self._messages = comm.Dup()
         self._running: list[Message] = []  # whose memory MPI may still use
         self._group.closing.append(self._free)
+        self._creator = threading.get_ident()
+        _finish_at_exit()
 
     def _free(self) -> None:
         self._group.closing.remove(self._free)
@@ -114,19 +111,13 @@ class Operations:
 
     set_timeout = _set_default_timeout = setTimeout
 
-    def setSequenceNumberForGroup(self) -> None:  # noqa: N802
-        """Do nothing: the ranks compare all calls."""
-
-    def getSequenceNumberForGroup(self) -> int:  # noqa: N802
-        """Return how many collectives this rank has called."""
-        return self._calls
-
-    _set_sequence_number_for_group = setSequenceNumberForGroup
-    _get_sequence_number_for_group = getSequenceNumberForGroup
-
-    def shutdown(self) -> None:
+    def finish(self) -> None:
         """Wait for this rank's operations. Not collective."""
         self._executor.close()
+
+    def shutdown(self) -> None:
+        """Wait for this rank's operations, the last ones. Not collective."""
+        self.finish()
         self._consensus.retire()
         c10d.withdraw(self)
 
@@ -502,18 +493,21 @@ class Operations:
         rows = list(zip(*columns, strict=True)) if columns else [()]
         seconds = c10d.seconds_of(opts, self._timeout)
         work, consensus = Work(list(outputs)), self._consensus
-        self._calls += 1
 
         def in_turn() -> None:
-            # The operations of a group belong to the thread that runs them now
+            # The operations of a group belong to the thread that runs them now; the
+            # end of the program, to the thread that made the group
             consensus.lock.adopt()
-            with consensus.lock:
-                self._seconds = seconds
-                for row in rows:
-                    run(*row)
+            try:
+                with consensus.lock:
+                    self._seconds = seconds
+                    for row in rows:
+                        run(*row)
+            finally:
+                consensus.lock.creator = self._creator
 
         first = columns[0][0] if columns and columns[0] else None
-        is_small = isinstance(first, torch.Tensor) and first.nbytes <= _IN_PLACE_BYTES
+        is_small = isinstance(first, torch.Tensor) and first.numel() <= _FEW
         self._executor.submit(work, in_turn, c10d.may_wait(opts, is_small))
         return work
 
@@ -555,38 +549,22 @@ def _split(
     return [size * per_row for size in sizes]
 
 
+@functools.cache
+def _finish_at_exit() -> None:
+    """Let what was issued end before the ranks agree on the end of the program."""
+    atexit.register(c10d.finish_all)  # runs before that, which was registered first
+
+
 _numbers = itertools.count()
-_worlds: list[MPI.Intracomm] = []  # of the default group
-
-
-def _create(options: Any, pg_options: Any) -> Any:
-    """Return the backend of a new process group. Collective over its ranks."""
-    ranks = list(options.global_ranks_in_group)
-    if not ranks:
-        asked = pg_options or ProcessGroupOptions()
-        comm = asked.communicator or MPI.COMM_WORLD
-        found = comm.Get_rank(), comm.Get_size()
-        if (options.group_rank, options.group_size) != found:
-            raise ArgumentError(
-                f"init_process_group({_BACKEND!r}) was called as rank "
-                f"{options.group_rank} of {options.group_size}, but MPI's is rank "
-                f"{found[0]} of {found[1]}; start the program by mpirun or srun"
-            )
-        _worlds[:] = [comm]
-        return c10d.publish(Operations(comm, options.timeout), options, _BACKEND)
-    # The default group may have another backend
-    world = _worlds[0] if _worlds else MPI.COMM_WORLD
-    tag = sum(options.group_id.encode()) % 32749  # of MPI's at least 32767
-    with Pending("new_group", world, ranks):
-        comm = world.Create_group(world.group.Incl(ranks), tag)
-    operations = Operations(comm, options.timeout)
-    comm.Free()  # they have duplicates
-    return c10d.publish(operations, options, _BACKEND)
+_world = MPI.COMM_WORLD  # of the default group
+_next_worlds: list[MPI.Intracomm] = []  # what `init_process_group` asks for
+_groups: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()
 
 
 def init_process_group(
     communicator: MPI.Intracomm | None = None,
     timeout: datetime.timedelta | None = None,
+    backend: str = _BACKEND,
 ) -> None:
     """Start `torch.distributed` over the ranks of a communicator. Collective.
 
@@ -596,6 +574,7 @@ def init_process_group(
       communicator: the ranks; None for COMM_WORLD.
       timeout: of each operation. Without it, only the watchdog ends a wait, after
         MPIDIST_HANG_SECONDS.
+      backend: such as "cpu:mpidist,cuda:nccl", where tensors are on GPUs, too.
 
     Example:
       >>> mpidist.torch.init_process_group()
@@ -605,16 +584,61 @@ def init_process_group(
       tensor([2., 2.])
       >>> torch.distributed.destroy_process_group()
     """
-    seconds = c10d.DEFAULT_TIMEOUT if timeout is None else timeout
-    store, rank, size = next(_rendezvous(seconds, communicator or MPI.COMM_WORLD))
-    dist.init_process_group(
-        _BACKEND,
-        timeout=timeout,
-        store=store,
-        rank=rank,
-        world_size=size,
-        pg_options=ProcessGroupOptions(communicator),
-    )
+    comm = communicator or MPI.COMM_WORLD
+    store, rank, size = next(_rendezvous(timeout or c10d.DEFAULT_TIMEOUT, comm))
+    _next_worlds.append(comm)
+    try:
+        dist.init_process_group(
+            backend, timeout=timeout, store=store, rank=rank, world_size=size
+        )
+    finally:
+        _next_worlds.pop()
+
+
+def _create(options: Any, _: Any) -> Any:
+    """Return the backend of a new process group. Collective over its ranks."""
+    global _world
+    ranks = list(options.global_ranks_in_group)
+    if not ranks:
+        _world = _next_worlds[-1] if _next_worlds else MPI.COMM_WORLD
+    comm = _world
+    if ranks:
+        tag = sum(options.group_id.encode()) % 32749  # of MPI's at least 32767
+        with Pending("new_group", comm, ranks):
+            comm = comm.Create_group(comm.group.Incl(ranks), tag)
+    found = comm.Get_rank(), comm.Get_size()
+    if (options.group_rank, options.group_size) != found:
+        raise ArgumentError(
+            f"init_process_group({_BACKEND!r}) was called as rank "
+            f"{options.group_rank} of {options.group_size}, but MPI's is rank "
+            f"{found[0]} of {found[1]}; start the program by mpirun or srun"
+        )
+    operations = Operations(comm, options.timeout)
+    if ranks:
+        comm.Free()  # they have duplicates
+    return c10d.publish(operations, options, _BACKEND)
+
+
+def group_of(strategy: Strategy) -> Any:
+    """Return a process group of a strategy's ranks. Collective when it is made.
+
+    That is the default group of torch.distributed, which is made if there is none,
+    where it has these ranks in this order.
+    """
+    group = _groups.get(strategy)
+    if group is not None and group in dist.distributed_c10d._world.pg_map:
+        return group
+    comm, device = strategy.extended.topology.comm, strategy.extended.device
+    if not dist.is_initialized():
+        is_cpu = device.startswith("CPU") or not torch.cuda.is_available()
+        backend = _BACKEND if is_cpu else f"cpu:{_BACKEND},cuda:nccl"
+        init_process_group(comm, backend=backend)
+    ranks = comm.allgather(dist.get_rank())
+    group = dist.group.WORLD
+    if ranks != list(range(dist.get_world_size())):
+        group = dist.new_group(ranks, use_local_synchronization=True)
+    _groups[strategy] = group
+    return group
 
 
 def _rendezvous(

@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
+import dataclasses
+import inspect
+import io
 
 import numpy as np
 import pytest
 
 import mpidist
-from mpidist.comm import bucket_layout
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
-from mpidist.torch import DistributedDataParallel, reducer  # noqa: E402
-
-MPI_OPTIONS = mpidist.CommunicationOptions(implementation="MPI")
-
-
-@pytest.fixture(
-    params=["node", "nodes", "overlapped", pytest.param("gpu", marks=pytest.mark.gpu)],
-    autouse=True,
+from mpidist.torch import (  # noqa: E402
+    DistributedDataParallel,
+    as_tensors,
+    data_parallel,
 )
-def where(request, monkeypatch):
-    """Ranks on one node, on one each, there with a thread that sends buckets; on GPUs.
 
-    Tensors only pass for such on GPUs.
-    """
-    if request.param == "gpu":
-        request.getfixturevalue("tensors_pass_for_cuda")
-    elif request.param != "node":
+dist = torch.distributed
+BROADCAST_BUFFERS = next(  # its name in this version of PyTorch
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(nn.parallel.DistributedDataParallel).parameters
+)
+
+
+def rows_in(x, *_):
+    return len(x)
+
+
+@pytest.fixture(params=["node", "nodes"], autouse=True)
+def where(request, monkeypatch):
+    """Ranks on one node, and on one each."""
+    if request.param == "nodes":
         monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "1")
-    if request.param in ("overlapped", "gpu"):
-        monkeypatch.setattr(reducer, "_OVERLAP_BYTES", 0)
-        monkeypatch.setattr(bucket_layout, "_LEAST_BYTES", 1000)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def wrap(module, strategy, **arguments):
+    return DistributedDataParallel(module, strategy, rows=rows_in, **arguments)
 
 
 def network(seed=0, hidden=16):
@@ -78,18 +91,11 @@ def everyone_equal(strategy, tensors):
 
 @pytest.mark.parametrize("rows", [12, 7, 1])
 @pytest.mark.parametrize("hidden", [16, 4000])  # small gradients, and large ones
-@pytest.mark.parametrize(
-    "options",
-    [None, MPI_OPTIONS, mpidist.CommunicationOptions(reproducible=True)],
-    ids=["default", "mpi", "reproducible"],
-)
-def test_gradients_are_those_of_all_rows(strategy, rows, hidden, options):
+def test_gradients_are_those_of_all_rows(strategy, rows, hidden):
     everything, mine = rows_of(strategy, rows)
     alone = network(hidden=hidden)
     rank = strategy.extended.replica_id
-    model = DistributedDataParallel(
-        network(seed=rank, hidden=hidden), strategy, options=options
-    )
+    model = wrap(network(seed=rank, hidden=hidden), strategy)
     for _ in range(3):
         model.zero_grad()
         alone.zero_grad()
@@ -100,7 +106,7 @@ def test_gradients_are_those_of_all_rows(strategy, rows, hidden, options):
 
 
 def test_training_is_that_of_one_process(strategy):
-    model, alone = DistributedDataParallel(network(), strategy), network()
+    model, alone = wrap(network(), strategy), network()
     optimizers = [
         torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, alone)
     ]
@@ -129,13 +135,13 @@ def test_parameters_and_buffers_become_those_of_rank_0(strategy):
         model.register_parameter("scale", nn.Parameter(torch.ones(1).bfloat16() + seed))
         return model
 
-    model = DistributedDataParallel(make(rank), strategy)
+    model = wrap(make(rank), strategy)
     for name, want in make(0).state_dict().items():
         assert torch.equal(model.state_dict()[f"module.{name}"], want), name
 
 
 def test_a_state_dict_has_the_names_of_torch_and_comes_back(strategy):
-    model = DistributedDataParallel(network(), strategy)
+    model = wrap(network(), strategy)
     names = [f"module.{name}" for name in network().state_dict()]
     state = model.state_dict()
     assert list(state) == names
@@ -146,7 +152,7 @@ def test_a_state_dict_has_the_names_of_torch_and_comes_back(strategy):
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_passes_without_sync_add_up(strategy, set_to_none):
-    model, alone = DistributedDataParallel(network(), strategy), network()
+    model, alone = wrap(network(), strategy), network()
     for step in range(2):
         for m in (model, alone):
             m.zero_grad(set_to_none=set_to_none)
@@ -164,7 +170,7 @@ def test_passes_without_sync_add_up(strategy, set_to_none):
 
 
 def test_the_block_around_forward_counts_for_no_sync(strategy):
-    model = DistributedDataParallel(network(), strategy)
+    model = wrap(network(), strategy)
     _, mine = rows_of(strategy, 8)
     with model.no_sync():
         loss = loss_of(model, *mine)
@@ -185,24 +191,16 @@ class Branches(nn.Module):
         return self.left(x) if is_left else self.right(x)
 
 
-def test_an_unused_parameter_is_an_error_on_all_ranks(strategy):
-    rank = strategy.extended.replica_id
-    model = DistributedDataParallel(Branches(), strategy, batch_dim=None)
+def test_an_unused_parameter_is_an_error_in_its_backward_pass(strategy):
+    model = wrap(Branches(), strategy)
     _, (x, y) = rows_of(strategy, 8)
-    if rank == 0:
-        loss = nn.functional.cross_entropy(model(x, True), y)
-    else:  # all are used on the other ranks
-        loss = sum(
-            nn.functional.cross_entropy(layer(x), y)
-            for layer in model.module.children()
-        )
-    with pytest.raises(ValueError, match=r"right.weight.*find_unused_parameters=True"):
-        loss.backward()
+    with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
+        nn.functional.cross_entropy(model(x, True), y).backward()
 
 
 def test_parameters_that_some_ranks_use(strategy):
     n, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
-    model = DistributedDataParallel(Branches(), strategy, find_unused_parameters=True)
+    model = wrap(Branches(), strategy, find_unused_parameters=True)
     alone = Branches()
     for seed in range(3):
         model.zero_grad()
@@ -218,18 +216,6 @@ def test_parameters_that_some_ranks_use(strategy):
         assert model.module.idle.weight.grad is None
 
 
-def test_a_rank_that_uses_all_and_one_that_does_not(strategy):
-    rank = strategy.extended.replica_id
-    model = DistributedDataParallel(
-        Branches(), strategy, batch_dim=None, find_unused_parameters=True
-    )
-    _, (x, y) = rows_of(strategy, 8)
-    layers = list(model.module.children())
-    output = model(x, True) if rank else sum(layer(x) for layer in layers)
-    nn.functional.cross_entropy(output, y).backward()
-    assert everyone_equal(strategy, [p.grad for p in model.parameters()])
-
-
 def test_shared_and_frozen_parameters(strategy):
     def make():
         model = network(hidden=6)
@@ -239,28 +225,10 @@ def test_shared_and_frozen_parameters(strategy):
         return model
 
     everything, mine = rows_of(strategy, 9)
-    model, alone = DistributedDataParallel(make(), strategy), make()
+    model, alone = wrap(make(), strategy), make()
     loss_of(model, *mine).backward()
     loss_of(alone, *everything).backward()
     assert_like_alone(model, alone)
-    # Frozen later: it needs no gradient any more
-    for m in (model.module, alone):
-        m.zero_grad()
-        m[2].weight.requires_grad_(False)
-    loss_of(model, *mine).backward()
-    loss_of(alone, *everything).backward()
-    assert_like_alone(model, alone)
-
-
-def test_a_parameter_that_is_thawed_is_an_error_on_all_ranks(strategy):
-    module = network()
-    module[0].weight.requires_grad_(False)
-    model = DistributedDataParallel(module, strategy)
-    if strategy.extended.replica_id == 0:
-        module[0].weight.requires_grad_(True)
-    _, mine = rows_of(strategy, 8)
-    with pytest.raises(RuntimeError, match=r"0\.weight.*requires_grad"):
-        loss_of(model, *mine).backward()
 
 
 def replace_a_layer(module):
@@ -280,93 +248,48 @@ def assign_a_state_dict(module):
     module.requires_grad_()
 
 
+def freeze(module):
+    module[0].weight.requires_grad_(False)
+
+
+def thaw(module):
+    module[2].bias.requires_grad_(True)
+
+
 @pytest.mark.parametrize(
-    "change", [replace_a_layer, add_a_layer, replace_a_parameter, assign_a_state_dict]
+    "change",
+    [
+        replace_a_layer,
+        add_a_layer,
+        replace_a_parameter,
+        assign_a_state_dict,
+        freeze,
+        thaw,
+    ],
 )
-@pytest.mark.parametrize("is_on_all", [True, False])
-def test_parameters_that_are_added_or_replaced_are_an_error_on_all_ranks(
-    strategy, change, is_on_all
-):
-    model = DistributedDataParallel(network(), strategy, find_unused_parameters=True)
-    if is_on_all or strategy.extended.replica_id == 0:
-        change(model.module)
+def test_parameters_that_change_after_wrapping_are_an_error(strategy, change):
+    module = network()
+    module[2].bias.requires_grad_(False)
+    model = wrap(module, strategy, find_unused_parameters=True)
+    change(module)
     _, mine = rows_of(strategy, 8)
-    with pytest.raises(RuntimeError, match="added or replaced after"):
-        loss_of(model, *mine).backward()
-
-
-def test_changes_that_need_no_gradients_are_no_error(strategy):
-    model, alone = DistributedDataParallel(network(), strategy), network()
-    everything, mine = rows_of(strategy, 8)
-    for module in (model.module, alone):
-        module.teacher = network().requires_grad_(False)
-        module.append(nn.Identity())
-        del module.teacher  # nn.Sequential would call it
-        torch.nn.utils.parametrize.register_parametrization(
-            module[0], "weight", nn.Tanh(), unsafe=True
-        )
-    loss_of(model, *mine).backward()
-    loss_of(alone, *everything).backward()
-    assert_like_alone(model, alone)
-
-
-@pytest.mark.parametrize("finds_unused", [True, False])
-def test_a_parameter_that_one_rank_freezes_is_an_error_on_all(strategy, finds_unused):
-    ranks, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
-    if ranks == 1:
-        pytest.skip("of several ranks")
-    model = DistributedDataParallel(
-        network(), strategy, find_unused_parameters=finds_unused
-    )
-    if rank == ranks - 1:
-        model.module[0].weight.requires_grad_(False)
-    _, mine = rows_of(strategy, 8)
-    with pytest.raises(ValueError, match=r"0\.weight requires no gradient on rank"):
-        loss_of(model, *mine).backward()
+    with pytest.raises(RuntimeError, match="wrap it again"):
+        loss_of(model, *mine)
 
 
 def test_a_model_of_a_temporary_object(strategy):
     module, alone = network(), network()
     everything, mine = rows_of(strategy, 8)
-    loss = loss_of(DistributedDataParallel(module, strategy), *mine)
+    loss = loss_of(wrap(module, strategy), *mine)
     loss.backward()
     loss_of(alone, *everything).backward()
     for p, q in zip(module.parameters(), alone.parameters()):
         torch.testing.assert_close(p.grad, q.grad)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64", "complex64"])
-def test_gradients_of_each_dtype(strategy, dtype):
-    dtype = getattr(torch, dtype)
-    ranks = strategy.num_replicas_in_sync
-    layer = nn.Linear(5, 1, bias=False, dtype=dtype)
-    model = DistributedDataParallel(layer, strategy, batch_dim=None)
-    random = np.random.default_rng(0)
-    everyone = torch.from_numpy(random.normal(size=(ranks, 5))).to(dtype)
-    model(everyone[strategy.extended.replica_id, None]).sum().abs().backward()
-    got = layer.weight.grad
-    assert got.dtype == dtype
-    if not dtype.is_complex and ranks < 3:
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        outputs = (everyone * layer.weight.detach()).sum(1)
-        signs = [-1 if v < 0 else 1 for v in outputs.tolist()]
-        want = sum(s * x.to(wide) / ranks for s, x in zip(signs, everyone))
-        assert torch.equal(got[0], want.to(dtype))  # rounded once
-
-
-def test_sums_of_half_precision_are_formed_in_float32(strategy):
-    n, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
-    layer = nn.Linear(1, 1, bias=False, dtype=torch.float16)
-    model = DistributedDataParallel(layer, strategy, batch_dim=None)
-    # Their sum is above the largest float16, their mean is not
-    model(torch.full((1, 1), 60000.0, dtype=torch.float16)).sum().backward()
-    assert layer.weight.grad.item() == torch.tensor(60000.0).half().item()
-    assert n > 0 <= rank
-
-
 def test_a_rank_without_rows_adds_nothing_whatever_its_gradient(strategy):
     n, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
-    model, alone = DistributedDataParallel(network(), strategy), network()
+    model, alone = wrap(network(), strategy), network()
     (x, y), _ = rows_of(strategy, 4)
     is_last = rank == n - 1
     mine = (x, y) if is_last else (x[:0], y[:0])  # the mean of no losses is nan
@@ -377,7 +300,7 @@ def test_a_rank_without_rows_adds_nothing_whatever_its_gradient(strategy):
 
 def test_rows_that_the_user_counts(strategy):
     rank = strategy.extended.replica_id
-    model, alone = DistributedDataParallel(network(), strategy), network()
+    model, alone = wrap(network(), strategy), network()
     (x, y), (mine_x, mine_y) = rows_of(strategy, 12)
     weights = torch.arange(12) % 3 > 0  # padding
     share = len(mine_x)
@@ -397,137 +320,13 @@ def test_rows_that_the_user_counts(strategy):
             model.set_rows(wrong)
 
 
-def test_rows_along_another_dimension_and_none(strategy):
-    ranks, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
-    torch.manual_seed(0)
-    layers = [nn.Linear(6, 1, bias=False) for _ in range(2)]
-    by_rows = DistributedDataParallel(layers[0], strategy, batch_dim=1)
-    by_rank = DistributedDataParallel(layers[1], strategy, batch_dim=None)
-    x = torch.ones(4, rank + 1, 6) * (rank + 1)
-    for model in (by_rows, by_rank):
-        model(input=x).mean().backward()
-    counts = [r + 1 for r in range(ranks)]
-    weighted = sum(c * c for c in counts) / sum(counts)
-    torch.testing.assert_close(layers[0].weight.grad, torch.full((1, 6), weighted))
-    mean = sum(counts) / ranks
-    torch.testing.assert_close(layers[1].weight.grad, torch.full((1, 6), mean))
-
-
-def test_rows_that_one_rank_cannot_count_are_an_error_on_all(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("there is nothing to weigh")
-
-    class Constant(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
-
-        def forward(self, value):
-            return (self.weight * value).sum()
-
-    model = DistributedDataParallel(Constant(), strategy)
-    model(2.0).backward()  # no rank can: each counts the same
-    assert model.module.weight.grad.tolist() == [2, 2]
-    is_first = strategy.extended.replica_id == 0
-    loss = model(torch.ones(2) if is_first else 1.0)
-    with pytest.raises(ValueError, match=r"no tensor whose rows .* rank"):
-        loss.backward()
-
-
-def test_gradients_are_changed_in_place_and_old_ones_are_left_alone(strategy):
-    model = DistributedDataParallel(network(hidden=4000), strategy)
-    _, mine = rows_of(strategy, 8)
-    loss_of(model, *mine).backward()
-    parameters = list(model.parameters())
-    held = [p.grad for p in parameters]
-    copies = [g.clone() for g in held]
-    model.zero_grad()  # which drops them
-    loss_of(model, *rows_of(strategy, 8, seed=1)[1]).backward()
-    for gradient, want in zip(held, copies):
-        assert torch.equal(gradient, want)
-    held = [p.grad for p in parameters]
-    model.zero_grad(set_to_none=False)
-    loss_of(model, *mine).backward()
-    assert all(p.grad is g for p, g in zip(parameters, held))
-    assert all(torch.equal(g, want) for g, want in zip(held, copies))
-
-
-def test_a_pass_that_an_exception_ends_on_one_rank(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("of several ranks")
-    rank = strategy.extended.replica_id
-    model, alone = DistributedDataParallel(network(), strategy), network()
-    everything, mine = rows_of(strategy, 8)
-
-    def fail(_):
-        raise ZeroDivisionError("a hook of the user's")
-
-    loss = loss_of(model, *mine)
-    if rank == 0:
-        handle = model.module[0].weight.register_hook(fail)
-        with pytest.raises(ZeroDivisionError):
-            loss.backward()
-        handle.remove()
-        loss = loss_of(model, *mine)
-    with pytest.raises(mpidist.DivergenceError, match="after 1 backward pass"):
-        loss.backward()
-    for _ in range(2):
-        model.zero_grad()
-        alone.zero_grad()
-        loss_of(model, *mine).backward()
-        loss_of(alone, *everything).backward()
-        assert_like_alone(model, alone)
-
-
-def test_a_pass_that_an_exception_ends_in_run_is_its_error_on_all(strategy):
-    rank = strategy.extended.replica_id
-    model, alone = DistributedDataParallel(network(), strategy), network()
-    everything, mine = rows_of(strategy, 8)
-    calls = []
-
-    def fail(_):
-        calls.append(1)
-        if rank == 0 and len(calls) == 1:
-            raise ZeroDivisionError("a hook of the user's")
-
-    model.module[0].weight.register_hook(fail)
-
-    def step():
-        model.zero_grad()
-        loss_of(model, *mine).backward()
-
-    with pytest.raises(ZeroDivisionError):
-        strategy.run(step)
-    strategy.run(step)
-    loss_of(alone, *everything).backward()
-    assert_like_alone(model, alone)
-
-
-def test_a_pass_that_exceptions_end_on_all_ranks_is_forgotten(strategy):
-    model, alone = DistributedDataParallel(network(), strategy), network()
-    everything, mine = rows_of(strategy, 8)
-
-    def fail(_):
-        raise ZeroDivisionError("a hook of the user's")
-
-    handle = model.module[0].weight.register_hook(fail)
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
-            loss_of(model, *mine).backward()
-    handle.remove()
-    model.zero_grad()
-    loss_of(model, *mine).backward()
-    loss_of(alone, *everything).backward()
-    assert_like_alone(model, alone)
-
-
 def test_another_call_meanwhile_is_an_error_that_names_both(strategy):
     if strategy.num_replicas_in_sync == 1:
         pytest.skip("of several ranks")
-    model = DistributedDataParallel(network(), strategy)
+    model = wrap(network(), strategy)
     _, mine = rows_of(strategy, 8)
     with pytest.raises(
-        mpidist.DivergenceError, match=r"gradients of Distr.*reduce"
+        mpidist.DivergenceError, match=r"all_gather.*reduce|reduce.*all_gather"
     ) as raised:
         if strategy.extended.replica_id == 0:
             loss_of(model, *mine).backward()
@@ -544,7 +343,7 @@ def test_buffers_follow_rank_0(strategy, broadcasts):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
 
-    model = DistributedDataParallel(make(), strategy, broadcast_buffers=broadcasts)
+    model = wrap(make(), strategy, **{BROADCAST_BUFFERS: broadcasts})
     first = make()  # that of rank 0, with its rows
     _, mine = rows_of(strategy, 8 * strategy.num_replicas_in_sync)
     shares = strategy.gather_objects(mine[0].numpy())
@@ -586,7 +385,13 @@ def test_models_that_differ_are_an_error_on_all_ranks(strategy):
         with pytest.raises(ValueError, match=text):
             DistributedDataParallel(network() if is_first else other, strategy)
     with pytest.raises(ValueError, match="find_unused_parameters is"):
-        DistributedDataParallel(network(), strategy, find_unused_parameters=is_first)
+        wrap(network(), strategy, find_unused_parameters=is_first)
+
+
+def conjugate():
+    layer = nn.Linear(2, 2, dtype=torch.complex64)
+    layer.bias = nn.Parameter(layer.bias.detach().conj())
+    return layer
 
 
 @pytest.mark.parametrize(
@@ -595,11 +400,16 @@ def test_models_that_differ_are_an_error_on_all_ranks(strategy):
         ({"module": 3}, TypeError, "torch.nn.Module, not 3"),
         ({"module": nn.ReLU()}, ValueError, "requires a gradient"),
         ({"module": nn.LazyLinear(3)}, ValueError, "weight is not initialized"),
-        ({"device_ids": [0]}, NotImplementedError, "device_ids has no meaning"),
-        ({"process_group": 1}, NotImplementedError, "process_group .* strategy="),
         ({"proces_group": 1}, TypeError, "no argument 'proces_group'"),
-        ({"batch_dim": "rows"}, TypeError, "batch_dim"),
-        ({"options": {}}, TypeError, "CommunicationOptions"),
+        ({"batch_dim": 0}, TypeError, "rows=len"),
+        ({"options": {}}, TypeError, "bf16_compress_hook"),
+        ({"rows": 3}, TypeError, "function or 'equal'"),
+        ({"reduction": "max"}, ValueError, "'mean' or 'sum'"),
+        ({"module": nn.SyncBatchNorm(3)}, NotImplementedError, "convert_sync_batch"),
+        ({"module": nn.Embedding(4, 2, sparse=True)}, NotImplementedError, "sparse"),
+        ({"module": nn.Embedding(4, 2, max_norm=1.0)}, NotImplementedError, "max_norm"),
+        ({"module": nn.Linear(2, 2, device="meta")}, ValueError, "on meta"),
+        ({"module": conjugate()}, ValueError, "bias is a conjugate view"),
     ],
 )
 def test_arguments_that_make_no_sense(strategy, arguments, kind, text):
@@ -615,47 +425,6 @@ def test_arguments_that_make_no_sense(strategy, arguments, kind, text):
             DistributedDataParallel(
                 **{"module": network(), "strategy": strategy, **arguments}
             )
-
-
-def test_arguments_of_torch_that_change_nothing(strategy):
-    DistributedDataParallel(
-        network(),
-        strategy,
-        device_ids=None,
-        process_group=None,
-        gradient_as_bucket_view=True,
-        static_graph=True,
-        bucket_cap_mb=1,
-    )
-
-
-def test_what_is_refused_by_name(strategy):
-    model = DistributedDataParallel(network(), strategy)
-    with pytest.raises(NotImplementedError, match="`module`"):
-        copy.deepcopy(model)
-    with pytest.raises(NotImplementedError, match="compression"):
-        model.register_comm_hook(None, print)
-    copy.deepcopy(model.module)
-    with pytest.raises(NotImplementedError, match="convert_sync_batchnorm"):
-        DistributedDataParallel(
-            nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3)), strategy
-        )
-    with pytest.raises(ValueError, match="on meta"):
-        DistributedDataParallel(network().to("meta"), strategy)
-
-
-def test_a_sparse_gradient_is_an_error_on_all_ranks(strategy):
-    model = DistributedDataParallel(nn.Embedding(4, 2, sparse=True), strategy)
-    with pytest.raises(TypeError, match=r"gradient of parameter weight is sparse"):
-        model(torch.tensor([1, 2])).sum().backward()
-
-
-def test_a_dtype_that_is_changed_later_is_an_error(strategy):
-    model = DistributedDataParallel(network(), strategy)
-    model.double()
-    (x, y), _ = rows_of(strategy, 4)
-    with pytest.raises(TypeError, match=r"float64, but was torch\.float32"):
-        loss_of(model, x.double(), y).backward()
 
 
 class Checkpointed(nn.Module):
@@ -683,7 +452,7 @@ def test_checkpointed_layers(strategy, reentrant):
     torch.manual_seed(0)
     model, alone = Checkpointed(reentrant), Checkpointed(False)
     alone.load_state_dict(model.state_dict())
-    model = DistributedDataParallel(model, strategy)
+    model = wrap(model, strategy)
     everything, mine = rows_of(strategy, 7)
     for _ in range(2):
         loss_of(model, *mine).backward()
@@ -695,7 +464,7 @@ def test_checkpointed_layers(strategy, reentrant):
 def test_a_checkpoint_of_the_whole_model(strategy, reentrant):
     from torch.utils.checkpoint import checkpoint
 
-    model, alone = DistributedDataParallel(network(), strategy), network()
+    model, alone = wrap(network(), strategy), network()
     (x, y), (mine_x, mine_y) = rows_of(strategy, 7)
     mine_x.requires_grad_()
     output = checkpoint(model, mine_x, use_reentrant=reentrant)
@@ -704,81 +473,8 @@ def test_a_checkpoint_of_the_whole_model(strategy, reentrant):
     assert_like_alone(model, alone)
 
 
-def test_layers_in_two_checkpoints_have_their_gradients_twice(strategy):
-    _, mine = rows_of(strategy, 4)
-    model = DistributedDataParallel(Checkpointed(True, 2), strategy)
-    with pytest.raises(RuntimeError, match=r"two gradients.*use_reentrant=False"):
-        loss_of(model, *mine).backward()
-
-
-def test_a_pass_inside_a_pass_is_an_error_by_name(strategy):
-    _, mine = rows_of(strategy, 4)
-    model = DistributedDataParallel(network(), strategy)
-    loss = loss_of(model, *mine)
-    inner = loss_of(model, *mine)
-    handles = []
-
-    def begin_inner(_):
-        handles.pop().remove()
-        inner.backward()
-
-    handles.append(model.module[0].weight.register_hook(begin_inner))
-    with pytest.raises(RuntimeError, match="inside another one"):
-        loss.backward()
-    with pytest.raises(RuntimeError, match="use_reentrant=False"):
-        pass_without_outputs(model, *mine).backward()
-
-
-def pass_without_outputs(model, x, y):
-    """Return a loss whose backward pass contains another one: not by `model(x)`."""
-    from torch.utils.checkpoint import checkpoint
-
-    layers = model.module
-    x = x.clone().requires_grad_()
-    return nn.functional.cross_entropy(
-        layers[2](checkpoint(layers[:2], x, use_reentrant=True)), y
-    )
-
-
-@pytest.mark.parametrize("kept", [False, True])
-def test_rows_of_a_forward_pass_that_is_in_no_loss_do_not_count(strategy, kept):
-    model, alone = DistributedDataParallel(network(), strategy), network()
-    everything, mine = rows_of(strategy, 7)
-    outputs = []
-    if strategy.extended.replica_id == 0:  # validates, without torch.no_grad()
-        model.eval()
-        outputs.append(model(everything[0]))
-        model.train()
-    if not kept:
-        outputs.clear()
-    if kept and begins_early(model):  # it sends before all of the loss is known
-        with pytest.raises(RuntimeError, match=r"torch\.no_grad"):
-            loss_of(model, *mine).backward()
-        return
-    loss_of(model, *mine).backward()
-    loss_of(alone, *everything).backward()
-    assert_like_alone(model, alone)
-
-
-def test_rows_of_passes_that_wait_for_their_backward(strategy):
-    model, alone = DistributedDataParallel(network(), strategy), network()
-    counts = (12, 24) if begins_early(model) else (7, 3)
-    steps = [rows_of(strategy, count, count) for count in counts]
-    losses = [loss_of(model, *mine) for _, mine in steps]
-    for loss, (everything, _) in zip(losses, steps):
-        model.zero_grad()
-        alone.zero_grad()
-        loss.backward()
-        loss_of(alone, *everything).backward()
-        assert_like_alone(model, alone)
-
-
-def begins_early(model):
-    return model._reducer._overlap is not None
-
-
 def test_torch_autograd_grad_is_of_this_rank_alone(strategy):
-    model, alone = DistributedDataParallel(network(), strategy), network()
+    model, alone = wrap(network(), strategy), network()
     everything, mine = rows_of(strategy, 7)
     if strategy.extended.replica_id == 0:
         x = everything[0].clone().requires_grad_()
@@ -790,7 +486,7 @@ def test_torch_autograd_grad_is_of_this_rank_alone(strategy):
 
 
 def test_a_penalty_of_the_gradient(strategy):
-    model, alone = DistributedDataParallel(network(), strategy), network()
+    model, alone = wrap(network(), strategy), network()
     everything, mine = rows_of(strategy, 7)
     for m, (x, y) in ((model, mine), (alone, everything)):
         x = x.clone().requires_grad_()
@@ -800,27 +496,8 @@ def test_a_penalty_of_the_gradient(strategy):
     assert_like_alone(model, alone)
 
 
-def test_a_pass_that_an_exception_ends_before_any_gradient(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("of several ranks")
-    model = DistributedDataParallel(network(), strategy)
-    _, mine = rows_of(strategy, 8)
-
-    def fail(_):
-        raise ZeroDivisionError("a hook of the user's")
-
-    loss = loss_of(model, *mine)
-    if strategy.extended.replica_id == 0:
-        output = model(mine[0])
-        output.register_hook(fail)
-        with pytest.raises(ZeroDivisionError):
-            output.sum().backward()
-    with pytest.raises(mpidist.DivergenceError, match="exceptions ended"):
-        loss.backward()
-
-
 def test_passes_within_and_outside_no_sync_may_overlap(strategy):
-    model, alone = DistributedDataParallel(network(), strategy), network()
+    model, alone = wrap(network(), strategy), network()
     parts = [rows_of(strategy, 12, seed) for seed in range(2)]
     with model.no_sync():
         first = loss_of(model, *parts[0][1])
@@ -833,7 +510,7 @@ def test_passes_within_and_outside_no_sync_may_overlap(strategy):
 
 
 def test_several_forward_passes_before_one_backward(strategy):
-    model, alone = DistributedDataParallel(network(), strategy), network()
+    model, alone = wrap(network(), strategy), network()
     parts = [rows_of(strategy, 8, seed) for seed in range(2)]
     sum(loss_of(model, *mine) for _, mine in parts).backward()
     sum(loss_of(alone, *everything) for everything, _ in parts).backward()
@@ -841,7 +518,7 @@ def test_several_forward_passes_before_one_backward(strategy):
 
 
 def test_two_passes_through_one_graph(strategy):
-    model, alone = DistributedDataParallel(network(), strategy), network()
+    model, alone = wrap(network(), strategy), network()
     everything, mine = rows_of(strategy, 8)
     for m, rows in ((model, mine), (alone, everything)):
         loss = loss_of(m, *rows)
@@ -854,17 +531,7 @@ def test_two_passes_through_one_graph(strategy):
 def test_a_model_of_the_current_strategy(strategy):
     with strategy.scope():
         model = DistributedDataParallel(network())
-    assert model._strategy is strategy
-
-
-def test_compression_sends_bfloat16(strategy):
-    options = mpidist.CommunicationOptions(compression="bfloat16")
-    model = DistributedDataParallel(network(), strategy, options=options)
-    alone = network()
-    everything, mine = rows_of(strategy, 8)
-    loss_of(model, *mine).backward()
-    loss_of(alone, *everything).backward()
-    assert_like_alone(model, alone, rtol=0.02, atol=0.01)
+    assert model.distribute_strategy is strategy
 
 
 def batches_of(strategy, counts):
@@ -895,8 +562,8 @@ def test_ranks_with_unlike_numbers_of_batches_join(strategy, counts, divides):
         )
 
     everyone = batches_of(strategy, counts)
-    batch_dim = 0 if divides is None else None
-    model = DistributedDataParallel(make(), strategy, batch_dim=batch_dim)
+    rows = rows_in if divides is None else "equal"
+    model = DistributedDataParallel(make(), strategy, rows=rows)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with model.join(divide_by_initial_world_size=divides is not False):
         for x, y in everyone[rank]:
@@ -922,24 +589,283 @@ def test_ranks_with_unlike_numbers_of_batches_join(strategy, counts, divides):
 def test_early_termination_is_an_error_if_asked_for(strategy):
     if strategy.num_replicas_in_sync == 1:
         pytest.skip("of several ranks")
-    model = DistributedDataParallel(network(), strategy)
+    model = wrap(network(), strategy)
     own = batches_of(strategy, (2, 1))[strategy.extended.replica_id]
     with (
-        pytest.raises(RuntimeError, match=r"rank.* ran out"),
+        pytest.raises(RuntimeError, match="exhausted all inputs"),
         model.join(throw_on_early_termination=True),
     ):
         for x, y in own:
             loss_of(model, x, y).backward()
 
 
-def test_unlike_numbers_of_batches_are_an_error_without_join(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("of several ranks")
+def assert_trains_like_alone(strategy, model, alone, loss, rows=7):
+    """Compare gradients of two steps, where `loss(model, x, y)` may be anything."""
+    for step in range(2):
+        everything, mine = rows_of(strategy, rows, seed=step)
+        model.zero_grad()
+        alone.zero_grad()
+        loss(model, *mine)
+        loss(alone, *everything)
+        assert_like_alone(model, alone)
+
+
+class Outputs(nn.Module):
+    """Returns several outputs, of which one is computed from another."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.kind = nn.Linear(6, 6), nn.Linear(6, 3), kind
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        return self.kind(hidden, self.last(hidden))
+
+
+Pair = collections.namedtuple("Pair", "hidden output")
+Record = dataclasses.make_dataclass("Record", ["hidden", "output"])
+
+
+@pytest.mark.parametrize("kind", [Pair, Record, lambda *p: dict(zip(Pair._fields, p))])
+def test_outputs_that_depend_on_each_other(strategy, kind):
+    model, alone = wrap(Outputs(kind), strategy), Outputs(kind)
+
+    def loss(model, x, y):
+        outputs = model(x)
+        hidden, output = (
+            outputs.values() if isinstance(outputs, dict) else vars_of(outputs)
+        )
+        (hidden.square().mean() + nn.functional.cross_entropy(output, y)).backward()
+
+    assert_trains_like_alone(strategy, model, alone, loss)
+
+
+def vars_of(outputs):
+    return outputs.hidden, outputs.output
+
+
+def test_outputs_that_are_no_tensors(strategy):
+    class Distribution(nn.Linear):
+        def forward(self, x):
+            return torch.distributions.Categorical(logits=super().forward(x))
+
+    model = wrap(Distribution(6, 3), strategy)
+    _, (x, y) = rows_of(strategy, 8)
+    with pytest.raises(NotImplementedError, match="rows='equal'"):
+        model(x)
+    model = DistributedDataParallel(Distribution(6, 3), strategy, rows="equal")
+    (-model(x).log_prob(y).mean()).backward()
+
+
+def test_outputs_that_are_changed_in_place(strategy):
+    def loss(model, x, y):
+        output = model(x)
+        output *= 2
+        nn.functional.cross_entropy(output, y).backward()
+
+    assert_trains_like_alone(strategy, wrap(network(), strategy), network(), loss)
+
+
+def test_inputs_get_the_gradient_of_this_rank_alone(strategy):
+    """As for a generator, whose images a discriminator judges."""
+    generators = [network(seed=1), network(seed=1)]
+    for generator in generators:
+        generator.append(nn.Linear(3, 6))
+    critic, critic_alone = wrap(network(), strategy), network()
+    model, alone = wrap(generators[0], strategy), generators[1]
+    for step in range(2):
+        (x, _), (mine, _) = rows_of(strategy, 7, seed=step)
+        for m in (model, alone, critic, critic_alone):
+            m.zero_grad()
+        critic(model(mine)).square().mean().backward()
+        critic_alone(alone(x)).square().mean().backward()
+        assert_like_alone(model, alone)
+        assert_like_alone(critic, critic_alone)
+
+
+def test_a_penalty_alone(strategy):
+    def loss(model, x, y):
+        del y
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        slope.pow(2).sum(1).mean().backward()
+
+    def network_without_bias_at_the_end():
+        module = network()
+        module[2] = nn.Linear(16, 1, bias=False)
+        torch.nn.init.constant_(module[2].weight, 0.5)
+        return module
+
+    model = wrap(network_without_bias_at_the_end(), strategy)
+    alone = network_without_bias_at_the_end()
+    assert_trains_like_alone(strategy, model, alone, loss)
+
+
+@pytest.mark.parametrize("finds_unused", [True, False])
+def test_two_backward_passes_add_up(strategy, finds_unused):
+    def loss(model, x, y):
+        output = model(x)
+        output.square().mean().backward(retain_graph=True)
+        nn.functional.cross_entropy(output, y).backward()
+
+    model = wrap(network(), strategy, find_unused_parameters=finds_unused)
+    assert_trains_like_alone(strategy, model, network(), loss)
+
+
+def test_forward_passes_that_wait_for_their_backward_passes(strategy):
+    def loss(model, x, y):
+        losses = [loss_of(model, x[k:], y[k:]) for k in range(2)]
+        for value in losses:
+            value.backward()
+
+    model = wrap(network(), strategy)
+    alone = network()
+    everything, mine = rows_of(strategy, 8 * strategy.num_replicas_in_sync)
+    shares = strategy.gather_objects(tuple(t.numpy() for t in mine))
+    loss(model, *mine)
+    for k in range(2):
+        parts = [[torch.from_numpy(t[k:]) for t in share] for share in shares]
+        loss_of(alone, *map(torch.cat, zip(*parts))).backward()
+    assert_like_alone(model, alone)
+    assert everything[0].shape[0]
+
+
+def test_a_forward_pass_that_is_dropped_leaves_nothing(strategy):
+    model, alone = wrap(network(), strategy), network()
+    everything, mine = rows_of(strategy, 7)
+    if strategy.extended.replica_id == 0:
+        model(everything[0])
+    loss_of(model, *mine).backward()
+    loss_of(alone, *everything).backward()
+    assert_like_alone(model, alone)
+
+
+def test_micro_batches_are_weighed_each_by_itself(strategy):
+    n, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
+    model, alone = wrap(network(), strategy), network()
+    for k, count in enumerate([4, 3, 1]):
+        everything, mine = rows_of(strategy, count, seed=k)
+        scope = model.no_sync() if k < 2 else contextlib.nullcontext()
+        with scope:
+            loss_of(model, *mine).backward()
+        loss_of(alone, *everything).backward()
+    assert_like_alone(model, alone)
+    assert rank < n
+
+
+def test_rows_of_batches_of_as_tensors(strategy):
+    (x, y), _ = rows_of(strategy, 7)
+    rows = mpidist.Dataset.from_tensor_slices((x, y)).batch(4)
+    data = as_tensors(strategy.experimental_distribute_dataset(rows))
+    model, alone = DistributedDataParallel(network(), strategy), network()
+    for k, batch in enumerate(data):
+        model.zero_grad()
+        alone.zero_grad()
+        loss_of(model, batch[0] * 1.0, batch[1]).backward()
+        loss_of(alone, x[4 * k : 4 * k + 4], y[4 * k : 4 * k + 4]).backward()
+        assert_like_alone(model, alone)
+
+
+def test_rows_that_are_not_stated(strategy, monkeypatch):
+    lines = []
+    monkeypatch.setattr(data_parallel.logs, "info", lambda _, text: lines.append(text))
     model = DistributedDataParallel(network(), strategy)
-    own = batches_of(strategy, (2, 1))[strategy.extended.replica_id]
-    with pytest.raises(mpidist.DivergenceError, match=r"gradients of Distr.*barrier"):
-        for x, y in own:
-            loss_of(model, x, y).backward()
-        strategy.barrier()
-    with model.join(enable=False):
-        loss_of(model, *own[0]).backward()
+    n, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
+    _, mine = rows_of(strategy, 4 * n)
+    for _ in range(2):
+        loss_of(model, *mine).backward()
+    assert len(lines) == 1
+    if n > 1:
+        loss = loss_of(model, *(t[rank:] for t in mine))
+        with pytest.raises(ValueError, match="unlike first dimensions"):
+            loss.backward()
+        model = DistributedDataParallel(network(), strategy)
+        loss = loss_of(model, *mine)
+        if rank == 0:
+            model.set_rows(4)
+        with pytest.raises(ValueError, match="stated no rows"):
+            loss.backward()
+
+
+def test_rows_that_are_set_before_forward(strategy):
+    everything, mine = rows_of(strategy, 7)
+    model, alone = DistributedDataParallel(network(), strategy), network()
+    model.set_rows(len(mine[0]))
+    loss_of(model, *mine).backward()
+    loss_of(alone, *everything).backward()
+    assert_like_alone(model, alone)
+
+
+def test_losses_that_are_divided_by_the_global_batch(strategy):
+    def loss(model, x, y):
+        total = nn.functional.cross_entropy(model(x), y, reduction="sum")
+        (total / 7).backward()
+
+    model = DistributedDataParallel(network(), strategy, reduction="sum")
+    assert_trains_like_alone(strategy, model, network(), loss)
+
+
+def test_gradients_that_do_not_come_by_the_outputs_are_an_error(strategy):
+    model = wrap(network(), strategy)
+    _, mine = rows_of(strategy, 8)
+    with pytest.raises(RuntimeError, match=r"call model\(\.\.\.\) itself"):
+        loss_of(model.module, *mine).backward()
+    again = wrap(model.module, strategy)  # the earlier one does not mind
+    loss_of(again, *mine).backward()
+
+
+def test_a_buffer_that_is_replaced_follows_rank_0(strategy):
+    class Running(nn.Linear):
+        def forward(self, x):
+            self.mean = self.mean + x.mean().detach()
+            return super().forward(x)
+
+    module = Running(6, 3)
+    module.register_buffer("mean", torch.zeros(()))
+    model = wrap(module, strategy)
+    _, (x, y) = rows_of(strategy, 8)
+    for _ in range(3):
+        loss_of(model, x, y).backward()
+    model.eval()(x[:0])
+    state = strategy.gather_objects(float(module.mean.nan_to_num(0)))
+    assert len(set(state)) == 1
+
+
+def test_it_is_what_other_libraries_look_for(strategy):
+    model = wrap(network(), strategy)
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    _, mine = rows_of(strategy, 8)
+    loss_of(model, *mine).backward()
+    other = copy.deepcopy(model)
+    loss_of(other, *mine).backward()
+    torch.save(model.module, io.BytesIO())
+    torch.optim.swa_utils.AveragedModel(model).update_parameters(model)
+    hooks = torch.distributed.algorithms.ddp_comm_hooks.default_hooks
+    model.register_comm_hook(None, hooks.bf16_compress_hook)
+    alone = network()
+    everything, mine = rows_of(strategy, 8)
+    model.zero_grad()
+    loss_of(model, *mine).backward()
+    loss_of(alone, *everything).backward()
+    assert_like_alone(model, alone, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("backend", ["mpidist", "gloo"])
+def test_a_process_group_of_the_user(strategy, backend):
+    wrap(network(), strategy)  # which makes the default group
+    group = dist.new_group(backend=backend)
+    everything, mine = rows_of(strategy, 7)
+    model = DistributedDataParallel(network(), process_group=group, rows=rows_in)
+    alone = network()
+    loss_of(model, *mine).backward()
+    loss_of(alone, *everything).backward()
+    assert_like_alone(model, alone)
+    with pytest.raises(ValueError, match="not both"):
+        DistributedDataParallel(network(), strategy, process_group=group)
+
+
+def test_one_row_for_a_batch_norm_is_explained(strategy):
+    model = wrap(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), strategy)
+    with pytest.raises(ValueError, match="convert_sync_batchnorm"):
+        model(torch.ones(1, 6))

@@ -41,7 +41,8 @@ def test_a_group_is_destroyed_and_made_again(job):
             print(turn, total())
             dist.destroy_process_group()
         here = MPI.COMM_WORLD.bcast(os.getpid())
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(20000 + here % 9999)}
+        os.environ["MASTER_ADDR"] = "localhost"
+        os.environ["MASTER_PORT"] = str(20000 + here % 9999)
         mpidist.torch.init_process_group(MPI.COMM_WORLD)
         print(3, total())
         dist.destroy_process_group()
@@ -70,9 +71,7 @@ def test_another_number_of_processes_than_mpis_is_an_error(job):
         """
     )
     assert ended.returncode != 0
-    assert "as rank 0 of 4, but MPI's is rank 0 of 2; start the program by mpirun" in (
-        ended.stderr
-    )
+    assert "of 4, but MPI's is rank" in (ended.stderr)
 
 
 def test_beside_a_backend_of_another_device(job):
@@ -91,7 +90,7 @@ def test_beside_a_backend_of_another_device(job):
         dist.all_gather_object(gathered, rank)
         try:
             dist.all_reduce(torch.ones(2 + rank))
-        except RuntimeError as error:
+        except mpidist.MismatchError as error:
             print(total() == size and gathered == [0, 1] and "differ" in str(error))
         dist.destroy_process_group()
         """

@@ -1,0 +1,259 @@
+"""Weights of ranks with unlike numbers of rows, in backward passes.
+
+PyTorch averages the ranks' gradients. To make that the mean over all rows, they are
+multiplied by this rank's rows, times the ranks, by the rows of all: where they enter
+the model, so that each of several passes has its own weight. Where they leave it, by
+the inputs, they are divided by that again.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mpidist.comm.consensus.signatures import name_ranks
+from mpidist.errors import ArgumentError
+from mpidist.torch import c10d
+from mpidist.util.hashing import hash62
+
+__all__ = [
+    "ENDED",
+    "Enter",
+    "Leave",
+    "Pass",
+    "batch_rows",
+    "current_task",
+    "exchange_rows",
+    "note_batch",
+    "replace_tensors",
+    "tensors_in",
+]
+
+# In place of rows, in what ranks exchange
+_UNSTATED, ENDED = -1.0, -2.0
+_HINT = (
+    "state how many rows each rank's mean loss has, by batches of as_tensors, rows=len "
+    "(called with the inputs) or set_rows(); or weigh ranks the same by rows='equal'"
+)
+
+
+class Pass:
+    """One forward pass of a model, which backward passes go through.
+
+    Args:
+      model: has `enter`, which returns the weight of a backward pass.
+      is_synced: whether its gradients are averaged.
+      rows: of this rank's mean loss; None for unstated.
+      weight: if it needs no rows.
+    """
+
+    def __init__(
+        self, model: Any, is_synced: bool, rows: float | None, weight: float | None
+    ):
+        self.model, self.is_synced = model, is_synced
+        self.rows, self.weight = rows, weight
+        self.shapes: list[int] = []  # the first dimensions of tensors
+        self.outputs: list[Any] = []  # which PyTorch searches for unused parameters
+        self.is_entered = False
+        self._task = 0
+        self._found = 1.0
+
+    def enter(self) -> float:
+        """Return the weight of the gradients of this backward pass. Collective."""
+        self.is_entered = True
+        self._found = self.model.enter(self)
+        self._task = current_task()
+        return self._found
+
+    def leave(self) -> float:
+        """Return by what gradients of inputs are multiplied. Not collective."""
+        if self._task != current_task():  # it has not come through the outputs
+            return 1.0
+        return 1 / self._found if self._found else 0.0
+
+
+def current_task() -> int:
+    """Return the number of the backward pass of this thread, or -1."""
+    task: int = torch._C._current_graph_task_id()
+    return task
+
+
+class Enter(torch.autograd.Function):
+    """The outputs of a model; weighs their gradients."""
+
+    @staticmethod
+    def forward(context: Any, passing: Pass, *tensors: Any) -> Any:
+        """Return the tensors."""
+        context.passing = passing
+        context.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        """Return the gradients times a weight."""
+        weight = context.passing.enter()
+        return None, *(_scaled(gradient, weight) for gradient in gradients)
+
+
+class Leave(torch.autograd.Function):
+    """The inputs of a model; gives their gradients this rank's own scale."""
+
+    @staticmethod
+    def forward(context: Any, passing: Pass, *tensors: Any) -> Any:
+        """Return the tensors."""
+        context.passing = passing
+        context.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        """Return the gradients times a weight."""
+        weight = context.passing.leave()
+        return None, *(_scaled(gradient, weight) for gradient in gradients)
+
+
+class _Scale(torch.autograd.Function):
+    """A gradient times a number.
+
+    Penalties of gradients differentiate it again. What comes back by it is inside the
+    model after `Leave`, where it needs the weight, and outside after `Enter`, where it
+    must have none: so that it is not multiplied again.
+    """
+
+    @staticmethod
+    def forward(context: Any, gradient: Any, weight: float) -> Any:
+        # Whatever it is: a mean over no rows has the gradient nan
+        return gradient * weight if weight else torch.zeros_like(gradient)
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        return gradient, None
+
+
+def _scaled(gradient: Any, weight: float) -> Any:
+    if gradient is None or weight == 1:
+        return gradient
+    return _Scale.apply(gradient, weight)
+
+
+def exchange_rows(
+    group: Any,
+    rows: float | None,
+    shapes: Sequence[int] = (),
+    is_of_present: bool = False,
+) -> float | None:
+    """Return the weight of this rank's gradients in PyTorch's mean. Collective.
+
+    Args:
+      group: the process group.
+      rows: of this rank; None for unstated, or `ENDED`.
+      shapes: must be equal on all ranks if `rows` is unstated.
+      is_of_present: whether PyTorch's mean is over the ranks that have not ended.
+
+    Returns:
+      None if ranks weigh the same because no rows are stated.
+
+    Raises, on all ranks:
+      ArgumentError: rows are unstated and shapes differ; or some ranks state rows.
+    """
+    own_rows = _UNSTATED if rows is None else rows
+    # Exact in float64; NCCL has no memory of the CPU
+    device = "cpu" if torch.device("cpu") in group._device_types else "cuda"
+    digest, first = hash62(repr(shapes)) >> 10, shapes[0] if shapes else 0
+    own = torch.tensor([own_rows, digest, first], dtype=torch.float64, device=device)
+    every = own.new_empty(group.size() * len(own))
+    c10d.all_gather_single(every, own, group=group)
+    table = every.view(-1, len(own)).tolist()
+    present = [line for line in table if line[0] != ENDED]
+    if all(rows == _UNSTATED for rows, _, _ in present):
+        _require_one_shape(present)
+        return None
+    without = [rank for rank, line in enumerate(table) if line[0] == _UNSTATED]
+    if without:
+        raise ArgumentError(
+            f"{name_ranks(without)} stated no rows, and other ranks did; {_HINT}"
+        )
+    total = sum(rows for rows, _, _ in present)
+    ranks = len(present if is_of_present else table)
+    if not total or own_rows == ENDED:
+        return 0.0
+    is_equal = len(present) == ranks and len({rows for rows, _, _ in present}) == 1
+    return 1.0 if is_equal else own_rows * ranks / total
+
+
+def _require_one_shape(table: Sequence[Sequence[float]]) -> None:
+    if len({digest for _, digest, _ in table}) > 1:
+        raise ArgumentError(
+            "the inputs or outputs of a DistributedDataParallel have unlike first "
+            f"dimensions on the ranks (the first: {[int(n) for *_, n in table]}); "
+            f"{_HINT}"
+        )
+
+
+_batches = threading.local()
+
+
+def note_batch(iterator: Any, batch: Any) -> None:
+    """Remember how many rows this replica's batch has, until the iterator's next."""
+    if not hasattr(_batches, "rows"):
+        _batches.rows = weakref.WeakKeyDictionary()
+    first = next((t for t in tensors_in(batch) if t.dim()), None)
+    _batches.rows[iterator] = None if first is None else len(first)
+
+
+def batch_rows(tensors: Sequence[Any]) -> int | None:
+    """Return the rows of the batch of `as_tensors` from which a model's inputs are.
+
+    That is one of this thread's current batches, whose number of rows is a dimension of
+    an input. None if there is none, or several that have unlike numbers.
+    """
+    current = set(getattr(_batches, "rows", {}).values()) - {None}
+    if not current:
+        return None
+    found = current & {length for tensor in tensors for length in tensor.shape}
+    return found.pop() if len(found) == 1 else None
+
+
+def tensors_in(nest: Any) -> Iterator[Any]:
+    """Yield the tensors in tuples, lists, dicts and dataclasses."""
+    if isinstance(nest, torch.Tensor):
+        yield nest
+        return
+    for part in _parts(nest):
+        yield from tensors_in(part)
+
+
+def _parts(nest: Any) -> Sequence[Any]:
+    if isinstance(nest, list | tuple):
+        return nest
+    if isinstance(nest, Mapping):
+        return list(nest.values())
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        return [getattr(nest, field.name) for field in dataclasses.fields(nest)]
+    return ()
+
+
+def replace_tensors(nest: Any, others: dict[int, Any]) -> Any:
+    """Return a nest with other tensors in place of those with these ids."""
+    if isinstance(nest, torch.Tensor):
+        return others.get(id(nest), nest)
+    parts = _parts(nest)
+    new = [replace_tensors(part, others) for part in parts]
+    if all(a is b for a, b in zip(parts, new)):
+        return nest
+    if isinstance(nest, list | tuple):
+        return type(nest)(*new) if hasattr(nest, "_fields") else type(nest)(new)
+    other = copy.copy(nest)
+    if isinstance(nest, Mapping):
+        for key, part in zip(nest, new):
+            other[key] = part
+    else:
+        for field, part in zip(dataclasses.fields(nest), new):
+            object.__setattr__(other, field.name, part)
+    return other

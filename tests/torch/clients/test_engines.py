@@ -1,0 +1,390 @@
+"""What PyTorch itself brings for training on many ranks, over MPI.
+
+One process of PyTorch, which has the rows of all ranks, is the oracle.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = torch.distributed
+nn = torch.nn
+DistributedDataParallel = nn.parallel.DistributedDataParallel
+pytestmark = [
+    pytest.mark.comm,
+    # What PyTorch's parts say about each other
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+    ),
+]
+WORDS, WIDTH, LENGTH = 13, 12, 6
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 3, batch_first=True)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.norms[0](x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+class Transformer(nn.Module):
+    """A small transformer, the same whenever it is made."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(WORDS, WIDTH)
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+            self.head = nn.Linear(WIDTH, WORDS)
+        self.double()  # else Adam would scale rounding up, where gradients are 0
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def rows(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(WORDS, (count, LENGTH + 1), generator=generator)
+
+
+def loss_of(model, tokens):
+    logits = model(tokens[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def part(tokens, rank, ranks):
+    return tokens.chunk(ranks)[rank]
+
+
+def batches(ranks, steps=4):
+    return [rows(2 * ranks, seed) for seed in range(steps)]
+
+
+def train_alone(model, steps, make=lambda p: torch.optim.AdamW(p, 1e-2), clip=None):
+    optimizer = make(model.parameters())
+    losses = []
+    for tokens in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, tokens)
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train(model, optimizer, steps, rank, ranks, clip=None):
+    losses = []
+    for tokens in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, part(tokens, rank, ranks))
+        loss.backward()
+        if clip is not None:
+            clip(model)
+        optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, dist.ReduceOp.AVG)
+        losses.append(mean.item())
+    return losses
+
+
+def same(model, alone, rtol=1e-9, atol=1e-10):
+    expected = dict(alone.named_parameters())
+    for name, parameter in model.named_parameters():
+        found = parameter.detach()
+        found = found.full_tensor() if hasattr(found, "full_tensor") else found
+        name = name.replace("module.", "").replace("_orig_mod.", "")
+        torch.testing.assert_close(found, expected[name].detach(), rtol=rtol, atol=atol)
+
+
+def sharded(ranks):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("an older PyTorch has no fully_shard")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+    model = Transformer()
+    for block in model.blocks:
+        fsdp.fully_shard(block, mesh=mesh)
+    fsdp.fully_shard(model, mesh=mesh)
+    return model
+
+
+def test_fully_shard_trains_as_one_process(group, rank, ranks):
+    model, alone = sharded(ranks), Transformer()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    steps = batches(ranks)
+    losses = train(
+        model,
+        optimizer,
+        steps,
+        rank,
+        ranks,
+        lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.5),
+    )
+    torch.testing.assert_close(losses, train_alone(alone, steps, clip=0.5))
+    same(model, alone)
+
+
+def test_fully_shard_with_two_dimensions(group, rank, ranks):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard") or ranks % 2:
+        pytest.skip("needs fully_shard, and an even number of ranks")
+    mesh = dist.device_mesh.init_device_mesh(
+        "cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards")
+    )
+    model, alone = Transformer(), Transformer()
+    fsdp.fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    steps = batches(ranks)
+    losses = train(model, optimizer, steps, rank, ranks)
+    expected = train_alone(alone, steps, lambda p: torch.optim.SGD(p, 0.1))
+    torch.testing.assert_close(losses, expected)
+    same(model, alone)
+
+
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_the_first_fsdp_trains_as_one_process(group, rank, ranks, sharding):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    wrap = fsdp.wrap.ModuleWrapPolicy({Block})
+    model = fsdp.FullyShardedDataParallel(
+        Transformer(),
+        auto_wrap_policy=wrap,
+        sharding_strategy=fsdp.ShardingStrategy[sharding],
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+    alone, steps = Transformer(), batches(ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = train(model, optimizer, steps, rank, ranks)
+    torch.testing.assert_close(losses, train_alone(alone, steps))
+    with fsdp.FullyShardedDataParallel.summon_full_params(model):
+        expected = list(alone.parameters())
+        found = list(model.parameters())
+        for p, q in zip(found, expected):
+            torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradient_accumulation_with_no_sync(group, rank, ranks, compiled):
+    if compiled:
+        pytest.importorskip("torch._inductor")
+    model, alone = DistributedDataParallel(Transformer()), Transformer()
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, alone)]
+    for first, second in itertools.pairwise(batches(ranks)):
+        with model.no_sync():
+            (loss_of(run, part(first, rank, ranks)) / 2).backward()
+        (loss_of(run, part(second, rank, ranks)) / 2).backward()
+        for tokens in (first, second):
+            (loss_of(alone, tokens) / 2).backward()
+        for p, q in zip(model.parameters(), alone.parameters()):
+            torch.testing.assert_close(p.grad, q.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same(model, alone)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+    ],
+    ids=str,
+)
+def test_arguments_of_data_parallel(group, rank, ranks, arguments):
+    model, alone = DistributedDataParallel(Transformer(), **arguments), Transformer()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    steps = batches(ranks)
+    losses = train(model, optimizer, steps, rank, ranks)
+    torch.testing.assert_close(losses, train_alone(alone, steps))
+    same(model, alone)
+
+
+def test_hook_of_bfloat16(group, rank, ranks):
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    model, alone = DistributedDataParallel(Transformer()), Transformer()
+
+    def hook(state, bucket):  # before 2.14 PyTorch refuses theirs by its name
+        return default_hooks.bf16_compress_hook(state, bucket)
+
+    model.register_comm_hook(None, hook)
+    (tokens,) = batches(ranks, 1)
+    loss_of(model, part(tokens, rank, ranks)).backward()
+    loss_of(alone, tokens).backward()
+    for p, q in zip(model.parameters(), alone.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, rtol=3e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_optimizer_with_states_on_some_ranks(group, rank, ranks, overlapped):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model, alone = DistributedDataParallel(Transformer()), Transformer()
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        parameters_as_bucket_view=overlapped,
+        lr=1e-2,
+    )
+    steps = batches(ranks)
+    losses = train(model, optimizer, steps, rank, ranks)
+    torch.testing.assert_close(losses, train_alone(alone, steps))
+    same(model, alone)
+    optimizer.consolidate_state_dict(0)
+    if rank == 0:
+        assert len(optimizer.state_dict()["state"]) == len(list(alone.parameters()))
+
+
+def test_join_of_ranks_with_different_numbers_of_batches(group, rank, ranks):
+    """Ranks that have ended count as gradients of zero."""
+    from torch.distributed.algorithms.join import Join
+
+    model, alone = DistributedDataParallel(Transformer()), Transformer()
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, alone)]
+    with Join([model], divide_by_initial_world_size=True):
+        for tokens in batches(ranks, 2 + rank):
+            optimizers[0].zero_grad()
+            loss_of(model, part(tokens, rank, ranks)).backward()
+            optimizers[0].step()
+    for step, tokens in enumerate(batches(ranks, 1 + ranks)):
+        optimizers[1].zero_grad()
+        for r in range(ranks):
+            if step < 2 + r:
+                (loss_of(alone, part(tokens, r, ranks)) / ranks).backward()
+        optimizers[1].step()
+    same(model, alone)
+
+
+def test_tensor_parallel_layers(group, rank, ranks):
+    parallel = pytest.importorskip("torch.distributed.tensor.parallel")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+    model, alone = Transformer(), Transformer()
+    for block in model.blocks:
+        plan = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
+        parallel.parallelize_module(block, mesh, plan)
+    make = lambda p: torch.optim.SGD(p, 0.1)  # noqa: E731
+    steps = batches(ranks)  # each rank has all rows
+    losses = train_alone(model, steps, make)
+    torch.testing.assert_close(losses, train_alone(alone, steps, make))
+    same(model, alone)
+
+
+def test_distributed_tensors(group, rank, ranks):
+    tensor = pytest.importorskip("torch.distributed.tensor")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+    whole = torch.arange(7.0 * 5).reshape(7, 5)  # rows do not divide by the ranks
+    by_rows = tensor.distribute_tensor(whole, mesh, [tensor.Shard(0)])
+    by_columns = by_rows.redistribute(mesh, [tensor.Shard(1)])
+    assert torch.equal(by_columns.full_tensor(), whole)
+    product = by_rows @ tensor.distribute_tensor(whole.T, mesh, [tensor.Replicate()])
+    assert torch.equal(product.full_tensor(), whole @ whole.T)
+    assert by_rows.sum().full_tensor() == whole.sum()
+
+
+def test_stages_of_a_pipeline(group, rank, ranks):
+    """Each rank has a layer; activations go forward, gradients back."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8).double() for _ in range(ranks)]
+    alone = nn.Sequential(*copy.deepcopy(layers))
+    inputs = [torch.randn(3, 8).double() for _ in range(4)]
+    for x in inputs:
+        alone(x).square().mean().backward()
+    layer, passed, sends = layers[rank], [], []
+    for x in inputs:
+        if rank > 0:
+            x = torch.empty_like(x)
+            dist.recv(x, rank - 1)
+            x.requires_grad_()
+        y = layer(x)
+        passed.append((x, y))
+        if rank < ranks - 1:
+            sends.append(dist.isend(y.detach(), rank + 1))
+    for x, y in passed:
+        if rank == ranks - 1:
+            y.square().mean().backward()
+        else:
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, rank + 1)
+            y.backward(gradient)
+        if rank > 0:
+            sends.append(dist.isend(x.grad, rank - 1))
+    for send in sends:
+        send.wait()
+    torch.testing.assert_close(layer.weight.grad, alone[rank].weight.grad)
+
+
+def test_pipeline_schedules(group, rank, ranks):
+    pipelining = pytest.importorskip("torch.distributed.pipelining")
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(ranks)]
+    alone = nn.Sequential(*copy.deepcopy(layers))
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    nn.functional.mse_loss(alone(x), y).backward()
+    if ranks == 1:
+        return
+    stage = pipelining.PipelineStage(layers[rank], rank, ranks, torch.device("cpu"))
+    schedule = pipelining.Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    if rank == 0:
+        schedule.step(x)
+    else:
+        schedule.step(target=y) if rank == ranks - 1 else schedule.step()
+    torch.testing.assert_close(layers[rank].weight.grad, alone[rank].weight.grad)
+
+
+def test_mixed_precision_with_a_scaler(group, rank, ranks):
+    """A gradient that overflows on one rank is skipped on all."""
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    before = copy.deepcopy(model.module)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(2):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.ones(2, 4)).sum()
+        if step == 0 and rank == ranks - 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 0:
+            same(model, before, 0, 0)
+            assert scaler.get_scale() == 2.0**9
+    weight = model.module.weight.detach()
+    everyone = [torch.empty_like(weight) for _ in range(ranks)]
+    dist.all_gather(everyone, weight)
+    assert all(torch.equal(w, weight) for w in everyone)
+    assert not torch.equal(weight, before.weight)
+
+
+def test_batches_of_different_sizes_weigh_the_same(group, rank, ranks):
+    """As PyTorch's documentation says: the mean of the ranks' gradients."""
+    model, alone = DistributedDataParallel(Transformer()), Transformer()
+    tokens = rows(ranks * (ranks + 1) // 2)
+    mine = tokens.split([r + 1 for r in range(ranks)])
+    loss_of(model, mine[rank]).backward()
+    for r in range(ranks):
+        (loss_of(alone, mine[r]) / ranks).backward()
+    for p, q in zip(model.parameters(), alone.parameters()):
+        torch.testing.assert_close(p.grad, q.grad)
