@@ -6,11 +6,13 @@ import datetime
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from mpidist.errors import UnsupportedError
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -22,14 +24,19 @@ __all__ = [
     "publish",
     "register",
     "seconds_of",
+    "withdraw",
 ]
 
-_c10d = torch._C._distributed_c10d
+DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _OPS = {
     int(op.value) if hasattr(op, "value") else int(op): name
     for name, op in dist.ReduceOp.RedOpType.__members__.items()
 }
-_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+_FOLDER = os.path.dirname(__file__) + os.sep
+# Where Python calls C++'s backward pass
+_AUTOGRAD = {torch.autograd.__file__, torch.autograd.graph.__file__}
 
 
 def name_of(op: Any) -> str:
@@ -38,12 +45,18 @@ def name_of(op: Any) -> str:
     return name
 
 
-def may_wait(opts: Any) -> bool:
-    """Return whether the thread that calls an operation will wait for it at once.
+def may_wait(opts: Any, is_small: bool) -> bool:
+    """Return whether an operation may run in the thread that calls it.
 
-    In a backward pass a small one is faster without another thread.
+    That thread will wait for it at once. DistributedDataParallel's reducer in C++ does
+    not, but a small bucket takes less time than another thread needs to begin.
     """
-    return getattr(opts, "asyncOp", True) is False
+    if getattr(opts, "asyncOp", True) is False:
+        return True
+    frame: Any = sys._getframe(1) if is_small else None
+    while frame is not None and frame.f_code.co_filename.startswith(_FOLDER):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename in _AUTOGRAD
 
 
 def seconds_of(opts: Any, of_group: datetime.timedelta | None) -> float | None:
@@ -54,21 +67,16 @@ def seconds_of(opts: Any, of_group: datetime.timedelta | None) -> float | None:
       of_group: holds where `opts` has none.
     """
     own = getattr(opts, "timeout", None)
-    found = of_group if own is None or own <= _ZERO else own
+    found = of_group if own is None or own <= datetime.timedelta() else own
     return None if found in (None, DEFAULT_TIMEOUT) else found.total_seconds()
-
-
-_ZERO = datetime.timedelta()
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 
 
 def register(
     name: str,
     create: Callable[[Any, Any], Any],
-    rendezvous_by_mpi: Callable[[datetime.timedelta], Iterator[Any]],
+    rendezvous: Callable[[datetime.timedelta], Iterator[Any]],
 ) -> None:
-    """Make a backend known, and the rendezvous by MPI where nothing else is set."""
+    """Make a backend known, and a rendezvous where the environment has none."""
     if name.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
     # A module that is hidden by its function of the same name
@@ -77,38 +85,21 @@ def register(
     if getattr(from_environment, "is_by_mpi", False):
         return
 
-    def handler(url: str, timeout: Any = DEFAULT_TIMEOUT, **others: Any) -> Any:
-        if _is_set(os.environ):
+    def handler(
+        url: str, timeout: datetime.timedelta = DEFAULT_TIMEOUT, **others: Any
+    ) -> Any:
+        # As torchrun sets them, or the user
+        if "MASTER_ADDR" in os.environ and ("RANK" in os.environ or "rank=" in url):
             return from_environment(url, timeout=timeout, **others)
-        return rendezvous_by_mpi(timeout)
+        return rendezvous(timeout)
 
     handler.is_by_mpi = True  # type: ignore[attr-defined]
     handlers["env"] = handler
 
 
-def _is_set(environ: Mapping[str, str]) -> bool:
-    """Return whether torchrun, or the user, has said where the ranks meet."""
-    return "MASTER_ADDR" in environ
-
-
-# What C++ and Python call by these names, in all versions
-_METHODS = [
-    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather",
-    "allgather_coalesced", "all_gather_single", "all_gather_single_coalesced",
-    "_allgather_base", "allgather_into_tensor_coalesced", "reduce_scatter",
-    "reduce_scatter_single", "reduce_scatter_single_coalesced",
-    "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall",
-    "all_to_all_single", "alltoall_base", "gather", "scatter", "send", "recv",
-    "recv_anysource", "barrier", "monitored_barrier", "getBackendName", "name",
-    "size", "rank", "abort", "shutdown", "setTimeout", "set_timeout",
-    "_set_default_timeout", "setSequenceNumberForGroup",
-    "getSequenceNumberForGroup", "_set_sequence_number_for_group",
-    "_get_sequence_number_for_group",
-]  # fmt: skip
-
-
-def _delegate(base: Any, name: str) -> Any:
-    """Return a subclass of a class of PyTorch that calls an `operations` object."""
+@functools.cache
+def _delegate(base: Any, operations: Any) -> Any:
+    """Return a subclass of a class of PyTorch that calls its attribute `operations`."""
 
     def method(name: str) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -116,27 +107,34 @@ def _delegate(base: Any, name: str) -> Any:
 
         return call
 
-    members: dict[str, Any] = {name: method(name) for name in _METHODS}
+    members: dict[str, Any] = {
+        name: method(name)
+        for name, value in vars(operations).items()
+        if callable(value)
+        and name[:2] != "__"
+        and (name[0] != "_" or hasattr(base, name))
+    }
     # C++ looks for these in Python's class, where it would find itself without end
     members.update({name: False for name in dir(base) if name.startswith("supports_")})
-    return type(name, (base,), members)
+    return type(f"Mpi{base.__name__}", (base,), members)
 
 
+_Backend = getattr(dist, "BackendBase", torch._C._distributed_c10d.Backend)
+
+
+@functools.cache
 def _can_subclass_backend() -> bool:
     """Return whether C++ calls methods of Python's subclasses of `Backend`.
 
     From 2.14 on; it has no constructor before.
     """
     try:
-        type("_Trial", (_BACKEND,), {})(0, 1)
+        type("_Trial", (_Backend,), {})(0, 1)
     except TypeError:
         return False
     return True
 
 
-_BACKEND = getattr(dist, "BackendBase", _c10d.Backend)
-_MpiBackend = _delegate(_BACKEND, "MpiBackend") if _can_subclass_backend() else None
-_MpiProcessGroup = _delegate(dist.ProcessGroup, "MpiProcessGroup")
 _published: dict[Any, Any] = {}  # C++ alone would keep only its part of them
 
 
@@ -149,20 +147,26 @@ def publish(operations: Any, options: Any, name: str) -> Any:
     """
     keep_untraced()
     rank, size = options.group_rank, options.group_size
-    backend = group = None
-    if _MpiBackend is not None:
-        backend = _MpiBackend(rank, size)
+    kind: Any = type(operations)
+    is_alone, backend, group = _is_alone(name), None, None
+    if _can_subclass_backend():
+        backend = _delegate(_Backend, kind)(rank, size)
         backend.operations = operations
-    if backend is None or _is_alone(name):
-        kind_of_group = _NamedProcessGroup if backend is None else _MpiProcessGroup
-        group = kind_of_group(
-            *(() if backend is None else (options.store,)), rank, size
+    elif not is_alone:
+        raise UnsupportedError(
+            f"PyTorch {torch.__version__} can use the backend {name} alone only; "
+            "together with others, as in 'cpu:mpidist,cuda:nccl', from 2.14 on"
         )
+    if is_alone:
+        kind = _delegate(dist.ProcessGroup, kind)
+        if backend is None:
+            group = type(kind.__name__, (_Named, kind), {})(rank, size)
+        else:
+            group = kind(options.store, rank, size)
+            custom = dist.ProcessGroup.BackendType.CUSTOM
+            group._set_default_backend(custom)
+            group._register_backend(torch.device("cpu"), custom, backend)
         group.operations = operations
-        if backend is not None:
-            kind = dist.ProcessGroup.BackendType.CUSTOM
-            group._set_default_backend(kind)
-            group._register_backend(torch.device("cpu"), kind, backend)
     _published[operations] = backend, group
     return group or backend
 
@@ -177,15 +181,15 @@ def keep_untraced() -> None:
         trace_rules.add("mpidist")
 
 
-def withdraw(operations: Any) -> None:
-    """Forget operations that were published."""
-    _published.pop(operations, None)
-
-
 def finish_all() -> None:
     """Wait for the operations of all groups."""
     for operations in list(_published):
         operations.finish()
+
+
+def withdraw(operations: Any) -> None:
+    """Forget operations that were published."""
+    _published.pop(operations, None)
 
 
 def _is_alone(name: str) -> bool:
@@ -199,8 +203,8 @@ def _is_alone(name: str) -> bool:
     return set(config.values()) == {name}
 
 
-class _NamedProcessGroup(_MpiProcessGroup):  # type: ignore[misc, valid-type]
-    """A process group whose names C++ does not keep, as it has no `Backend`."""
+class _Named:
+    """The names of a process group, which C++ does not keep without a `Backend`."""
 
     group_name = group_desc = ""
 

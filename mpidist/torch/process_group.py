@@ -10,20 +10,16 @@ backward pass.
 from __future__ import annotations
 
 import atexit
-import contextvars
-import ctypes
 import datetime
 import functools
 import itertools
 import os
-import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -31,249 +27,23 @@ from mpi4py import MPI
 
 from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.signatures import CallSignature, digest, skip_folder
-from mpidist.comm.consensus.waiting import Departures
 from mpidist.comm.replica_group import ReplicaGroup
-from mpidist.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    ContextError,
-    DeadlineError,
-    DTypeError,
-    MismatchError,
-    UnsupportedError,
-)
+from mpidist.errors import ArgumentError, ContextError, MismatchError, UnsupportedError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.strategy.strategy import Strategy
 from mpidist.torch import c10d
+from mpidist.torch.flat_tensors import BITWISE, FlatTensor, Reduction, concatenate
+from mpidist.torch.works import Executor, Message, Work
 
-__all__ = ["Operations", "ProcessGroupOptions", "group_of", "register"]
+__all__ = ["Operations", "group_of", "init_process_group", "register"]
 
-BACKEND = "mpidist"
-_CALL = f"init_process_group({BACKEND!r})"
+_BACKEND = "mpidist"
 # Larger arrays are reduced where they lie; smaller ones travel with the comparison
 _IN_PLACE_BYTES = 128 << 10
+# Elements of a small bucket, see `c10d.may_wait`
+_FEW = _IN_PLACE_BYTES // 4
 _AUTO = CommunicationImplementation.AUTO
-_SPIN_SECONDS, _PAUSE_SECONDS = 1e-4, 1e-3
-_REDUCE_OPS = {
-    "SUM": ReduceOp.SUM,
-    "AVG": ReduceOp.MEAN,
-    "MIN": ReduceOp.MIN,
-    "MAX": ReduceOp.MAX,
-    "PRODUCT": ReduceOp.PRODUCT,
-}
-_BITWISE = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
-# In which booleans, as bytes of 0 and 1, are reduced
-_OF_BOOLEANS = {"SUM": "MAX", "PRODUCT": "MIN"}
-_IN_PLACE_DTYPES = {torch.float32, torch.float64, torch.complex64, torch.complex128}
-
-
-class ProcessGroupOptions(NamedTuple):
-    """Options for `init_process_group("mpidist", pg_options=...)`.
-
-    Args:
-      communicator: the ranks; None for COMM_WORLD. Pass `store`, `rank` and
-        `world_size` with it.
-    """
-
-    communicator: MPI.Intracomm | None = None
-
-
-class _Work(dist.Work):
-    """An operation that a thread runs.
-
-    Args:
-      outputs: the tensors that it writes.
-    """
-
-    def __init__(self, outputs: list[Any], source: int = -1):
-        super().__init__()
-        self._outputs = outputs
-        self._running = threading.Lock()
-        self._running.acquire()
-        self._mutex = threading.Lock()
-        self._error: BaseException | None = None
-        self._future: Any = None
-        self._starting: Any = None
-        self.source = source
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """End the operation, by an error of this rank if there is one."""
-        with self._mutex:
-            self._error = error
-            self._running.release()
-            starting = self._starting
-        if starting is not None:
-            starting.set_result(None)
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Wait for the end; raise the operation's error."""
-        seconds = -1.0 if timeout is None else timeout.total_seconds()
-        if not self._running.acquire(timeout=seconds if seconds > 0 else -1):
-            raise ContextError(f"the operation has not ended in {seconds:g} s")
-        self._running.release()
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def synchronize(self) -> None:
-        """Wait for the end."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Return whether the operation has ended."""
-        return not self._running.locked()
-
-    def is_success(self) -> bool:
-        """Return whether the operation has ended without an error."""
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        """Return the operation's error."""
-        return self._error
-
-    def result(self) -> list[Any]:
-        """Wait for the end; return the tensors that were written."""
-        self.wait()
-        return self._outputs
-
-    def _source_rank(self) -> int:
-        return self.source
-
-    source_rank = _source_rank
-
-    def get_future(self) -> Any:
-        """Return a future of the tensors. An error of the operation is its error."""
-        with self._mutex:
-            if self._future is None:
-                self._starting = torch.futures.Future()
-                # What a callback raises becomes the error of its future in C++, too
-                self._future = self._starting.then(self._value)
-                if self.is_completed():
-                    self._starting.set_result(None)
-            return self._future
-
-    def _value(self, _: Any) -> list[Any]:
-        if self._error is not None:
-            raise self._error
-        return self._outputs
-
-
-class _Message(_Work):
-    """A message to or from one rank: complete when MPI says so.
-
-    Args:
-      group: of the ranks.
-      post: starts it, and returns the request.
-      end: called with the status when it has arrived.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        departures: Departures,
-        comm: MPI.Intracomm,
-        outputs: list[Any],
-        request: MPI.Request,
-        end: Callable[[MPI.Status], None],
-    ):
-        super().__init__(outputs)
-        self._name, self._departures, self._comm = name, departures, comm
-        self._request, self._end = request, end
-        self._status = MPI.Status()
-
-    def is_completed(self) -> bool:
-        """Return whether the message has arrived."""
-        if super().is_completed():
-            return True
-        if self._request.Test(self._status):
-            self._complete()
-        return super().is_completed()
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Wait for the message; raise if it has another size."""
-        if not super().is_completed():
-            deadline = None
-            if timeout is not None and timeout.total_seconds() > 0:
-                deadline = time.monotonic() + timeout.total_seconds()
-            with Pending(self._name, self._comm):
-                self._poll(deadline)
-        return super().wait()
-
-    def _poll(self, deadline: float | None) -> None:
-        begin = now = time.monotonic()
-        while not self.is_completed():
-            if now - begin < _SPIN_SECONDS:
-                os.sched_yield()
-            else:
-                self._departures.require_none()
-                time.sleep(min((now - begin) / 4, _PAUSE_SECONDS))
-            now = time.monotonic()
-            if deadline is not None and now > deadline:
-                raise DeadlineError(f"{self._name} has not ended in time")
-
-    def _complete(self) -> None:
-        error: BaseException | None = None
-        try:
-            self._end(self._status)
-        except Exception as caught:
-            error = caught
-        self.finish(error)
-
-
-class _Executor:
-    """Runs the operations of one process group in the order of their submission."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._turn = threading.Lock()  # held by who runs an operation
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._waiting = 0
-        self._mutex = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def submit(self, work: _Work, run: Callable[[], None], may_wait: bool) -> None:
-        """Run an operation, at once if `may_wait` and no other one is in the way."""
-        with self._mutex:
-            is_first = self._waiting == 0
-            self._waiting += 1
-            if may_wait and is_first:
-                self._turn.acquire()
-            else:
-                may_wait = False
-                self._queue.put((work, run))
-                if self._thread is None:
-                    self._start()
-        if may_wait:
-            self._run(work, run)
-            self._turn.release()
-
-    def _start(self) -> None:
-        self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-        self._thread.start()
-
-    def _loop(self) -> None:
-        while (item := self._queue.get()) is not None:
-            with self._turn:
-                self._run(*item)
-            del item
-
-    def _run(self, work: _Work, run: Callable[[], None]) -> None:
-        error: BaseException | None = None
-        try:
-            run()
-        except BaseException as caught:
-            error = caught
-        with self._mutex:
-            self._waiting -= 1
-        work.finish(error)
-
-    def close(self) -> None:
-        """Wait for all operations; end the thread."""
-        with self._mutex:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            thread.join()
+_options_of = functools.lru_cache(CommunicationOptions)
 
 
 class Operations:
@@ -296,27 +66,36 @@ class Operations:
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout: datetime.timedelta | None = None):
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise ContextError(
+                "a process group needs an MPI library started with MPI_THREAD_MULTIPLE"
+            )
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._group = ReplicaGroup(["CPU:0"], communicator=comm)
         self._consensus = self._group.consensus
+        self._guard = self._consensus.guard
         self._collectives = self._group.collectives
         self._transports = self._collectives.transports
-        self._messages = comm.Dup()
-        self._executor = _Executor(f"mpidist-process-group-{next(_numbers)}")
+        self._executor = Executor(f"mpidist-process-group-{next(_numbers)}")
         self._timeout = timeout
-        self._calls = 0
+        self._seconds: float | None = None  # the timeout of the operation that runs
+        self._messages = comm.Dup()
+        self._running: list[Message] = []  # whose memory MPI may still use
+        self._group.closing.append(self._free)
         self._creator = threading.get_ident()
         _finish_at_exit()
+
+    def _free(self) -> None:
+        self._group.closing.remove(self._free)
+        self._messages.Free()
 
     # What c10d asks of a backend beside operations
 
     def getBackendName(self) -> str:  # noqa: N802
         """Return the name that users pass to `init_process_group`."""
-        return BACKEND
+        return _BACKEND
 
-    def name(self) -> str:
-        """Return the name of the backend."""
-        return BACKEND
+    name = getBackendName
 
     def size(self) -> int:
         """Return the number of ranks."""
@@ -331,16 +110,6 @@ class Operations:
         self._timeout = timeout
 
     set_timeout = _set_default_timeout = setTimeout
-
-    def setSequenceNumberForGroup(self) -> None:  # noqa: N802
-        """Do nothing: the ranks compare all calls."""
-
-    def getSequenceNumberForGroup(self) -> int:  # noqa: N802
-        """Return how many collectives this rank has called."""
-        return self._calls
-
-    _set_sequence_number_for_group = setSequenceNumberForGroup
-    _get_sequence_number_for_group = getSequenceNumberForGroup
 
     def finish(self) -> None:
         """Wait for this rank's operations. Not collective."""
@@ -358,96 +127,86 @@ class Operations:
 
     def allreduce(self, tensors: Sequence[Any], opts: Any = None) -> Any:
         """Reduce a tensor over all ranks, in place."""
-        return self._reduce_each("all_reduce", tensors, opts)
+        reduce = functools.partial(self._all_reduce, "all_reduce", Reduction.of(opts))
+        return self._submit(_listed(tensors), opts, reduce, _listed(tensors))
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Any:
         """Reduce tensors over all ranks, in place."""
-        return self._reduce_each("all_reduce_coalesced", tensors, opts)
+        name, op = "all_reduce_coalesced", Reduction.of(opts)
+        reduce = functools.partial(self._all_reduce, name, op)
+        return self._submit(tensors, opts, reduce, tensors)
 
-    def _reduce_each(self, name: str, tensors: Sequence[Any], opts: Any) -> Any:
-        op = _Reduction.of(opts)
-
-        def run(timeout: float | None) -> None:
-            for tensor in _listed(tensors):
-                array = self._guard(name, _Flat, tensor)
-                self._reduce(name, op, array, array, timeout)
-                array.store()
-
-        return self._submit(name, run, _listed(tensors), opts)
+    def _all_reduce(self, name: str, op: Reduction, tensor: Any) -> None:
+        flat = self._guard(name, FlatTensor, tensor)
+        self._reduce(name, op, flat, flat)
+        flat.store()
 
     def reduce(self, tensors: Sequence[Any], opts: Any = None) -> Any:
         """Reduce a tensor over all ranks, in place on rank `opts.rootRank`."""
-        op, root = _Reduction.of(opts), _root_of(opts)
+        op, root = Reduction.of(opts), _root_of(opts)
 
-        def run(timeout: float | None) -> None:
-            for tensor in _listed(tensors):
-                array = self._guard("reduce", _Flat, tensor)
-                total = self._guard("reduce", array.copy)
-                self._reduce("reduce", op, array, total, timeout, ("root", root))
-                if self._rank == root:
-                    array.bytes[...] = total.bytes
-                    array.store()
+        def reduce(tensor: Any) -> None:
+            flat = self._guard("reduce", FlatTensor, tensor)
+            total = self._guard("reduce", flat.copy)
+            self._reduce("reduce", op, flat, total, ("root", root))
+            if self._rank == root:
+                flat.bytes[...] = total.bytes
+                flat.store()
 
-        return self._submit("reduce", run, _listed(tensors), opts)
+        return self._submit(_listed(tensors), opts, reduce, _listed(tensors))
 
     def _reduce(
         self,
         name: str,
-        op: _Reduction,
-        source: _Flat,
-        total: _Flat,
-        timeout: float | None,
+        op: Reduction,
+        source: FlatTensor,
+        total: FlatTensor,
         *fields: tuple[str, Any],
     ) -> None:
         """Put the reduction of `source` into `total`, which may be the same."""
-        fields = (("reduce_op", op.name), *fields)
-        if op.name in _BITWISE:
+        agreed = ("reduce_op", op.name), *fields, *source.fields
+        if op.name in BITWISE:
             everyone = self._guard(name, op.reserve, source, self._size)
-            self._compare(name, (*fields, *source.fields), timeout)
-            self._gather(source.array, everyone, [source.size] * self._size, timeout)
-            _BITWISE[op.name].reduce(everyone, axis=0, out=total.array)
+            self._compare(name, *agreed)
+            self._gather(source.array, everyone, [source.size] * self._size)
+            BITWISE[op.name].reduce(everyone, axis=0, out=total.array)
             return
         known, array = self._guard(name, op.prepare, source)
-        is_sum = known is ReduceOp.SUM or known is ReduceOp.MEAN
-        if is_sum and source.nbytes > _IN_PLACE_BYTES and source.adds_in_place:
-            self._compare(name, (*fields, *source.fields), timeout)
+        if source.nbytes > _IN_PLACE_BYTES and op.adds_in_place(source):
+            self._compare(name, *agreed)
             if self._size > 1:
                 way = self._transports.pick(_AUTO, False, False)
-                way.allreduce_sum(array, total.array, _deadline(timeout))
+                way.allreduce_sum(array, total.array, self._deadline())
+            else:
+                total.array[...] = array
             if known is ReduceOp.MEAN:
                 total.array /= self._size
             return
-        options = CommunicationOptions(timeout_seconds=timeout)
-        named = f"{name} of {op.name}{''.join(f', {k} {v}' for k, v in fields[1:])}"
+        named = f"{name} of {op.name}{''.join(f', {k} {v}' for k, v in fields)}"
+        options = _options_of(timeout_seconds=self._seconds)
         found = self._collectives.all_reduce(named, known, array, options)
-        total.array[...] = op.of_sum(found, source, self._size)
+        total.array[...] = op.finish(found, self._size)
 
     def broadcast(self, tensors: Sequence[Any], opts: Any = None) -> Any:
         """Copy tensors of rank `opts.rootRank` to all ranks."""
         root = _root_of(opts)
 
-        def run(timeout: float | None) -> None:
-            for tensor in _listed(tensors):
-                array = self._guard("broadcast", _Flat, tensor)
-                fields = ("root", root), *array.fields
-                self._compare("broadcast", fields, timeout)
-                if self._size > 1 and array.size:
-                    way = self._transports.pick(_AUTO, False, False)
-                    way.broadcast(array.bytes, root, _deadline(timeout))
-                array.store()
+        def broadcast(tensor: Any) -> None:
+            flat = self._guard("broadcast", FlatTensor, tensor)
+            self._compare("broadcast", ("root", root), *flat.fields)
+            if self._size > 1 and flat.size:
+                way = self._transports.pick(_AUTO, False, False)
+                way.broadcast(flat.bytes, root, self._deadline())
+            flat.store()
 
-        return self._submit("broadcast", run, _listed(tensors), opts)
+        return self._submit(_listed(tensors), opts, broadcast, _listed(tensors))
 
     def allgather(
         self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None
     ) -> Any:
         """Copy each rank's tensor to all ranks; sizes may differ between ranks."""
-
-        def run(timeout: float | None) -> None:
-            for places, tensor in zip(outputs, inputs):
-                self._gather_into("all_gather", places, tensor, timeout)
-
-        return self._submit("all_gather", run, list(outputs), opts)
+        gather = functools.partial(self._gather_into, "all_gather")
+        return self._submit(outputs, opts, gather, outputs, inputs)
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None
@@ -463,52 +222,42 @@ class Operations:
         self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None
     ) -> Any:
         """Like `all_gather_single`, for several tensors."""
+        gather = functools.partial(self._gather_into, "all_gather_into_tensor")
+        return self._submit(outputs, opts, gather, outputs, inputs)
 
-        def run(timeout: float | None) -> None:
-            for output, source in zip(outputs, inputs):
-                self._gather_into("all_gather_into_tensor", output, source, timeout)
+    def _gather_into(self, name: str, outputs: Any, source: Any) -> None:
+        is_list = not isinstance(outputs, torch.Tensor)
 
-        return self._submit("all_gather_into_tensor", run, list(outputs), opts)
-
-    def _gather_into(
-        self, name: str, outputs: Any, source: Any, timeout: float | None
-    ) -> None:
-        def prepare() -> tuple[_Flat, list[_Flat], Any]:
+        def prepare() -> tuple[FlatTensor, list[FlatTensor], Any]:
             """Return the input, the outputs, and memory for all ranks."""
-            mine = _Flat(source)
-            if isinstance(outputs, torch.Tensor):
-                whole = _Flat(outputs)
-                whole.require(name, mine.tensor.dtype, mine.size * self._size)
+            mine = FlatTensor(source)
+            if not is_list:
+                whole = FlatTensor(outputs)
+                whole.require(name, mine, mine.size * self._size)
                 return mine, [whole], whole.bytes
-            parts = [_Flat(output) for output in outputs]
+            parts = [FlatTensor(output) for output in outputs]
             if len(parts) != self._size:
                 raise ArgumentError(f"{name} needs {self._size} output tensors")
-            parts[self._rank].require(name, mine.tensor.dtype, mine.size)
+            parts[self._rank].require(name, mine, mine.size)
             return mine, parts, np.empty(sum(p.nbytes for p in parts), np.uint8)
 
         mine, places, received = self._guard(name, prepare)
-        if len(places) == 1 and self._size > 1:
-            fields, counts = mine.fields, [mine.nbytes] * self._size
+        if is_list:
+            sizes = tuple(place.size for place in places)
+            self._compare(name, ("dtype", mine.dtype), ("sizes", sizes))
+            self._gather(mine.bytes, received, [place.nbytes for place in places])
+            _spread(received, places)
         else:
-            fields = ("dtype", mine.dtype), ("sizes", tuple(p.size for p in places))
-            counts = [place.nbytes for place in places]
-        self._compare(name, fields, timeout)
-        self._gather(mine.bytes, received, counts, timeout)
-        start = 0
-        for place in places:
-            if place.bytes is not received:
-                place.bytes[...] = received[start : start + place.nbytes]
-                start += place.nbytes
-            place.store()
+            self._compare(name, *mine.fields)
+            self._gather(mine.bytes, received, [mine.nbytes] * self._size)
+            places[0].store()
 
-    def _gather(
-        self, mine: Any, received: Any, counts: list[int], timeout: float | None
-    ) -> None:
+    def _gather(self, mine: Any, received: Any, counts: list[int]) -> None:
         if self._size == 1:
             received[...] = mine
         elif received.size:
             way = self._transports.pick(_AUTO, False, False)
-            way.allgatherv(mine, received, counts, _deadline(timeout))
+            way.allgatherv(mine, received, counts, self._deadline())
 
     def reduce_scatter(
         self, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], opts: Any = None
@@ -529,55 +278,46 @@ class Operations:
     def _scatter_sums(
         self, name: str, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any
     ) -> Any:
-        op = _Reduction.of(opts)
+        op = Reduction.of(opts)
 
-        def run(timeout: float | None) -> None:
-            for output, source in zip(outputs, inputs):
-                self._scatter_sum(name, op, output, source, timeout)
-
-        return self._submit(name, run, list(outputs), opts)
-
-    def _scatter_sum(
-        self, name: str, op: _Reduction, output: Any, source: Any, timeout: float | None
-    ) -> None:
-        def prepare() -> tuple[_Flat, ReduceOp, Any, list[int]]:
-            whole, own = _concatenated(source), _Flat(output)
-            if isinstance(source, torch.Tensor):
-                lengths = [own.size] * self._size
-            else:
+        def prepare(output: Any, source: Any) -> tuple[FlatTensor, Any, Any, list[int]]:
+            whole, own = concatenate(source), FlatTensor(output)
+            is_list = not isinstance(source, torch.Tensor)
+            lengths = [own.size] * self._size
+            if is_list:
                 lengths = [tensor.numel() for tensor in source]
-            own.require(name, whole.tensor.dtype, lengths[self._rank])
-            whole.require(name, own.tensor.dtype, sum(lengths))
-            if op.name in _BITWISE:
+            own.require(name, whole, lengths[self._rank])
+            whole.require(name, own, sum(lengths))
+            if op.name in BITWISE:
                 raise UnsupportedError(f"{name} has no {op.name}; use all_reduce")
             return own, *op.prepare(whole), lengths
 
-        own, known, array, lengths = self._guard(name, prepare)
-        options = CommunicationOptions(timeout_seconds=timeout)
-        equal = None if len(set(lengths)) == 1 else lengths
-        found = self._collectives.reduce_scatter(
-            f"{name} of {op.name}", known, array, 0, equal, options
-        )
-        own.array[...] = op.of_sum(found, own, self._size)
-        own.store()
+        def scatter(output: Any, source: Any) -> None:
+            own, known, array, lengths = self._guard(name, prepare, output, source)
+            equal = None if len(set(lengths)) == 1 else lengths
+            options = _options_of(timeout_seconds=self._seconds)
+            found = self._collectives.reduce_scatter(
+                f"{name} of {op.name}", known, array, 0, equal, options
+            )
+            own.array[...] = op.finish(found, self._size)
+            own.store()
+
+        return self._submit(outputs, opts, scatter, outputs, inputs)
 
     def alltoall(
         self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None
     ) -> Any:
         """Send `inputs[r]` to rank r; `outputs[r]` comes from rank r."""
 
-        def run(timeout: float | None) -> None:
-            def prepare() -> tuple[_Flat, list[_Flat], list[int]]:
-                return (
-                    _concatenated(inputs),
-                    [_Flat(output) for output in outputs],
-                    [tensor.numel() for tensor in inputs],
-                )
+        def prepare() -> tuple[FlatTensor, list[FlatTensor], list[int]]:
+            if not len(inputs) == len(outputs) == self._size:
+                raise ArgumentError(f"all_to_all needs {self._size} tensors in a list")
+            places = [FlatTensor(output) for output in outputs]
+            return concatenate(inputs), places, [tensor.numel() for tensor in inputs]
 
-            mine, places, to = self._guard("all_to_all", prepare)
-            self._exchange("all_to_all", mine, to, places, timeout)
-
-        return self._submit("all_to_all", run, list(outputs), opts)
+        return self._submit(
+            outputs, opts, lambda: self._exchange("all_to_all", prepare)
+        )
 
     def all_to_all_single(
         self,
@@ -592,18 +332,31 @@ class Operations:
         Equal numbers of rows, or those that `input_sizes` and `output_sizes` say.
         """
 
-        def run(timeout: float | None) -> None:
-            def prepare() -> tuple[_Flat, list[_Flat], list[int]]:
-                mine = _Flat(source)
-                to = _split("input_split_sizes", source, input_sizes, self._size)
-                sizes = _split("output_split_sizes", output, output_sizes, self._size)
-                whole = _Flat(output)
-                return mine, whole.parts(sizes), to
+        def prepare() -> tuple[FlatTensor, list[FlatTensor], list[int]]:
+            mine, whole = FlatTensor(source), FlatTensor(output)
+            to = _split("input_split_sizes", source, input_sizes, self._size)
+            sizes = _split("output_split_sizes", output, output_sizes, self._size)
+            return mine, whole.parts(sizes), to
 
-            mine, places, to = self._guard("all_to_all_single", prepare)
-            self._exchange("all_to_all_single", mine, to, places, timeout)
+        return self._submit(
+            [output], opts, lambda: self._exchange("all_to_all_single", prepare)
+        )
 
-        return self._submit("all_to_all_single", run, [output], opts)
+    def _exchange(self, name: str, prepare: Callable[[], Any]) -> None:
+        """Agree on sizes that each rank states for itself; then move the data."""
+        mine, places, to = self._guard(name, prepare)
+        own = to, [place.size for place in places]
+        dtypes = {flat.dtype for flat in (mine, *places)}
+        self._compare(name, ("dtype", " and ".join(sorted(dtypes))))
+        everyone = np.array(self._consensus.gather(f"sizes of {name}", own))
+        sent, expected = everyone[:, 0], everyone[:, 1].T
+        for sender, receiver in np.argwhere(sent != expected):
+            with self._consensus.same_on_all():
+                raise MismatchError(
+                    f"{name}: rank {sender} sends {sent[sender, receiver]} elements to "
+                    f"rank {receiver}, which expects {expected[sender, receiver]}"
+                )
+        self._move(name, mine, to, places, int(everyone.sum(axis=2).max()))
 
     def gather(
         self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None
@@ -611,19 +364,18 @@ class Operations:
         """Copy each rank's tensor to rank `opts.rootRank`."""
         root = _root_of(opts)
 
-        def run(timeout: float | None) -> None:
-            def prepare() -> tuple[_Flat, list[_Flat]]:
-                mine = _Flat(inputs[0])
-                if self._rank != root:
-                    return mine, []
-                return mine, _places("gather", mine, outputs, self._size)
+        def prepare() -> tuple[FlatTensor, list[FlatTensor]]:
+            mine = FlatTensor(inputs[0])
+            is_root = self._rank == root
+            return mine, self._all(outputs, mine, "gather") if is_root else []
 
+        def gather() -> None:
             mine, places = self._guard("gather", prepare)
-            self._compare("gather", (("root", root), *mine.fields), timeout)
+            self._compare("gather", ("root", root), *mine.fields)
             to = [mine.size * (rank == root) for rank in range(self._size)]
-            self._move("gather", mine, to, places, timeout)
+            self._move("gather", mine, to, places, mine.size * self._size)
 
-        return self._submit("gather", run, list(outputs), opts)
+        return self._submit(outputs, opts, gather)
 
     def scatter(
         self, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], opts: Any = None
@@ -631,72 +383,80 @@ class Operations:
         """Copy tensor r of rank `opts.rootRank`'s list to rank r."""
         root = _root_of(opts)
 
-        def run(timeout: float | None) -> None:
-            def prepare() -> tuple[_Flat, list[_Flat], list[int]]:
-                own = _Flat(outputs[0])
-                empty = [_Flat(outputs[0].detach().reshape(-1)[:0])] * self._size
-                places = [*empty]
-                places[root] = own
-                if self._rank != root:
-                    return empty[0], places, [0] * self._size
-                parts = _places("scatter", own, inputs, self._size)
-                mine = _concatenated([part.tensor for part in parts])
-                return mine, places, [own.size] * self._size
+        def prepare() -> tuple[FlatTensor, list[FlatTensor], list[int]]:
+            own = FlatTensor(outputs[0])
+            nothing = FlatTensor(own.tensor[:0])
+            places = [own if r == root else nothing for r in range(self._size)]
+            if self._rank != root:
+                return nothing, places, [0] * self._size
+            parts = self._all(inputs, own, "scatter")
+            mine = concatenate([part.tensor for part in parts])
+            return mine, places, [own.size] * self._size
 
+        def scatter() -> None:
             mine, places, to = self._guard("scatter", prepare)
-            fields = ("root", root), *places[root].fields
-            self._compare("scatter", fields, timeout)
-            self._move("scatter", mine, to, places, timeout)
+            own = places[root]
+            self._compare("scatter", ("root", root), *own.fields)
+            self._move("scatter", mine, to, places, own.size * self._size)
 
-        return self._submit("scatter", run, list(outputs), opts)
+        return self._submit(outputs, opts, scatter)
+
+    def _all(self, lists: Any, like: FlatTensor, name: str) -> list[FlatTensor]:
+        """Return the tensors of the root: one for each rank, all of one size."""
+        places = [FlatTensor(tensor) for tensor in (lists[0] if lists else ())]
+        if len(places) != self._size:
+            raise ArgumentError(f"{name} needs {self._size} tensors on its root")
+        for place in places:
+            place.require(name, like, like.size)
+        return places
+
+    def _move(
+        self,
+        name: str,
+        mine: FlatTensor,
+        to: list[int],
+        places: list[FlatTensor],
+        largest: int,
+    ) -> None:
+        """Send and receive elements, of which no rank has more than `largest`.
+
+        `places` is empty on a rank that gets none.
+        """
+        counts = [place.nbytes for place in places] or [0] * self._size
+        received = np.empty(sum(counts), np.uint8)
+        way = self._transports.exchange(is_device=False)
+        assert way is not None
+        is_large = largest * mine.itemsize > way.most_bytes
+        bytes_to = [n * mine.itemsize for n in to]
+        deadline = self._deadline()
+        way.alltoallv(mine.bytes, bytes_to, received, counts, deadline, name, is_large)
+        _spread(received, places)
 
     def barrier(self, opts: Any = None) -> Any:
-        """Wait for all ranks."""
-        return self._submit(
-            "barrier", lambda timeout: self._compare("barrier", (), timeout), [], opts
-        )
-
-    def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; after the timeout raise an error that names the missing.
-
-        `wait_all_ranks` makes no difference: all missing ranks are named.
-        """
-        self._submit(
-            "monitored_barrier",
-            lambda timeout: self._compare("monitored_barrier", (), timeout),
-            [],
-            opts,
-        ).wait()
+        """Wait for all ranks; an error at the timeout names the missing ones."""
+        return self._submit([], opts, lambda: self._compare("barrier"))
 
     def send(self, tensors: Sequence[Any], rank: int, tag: int = 0) -> Any:
         """Send a tensor to one rank. Not collective."""
-        (tensor,) = _listed(tensors)
-        array = _Flat(tensor)
-
-        def end(status: MPI.Status) -> None:
-            del status
-
-        request = self._messages.Isend([array.bytes, MPI.BYTE], rank, tag)
-        return self._message("send", array, [tensor], request, end)
+        flat = FlatTensor(*_listed(tensors))
+        request = self._messages.Isend([flat.bytes, MPI.BYTE], rank, tag)
+        return self._message("send", tensors, request)
 
     def recv(self, tensors: Sequence[Any], rank: int, tag: int = 0) -> Any:
         """Receive a tensor from one rank. Not collective."""
-        (tensor,) = _listed(tensors)
-        array = _Flat(tensor)
-        request = self._messages.Irecv([array.bytes, MPI.BYTE], rank, tag)
+        flat = FlatTensor(*_listed(tensors))
+        request = self._messages.Irecv([flat.bytes, MPI.BYTE], rank, tag)
 
         def end(status: MPI.Status) -> None:
-            message.source = status.Get_source()
             received = status.Get_count(MPI.BYTE)
-            array.store()
-            if received != array.nbytes:
+            flat.store()
+            if received != flat.nbytes:
                 raise MismatchError(
-                    f"recv: rank {message.source} has sent {received} bytes to rank "
-                    f"{self._rank}, whose tensor has {array.nbytes}"
+                    f"recv: rank {status.Get_source()} has sent {received} bytes to "
+                    f"rank {self._rank}, whose tensor has {flat.nbytes}"
                 )
 
-        message = self._message("recv", array, [tensor], request, end)
-        return message
+        return self._message("recv", tensors, request, end)
 
     def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> Any:
         """Receive a tensor from any rank. Not collective."""
@@ -709,84 +469,30 @@ class Operations:
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def _message(
-        self, name: str, array: _Flat, outputs: list[Any], request: Any, end: Any
-    ) -> _Message:
-        del array  # `end` or the request keep its memory
-        departures = self._consensus.departures
-        return _Message(name, departures, self._messages, outputs, request, end)
-
-    def _exchange(
-        self,
-        name: str,
-        mine: _Flat,
-        to: list[int],
-        places: list[_Flat],
-        timeout: float | None,
-    ) -> None:
-        """Agree on sizes that each rank states for itself; then move the data."""
-        sizes = [place.size for place in places]
-        self._compare(name, (("dtype", mine.dtype),), timeout)
-        everyone = self._consensus.gather(f"sizes of {name}", (to, sizes))
-        for (sender, (sent, _)), (receiver, (_, expected)) in itertools.product(
-            enumerate(everyone), repeat=2
-        ):
-            if sent[receiver] != expected[sender]:
-                with self._consensus.same_on_all():
-                    raise MismatchError(
-                        f"{name}: rank {sender} sends {sent[receiver]} elements to "
-                        f"rank {receiver}, which expects {expected[sender]}"
-                    )
-        largest = max(max(sum(sent), sum(got)) for sent, got in everyone)
-        self._move(name, mine, to, places, timeout, largest)
-
-    def _move(
-        self,
-        name: str,
-        mine: _Flat,
-        to: list[int],
-        places: list[_Flat],
-        timeout: float | None,
-        largest: int | None = None,
-    ) -> None:
-        """Send and receive elements; `places` may be fewer than ranks, for none."""
-        width = mine.itemsize
-        counts = [place.nbytes for place in places] or [0] * self._size
-        received = np.empty(sum(counts), np.uint8)
-        way = self._transports.exchange(is_device=False)
-        assert way is not None
-        largest = mine.size * self._size if largest is None else largest
-        way.alltoallv(
-            mine.bytes,
-            [n * width for n in to],
-            received,
-            counts,
-            _deadline(timeout),
-            name,
-            is_large=largest * width > way.most_bytes,
+    def _message(self, name: str, tensors: Any, request: Any, end: Any = None) -> Any:
+        seconds = c10d.seconds_of(None, self._timeout)
+        departures, outputs = self._consensus.departures, _listed(tensors)
+        message = Message(
+            name, self._messages, departures, seconds, outputs, request, end
         )
-        start = 0
-        for place in places:
-            place.bytes[...] = received[start : start + place.nbytes]
-            start += place.nbytes
-            place.store()
+        self._running = [m for m in self._running if not m.is_completed()]
+        self._running.append(message)
+        return message
 
-    def _guard(self, name: str, fn: Callable[..., Any], *args: Any) -> Any:
-        """Return `fn(*args)`; its error on one rank is raised on all."""
-        return self._consensus.guard(name, fn, *args)
-
-    def _compare(
-        self, name: str, fields: tuple[tuple[str, Any], ...], timeout: float | None
-    ) -> None:
+    def _compare(self, name: str, *fields: tuple[str, Any]) -> None:
         call = CallSignature(name, fields)
-        self._consensus.compare(call, digest(call), timeout=timeout)
+        self._consensus.compare(call, digest(call), timeout=self._seconds)
+
+    def _deadline(self) -> float | None:
+        return None if self._seconds is None else time.monotonic() + self._seconds
 
     def _submit(
-        self, name: str, run: Callable[[float | None], None], outputs: Any, opts: Any
-    ) -> _Work:
-        timeout = c10d.seconds_of(opts, self._timeout)
-        work, consensus = _Work(outputs), self._consensus
-        self._calls += 1
+        self, outputs: Any, opts: Any, run: Callable[..., None], *columns: Any
+    ) -> Work:
+        """Call `run` in turn: for each row of the columns, or once without any."""
+        rows = list(zip(*columns, strict=True)) if columns else [()]
+        seconds = c10d.seconds_of(opts, self._timeout)
+        work, consensus = Work(list(outputs)), self._consensus
 
         def in_turn() -> None:
             # The operations of a group belong to the thread that runs them now; the
@@ -794,142 +500,16 @@ class Operations:
             consensus.lock.adopt()
             try:
                 with consensus.lock:
-                    run(timeout)
+                    self._seconds = seconds
+                    for row in rows:
+                        run(*row)
             finally:
                 consensus.lock.creator = self._creator
 
-        self._executor.submit(work, in_turn, c10d.may_wait(opts))
+        first = columns[0][0] if columns and columns[0] else None
+        is_small = isinstance(first, torch.Tensor) and first.numel() <= _FEW
+        self._executor.submit(work, in_turn, c10d.may_wait(opts, is_small))
         return work
-
-
-class _Reduction(NamedTuple):
-    """A reduction of c10d, and the factor of PREMUL_SUM."""
-
-    name: str
-    factor: Any = None
-
-    @classmethod
-    def of(cls, opts: Any) -> _Reduction:
-        """Return the reduction of options, or of a `ReduceOp` itself."""
-        op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-        name, factor = c10d.name_of(op), None
-        if name == "PREMUL_SUM":
-            factor = op.__getstate__()[1]
-        return cls(name, factor)
-
-    def prepare(self, source: _Flat) -> tuple[ReduceOp, Any]:
-        """Return this library's reduction, and the array to reduce."""
-        name, array = self.name, source.array
-        if name == "PREMUL_SUM":
-            return ReduceOp.SUM, array * np.asarray(self.factor, array.dtype)
-        if source.tensor.dtype is torch.bool:
-            name = _OF_BOOLEANS.get(name, name)
-        if name not in _REDUCE_OPS:
-            raise DTypeError(f"{source.dtype} cannot be reduced by {self.name}")
-        if name == "AVG" and source.tensor.dtype is torch.bool:
-            raise DTypeError("booleans (bool) have no AVG; use SUM")
-        if name == "AVG" and array.dtype.kind in "iu":
-            return ReduceOp.SUM, array
-        return _REDUCE_OPS[name], array
-
-    def of_sum(self, found: Any, like: _Flat, ranks: int) -> Any:
-        """Return what was reduced; of integers' AVG, their sum, the quotient.
-
-        Rounded towards zero, as NCCL does.
-        """
-        if self.name != "AVG" or like.array.dtype.kind not in "iu":
-            return found
-        quotient, rest = np.divmod(found, ranks)
-        return quotient + ((rest != 0) & (found < 0))
-
-    def reserve(self, source: _Flat, ranks: int) -> Any:
-        """Return memory for the arrays of all ranks, for a bitwise reduction."""
-        if source.array.dtype.kind not in "iu":
-            raise DTypeError(f"{source.dtype} cannot be reduced by {self.name}")
-        return np.empty((ranks, source.size), source.array.dtype)
-
-
-class _Flat:
-    """The elements of a tensor as a contiguous array, which shares its memory.
-
-    Where the tensor is not contiguous, or has lazy bits, the array is a copy, and
-    `store` writes it back.
-    """
-
-    def __init__(self, tensor: Any):
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentTypeError(f"a tensor is needed, not {type(tensor).__name__}")
-        if tensor.layout is not torch.strided:
-            raise UnsupportedError(f"a {tensor.layout} tensor; pass a dense one")
-        if tensor.device.type != "cpu":
-            raise UnsupportedError(
-                f"a tensor on {tensor.device}: this backend moves tensors on the CPU; "
-                f"use init_process_group('cpu:{BACKEND},cuda:nccl')"
-            )
-        self._original = tensor
-        data = tensor.detach()
-        self.is_copy = not data.is_contiguous() or data.is_conj() or data.is_neg()
-        if self.is_copy:
-            data = torch.empty(data.shape, dtype=data.dtype).copy_(data)
-        # As `reshape(-1)`, which keeps strides of 0 where there is one element
-        self.tensor = data.as_strided((data.numel(),), (1,), data.storage_offset())
-        self.size, self.itemsize = data.numel(), data.element_size()
-        self.nbytes = self.size * self.itemsize
-
-    @functools.cached_property
-    def bytes(self) -> Any:
-        """The memory."""
-        if not self.size:
-            return np.empty(0, np.uint8)
-        # Not `numpy()`, after which PyTorch does not resize the storage, as FSDP does
-        memory = (ctypes.c_uint8 * self.nbytes).from_address(self.tensor.data_ptr())
-        memory.owner = self.tensor  # arrays keep it alive
-        return np.frombuffer(memory, np.uint8)
-
-    @functools.cached_property
-    def array(self) -> Any:
-        """The elements, in NumPy's or ml_dtypes's dtype; booleans as bytes."""
-        dtype = self.tensor.dtype
-        return self.bytes if dtype is torch.bool else self.bytes.view(_numpy_of(dtype))
-
-    @property
-    def adds_in_place(self) -> bool:
-        """Whether sums may be formed in the tensor's memory."""
-        return self.tensor.dtype in _IN_PLACE_DTYPES
-
-    @property
-    def dtype(self) -> str:
-        """The name of the dtype."""
-        return str(self.tensor.dtype).removeprefix("torch.")
-
-    @property
-    def fields(self) -> tuple[tuple[str, Any], ...]:
-        """What must be equal on all ranks."""
-        return ("dtype", self.dtype), ("elements", self.size)
-
-    def copy(self) -> _Flat:
-        """Return the elements in memory of their own."""
-        return _Flat(self.tensor.clone())
-
-    def parts(self, sizes: Sequence[int]) -> list[_Flat]:
-        """Return the elements in parts."""
-        if self.is_copy:
-            raise UnsupportedError("the output of all_to_all_single is not contiguous")
-        return [_Flat(part) for part in self.tensor.split(list(sizes))]
-
-    def require(self, name: str, dtype: Any, size: int) -> None:
-        """Raise an ArgumentError unless dtype and size are these."""
-        if self.tensor.dtype is not dtype or self.size != size:
-            raise ArgumentError(
-                f"{name}: a tensor of {self.size} elements of {self.tensor.dtype} "
-                f"stands where {size} of {dtype} are needed"
-            )
-
-    def store(self) -> None:
-        """Write the elements to the tensor, if they are a copy."""
-        if self.is_copy:
-            shaped = self.tensor.view(self._original.shape)
-            self._original.data.copy_(shaped)  # without another version
 
 
 def _listed(tensors: Any) -> list[Any]:
@@ -942,21 +522,13 @@ def _root_of(opts: Any) -> int:
     return root
 
 
-def _concatenated(tensors: Any) -> _Flat:
-    if isinstance(tensors, torch.Tensor):
-        return _Flat(tensors)
-    flats = [_Flat(tensor).tensor for tensor in tensors]
-    return _Flat(torch.cat(flats) if len(flats) > 1 else flats[0].clone())
-
-
-def _places(name: str, like: _Flat, lists: Any, ranks: int) -> list[_Flat]:
-    """Return the root's tensors, one for each rank, all of one size."""
-    places = [_Flat(tensor) for tensor in (lists[0] if lists else ())]
-    if len(places) != ranks:
-        raise ArgumentError(f"{name} needs {ranks} tensors on its root")
+def _spread(received: Any, places: list[FlatTensor]) -> None:
+    """Copy what was received to the tensors, one after another."""
+    start = 0
     for place in places:
-        place.require(name, like.tensor.dtype, like.size)
-    return places
+        place.bytes[...] = received[start : start + place.nbytes]
+        start += place.nbytes
+        place.store()
 
 
 def _split(
@@ -977,22 +549,6 @@ def _split(
     return [size * per_row for size in sizes]
 
 
-def _deadline(timeout: float | None) -> float | None:
-    return None if timeout is None else time.monotonic() + timeout
-
-
-@functools.lru_cache
-def _numpy_of(dtype: Any) -> Any:
-    """Return NumPy's dtype, or that of ml_dtypes, for a dtype of PyTorch."""
-    if dtype is torch.bfloat16:
-        return np.dtype(ml_dtypes.bfloat16)
-    try:
-        return torch.empty(0, dtype=dtype).numpy().dtype
-    except TypeError:
-        name = str(dtype).removeprefix("torch.")
-        raise DTypeError(f"{name} cannot be reduced; it can only be moved") from None
-
-
 @functools.cache
 def _finish_at_exit() -> None:
     """Let what was issued end before the ranks agree on the end of the program."""
@@ -1000,34 +556,67 @@ def _finish_at_exit() -> None:
 
 
 _numbers = itertools.count()
-_communicators: dict[int, MPI.Intracomm] = {}
+_world = MPI.COMM_WORLD  # of the default group
+_next_worlds: list[MPI.Intracomm] = []  # what `init_process_group` asks for
 _groups: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()
-# Options of one backend are no options of another one
-_next_world: contextvars.ContextVar[MPI.Intracomm | None] = contextvars.ContextVar(
-    "_next_world", default=None
-)
 
 
-def _create(options: Any, pg_options: Any) -> Any:
+def init_process_group(
+    communicator: MPI.Intracomm | None = None,
+    timeout: datetime.timedelta | None = None,
+    backend: str = _BACKEND,
+) -> None:
+    """Start `torch.distributed` over the ranks of a communicator. Collective.
+
+    Like `torch.distributed.init_process_group("mpidist")`, which takes COMM_WORLD.
+
+    Args:
+      communicator: the ranks; None for COMM_WORLD.
+      timeout: of each operation. Without it, only the watchdog ends a wait, after
+        MPIDIST_HANG_SECONDS.
+      backend: such as "cpu:mpidist,cuda:nccl", where tensors are on GPUs, too.
+
+    Example:
+      >>> mpidist.torch.init_process_group()
+      >>> total = torch.ones(2)
+      >>> torch.distributed.all_reduce(total)
+      >>> total
+      tensor([2., 2.])
+      >>> torch.distributed.destroy_process_group()
+    """
+    comm = communicator or MPI.COMM_WORLD
+    store, rank, size = next(_rendezvous(timeout or c10d.DEFAULT_TIMEOUT, comm))
+    _next_worlds.append(comm)
+    try:
+        dist.init_process_group(
+            backend, timeout=timeout, store=store, rank=rank, world_size=size
+        )
+    finally:
+        _next_worlds.pop()
+
+
+def _create(options: Any, _: Any) -> Any:
     """Return the backend of a new process group. Collective over its ranks."""
+    global _world
     ranks = list(options.global_ranks_in_group)
     if not ranks:
-        asked = pg_options or ProcessGroupOptions(_next_world.get())
-        comm = asked.communicator or MPI.COMM_WORLD
-        found = comm.Get_rank(), comm.Get_size()
-        if (options.group_rank, options.group_size) != found:
-            raise ArgumentError(
-                f"{_CALL} was called as rank {options.group_rank} of "
-                f"{options.group_size}, but MPI's is rank {found[0]} of {found[1]}"
-            )
-        _communicators[0] = comm
-        return c10d.publish(Operations(comm, options.timeout), options, BACKEND)
-    world = _communicators[0]
-    tag = sum(options.group_id.encode()) % 32749  # of MPI's at least 32767
-    comm = world.Create_group(world.group.Incl(ranks), tag)
+        _world = _next_worlds[-1] if _next_worlds else MPI.COMM_WORLD
+    comm = _world
+    if ranks:
+        tag = sum(options.group_id.encode()) % 32749  # of MPI's at least 32767
+        with Pending("new_group", comm, ranks):
+            comm = comm.Create_group(comm.group.Incl(ranks), tag)
+    found = comm.Get_rank(), comm.Get_size()
+    if (options.group_rank, options.group_size) != found:
+        raise ArgumentError(
+            f"init_process_group({_BACKEND!r}) was called as rank "
+            f"{options.group_rank} of {options.group_size}, but MPI's is rank "
+            f"{found[0]} of {found[1]}; start the program by mpirun or srun"
+        )
     operations = Operations(comm, options.timeout)
-    comm.Free()  # they have duplicates
-    return c10d.publish(operations, options, BACKEND)
+    if ranks:
+        comm.Free()  # they have duplicates
+    return c10d.publish(operations, options, _BACKEND)
 
 
 def group_of(strategy: Strategy) -> Any:
@@ -1039,9 +628,11 @@ def group_of(strategy: Strategy) -> Any:
     group = _groups.get(strategy)
     if group is not None and group in dist.distributed_c10d._world.pg_map:
         return group
-    comm = strategy.extended.topology.comm
+    comm, device = strategy.extended.topology.comm, strategy.extended.device
     if not dist.is_initialized():
-        _init_by(comm, strategy.extended.device)
+        is_cpu = device.startswith("CPU") or not torch.cuda.is_available()
+        backend = _BACKEND if is_cpu else f"cpu:{_BACKEND},cuda:nccl"
+        init_process_group(comm, backend=backend)
     ranks = comm.allgather(dist.get_rank())
     group = dist.group.WORLD
     if ranks != list(range(dist.get_world_size())):
@@ -1050,40 +641,33 @@ def group_of(strategy: Strategy) -> Any:
     return group
 
 
-def _init_by(comm: MPI.Intracomm, device: str) -> None:
-    """Make the default process group of a communicator's ranks. Collective."""
-    is_cpu = device.startswith("CPU") or not torch.cuda.is_available()
-    backend = BACKEND if is_cpu else f"cpu:{BACKEND},cuda:nccl"
-    store, rank, size = next(_rendezvous_by_mpi(c10d.DEFAULT_TIMEOUT, comm))
-    token = _next_world.set(comm)
-    try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    finally:
-        _next_world.reset(token)
-
-
-def _rendezvous_by_mpi(
+def _rendezvous(
     timeout: datetime.timedelta, comm: MPI.Intracomm = MPI.COMM_WORLD
 ) -> Iterator[tuple[Any, int, int]]:
     """Yield a store, this rank and the number of ranks, by MPI. Collective."""
     rank, size = comm.Get_rank(), comm.Get_size()
-    is_one_node = len(set(comm.allgather(MPI.Get_processor_name()))) == 1
-    store, place = None, ("", 0)
-    if rank == 0:
-        host = "127.0.0.1" if is_one_node else MPI.Get_processor_name()
-        store = dist.TCPStore(
-            host, 0, size, True, timeout=timeout, wait_for_workers=False
-        )
-        place = host, store.port
-    host, port = comm.bcast(place)
+    connect = functools.partial(
+        dist.TCPStore, world_size=size, timeout=timeout, wait_for_workers=False
+    )
+    with Pending("init_process_group", comm):
+        names = comm.allgather(MPI.Get_processor_name())
+        place: Any = "127.0.0.1" if len(set(names)) == 1 else names[0]
+        store = None
+        if rank == 0:
+            try:
+                store = connect(place, 0, is_master=True)
+                place = place, store.port
+            except Exception as error:
+                place = error
+        place = comm.bcast(place)
+    if isinstance(place, Exception):
+        raise place
     if store is None:
-        store = dist.TCPStore(
-            host, port, size, False, timeout=timeout, wait_for_workers=False
-        )
+        store = connect(*place, is_master=False)
     yield store, rank, size
 
 
 def register() -> None:
     """Make the backend known to PyTorch; called by `import mpidist.torch`."""
-    c10d.register(BACKEND, _create, _rendezvous_by_mpi)
+    c10d.register(_BACKEND, _create, _rendezvous)
     skip_folder(os.path.dirname(torch.__file__) + os.sep)

@@ -325,7 +325,9 @@ def test_another_call_meanwhile_is_an_error_that_names_both(strategy):
         pytest.skip("of several ranks")
     model = wrap(network(), strategy)
     _, mine = rows_of(strategy, 8)
-    with pytest.raises(mpidist.DivergenceError, match="all_gather.*reduce|reduce.*all_gather") as raised:
+    with pytest.raises(
+        mpidist.DivergenceError, match=r"all_gather.*reduce|reduce.*all_gather"
+    ) as raised:
         if strategy.extended.replica_id == 0:
             loss_of(model, *mine).backward()
         else:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import inspect
+import threading
+import traceback
 
 import numpy as np
 import pytest
@@ -113,8 +116,19 @@ def test_averages_of_integers_are_rounded_towards_zero(rank, ranks, dtype):
     assert torch.equal(part, expected)
     dist.all_reduce(mine, dist.ReduceOp.AVG)
     assert torch.equal(mine, expected)
-    with pytest.raises(mpidist.DTypeError, match="booleans"):
+    with pytest.raises(mpidist.DTypeError, match="bool cannot"):
         dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG)
+
+
+def test_numbers_are_multiplied_before_they_are_summed(rank, ranks):
+    op = dist._make_nccl_premul_sum(0.5)
+    for size in (5, 100_000):
+        mine = numbers(rank, size)
+        dist.all_reduce(mine, op)
+        assert torch.equal(mine, everyone(ranks, size).sum(0) / 2)
+    part = torch.empty(2)
+    dist.reduce_scatter_tensor(part, torch.ones(2 * ranks), op)
+    assert (part == ranks / 2).all()
 
 
 def views(rank):
@@ -258,6 +272,103 @@ def test_objects_and_coalesced_operations(rank, ranks):
     assert second[0] == sum(range(ranks))
 
 
+def test_tensors_are_gathered_and_scattered_together(rank, ranks):
+    mine = [numbers(rank, 3), numbers(rank, 4)]
+    wholes = [torch.empty(3 * ranks), torch.empty(4 * ranks)]
+    sums = [torch.empty(3), torch.empty(4)]
+    with dist._coalescing_manager():
+        for whole, part in zip(wholes, mine):
+            dist.all_gather_into_tensor(whole, part)
+    with dist._coalescing_manager(async_ops=True) as work:
+        for part, whole in zip(sums, wholes):
+            dist.reduce_scatter_tensor(part, whole)
+    work.wait()
+    for part, total in zip(mine, sums):
+        assert torch.equal(total, ranks * part)
+
+
+def test_nothing_and_one_number_are_moved(rank, ranks):
+    for shape, value in (((), rank), ((0,), 0), ((0, 3), 0)):
+        mine = torch.full(shape, float(value))
+        places = [torch.empty(shape) for _ in range(ranks)]
+        dist.all_gather(places, mine)
+        assert [p.sum() for p in places] == [r * mine.numel() for r in range(ranks)]
+        dist.gather(mine, places if rank == 0 else None)
+        dist.scatter(mine, places if rank == 0 else None)
+        assert mine.sum() == value
+        dist.broadcast(mine, 0)
+        assert mine.sum() == 0
+        dist.reduce(mine, 0)
+        dist.all_to_all([torch.empty(shape) for _ in range(ranks)], [mine] * ranks)
+        dist.all_to_all_single(torch.empty(0, 3), torch.empty(0, 3))
+
+
+def test_a_matrix_of_ranks_has_groups_of_rows_and_columns(rank, ranks):
+    mesh = dist.device_mesh.init_device_mesh(
+        "cpu", (1, ranks), mesh_dim_names=("row", "column")
+    )
+    for name, members in (("row", [rank]), ("column", range(ranks))):
+        mine = torch.tensor([rank])
+        dist.all_reduce(mine, group=mesh.get_group(name))
+        assert mine == sum(members)
+    with pytest.raises(RuntimeError, match=r"split|device"):  # PyTorch's rule for CPUs
+        dist.split_group(split_ranks=[[r] for r in range(ranks)])
+
+
+def test_threads_use_groups_of_their_own_at_the_same_time(rank, ranks):
+    groups = [dist.new_group(list(range(ranks))) for _ in range(3)]
+    totals = {}
+
+    def work(number):
+        for turn in range(20):
+            mine = torch.full((7,), float(number + turn))
+            dist.all_reduce(mine, group=groups[number])
+            totals[number, turn] = mine[0].item()
+
+    # Started in another order on each rank
+    numbers_ = [0, 1, 2] if rank == 0 else [2, 0, 1]
+    threads = [threading.Thread(target=work, args=[n]) for n in numbers_]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert totals == {
+        (n, turn): ranks * (n + turn) for n in range(3) for turn in range(20)
+    }
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def test_another_thread_may_call(rank, ranks):
+    mine = torch.ones(1)
+    for _ in range(3):
+        thread = threading.Thread(target=dist.all_reduce, args=[mine])
+        thread.start()
+        thread.join()
+        dist.all_reduce(mine)
+    assert mine == ranks**6
+
+
+def test_a_longer_message_than_the_tensor_is_an_error(rank, ranks):
+    if ranks > 1 and rank == 0:
+        dist.send(torch.ones(9), 1)
+    elif rank == 1:
+        with pytest.raises(mpidist.MismatchError, match="more was sent"):
+            dist.recv(torch.empty(3), 0)
+
+
+def test_a_message_that_does_not_come_is_an_error_at_the_timeout(rank, ranks, comm):
+    if ranks == 1:
+        return
+    with pytest.raises(mpidist.DeadlineError, match=r"recv has not ended in 0\.2 s"):
+        dist.irecv(torch.empty(3), (rank + 1) % ranks, tag=5).wait(
+            datetime.timedelta(seconds=0.2)
+        )
+    comm.Barrier()
+    dist.send(torch.ones(3), (rank - 1) % ranks, tag=5)  # no later call is to get it
+    dist.barrier()
+
+
 def test_operations_run_in_the_order_of_their_calls(rank, ranks):
     total = torch.ones(50_000)
     works = [dist.all_reduce(total, async_op=True) for _ in range(4)]
@@ -306,6 +417,26 @@ def calls_that_differ(rank):
     )
     sparse = torch.ones(3).to_sparse()
     yield lambda: dist.all_reduce(sparse if first else torch.ones(3)), "sparse"
+
+
+def test_an_error_in_the_thread_names_the_lines_that_called(rank, ranks):
+    if ranks == 1:
+        return
+    lines = {}
+    if rank == 0:
+        lines[rank] = inspect.currentframe().f_lineno + 1
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+    else:
+        lines[rank] = inspect.currentframe().f_lineno + 1
+        work = dist.broadcast(torch.ones(3), 0, async_op=True)
+    with pytest.raises(mpidist.DivergenceError) as raised:
+        work.wait()
+    assert f"{__file__}:{lines[rank]} on rank" in str(raised.value)
+    assert "threading" not in str(raised.value)
+    trace = traceback.extract_tb(raised.value.__traceback__)
+    assert (__file__, lines[rank]) in [
+        (frame.filename, frame.lineno) for frame in trace
+    ]
 
 
 @pytest.mark.parametrize("case", range(7))

@@ -29,6 +29,7 @@ __all__ = [
     "bare_signature",
     "report_error",
     "skip_folder",
+    "user_frame",
 ]
 
 
@@ -149,11 +150,17 @@ def skip_folder(path: str) -> None:
         _folders.append(path)
 
 
-def call_site() -> str:
-    """Return file and line of the innermost frame outside this package."""
-    frame = sys._getframe(1)
+def user_frame() -> Any:
+    """Return the innermost frame outside this package."""
+    frame: Any = sys._getframe(1)
     while frame.f_back is not None and is_own_code(frame.f_code):
         frame = frame.f_back
+    return frame
+
+
+def call_site() -> str:
+    """Return file and line of the innermost frame outside this package."""
+    frame = user_frame()
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 

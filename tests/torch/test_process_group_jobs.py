@@ -1,0 +1,159 @@
+"""Jobs that start and end `torch.distributed` over MPI, in all ways."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.mpirun
+
+START = """
+import datetime, os, signal, sys, threading
+import torch, torch.distributed as dist
+from mpi4py import MPI
+import mpidist, mpidist.torch
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+def total(group=None):
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=group)
+    return int(ones)
+"""
+
+
+@pytest.fixture
+def job(mpirun):
+    def run(script, ranks=2, **environment):
+        ended = mpirun(ranks, START + textwrap.dedent(script), **environment)
+        return ended, sorted(ended.stdout.split("\n"))[1:]
+
+    return run
+
+
+def test_a_group_is_destroyed_and_made_again(job):
+    """The second one by environment variables, the third one of some ranks."""
+    ended, lines = job(
+        """
+        for turn in range(3):
+            dist.init_process_group("mpidist")
+            print(turn, total())
+            dist.destroy_process_group()
+        here = MPI.COMM_WORLD.bcast(os.getpid())
+        os.environ["MASTER_ADDR"] = "localhost"
+        os.environ["MASTER_PORT"] = str(20000 + here % 9999)
+        mpidist.torch.init_process_group(MPI.COMM_WORLD)
+        print(3, total())
+        dist.destroy_process_group()
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+        dist.init_process_group("mpidist")
+        print(4, total())
+        dist.destroy_process_group()
+        half = MPI.COMM_WORLD.Split(rank // 2)
+        mpidist.torch.init_process_group(half, datetime.timedelta(seconds=300))
+        print(5, total(), dist.get_world_size())
+        print(6, [total(dist.new_group([r])) for r in range(half.size)][half.rank])
+        dist.destroy_process_group()
+        """,
+        ranks=3,
+    )
+    assert ended.returncode == 0, ended.stderr
+    threes = [f"{turn} 3" for turn in range(5) for _ in range(3)]
+    assert lines == [*threes, "5 1 1", "5 2 2", "5 2 2", *["6 1"] * 3]
+
+
+def test_another_number_of_processes_than_mpis_is_an_error(job):
+    ended, _ = job(
+        """
+        store = dist.HashStore()
+        dist.init_process_group("mpidist", store=store, rank=rank, world_size=4)
+        """
+    )
+    assert ended.returncode != 0
+    assert "of 4, but MPI's is rank" in (ended.stderr)
+
+
+def test_beside_a_backend_of_another_device(job):
+    ended, lines = job(
+        """
+        try:
+            dist.init_process_group("cpu:mpidist,cuda:gloo")
+        except mpidist.UnsupportedError as error:
+            assert torch.__version__ < "2.14", error
+            print("from 2.14 on" in str(error))
+            sys.exit()
+        assert torch.__version__ >= "2.14"
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        model(torch.ones(1, 2)).sum().backward()
+        gathered = [None] * size
+        dist.all_gather_object(gathered, rank)
+        try:
+            dist.all_reduce(torch.ones(2 + rank))
+        except mpidist.MismatchError as error:
+            print(total() == size and gathered == [0, 1] and "differ" in str(error))
+        dist.destroy_process_group()
+        """
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert lines == ["True", "True"]
+
+
+def test_beside_a_default_group_of_another_backend(job):
+    ended, lines = job(
+        """
+        dist.init_process_group("gloo")  # met by MPI
+        group = dist.new_group(backend="mpidist")
+        print(total(), total(group))
+        dist.destroy_process_group()
+        """
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert lines == ["2 2", "2 2"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_loss_of_a_process_ends_the_job(job, is_async):
+    ended, lines = job(
+        f"""
+        dist.init_process_group("mpidist")
+        total()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        work = dist.all_reduce(torch.ones(500_000), async_op={is_async})
+        if work is not None:
+            work.wait()
+        print("went on")
+        """,
+        ranks=3,
+    )
+    assert ended.returncode != 0
+    assert "went on" not in lines
+
+
+def test_a_rank_that_ends_without_the_others_ends_the_job(job):
+    ended, _ = job(
+        """
+        dist.init_process_group("mpidist")
+        if rank == 1:
+            raise ValueError("no more coal")
+        dist.all_reduce(torch.ones(5), async_op=True).wait()
+        """
+    )
+    assert ended.returncode != 0
+    assert "no more coal" in ended.stderr
+
+
+def test_a_program_may_end_with_its_group(job):
+    """Neither waited for, nor destroyed."""
+    ended, lines = job(
+        """
+        dist.init_process_group("mpidist")
+        total()
+        ones = torch.ones(3_000_000)
+        work = dist.all_reduce(ones, async_op=True)
+        print("end")
+        """
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert lines == ["end", "end"]
