@@ -10,6 +10,7 @@ backward pass.
 from __future__ import annotations
 
 import atexit
+import collections
 import datetime
 import functools
 import itertools
@@ -42,6 +43,7 @@ _BACKEND = "mpidist"
 _IN_PLACE_BYTES = 128 << 10
 # Elements of a small bucket, see `c10d.may_wait`
 _FEW = _IN_PLACE_BYTES // 4
+_KEPT = 256  # works of one element
 _AUTO = CommunicationImplementation.AUTO
 _options_of = functools.lru_cache(CommunicationOptions)
 
@@ -82,6 +84,8 @@ class Operations:
         self._messages = comm.Dup()
         self._running: list[Message] = []  # whose memory MPI may still use
         self._group.closing.append(self._free)
+        # `Join` leaves one to C++ alone, which would then wait for it for ever
+        self._kept: collections.deque[Work] = collections.deque(maxlen=_KEPT)
         self._creator = threading.get_ident()
         _finish_at_exit()
 
@@ -508,6 +512,8 @@ class Operations:
 
         first = columns[0][0] if columns and columns[0] else None
         is_small = isinstance(first, torch.Tensor) and first.numel() <= _FEW
+        if is_small and first.numel() == 1:
+            self._kept.append(work)
         self._executor.submit(work, in_turn, c10d.may_wait(opts, is_small))
         return work
 

@@ -834,7 +834,9 @@ def test_it_is_what_other_libraries_look_for(strategy):
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 
     # Before 2.14 PyTorch knows this name only, and refuses the hook for other backends
-    model.register_comm_hook(None, lambda *args: hooks.bf16_compress_hook(*args))
+    model.register_comm_hook(
+        None, lambda state, bucket: hooks.bf16_compress_hook(state, bucket)
+    )
     alone = network()
     everything, mine = rows_of(strategy, 8)
     model.zero_grad()
