@@ -165,9 +165,6 @@ def narrow_trainer(
     case: Case, comm: MPI.Intracomm, strategy: mpidist.Strategy
 ) -> Trainer:
     """Return ours that sends gradients as bfloat16. Collective."""
-    options = mpidist.CommunicationOptions(compression="bfloat16")
-    return Trainer(
-        case,
-        comm.rank,
-        lambda model: DistributedDataParallel(model, strategy, options=options),
-    )
+    trainer = contestants(case, comm, strategy)["mpidist"]
+    trainer.model.register_comm_hook(None, bf16_compress_hook)
+    return trainer

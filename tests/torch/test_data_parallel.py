@@ -584,7 +584,7 @@ def test_early_termination_is_an_error_if_asked_for(strategy):
     model = wrap(network(), strategy)
     own = batches_of(strategy, (2, 1))[strategy.extended.replica_id]
     with (
-        pytest.raises(RuntimeError, match="exhausted (all )?inputs"),
+        pytest.raises(RuntimeError, match=r"exhausted (all )?inputs"),
         model.join(throw_on_early_termination=True),
     ):
         for x, y in own:
@@ -863,3 +863,16 @@ def test_one_row_for_a_batch_norm_is_explained(strategy):
     model = wrap(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), strategy)
     with pytest.raises(ValueError, match="convert_sync_batchnorm"):
         model(torch.ones(1, 6))
+
+
+def test_a_default_group_of_another_backend_is_not_used(strategy, comm, tmp_path):
+    folder = comm.bcast(str(tmp_path))
+    store = dist.FileStore(f"{folder}/store", comm.size)
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    model, alone = wrap(network(), strategy), network()
+    assert dist.get_backend(model.process_group) == "mpidist"
+    assert wrap(network(), strategy).process_group is model.process_group
+    everything, mine = rows_of(strategy, 7)
+    loss_of(model, *mine).backward()
+    loss_of(alone, *everything).backward()
+    assert_like_alone(model, alone)
