@@ -40,9 +40,6 @@ def where(request, monkeypatch):
     """Ranks on one node, and on one each."""
     if request.param == "nodes":
         monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "1")
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def wrap(module, strategy, **arguments):
