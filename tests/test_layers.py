@@ -70,6 +70,8 @@ OUTSIDE = {
         "monitor",
         "strategy",
         "resilience",
+        "torch.process_group",
+        "torch.works",
         "tools",
         "jax",
     },

@@ -64,11 +64,12 @@ def seconds_of(opts: Any, of_group: datetime.timedelta | None) -> float | None:
     """Return an operation's timeout in seconds; None for PyTorch's default.
 
     Args:
-      opts: of the operation, or None.
+      opts: of the operation, or its timeout, or None.
       of_group: holds where `opts` has none.
     """
-    own = getattr(opts, "timeout", None)
-    found = of_group if own is None or own <= datetime.timedelta() else own
+    own = getattr(opts, "timeout", opts)
+    is_set = isinstance(own, datetime.timedelta) and own > datetime.timedelta()
+    found = own if is_set else of_group
     return None if found in (None, DEFAULT_TIMEOUT) else found.total_seconds()
 
 

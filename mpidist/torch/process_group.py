@@ -441,6 +441,15 @@ class Operations:
         """Wait for all ranks; an error at the timeout names the missing ones."""
         return self._submit([], opts, lambda: self._compare("barrier"))
 
+    def monitored_barrier(
+        self, timeout: Any = None, wait_all_ranks: bool = True
+    ) -> None:
+        """Like `barrier`, for `dist.monitored_barrier`. All missing ranks are named."""
+        if timeout is not None:  # 0 is a limit here, and no default
+            timeout = max(timeout, datetime.timedelta.resolution)
+        compare = functools.partial(self._compare, "monitored_barrier")
+        self._submit([], timeout, compare).wait()
+
     def send(self, tensors: Sequence[Any], rank: int, tag: int = 0) -> Any:
         """Send a tensor to one rank. Not collective."""
         flat = FlatTensor(*_listed(tensors))
