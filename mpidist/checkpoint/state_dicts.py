@@ -62,6 +62,7 @@ def write_state(value: Any, state: Any) -> None:
         state = _map(_from_typed, state)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.nn.Module):
+            state = _renamed(state, now)
             _require_fit(now, state)
     try:
         value.load_state_dict(state)
@@ -77,6 +78,8 @@ def memory_of(value: Any, state: Any) -> Iterator[Write]:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.nn.Module):
         return
+    if isinstance(state, dict):
+        state = _renamed(state, value.state_dict())
     named = {"remove_duplicate": False}
     for name, tensor in [
         *value.named_parameters(**named),
@@ -101,6 +104,35 @@ def memory_of(value: Any, state: Any) -> Iterator[Write]:
                 item_bytes,
                 True,
             )
+
+
+def _renamed(state: Any, now: Any) -> Any:
+    """Return a module's state by the names of `now`, which may be wrapped otherwise.
+
+    DistributedDataParallel begins names with "module."; torch.compile puts "_orig_mod."
+    before those of what it has compiled.
+    """
+    if state.keys() == now.keys():
+        return state
+    names = {_unwrapped(name): name for name in now}
+    saved = {_unwrapped(name): name for name in state}
+    if names.keys() != saved.keys() or len(names) < len(now) or len(saved) < len(state):
+        return state  # the error names what is missing
+    made = type(state)((name, state[saved[plain]]) for plain, name in names.items())
+    versions = getattr(state, METADATA, None)
+    if versions is not None:
+        here = {_unwrapped(name): name for name in getattr(now, METADATA, {})}
+        renamed = {
+            here.get(_unwrapped(n), n): version for n, version in versions.items()
+        }
+        setattr(made, METADATA, renamed)
+    return made
+
+
+def _unwrapped(name: str) -> str:
+    parts = name.replace("_orig_mod", "").split(".")
+    plain = [part for part in parts if part]
+    return ".".join(plain[1:] if plain[:1] == ["module"] else plain)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -17,6 +17,7 @@ from mpidist.errors import UnsupportedError
 __all__ = [
     "DEFAULT_TIMEOUT",
     "all_gather_single",
+    "backends_of_gpus",
     "finish_all",
     "keep_untraced",
     "may_wait",
@@ -136,6 +137,11 @@ def _can_subclass_backend() -> bool:
     return True
 
 
+def backends_of_gpus(name: str) -> str:
+    """Return the backends of a job on GPUs, where `name` is that of tensors on CPUs."""
+    return f"cpu:{name},cuda:nccl" if _can_subclass_backend() else "nccl"
+
+
 _published: dict[Any, Any] = {}  # C++ alone would keep only its part of them
 
 
@@ -205,9 +211,10 @@ def _is_alone(name: str) -> bool:
 
 
 class _Named:
-    """The names of a process group, which C++ does not keep without a `Backend`."""
+    """What C++ does not know of a process group without a `Backend`."""
 
     group_name = group_desc = ""
+    _device_types = (torch.device("cpu"),)
 
     def _set_group_name(self, name: str) -> None:
         self.group_name = name

@@ -201,7 +201,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         """Return the weight of a backward pass that has reached outputs. Collective."""
         task = weights.current_task()
         if passing.is_synced and not self._expects and self._task != task:
-            # A second backward pass for one forward pass
+            # A second backward pass for one forward pass: do what that does
+            self.reducer._rebuild_buckets()
             self.reducer.prepare_for_backward(passing.outputs)
             self._expects = True
         self._task = task

@@ -10,6 +10,8 @@ backward pass.
 from __future__ import annotations
 
 import atexit
+import collections
+import contextlib
 import datetime
 import functools
 import itertools
@@ -42,6 +44,7 @@ _BACKEND = "mpidist"
 _IN_PLACE_BYTES = 128 << 10
 # Elements of a small bucket, see `c10d.may_wait`
 _FEW = _IN_PLACE_BYTES // 4
+_KEPT = 256  # works of one element
 _AUTO = CommunicationImplementation.AUTO
 _options_of = functools.lru_cache(CommunicationOptions)
 
@@ -82,6 +85,8 @@ class Operations:
         self._messages = comm.Dup()
         self._running: list[Message] = []  # whose memory MPI may still use
         self._group.closing.append(self._free)
+        # `Join` leaves one to C++ alone, which would then wait for it for ever
+        self._kept: collections.deque[Work] = collections.deque(maxlen=_KEPT)
         self._creator = threading.get_ident()
         _finish_at_exit()
 
@@ -517,6 +522,8 @@ class Operations:
 
         first = columns[0][0] if columns and columns[0] else None
         is_small = isinstance(first, torch.Tensor) and first.numel() <= _FEW
+        if isinstance(first, torch.Tensor) and first.numel() == 1:
+            self._kept.append(work)
         self._executor.submit(work, in_turn, c10d.may_wait(opts, is_small))
         return work
 
@@ -566,7 +573,7 @@ def _finish_at_exit() -> None:
 
 _numbers = itertools.count()
 _world = MPI.COMM_WORLD  # of the default group
-_next_worlds: list[MPI.Intracomm] = []  # what `init_process_group` asks for
+_next_worlds: list[MPI.Intracomm] = []  # of the group that is being made
 _groups: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()
 
 
@@ -595,11 +602,18 @@ def init_process_group(
     """
     comm = communicator or MPI.COMM_WORLD
     store, rank, size = next(_rendezvous(timeout or c10d.DEFAULT_TIMEOUT, comm))
-    _next_worlds.append(comm)
-    try:
+    with _next_world(comm):
         dist.init_process_group(
             backend, timeout=timeout, store=store, rank=rank, world_size=size
         )
+
+
+@contextlib.contextmanager
+def _next_world(comm: MPI.Intracomm) -> Iterator[None]:
+    """Make a process group of these ranks in the block."""
+    _next_worlds.append(comm)
+    try:
+        yield
     finally:
         _next_worlds.pop()
 
@@ -608,10 +622,11 @@ def _create(options: Any, _: Any) -> Any:
     """Return the backend of a new process group. Collective over its ranks."""
     global _world
     ranks = list(options.global_ranks_in_group)
+    comm = _next_worlds[-1] if _next_worlds else _world if ranks else MPI.COMM_WORLD
+    is_part = bool(ranks) and not _next_worlds
     if not ranks:
-        _world = _next_worlds[-1] if _next_worlds else MPI.COMM_WORLD
-    comm = _world
-    if ranks:
+        _world = comm
+    if is_part:
         tag = sum(options.group_id.encode()) % 32749  # of MPI's at least 32767
         with Pending("new_group", comm, ranks):
             comm = comm.Create_group(comm.group.Incl(ranks), tag)
@@ -623,7 +638,7 @@ def _create(options: Any, _: Any) -> Any:
             f"{found[0]} of {found[1]}; start the program by mpirun or srun"
         )
     operations = Operations(comm, options.timeout)
-    if ranks:
+    if is_part:
         comm.Free()  # they have duplicates
     return c10d.publish(operations, options, _BACKEND)
 
@@ -632,20 +647,24 @@ def group_of(strategy: Strategy) -> Any:
     """Return a process group of a strategy's ranks. Collective when it is made.
 
     That is the default group of torch.distributed, which is made if there is none,
-    where it has these ranks in this order.
+    where it has these ranks in this order, and a backend that is as good.
     """
     group = _groups.get(strategy)
     if group is not None and group in dist.distributed_c10d._world.pg_map:
         return group
     comm, device = strategy.extended.topology.comm, strategy.extended.device
+    is_cpu = device.startswith("CPU") or not torch.cuda.is_available()
+    backend = _BACKEND if is_cpu else c10d.backends_of_gpus(_BACKEND)
     if not dist.is_initialized():
-        is_cpu = device.startswith("CPU") or not torch.cuda.is_available()
-        backend = _BACKEND if is_cpu else f"cpu:{_BACKEND},cuda:nccl"
         init_process_group(comm, backend=backend)
     ranks = comm.allgather(dist.get_rank())
-    group = dist.group.WORLD
-    if ranks != list(range(dist.get_world_size())):
-        group = dist.new_group(ranks, use_local_synchronization=True)
+    group, needed = dist.group.WORLD, f"cpu:{_BACKEND}" if is_cpu else "cuda:nccl"
+    is_same = ranks == list(range(dist.get_world_size()))
+    if not is_same or needed not in str(dist.get_backend_config(group)):
+        with _next_world(comm):
+            group = dist.new_group(
+                ranks, backend=backend, use_local_synchronization=True
+            )
     _groups[strategy] = group
     return group
 

@@ -17,6 +17,15 @@ else:
     torch.set_num_threads(1)  # ranks share the cores
 
 
+@pytest.fixture(autouse=True)
+def no_process_group_stays():
+    """End the default process group, which `DistributedDataParallel` makes."""
+    had_one = torch.distributed.is_initialized()
+    yield
+    if torch.distributed.is_initialized() and not had_one:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture
 def tensors_pass_for_cuda(monkeypatch):
     """Let tensors on the CPU pass for tensors on the current GPU.

@@ -59,7 +59,7 @@ def test_it_is_batch_norm_of_all_rows(strategy, dims, rows, arguments):
     alone = network(dims, **arguments)
     converted = convert_sync_batchnorm(network(dims, **arguments), strategy)
     assert isinstance(converted.second, SyncBatchNorm)
-    model = DistributedDataParallel(converted, strategy)
+    model = DistributedDataParallel(converted, strategy, rows=len)
     random = np.random.default_rng(0)
     for _ in range(2):
         x = torch.from_numpy(random.normal(3, 2, (count, 3, *SHAPES[dims]))).float()

@@ -44,7 +44,9 @@ def backward(model, x, y):
 @pytest.mark.parametrize("is_whole_step", [False, True])
 def test_training_is_that_of_one_process(strategy, is_whole_step):
     alone = Network()
-    model = DistributedDataParallel(convert_sync_batchnorm(Network(), strategy))
+    model = DistributedDataParallel(
+        convert_sync_batchnorm(Network(), strategy), strategy, rows=len
+    )
     torch._dynamo.reset()
     compiled, find_gradients = torch.compile(model, backend="aot_eager"), backward
     if is_whole_step:
@@ -63,13 +65,3 @@ def test_training_is_that_of_one_process(strategy, is_whole_step):
         torch.testing.assert_close(got, want)
     for got, want in zip(model.buffers(), alone.buffers()):
         torch.testing.assert_close(got, want)
-
-
-def test_compiled_autograd_is_refused(strategy):
-    model = DistributedDataParallel(nn.Linear(6, 3), strategy)
-    torch._dynamo.reset()
-    _, mine = rows_of(strategy)
-    with torch._dynamo.config.patch(compiled_autograd=True):
-        compiled = torch.compile(backward, backend="eager")
-        with pytest.raises(NotImplementedError, match=r"compiled_autograd = False"):
-            compiled(model, *mine)

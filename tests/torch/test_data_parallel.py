@@ -40,9 +40,6 @@ def where(request, monkeypatch):
     """Ranks on one node, and on one each."""
     if request.param == "nodes":
         monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "1")
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def wrap(module, strategy, **arguments):
@@ -347,25 +344,15 @@ def test_buffers_follow_rank_0(strategy, broadcasts):
     first = make()  # that of rank 0, with its rows
     _, mine = rows_of(strategy, 8 * strategy.num_replicas_in_sync)
     shares = strategy.gather_objects(mine[0].numpy())
-    for step in range(2):
+    for _ in range(2):
         loss_of(model, *mine).backward()
         first(torch.from_numpy(shares[0]))
-        norm = model.module[1]
-        if broadcasts or rank == 0:
-            assert torch.equal(norm.running_mean, first[1].running_mean)
-            assert torch.equal(norm.running_var, first[1].running_var)
-        else:
-            assert not torch.equal(norm.running_mean, first[1].running_mean)
-        assert norm.num_batches_tracked == step + 1
-    if broadcasts:  # passes without gradients change them, too
-        for _ in range(2):
-            with torch.no_grad():
-                model(mine[0])
-            first(torch.from_numpy(shares[0]))
-        model.eval()
-        model(mine[0])
-        assert torch.equal(norm.running_mean, first[1].running_mean)
-        assert model(mine[0]).requires_grad  # no collective: nothing has changed
+    model.eval()
+    model(mine[0])
+    norm = model.module[1]
+    is_equal = torch.equal(norm.running_mean, first[1].running_mean)
+    assert is_equal == (broadcasts or rank == 0)
+    assert torch.equal(norm.num_batches_tracked, torch.tensor(2))
 
 
 def test_models_that_differ_are_an_error_on_all_ranks(strategy):
@@ -473,13 +460,15 @@ def test_a_checkpoint_of_the_whole_model(strategy, reentrant):
     assert_like_alone(model, alone)
 
 
-def test_torch_autograd_grad_is_of_this_rank_alone(strategy):
+def test_gradients_by_torch_autograd_grad_are_not_averaged(strategy):
     model, alone = wrap(network(), strategy), network()
     everything, mine = rows_of(strategy, 7)
-    if strategy.extended.replica_id == 0:
-        x = everything[0].clone().requires_grad_()
-        torch.autograd.grad(model(x).sum(), x)
-        torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    x = mine[0].clone().requires_grad_()
+    (got,) = torch.autograd.grad(model(x).sum(), x)
+    x = mine[0].clone().requires_grad_()
+    (want,) = torch.autograd.grad(alone(x).sum(), x)
+    torch.testing.assert_close(got, want)
+    torch.autograd.grad(model(x).sum(), list(model.parameters()))
     loss_of(model, *mine).backward()
     loss_of(alone, *everything).backward()
     assert_like_alone(model, alone)
@@ -592,7 +581,7 @@ def test_early_termination_is_an_error_if_asked_for(strategy):
     model = wrap(network(), strategy)
     own = batches_of(strategy, (2, 1))[strategy.extended.replica_id]
     with (
-        pytest.raises(RuntimeError, match="exhausted all inputs"),
+        pytest.raises(RuntimeError, match=r"exhausted (all )?inputs"),
         model.join(throw_on_early_termination=True),
     ):
         for x, y in own:
@@ -669,11 +658,9 @@ def test_outputs_that_are_changed_in_place(strategy):
 
 def test_inputs_get_the_gradient_of_this_rank_alone(strategy):
     """As for a generator, whose images a discriminator judges."""
-    generators = [network(seed=1), network(seed=1)]
-    for generator in generators:
-        generator.append(nn.Linear(3, 6))
     critic, critic_alone = wrap(network(), strategy), network()
-    model, alone = wrap(generators[0], strategy), generators[1]
+    model = wrap(network(seed=1).append(nn.Linear(3, 6)), strategy)
+    alone = copy.deepcopy(model.module)
     for step in range(2):
         (x, _), (mine, _) = rows_of(strategy, 7, seed=step)
         for m in (model, alone, critic, critic_alone):
@@ -841,8 +828,12 @@ def test_it_is_what_other_libraries_look_for(strategy):
     loss_of(other, *mine).backward()
     torch.save(model.module, io.BytesIO())
     torch.optim.swa_utils.AveragedModel(model).update_parameters(model)
-    hooks = torch.distributed.algorithms.ddp_comm_hooks.default_hooks
-    model.register_comm_hook(None, hooks.bf16_compress_hook)
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
+
+    # Before 2.14 PyTorch knows this name only, and refuses the hook for other backends
+    model.register_comm_hook(
+        None, lambda state, bucket: hooks.bf16_compress_hook(state, bucket)
+    )
     alone = network()
     everything, mine = rows_of(strategy, 8)
     model.zero_grad()
@@ -869,3 +860,16 @@ def test_one_row_for_a_batch_norm_is_explained(strategy):
     model = wrap(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), strategy)
     with pytest.raises(ValueError, match="convert_sync_batchnorm"):
         model(torch.ones(1, 6))
+
+
+def test_a_default_group_of_another_backend_is_not_used(strategy, comm, tmp_path):
+    folder = comm.bcast(str(tmp_path))
+    store = dist.FileStore(f"{folder}/store", comm.size)
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    model, alone = wrap(network(), strategy), network()
+    assert dist.get_backend(model.process_group) == "mpidist"
+    assert wrap(network(), strategy).process_group is model.process_group
+    everything, mine = rows_of(strategy, 7)
+    loss_of(model, *mine).backward()
+    loss_of(alone, *everything).backward()
+    assert_like_alone(model, alone)

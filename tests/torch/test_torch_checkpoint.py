@@ -338,3 +338,32 @@ def test_extra_states_come_back_as_they_were(strategy, mpi_tmp_path, saved, fres
     mpidist.Checkpoint(x=new, strategy=strategy).restore(path)
     assert repr(new[0].value) == repr(old[0].value)
     assert torch.equal(new[0].inner.weight, old[0].inner.weight)
+
+
+WRAPPED = {
+    "plain": lambda model, strategy: model,
+    "ddp": DistributedDataParallel,
+    "compiled": lambda model, strategy: torch.compile(model, backend="eager"),
+    "both": lambda model, strategy: torch.compile(
+        DistributedDataParallel(model, strategy), backend="eager"
+    ),
+    "compiled inside": lambda model, strategy: DistributedDataParallel(
+        torch.compile(model, backend="eager"), strategy
+    ),
+}
+
+
+@pytest.mark.parametrize("before", WRAPPED)
+@pytest.mark.parametrize("after", WRAPPED)
+def test_models_that_are_wrapped_otherwise(strategy, mpi_tmp_path, before, after):
+    def make(kind, seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        return model, WRAPPED[kind](model, strategy)
+
+    (saved, wrapped), (other, other_wrapped) = make(before, 0), make(after, 1)
+    path = mpidist.Checkpoint(strategy=strategy, model=wrapped).save(mpi_tmp_path / "c")
+    status = mpidist.Checkpoint(strategy=strategy, model=other_wrapped).restore(path)
+    status.assert_consumed()
+    for name, value in saved.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name

@@ -83,18 +83,12 @@ def backward(loss, in_thread):
         raise raised[0]
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
 @pytest.mark.parametrize("rows", [12, 7, 1])
-@pytest.mark.parametrize(
-    "options",
-    [None, mpidist.CommunicationOptions(implementation="MPI", reproducible=True)],
-    ids=["default", "mpi"],
-)
-def test_training_is_that_of_one_process(strategy, device, rows, options, in_thread):
+def test_training_is_that_of_one_process(strategy, device, rows):
     rank = strategy.extended.replica_id
     alone = network(device)
     model = DistributedDataParallel(
-        network(device, seed=rank), strategy, options=options, bucket_cap_mb=0.01
+        network(device, seed=rank), strategy, rows=len, bucket_cap_mb=0.01
     )
     optimizers = [
         torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, alone)
@@ -103,7 +97,7 @@ def test_training_is_that_of_one_process(strategy, device, rows, options, in_thr
         everything, mine = rows_of(strategy, rows, device, seed=step)
         for optimizer in optimizers:
             optimizer.zero_grad()
-        backward(loss_of(model, *mine), in_thread)
+        loss_of(model, *mine).backward()
         loss_of(alone, *everything).backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -113,58 +107,8 @@ def test_training_is_that_of_one_process(strategy, device, rows, options, in_thr
         assert len(set(everyone)) == 1
 
 
-def test_gradients_add_up_where_they_are_not_sent(strategy, device):
-    alone, model = network(device), DistributedDataParallel(network(device), strategy)
-    for step in range(2):
-        everything, mine = rows_of(strategy, 12, device, seed=step)
-        loss_of(alone, *everything).backward()
-        if step:
-            loss_of(model, *mine).backward()
-        else:
-            with model.no_sync():
-                loss_of(model, *mine).backward()
-    for got, want in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(got.grad, want.grad)
-
-
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_a_parameter_without_a_gradient_is_an_error_on_all_ranks(
-    strategy, device, in_thread
-):
-    model = network(device)
-    model.register_parameter("extra", nn.Parameter(torch.ones(3, device=device)))
-    model = DistributedDataParallel(model, strategy)
-    _, mine = rows_of(strategy, 12, device)
-    for _ in range(2):
-        with pytest.raises(mpidist.ArgumentError, match="extra"):
-            backward(loss_of(model, *mine), in_thread)
-    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
-
-
-def test_another_thread_on_one_rank_is_an_error_on_all(strategy, device):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("one rank has nobody to wait for it")
-    model = DistributedDataParallel(network(device), strategy)
-    _, mine = rows_of(strategy, 12, device)
-    losses = []
-
-    def forward():
-        losses.append(loss_of(model, *mine))
-
-    if strategy.extended.replica_id == 0:
-        thread = threading.Thread(target=forward)
-        thread.start()
-        thread.join()
-    else:
-        forward()
-    kind = mpidist.CollectiveError
-    if strategy.extended.replica_id == 0:
-        kind = mpidist.ContextError
-    with pytest.raises(kind):
-        losses[0].backward()
-
-
-def test_buffers_and_synchronous_batch_norm(strategy, device):
+def test_buffers_and_synchronous_batch_norm(strategy, device, in_thread):
     def make(seed):
         torch.manual_seed(seed)
         layers = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
@@ -172,10 +116,10 @@ def test_buffers_and_synchronous_batch_norm(strategy, device):
 
     alone = make(0)
     model = convert_sync_batchnorm(make(strategy.extended.replica_id), strategy)
-    model = DistributedDataParallel(model, strategy)
+    model = DistributedDataParallel(model, strategy, rows=len)
     for step in range(3):
         everything, mine = rows_of(strategy, 11, device, seed=step)
-        loss_of(model, *mine).backward()
+        backward(loss_of(model, *mine), in_thread)
         loss_of(alone, *everything).backward()
     for got, want in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad, atol=1e-6, rtol=1e-4)
