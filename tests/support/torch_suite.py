@@ -8,7 +8,7 @@ on with the next test. Prints a line for each test, and the counts. It fails if 
 fails that is not in `EXPECTED`, or one passes that is there.
 
 PyTorch skips and expects what it does for gloo, or for the backend of `--rules`.
-`--over gloo` runs the tests over gloo itself, to compare.
+`--over gloo` runs the tests over gloo itself, to compare. Needs the package expecttest.
 """
 
 from __future__ import annotations

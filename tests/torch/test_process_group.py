@@ -26,6 +26,8 @@ pytestmark = [
 def world():
     import mpidist.torch  # noqa: F401  # makes the backend known
 
+    if dist.is_initialized():  # by the tests of another file
+        dist.destroy_process_group()
     dist.init_process_group("mpidist")
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -104,6 +106,19 @@ def test_booleans_are_reduced_as_logic(rank, ranks):
     dist.all_reduce(every, dist.ReduceOp.MIN)
     assert some.tolist() == [True, False]
     assert every.tolist() == [ranks == 1, True]
+    for op, expected in (("BAND", ranks == 1), ("BOR", True), ("BXOR", True)):
+        mine = torch.tensor([rank == 0])
+        dist.all_reduce(mine, getattr(dist.ReduceOp, op))
+        assert mine.tolist() == [expected]
+
+
+def test_integers_that_do_not_fit_are_an_error_on_all_ranks(rank, ranks):
+    for dtype in (torch.int8, torch.uint8, torch.int64):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) if ranks > 1 else ():
+            with pytest.raises(mpidist.ArgumentError, match="does not fit"):
+                dist.all_reduce(
+                    torch.full((3,), torch.iinfo(dtype).max, dtype=dtype), op
+                )
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8], ids=str)

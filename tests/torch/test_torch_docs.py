@@ -27,5 +27,7 @@ def test_example(comm, name, mpi_tmp_path, monkeypatch):
     strategy = mpidist.MirroredStrategy(["CPU:0"])
     globs = {"np": np, "mpidist": mpidist, "strategy": strategy, "torch": torch}
     report = doctests.run(EXAMPLES[name], globs, comm.rank)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     assert not report, report
     strategy.experimental_finalize()
