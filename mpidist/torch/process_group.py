@@ -135,20 +135,15 @@ class Operations:
     # Operations
 
     def allreduce(self, tensors: Sequence[Any], opts: Any = None) -> Any:
-        """Reduce a tensor over all ranks, in place."""
-        reduce = functools.partial(self._all_reduce, "all_reduce", Reduction.of(opts))
-        return self._submit(_listed(tensors), opts, reduce, _listed(tensors))
-
-    def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Any:
         """Reduce tensors over all ranks, in place."""
-        name, op = "all_reduce_coalesced", Reduction.of(opts)
-        reduce = functools.partial(self._all_reduce, name, op)
-        return self._submit(tensors, opts, reduce, tensors)
+        op = Reduction.of(opts)
 
-    def _all_reduce(self, name: str, op: Reduction, tensor: Any) -> None:
-        flat = self._guard(name, FlatTensor, tensor)
-        self._reduce(name, op, flat, flat)
-        flat.store()
+        def reduce(tensor: Any) -> None:
+            flat = self._guard("all_reduce", FlatTensor, tensor)
+            self._reduce("all_reduce", op, flat, flat)
+            flat.store()
+
+        return self._submit(_listed(tensors), opts, reduce, _listed(tensors))
 
     def reduce(self, tensors: Sequence[Any], opts: Any = None) -> Any:
         """Reduce a tensor over all ranks, in place on rank `opts.rootRank`."""
@@ -211,31 +206,28 @@ class Operations:
         return self._submit(_listed(tensors), opts, broadcast, _listed(tensors))
 
     def allgather(
-        self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None
+        self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None
     ) -> Any:
-        """Copy each rank's tensor to all ranks; sizes may differ between ranks."""
-        gather = functools.partial(self._gather_into, "all_gather")
-        return self._submit(outputs, opts, gather, outputs, inputs)
+        """Copy each rank's tensors to all ranks.
+
+        An output is a list of tensors, whose sizes may differ, or one tensor for equal
+        sizes.
+        """
+        return self._submit(outputs, opts, self._gather_into, outputs, inputs)
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None
     ) -> Any:
-        """Like `allgather`, for several tensors: `outputs[rank][j]` of `inputs[j]`."""
+        """Like `allgather`, with `outputs[rank][j]` of `inputs[j]`."""
         return self.allgather(list(zip(*outputs)), inputs, opts)
 
     def all_gather_single(self, output: Any, source: Any, opts: Any = None) -> Any:
         """Concatenate each rank's tensor, all of one size."""
-        return self.all_gather_single_coalesced([output], [source], opts)
+        return self.allgather([output], [source], opts)
 
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None
-    ) -> Any:
-        """Like `all_gather_single`, for several tensors."""
-        gather = functools.partial(self._gather_into, "all_gather_into_tensor")
-        return self._submit(outputs, opts, gather, outputs, inputs)
-
-    def _gather_into(self, name: str, outputs: Any, source: Any) -> None:
+    def _gather_into(self, outputs: Any, source: Any) -> None:
         is_list = not isinstance(outputs, torch.Tensor)
+        name = "all_gather" if is_list else "all_gather_into_tensor"
 
         def prepare() -> tuple[FlatTensor, list[FlatTensor], Any]:
             """Return the input, the outputs, and memory for all ranks."""
@@ -269,25 +261,13 @@ class Operations:
             way.allgatherv(mine, received, counts, self._deadline())
 
     def reduce_scatter(
-        self, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], opts: Any = None
-    ) -> Any:
-        """Reduce tensor r of each rank's list to rank r."""
-        return self._scatter_sums("reduce_scatter", outputs, inputs, opts)
-
-    def reduce_scatter_single(self, output: Any, source: Any, opts: Any = None) -> Any:
-        """Reduce equal parts of a tensor: part r to rank r."""
-        return self.reduce_scatter_single_coalesced([output], [source], opts)
-
-    def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None
     ) -> Any:
-        """Like `reduce_scatter_single`, for several tensors."""
-        return self._scatter_sums("reduce_scatter_tensor", outputs, inputs, opts)
+        """Reduce parts of inputs: part r to rank r.
 
-    def _scatter_sums(
-        self, name: str, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any
-    ) -> Any:
-        op = Reduction.of(opts)
+        An input is a list of tensors, or one tensor with equal parts.
+        """
+        op, name = Reduction.of(opts), "reduce_scatter"
 
         def prepare(output: Any, source: Any) -> tuple[FlatTensor, Any, Any, list[int]]:
             whole, own = concatenate(source), FlatTensor(output)
@@ -312,6 +292,10 @@ class Operations:
             own.store()
 
         return self._submit(outputs, opts, scatter, outputs, inputs)
+
+    def reduce_scatter_single(self, output: Any, source: Any, opts: Any = None) -> Any:
+        """Reduce equal parts of a tensor: part r to rank r."""
+        return self.reduce_scatter([output], [source], opts)
 
     def alltoall(
         self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None
@@ -480,11 +464,12 @@ class Operations:
         """Receive a tensor from any rank. Not collective."""
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
 
-    # The names in other versions of PyTorch
+    # The names for several tensors, and in other versions of PyTorch
+    allreduce_coalesced = allreduce
+    all_gather_single_coalesced = allgather_into_tensor_coalesced = allgather
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = reduce_scatter
     _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
     def _message(self, name: str, tensors: Any, request: Any, end: Any = None) -> Any:
