@@ -43,6 +43,25 @@ _NO_ROWS = "Expected more than 1 value per channel"
 _owners: Any = torch.utils.weak.WeakTensorKeyDictionary()
 
 
+class _Passes:
+    """The forward and backward passes of a model.
+
+    Not attributes of the model: it is a Module, which takes long to set them.
+
+    Args:
+      watched: identifies the parameters.
+    """
+
+    def __init__(self, watched: list[int]):
+        self.watched = watched
+        # Whether PyTorch averages the gradients that come, or they add up
+        self.expects = self.accumulates = False
+        self.task = self.gradient_task = 0  # numbers of backward passes
+        self.newest: Any = lambda: None  # reference to the newest forward pass
+        self.next_rows: float | None = None
+        self.is_said = False
+
+
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """PyTorch's DistributedDataParallel over MPI, exact for unlike numbers of rows.
 
@@ -121,13 +140,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     def _watch_gradients(self) -> None:
         """Notice gradients that PyTorch's class would not average."""
-        # Whether PyTorch averages the gradients that come, or they add up
-        self._expects = self._accumulates = False
-        self._task = self._gradient_task = 0
-        self._newest: Any = lambda: None  # reference to the newest forward pass
-        self._next_rows: float | None = None
-        self._is_said = False
-        self._watched = self._trained()
+        self._passes = _Passes(self._trained())
         ignored = self.parameters_to_ignore
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and name not in ignored:
@@ -161,21 +174,21 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         return self._weighed(passing, output)
 
     def _new_pass(self, given: list[Any], inputs: Any, kwargs: Any) -> weights.Pass:
-        if self._trained() != self._watched:
+        if self._trained() != self._passes.watched:
             raise ContextError(
                 f"{CALL}: parameters were added, replaced, frozen or thawed since the "
                 "model was wrapped; wrap it again"
             )
         is_synced = self.require_backward_grad_sync
-        self._accumulates = not is_synced
-        self._expects |= is_synced
-        rows, self._next_rows = self._next_rows, None
+        self._passes.accumulates = not is_synced
+        self._passes.expects |= is_synced
+        rows, self._passes.next_rows = self._passes.next_rows, None
         if rows is None and callable(self._rows):
             rows = _number_of_rows(self._rows(*inputs, **kwargs))
         if rows is None and self._weight is None:
             rows = weights.batch_rows(given)
         passing = weights.Pass(self, is_synced, rows, self._weight)
-        self._newest = weakref.ref(passing)
+        self._passes.newest = weakref.ref(passing)
         if self._weight is None and rows is None:
             passing.shapes += [len(tensor) for tensor in given if tensor.dim()]
         return passing
@@ -200,12 +213,12 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     def enter(self, passing: weights.Pass) -> float:
         """Return the weight of a backward pass that has reached outputs. Collective."""
         task = weights.current_task()
-        if passing.is_synced and not self._expects and self._task != task:
+        if passing.is_synced and not self._passes.expects and self._passes.task != task:
             # A second backward pass for one forward pass: do what that does
             self.reducer._rebuild_buckets()
             self.reducer.prepare_for_backward(passing.outputs)
-            self._expects = True
-        self._task = task
+            self._passes.expects = True
+        self._passes.task = task
         torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
         if passing.weight is not None:
             return passing.weight
@@ -215,27 +228,31 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         found = weights.exchange_rows(
             self.process_group, passing.rows, passing.shapes, is_of_present
         )
-        if found is None and not self._is_said:
-            self._is_said = True
+        if found is None and not self._passes.is_said:
+            self._passes.is_said = True
             logs.info(
                 "torch", f"{CALL} weighs all ranks the same, as rows are not stated"
             )
         return 1.0 if found is None else found
 
     def _end_pass(self) -> None:
-        if self._gradient_task == self._task and self._expects:
-            self._expects = False
+        if self._passes.gradient_task == self._passes.task and self._passes.expects:
+            self._passes.expects = False
             # After PyTorch's own end of the pass
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._check_reducer_finalized)
 
     def allows(self, task: int) -> bool:
         """Return whether gradients of a backward pass are averaged, or add up."""
-        return self._expects or self._accumulates or self._task == task
+        return (
+            self._passes.expects
+            or self._passes.accumulates
+            or self._passes.task == task
+        )
 
     def note_gradient(self, name: str, parameter: Any) -> None:
         """Raise for a gradient that no rank would average."""
-        task = self._gradient_task = weights.current_task()
+        task = self._passes.gradient_task = weights.current_task()
         if self.allows(task) or any(m.allows(task) for m in _owners[parameter]):
             return
         raise ContextError(
@@ -254,9 +271,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
           ArgumentError: below 0. ArgumentTypeError: not a number.
         """
         number = _number_of_rows(rows)
-        passing = self._newest()
+        passing = self._passes.newest()
         if passing is None or passing.is_entered:
-            self._next_rows = number
+            self._passes.next_rows = number
         else:
             passing.rows = number
 
@@ -279,7 +296,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     def __getstate__(self) -> Any:
         state = super().__getstate__()
-        for name in ("_strategy", "_newest"):
+        for name in ("_strategy", "_passes"):
             del state[name]
         return state
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.consensus.signatures import name_ranks
+from mpidist.comm.consensus.signatures import CallSignature, digest, name_ranks
 from mpidist.errors import ArgumentError
 from mpidist.torch import c10d
 from mpidist.util.hashing import hash62
@@ -37,6 +37,8 @@ __all__ = [
 
 # In place of rows, in what ranks exchange
 _UNSTATED, ENDED = -1.0, -2.0
+_CALL = CallSignature("the backward pass of DistributedDataParallel")
+_NUMBER = digest(_CALL)
 _HINT = (
     "state how many rows each rank's mean loss has, by batches of as_tensors, rows=len "
     "(called with the inputs) or set_rows(); or weigh ranks the same by rows='equal'"
@@ -163,13 +165,9 @@ def exchange_rows(
       ArgumentError: rows are unstated and shapes differ; or some ranks state rows.
     """
     own_rows = _UNSTATED if rows is None else rows
-    # Exact in float64; NCCL has no memory of the CPU
-    device = "cpu" if torch.device("cpu") in group._device_types else "cuda"
-    digest, first = hash62(repr(shapes)) >> 10, shapes[0] if shapes else 0
-    own = torch.tensor([own_rows, digest, first], dtype=torch.float64, device=device)
-    every = own.new_empty(group.size() * len(own))
-    c10d.all_gather_single(every, own, group=group)
-    table = every.view(-1, len(own)).tolist()
+    # 52 bits are exact in float64
+    own = own_rows, hash62(repr(shapes)) >> 10, float(shapes[0] if shapes else 0)
+    table = _gather(group, own)
     present = [line for line in table if line[0] != ENDED]
     if all(rows == _UNSTATED for rows, _, _ in present):
         _require_one_shape(present)
@@ -187,8 +185,22 @@ def exchange_rows(
     return 1.0 if is_equal else own_rows * ranks / total
 
 
+def _gather(group: Any, own: tuple[float, ...]) -> list[tuple[float, ...]]:
+    """Return the numbers of all ranks. Collective."""
+    operations = getattr(group, "operations", None)
+    if operations is not None:
+        found: list[tuple[float, ...]] = operations.share(_CALL, _NUMBER, own)
+        return found if len(found) > 1 else found * group.size()
+    # A group of another backend; NCCL has no memory of the CPU
+    device = "cpu" if torch.device("cpu") in group._device_types else "cuda"
+    mine = torch.tensor(own, dtype=torch.float64, device=device)
+    every = mine.new_empty(group.size() * len(own))
+    c10d.all_gather_single(every, mine, group=group)
+    return [tuple(line) for line in every.view(-1, len(own)).tolist()]
+
+
 def _require_one_shape(table: Sequence[Sequence[float]]) -> None:
-    if len({digest for _, digest, _ in table}) > 1:
+    if len({checksum for _, checksum, _ in table}) > 1:
         raise ArgumentError(
             "the inputs or outputs of a DistributedDataParallel have unlike first "
             f"dimensions on the ranks (the first: {[int(n) for *_, n in table]}); "
