@@ -6,6 +6,7 @@ program has imported mpi4py before, they have no effect.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -98,7 +99,10 @@ def _start_mpi() -> None:
 def _start_in_time(limit: float) -> None:
     """Start MPI, and end this process with its stack if that takes too long."""
     # A signal: MPI may be started while Python's lock is held, so no thread of Python
-    # could do it, and the program may use faulthandler's only timer
+    # could do it, and the program may use faulthandler's only timer. Its handler is
+    # `_exit`, because `mpirun --with-ft ulfm` tolerates what signals end
+    libc = ctypes.CDLL(None)
+    libc.signal(signal.SIGALRM, ctypes.cast(libc._exit, ctypes.c_void_p))
     with open(os.devnull, "w") as nowhere:
         try:
             faulthandler.register(signal.SIGALRM, chain=True)
@@ -110,6 +114,7 @@ def _start_in_time(limit: float) -> None:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             faulthandler.unregister(signal.SIGALRM)
+            libc.signal(signal.SIGALRM, None)  # as it was
 
 
 def is_alarm_free() -> bool:

@@ -136,6 +136,11 @@ class Consensus:
         group = self.comm.group
         return tuple(group.Translate_ranks(None, MPI.COMM_WORLD.group))
 
+    @property
+    def can_free(self) -> bool:
+        """Whether the ranks can free memory together, in or after `close`."""
+        return self._can_drain if self.broken is FINALIZED else self.broken is None
+
     def require_open(self) -> None:
         """Raise a ContextError if `close` was called."""
         if self.broken is FINALIZED:
@@ -143,7 +148,7 @@ class Consensus:
 
     def drain(self) -> bool:
         """Return whether `comm` can be freed: see `RequestWaiter.drain`. Collective."""
-        return self._can_drain and (self.size == 1 or self.waiting.drain())
+        return self.can_free and (self.size == 1 or self.waiting.drain())
 
     @classmethod
     def look_at_all(cls, look: Callable[[Consensus], None]) -> None:

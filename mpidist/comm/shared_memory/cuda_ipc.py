@@ -48,7 +48,7 @@ class IpcBuffers:
 
         After a timeout nothing is freed: other ranks may still read it.
         """
-        if self._consensus.broken is not None:
+        if not self._consensus.can_free:
             _abandoned.append(self)
             return
         self.arrays.clear()

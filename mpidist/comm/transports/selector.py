@@ -367,7 +367,7 @@ class DeviceTransports:
             except Exception as error:
                 reason = reason or f"rank {self._consensus.rank}: {error}"
         reasons = [reason]
-        if own and self._consensus.broken is None:
+        if own and self._consensus.can_free:
             with Pending("freeing memory of GPUs", self._consensus.comm):
                 reasons = self._consensus.comm.allgather(reason)
         for found in filter(None, reasons):
