@@ -130,8 +130,7 @@ def _renamed(state: Any, now: Any) -> Any:
 
 
 def _unwrapped(name: str) -> str:
-    parts = name.replace("_orig_mod", "").split(".")
-    plain = [part for part in parts if part]
+    plain = [part for part in name.split(".") if part != "_orig_mod"]
     return ".".join(plain[1:] if plain[:1] == ["module"] else plain)
 
 

@@ -102,13 +102,13 @@ def held_arrays(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     and paths in its attributes and items, and in the variables of functions that it
     holds. GPU arrays are copied to the host.
     """
-    yield from _held(value, name, set())
+    yield from _held(value, name, {})
 
 
-def _held(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _held(value: Any, name: str, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
     if id(value) in seen or isinstance(value, type):
         return
-    seen.add(id(value))
+    seen[id(value)] = value  # kept, or a later column could have the same id
     array = _array_of(value)
     if array is not None:
         yield name, array
@@ -122,8 +122,9 @@ def _array_of(value: Any) -> Any:
     if type(value).__module__.partition(".")[0] in ("pandas", "polars"):
         value = np.asarray(value) if hasattr(value, "__array__") else value
     if isinstance(value, np.ndarray):
-        is_list = value.dtype.char == "O"
-        return _list_as_array(value.ravel().tolist()) if is_list else value
+        if value.dtype.char != "O":
+            return np.asarray(value)
+        value = value.ravel().tolist()
     if isinstance(value, list | tuple):
         return _list_as_array(value)
     # Parameters belong to a model, which ranks may initialise later

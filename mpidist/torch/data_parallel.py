@@ -39,6 +39,7 @@ _FORMER = {
     "options": "use bucket_cap_mb, and register_comm_hook with PyTorch's "
     "bf16_compress_hook to send less",
 }
+_OF_GROUPS = "process_group", "device_mesh"
 _NO_ROWS = "Expected more than 1 value per channel"
 _owners: Any = torch.utils.weak.WeakTensorKeyDictionary()
 
@@ -119,7 +120,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         reduction: str = "mean",
         **arguments: Any,
     ):
-        strategy = _strategy_for(strategy, arguments)
+        theirs = [n for n in _OF_GROUPS if arguments.get(n) is not None]
+        is_ours = strategy is not None or not (theirs or _is_of_torch())
+        strategy = find_strategy(strategy) if is_ours else None
         check = functools.partial(_check, module, rows, reduction, arguments)
         if strategy is None:
             check("")
@@ -160,8 +163,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         given = list(weights.tensors_in((inputs, kwargs)))
         passing = self._new_pass(given, inputs, kwargs)
         if leaving := _with_gradients(given):
-            new = dict(zip(leaving, weights.Leave.apply(passing, *leaving.values())))
-            inputs, kwargs = weights.replace_tensors((inputs, kwargs), new)
+            new = weights.Weighed.apply(passing.leave, *leaving.values())
+            replaced = dict(zip(leaving, new))
+            inputs, kwargs = weights.replace_tensors((inputs, kwargs), replaced)
         try:
             output = super().forward(*inputs, **kwargs)
         except ValueError as error:
@@ -187,7 +191,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             rows = _number_of_rows(self._rows(*inputs, **kwargs))
         if rows is None and self._weight is None:
             rows = weights.batch_rows(given)
-        passing = weights.Pass(self, is_synced, rows, self._weight)
+        passing = weights.Pass(self._begin_backward, is_synced, rows)
         self._passes.newest = weakref.ref(passing)
         if self._weight is None and rows is None:
             passing.shapes += [len(tensor) for tensor in given if tensor.dim()]
@@ -207,10 +211,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if self.find_unused_parameters:
             passing.outputs += entering.values()
         passing.shapes += [len(tensor) for tensor in tensors if tensor.dim()]
-        new = weights.Enter.apply(passing, *entering.values())
+        new = weights.Weighed.apply(passing.enter, *entering.values())
         return weights.replace_tensors(output, dict(zip(entering, new)))
 
-    def enter(self, passing: weights.Pass) -> float:
+    def _begin_backward(self, passing: weights.Pass) -> float:
         """Return the weight of a backward pass that has reached outputs. Collective."""
         task = weights.current_task()
         if passing.is_synced and not self._passes.expects and self._passes.task != task:
@@ -220,8 +224,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             self._passes.expects = True
         self._passes.task = task
         torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
-        if passing.weight is not None:
-            return passing.weight
+        if self._weight is not None:
+            return self._weight
         is_of_present = self._join_config.enable and not (
             self._divide_by_initial_world_size
         )
@@ -242,7 +246,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._check_reducer_finalized)
 
-    def allows(self, task: int) -> bool:
+    def _allows(self, task: int) -> bool:
         """Return whether gradients of a backward pass are averaged, or add up."""
         return (
             self._passes.expects
@@ -250,10 +254,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             or self._passes.task == task
         )
 
-    def note_gradient(self, name: str, parameter: Any) -> None:
+    def _note_gradient(self, name: str, parameter: Any) -> None:
         """Raise for a gradient that no rank would average."""
         task = self._passes.gradient_task = weights.current_task()
-        if self.allows(task) or any(m.allows(task) for m in _owners[parameter]):
+        if self._allows(task) or any(m._allows(task) for m in _owners[parameter]):
             return
         raise ContextError(
             f"{CALL}: a backward pass has reached {name}, but not by an output of the "
@@ -306,17 +310,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._watch_gradients()
 
 
-def _strategy_for(strategy: Any, arguments: dict[str, Any]) -> Strategy | None:
-    """Return the strategy; None if PyTorch's arguments or default say the ranks."""
-    kinds = "process_group", "device_mesh"
-    names = [name for name in kinds if arguments.get(name) is not None]
-    if strategy is not None and names:
-        raise ArgumentError(f"{CALL} needs strategy or {names[0]}, not both")
-    if strategy is None and (names or _is_of_torch()):
-        return None
-    return find_strategy(strategy)
-
-
 def _is_of_torch() -> bool:
     return torch.distributed.is_initialized() and not has_strategy()
 
@@ -336,14 +329,16 @@ def _number_of_rows(rows: Any) -> float:
 
 def _on_gradient(model: Any, name: str, parameter: Any) -> None:
     if (found := model()) is not None:
-        found.note_gradient(name, parameter)
+        found._note_gradient(name, parameter)
 
 
 def _check(
     module: Any, rows: Any, reduction: Any, arguments: dict[str, Any], device: str
 ) -> None:
-    """Raise if arguments are wrong; `device` is the replica's, if it is known."""
+    """Raise if arguments are wrong; `device` is the replica's, or "" without one."""
     for name in arguments:
+        if device and name in _OF_GROUPS and arguments[name] is not None:
+            raise ArgumentError(f"{CALL} needs strategy or {name}, not both")
         if name in _FORMER:
             raise ArgumentTypeError(f"{CALL} has no argument {name!r}: {_FORMER[name]}")
         if name not in _OF_TORCH:

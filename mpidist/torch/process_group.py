@@ -657,16 +657,21 @@ def group_of(strategy: Strategy) -> Any:
 
     That is the default group of torch.distributed, which is made if there is none,
     where it has these ranks in this order, and a backend that is as good.
+
+    Raises MismatchError, on all ranks, if torch.distributed was started on some only.
     """
-    group = _groups.get(strategy)
-    if group is not None and group in dist.distributed_c10d._world.pg_map:
+    group, consensus = _groups.get(strategy), strategy.extended.consensus
+    has_one = group is not None and group in dist.distributed_c10d._world.pg_map
+    known = ("is_initialized()", dist.is_initialized()), ("has a group", has_one)
+    consensus.require_same(CallSignature("a process group of the strategy", known))
+    if has_one:
         return group
     comm, device = strategy.extended.topology.comm, strategy.extended.device
     is_cpu = device.startswith("CPU") or not torch.cuda.is_available()
     backend = _BACKEND if is_cpu else c10d.backends_of_gpus(_BACKEND)
     if not dist.is_initialized():
         init_process_group(comm, backend=backend)
-    ranks = comm.allgather(dist.get_rank())
+    ranks = consensus.gather("a process group of the strategy", dist.get_rank())
     group, needed = dist.group.WORLD, f"cpu:{_BACKEND}" if is_cpu else "cuda:nccl"
     is_same = ranks == list(range(dist.get_world_size()))
     if not is_same or needed not in str(dist.get_backend_config(group)):

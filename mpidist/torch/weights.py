@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,8 @@ from mpidist.util.hashing import hash62
 
 __all__ = [
     "ENDED",
-    "Enter",
-    "Leave",
     "Pass",
+    "Weighed",
     "batch_rows",
     "current_task",
     "exchange_rows",
@@ -49,17 +48,19 @@ class Pass:
     """One forward pass of a model, which backward passes go through.
 
     Args:
-      model: has `enter`, which returns the weight of a backward pass.
+      find_weight: returns the weight of a backward pass of this; collective.
       is_synced: whether its gradients are averaged.
       rows: of this rank's mean loss; None for unstated.
-      weight: if it needs no rows.
     """
 
     def __init__(
-        self, model: Any, is_synced: bool, rows: float | None, weight: float | None
+        self,
+        find_weight: Callable[[Pass], float],
+        is_synced: bool,
+        rows: float | None,
     ):
-        self.model, self.is_synced = model, is_synced
-        self.rows, self.weight = rows, weight
+        self._find_weight = find_weight
+        self.is_synced, self.rows = is_synced, rows
         self.shapes: list[int] = []  # the first dimensions of tensors
         self.outputs: list[Any] = []  # which PyTorch searches for unused parameters
         self.is_entered = False
@@ -69,8 +70,7 @@ class Pass:
     def enter(self) -> float:
         """Return the weight of the gradients of this backward pass. Collective."""
         self.is_entered = True
-        self._found = self.model.enter(self)
-        self._task = current_task()
+        self._found, self._task = self._find_weight(self), current_task()
         return self._found
 
     def leave(self) -> float:
@@ -86,46 +86,33 @@ def current_task() -> int:
     return task
 
 
-class Enter(torch.autograd.Function):
-    """The outputs of a model; weighs their gradients."""
+class Weighed(torch.autograd.Function):
+    """Tensors as they are, whose gradients are multiplied by a weight.
+
+    The weight is asked for once in each backward pass: see `Pass.enter`, for the
+    outputs of a model, and `Pass.leave`, for its inputs.
+    """
 
     @staticmethod
-    def forward(context: Any, passing: Pass, *tensors: Any) -> Any:
+    def forward(context: Any, weight: Callable[[], float], *tensors: Any) -> Any:
         """Return the tensors."""
-        context.passing = passing
+        context.weight = weight
         context.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
-        """Return the gradients times a weight."""
-        weight = context.passing.enter()
-        return None, *(_scaled(gradient, weight) for gradient in gradients)
-
-
-class Leave(torch.autograd.Function):
-    """The inputs of a model; gives their gradients this rank's own scale."""
-
-    @staticmethod
-    def forward(context: Any, passing: Pass, *tensors: Any) -> Any:
-        """Return the tensors."""
-        context.passing = passing
-        context.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        """Return the gradients times a weight."""
-        weight = context.passing.leave()
+        """Return the gradients times the weight."""
+        weight = context.weight()
         return None, *(_scaled(gradient, weight) for gradient in gradients)
 
 
 class _Scale(torch.autograd.Function):
     """A gradient times a number.
 
-    Penalties of gradients differentiate it again. What comes back by it is inside the
-    model after `Leave`, where it needs the weight, and outside after `Enter`, where it
-    must have none: so that it is not multiplied again.
+    Penalties of gradients differentiate it again. What comes back then is not
+    multiplied: at the inputs it goes into the model, where it needs this rank's weight,
+    which the division would take away; at the outputs it goes out, and must have none.
     """
 
     @staticmethod
@@ -222,13 +209,16 @@ def note_batch(iterator: Any, batch: Any) -> None:
 def batch_rows(tensors: Sequence[Any]) -> int | None:
     """Return the rows of the batch of `as_tensors` from which a model's inputs are.
 
-    That is one of this thread's current batches, whose number of rows is a dimension of
-    an input. None if there is none, or several that have unlike numbers.
+    That is one of this thread's current batches, whose number of rows is the first
+    dimension of an input, or else another. None if there is none, or several that have
+    unlike numbers.
     """
     current = set(getattr(_batches, "rows", {}).values()) - {None}
     if not current:
         return None
-    found = current & {length for tensor in tensors for length in tensor.shape}
+    first = {len(tensor) for tensor in tensors if tensor.dim()}
+    every = {length for tensor in tensors for length in tensor.shape}
+    found = current & first or current & every
     return found.pop() if len(found) == 1 else None
 
 

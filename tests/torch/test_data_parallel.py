@@ -853,8 +853,9 @@ def test_a_process_group_of_the_user(strategy, backend):
     loss_of(model, *mine).backward()
     loss_of(alone, *everything).backward()
     assert_like_alone(model, alone)
+    both = {"process_group": group} if strategy.extended.replica_id == 0 else {}
     with pytest.raises(ValueError, match="not both"):
-        DistributedDataParallel(network(), strategy, process_group=group)
+        DistributedDataParallel(network(), strategy, **both)
 
 
 def test_one_row_for_a_batch_norm_is_explained(strategy):
@@ -873,4 +874,31 @@ def test_a_default_group_of_another_backend_is_not_used(strategy, comm, tmp_path
     everything, mine = rows_of(strategy, 7)
     loss_of(model, *mine).backward()
     loss_of(alone, *everything).backward()
+    assert_like_alone(model, alone)
+
+
+def test_a_group_that_one_rank_has_ended_is_an_error_on_all(strategy):
+    if strategy.num_replicas_in_sync == 1:
+        pytest.skip("of several ranks")
+    wrap(network(), strategy)
+    if strategy.extended.replica_id == 0:
+        dist.destroy_process_group()
+    with pytest.raises(mpidist.MismatchError, match="is_initialized"):
+        wrap(network(), strategy)
+
+
+def test_rows_of_a_batch_that_another_one_has_as_its_width(strategy):
+    """Two iterators are at a batch; one has as many rows as the other has columns."""
+    (x, y), _ = rows_of(strategy, 7)
+    ranks = strategy.num_replicas_in_sync
+    wide = mpidist.Dataset.range(6 * ranks).batch(6 * ranks)
+    rows = mpidist.Dataset.from_tensor_slices((x, y)).batch(7)
+    other, data = (
+        iter(as_tensors(strategy.experimental_distribute_dataset(d)))
+        for d in (wide, rows)
+    )
+    next(other)
+    model, alone = DistributedDataParallel(network(), strategy), network()
+    loss_of(model, *next(data)).backward()
+    loss_of(alone, x, y).backward()
     assert_like_alone(model, alone)
