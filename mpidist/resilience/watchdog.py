@@ -78,12 +78,14 @@ class Watch(threading.Thread):
         self._looked = time.monotonic()
         self._stops: list[tuple[float, float]] = []  # when they ended, and how long
         self._deadlocks = DeadlockDetector()
+        # Once, as MPI does not say it after its end
+        self._may_communicate = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def run(self) -> None:
-        """Check all communicators until the program ends."""
+        """Check all communicators until MPI or the program ends."""
         pause = min(_LOOK_SECONDS, self._limit / 4)
         survives = can_survive()
-        while os.getpid() == self._pid:
+        while os.getpid() == self._pid and not MPI.Is_finalized():
             if survives:
                 _look_for_dead(pause)
             else:
@@ -104,7 +106,7 @@ class Watch(threading.Thread):
                 self.look_for_ended(consensus, time.monotonic())
 
         Consensus.look_at_all(look)
-        if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+        if self._may_communicate:
             self._deadlocks.look(time.monotonic())
 
     def note_stop(self, pause: float, now: float) -> None:
@@ -156,7 +158,7 @@ class Watch(threading.Thread):
 
         Outside MPI the rank checks by itself, so it gets some time to do so.
         """
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        if not self._may_communicate:
             return
         reason = consensus.departures.find()
         call = consensus, entry.number

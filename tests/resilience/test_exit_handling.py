@@ -79,3 +79,22 @@ def test_an_error_at_the_end_is_not_ignored(mpirun, tmp_path, case):
     ended = mpirun(2, PROLOGUE + script, str(tmp_path))
     assert ended.returncode != 0
     assert said in ended.stderr
+
+
+def test_nothing_calls_mpi_in_a_program_that_goes_on_after_its_end(mpirun):
+    """Open MPI would abort."""
+    script = """
+import threading
+from mpi4py import MPI
+import mpidist
+
+strategy = mpidist.MirroredStrategy(["CPU:0"])
+strategy.reduce("SUM", 1.0)
+MPI.Finalize()
+(watch,) = [t for t in threading.enumerate() if t.name == "watch-mpidist"]
+watch.join(60)
+print("over:", not watch.is_alive())
+"""
+    ended = mpirun(2, script)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("over: True") == 2
