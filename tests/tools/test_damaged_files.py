@@ -129,7 +129,8 @@ def mutate(path, data, rng):
         ("tuning.json", ["config MPIDIST_TRANSPORTS={0}/tuning.json"]),
     ],
 )
-def test_damaged_files(job, tmp_path, capsys, pattern, commands):
+def test_damaged_files(job, tmp_path, capsys, monkeypatch, pattern, commands):
+    monkeypatch.setenv("MPIDIST_ALLOW_SINGLETON", "1")  # else only rank 0 would print
     originals = {path: path.read_bytes() for path in sorted(job.rglob(pattern))}
     assert originals
     statuses = []
