@@ -48,9 +48,11 @@ class MpiTransport:
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
         """See `Transport.allreduce_sum`."""
-        if send is receive:
+        if send is receive and self.packs_in_place:
             self._add_in_place(receive.reshape(-1), deadline)
             return
+        if send is receive:
+            send = send.copy()
         if send.nbytes <= self.most_bytes:
             self._allreduce(send, receive, deadline)
             return
