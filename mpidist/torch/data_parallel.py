@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 import math
@@ -41,20 +42,38 @@ _FORMER = {
 }
 _OF_GROUPS = "process_group", "device_mesh"
 _NO_ROWS = "Expected more than 1 value per channel"
+_models: collections.Counter[str] = collections.Counter()  # in process groups
 _owners: Any = torch.utils.weak.WeakTensorKeyDictionary()
+
+
+class _Structure:
+    """The modules and parameters of a model, to notice quickly that they changed."""
+
+    def __init__(self, module: torch.nn.Module):
+        parameters = list(module.parameters())
+        self.trained = [id(p) for p in parameters if p.requires_grad]
+        tables = [t for m in module.modules() for t in (m._parameters, m._modules)]
+        self._sizes = [(table, len(table)) for table in tables]
+        self._places = [(table, *item) for table in tables for item in table.items()]
+        self._flags = [(p, p.requires_grad) for p in parameters]
+
+    def is_as_before(self) -> bool:
+        """Return whether all is what and where it was, and trained if it was."""
+        return (
+            all(len(table) == size for table, size in self._sizes)
+            and all(table.get(name) is it for table, name, it in self._places)
+            and all(p.requires_grad is flag for p, flag in self._flags)
+        )
 
 
 class _Passes:
     """The forward and backward passes of a model.
 
     Not attributes of the model: it is a Module, which takes long to set them.
-
-    Args:
-      watched: identifies the parameters.
     """
 
-    def __init__(self, watched: list[int]):
-        self.watched = watched
+    def __init__(self, structure: _Structure):
+        self.structure = structure
         # Whether PyTorch averages the gradients that come, or they add up
         self.expects = self.accumulates = False
         self.task = self.gradient_task = 0  # numbers of backward passes
@@ -135,6 +154,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         keep_untraced()
         super().__init__(module, **arguments)
         self._strategy, self._rows = strategy, rows
+        self._number = _models[self.process_group.group_name]
+        _models[self.process_group.group_name] += 1
         # The weight, where no rows are needed
         self._weight: float | None = 1.0 if rows == "equal" else None
         if reduction == "sum":
@@ -143,7 +164,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     def _watch_gradients(self) -> None:
         """Notice gradients that PyTorch's class would not average."""
-        self._passes = _Passes(self._trained())
+        self._passes = _Passes(_Structure(self.module))
         ignored = self.parameters_to_ignore
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and name not in ignored:
@@ -151,14 +172,13 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 hook = functools.partial(_on_gradient, weakref.ref(self), name)
                 parameter.register_post_accumulate_grad_hook(hook)
 
-    def _trained(self) -> list[int]:
-        """Return what changes if parameters are added, replaced, frozen or thawed."""
-        return [id(p) for p in self.module.parameters() if p.requires_grad]
-
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the output of the model."""
         if not torch.is_grad_enabled():
+            return super().forward(*inputs, **kwargs)
+        self._require_unchanged()
+        if torch._C._are_functorch_transforms_active():  # of this rank's outputs
             return super().forward(*inputs, **kwargs)
         given = list(weights.tensors_in((inputs, kwargs)))
         passing = self._new_pass(given, inputs, kwargs)
@@ -177,12 +197,19 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             ) from error
         return self._weighed(passing, output)
 
-    def _new_pass(self, given: list[Any], inputs: Any, kwargs: Any) -> weights.Pass:
-        if self._trained() != self._passes.watched:
+    def _require_unchanged(self) -> None:
+        before = self._passes.structure
+        if before.is_as_before():
+            return
+        structure = _Structure(self.module)
+        if structure.trained != before.trained:
             raise ContextError(
                 f"{CALL}: parameters were added, replaced, frozen or thawed since the "
                 "model was wrapped; wrap it again"
             )
+        self._passes.structure = structure
+
+    def _new_pass(self, given: list[Any], inputs: Any, kwargs: Any) -> weights.Pass:
         is_synced = self.require_backward_grad_sync
         self._passes.accumulates = not is_synced
         self._passes.expects |= is_synced
@@ -230,7 +257,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             self._divide_by_initial_world_size
         )
         found = weights.exchange_rows(
-            self.process_group, passing.rows, passing.shapes, is_of_present
+            *(self.process_group, passing.rows, passing.shapes, is_of_present),
+            self._number,
         )
         if found is None and not self._passes.is_said:
             self._passes.is_said = True
@@ -291,7 +319,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
         found = super()._check_global_requires_backward_grad_sync(is_joined_rank)
         if is_joined_rank and self._weight is None:
-            weights.exchange_rows(self.process_group, weights.ENDED)
+            weights.exchange_rows(self.process_group, weights.ENDED, model=self._number)
         return found
 
     def _sync_buffers(self) -> None:

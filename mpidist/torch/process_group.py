@@ -31,7 +31,7 @@ from mpi4py import MPI
 from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.signatures import CallSignature, digest, skip_folder
 from mpidist.comm.replica_group import ReplicaGroup
-from mpidist.errors import ArgumentError, ContextError, MismatchError, UnsupportedError
+from mpidist.errors import ArgumentError, ContextError, MismatchError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.strategy.strategy import Strategy
 from mpidist.torch import c10d
@@ -269,7 +269,7 @@ class Operations:
         """
         op, name = Reduction.of(opts), "reduce_scatter"
 
-        def prepare(output: Any, source: Any) -> tuple[FlatTensor, Any, Any, list[int]]:
+        def prepare(output: Any, source: Any) -> tuple[FlatTensor, Any, list[int]]:
             whole, own = concatenate(source), FlatTensor(output)
             is_list = not isinstance(source, torch.Tensor)
             lengths = [own.size] * self._size
@@ -277,12 +277,18 @@ class Operations:
                 lengths = [tensor.numel() for tensor in source]
             own.require(name, whole, lengths[self._rank])
             whole.require(name, own, sum(lengths))
-            if op.name in BITWISE:
-                raise UnsupportedError(f"{name} has no {op.name}; use all_reduce")
-            return own, *op.prepare(whole), lengths
+            return own, whole, lengths
 
         def scatter(output: Any, source: Any) -> None:
-            own, known, array, lengths = self._guard(name, prepare, output, source)
+            own, whole, lengths = self._guard(name, prepare, output, source)
+            if op.name in BITWISE:
+                total = self._guard(name, whole.copy)
+                self._reduce(name, op, whole, total, ("sizes", tuple(lengths)))
+                start = sum(lengths[: self._rank])
+                own.array[...] = total.array[start : start + own.size]
+                own.store()
+                return
+            known, array = self._guard(name, op.prepare, whole)
             equal = None if len(set(lengths)) == 1 else lengths
             options = _options_of(timeout_seconds=self._seconds)
             found = self._collectives.reduce_scatter(

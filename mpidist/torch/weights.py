@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.consensus.signatures import CallSignature, digest, name_ranks
-from mpidist.errors import ArgumentError
+from mpidist.errors import ArgumentError, MismatchError
 from mpidist.torch import c10d
 from mpidist.util.hashing import hash62
 
@@ -136,6 +136,7 @@ def exchange_rows(
     rows: float | None,
     shapes: Sequence[int] = (),
     is_of_present: bool = False,
+    model: int = 0,
 ) -> float | None:
     """Return the weight of this rank's gradients in PyTorch's mean. Collective.
 
@@ -144,19 +145,26 @@ def exchange_rows(
       rows: of this rank; None for unstated, or `ENDED`.
       shapes: must be equal on all ranks if `rows` is unstated.
       is_of_present: whether PyTorch's mean is over the ranks that have not ended.
+      model: its number among those of the group.
 
     Returns:
       None if ranks weigh the same because no rows are stated.
 
     Raises, on all ranks:
       ArgumentError: rows are unstated and shapes differ; or some ranks state rows.
+      MismatchError: models differ.
     """
     own_rows = _UNSTATED if rows is None else rows
     # 52 bits are exact in float64
-    own = own_rows, hash62(repr(shapes)) >> 10, float(shapes[0] if shapes else 0)
-    table = _gather(group, own)
+    first = float(shapes[0] if shapes else 0)
+    table = _gather(group, (own_rows, hash62(repr(shapes)) >> 10, first, float(model)))
+    if len({number for *_, number in table}) > 1:
+        raise MismatchError(
+            "the ranks are in the backward passes of different models: number "
+            f"{[int(number) for *_, number in table]} of those that were wrapped"
+        )
     present = [line for line in table if line[0] != ENDED]
-    if all(rows == _UNSTATED for rows, _, _ in present):
+    if all(rows == _UNSTATED for rows, *_ in present):
         _require_one_shape(present)
         return None
     without = [rank for rank, line in enumerate(table) if line[0] == _UNSTATED]
@@ -164,11 +172,11 @@ def exchange_rows(
         raise ArgumentError(
             f"{name_ranks(without)} stated no rows, and other ranks did; {_HINT}"
         )
-    total = sum(rows for rows, _, _ in present)
+    total = sum(rows for rows, *_ in present)
     ranks = len(present if is_of_present else table)
     if not total or own_rows == ENDED:
         return 0.0
-    is_equal = len(present) == ranks and len({rows for rows, _, _ in present}) == 1
+    is_equal = len(present) == ranks and len({rows for rows, *_ in present}) == 1
     return 1.0 if is_equal else own_rows * ranks / total
 
 
@@ -187,10 +195,10 @@ def _gather(group: Any, own: tuple[float, ...]) -> list[tuple[float, ...]]:
 
 
 def _require_one_shape(table: Sequence[Sequence[float]]) -> None:
-    if len({checksum for _, checksum, _ in table}) > 1:
+    if len({checksum for _, checksum, *_ in table}) > 1:
         raise ArgumentError(
             "the inputs or outputs of a DistributedDataParallel have unlike first "
-            f"dimensions on the ranks (the first: {[int(n) for *_, n in table]}); "
+            f"dimensions on the ranks (the first: {[int(n) for _, _, n, _ in table]}); "
             f"{_HINT}"
         )
 

@@ -96,6 +96,11 @@ def test_bitwise_reductions(rank, ranks, op, by_numpy):
     mine = numbers(rank, 1000, torch.int32)
     dist.all_reduce(mine, getattr(dist.ReduceOp, op))
     assert (mine.numpy() == by_numpy.reduce(everyone(ranks, 1000).int().numpy())).all()
+    own = torch.empty(5, dtype=torch.int32)
+    whole = numbers(rank, 5 * ranks, torch.int32)
+    dist.reduce_scatter_tensor(own, whole, getattr(dist.ReduceOp, op))
+    expected = by_numpy.reduce(everyone(ranks, 5 * ranks).int().numpy())
+    assert own.tolist() == expected[5 * rank : 5 * rank + 5].tolist()
     with pytest.raises(mpidist.DTypeError, match="float32 cannot be reduced by"):
         dist.all_reduce(torch.ones(3), getattr(dist.ReduceOp, op))
 
