@@ -360,6 +360,9 @@ class InputOptions:
         reads each batch on demand. A size above 0 is raised to the `num_parallel_calls`
         of maps over batches, one thread each. A GPU needs memory for one batch more, in
         page-locked memory of the host and on the GPU.
+      balance_batches: divide the rows of each batch so that replicas differ by one at
+        most: 4 rows over 3 replicas are 2, 1 and 1, and by TensorFlow's rule 2, 2 and
+        0. Not part of TensorFlow.
 
     Raises:
       ArgumentError: a buffer size < 0 or > 65536; placing the dataset on the device.
@@ -379,15 +382,15 @@ class InputOptions:
     )
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
+    balance_batches: bool = False
 
     def __post_init__(self) -> None:
         name = "experimental_per_replica_buffer_size"
         size = self.experimental_per_replica_buffer_size
         size = validation.integer(name, size, 0, most=MOST_BUFFERED)
         object.__setattr__(self, name, size)
-        validation.switch(
-            "experimental_fetch_to_device", self.experimental_fetch_to_device
-        )
+        for name in ("experimental_fetch_to_device", "balance_batches"):
+            validation.switch(name, getattr(self, name))
         if self.experimental_replication_mode is not InputReplicationMode.PER_WORKER:
             raise ArgumentError(
                 "experimental_replication_mode must be InputReplicationMode."

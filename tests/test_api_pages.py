@@ -10,7 +10,7 @@ import pytest
 from all_ranks import local
 
 import mpidist
-from mpidist.data.sharding import replica_slice
+from mpidist.data.sharding import BatchShare
 
 
 def replica_id():
@@ -118,5 +118,5 @@ def test_the_slices_are_those_of_the_specification():
         (9, 4, [3, 3, 3, 0]),
         (1, 4, [1, 0, 0, 0]),
     ]:
-        slices = [replica_slice(rows, replicas, r) for r in range(replicas)]
+        slices = [BatchShare(replicas, r).of(rows) for r in range(replicas)]
         assert [s.stop - s.start for s in slices] == sizes

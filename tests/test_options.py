@@ -74,6 +74,7 @@ def test_the_defaults_are_tensorflows():
         "experimental_replication_mode": InputReplicationMode.PER_WORKER,
         "experimental_place_dataset_on_device": False,
         "experimental_per_replica_buffer_size": 1,
+        "balance_batches": False,  # TensorFlow has it not
     }
 
 

@@ -13,6 +13,7 @@ from mpidist.data import sharding
 from mpidist.data.elements import from_lists, owned, plain_array, stack
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.ordering import FullBatches
+from mpidist.data.sharding import WHOLE, BatchShare
 from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 from mpidist.data.sources import Positions
 from mpidist.data.spec import batch_of
@@ -96,15 +97,13 @@ class Map(MapTransformation):
         elements = self._parent.element_list(epoch, positions)
         return call_all(self._call, elements, self._threads)
 
-    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
-        return self._map_batch(
-            epoch, self._parent.local_batch(epoch, i, replicas, replica)
-        )
+    def local_batch(self, epoch: Epoch, i: int, share: BatchShare) -> Any:
+        return self._map_batch(epoch, self._parent.local_batch(epoch, i, share))
 
     def local_batches(
-        self, epoch: Epoch, steps: range, replicas: int, replica: int
+        self, epoch: Epoch, steps: range, share: BatchShare
     ) -> Iterator[Any]:
-        batches = self._parent.local_batches(epoch, steps, replicas, replica)
+        batches = self._parent.local_batches(epoch, steps, share)
         return (self._map_batch(epoch, batch) for batch in batches)
 
     def _map_batch(self, epoch: Epoch, batch: Any) -> Any:
@@ -180,7 +179,7 @@ class Batch(MapTransformation):
         return self._parent.chunk_shuffle(epoch)
 
     def element(self, epoch: Epoch, i: int) -> Any:
-        return self.local_batch(epoch, i, 1, 0)
+        return self.local_batch(epoch, i, WHOLE)
 
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
         if positions.size == 0:
@@ -200,18 +199,18 @@ class Batch(MapTransformation):
         rest = self._batch_size if rows is None else rows - i * self._batch_size
         return min(self._batch_size, rest)
 
-    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
-        rows = self.positions(epoch, i, replicas, replica)
+    def local_batch(self, epoch: Epoch, i: int, share: BatchShare) -> Any:
+        rows = self.positions(epoch, i, share)
         # Only this replica's rows are read; other replicas read the rest of batch `i`.
         return self._parent.elements(epoch, np.arange(rows.start, rows.stop))
 
     def local_batches(
-        self, epoch: Epoch, steps: range, replicas: int, replica: int
+        self, epoch: Epoch, steps: range, share: BatchShare
     ) -> Iterator[Any]:
         if self._parent.is_mapped:  # one step at a time, to attribute errors to steps
-            return super().local_batches(epoch, steps, replicas, replica)
+            return super().local_batches(epoch, steps, share)
         positions, cuts = _positions(
-            self._parent.length, self._batch_size, steps, replicas, replica
+            self._parent.length, self._batch_size, steps, share
         )
         # One read for all steps of the group; the batches are cut out as views.
         rows = self._parent.elements(epoch, positions)
@@ -222,13 +221,13 @@ class Batch(MapTransformation):
         spec = nest.flatten(rows)[1]
         return (nest.unflatten(spec, batch) for batch in batches)
 
-    def positions(self, epoch: Epoch, i: int, replicas: int, replica: int) -> range:
+    def positions(self, epoch: Epoch, i: int, share: BatchShare) -> range:
         """Return the positions in the parent of a replica's slice of batch `i`."""
-        return self._slice(self._parent.length, i, replicas, replica)
+        return self._slice(self._parent.length, i, share)
 
-    def _slice(self, rows: int | None, i: int, replicas: int, replica: int) -> range:
+    def _slice(self, rows: int | None, i: int, share: BatchShare) -> range:
         start = i * self._batch_size
-        own = sharding.replica_slice(self._count(rows, i), replicas, replica)
+        own = share.of(self._count(rows, i))
         return range(start + own.start, start + own.stop)
 
     def example(self, epoch: Epoch) -> Any:
@@ -237,7 +236,7 @@ class Batch(MapTransformation):
 
 @functools.lru_cache(maxsize=4)  # they are the same in each epoch
 def _positions(
-    rows: int | None, size: int, steps: range, replicas: int, replica: int
+    rows: int | None, size: int, steps: range, share: BatchShare
 ) -> tuple[Positions, list[slice]]:
     """Return a replica's positions among rows, and where those of each batch are.
 
@@ -245,20 +244,19 @@ def _positions(
       rows: their number; None if they are endless.
       size: of a batch.
       steps: the batches.
-      replicas: that share each batch.
-      replica: the one in question.
+      share: the replica's.
     """
     # The number of batches that are full, as far as `steps` goes.
     whole = steps.stop if rows is None else min(rows // size, steps.stop)
     whole = max(whole, steps.start)
     # One row per full batch, of which all have the same slice.
-    own = sharding.replica_slice(size, replicas, replica)
+    own = share.of(size)
     firsts = size * np.arange(steps.start, whole)
     positions = (firsts[:, np.newaxis] + np.arange(own.start, own.stop)).reshape(-1)
     sizes = [own.stop - own.start] * firsts.size
     if whole < steps.stop:  # the last batch is short
         assert rows is not None
-        last = sharding.replica_slice(rows - whole * size, replicas, replica)
+        last = share.of(rows - whole * size)
         sizes.append(last.stop - last.start)
         rest = whole * size + np.arange(last.start, last.stop)
         positions = np.concatenate([positions, rest])

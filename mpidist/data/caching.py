@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.data import sharding
 from mpidist.data.elements import is_plain, one_dtype, split, stack
 from mpidist.data.iter_dataset import IterDataset, IterTransformation
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
+from mpidist.data.sharding import BatchShare
 from mpidist.data.shuffling import ChunkLayout
 from mpidist.data.sources import Positions, take_rows
 from mpidist.data.spec import TensorSpec
@@ -237,8 +237,8 @@ class Cache(CacheBase):
         kept.store(read, self._rows(), lambda table: table.store_rows(missing, read))
         return missing.size, read
 
-    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
-        own = sharding.replica_slice(self.batch_rows(epoch, i), replicas, replica)
+    def local_batch(self, epoch: Epoch, i: int, share: BatchShare) -> Any:
+        own = share.of(self.batch_rows(epoch, i))
         return nest.map_leaves(lambda a: a[own], self.element(epoch, i))
 
     def example(self, epoch: Epoch) -> Any:

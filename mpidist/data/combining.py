@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
+from mpidist.data.sharding import BatchShare
 from mpidist.data.shuffling import ChunkLayout
 from mpidist.data.sources import Positions, RowSource
 from mpidist.errors import ArgumentError
@@ -149,21 +150,17 @@ class Zip(MapDataset):
             )
         return rows[0]
 
-    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+    def local_batch(self, epoch: Epoch, i: int, share: BatchShare) -> Any:
         self.batch_rows(epoch, i)
-        return self._join(
-            lambda c, epoch: c.local_batch(epoch, i, replicas, replica), epoch
-        )
+        return self._join(lambda c, epoch: c.local_batch(epoch, i, share), epoch)
 
     def local_batches(
-        self, epoch: Epoch, steps: range, replicas: int, replica: int
+        self, epoch: Epoch, steps: range, share: BatchShare
     ) -> Iterator[Any]:
         for i in steps:
             self.batch_rows(epoch, i)
         batches = [
-            component.local_batches(
-                epoch_of_component(epoch, k), steps, replicas, replica
-            )
+            component.local_batches(epoch_of_component(epoch, k), steps, share)
             for k, component in enumerate(self._components)
         ]
         return (nest.unflatten(self._spec, batch) for batch in zip(*batches))

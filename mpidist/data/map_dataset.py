@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpidist.data.elements import plain_array, split
+from mpidist.data.sharding import BatchShare
 from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 from mpidist.data.sources import (
     BufferedSource,
@@ -184,19 +185,19 @@ class MapDataset(abc.ABC):
         """Return the number of rows of batch `i`."""
         raise ArgumentError("the dataset is not batched; call batch() on it first")
 
-    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+    def local_batch(self, epoch: Epoch, i: int, share: BatchShare) -> Any:
         """Return one replica's slice of batch `i`."""
         raise ArgumentError("the dataset is not batched; call batch() on it first")
 
     def local_batches(
-        self, epoch: Epoch, steps: range, replicas: int, replica: int
+        self, epoch: Epoch, steps: range, share: BatchShare
     ) -> Iterator[Any]:
         """Return one replica's slices of consecutive batches.
 
         An error of the call itself may concern any of the batches, an error of the
         iterator the batch that would be next.
         """
-        return (self.local_batch(epoch, i, replicas, replica) for i in steps)
+        return (self.local_batch(epoch, i, share) for i in steps)
 
     @abc.abstractmethod
     def example(self, epoch: Epoch) -> Any:
@@ -370,10 +371,10 @@ class MapTransformation(MapDataset):
     def batch_rows(self, epoch: Epoch, i: int) -> int:
         return self._parent.batch_rows(*self.locate_one(epoch, i))
 
-    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+    def local_batch(self, epoch: Epoch, i: int, share: BatchShare) -> Any:
         # A repetition changes both the epoch and the index.
         epoch, i = self.locate_one(epoch, i)
-        return self._parent.local_batch(epoch, i, replicas, replica)
+        return self._parent.local_batch(epoch, i, share)
 
     def example(self, epoch: Epoch) -> Any:
         return self._parent.example(epoch)

@@ -16,6 +16,7 @@ import numpy as np
 from mpidist.data import sharding
 from mpidist.data.elements import concatenate, merge
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
+from mpidist.data.sharding import BatchShare
 from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 from mpidist.data.sources import Positions, RowSource
 from mpidist.data.spec import require_like
@@ -153,11 +154,11 @@ class Window(MapTransformation):
         return positions + self._start
 
     def local_batches(
-        self, epoch: Epoch, steps: range, replicas: int, replica: int
+        self, epoch: Epoch, steps: range, share: BatchShare
     ) -> Iterator[Any]:
         # Steps are numbered from the start of this window.
         steps = range(steps.start + self._start, steps.stop + self._start)
-        return self._parent.local_batches(epoch, steps, replicas, replica)
+        return self._parent.local_batches(epoch, steps, share)
 
 
 class FullBatches(Window):
@@ -230,17 +231,15 @@ class Repeat(MapTransformation):
         return epoch_of_repetition(epoch, self._count, repetition), i
 
     def local_batches(
-        self, epoch: Epoch, steps: range, replicas: int, replica: int
+        self, epoch: Epoch, steps: range, share: BatchShare
     ) -> Iterator[Any]:
         # Steps of a group may lie in two repetitions, which have different orders.
         (first_epoch, first), (last_epoch, last) = (
             self.locate_one(epoch, i) for i in (steps[0], steps[-1])
         )
         if first_epoch != last_epoch:
-            return super().local_batches(epoch, steps, replicas, replica)
-        return self._parent.local_batches(
-            first_epoch, range(first, last + 1), replicas, replica
-        )
+            return super().local_batches(epoch, steps, share)
+        return self._parent.local_batches(first_epoch, range(first, last + 1), share)
 
     def _parts(
         self, epoch: Epoch, positions: Positions
@@ -407,10 +406,10 @@ class Concatenate(MapDataset):
         pipeline, i = self._find(i)
         return pipeline.batch_rows(epoch, i)
 
-    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+    def local_batch(self, epoch: Epoch, i: int, share: BatchShare) -> Any:
         self._require_like()
         pipeline, i = self._find(i)
-        return pipeline.local_batch(epoch, i, replicas, replica)
+        return pipeline.local_batch(epoch, i, share)
 
     def example(self, epoch: Epoch) -> Any:
         self._require_like()

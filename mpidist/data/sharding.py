@@ -10,6 +10,7 @@ import functools
 import hashlib
 import math
 import operator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +18,13 @@ import numpy.typing as npt
 from mpidist.errors import ArgumentError
 
 __all__ = [
+    "WHOLE",
+    "BatchShare",
     "Indices",
     "Permutation",
     "batch_count",
     "even_sizes",
     "mix_seed",
-    "replica_slice",
     "to_word",
 ]
 
@@ -30,15 +32,35 @@ Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 
-def replica_slice(rows: int, replicas: int, replica: int) -> slice:
-    """Return one replica's slice of `rows` rows, of ceil(rows / replicas) at most.
+class BatchShare(NamedTuple):
+    """Which rows of each batch belong to a replica.
 
-    The slices of all replicas are disjoint, in order, and cover all rows; the last
-    replicas may have fewer rows, or none. (TensorFlow's rule for a global batch.)
+    The slices of all replicas are disjoint, in order, and cover all rows.
+
+    Args:
+      replicas: the number of those that share the batch.
+      replica: the one in question.
+      is_balanced: whether numbers of rows differ by one at most. Else they are
+        ceil(rows / replicas), TensorFlow's rule, and the last replicas have fewer, or
+        none.
     """
-    # Rounded up: first replicas are full, so the last ones may be short or empty.
-    share = -(-rows // replicas)
-    return slice(min(replica * share, rows), min((replica + 1) * share, rows))
+
+    replicas: int
+    replica: int
+    is_balanced: bool = False
+
+    def of(self, rows: int) -> slice:
+        """Return the replica's slice of `rows` rows."""
+        replicas, replica, is_balanced = self
+        share, rest = divmod(rows, replicas)
+        if is_balanced:
+            start = replica * share + min(replica, rest)
+            return slice(start, start + share + (replica < rest))
+        share += rest > 0
+        return slice(min(replica * share, rows), min((replica + 1) * share, rows))
+
+
+WHOLE = BatchShare(1, 0)
 
 
 def even_sizes(batch_size: int, replicas: int) -> list[int]:

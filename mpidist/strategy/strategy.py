@@ -291,7 +291,7 @@ class Strategy(AnyContextMethods):
         Args:
           dataset: batched by the GLOBAL batch size. A batch of n rows is cut into
             slices of ceil(n / replicas) rows; the last replicas may get fewer, or none.
-          options: see `InputOptions`.
+          options: see `InputOptions`, such as `balance_batches`.
 
         Raises, on all replicas:
           ArgumentError: the dataset is not batched.

@@ -16,6 +16,7 @@ import mpidist
 from mpidist import AutoShardPolicy, Dataset, Options, TensorSpec
 from mpidist.data.iter_dataset import IterDataset
 from mpidist.data.map_dataset import Epoch
+from mpidist.data.sharding import BatchShare
 
 
 def numbers(n):
@@ -389,7 +390,9 @@ def parts_of(pipeline, epoch, replicas):
     """All replicas' rows of an epoch, step by step."""
     return [
         [
-            plain(pipeline.local_batch(Epoch(epoch, 7), i, replicas, replica))
+            plain(
+                pipeline.local_batch(Epoch(epoch, 7), i, BatchShare(replicas, replica))
+            )
             for replica in range(replicas)
         ]
         for i in range(pipeline.length)

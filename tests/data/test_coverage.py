@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from mpidist import AutoShardPolicy, Dataset, MirroredStrategy, Options
 from mpidist.data.map_dataset import Epoch
+from mpidist.data.sharding import BatchShare
 
 MOST_REPLICAS = 7
 LAYOUTS = [
@@ -97,7 +98,9 @@ def parts_of(pipeline: Any, epoch: int, replicas: int) -> list[list[list[int]]]:
     """Return the rows of each replica, for each batch of an epoch."""
     return [
         [
-            numbers_of(pipeline.local_batch(Epoch(epoch), i, replicas, replica))
+            numbers_of(
+                pipeline.local_batch(Epoch(epoch), i, BatchShare(replicas, replica))
+            )
             for replica in range(replicas)
         ]
         for i in range(pipeline.length)
@@ -225,7 +228,7 @@ def test_without_a_seed_the_order_is_that_of_the_pass(entropy, rows):
             for i in range(pipeline.length)
             for replica in range(replicas)
             for number in pipeline.local_batch(
-                Epoch(epoch, entropy), i, replicas, replica
+                Epoch(epoch, entropy), i, BatchShare(replicas, replica)
             )
         ]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import mpidist
 from mpidist import Dataset
 from mpidist.data.map_dataset import Epoch
-from mpidist.data.sharding import Permutation
+from mpidist.data.sharding import BatchShare, Permutation
 
 
 class Pair(NamedTuple):
@@ -174,7 +174,7 @@ def test_batches_of_unequal_batches_are_an_error():
 
 def test_no_rows_of_a_batch_of_batches_keep_the_trailing_shape():
     pipeline = numbers(8, np.float32).batch(2).batch(4).pipeline
-    part = pipeline.local_batch(Epoch(), 0, replicas=8, replica=7)
+    part = pipeline.local_batch(Epoch(), 0, BatchShare(8, 7))
     assert part.shape == (0, 2)
     assert part.dtype == np.float32
 
@@ -183,7 +183,7 @@ def test_a_map_that_loses_rows_is_refused_also_where_there_are_none():
     pipeline = numbers(2).batch(2).map(np.sum).pipeline
     for replica in range(4):
         with pytest.raises(ValueError, match="one row for each row"):
-            pipeline.local_batch(Epoch(), 0, 4, replica)
+            pipeline.local_batch(Epoch(), 0, BatchShare(4, replica))
 
 
 def test_map_sees_rows_before_batch_and_batches_after_it():

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidist.data.sharding import Permutation, batch_count, replica_slice
+from mpidist.data.sharding import BatchShare, Permutation, batch_count
 
 pure = settings(derandomize=True, database=None, deadline=None)
 
@@ -22,16 +22,25 @@ def permuted(length, seed=0, epoch=0):
 
 
 @pure
-@given(rows=st.integers(0, 1000), replicas=st.integers(1, 70))
-def test_slices_are_disjoint_in_order_and_cover_all_rows(rows, replicas):
-    slices = [replica_slice(rows, replicas, r) for r in range(replicas)]
+@given(rows=st.integers(0, 1000), replicas=st.integers(1, 70), balances=st.booleans())
+def test_slices_are_disjoint_in_order_and_cover_all_rows(rows, replicas, balances):
+    slices = [BatchShare(replicas, r, balances).of(rows) for r in range(replicas)]
     assert [i for s in slices for i in range(s.start, s.stop)] == list(range(rows))
 
 
 @pure
 @given(rows=st.integers(0, 10**15), replicas=st.integers(1, 70))
+def test_balanced_slices_differ_by_one_row_at_most(rows, replicas):
+    slices = [BatchShare(replicas, r, True).of(rows) for r in range(replicas)]
+    sizes = [s.stop - s.start for s in slices]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pure
+@given(rows=st.integers(0, 10**15), replicas=st.integers(1, 70))
 def test_slices_are_full_shares_and_then_the_rest_and_then_none(rows, replicas):
-    slices = [replica_slice(rows, replicas, r) for r in range(replicas)]
+    slices = [BatchShare(replicas, r).of(rows) for r in range(replicas)]
     sizes = [s.stop - s.start for s in slices]
     share = (rows + replicas - 1) // replicas
     full, rest = divmod(rows, share) if share else (0, 0)

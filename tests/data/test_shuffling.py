@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mpidist import Dataset
 from mpidist.data.map_dataset import Epoch
-from mpidist.data.sharding import replica_slice
+from mpidist.data.sharding import BatchShare
 from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 
 
@@ -69,7 +69,7 @@ def test_replicas_decode_few_chunks_twice(replicas):
     for replica in range(replicas):
         last_use: dict[int, int] = {}
         for step, start in enumerate(range(0, rows, batch)):
-            mine = replica_slice(min(batch, rows - start), replicas, replica)
+            mine = BatchShare(replicas, replica).of(min(batch, rows - start))
             chunks = set((order(np.arange(batch)[mine] + start) // in_chunk).tolist())
             decoded += len(chunks - set(last_use))
             last_use |= dict.fromkeys(chunks, step)
@@ -125,7 +125,7 @@ def test_datasets_divided_over_replicas(strategy, path, name, window, drop):
     assert found == alone
     for replicas in (3, 7):
         parts = [
-            dataset.pipeline.local_batch(Epoch(0), 4, replicas, r)
+            dataset.pipeline.local_batch(Epoch(0), 4, BatchShare(replicas, r))
             for r in range(replicas)
         ]
         assert np.concatenate(parts).tolist() == alone[4]

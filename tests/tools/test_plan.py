@@ -209,7 +209,7 @@ def test_rows_of_many_ranks(tmp_path, ranks, policy, batch_size):
     if policy == "DATA":
         for rank in {0, ranks // 2, ranks - 1}:
             parts = [
-                sharding.replica_slice(min(batch_size, 1000 - i), ranks, rank)
+                sharding.BatchShare(ranks, rank).of(min(batch_size, 1000 - i))
                 for i in range(0, 1000, batch_size)
             ]
             sizes = [part.stop - part.start for part in parts]

@@ -30,7 +30,7 @@ from mpidist.data.distributed.shared_caches import require_shareable, share
 from mpidist.data.iter_dataset import IterDataset
 from mpidist.data.iterator_state import EpochCounter, Origin
 from mpidist.data.map_dataset import Epoch, MapDataset
-from mpidist.data.sharding import even_sizes
+from mpidist.data.sharding import BatchShare, even_sizes
 from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.options import AutoShardPolicy, InputOptions
@@ -182,6 +182,8 @@ class DistributedDataset:
                 ("dataset", pipeline.describe()),
                 ("batches", pipeline.cardinality if is_alike else "its own"),
             )
+            if options is not None and options.balance_batches:
+                agreed += (("balance_batches", True),)
             if is_global(policy) and extended.num_replicas > 1:
                 agreed += describe_contents(pipeline, extended.replica_id)
             reads_all = not is_global(policy)
@@ -198,15 +200,17 @@ class DistributedDataset:
         # All ranks iterate over all of a generator; only indexed datasets are read in
         # slices.
         is_sliced = is_global(policy) and isinstance(pipeline, MapDataset)
+        options = options or InputOptions()
         slices = extended.num_replicas if is_sliced else 1
+        first = BatchShare(slices, 0, options.balance_batches)
         plan = ReadPlan(
             extended,
-            share(extended, pipeline, Epoch(0, entropy), slices),
+            share(extended, pipeline, Epoch(0, entropy), first),
             is_global=is_global(policy),
             is_batched=True,
             cardinality=origin.cardinality,
             origin=origin,
-            options=options or InputOptions(),
+            options=options,
             # The number of collective calls is the same on all ranks, so it names the
             # dataset.
             serial=extended.consensus.calls,

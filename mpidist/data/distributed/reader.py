@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpidist.data import sharding
 from mpidist.data.distributed.shared_caches import has_caches
 from mpidist.data.elements import as_element, dtype_text, one_dtype, plain_array
 from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, IterDataset, count_rows
@@ -24,6 +23,7 @@ from mpidist.data.map_dataset import (
     MapDataset,
     OpenSources,
 )
+from mpidist.data.sharding import WHOLE, BatchShare
 from mpidist.errors import ArgumentError, DataError
 from mpidist.options import AutoShardPolicy, InputOptions
 from mpidist.util import nest
@@ -75,6 +75,14 @@ class ReadPlan:
     origin: Origin
     options: InputOptions
     serial: int
+
+    @functools.cached_property
+    def share(self) -> BatchShare:
+        """Which rows of each batch of the pipeline this replica takes."""
+        if not self.is_global:
+            return WHOLE
+        where = self.extended.num_replicas, self.extended.replica_id
+        return BatchShare(*where, self.options.balance_batches)
 
     @functools.cached_property
     def has_cache(self) -> bool:
@@ -218,14 +226,8 @@ class _MapReader:
         return _read_singly(self, steps or [step])
 
     def _load_group(self, steps: range) -> StepGroup:
-        extended = self._plan.extended
-        share = (
-            (extended.num_replicas, extended.replica_id)
-            if self._plan.is_global
-            else (1, 0)
-        )
         try:
-            batches = self._pipeline.local_batches(self._epoch, steps, *share)
+            batches = self._pipeline.local_batches(self._epoch, steps, self._plan.share)
         except Exception:  # read singly to find out which step fails
             return _read_singly(self, steps)
         # Views of one large read; an error of a later step does not lose those before.
@@ -284,10 +286,7 @@ class _MapReader:
     def _load(self, step: int) -> Any:
         if not self._plan.is_global:
             return self._pipeline.element(self._epoch, step)
-        extended = self._plan.extended
-        return self._pipeline.local_batch(
-            self._epoch, step, extended.num_replicas, extended.replica_id
-        )
+        return self._pipeline.local_batch(self._epoch, step, self._plan.share)
 
 
 class _IterReader:
@@ -344,8 +343,7 @@ class _IterReader:
         self._elements = iter(())  # dropping the last reference closes a generator
 
     def _slice(self, batch: Any, rows: int) -> Any:
-        extended = self._plan.extended
-        own = sharding.replica_slice(rows, extended.num_replicas, extended.replica_id)
+        own = self._plan.share.of(rows)
         return nest.map_leaves(lambda a: a[own], batch)
 
 

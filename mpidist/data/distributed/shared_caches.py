@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidist.comm.consensus.signatures import CallSignature
-from mpidist.data import combining, iter_transformations, sharding
+from mpidist.data import combining, iter_transformations
 from mpidist.data.caching import (
     Cache,
     CacheBase,
@@ -25,6 +25,7 @@ from mpidist.data.caching import (
 from mpidist.data.elements import one_dtype, split, stack
 from mpidist.data.iter_dataset import IterDataset
 from mpidist.data.map_dataset import Epoch, MapDataset, OpenSources
+from mpidist.data.sharding import WHOLE, BatchShare
 from mpidist.data.sources import Positions
 from mpidist.errors import ArgumentError
 from mpidist.util import nest
@@ -83,7 +84,10 @@ def _require_known_order(steps: Any) -> None:
 
 
 def share(
-    extended: ReplicaGroup, steps: MapDataset | IterDataset, epoch: Epoch, slices: int
+    extended: ReplicaGroup,
+    steps: MapDataset | IterDataset,
+    epoch: Epoch,
+    first: BatchShare,
 ) -> MapDataset | IterDataset:
     """Return the dataset with caches that the ranks of a node share. Collective.
 
@@ -94,7 +98,7 @@ def share(
       extended: of the strategy.
       steps: the dataset; shareable, and equal on all ranks.
       epoch: in which the steps before the caches run.
-      slices: number of slices in which batches are read: 1, or one per replica.
+      first: the share of replica 0, in whose slices batches are read.
 
     Raises, on all ranks:
       ArgumentError: rows have no fixed size, or memory does not suffice.
@@ -108,8 +112,8 @@ def share(
         # The newest storage of this owner, if all ranks still have it.
         storage = extended.node_memory.find(owner)
         if storage is None:
-            return _make(extended, parent, epoch, owner, slices)
-        return NodeCache(parent, storage, owner, slices)
+            return _make(extended, parent, epoch, owner, first)
+        return NodeCache(parent, storage, owner, first)
 
     shared: MapDataset | IterDataset = replace_caches(steps, change)
     return shared
@@ -160,7 +164,7 @@ def _make(
     parent: MapDataset,
     epoch: Epoch,
     owner: object,
-    slices: int,
+    first: BatchShare,
 ) -> NodeCache:
     """Return a new cache, filled with the first rows. Collective."""
     consensus, epoch = extended.consensus, first_epoch(parent, epoch)
@@ -168,7 +172,7 @@ def _make(
     first_rows: list[Any] = []
 
     def read_spec() -> Any:
-        first_rows.append(_first_rows(parent, epoch, slices))
+        first_rows.append(_first_rows(parent, epoch, first))
         return row_spec(first_rows[0])
 
     # Rank 0 reads rows and sends their spec; all ranks read if it cannot be pickled
@@ -181,7 +185,7 @@ def _make(
     # Room for whole batches: row j of batch i lies at i * batch_size + j.
     fields = fields_of(spec, parent.length * (parent.batch_size or 1))
     storage = extended.node_memory.allocate(owner, fields, (epoch, spec))
-    cache = NodeCache(parent, storage, owner, slices)
+    cache = NodeCache(parent, storage, owner, first)
 
     def fill() -> None:
         # Only ranks that have read rows fill them in; rows are the same on all.
@@ -194,7 +198,7 @@ def _make(
     return cache
 
 
-def _first_rows(parent: MapDataset, epoch: Epoch, slices: int) -> Any:
+def _first_rows(parent: MapDataset, epoch: Epoch, first: BatchShare) -> Any:
     """Return the rows that are read first, stacked; perhaps zero rows."""
 
     def read() -> Any:
@@ -203,9 +207,7 @@ def _first_rows(parent: MapDataset, epoch: Epoch, slices: int) -> Any:
         if not parent.is_batched:
             return parent.elements(epoch, np.arange(min(1, length)))
         return (
-            parent.local_batch(epoch, 0, slices, 0)
-            if length
-            else parent.empty_batch(epoch)
+            parent.local_batch(epoch, 0, first) if length else parent.empty_batch(epoch)
         )
 
     open_sources = OpenSources(parent)
@@ -242,15 +244,15 @@ class NodeCache(CacheBase):
     Args:
       storage: its note is the parent's epoch, and a nest of the rows' TensorSpec.
       owner: the storage is freed after this object.
-      slices: number of slices in which batches are read.
+      first: the share of replica 0, in whose slices batches are read.
     """
 
     def __init__(
-        self, parent: MapDataset, storage: Storage, owner: object, slices: int
+        self, parent: MapDataset, storage: Storage, owner: object, first: BatchShare
     ):
         super().__init__(parent)
         self._owner = owner
-        self._slices = slices
+        self._first = first
         self.hold(storage)
 
     def hold(self, storage: Storage) -> None:
@@ -261,7 +263,7 @@ class NodeCache(CacheBase):
 
     def element(self, epoch: Epoch, i: int) -> Any:
         if self.is_batched:
-            return self.local_batch(epoch, i, 1, 0)
+            return self.local_batch(epoch, i, WHOLE)
         return MapDataset.element(self, epoch, i)
 
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
@@ -285,13 +287,13 @@ class NodeCache(CacheBase):
     def element_list(self, epoch: Epoch, positions: Positions) -> list[Any]:
         return split(self.elements(epoch, positions))
 
-    def local_batch(self, epoch: Epoch, i: int, replicas: int, replica: int) -> Any:
+    def local_batch(self, epoch: Epoch, i: int, share: BatchShare) -> Any:
         held, table = self._held
         epoch = first_epoch(self._parent, epoch)
         # `batch_size` for all batches, also the short last one, so that places are
         # fixed.
         size, rows = self.batch_size or 1, self.batch_rows(epoch, i)
-        own = sharding.replica_slice(rows, replicas, replica)
+        own = share.of(rows)
         numbers = np.arange(i * size + own.start, i * size + own.stop)
         if numbers.size == 0:
             return self.empty_batch(epoch)
@@ -299,7 +301,7 @@ class NodeCache(CacheBase):
         if epoch == held and table.contains(numbers).all():
             return table.rows(numbers)
         # Slices are read whole, even if some of their rows are stored
-        read = self._parent.local_batch(epoch, i, replicas, replica)
+        read = self._parent.local_batch(epoch, i, share)
         if epoch == held:
             _fill(table, numbers, read)
         return read
@@ -310,7 +312,7 @@ class NodeCache(CacheBase):
             return self._zeros() if size is None else self._zeros(size)
         if size is None:
             return self.element(epoch, 0)
-        rows = self.local_batch(epoch, 0, self._slices, 0)
+        rows = self.local_batch(epoch, 0, self._first)
         return nest.map_leaves(lambda a: np.repeat(a[:1], size, axis=0), rows)
 
     def empty_batch(self, epoch: Epoch) -> Any:

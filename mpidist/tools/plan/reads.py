@@ -24,7 +24,7 @@ from mpidist.data.hdf5.dataset_reader import BlockCache, block_rows
 from mpidist.data.hdf5.index import DatasetIndex, FileIndex, ReadMethod
 from mpidist.data.hdf5.rows import FileMap, Hdf5Rows
 from mpidist.data.map_dataset import Epoch
-from mpidist.data.sharding import Indices
+from mpidist.data.sharding import WHOLE, BatchShare, Indices
 from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 from mpidist.options import AutoShardPolicy
 
@@ -206,16 +206,14 @@ class Share(NamedTuple):
     Args:
       pipeline: of batches.
       source: of its rows.
-      replicas: number of ranks that share each batch; 1 for own batches.
-      replica: index of this rank's slice.
+      part: this rank's rows of each batch.
       is_in_order: whether rows come in the order of the files.
       reads_example: whether a row is read before the first step.
     """
 
     pipeline: Batch
     source: DryRows
-    replicas: int
-    replica: int
+    part: BatchShare
     is_in_order: bool
     reads_example: bool
 
@@ -230,7 +228,7 @@ class Share(NamedTuple):
         """Return the positions before batching of this rank's rows at a step."""
         if not 0 <= step < self.steps:
             return range(0)
-        return self.pipeline.positions(FIRST_EPOCH, step, self.replicas, self.replica)
+        return self.pipeline.positions(FIRST_EPOCH, step, self.part)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -252,7 +250,7 @@ class Share(NamedTuple):
     @property
     def group(self) -> int:
         """The number of steps that are read at a time."""
-        return reader.steps_per_read(self.pipeline, self.replicas)
+        return reader.steps_per_read(self.pipeline, self.part.replicas)
 
     def begin(self) -> None:
         """Reset the counts, and request the rows needed before the first step."""
@@ -264,9 +262,7 @@ class Share(NamedTuple):
         """Request the rows of some steps from the source."""
         for first in range(steps.start, steps.stop, self.group):
             several = range(first, min(first + self.group, steps.stop))
-            self.pipeline.local_batches(
-                FIRST_EPOCH, several, self.replicas, self.replica
-            )
+            self.pipeline.local_batches(FIRST_EPOCH, several, self.part)
 
 
 def shares_of(
@@ -285,8 +281,8 @@ def shares_of(
         assert isinstance(pipeline, Batch)
         (source,) = pipeline.sources
         assert isinstance(source, DryRows)
-        part = (ranks, rank) if is_global(policy) else (1, 0)
-        shares.append(Share(pipeline, source, *part, is_in_order, reads_example=is_own))
+        part = BatchShare(ranks, rank) if is_global(policy) else WHOLE
+        shares.append(Share(pipeline, source, part, is_in_order, reads_example=is_own))
     return shares * (ranks // len(shares))
 
 

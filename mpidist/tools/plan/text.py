@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mpidist.data.distributed.reader import is_global
 from mpidist.data.hdf5.index import ReadMethod
-from mpidist.data.sharding import even_sizes, replica_slice
+from mpidist.data.sharding import BatchShare, even_sizes
 from mpidist.data.shuffling import STRIPE_ROWS
 from mpidist.options import AutoShardPolicy
 from mpidist.tools.plan.parts import (
@@ -228,7 +228,7 @@ def _on_batches(plan: InputPlan) -> Iterator[str]:
         return
     advice = " or ".join(f"{size:,}" for size in even_sizes(batch, ranks))
     if is_global(plan.request.policy):
-        parts = [replica_slice(batch, ranks, rank) for rank in range(ranks)]
+        parts = [BatchShare(ranks, rank).of(batch) for rank in range(ranks)]
         sizes = [part.stop - part.start for part in parts]
         shown = ", ".join(map(str, sizes))
         if ranks > _LISTED_RANKS:

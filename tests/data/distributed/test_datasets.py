@@ -11,9 +11,10 @@ from all_ranks import in_order, local, on_all_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidist import AutoShardPolicy, Dataset, InputContext, Options
+from mpidist import AutoShardPolicy, Dataset, InputContext, InputOptions, Options
 from mpidist.data.map_dataset import Epoch, SourceMapDataset
-from mpidist.data.sharding import Permutation
+from mpidist.data.sharding import BatchShare, Permutation
+from mpidist.errors import MismatchError
 
 
 def numbers(n, dtype=np.int64):
@@ -43,6 +44,40 @@ def test_14_rows_in_batches_of_8(strategy, comm, drop_remainder):
     assert [list(map(len, parts)) for parts in steps] == sizes[: len(divided)]
     assert in_order(steps) == list(range(8 if drop_remainder else 14))
     assert len(divided) == divided.cardinality == (1 if drop_remainder else 2)
+
+
+@pytest.mark.parametrize("kind", ["array", "mapped", "cached", "stream", "file"])
+def test_balanced_batches(strategy, comm, mpi_tmp_path, kind):
+    rows = np.arange(14, dtype=np.float32)
+    if kind == "file":
+        if comm.rank == 0:
+            with h5py.File(mpi_tmp_path / "rows.h5", "w") as file:
+                file["x"] = rows
+        comm.Barrier()
+        dataset = Dataset.from_hdf5(str(mpi_tmp_path / "rows.h5"), "x")
+    elif kind == "stream":
+        dataset = Dataset.from_generator(lambda: iter(rows))
+    else:
+        dataset = Dataset.from_tensor_slices(rows)
+    if kind == "mapped":
+        dataset = dataset.map(lambda x: x)
+    dataset = dataset.cache().batch(8) if kind == "cached" else dataset.batch(8)
+    options = InputOptions(balance_batches=True)
+    divided = strategy.experimental_distribute_dataset(dataset, options)
+    for _ in range(2):
+        steps = on_all_ranks(strategy, comm, divided)
+        assert in_order(steps) == rows.tolist()
+        sizes = [list(map(len, parts)) for parts in steps]
+        assert [sum(parts) for parts in sizes] == [8, 6]
+        assert all(max(parts) - min(parts) <= 1 for parts in sizes)
+
+
+def test_balance_on_some_ranks_is_an_error_on_all(strategy, comm):
+    if comm.size == 1:
+        pytest.skip("needs ranks that can differ")
+    options = InputOptions(balance_batches=comm.rank == 0)
+    with pytest.raises(MismatchError, match="balance_batches"):
+        strategy.experimental_distribute_dataset(numbers(8).batch(4), options)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 7, 100])
@@ -270,7 +305,7 @@ def test_parts_of_all_replicas_cover_the_files(
         kept = n // batch_size * batch_size if drop_remainder else n
         steps = [
             [
-                pipeline.local_batch(Epoch(epoch), i, replicas, r)
+                pipeline.local_batch(Epoch(epoch), i, BatchShare(replicas, r))
                 for r in range(replicas)
             ]
             for i in range(pipeline.length)

@@ -404,9 +404,9 @@ def test_kernels_on_another_stream_see_whole_batches(gpu_strategy, depth):
                 array = cupy.ascontiguousarray(array[::-1])
             results.append(array)
         results = [array.get() for array in results]
-    shard = mpidist.data.sharding.replica_slice(
-        n, strategy.num_replicas_in_sync, strategy.extended.replica_id
-    )
+    shard = mpidist.data.sharding.BatchShare(
+        strategy.num_replicas_in_sync, strategy.extended.replica_id
+    ).of(n)
     for step, result in enumerate(results):
         expected = np.arange(n)[shard] + step * n
         np.testing.assert_array_equal(result, expected)
