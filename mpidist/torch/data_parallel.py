@@ -81,6 +81,10 @@ class _Passes:
         self.next_rows: float | None = None
         self.is_said = False
 
+    def allow(self, task: int) -> bool:
+        """Return whether gradients of a backward pass are averaged, or add up."""
+        return self.expects or self.accumulates or self.task == task
+
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """PyTorch's DistributedDataParallel over MPI, exact for unlike numbers of rows.
@@ -168,8 +172,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         ignored = self.parameters_to_ignore
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and name not in ignored:
-                _owners.setdefault(parameter, weakref.WeakSet()).add(self)
-                hook = functools.partial(_on_gradient, weakref.ref(self), name)
+                _owners.setdefault(parameter, weakref.WeakSet()).add(self._passes)
+                hook = functools.partial(_on_gradient, weakref.ref(self._passes), name)
                 parameter.register_post_accumulate_grad_hook(hook)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
@@ -274,25 +278,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._check_reducer_finalized)
 
-    def _allows(self, task: int) -> bool:
-        """Return whether gradients of a backward pass are averaged, or add up."""
-        return (
-            self._passes.expects
-            or self._passes.accumulates
-            or self._passes.task == task
-        )
-
-    def _note_gradient(self, name: str, parameter: Any) -> None:
-        """Raise for a gradient that no rank would average."""
-        task = self._passes.gradient_task = weights.current_task()
-        if self._allows(task) or any(m._allows(task) for m in _owners[parameter]):
-            return
-        raise ContextError(
-            f"{CALL}: a backward pass has reached {name}, but not by an output of the "
-            "model, so its gradient would be of this rank alone: call model(...) "
-            "itself, not a method of model.module"
-        )
-
     def set_rows(self, rows: float) -> None:
         """Set the number of rows in this step's mean loss.
 
@@ -355,9 +340,18 @@ def _number_of_rows(rows: Any) -> float:
     return float(number)
 
 
-def _on_gradient(model: Any, name: str, parameter: Any) -> None:
-    if (found := model()) is not None:
-        found._note_gradient(name, parameter)
+def _on_gradient(reference: Any, name: str, parameter: Any) -> None:
+    """Raise for a gradient that no rank would average."""
+    passes = reference()
+    if passes is None:
+        return
+    task = passes.gradient_task = weights.current_task()
+    if not passes.allow(task) and not any(p.allow(task) for p in _owners[parameter]):
+        raise ContextError(
+            f"{CALL}: a backward pass has reached {name}, but not by an output of the "
+            "model, so its gradient would be of this rank alone: call model(...) "
+            "itself, not a method of model.module"
+        )
 
 
 def _check(

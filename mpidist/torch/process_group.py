@@ -18,7 +18,6 @@ import itertools
 import os
 import threading
 import time
-import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -37,7 +36,6 @@ from mpidist.strategy.strategy import Strategy
 from mpidist.torch import c10d
 from mpidist.torch.flat_tensors import BITWISE, FlatTensor, Reduction, concatenate
 from mpidist.torch.works import Executor, Message, Work
-from mpidist.util.hashing import hash62
 
 __all__ = ["Operations", "group_of", "init_process_group", "register"]
 
@@ -47,7 +45,7 @@ _IN_PLACE_BYTES = 128 << 10
 # Elements of a small bucket, see `c10d.may_wait`
 _FEW = _IN_PLACE_BYTES // 4
 _KEPT = 256  # works of one element
-_WAITS = types.SimpleNamespace(asyncOp=False)
+_ADDRESSES = (1 << 62) - 1
 _T = TypeVar("_T")
 _AUTO = CommunicationImplementation.AUTO
 _options_of = functools.lru_cache(CommunicationOptions)
@@ -494,18 +492,17 @@ class Operations:
         Args:
           call: what needs them.
           number: its digest.
-          values: a tuple of numbers.
+          values: a tuple of numbers, or of such tuples.
         """
-        found = []
+        found = [values]
 
         def run() -> None:
-            address = hash62(repr(values)) or 1
-            if self._consensus.compare(call, number, address, self._seconds):
-                found.append(values)
-            else:
-                found.extend(self._consensus.gather(call.operation, values))
+            # Of numbers, Python's hash is the same in all processes
+            address = hash(values) & _ADDRESSES or 1
+            if not self._consensus.compare(call, number, address, self._seconds):
+                found[:] = self._consensus.gather(call.operation, values)
 
-        self._submit([], _WAITS, run).wait()
+        self._executor.call(self._in_turn(None, run))
         return found
 
     def _compare(self, name: str, *fields: tuple[str, Any]) -> None:
@@ -520,27 +517,35 @@ class Operations:
     ) -> Work:
         """Call `run` in turn: for each row of the columns, or once without any."""
         rows = list(zip(*columns, strict=True)) if columns else [()]
-        seconds = c10d.seconds_of(opts, self._timeout)
-        work, consensus = Work(list(outputs)), self._consensus
+        work = Work(list(outputs))
 
-        def in_turn() -> None:
-            # The operations of a group belong to the thread that runs them now; the
-            # end of the program, to the thread that made the group
-            consensus.lock.adopt()
-            try:
-                with consensus.lock:
-                    self._seconds = seconds
-                    for row in rows:
-                        run(*row)
-            finally:
-                consensus.lock.creator = self._creator
+        def each() -> None:
+            for row in rows:
+                run(*row)
 
         first = columns[0][0] if columns and columns[0] else None
         is_small = isinstance(first, torch.Tensor) and first.numel() <= _FEW
         if isinstance(first, torch.Tensor) and first.numel() == 1:
             self._kept.append(work)
+        in_turn = self._in_turn(opts, each)
         self._executor.submit(work, in_turn, c10d.may_wait(opts, is_small))
         return work
+
+    def _in_turn(self, opts: Any, run: Callable[[], None]) -> Callable[[], None]:
+        seconds, lock = c10d.seconds_of(opts, self._timeout), self._consensus.lock
+
+        def in_turn() -> None:
+            # The operations of a group belong to the thread that runs them now; the
+            # end of the program, to the thread that made the group
+            lock.adopt()
+            try:
+                with lock:
+                    self._seconds = seconds
+                    run()
+            finally:
+                lock.creator = self._creator
+
+        return in_turn
 
 
 def _listed(tensors: Any) -> list[Any]:

@@ -34,8 +34,10 @@ __all__ = [
     "tensors_in",
 ]
 
-# In place of rows, in what ranks exchange
-_UNSTATED, ENDED = -1.0, -2.0
+# The number of the backward pass of this thread, or -1
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+# In place of rows, in what ranks exchange; Python's hashes of -1 and -2 are the same
+_UNSTATED, ENDED = -1.0, -3.0
 _CALL = CallSignature("the backward pass of DistributedDataParallel")
 _NUMBER = digest(_CALL)
 _HINT = (
@@ -78,12 +80,6 @@ class Pass:
         if self._task != current_task():  # it has not come through the outputs
             return 1.0
         return 1 / self._found if self._found else 0.0
-
-
-def current_task() -> int:
-    """Return the number of the backward pass of this thread, or -1."""
-    task: int = torch._C._current_graph_task_id()
-    return task
 
 
 class Weighed(torch.autograd.Function):
@@ -155,9 +151,9 @@ def exchange_rows(
       MismatchError: models differ.
     """
     own_rows = _UNSTATED if rows is None else rows
-    # 52 bits are exact in float64
-    first = float(shapes[0] if shapes else 0)
-    table = _gather(group, (own_rows, hash62(repr(shapes)) >> 10, first, float(model)))
+    table = _gather(group, own_rows, tuple(shapes), model)
+    if len(table) == 1:  # equal on all ranks
+        return 0.0 if own_rows in (0, ENDED) else None if rows is None else 1.0
     if len({number for *_, number in table}) > 1:
         raise MismatchError(
             "the ranks are in the backward passes of different models: number "
@@ -180,26 +176,30 @@ def exchange_rows(
     return 1.0 if is_equal else own_rows * ranks / total
 
 
-def _gather(group: Any, own: tuple[float, ...]) -> list[tuple[float, ...]]:
-    """Return the numbers of all ranks. Collective."""
+def _gather(group: Any, rows: float, shapes: Any, model: int) -> list[Any]:
+    """Return those of all ranks, or one line if they are equal. Collective."""
     operations = getattr(group, "operations", None)
     if operations is not None:
-        found: list[tuple[float, ...]] = operations.share(_CALL, _NUMBER, own)
-        return found if len(found) > 1 else found * group.size()
+        found: list[Any] = operations.share(_CALL, _NUMBER, (rows, shapes, model))
+        return found
     # A group of another backend; NCCL has no memory of the CPU
     device = "cpu" if torch.device("cpu") in group._device_types else "cuda"
-    mine = torch.tensor(own, dtype=torch.float64, device=device)
-    every = mine.new_empty(group.size() * len(own))
+    checksum = hash62(repr(shapes)) >> 10  # 52 bits are exact in float64
+    numbers = rows, checksum, model
+    mine = torch.tensor(numbers, dtype=torch.float64, device=device)
+    every = mine.new_empty(group.size() * len(numbers))
     c10d.all_gather_single(every, mine, group=group)
-    return [tuple(line) for line in every.view(-1, len(own)).tolist()]
+    table: list[Any] = every.view(-1, len(numbers)).tolist()
+    return table if any(line != table[0] for line in table) else table[:1]
 
 
-def _require_one_shape(table: Sequence[Sequence[float]]) -> None:
-    if len({checksum for _, checksum, *_ in table}) > 1:
+def _require_one_shape(table: Sequence[Any]) -> None:
+    if len({shapes for _, shapes, _ in table}) > 1:
+        first = [shapes[:1] for _, shapes, _ in table if isinstance(shapes, tuple)]
+        shown = f"the first: {[n for (n,) in first]}" if all(first) else "checksums"
         raise ArgumentError(
             "the inputs or outputs of a DistributedDataParallel have unlike first "
-            f"dimensions on the ranks (the first: {[int(n) for _, _, n, _ in table]}); "
-            f"{_HINT}"
+            f"dimensions on the ranks ({shown}); {_HINT}"
         )
 
 

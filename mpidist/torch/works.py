@@ -200,19 +200,43 @@ class Executor:
 
     def submit(self, work: Work, run: Callable[[], None], may_wait: bool) -> None:
         """Run an operation, at once if `may_wait` and no other one is in the way."""
-        with self._mutex:
-            is_direct = may_wait and self._waiting == 0
-            self._waiting += 1
-            if is_direct:
-                self._turn.acquire()
-            else:
-                frame = user_frame()
-                self._queue.put((work, run, _caller_at(frame.f_code, frame.f_lineno)))
-                if self._thread is None:
-                    self._start()
-        if is_direct:
+        if may_wait and self._begins():
             self._run(work, run)
             self._turn.release()
+            return
+        frame = user_frame()
+        caller = _caller_at(frame.f_code, frame.f_lineno)
+        with self._mutex:
+            self._waiting += 1
+            self._queue.put((work, run, caller))
+            if self._thread is None:
+                self._start()
+
+    def call(self, run: Callable[[], None]) -> None:
+        """Run an operation that the caller waits for; raise its error."""
+        if not self._begins():
+            work = Work([])
+            self.submit(work, run, may_wait=False)
+            work.wait()
+            return
+        try:
+            run()
+        finally:
+            self._end()
+            self._turn.release()
+
+    def _begins(self) -> bool:
+        """Take the turn in this thread, unless operations wait for theirs."""
+        with self._mutex:
+            if self._waiting:
+                return False
+            self._waiting = 1
+            self._turn.acquire()
+        return True
+
+    def _end(self) -> None:
+        with self._mutex:
+            self._waiting -= 1
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
@@ -231,8 +255,7 @@ class Executor:
             run()
         except BaseException as caught:
             error = caught
-        with self._mutex:
-            self._waiting -= 1
+        self._end()
         work.finish(error)
 
     def close(self) -> None:
