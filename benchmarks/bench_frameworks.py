@@ -5,11 +5,11 @@
 
 The latter starts one rank on each of some virtual nodes (`tests/support/`), with a
 network of 1 Gbit/s between them, and sends gradients as bfloat16, too.
-Models of three sizes; each contestant trains its own copy with batches that lie ready,
-in turns of some steps; "no communication" is each rank by itself. Told are the medians
-of the slowest rank, and ratios of turns that followed each other. At the end ours and
-DDP's must have the same weights, on 2 ranks bit by bit. Each rank computes on one
-core. The machine should do nothing else.
+Ours, torch's own over "mpidist", and torch's own over gloo train copies of models with
+batches that lie ready, in turns of some steps; a transformer is sharded by FSDP2; "no
+communication" is each rank by itself. Told are the medians of the slowest rank, and
+ratios of turns that followed each other. At the end all must have the same weights.
+Each rank computes on one core. The machine should do nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 import datetime
 import gc
 import importlib.util
+import itertools
 import os
 import sys
 import tempfile
@@ -37,8 +38,8 @@ from mpi4py import MPI
 import mpidist
 
 FRAMEWORKS = ["torch"]
-OURS, NARROW = "mpidist", "mpidist, bfloat16"
-NARROW_TARGET = 2.0  # between nodes
+# Of `torch_cases`, which needs PyTorch
+OURS, NARROW, ALONE = "mpidist", "mpidist, bfloat16", "no communication"
 
 
 def measure(
@@ -70,22 +71,19 @@ def compare(
             return times[name]
         return [case.rows * ranks / (t / 1e6) for t in times[name]]
 
-    found = []
-    others = [name for name in times if name not in (OURS, NARROW)]
-    for own, target in ((OURS, case.target), (NARROW, NARROW_TARGET)):
-        for name in others if own in times else ():
-            found.append(
-                Comparison(
-                    case.name if own == OURS else f"{case.name}, bfloat16",
-                    name,
-                    "us" if case.is_time else "samples/s",
-                    numbers(own),
-                    numbers(name),
-                    target=target if "DDP" in name and ranks > 1 else None,
-                    is_at_least=not case.is_time,
-                )
-            )
-    return found
+    return [
+        Comparison(
+            case.name if own == OURS else f"{case.name}, {own}",
+            other,
+            "us" if case.is_time else "samples/s",
+            numbers(own),
+            numbers(other),
+            target=target if ranks > 1 else None,
+            is_at_least=not case.is_time,
+        )
+        for (own, other), target in case.targets.items()
+        if own in times
+    ]
 
 
 def run_torch(
@@ -112,16 +110,19 @@ def run_torch(
     with torch_cases.gloo(comm, folder):
         for name in cases:
             case = torch_cases.CASES[name]
-            trainers = torch_cases.contestants(case, comm, strategy)
-            if folder is not None:
-                trainers[NARROW] = torch_cases.narrow_trainer(case, comm, strategy)
+            trainers = torch_cases.contestants(
+                case, comm, strategy, is_wire=folder is not None
+            )
             steps = case.steps if turns > 1 else 2
             found += compare(case, measure(comm, trainers, steps, turns), comm.size)
-            pairs = zip(*(t.weights() for t in list(trainers.values())[:2]))
+            exact = [t for n, t in trainers.items() if n not in (ALONE, NARROW)]
+            pairs = itertools.chain(
+                *(zip(exact[0].weights(), t.weights()) for t in exact[1:])
+            )
             most = max(float((a - b).abs().max()) for a, b in pairs)
             differences[case.name] = comm.allreduce(most, MPI.MAX)
             # While gloo is there: its threads may wait for Python's lock
-            del trainers, pairs
+            del trainers, pairs, exact
             gc.collect()
     return found, differences
 
@@ -155,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--output", type=Path, help="JSON file; a PNG goes beside it")
     add("--turns", type=int, default=15, help="of each contestant (default 15)")
-    add("--cases", nargs="+", default=["mlp", "small", "resnet"])
+    add("--cases", nargs="+", default=["mlp", "deep", "small", "resnet", "fsdp"])
     add("--tiny", action="store_true", help="only see that all run")
     add("--nodes", type=int, help="start this on so many virtual nodes")
     add("--rate", default="1gbit", help="of each node's cable, as tc writes it (1gbit)")

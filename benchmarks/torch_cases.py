@@ -1,12 +1,13 @@
-"""Models of PyTorch that are trained by `mpidist.torch` and by torch's own DDP."""
+"""Models of PyTorch, and who trains them."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +19,24 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import mpidist
 from mpidist.torch import DistributedDataParallel
+from mpidist.torch.process_group import group_of
 
-__all__ = ["CASES", "Case", "Trainer", "contestants", "gloo", "narrow_trainer"]
+__all__ = [
+    "ALONE",
+    "CASES",
+    "GLOO",
+    "NARROW",
+    "OURS",
+    "OVER",
+    "Case",
+    "Trainer",
+    "contestants",
+    "gloo",
+]
+
+OURS, GLOO, ALONE = "mpidist", "torch DDP (gloo)", "no communication"
+OVER, NARROW = "torch DDP (mpidist)", "mpidist, bfloat16"
+FSDP_OVER, FSDP_GLOO = "FSDP2 (mpidist)", "FSDP2 (gloo)"
 
 
 class Case(NamedTuple):
@@ -31,7 +48,8 @@ class Case(NamedTuple):
       shape: of a row.
       rows: of each rank, in a step.
       steps: in each turn.
-      target: what ours has to reach by DDP's; samples per second, or a step's time.
+      targets: what the first has to reach by the second; samples per second, or a
+        step's time. None where it is only told.
       is_time: which of them.
     """
 
@@ -40,7 +58,7 @@ class Case(NamedTuple):
     shape: tuple[int, ...]
     rows: int
     steps: int
-    target: float
+    targets: Mapping[tuple[str, str], float | None]
     is_time: bool = False
 
 
@@ -81,6 +99,38 @@ def resnet() -> Any:
     return nn.Sequential(*first, *blocks, *last)
 
 
+class Layer(nn.Module):
+    """A layer of a transformer."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.body = mlp(width, 4 * width, width)
+
+    def forward(self, x: Any) -> Any:
+        y = self.norms[0](x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.body(self.norms[1](x))
+
+
+def transformer() -> Any:
+    """Return four layers for sequences of rows of 256 numbers."""
+    last = [nn.Flatten(), nn.Linear(16 * 256, 10)]
+    return nn.Sequential(*[Layer(256) for _ in range(4)], *last)
+
+
+def _beside(by_gloo: float | None, over_by_gloo: float | None) -> dict[Any, Any]:
+    """Return what is compared of models that are whole on each rank."""
+    return {
+        (OURS, GLOO): by_gloo,
+        (OVER, GLOO): over_by_gloo,
+        (OURS, OVER): None,
+        (OURS, ALONE): None,
+        (NARROW, GLOO): 1.75,
+    }
+
+
 CASES = {
     "mlp": Case(
         "MLP of 10 M parameters",
@@ -88,12 +138,36 @@ CASES = {
         (784,),
         32,
         10,
-        1.3,
+        _beside(None, 1.5),
+    ),
+    "deep": Case(
+        "ten layers of 1000",
+        lambda: mlp(*[1000] * 10, 10),
+        (1000,),
+        32,
+        10,
+        _beside(None, 1.5),
     ),
     "small": Case(
-        "MLP 64-128-10", lambda: mlp(64, 128, 10), (64,), 64, 200, 0.3, is_time=True
+        "MLP 64-128-10",
+        lambda: mlp(64, 128, 10),
+        (64,),
+        64,
+        200,
+        _beside(None, 0.4),
+        is_time=True,
     ),
-    "resnet": Case("ResNet, 8 images of 32x32", resnet, (3, 32, 32), 8, 10, 1.15),
+    "resnet": Case(
+        "ResNet, 8 images of 32x32", resnet, (3, 32, 32), 8, 10, _beside(1.15, None)
+    ),
+    "fsdp": Case(
+        "transformer of 4 layers",
+        transformer,
+        (16, 256),
+        8,
+        10,
+        {(FSDP_OVER, FSDP_GLOO): 1.3, (FSDP_OVER, ALONE): None},
+    ),
 }
 
 
@@ -103,8 +177,8 @@ class Trainer:
     def __init__(self, case: Case, rank: int, wrap: Callable[[Any], Any]):
         torch.manual_seed(0)
         self.model = wrap(case.make())
-        parameters = self.model.parameters()
-        self._optimizer = torch.optim.SGD(parameters, 0.01, momentum=0.9)
+        self.parameters = list(self.model.parameters())
+        self._optimizer = torch.optim.SGD(self.parameters, 0.01, momentum=0.9)
         random = np.random.default_rng(rank)
         x = random.normal(size=(case.rows, *case.shape)).astype("f4")
         self._x = torch.from_numpy(x)
@@ -118,8 +192,9 @@ class Trainer:
             self._optimizer.step()
 
     def weights(self) -> list[Any]:
-        """Return the parameters."""
-        return [p.detach() for p in self.model.parameters()]
+        """Return the parameters. Collective, if each rank has a part of them."""
+        whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in self.parameters]
+        return [p.detach() for p in whole]
 
 
 @contextlib.contextmanager
@@ -148,29 +223,53 @@ def gloo(comm: MPI.Intracomm, shared: str | None = None) -> Iterator[None]:
 
 
 def contestants(
-    case: Case, comm: MPI.Intracomm, strategy: mpidist.Strategy
+    case: Case, comm: MPI.Intracomm, strategy: mpidist.Strategy, is_wire: bool
 ) -> dict[str, Trainer]:
-    """Return who trains the same model. Collective; inside of `gloo`."""
+    """Return who trains the same model. Collective; inside of `gloo`.
+
+    Args:
+      case: what is trained.
+      comm: the ranks.
+      strategy: of the same.
+      is_wire: whether ranks are on nodes, so that one sends bfloat16.
+    """
+    group = group_of(strategy)
+    torch_ddp = nn.parallel.DistributedDataParallel
+    wraps: dict[str, Callable[[Any], Any]] = {
+        OURS: lambda model: DistributedDataParallel(model, strategy),
+        OVER: functools.partial(torch_ddp, process_group=group),
+        GLOO: torch_ddp,
+        ALONE: lambda model: model,
+        FSDP_OVER: functools.partial(_shard, group=group),
+        FSDP_GLOO: functools.partial(_shard, group=torch.distributed.group.WORLD),
+    }
+    if is_wire:
+        wraps[NARROW] = lambda model: _narrow(DistributedDataParallel(model, strategy))
+    named = set(itertools.chain(*case.targets))
     return {
-        "mpidist": Trainer(
-            case, comm.rank, lambda model: DistributedDataParallel(model, strategy)
-        ),
-        "torch DDP (gloo)": Trainer(
-            case, comm.rank, nn.parallel.DistributedDataParallel
-        ),
-        "no communication": Trainer(case, comm.rank, lambda model: model),
+        name: Trainer(case, comm.rank, wrap)
+        for name, wrap in wraps.items()
+        if name in named
     }
 
 
-def bfloat16(state: Any, bucket: torch.distributed.GradBucket) -> Any:
-    """Send gradients as bfloat16; PyTorch refuses its own hook but for NCCL."""
-    return default_hooks.bf16_compress_hook(state, bucket)
+def _shard(model: Any, group: Any) -> Any:
+    from torch.distributed import fsdp
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in model:
+        if isinstance(layer, Layer):
+            fsdp.fully_shard(layer, mesh=mesh)
+    return fsdp.fully_shard(model, mesh=mesh)
 
 
-def narrow_trainer(
-    case: Case, comm: MPI.Intracomm, strategy: mpidist.Strategy
-) -> Trainer:
-    """Return ours that sends gradients as bfloat16. Collective."""
-    trainer = contestants(case, comm, strategy)["mpidist"]
-    trainer.model.register_comm_hook(None, bfloat16)
-    return trainer
+def _narrow(model: Any) -> Any:
+    """Send gradients as bfloat16."""
+
+    def hook(state: Any, bucket: torch.distributed.GradBucket) -> Any:
+        # PyTorch before 2.14 refuses its own hook but for NCCL
+        return default_hooks.bf16_compress_hook(state, bucket)
+
+    model.register_comm_hook(None, hook)
+    return model

@@ -126,7 +126,7 @@ def test_the_readmes_speeds_are_those_that_were_measured():
         speed("step-mpich-2ranks", "training step, 2 ranks", "by hand"),
         speed("frameworks-mpich", mlp, ddp),
         speed("frameworks-wire-mpich", mlp, ddp),
-        speed("frameworks-wire-mpich", f"{mlp}, bfloat16", ddp),
+        speed("frameworks-wire-mpich", f"{mlp}, mpidist, bfloat16", ddp),
         speed("input-2ranks", "contiguous, shuffle", loader),
     ]
     table = (ROOT / "README.md").read_text().partition("## Speed")[2]

@@ -167,6 +167,6 @@ def test_the_benchmark_compares_weights_and_times(comm, mpirun, tmp_path):
     assert ended.returncode == 0, ended.stderr
     if comm.rank == 0:
         result = json.loads(output.read_text())
-        assert len(result["comparisons"]) == 6
+        assert len(result["comparisons"]) == 18
         assert max(result["differences"].values()) < 1e-5
         assert output.with_suffix(".png").exists()
