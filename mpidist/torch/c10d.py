@@ -19,6 +19,7 @@ __all__ = [
     "all_gather_single",
     "backends_of_gpus",
     "finish_all",
+    "is_of_reducer",
     "keep_untraced",
     "may_wait",
     "name_of",
@@ -37,7 +38,11 @@ _OPS = {
 
 _FOLDER = os.path.dirname(__file__) + os.sep
 # Where Python calls C++'s backward pass
-_AUTOGRAD = {torch.autograd.__file__, torch.autograd.graph.__file__}
+_AUTOGRAD = {
+    torch.autograd.__file__,
+    torch.autograd.graph.__file__,
+    torch.nn.parallel.distributed.__file__,  # for ranks that have ended, in `Join`
+}
 
 
 def name_of(op: Any) -> str:
@@ -46,15 +51,20 @@ def name_of(op: Any) -> str:
     return name
 
 
-def may_wait(opts: Any, is_small: bool) -> bool:
+def may_wait(opts: Any, is_short: bool) -> bool:
     """Return whether an operation may run in the thread that calls it.
 
     That thread will wait for it at once. DistributedDataParallel's reducer in C++ does
-    not, but a small bucket takes less time than another thread needs to begin.
+    not, but need not go on meanwhile, where another thread would gain nothing.
     """
     if getattr(opts, "asyncOp", True) is False:
         return True
-    frame: Any = sys._getframe(1) if is_small else None
+    return is_short and is_of_reducer()
+
+
+def is_of_reducer() -> bool:
+    """Return whether C++ calls, in a backward pass: DistributedDataParallel's part."""
+    frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_FOLDER):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename in _AUTOGRAD

@@ -35,6 +35,7 @@ from mpidist.options import CommunicationImplementation, CommunicationOptions, R
 from mpidist.strategy.strategy import Strategy
 from mpidist.torch import c10d
 from mpidist.torch.flat_tensors import BITWISE, FlatTensor, Reduction, concatenate
+from mpidist.torch.shared_buckets import SharedBuckets
 from mpidist.torch.works import Executor, Message, Work
 
 __all__ = ["Operations", "group_of", "init_process_group", "register"]
@@ -42,7 +43,7 @@ __all__ = ["Operations", "group_of", "init_process_group", "register"]
 _BACKEND = "mpidist"
 # Larger arrays are reduced where they lie; smaller ones travel with the comparison
 _IN_PLACE_BYTES = 128 << 10
-# Elements of a small bucket, see `c10d.may_wait`
+# Elements of a bucket that takes less time than another thread needs to begin
 _FEW = _IN_PLACE_BYTES // 4
 _KEPT = 256  # works of one element
 _ADDRESSES = (1 << 62) - 1
@@ -81,6 +82,10 @@ class Operations:
         self._guard = self._consensus.guard
         self._collectives = self._group.collectives
         self._transports = self._collectives.transports
+        in_node = self._transports.intra_node
+        # The transport of a job on one node, which large gradients take
+        self._in_node = in_node if in_node and in_node.name == "shared" else None
+        self._buckets = SharedBuckets(self._group)
         self._executor = Executor(f"mpidist-process-group-{next(_numbers)}")
         self._timeout = timeout
         self._seconds: float | None = None  # the timeout of the operation that runs
@@ -134,14 +139,43 @@ class Operations:
 
     def allreduce(self, tensors: Sequence[Any], opts: Any = None) -> Any:
         """Reduce tensors over all ranks, in place."""
-        op = Reduction.of(opts)
+        op, outputs = Reduction.of(opts), _listed(tensors)
+        is_bucket = op.name == "SUM" and len(outputs) == 1
+        is_bucket &= self._in_node is not None and c10d.is_of_reducer()
 
         def reduce(tensor: Any) -> None:
             flat = self._guard("all_reduce", FlatTensor, tensor)
+            is_large = flat.nbytes > _IN_PLACE_BYTES and not flat.is_copy
+            if is_bucket and is_large and op.adds_in_place(flat):
+                outputs[0] = self._reduce_bucket(flat)
+                return
             self._reduce("all_reduce", op, flat, flat)
             flat.store()
 
-        return self._submit(_listed(tensors), opts, reduce, _listed(tensors))
+        return self._submit(outputs, opts, reduce, _listed(tensors))
+
+    def _reduce_bucket(self, flat: FlatTensor) -> Any:
+        """Return the sum of gradients, in memory of the node from the third time on.
+
+        Its memory is written again when the same bucket is reduced the next time.
+        """
+        buckets, bucket = self._buckets, self._buckets.find(flat)
+        if bucket is not None and bucket.sum is not None:
+            bucket.sum.copy_(flat.tensor)  # before the ranks meet
+        fields = ("reduce_op", "SUM of gradients"), *flat.fields
+        address = buckets.address_of(bucket, flat)
+        is_known = self._compare("all_reduce", *fields, address=address)
+        if not is_known or bucket is None:
+            buckets.add(flat)
+        elif bucket.sum is not None:
+            assert self._in_node is not None
+            self._in_node.allreduce_in_place(bucket.everyone, self._deadline())
+            return bucket.sum
+        else:
+            buckets.allocate(bucket, flat)
+        way = self._transports.pick(_AUTO, False, False)
+        way.allreduce_sum(flat.array, flat.array, self._deadline())
+        return flat.tensor
 
     def reduce(self, tensors: Sequence[Any], opts: Any = None) -> Any:
         """Reduce a tensor over all ranks, in place on rank `opts.rootRank`."""
@@ -505,9 +539,9 @@ class Operations:
         self._executor.call(self._in_turn(None, run))
         return found
 
-    def _compare(self, name: str, *fields: tuple[str, Any]) -> None:
+    def _compare(self, name: str, *fields: tuple[str, Any], address: int = 0) -> Any:
         call = CallSignature(name, fields)
-        self._consensus.compare(call, digest(call), timeout=self._seconds)
+        return self._consensus.compare(call, digest(call), address, self._seconds)
 
     def _deadline(self) -> float | None:
         return None if self._seconds is None else time.monotonic() + self._seconds
@@ -517,19 +551,26 @@ class Operations:
     ) -> Work:
         """Call `run` in turn: for each row of the columns, or once without any."""
         rows = list(zip(*columns, strict=True)) if columns else [()]
-        work = Work(list(outputs))
+        work = Work(outputs if isinstance(outputs, list) else list(outputs))
 
         def each() -> None:
             for row in rows:
                 run(*row)
 
         first = columns[0][0] if columns and columns[0] else None
-        is_small = isinstance(first, torch.Tensor) and first.numel() <= _FEW
+        is_short = isinstance(first, torch.Tensor) and self._is_short(first)
         if isinstance(first, torch.Tensor) and first.numel() == 1:
             self._kept.append(work)
         in_turn = self._in_turn(opts, each)
-        self._executor.submit(work, in_turn, c10d.may_wait(opts, is_small))
+        self._executor.submit(work, in_turn, c10d.may_wait(opts, is_short))
         return work
+
+    def _is_short(self, tensor: Any) -> bool:
+        """Return whether a thread would not gain time: it is small, or has no core."""
+        if tensor.numel() <= _FEW:
+            return True
+        node = self._in_node
+        return node is not None and not node.has_idle_cores(torch.get_num_threads())
 
     def _in_turn(self, opts: Any, run: Callable[[], None]) -> Callable[[], None]:
         seconds, lock = c10d.seconds_of(opts, self._timeout), self._consensus.lock

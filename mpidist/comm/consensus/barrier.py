@@ -98,6 +98,7 @@ class NodeBarrier:
             [words_of(page) for page in pages] for pages in self.page_pairs
         ]
         self.epoch = 0
+        self.cores = cores  # of all ranks together
         self._has_cores = self.size <= cores
         self._spins = _SPINS if self._has_cores and not yield_cpu else 0
 

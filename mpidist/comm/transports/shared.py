@@ -23,6 +23,8 @@ __all__ = ["SharedTransport"]
 
 # Bytes between two barriers if nothing is copied
 _NO_COPY_BYTES = 2 << 20
+# What stays in a cache while it is added and copied
+_IN_PLACE_BYTES = 256 << 10
 
 
 class _Block(NamedTuple):
@@ -71,6 +73,10 @@ class SharedTransport:
         # Three sets of slots in turn: one is written while another is read and a third
         # is published, so one barrier per block is enough.
         self._turn = 0
+
+    def has_idle_cores(self, threads: int) -> bool:
+        """Return whether there are more cores than ranks that use so many threads."""
+        return self._barrier.cores > self._size * threads
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
         """See `Transport.allreduce_sum`."""
@@ -128,6 +134,29 @@ class SharedTransport:
         self._end(last, deadline)
         # After this barrier every rank may overwrite its symmetric arrays again.
         self._synchronize("all_reduce", deadline)  # all have read them
+
+    def allreduce_in_place(
+        self, everyone: Sequence[Any], deadline: float | None
+    ) -> None:
+        """Put the sum of arrays in shared memory into all of them.
+
+        All ranks have written theirs, and have met since.
+
+        Args:
+          everyone: the arrays of all ranks, by rank.
+          deadline: see `Transport`.
+        """
+        first, *others = everyone
+        edges = packing.edges(first.size, self._size, first.dtype.itemsize)
+        step = _IN_PLACE_BYTES // first.dtype.itemsize
+        start, stop = edges[self._rank : self._rank + 2]
+        for begin in range(start, stop, step):
+            block = slice(begin, min(begin + step, stop))
+            total = first[block]
+            arithmetic.add_in_order([array[block] for array in everyone], out=total)
+            for array in others:
+                array[block] = total
+        self._synchronize("all_reduce", deadline)  # all totals are written
 
     def _add(
         self,

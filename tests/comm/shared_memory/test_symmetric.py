@@ -413,3 +413,19 @@ strategy.symmetric_like(np.zeros(1000))
     assert ended.returncode != 0
     assert ended.stdout.count("begun") == 2
     assert set(folder.glob("mpidist-*")) <= before
+
+
+@pytest.mark.parametrize("count", [1, 5, 1000, LARGE])
+@pytest.mark.parametrize("dtype", ["f4", "f8", "c8"])
+def test_arrays_become_their_sum(strategy, comm, count, dtype):
+    in_node = strategy.extended.collectives.transports.intra_node
+    if in_node is None:
+        pytest.skip("one rank has no shared memory")
+    given, memory = everyones(comm, count, dtype), strategy.extended.symmetric_memory
+    mine = strategy.symmetric_like(given[comm.rank])
+    for _ in range(3):
+        mine[...] = given[comm.rank]
+        comm.Barrier()  # all have written theirs
+        in_node.allreduce_in_place(memory.everyone(mine), None)
+        assert np.array_equal(mine, np.sum(given, axis=0, dtype=dtype))
+        comm.Barrier()  # all have looked

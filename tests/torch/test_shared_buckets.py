@@ -1,0 +1,199 @@
+"""Large gradients, which all ranks of a node add up where they lie."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+F = nn.functional
+
+from mpidist.errors import MismatchError  # noqa: E402
+from mpidist.torch import DistributedDataParallel, shared_buckets  # noqa: E402
+from mpidist.torch.process_group import group_of  # noqa: E402
+
+WIDTH = 20_000  # of which a layer's gradients exceed what travels with a comparison
+STEPS = 7  # memory is shared from the fourth on
+
+
+@pytest.fixture
+def counted(strategy, monkeypatch):
+    """The calls that added gradients in shared memory, on this rank."""
+    transport, calls = group_of(strategy).operations._in_node, []
+    if transport is None:
+        pytest.skip("one rank needs no memory of the node")
+    before = transport.allreduce_in_place
+
+    def call(everyone, deadline):
+        calls.append(everyone[0].size)
+        before(everyone, deadline)
+
+    monkeypatch.setattr(transport, "allreduce_in_place", call)
+    return calls
+
+
+def network(seed=0, dtype=torch.float64):
+    torch.manual_seed(seed)
+    layers = nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def rows_of(strategy, step):
+    random = torch.Generator().manual_seed(step)
+    count = 4 * strategy.num_replicas_in_sync
+    x, y = torch.randn(count, 6, generator=random), torch.arange(count) % 3
+    start = 4 * strategy.extended.replica_id
+    return (x, y), (x[start : start + 4], y[start : start + 4])
+
+
+def train(model, batches, accumulates=False):
+    """Return the gradients of each step."""
+    optimizer, found = torch.optim.SGD(model.parameters(), 0.05), []
+    for x, y in batches:
+        optimizer.zero_grad(set_to_none=not accumulates)
+        F.cross_entropy(model(x.to(next(model.parameters()).dtype)), y).backward()
+        optimizer.step()
+        found.append([p.grad.clone() for p in model.parameters()])
+    return found
+
+
+def check(strategy, model, alone, steps=range(STEPS), **arguments):
+    wholes, parts = zip(*(rows_of(strategy, step) for step in steps))
+    found, expected = train(model, parts, **arguments), train(alone, wholes)
+    torch.testing.assert_close(found, expected)
+    for p in model.parameters():
+        everyone = strategy.gather_objects(p.detach().numpy())
+        assert all(np.array_equal(everyone[0], other) for other in everyone)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 0.3},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_training_is_that_of_one_process(strategy, counted, arguments, dtype):
+    model = DistributedDataParallel(network(dtype=dtype), strategy, **arguments)
+    check(strategy, model, network(dtype=dtype))
+    assert len(counted) >= 3
+
+
+def test_gradients_that_are_set_to_zero(strategy, counted):
+    model = DistributedDataParallel(network(), strategy)
+    check(strategy, model, network(), accumulates=True)
+    assert counted
+
+
+def test_two_models_of_one_group(strategy, counted):
+    models = [DistributedDataParallel(network(seed), strategy) for seed in range(2)]
+    alones = [network(seed) for seed in range(2)]
+    for step in range(STEPS):
+        for model, alone in zip(models, alones):
+            check(strategy, model, alone, [step])
+    assert len(counted) >= 6
+
+
+def test_two_models_in_one_backward_pass(strategy, counted):
+    models = [DistributedDataParallel(network(seed), strategy) for seed in range(2)]
+    alones = [network(seed) for seed in range(2)]
+    for step in range(STEPS):
+        for (x, y), nets in zip(rows_of(strategy, step), (alones, models)):
+            for net in nets:
+                net.zero_grad()
+            x = x.double()
+            F.cross_entropy(nets[0](x) + nets[1](x), y).backward()
+        for model, alone in zip(models, alones):
+            for p, q in zip(model.parameters(), alone.parameters()):
+                torch.testing.assert_close(p.grad, q.grad)
+    assert counted
+
+
+def test_two_backward_passes_through_one_graph(strategy, counted):
+    model, alone = DistributedDataParallel(network(), strategy), network()
+    for step in range(STEPS):
+        for (x, y), net in zip(rows_of(strategy, step), (alone, model)):
+            net.zero_grad()
+            loss = F.cross_entropy(net(x.double()), y)
+            loss.backward(retain_graph=True)
+            loss.backward()
+        for p, q in zip(model.parameters(), alone.parameters()):
+            torch.testing.assert_close(p.grad, q.grad)
+    assert counted
+
+
+def test_gradients_that_a_program_keeps_are_its_own(strategy, counted):
+    model, kept = DistributedDataParallel(network(), strategy), []
+    for step in range(STEPS):
+        _, (x, y) = rows_of(strategy, step)
+        model.zero_grad()
+        F.cross_entropy(model(x.double()), y).backward()
+        gradients = [p.grad for p in model.parameters()]
+        kept.append((gradients, [g.clone() for g in gradients]))
+    for gradients, copies in kept:
+        for gradient, copied in zip(gradients, copies):
+            assert torch.equal(gradient, copied)
+    assert counted
+
+
+def test_models_that_come_and_go(strategy, counted):
+    """Their buckets may lie where those of others lay, on some ranks only."""
+    random = np.random.default_rng(strategy.extended.replica_id)
+    alone = network()
+    for _ in range(3):
+        _ = torch.empty(random.integers(1, 10**6))  # other addresses on each rank
+        model = DistributedDataParallel(copy.deepcopy(alone), strategy)
+        check(strategy, model, alone)
+        del model
+    assert counted
+
+
+@pytest.mark.parametrize("limit", [0, 10**6])
+def test_a_node_with_too_little_memory(strategy, counted, monkeypatch, limit):
+    monkeypatch.setattr(shared_buckets, "_MOST_BYTES", limit)
+    check(strategy, DistributedDataParallel(network(), strategy), network())
+    assert len(counted) <= STEPS
+
+
+def test_ranks_that_end_earlier(strategy, counted):
+    rank, ranks = strategy.extended.replica_id, strategy.num_replicas_in_sync
+    model = DistributedDataParallel(network(), strategy, rows=len)
+    counts = [8 if r == 0 else 5 for r in range(ranks)]
+    batches = [
+        [rows_of(strategy, s * ranks + r)[0] for r in range(ranks)] for s in range(8)
+    ]
+    with model.join():
+        train(model, [batches[step][rank] for step in range(counts[rank])])
+    there = [
+        [batch for batch, count in zip(of_ranks, counts) if step < count]
+        for step, of_ranks in enumerate(batches)
+    ]
+    alone = network()
+    train(alone, [tuple(map(torch.cat, zip(*several))) for several in there])
+    for p, q in zip(model.parameters(), alone.parameters()):
+        torch.testing.assert_close(p, q)
+    assert counted
+
+
+def test_a_users_reduction_on_one_rank_is_an_error_on_all(strategy, counted):
+    if strategy.num_replicas_in_sync == 1:
+        pytest.skip("needs ranks that can differ")
+    model = DistributedDataParallel(network(), strategy, rows="equal")
+    _, (x, y) = rows_of(strategy, 0)
+    for _ in range(STEPS):
+        F.cross_entropy(model(x.double()), y).backward()
+    loss, numbers = F.cross_entropy(model(x.double()), y), torch.ones(counted[-1])
+    # In a backward pass the error comes through C++
+    with pytest.raises((MismatchError, RuntimeError), match="SUM of gradients"):
+        if strategy.extended.replica_id == 0:
+            torch.distributed.all_reduce(numbers.double(), group=model.process_group)
+        else:
+            loss.backward()
