@@ -71,6 +71,7 @@ def compare(
             return times[name]
         return [case.rows * ranks / (t / 1e6) for t in times[name]]
 
+    is_wire = NARROW in times
     return [
         Comparison(
             case.name if own == OURS else f"{case.name}, {own}",
@@ -78,7 +79,7 @@ def compare(
             "us" if case.is_time else "samples/s",
             numbers(own),
             numbers(other),
-            target=target if ranks > 1 else None,
+            target=target if ranks > 1 and is_wire == (own == NARROW) else None,
             is_at_least=not case.is_time,
         )
         for (own, other), target in case.targets.items()
