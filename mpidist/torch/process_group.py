@@ -169,6 +169,7 @@ class Operations:
             buckets.add(flat)
         elif bucket.sum is not None:
             assert self._in_node is not None
+            self._transports.count(self._in_node.name, flat.nbytes)
             self._in_node.allreduce_in_place(bucket.everyone, self._deadline())
             return bucket.sum
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ torch = pytest.importorskip("torch")
 nn = torch.nn
 F = nn.functional
 
-from mpidist.errors import MismatchError  # noqa: E402
+from mpidist.errors import ArgumentError, MismatchError  # noqa: E402
 from mpidist.torch import DistributedDataParallel, shared_buckets  # noqa: E402
 from mpidist.torch.process_group import group_of  # noqa: E402
 
@@ -156,11 +157,35 @@ def test_models_that_come_and_go(strategy, counted):
     assert counted
 
 
+def test_memory_of_models_that_are_gone_is_freed(strategy, counted, monkeypatch):
+    monkeypatch.setattr(shared_buckets, "_UNUSED_CALLS", 2)
+    operations = group_of(strategy).operations
+    for seed in range(8):
+        model = DistributedDataParallel(network(seed), strategy)
+        check(strategy, model, network(seed), range(20))
+        del model
+    gc.collect()
+    assert 1 <= len(operations._group.symmetric_memory) <= 4
+
+
 @pytest.mark.parametrize("limit", [0, 10**6])
 def test_a_node_with_too_little_memory(strategy, counted, monkeypatch, limit):
     monkeypatch.setattr(shared_buckets, "_MOST_BYTES", limit)
     check(strategy, DistributedDataParallel(network(), strategy), network())
     assert len(counted) <= STEPS
+
+
+def test_a_node_without_memory_is_asked_once(strategy, counted, monkeypatch):
+    memory, asked = group_of(strategy).operations._group.symmetric_memory, []
+
+    def allocate(operation, fields):
+        asked.append(fields)
+        raise ArgumentError("a node has too little memory")  # on all ranks
+
+    monkeypatch.setattr(memory, "allocate", allocate)
+    check(strategy, DistributedDataParallel(network(), strategy), network())
+    assert len(asked) == 1
+    assert not counted
 
 
 def test_ranks_that_end_earlier(strategy, counted):
