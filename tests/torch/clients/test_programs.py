@@ -32,6 +32,16 @@ PORTS = {
         ),
         ("import os\n", ""),
     ],
+    "image_classes.py": [
+        *BACKEND,
+        ('is_distributed = "RANK" in os.environ', "is_distributed = True"),
+        ("import os\n", ""),
+        (
+            "        model = DistributedDataParallel(model)",
+            "        model = mpidist.torch.convert_sync_batchnorm(model)\n"
+            "        model = DistributedDataParallel(model)",
+        ),
+    ],
     "word_lstm.py": BACKEND,
 }
 
